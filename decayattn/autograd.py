@@ -1,0 +1,138 @@
+"""The only autograd bridge of the kernels: two opaque operators, decayattn::forward and decayattn::backward.
+
+Operators rather than an autograd.Function, because torch.compile, CUDA graphs, fake tensors and selective checkpointing
+then see one node with known shapes, and the launches behind it stay ordinary Python.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from decayattn import backends
+from decayattn.problem import AttentionProblem
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? row_scale, float scale, bool causal, str backend"
+# what the forward leaves to the backward, besides its inputs and out
+_SAVED = "Tensor row_references, Tensor local, Tensor base, Tensor last_reset, Tensor next_reset"
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+torch.library.define(
+    "decayattn::forward",
+    f"({_INPUTS}) -> (Tensor out, Tensor lse, {_SAVED})",
+    tags=_TAGS,
+)
+torch.library.define(
+    "decayattn::backward",
+    f"(Tensor d_out, Tensor? d_lse, {_INPUTS}, Tensor out, {_SAVED}, bool decay_gradient) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor d_log_decay, Tensor d_row_scale)",
+    tags=_TAGS,
+)
+
+
+def attention(
+    problem: AttentionProblem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    scale: Tensor | float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """out and lse from a kernel backend, differentiable once."""
+    tensors = [x for x in (q, k, v, log_decay, scale) if isinstance(x, Tensor)]
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        # PyTorch would drop the tangent at the operator without a word
+        raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
+    row_scale, scale = (scale, 1.0) if problem.row_scale else (None, scale)
+    out, lse, *_ = torch.ops.decayattn.forward(q, k, v, log_decay, row_scale, scale, problem.causal, backend)
+    return out, lse
+
+
+@torch.library.impl("decayattn::forward", "CompositeExplicitAutograd")
+def _forward(q, k, v, log_decay, row_scale, scale, causal, backend):
+    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal)
+    out, lse, row_references, prefix = backends.load(backend).forward(
+        problem, q, k, v, log_decay, scale if row_scale is None else row_scale
+    )
+    return out, lse, row_references, *prefix
+
+
+@torch.library.impl("decayattn::backward", "CompositeExplicitAutograd")
+def _backward(
+    d_out, d_lse, q, k, v, log_decay, row_scale, scale, causal, backend, out, row_references, local, base, last_reset,
+    next_reset, decay_gradient,
+):  # fmt: skip
+    from decayattn.backends.prefix import DecayPrefix  # imports Triton, so not before a kernel backend has run
+
+    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal)
+    dq, dk, dv, d_log_decay, d_row_scale = backends.load(backend).backward(
+        problem, d_out, d_lse, q, k, v, log_decay, scale if row_scale is None else row_scale, out, row_references,
+        DecayPrefix(local, base, last_reset, next_reset), decay_gradient,
+    )  # fmt: skip
+    return dq, dk, dv, _or_empty(d_log_decay, row_references), _or_empty(d_row_scale, row_references)
+
+
+@torch.library.register_fake("decayattn::forward")
+def _forward_fake(q, k, v, log_decay, row_scale, scale, causal, backend):
+    from decayattn.backends import prefix  # imports Triton
+
+    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal)
+    rows = (problem.batch, problem.num_heads, problem.query_length)
+    return (
+        q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim),
+        q.new_empty(rows, dtype=problem.accumulator_dtype),
+        q.new_empty(rows, dtype=problem.accumulator_dtype),
+        *prefix.allocate(problem, q),
+    )
+
+
+@torch.library.register_fake("decayattn::backward")
+def _backward_fake(
+    d_out, d_lse, q, k, v, log_decay, row_scale, scale, causal, backend, out, row_references, local, base, last_reset,
+    next_reset, decay_gradient,
+):  # fmt: skip
+    def contiguous(x):
+        return x.new_empty(x.shape)
+
+    return (
+        contiguous(q), contiguous(k), contiguous(v),
+        contiguous(log_decay) if decay_gradient else row_references.new_empty(0),
+        torch.empty_like(row_references).transpose(1, 2) if row_scale is not None else row_references.new_empty(0),
+    )  # fmt: skip
+
+
+def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """An operator returns tensors only: one of size 0 stands for "not asked for"."""
+    return like.new_empty(0) if gradient is None else gradient
+
+
+def _save(ctx, inputs, output):
+    q, k, v, log_decay, row_scale, *ctx.modes = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+    out, _, *saved = output
+    ctx.save_for_backward(q, k, v, log_decay, row_scale, out, *saved)
+
+
+def _differentiate(ctx, d_out, d_lse, *_):
+    q, k, v, log_decay, row_scale, out, *saved = ctx.saved_tensors
+    if d_out is None:
+        d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+    decay_gradient = ctx.needs_input_grad[3]
+    dq, dk, dv, d_log_decay, d_row_scale = torch.ops.decayattn.backward(
+        d_out, d_lse, q, k, v, log_decay, row_scale, *ctx.modes, out, *saved, decay_gradient
+    )
+    return (
+        dq, dk, dv, d_log_decay if decay_gradient else None, d_row_scale if row_scale is not None else None,
+        None, None, None,
+    )  # fmt: skip
+
+
+def _refuse_second_derivative(ctx, *_):
+    raise RuntimeError(
+        "decay_attention: its kernels have no second derivative; use backend='reference', which has them all"
+    )
+
+
+torch.library.register_autograd("decayattn::forward", _differentiate, setup_context=_save)
+torch.library.register_autograd("decayattn::backward", _refuse_second_derivative)

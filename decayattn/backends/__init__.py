@@ -1,0 +1,58 @@
+"""Which backend takes a problem. A backend refuses one with a reason, or launches forward and backward; no more."""
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+
+from decayattn.problem import AttentionProblem
+
+# kernel backends; each is a package with refusal(dtype, device), forward(...) and backward(...), and what one's forward
+# saves another's backward could read
+KERNELS = {"triton": "decayattn.backends.portable", "hopper": "decayattn.backends.hopper"}
+# those that "auto" considers, fastest first; "hopper" joins them when its whole test suite has passed on hardware
+AUTOMATIC = ("triton",)
+NAMES = ("auto", "reference", *KERNELS)
+
+
+@functools.cache
+def load(name: str) -> ModuleType | str:
+    """The backend's package, or why it cannot be imported here. Triton is imported on this first use, not before."""
+    try:
+        return importlib.import_module(KERNELS[name])
+    except ImportError as error:
+        if error.name is None or not error.name.startswith("triton"):
+            raise
+        return f"{error}; install it with `pip install triton`"
+
+
+def refusal(problem: AttentionProblem, name: str) -> str | None:
+    """Why the kernel backend cannot take this problem; None if it can."""
+    return _refusal(name, problem.dtype, problem.device)
+
+
+def _refusal(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    backend = load(name)
+    return backend if isinstance(backend, str) else backend.refusal(dtype, device)
+
+
+# torch.compile cannot trace an import: it calls _refusal and keeps the answer. This is all that
+# torch.compiler.assume_constant_result does, but to call that imports torch._dynamo, and with it Triton.
+_refusal._dynamo_marked_constant = True
+
+
+def select(problem: AttentionProblem, name: str) -> str:
+    """The backend to run: for "auto" the first that accepts the problem, else the named one or a ValueError."""
+    if name not in NAMES:
+        raise ValueError(f"backend: expected one of {', '.join(map(repr, NAMES))}, got {name!r}")
+    if name == "reference":
+        return name
+    if name == "auto":
+        # on a CPU the kernels can only be interpreted, which is for debugging: nobody gets that without naming it
+        candidates = AUTOMATIC if problem.device.type == "cuda" else ()
+        return next((kernel for kernel in candidates if refusal(problem, kernel) is None), "reference")
+    reason = refusal(problem, name)
+    if reason is not None:
+        raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
+    return name

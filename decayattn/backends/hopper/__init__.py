@@ -1,0 +1,56 @@
+"""Gluon kernels for sm_90: TMA, WGMMA, warp specialisation."""
+
+import torch
+from torch import Tensor
+
+from decayattn.backends.hopper import descriptors, launch, launch_backward
+from decayattn.problem import AttentionProblem
+
+__all__ = ["backward", "forward", "refusal"]
+
+_HEAD_DIMS = (64, 128)
+# the bias of a key is divided by the scale and must stay a bfloat16
+_LEAST_SCALE = 1e-6
+
+
+def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels cannot take any problem of this dtype on this device; None if they can."""
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, not on {device}"
+    if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
+        return f"it needs compute capability 9.0, not {capability[0]}.{capability[1]}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {dtype}"
+    return None
+
+
+def forward(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float
+):
+    """launch.forward, unless the problem is one that these kernels do not take: then a ValueError with the reason."""
+    reason = _misfit(problem, q, k, v, scale)
+    if reason is not None:
+        raise ValueError(f"backend: 'hopper' cannot take this problem: {reason}")
+    return launch.forward(problem, q, k, v, log_decay, scale)
+
+
+def backward(problem: AttentionProblem, *arguments):
+    """launch_backward.backward; dq and the row sums of dS are added up in no fixed order."""
+    if torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError("decay_attention: backend 'hopper' has no deterministic backward; use 'triton', which is")
+    return launch_backward.backward(problem, *arguments)
+
+
+def _misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float) -> str | None:
+    if problem.head_dim != problem.value_dim or problem.head_dim not in _HEAD_DIMS:
+        return f"it takes D = D_v in {_HEAD_DIMS}, not D = {problem.head_dim}, D_v = {problem.value_dim}"
+    if not problem.causal:
+        return "it takes causal attention only"
+    if problem.row_scale:
+        return "it takes one scale for all rows"
+    if scale < _LEAST_SCALE:
+        return f"it takes a scale of at least {_LEAST_SCALE}, not {scale}"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if (reason := descriptors.misfit(x)) is not None:
+            return f"TMA cannot address {name}: {reason}"
+    return None

@@ -1,0 +1,671 @@
+"""Backward for sm_90: one pass over the scores with five matrix products, warp-specialised.
+
+A program owns a tile of 128 keys and walks the query tiles that see it, over the query heads of the group. A producer
+warp streams q, dO and the row terms through shared memory by TMA. Two consumer warpgroups own 64 keys each: they
+recompute Pᵀ from the saved row references and add to dk and dv in registers. dq needs all keys of a tile, so dSᵀ goes
+through shared memory, where each warpgroup multiplies one half of dq, a tile later (then neither waits for the other),
+and the copy engine adds it in float32 to a buffer in the order in which registers hold it ("fragments").
+
+Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where a decay's gradient cancels,
+so do they. One loop serves edge tiles and whole ones, with a branch around the comparison: two loops cost registers,
+and spills slow the shared memory that this kernel lives on (3 % at D = 128).
+
+Three kernels: `row_terms_kernel` prepares what is one number per row and zeroes what is added to, `gradients_kernel`
+does the work, `unpack_dq_kernel` brings dq from fragments to its layout and dtype.
+
+Tiles, per warpgroup: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · scoreT, pT, dpT, dsT (64, ROWS) · dq part (64, 64).
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from decayattn.backends.hopper import copy_engine
+from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
+from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.prefix import DECAY_BLOCK
+from decayattn.backends.tile_math import LOG2E, decayed_score, probability, score_gradient, visible
+from decayattn.backends.tile_range import edge_tile, rows_that_see, tiles_between
+
+BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
+KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
+# keys of one consumer warpgroup
+SHARE: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
+# one part of dq: what a warpgroup multiplies of a tile, 64 rows × 64 columns, and its shape as fragments
+PART: gl.constexpr = gl.constexpr(64)
+FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
+FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One number per row
+
+
+@triton.jit
+def row_terms_kernel(
+    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, out_strides, d_out_strides, d_lse_strides,
+    query_length, heads, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, HAS_D_LSE: tl.constexpr,
+    ROW_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Per row Δ = Σ dO·O − dLSE, beside the reference that the forward saved, in tiles that one copy can fetch.
+
+    terms is (head rows, row tiles, 2, ROWS): references, then Δ. Rows past the end get the reference +∞ of a row that
+    sees nothing, so that their P is 0 without a mask. dq and the row sums, which the next kernel adds to, become 0.
+    """
+    blocks = tl.cdiv(query_length, ROWS) * (ROWS // BLOCK_M)
+    head_row = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    start = block * BLOCK_M
+    batch, head = head_row // heads, head_row % heads
+    row = start + tl.arange(0, BLOCK_M)
+    inside = row < query_length
+    here = head_row * query_length + row
+
+    column = tl.arange(0, D)[None, :]
+    token = row.to(tl.int64)[:, None]
+    o = out + batch * out_strides[0] + head * out_strides[2] + token * out_strides[1] + column
+    do = d_out + batch * d_out_strides[0] + head * d_out_strides[2] + token * d_out_strides[1] + column
+    o = tl.load(o, mask=inside[:, None], other=0.0).to(tl.float32)
+    do = tl.load(do, mask=inside[:, None], other=0.0).to(tl.float32)
+    delta = tl.sum(o * do, 1)
+    if HAS_D_LSE:
+        offset = batch * d_lse_strides[0] + head * d_lse_strides[1] + row.to(tl.int64) * d_lse_strides[2]
+        delta -= tl.load(d_lse + offset, mask=inside, other=0.0)
+    reference = tl.load(row_references + here, mask=inside, other=float("inf"))
+    tile_terms = terms + (head_row * tl.cdiv(query_length, ROWS) + start // ROWS) * 2 * ROWS
+    tl.store(tile_terms + row % ROWS, reference)
+    # a row that sees nothing has no gradient, whatever dLSE is
+    tl.store(tile_terms + ROWS + row % ROWS, tl.where(reference < float("inf"), delta, 0.0))
+
+    SIZE: tl.constexpr = BLOCK_M * D
+    tl.store(dq_fragments + (head_row * blocks + block) * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+    if ROW_SUMS:
+        tl.store(row_sums + here, tl.zeros([BLOCK_M], tl.float32), mask=inside)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The gradients
+
+
+@aggregate
+class Buffers:
+    """Shared memory: tiles, and the barriers that say which of them may be read or written."""
+
+    keys: gl.shared_memory_descriptor  # (2, 1, 1, 64, D), as are values; then the place of dk and dv on their way out
+    values: gl.shared_memory_descriptor
+    queries: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D), as are d_outs
+    d_outs: gl.shared_memory_descriptor
+    terms: gl.shared_memory_descriptor  # (STAGES · 2, 1, ROWS)
+    differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the reference of the rows minus α at the key tile's
+    starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
+    d_scores: gl.shared_memory_descriptor  # (2 tiles · 2 warpgroups, 64, ROWS)
+    dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
+    keys_ready: gl.shared_memory_descriptor
+    queries_ready: gl.shared_memory_descriptor
+    d_outs_ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    d_scores_ready: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, keys_ready, queries_ready,
+        d_outs_ready, empty, d_scores_ready, STAGES,
+    ):  # fmt: skip
+        self.keys = keys
+        self.values = values
+        self.queries = queries
+        self.d_outs = d_outs
+        self.terms = terms
+        self.differences = differences
+        self.starts = starts
+        self.d_scores = d_scores
+        self.dq_parts = dq_parts
+        self.keys_ready = keys_ready
+        self.queries_ready = queries_ready
+        self.d_outs_ready = d_outs_ready
+        self.empty = empty
+        self.d_scores_ready = d_scores_ready
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def stage(self, n):
+        return n % self.STAGES
+
+    @gluon.jit
+    def phase(self, n):
+        return (n // self.STAGES) & 1
+
+
+@aggregate
+class Work:
+    """The sizes of the call, and the key tile that this program has."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    heads: gl.tensor
+    key_start: gl.tensor
+    query_length: gl.tensor
+    key_length: gl.tensor
+    ROWS: gl.constexpr
+    GROUP: gl.constexpr
+    DECAY: gl.constexpr
+    DECAY_GRADIENT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, batch, kv_head, heads, key_start, query_length, key_length, ROWS, GROUP, DECAY, DECAY_GRADIENT):
+        self.batch = batch
+        self.kv_head = kv_head
+        self.heads = heads
+        self.key_start = key_start
+        self.query_length = query_length
+        self.key_length = key_length
+        self.ROWS = gl.constexpr(ROWS)
+        self.GROUP = gl.constexpr(GROUP)
+        self.DECAY = gl.constexpr(DECAY)
+        self.DECAY_GRADIENT = gl.constexpr(DECAY_GRADIENT)
+
+    @gluon.jit
+    def first_position(self):
+        return self.key_length - self.query_length
+
+    @gluon.jit
+    def head_row(self, member):
+        return self.batch * self.heads + self.kv_head * self.GROUP + member
+
+    @gluon.jit
+    def first_tile(self, head_row):
+        """The head's first query tile, where tiles of all heads are counted through."""
+        return head_row * gl.cdiv(self.query_length, self.ROWS)
+
+    @gluon.jit
+    def rows_of(self, key, last_reset, next_reset):
+        """[first, end) of the rows that see a key; a key past the end is seen by none."""
+        HAS_RESETS: gl.constexpr = self.DECAY == "scalar"
+        inside = gl.minimum(key, self.key_length - 1)
+        _, end = rows_that_see(
+            inside, self.query_length, self.first_position(), last_reset, next_reset, True, HAS_RESETS
+        )
+        # causal: counted on beyond the last row, this alone leaves keys past the end without rows
+        return gl.maximum(key - self.first_position(), 0), end
+
+    @gluon.jit
+    def visited(self, last_reset, next_reset):
+        """The query tiles of one head that see a key of the tile, as tiles_between orders them.
+
+        Both ends of the rows that see a key grow with the key, so the first and the last key know them all.
+        """
+        first_min, end_min = self.rows_of(self.key_start, last_reset, next_reset)
+        first_max, end_max = self.rows_of(self.key_start + KEYS - 1, last_reset, next_reset)
+        return tiles_between(first_min, first_max, end_min, end_max, self.ROWS)
+
+
+@gluon.jit
+def _flat(tile):
+    """A (1, 1, rows, D) tile of shared memory as (rows, D)."""
+    return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def _load_rate(rates, rate_stride, head):
+    """γ of a head in base 2."""
+    return (gl.load(rates + head * rate_stride) * LOG2E).to(gl.float32)
+
+
+@gluon.jit
+def _base_difference(work, tile, bases, key_base, rate):
+    """α at the reference of a tile's rows minus α at the start of the key tile."""
+    reference = tile * work.ROWS // BLOCK * BLOCK + work.first_position()
+    if work.DECAY == "scalar":
+        # formed in float64 and rounded once
+        difference = (gl.load(bases + gl.maximum(reference, 0) // BLOCK) - key_base).to(gl.float32)
+    elif work.DECAY == "constant":
+        difference = (reference - work.key_start).to(gl.float32) * rate
+    else:
+        difference = 0.0
+    return difference
+
+
+@gluon.jit
+def _produce(
+    work, buffers, q_desc, k_desc, v_desc, d_out_desc, terms_desc, rates, rate_stride, base, last_reset, next_reset
+):
+    """The producer warp: keys and values once, then the query tiles of each head, edge tiles first."""
+    ROWS: gl.constexpr = work.ROWS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    n = 0
+    mbarrier.expect(buffers.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for w in gl.static_range(2):
+        at = [work.batch, work.kv_head, work.key_start + w * SHARE, 0]
+        copy_engine.load(k_desc, at, buffers.keys_ready, buffers.keys.index(w))
+    for w in gl.static_range(2):
+        at = [work.batch, work.kv_head, work.key_start + w * SHARE, 0]
+        copy_engine.load(v_desc, at, buffers.keys_ready, buffers.values.index(w))
+    for member in range(work.GROUP):
+        head = work.kv_head * work.GROUP + member
+        head_row = work.head_row(member)
+        tokens = head_row.to(gl.int64) * work.key_length
+        bases = base + head_row.to(gl.int64) * gl.cdiv(work.key_length, BLOCK)
+        key_base = 0.0
+        rate = 0.0
+        if work.DECAY == "scalar":
+            key_base = gl.load(bases + work.key_start // BLOCK)
+        elif work.DECAY == "constant":
+            rate = _load_rate(rates, rate_stride, head)
+        begin, whole_begin, whole_end, end = work.visited(last_reset + tokens, next_reset + tokens)
+        edges = end - begin - (whole_end - whole_begin)
+        for m in range(end - begin):
+            tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
+            stage = buffers.stage(n)
+            # loaded before the wait: the tile's copies start right after it
+            difference = _base_difference(work, tile, bases, key_base, rate)
+            mbarrier.wait(buffers.empty.index(stage), buffers.phase(n) ^ 1)
+            buffers.differences.index(stage).store(gl.full([1], difference, gl.float32, LAYOUT))
+            buffers.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
+            ready = buffers.queries_ready.index(stage)
+            terms_row = (work.first_tile(head_row) + tile) * 2
+            mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
+            copy_engine.load(q_desc, [work.batch, head, tile * ROWS, 0], ready, buffers.queries.index(stage))
+            copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage * 2))
+            ready = buffers.d_outs_ready.index(stage)
+            mbarrier.expect(ready, d_out_desc.block_type.nbytes + terms_desc.block_type.nbytes)
+            copy_engine.load(d_out_desc, [work.batch, head, tile * ROWS, 0], ready, buffers.d_outs.index(stage))
+            copy_engine.load(terms_desc, [terms_row + 1, 0], ready, buffers.terms.index(stage * 2 + 1))
+            n += 1
+
+
+@gluon.jit
+def _widened(x):
+    """16-bit values as float32."""
+    if x.dtype == gl.bfloat16:
+        # two instructions for a pair, where the conversion takes more
+        x = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        x = x.to(gl.float32)
+    return x
+
+
+def _sums_ptx(blocks: int, bfloat: bool) -> str:
+    """PTX that sums a warp's 16 keys × 8·blocks rows of dSᵀ in both directions: products with ones, of one warp each.
+
+    A thread holds, of every block of 8 rows, rows 2 (lane % 4) + {0, 1} as a pair: one pair of key lane / 4 and one of
+    key lane / 4 + 8. Two blocks are the left operand of an m16n8k16 product as they are; with its 8 × 8 matrices
+    transposed, they are the left operand of the sums over keys. A product leaves each sum in the four threads that have
+    lane / 4 in common; of the sums over keys, thread t of the four keeps the block pairs t, t + 4, …, that is rows
+    16 t + lane / 4 (+ 8, + 64, + 72).
+
+    Results: per block four registers, (first key, second key) × 2; inputs: per block a pair of either key. Sums over
+    keys stand in the first key's registers of block 0 (and 1), sums over rows in the second key's of block 0.
+    """
+    dtype, one = ("bf16", "0x3f803f80") if bfloat else ("f16", "0x3c003c00")
+    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
+    results = 4 * blocks
+    ptx = [".reg .f32 key<4>, row<4>, zero;", ".reg .b32 turned<4>, one, lane;", ".reg .pred mine;"]
+    ptx += [f"mov.b32 one, {one};", "mov.f32 zero, 0f00000000;", "mov.u32 lane, %laneid;", "and.b32 lane, lane, 3;"]
+    ptx += [f"mov.f32 key{i}, zero;" for i in range(4)]
+    for pair in range(blocks // 2):
+        inputs = [f"${results + 4 * pair + i}" for i in range(4)]
+        keys = "{key0, key1, key2, key3}"
+        ptx.append(f"{mma} {keys}, {{{', '.join(inputs)}}}, {{one, one}}, {keys};")
+        for i, source in enumerate((0, 2, 1, 3)):
+            ptx.append(f"movmatrix.sync.aligned.m8n8.trans.b16 turned{i}, {inputs[source]};")
+        turned = "{turned0, turned1, turned2, turned3}"
+        ptx.append(f"{mma} {{row0, row1, row2, row3}}, {turned}, {{one, one}}, {{zero, zero, zero, zero}};")
+        kept = [f"${4 * (pair // 4)}", f"${4 * (pair // 4) + 1}"]
+        if pair % 4 == 0:
+            ptx += [f"mov.f32 {kept[0]}, row0;", f"mov.f32 {kept[1]}, row2;"]
+        else:
+            ptx += [f"setp.eq.u32 mine, lane, {pair % 4};"]
+            ptx += [f"selp.f32 {kept[0]}, row0, {kept[0]}, mine;", f"selp.f32 {kept[1]}, row2, {kept[1]}, mine;"]
+    ptx += ["mov.f32 $2, key0;", "mov.f32 $3, key2;"]
+    return "{" + "\n".join(ptx) + "}"
+
+
+def _sums_operands(blocks: int) -> str:
+    return ",".join(["=&f"] * (4 * blocks) + ["r"] * (2 * blocks))
+
+
+_SUMS_BF16_8: gl.constexpr = gl.constexpr(_sums_ptx(8, True))
+_SUMS_BF16_16: gl.constexpr = gl.constexpr(_sums_ptx(16, True))
+_SUMS_FP16_8: gl.constexpr = gl.constexpr(_sums_ptx(8, False))
+_SUMS_FP16_16: gl.constexpr = gl.constexpr(_sums_ptx(16, False))
+_SUMS_OPERANDS_8: gl.constexpr = gl.constexpr(_sums_operands(8))
+_SUMS_OPERANDS_16: gl.constexpr = gl.constexpr(_sums_operands(16))
+
+
+@gluon.jit
+def _sums(dsT):
+    """Sums of dSᵀ (64, ROWS), per key (64, 4 copies) and per row and warp (4 · ROWS,), in the order of _summed_row."""
+    ROWS: gl.constexpr = dsT.shape[1]
+    LEFT: gl.constexpr = ROWS // 64
+    if ROWS == 64:
+        PTX: gl.constexpr = _SUMS_BF16_8 if dsT.dtype == gl.bfloat16 else _SUMS_FP16_8
+        OPERANDS: gl.constexpr = _SUMS_OPERANDS_8
+    else:
+        PTX: gl.constexpr = _SUMS_BF16_16 if dsT.dtype == gl.bfloat16 else _SUMS_FP16_16
+        OPERANDS: gl.constexpr = _SUMS_OPERANDS_16
+    x = gl.inline_asm_elementwise(PTX, OPERANDS, [dsT], dtype=gl.float32, is_pure=False, pack=ROWS // 2)
+    # (warp, first or second key, lane / 4, blocks: 2 · 2 · 2 · LEFT, lane % 4, c); results are in the first LEFT blocks
+    x = gl.reshape(x, [4, 2, 8, 2, 2, 2, LEFT, 4, 2])
+    x, _ = gl.split(gl.permute(x, [0, 2, 6, 7, 8, 1, 5, 4, 3]))
+    x, _ = gl.split(x)
+    x, _ = gl.split(x)
+    per_row, per_key = gl.split(x)
+    # (warp, lane / 4, LEFT, lane % 4, c), where c is which of the keys
+    if LEFT == 2:
+        per_key, _ = gl.split(gl.permute(per_key, [0, 1, 3, 4, 2]))
+    per_key = gl.permute(gl.reshape(per_key, [4, 8, 4, 2]), [0, 3, 1, 2])
+    return gl.reshape(per_key, [SHARE, 4]), gl.reshape(per_row, [4 * ROWS])
+
+
+@gluon.jit
+def _summed_row(x):
+    """Which row of the tile an entry of _sums's second result is of: (warp, lane / 4, LEFT, lane % 4, c) in order."""
+    LEFT: gl.constexpr = x.shape[0] // 256
+    i = gl.arange(0, x.shape[0], x.type.layout)
+    return i // (8 * LEFT) % 8 + i % 2 * 8 + i // 2 % 4 * 16 + i // 8 % LEFT * 64
+
+
+@gluon.jit
+def _start_dq_part(buffers, slot, zero, PART_OF: gl.constexpr, D: gl.constexpr):
+    """Issue dS k of the tile in a slot of dSᵀ: columns (D = 128) or rows (D = 64) of one half of dq."""
+    if D == 128:
+        left_a = buffers.d_scores.index(slot * 2).permute((1, 0))
+        left_b = buffers.d_scores.index(slot * 2 + 1).permute((1, 0))
+        right_a = _flat(buffers.keys.index(0)).slice(PART * PART_OF, PART, 1)
+        right_b = _flat(buffers.keys.index(1)).slice(PART * PART_OF, PART, 1)
+    else:
+        left_a = buffers.d_scores.index(slot * 2).slice(PART * PART_OF, PART, 1).permute((1, 0))
+        left_b = buffers.d_scores.index(slot * 2 + 1).slice(PART * PART_OF, PART, 1).permute((1, 0))
+        right_a = _flat(buffers.keys.index(0))
+        right_b = _flat(buffers.keys.index(1))
+    dq = warpgroup_mma(left_a, right_a, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(left_b, right_b, dq, is_async=True)
+
+
+@gluon.jit
+def _add_dq_part(dq_desc, part, buffers, dq, WARPGROUP: gl.constexpr):
+    """Add a part to its place in the fragments; store_wait and a barrier since the last one, which used the memory."""
+    staged = buffers.dq_parts.index(WARPGROUP)
+    # (warp, row / 8, row % 8, column / 8, column % 8 / 2, column % 2) → every thread's registers side by side
+    fragments = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    staged.store(gl.reshape(fragments, [FRAGMENT_ROWS, FRAGMENT_COLUMNS]))
+    fence_async_shared()
+    copy_engine.thread_barrier()
+    copy_engine.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], staged)
+
+
+@gluon.jit
+def _add_rows(
+    n, tile, edge, previous, dk, dv, column_sum, rate_sum, key_alpha, first, end, work, buffers, dq_desc, first_part,
+    row_sums, first_row, score_scale, WARPGROUP: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """The n-th query tile into dk, dv and the sums; and dq of the tile before it (−1: there is none in this head)."""
+    ROWS: gl.constexpr = work.ROWS
+    DECAY: gl.constexpr = work.DECAY
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, SCORE)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    DTYPE: gl.constexpr = buffers.queries.dtype
+    zero = gl.zeros([SHARE, ROWS], gl.float32, SCORE)
+    stage = buffers.stage(n)
+    phase = buffers.phase(n)
+    slot = n % 2
+    start = tile * ROWS
+    query = _flat(buffers.queries.index(stage))
+    d_out = _flat(buffers.d_outs.index(stage))
+
+    mbarrier.wait(buffers.queries_ready.index(stage), phase)
+    key = _flat(buffers.keys.index(WARPGROUP))
+    scoreT = warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(buffers.d_outs_ready.index(stage), phase)
+    value = _flat(buffers.values.index(WARPGROUP))
+    dpT = warpgroup_mma(value, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scoreT = warpgroup_mma_wait(1, (scoreT,))
+    row_reference = buffers.terms.index(stage * 2).reshape([ROWS]).load(ROW)
+    if DECAY != "none":
+        # what the tile's rows share joins what a key has
+        key_alpha = key_alpha - buffers.differences.index(stage).load(key_alpha.type.layout)
+    scoreT = decayed_score(
+        scoreT * score_scale, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none"
+    )
+    if edge:
+        # the tile's first row comes from memory, so that nothing is compared, and kept, before the scores are there
+        here = buffers.starts.index(stage).load(key_alpha.type.layout)
+        row = gl.expand_dims(gl.arange(0, ROWS, ROW), 0)
+        sees = visible(row, gl.expand_dims(first - here, 1), gl.expand_dims(end - here, 1))
+        scoreT = gl.where(sees, scoreT, float("-inf"))
+    pT = probability(scoreT, gl.expand_dims(row_reference, 0)).to(DTYPE)
+    dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
+    dpT = warpgroup_mma_wait(1, (dpT,))
+    row_delta = buffers.terms.index(stage * 2 + 1).reshape([ROWS]).load(ROW)
+    # P in its 16-bit form: its float32 form would stay in registers beside dP
+    dsT = score_gradient(_widened(pT), dpT, gl.expand_dims(row_delta, 0)).to(DTYPE)
+
+    # the slot was last read by the products for dq two tiles ago, which both warpgroups had finished a tile ago
+    before = n + buffers.STAGES - 1  # the stage of tile n − 1, one round later
+    mbarrier.wait(buffers.empty.index(buffers.stage(before)), buffers.phase(before) ^ 1, pred=n > 1)
+    own = buffers.d_scores.index(slot * 2 + WARPGROUP)
+    own.store(dsT)
+    fence_async_shared()
+    mbarrier.arrive(buffers.d_scores_ready.index(slot), count=1)
+    dk = warpgroup_mma(gl.convert_layout(dsT, OPERAND), query, dk, is_async=True)
+    mbarrier.wait(buffers.d_scores_ready.index(slot ^ 1), ((n - 1) // 2) & 1, pred=n > 0)
+    dq = _start_dq_part(buffers, slot ^ 1, gl.zeros([PART, PART], gl.float32, DQ), WARPGROUP, D)
+    if work.DECAY_GRADIENT:
+        PARTIAL: gl.constexpr = column_sum.type.layout
+        per_key, row_sum = _sums(dsT)
+        column_sum += gl.convert_layout(per_key, PARTIAL, assert_trivial=True)
+        row = start + _summed_row(row_sum)
+        if DECAY == "constant":
+            distance = row + (work.first_position() - work.key_start)
+            rate_sum += gl.convert_layout(row_sum * distance.to(gl.float32), rate_sum.type.layout, assert_trivial=True)
+    dv, dk, dq = warpgroup_mma_wait(0, (dv, dk, dq))
+    tma.store_wait(0)
+    mbarrier.arrive(buffers.empty.index(stage), count=1)  # begins with a barrier of the warpgroup
+    if previous >= 0:
+        _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
+    if work.DECAY_GRADIENT and DECAY == "scalar":
+        # after the fence, which would wait for it to reach memory (2 % at D = 128)
+        gl.atomic_add(row_sums + (first_row + row), row_sum, mask=row < work.query_length, sem="relaxed")
+    return dk, dv, column_sum, rate_sum
+
+
+@gluon.jit
+def _consume(
+    work, buffers, dk_desc, dv_desc, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums,
+    column_sums, rate_sums, scale, WARPGROUP: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """One consumer warpgroup: its 64 keys through the query tiles that see the program's key tile."""
+    ROWS: gl.constexpr = work.ROWS
+    DECAY: gl.constexpr = work.DECAY
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    # the four threads that share a key
+    PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [SHARE, 4]
+    )
+    # what _sums leaves of the rows in a thread: 2 or 4
+    ROW_SUM: gl.constexpr = gl.DistributedLinearLayout(
+        [[1]] if ROWS == 64 else [[1], [8]],
+        [[2], [4], [ROWS // 8], [ROWS // 4], [ROWS // 2]], [[ROWS], [2 * ROWS]], [], [4 * ROWS],
+    )  # fmt: skip
+    own_start = work.key_start + WARPGROUP * SHARE
+    key = own_start + gl.arange(0, SHARE, KEY)
+    inside = gl.minimum(key, work.key_length - 1)
+    dk = gl.zeros([SHARE, D], gl.float32, ACC)
+    dv = gl.zeros([SHARE, D], gl.float32, ACC)
+    n = 0
+    mbarrier.wait(buffers.keys_ready, 0)
+    for member in range(work.GROUP):
+        head_row = work.head_row(member)
+        tokens = head_row.to(gl.int64) * work.key_length
+        first_part = work.first_tile(head_row) * 2 + WARPGROUP
+        first_row = head_row * work.query_length  # 2^31 rows would not fit in any GPU's memory
+        key_alpha = inside.to(gl.float32)
+        if DECAY == "scalar":
+            key_alpha = gl.load(local + tokens + inside)
+        elif DECAY == "constant":
+            rate = _load_rate(rates, rate_stride, work.kv_head * work.GROUP + member)
+            key_alpha = (key - work.key_start).to(gl.float32) * rate
+        first, end = work.rows_of(key, last_reset + tokens, next_reset + tokens)
+        begin, whole_begin, whole_end, tile_end = work.visited(last_reset + tokens, next_reset + tokens)
+        column_sum = gl.zeros([SHARE, 4], gl.float32, PARTIAL)
+        rate_sum = gl.zeros([4 * ROWS], gl.float32, ROW_SUM)
+
+        previous = -1
+        edges = tile_end - begin - (whole_end - whole_begin)
+        for m in range(tile_end - begin):
+            tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
+            dk, dv, column_sum, rate_sum = _add_rows(
+                n, tile, m < edges, previous, dk, dv, column_sum, rate_sum, key_alpha, first, end, work, buffers,
+                dq_desc, first_part, row_sums, first_row, scale * LOG2E, WARPGROUP, D,
+            )  # fmt: skip
+            previous = tile
+            n += 1
+        if previous >= 0:
+            # dq of the head's last tile
+            slot = (n - 1) % 2
+            mbarrier.wait(buffers.d_scores_ready.index(slot), ((n - 1) // 2) & 1)
+            dq = _start_dq_part(buffers, slot, gl.zeros([PART, PART], gl.float32, DQ), WARPGROUP, D)
+            dq = warpgroup_mma_wait(0, (dq,))
+            tma.store_wait(0)
+            copy_engine.thread_barrier()
+            _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
+        if work.DECAY_GRADIENT:
+            sums = gl.sum(column_sum, 1) * 0.25
+            share = gl.arange(0, SHARE, sums.type.layout)
+            if DECAY == "scalar":
+                gl.store(column_sums + tokens + own_start + share, sums, mask=own_start + share < work.key_length)
+            else:
+                # Σ dS (i − j), with i and j counted from the tile's first key
+                total = gl.sum(rate_sum, 0)
+                total -= gl.sum(sums * (WARPGROUP * SHARE + share).to(gl.float32), 0)
+                tile = work.key_start // KEYS
+                gl.store(rate_sums + (head_row * gl.cdiv(work.key_length, KEYS) + tile) * 2 + WARPGROUP, total)
+
+    # both warpgroups read all keys, but each only its own values: they make room for dv, then dk
+    staged = _flat(buffers.values.index(WARPGROUP))
+    staged.store(dv.to(buffers.values.dtype))
+    fence_async_shared()
+    copy_engine.thread_barrier()
+    at = [work.batch, work.kv_head, own_start, 0]
+    copy_engine.store(dv_desc, at, buffers.values.index(WARPGROUP))
+    dk = dk * scale
+    tma.store_wait(0)
+    copy_engine.thread_barrier()
+    staged.store(dk.to(buffers.values.dtype))
+    fence_async_shared()
+    copy_engine.thread_barrier()
+    copy_engine.store(dk_desc, at, buffers.values.index(WARPGROUP))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["query_length", "key_length", "heads", "rate_stride"])
+def gradients_kernel(
+    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, rates, local, base, last_reset,
+    next_reset, row_sums, column_sums, rate_sums, rate_stride, scale, query_length, key_length, heads,
+    D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, DECAY: gl.constexpr,
+    DECAY_GRADIENT: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """dk, dv of one key tile over its group of query heads, and its addition to dq, row sums and a rate's gradient."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    key_tiles = gl.cdiv(key_length, KEYS)
+    kv_heads = heads // GROUP
+    kv_head_row = gl.program_id(0) // key_tiles
+    # causal: the first key tiles are seen by the most rows, and come first
+    key_start = gl.program_id(0) % key_tiles * KEYS
+    work = Work(
+        kv_head_row // kv_heads, kv_head_row % kv_heads, heads, key_start, query_length, key_length, ROWS, GROUP, DECAY,
+        DECAY_GRADIENT,
+    )  # fmt: skip
+
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    buffers = Buffers(
+        gl.allocate_shared_memory(DTYPE, [2, 1, 1, SHARE, D], k_desc.layout),
+        gl.allocate_shared_memory(DTYPE, [2, 1, 1, SHARE, D], v_desc.layout),
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROWS, D], q_desc.layout),
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROWS, D], d_out_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES * 2, 1, ROWS], terms_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        gl.allocate_shared_memory(DTYPE, [4, SHARE, ROWS], gl.NVMMASharedLayout.get_default_for([SHARE, ROWS], DTYPE)),
+        gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        STAGES,
+    )
+    mbarrier.init(buffers.keys_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(buffers.queries_ready.index(stage), count=1)
+        mbarrier.init(buffers.d_outs_ready.index(stage), count=1)
+        mbarrier.init(buffers.empty.index(stage), count=2)
+    for slot in gl.static_range(2):
+        mbarrier.init(buffers.d_scores_ready.index(slot), count=2)
+
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    work, buffers, dk_desc, dv_desc, dq_desc, rates, rate_stride, local, last_reset, next_reset,
+                    row_sums, column_sums, rate_sums, scale, 0, D,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    work, buffers, dk_desc, dv_desc, dq_desc, rates, rate_stride, local, last_reset, next_reset,
+                    row_sums, column_sums, rate_sums, scale, 1, D,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    work, buffers, q_desc, k_desc, v_desc, d_out_desc, terms_desc, rates, rate_stride, base, last_reset,
+                    next_reset,
+                ),
+            ),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# dq
+
+
+@triton.jit
+def unpack_dq_kernel(
+    dq_fragments, dq, dq_strides, scale, query_length, heads, D: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr
+):
+    """dq = s · fragments, one part of 64 rows × 64 columns per program."""
+    parts = tl.cdiv(query_length, ROWS) * (ROWS // PART) * (D // PART)
+    head_row = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    batch, head = head_row // heads, head_row % heads
+    x = tl.load(dq_fragments + (head_row * parts + part) * PART * PART + tl.arange(0, PART * PART))
+    # the inverse of _add_dq_part's order
+    x = tl.permute(tl.reshape(x * scale, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    x = tl.reshape(x, (PART, PART)).to(dq.dtype.element_ty)
+    row = part // (D // PART) * PART + tl.arange(0, PART)[:, None]
+    column = part % (D // PART) * PART + tl.arange(0, PART)[None, :]
+    origin = dq + batch * dq_strides[0] + head * dq_strides[2]
+    tl.store(origin + row.to(tl.int64) * dq_strides[1] + column, x, mask=row < query_length)

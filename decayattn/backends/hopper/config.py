@@ -1,0 +1,60 @@
+"""How the Hopper kernels are fed: pure functions of (head dimension, dtype). Nothing is tuned at run time."""
+
+from dataclasses import dataclass
+
+# rows of one consumer warpgroup: the height of a WGMMA instruction
+WARPGROUP_ROWS = 64
+# keys per tile: a block of the decay prefix, so that the difference of two bases is one number per tile
+KEY_TILE = 128
+# keys and values that programs read at the same time: a share of the 50 MB of L2
+CACHE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Consumer warpgroups of 64 rows, key and value tiles in flight, registers per thread, bytes it may spill.
+
+    `registers` is what a consumer's thread gets, `launch_registers` what every thread of the launch gets before the
+    producer gives its share away; both fill the register file of 65,536.
+    """
+
+    warpgroups: int
+    stages: int
+    registers: int
+    launch_registers: int
+    spill_bytes: int
+
+    @property
+    def rows(self) -> int:
+        return self.warpgroups * WARPGROUP_ROWS
+
+
+def forward(dim: int) -> ForwardConfig:
+    """The forward's schedule for D = D_v = dim."""
+    if dim == 64:
+        # latency-bound with two warpgroups: the third is worth 12 %; four stages, which let them drift, 4 to 6 %
+        return ForwardConfig(warpgroups=3, stages=4, registers=160, launch_registers=128, spill_bytes=16)
+    return ForwardConfig(warpgroups=2, stages=2, registers=240, launch_registers=168, spill_bytes=20)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Rows of a query tile, query tiles in flight, registers per thread and spills (as in ForwardConfig)."""
+
+    rows: int
+    stages: int
+    registers: int
+    launch_registers: int
+    spill_bytes: int
+
+
+def backward(dim: int) -> BackwardConfig:
+    """The backward's schedule for D = D_v = dim; two consumer warpgroups of 64 keys each.
+
+    dk and dv take 128 registers of a thread at D = 128, leaving room for scores of 64 rows; two stages of q and dO,
+    with dSᵀ and dq on their way out, fill the shared memory (199 KB).
+    """
+    if dim == 64:
+        # the loop over a group's heads costs the spills above 224
+        return BackwardConfig(rows=128, stages=2, registers=240, launch_registers=168, spill_bytes=336)
+    return BackwardConfig(rows=64, stages=2, registers=240, launch_registers=168, spill_bytes=164)

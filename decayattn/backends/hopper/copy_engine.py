@@ -1,0 +1,35 @@
+"""The names of Gluon that changed between Triton 3.6 and later versions, once.
+
+`load`, `store` and `reduce_add` start asynchronous copies of a tile between device and shared memory.
+"""
+
+import triton
+import triton.language.core
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+if hasattr(tma, "async_load"):
+    from triton import aggregate
+
+    load = tma.async_load
+    store = tma.async_store
+    reduce_add = tma.async_atomic_add
+else:
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    aggregate = triton.language.core._aggregate
+    load = tma.async_copy_global_to_shared
+    store = tma.async_copy_shared_to_global
+
+    @builtin
+    def reduce_add(tensor_desc, coord, src, _semantic=None):
+        """The instruction is in this version's builder, but not in its Python layer."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+# renamed before the others, in 3.7
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+__all__ = ["aggregate", "load", "reduce_add", "store", "thread_barrier"]

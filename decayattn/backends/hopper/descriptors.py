@@ -1,0 +1,77 @@
+"""TMA descriptors: how the copy engine addresses a tensor, cached by value.
+
+A descriptor is a function of an address, a shape, strides and a tile shape; it holds no tensor, so that the cache keeps
+no memory alive and a new tensor at an old address finds the right descriptor.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# what the copy engine needs of addresses and strides, in bytes
+ALIGNMENT = 16
+_CACHED = 4096
+
+
+class _Memory(NamedTuple):
+    """What a launch reads of a descriptor's tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def misfit(x: Tensor) -> str | None:
+    """Why the copy engine cannot address a (B, T, H, D) tensor; None if it can."""
+    if x.stride(-1) != 1:
+        return f"its last dimension is not contiguous (stride {x.stride(-1)})"
+    if x.data_ptr() % ALIGNMENT:
+        return f"its address is not a multiple of {ALIGNMENT} bytes"
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size > 1 and (stride <= 0 or stride * x.element_size() % ALIGNMENT):
+            return f"stride {stride} is not a positive multiple of {ALIGNMENT} bytes"
+    return None
+
+
+def tokens(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` tokens of one head of a (B, T, H, D) tensor; coordinates are (batch, head, token, 0).
+
+    The descriptor knows the true T: tokens past the end read as zeros and are never written.
+    """
+    (batch, length, heads, dim), (batch_stride, token_stride, head_stride, _) = x.shape, x.stride()
+    return _describe(
+        x.data_ptr(), x.dtype, (batch, heads, length, dim), (batch_stride, head_stride, token_stride, 1),
+        (1, 1, rows, dim),
+    )  # fmt: skip
+
+
+def matrix(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` whole rows of a contiguous tensor, seen as (all other dimensions, last dimension)."""
+    width = x.shape[-1]
+    return _describe(x.data_ptr(), x.dtype, (x.numel() // width, width), (width, 1), (rows, width))
+
+
+def plain(x: Tensor, rows: int) -> TensorDescriptor:
+    """As `matrix`, but rows lie one after the other in shared memory: for tiles that no matrix product reads."""
+    width = x.shape[-1]
+    return _describe(x.data_ptr(), x.dtype, (x.numel() // width, width), (width, 1), (rows, width), swizzled=False)
+
+
+@functools.lru_cache(_CACHED)
+def _describe(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: tuple[int, ...],
+    swizzled: bool = True,
+) -> TensorDescriptor:  # fmt: skip
+    # the stride of a dimension of size 1 is never used, but the copy engine wants one that it could use
+    usable = [stride if size > 1 else tile[-1] * ALIGNMENT for size, stride in zip(shape, strides, strict=True)]
+    if swizzled:
+        layout = gl.NVMMASharedLayout.get_default_for(list(tile), getattr(gl, str(dtype).removeprefix("torch.")))
+    else:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(tile))
+    return TensorDescriptor(_Memory(address, dtype), list(shape), [*usable[:-1], 1], list(tile), layout)

@@ -1,0 +1,651 @@
+"""Forward for sm_90: warp-specialised and persistent.
+
+An item of work is 64 query rows per consumer warpgroup of one head. A producer warp draws items from a counter, and
+streams their queries and their key and value tiles through rings of shared-memory buffers by TMA, so that the next
+item's tiles arrive while this one's results leave. Every consumer warpgroup walks the keys that its rows see, from the
+last tile to the first, with an online softmax whose exponentials overlap the product P V of the tile before
+(FlashAttention 3's order, Shah et al., arXiv 2407.08608).
+
+The decay costs no instruction per score: −α_j of a key, relative to its block and divided by the scale, stands in three
+bfloat16 columns beside the keys (high, middle and low bits), and one more matrix instruction adds ones × columns to
+Q Kᵀ. What a row and a tile share, α_i and the difference of two block bases, joins the row maximum and the log-sum-exp.
+
+Tiles, per warpgroup: q, out (64, D) · k, v (KEYS, D) · columns (KEYS, 16) · ones (64, 16) · score, p (64, KEYS) ·
+acc (64, D) · row_sum (64, 4), the partial sums of the four threads that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from decayattn.backends.hopper import config, copy_engine
+from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.prefix import BIAS_COLUMNS, BIAS_PARTS
+from decayattn.backends.tile_math import LN2, LOG2E, finite_or_zero, probability, rescale, visible
+from decayattn.backends.tile_range import keys_seen, tiles_between
+
+ROWS: gl.constexpr = gl.constexpr(config.WARPGROUP_ROWS)
+KEYS: gl.constexpr = gl.constexpr(config.KEY_TILE)
+COLUMNS: gl.constexpr = gl.constexpr(BIAS_COLUMNS)
+PARTS: gl.constexpr = gl.constexpr(BIAS_PARTS)
+# powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
+LAG: gl.constexpr = gl.constexpr(8.0)
+# consumer warpgroups, as a width that a tensor can have
+WARPGROUPS_PADDED: gl.constexpr = gl.constexpr(4)
+# what the producer tells of an item: the first key of each warpgroup's first and last row, and twice the item's number
+WORDS: gl.constexpr = gl.constexpr(8)
+ITEM_WORD: gl.constexpr = gl.constexpr(6)
+# items whose queries are in shared memory at once: one at work, one that arrives
+SLOTS: gl.constexpr = gl.constexpr(2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shared memory
+
+
+@aggregate
+class Ring:
+    """Buffers that the producer fills in turn, and that every consumer releases after reading; n counts all fills."""
+
+    tiles: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, ready, empty, STAGES):
+        self.tiles = tiles
+        self.ready = ready
+        self.empty = empty
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def tile(self, n):
+        return self.tiles.index(n % self.STAGES)
+
+    @gluon.jit
+    def arrival(self, n):
+        """The barrier on which the n-th fill's copies complete."""
+        return self.ready.index(n % self.STAGES)
+
+    @gluon.jit
+    def wait_empty(self, n):
+        mbarrier.wait(self.empty.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def wait_ready(self, n, pred=True):
+        mbarrier.wait(self.ready.index(n % self.STAGES), (n // self.STAGES) & 1, pred=pred)
+
+    @gluon.jit
+    def release(self, n, pred=True):
+        mbarrier.arrive(self.empty.index(n % self.STAGES), count=1, pred=pred)
+
+    @gluon.jit
+    def skip(self, n):
+        """Release a tile unread. Not before it has come: an early arrival would count for the tile before it."""
+        self.wait_ready(n)
+        self.release(n)
+
+
+@gluon.jit
+def _ring(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(STAGES):
+        mbarrier.init(ready.index(n), count=1)
+        mbarrier.init(empty.index(n), count=CONSUMERS)
+    return Ring(tiles, ready, empty, STAGES)
+
+
+@aggregate
+class Buffers:
+    """Everything in shared memory.
+
+    queries is a ring of items, and its tiles are the warpgroups' q: tile (slot · warpgroups + warpgroup). drawn holds
+    WORDS per item. columns and differences (of bases, one per warpgroup) follow the ring of the keys; a constant
+    decay has the same columns for all keys of a head, which follow the ring of the queries.
+    """
+
+    queries: Ring
+    keys: Ring
+    values: Ring
+    drawn: Ring
+    columns: gl.shared_memory_descriptor
+    differences: gl.shared_memory_descriptor
+    ones: gl.shared_memory_descriptor
+    fences: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, queries, keys, values, drawn, columns, differences, ones, fences):
+        self.queries = queries
+        self.keys = keys
+        self.values = values
+        self.drawn = drawn
+        self.columns = columns
+        self.differences = differences
+        self.ones = ones
+        self.fences = fences
+
+
+@gluon.jit
+def _flat(tile):
+    """A (1, 1, rows, D) tile of shared memory as (rows, D)."""
+    return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Items of work
+
+
+@aggregate
+class Sizes:
+    """The call's lengths and heads, and the order of its items."""
+
+    items: gl.tensor
+    row_tiles: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    together: gl.tensor
+    query_length: gl.tensor
+    key_length: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, items, row_tiles, heads, group, together, query_length, key_length):
+        self.items = items
+        self.row_tiles = row_tiles
+        self.heads = heads
+        self.group = group
+        self.together = together
+        self.query_length = query_length
+        self.key_length = key_length
+
+    @gluon.jit
+    def place(self, item, TILE: gl.constexpr):
+        """(head_row, start): so many heads `together` that their keys fit the cache, their longest rows first."""
+        chunk = self.together * self.row_tiles
+        rest = item % chunk
+        head_row = item // chunk * self.together + rest % self.together
+        return head_row, (self.row_tiles - 1 - rest // self.together) * TILE
+
+    @gluon.jit
+    def first_position(self):
+        return self.key_length - self.query_length
+
+    @gluon.jit
+    def reference(self, start):
+        """What row references count from, in every backend: the position of the first row of a block of rows."""
+        return start // KEYS * KEYS + self.first_position()
+
+    @gluon.jit
+    def tile_end(self, start, ROWS_: gl.constexpr):
+        """End of the key tiles of the rows from `start`: at least 1, since rows that see no key also visit a tile,
+        where everything is masked."""
+        final_row = gl.minimum(start + ROWS_, self.query_length) - 1
+        return gl.maximum(gl.cdiv(final_row + 1 + self.first_position(), KEYS), 1)
+
+
+@aggregate
+class Decay:
+    """Where the decay is in memory: rates of a constant one, the prefix of one per token."""
+
+    rates: gl.tensor
+    rate_stride: gl.tensor
+    local: gl.tensor
+    bases: gl.tensor
+    last_reset: gl.tensor
+    KIND: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, rates, rate_stride, local, bases, last_reset, KIND):
+        self.rates = rates
+        self.rate_stride = rate_stride
+        self.local = local
+        self.bases = bases
+        self.last_reset = last_reset
+        self.KIND = gl.constexpr(KIND)
+
+    @gluon.jit
+    def of_head(self, head_row, key_length):
+        """The same, pointing at one head's tokens."""
+        tokens = head_row.to(gl.int64) * key_length
+        blocks = head_row.to(gl.int64) * gl.cdiv(key_length, KEYS)
+        return Decay(
+            self.rates, self.rate_stride, self.local + tokens, self.bases + blocks, self.last_reset + tokens, self.KIND
+        )
+
+    @gluon.jit
+    def first_key(self, position):
+        """The first key that a position sees: its last reset."""
+        first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, self.KIND == "scalar")
+        return first
+
+    @gluon.jit
+    def rate(self, head):
+        """γ of a head in base 2."""
+        if self.KIND == "constant":
+            rate = (gl.load(self.rates + head * self.rate_stride) * LOG2E).to(gl.float32)
+        else:
+            rate = 0.0
+        return rate
+
+    @gluon.jit
+    def base(self, tile):
+        """α at the start of a tile's block."""
+        return gl.load(self.bases + gl.maximum(tile, 0))
+
+    @gluon.jit
+    def load_rows(self, position, reference):
+        """(base of the reference's block, bases of the positions' blocks, β of the positions)."""
+        if self.KIND == "scalar":
+            token = gl.maximum(position, 0)
+            loaded = self.base(reference // KEYS), self.base(token // KEYS), gl.load(self.local + token)
+        else:
+            loaded = 0.0, 0.0, 0.0
+        return loaded
+
+    @gluon.jit
+    def row_alpha(self, position, reference, reference_base, row_base, row_local, rate):
+        """α of positions relative to the reference."""
+        if self.KIND == "scalar":
+            alpha = ((row_base - reference_base) + row_local).to(gl.float32)
+        elif self.KIND == "constant":
+            alpha = (position - reference).to(gl.float32) * rate
+        else:
+            alpha = 0.0
+        return alpha
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The producer
+
+
+@gluon.jit
+def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, WARPGROUPS: gl.constexpr):
+    """One warp: q of an item, then k (with its bias columns) and v of every tile, the last one first."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    queries, keys, values, drawn = buffers.queries, buffers.keys, buffers.values, buffers.drawn
+    item = gl.program_id(0)
+    count = item * 0
+    sent = item * 0
+    while item < sizes.items:
+        following = sizes.items
+        if gl.num_programs(0) < sizes.items:
+            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        head_row, start = sizes.place(item, WARPGROUPS * ROWS)
+        batch = head_row // sizes.heads
+        head = head_row % sizes.heads
+        kv_head = head // sizes.group
+        head_decay = decay.of_head(head_row, sizes.key_length)
+        first = head_decay.first_key(start + sizes.first_position())
+        word = gl.arange(0, WORDS, LANES)
+        row = gl.minimum(start + word // 2 * ROWS + word % 2 * (ROWS - 1), sizes.query_length - 1)
+        words = gl.where(word < ITEM_WORD, head_decay.first_key(row + sizes.first_position()), item)
+        tile_end = sizes.tile_end(start, WARPGROUPS * ROWS)
+        if decay.KIND == "scalar":
+            warpgroup_start = start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS
+            reference = gl.minimum(sizes.reference(warpgroup_start), sizes.key_length - 1)
+            reference_bases = head_decay.base(reference // KEYS)
+            tile_base = head_decay.base(tile_end - 1)
+
+        queries.wait_empty(count)
+        drawn.tile(count).store(words)
+        mbarrier.arrive(drawn.arrival(count), count=1)
+        arrival = queries.arrival(count)
+        if decay.KIND == "constant":
+            # the columns of a constant decay are the same for every tile of the head
+            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes + columns_desc.block_type.nbytes)
+            copy_engine.load(columns_desc, [head * KEYS, 0], arrival, buffers.columns.index(count % SLOTS))
+        else:
+            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes)
+        for w in gl.static_range(WARPGROUPS):
+            q = queries.tiles.index(count % SLOTS * WARPGROUPS + w)
+            copy_engine.load(q_desc, [batch, head, start + w * ROWS, 0], arrival, q)
+
+        columns_row = head_row * gl.cdiv(sizes.key_length, KEYS) * KEYS
+        tiles = tile_end - first // KEYS
+        for n in range(sent, sent + tiles):
+            key = (tile_end - 1 - (n - sent)) * KEYS
+            keys.wait_empty(n)
+            if decay.KIND == "scalar":
+                # formed exactly and rounded once; here, where a load and float64 arithmetic keep nobody waiting
+                buffers.differences.index(n % keys.STAGES).store((reference_bases - tile_base).to(gl.float32))
+                tile_base = head_decay.base(key // KEYS - 1)
+                mbarrier.expect(keys.arrival(n), k_desc.block_type.nbytes + columns_desc.block_type.nbytes)
+                columns = buffers.columns.index(n % keys.STAGES)
+                copy_engine.load(columns_desc, [columns_row + key, 0], keys.arrival(n), columns)
+            else:
+                mbarrier.expect(keys.arrival(n), k_desc.block_type.nbytes)
+            copy_engine.load(k_desc, [batch, kv_head, key, 0], keys.arrival(n), keys.tile(n))
+            values.wait_empty(n)
+            mbarrier.expect(values.arrival(n), v_desc.block_type.nbytes)
+            copy_engine.load(v_desc, [batch, kv_head, key, 0], values.arrival(n), values.tile(n))
+        sent += tiles
+        count += 1
+        item = following
+    queries.wait_empty(count)
+    drawn.tile(count).store(gl.full([WORDS], 0, gl.int32, LANES) + sizes.items)
+    mbarrier.arrive(drawn.arrival(count), count=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The consumers
+
+
+@gluon.jit
+def _read(words, INDEX: gl.constexpr):
+    """One element of a short vector in shared memory: every thread reads all of them and keeps one."""
+    EVERY: gl.constexpr = gl.BlockedLayout([words.shape[0]], [32], [4], [0])
+    values = words.load(EVERY)
+    return gl.sum(gl.where(gl.arange(0, words.shape[0], EVERY) == INDEX, values, 0), 0)
+
+
+@gluon.jit
+def _draw(drawn, count):
+    """The number of the count-th item of this program."""
+    drawn.wait_ready(count)
+    return _read(drawn.tile(count), ITEM_WORD)
+
+
+@gluon.jit
+def _start_scores(q, buffers, n, count, zero, KIND: gl.constexpr):
+    """Issue q·kᵀ of the n-th tile, with the decay's bias; divided by the scale, like everything before the softmax."""
+    kT = _flat(buffers.keys.tile(n)).permute((1, 0))
+    score = warpgroup_mma(q, kT, zero, use_acc=False, is_async=True)
+    # after the products: a strong decay is large, and every instruction that adds to it rounds it
+    if KIND == "scalar":
+        columns = buffers.columns.index(n % buffers.keys.STAGES)
+        score = warpgroup_mma(buffers.ones, columns.permute((1, 0)), score, is_async=True)
+    elif KIND == "constant":
+        columns = buffers.columns.index(count % SLOTS)
+        score = warpgroup_mma(buffers.ones, columns.permute((1, 0)), score, is_async=True)
+    return score
+
+
+@gluon.jit
+def _base_difference(buffers, n, tile, reference, rate, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
+    """α at the warpgroup's reference minus α at the start of the n-th tile: one number."""
+    if KIND == "scalar":
+        difference = _read(buffers.differences.index(n % buffers.keys.STAGES), WARPGROUP)
+    elif KIND == "constant":
+        difference = (reference - tile * KEYS).to(gl.float32) * rate
+    else:
+        difference = 0.0
+    return difference
+
+
+def _rescale_assembly(width):
+    """acc · correction for the `width` accumulators of a thread, left out where no thread of the warp has a correction.
+
+    Operands: the results; the accumulators, in the results' registers; the correction of each. A thread has two rows,
+    which alternate every two accumulators.
+    """
+    first_row, second_row = f"${2 * width}", f"${2 * width + 2}"
+    lines = [
+        "{",
+        ".reg .pred changed, any;",
+        f"setp.neu.f32 changed, {first_row}, 0f3F800000;",
+        f"setp.neu.or.f32 changed, {second_row}, 0f3F800000, changed;",
+        "vote.sync.any.pred any, changed, 0xffffffff;",
+        "@!any bra DONE;",
+        *(f"mul.f32 ${n}, ${n}, {second_row if n // 2 % 2 else first_row};" for n in range(width)),
+        "DONE:",
+        "}",
+    ]
+    constraints = ["=r"] * width + [str(n) for n in range(width)] + ["r"] * width
+    return "\n".join(lines), ",".join(constraints)
+
+
+RESCALE_32: gl.constexpr = gl.constexpr(_rescale_assembly(32))
+RESCALE_64: gl.constexpr = gl.constexpr(_rescale_assembly(64))
+
+
+@gluon.jit
+def _rescale(acc, correction, D: gl.constexpr):
+    """acc · correction, for nothing where the correction is 1."""
+    correction = gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout)), 1)
+    _, factors = gl.broadcast(acc, correction)
+    RESCALE: gl.constexpr = RESCALE_32 if D == 64 else RESCALE_64
+    return gl.inline_asm_elementwise(
+        RESCALE[0], RESCALE[1], [acc, factors], dtype=gl.float32, is_pure=True, pack=D // 2
+    )
+
+
+@gluon.jit
+def _hide(score, tile, position, decay, LEFT: gl.constexpr):
+    """−inf for the keys of an edge tile that a row does not see; LEFT: also those before its last reset."""
+    key = gl.expand_dims(tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, score.type.layout)), 0)
+    end = gl.expand_dims(position + 1, 1)
+    if LEFT:
+        sees = visible(key, gl.expand_dims(decay.first_key(position), 1), end)
+    else:
+        sees = key < end
+    return gl.where(sees, score, float("-inf"))
+
+
+@gluon.jit
+def _softmax(score, row_max, row_sum, difference, scale):
+    """Unnormalised p of a tile, the new (row_max, row_sum), and the factor for what was summed before.
+
+    row_max is a maximum that lags behind: it moves when a row's scores grow by more than LAG, so that most tiles
+    correct nothing. p is at most 2^LAG then.
+    """
+    SUM: gl.constexpr = row_sum.type.layout
+    tile_max = gl.max(score, 1) * scale + difference
+    new_max = gl.where(tile_max > row_max + LAG, tile_max, row_max)
+    anchor = finite_or_zero(new_max)
+    p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
+    correction = rescale(row_max, anchor)
+    row_sum = row_sum * gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SUM), assert_trivial=True), 1)
+    row_sum += gl.convert_layout(gl.sum(gl.sum(p.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1), SUM)
+    return p, new_max, row_sum, correction
+
+
+@gluon.jit
+def _consume(
+    buffers, sizes, decay, out_desc, lse, row_references, scale,
+    WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """One consumer warpgroup: 64 query rows of every item through the keys that they see."""
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    SUM: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
+    )
+    KIND: gl.constexpr = decay.KIND
+    HAS_RESETS: gl.constexpr = KIND == "scalar"
+    queries, keys, values = buffers.queries, buffers.keys, buffers.values
+    zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
+    fence = buffers.fences.index(WARPGROUP)
+    first_position = sizes.first_position()
+    item = _draw(buffers.drawn, 0)
+    count = item * 0
+    sent = item * 0
+    while item < sizes.items:
+        head_row, item_start = sizes.place(item, WARPGROUPS * ROWS)
+        batch = head_row // sizes.heads
+        head = head_row % sizes.heads
+        start = item_start + WARPGROUP * ROWS
+        head_decay = decay.of_head(head_row, sizes.key_length)
+        item_end = sizes.tile_end(item_start, WARPGROUPS * ROWS)
+        words = buffers.drawn.tile(count)
+        item_first = _read(words, 0)
+        if start < sizes.query_length:
+            # rows past the end repeat the last one, and are never stored
+            final_row = gl.minimum(start + ROWS, sizes.query_length) - 1
+            position = gl.minimum(start + gl.arange(0, ROWS, ROW), final_row) + first_position
+            # both ends of what a row sees grow with the row, so the first and the last one know them all
+            end_min = gl.maximum(start + first_position + 1, 0)
+            tile_end = sizes.tile_end(start, ROWS)
+            begin, whole_begin, whole_end, _ = tiles_between(
+                _read(words, 2 * WARPGROUP), _read(words, 2 * WARPGROUP + 1), end_min, tile_end * KEYS, KEYS
+            )
+            reference = sizes.reference(start)
+            rate = head_decay.rate(head)
+
+            # n counts the tiles of all items; an item is walked from item_end down
+            n_begin = item_end - tile_end
+            for n in range(sent, sent + n_begin):
+                keys.skip(n)
+                values.skip(n)
+            n = sent + n_begin
+            queries.wait_ready(count)
+            keys.wait_ready(n)
+            q = _flat(queries.tiles.index(count % SLOTS * WARPGROUPS + WARPGROUP))
+            score = _start_scores(q, buffers, n, count, zero, KIND)
+            difference = _base_difference(buffers, n, tile_end - 1, reference, rate, WARPGROUP, KIND)
+            # out of the item before stood in its q
+            tma.store_wait(0)
+            queries.release(count - 1, count > 0)
+            score = warpgroup_mma_wait(0, (score,))
+            keys.release(n)
+            row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+            row_sum = gl.zeros([ROWS, 4], gl.float32, SUM)
+            if HAS_RESETS:
+                if tile_end <= whole_begin:
+                    score = _hide(score, tile_end - 1, position, head_decay, True)
+                else:
+                    score = _hide(score, tile_end - 1, position, head_decay, False)
+            else:
+                score = _hide(score, tile_end - 1, position, head_decay, False)
+            p, row_max, row_sum, _ = _softmax(score, row_max, row_sum, difference, scale)
+            p = gl.convert_layout(p.to(q.dtype), P)
+            acc = gl.zeros([ROWS, D], gl.float32, ACC)
+            n_end = sent + item_end - begin
+            keys.wait_ready(n + 1, n + 1 < n_end)
+            for n in range(sent + n_begin + 1, n_end):
+                # the scores of this tile while P V of the tile before it runs
+                tile = item_end - 1 - (n - sent)
+                score = _start_scores(q, buffers, n, count, zero, KIND)
+                difference = _base_difference(buffers, n, tile, reference, rate, WARPGROUP, KIND)
+                values.wait_ready(n - 1)
+                acc = warpgroup_mma(p, _flat(values.tile(n - 1)), acc, is_async=True)
+                score = warpgroup_mma_wait(1, (score,))
+                keys.release(n)
+                if (tile >= whole_end) | (tile < whole_begin):
+                    score = _hide(score, tile, position, head_decay, HAS_RESETS)
+                next_p, row_max, row_sum, correction = _softmax(score, row_max, row_sum, difference, scale)
+                # ptxas would hoist the wait for P V above the exponentials; a store that needs their sum keeps it below
+                fence.store(row_sum)
+                keys.wait_ready(n + 1, n + 1 < n_end)
+                acc = warpgroup_mma_wait(0, (acc,))
+                values.release(n - 1)
+                acc = _rescale(acc, correction, D)
+                p = gl.convert_layout(next_p.to(q.dtype), P)
+            # ahead of their use, so that the last product hides the loads
+            reference_base, row_base, row_local = head_decay.load_rows(position, reference)
+            values.wait_ready(n_end - 1)
+            acc = warpgroup_mma(p, _flat(values.tile(n_end - 1)), acc, is_async=True)
+
+            total = gl.convert_layout(gl.sum(row_sum, 1), ROW, assert_trivial=True)
+            # a row that saw no key: total 0 gives out 0 and lse −inf
+            seen = total > 0
+            total = gl.where(seen, total, 1.0)
+            acc = warpgroup_mma_wait(0, (acc,))
+            values.release(n_end - 1)
+            acc = acc * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC)), 1)
+            # this warpgroup's q is read, and out has its shape
+            q.store(acc.to(q.dtype))
+            fence_async_shared()
+            out = queries.tiles.index(count % SLOTS * WARPGROUPS + WARPGROUP)
+            copy_engine.store(out_desc, [batch, head, start, 0], out)
+
+            row_reference = row_max + gl.log2(total)
+            alpha = head_decay.row_alpha(position, reference, reference_base, row_base, row_local, rate)
+            row_lse = (row_reference + alpha) * LN2
+            row = start + gl.arange(0, ROWS, ROW)
+            here = head_row.to(gl.int64) * sizes.query_length + row
+            inside = row < sizes.query_length
+            gl.store(row_references + here, gl.where(seen, row_reference, float("inf")), mask=inside)
+            gl.store(lse + here, gl.where(seen, row_lse, float("-inf")), mask=inside)
+            for n in range(n_end, sent + item_end - item_first // KEYS):
+                keys.skip(n)
+                values.skip(n)
+        else:
+            # no rows here: let the other warpgroups have their tiles
+            tma.store_wait(0)
+            queries.release(count - 1, count > 0)
+            for n in range(sent, sent + item_end - item_first // KEYS):
+                keys.skip(n)
+                values.skip(n)
+        sent += item_end - item_first // KEYS
+        count += 1
+        item = _draw(buffers.drawn, count)
+    tma.store_wait(0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernel
+
+_INTEGERS = ["rate_stride", "items", "row_tiles", "heads", "group", "together", "query_length", "key_length"]
+
+
+@gluon.jit(do_not_specialize=_INTEGERS)
+def forward_kernel(
+    q_desc, k_desc, v_desc, columns_desc, out_desc, lse, row_references, rates, local, bases, last_reset, counter,
+    scale, rate_stride, items, row_tiles, heads, group, together, query_length, key_length,
+    D: gl.constexpr, KIND: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, causal.
+
+    scale is s·log2(e), positive; counter is 0, and not read where every program has one item; columns_desc is not
+    read without a decay.
+    """
+    sizes = Sizes(items, row_tiles, heads, group, together, query_length, key_length)
+    decay = Decay(rates, rate_stride, local, bases, last_reset, KIND)
+
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, D], v_desc.layout)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    drawn = gl.allocate_shared_memory(gl.int32, [SLOTS, WORDS], VECTOR)
+    FENCE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
+    differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], VECTOR)
+    if KIND == "none":
+        columns = q_tiles
+        ones = q_tiles
+    else:
+        COLUMN_TILES: gl.constexpr = STAGES if KIND == "scalar" else SLOTS
+        columns = gl.allocate_shared_memory(columns_desc.dtype, [COLUMN_TILES, KEYS, COLUMNS], columns_desc.layout)
+        # ones in the columns that hold the bias
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+        value = gl.expand_dims((column < PARTS).to(columns_desc.dtype), 0)
+        value, _ = gl.broadcast(value, gl.full([ROWS, COLUMNS], 0.0, columns_desc.dtype, LAYOUT))
+        ones = gl.allocate_shared_memory(columns_desc.dtype, [ROWS, COLUMNS], columns_desc.layout, value)
+        fence_async_shared()
+    buffers = Buffers(
+        _ring(q_tiles, SLOTS, WARPGROUPS), _ring(k_tiles, STAGES, WARPGROUPS), _ring(v_tiles, STAGES, WARPGROUPS),
+        _ring(drawn, SLOTS, WARPGROUPS), columns, differences, ones, fences,
+    )  # fmt: skip
+
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 0, 2, D)),
+                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 1, 2, D)),
+                (_produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, 2)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 0, 3, D)),
+                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 1, 3, D)),
+                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 2, 3, D)),
+                (_produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, 3)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )

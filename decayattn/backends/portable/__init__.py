@@ -1,0 +1,21 @@
+"""Triton kernels for every CUDA GPU, and for Triton's interpreter on a CPU."""
+
+import torch
+import triton
+
+from decayattn.backends.portable.launch import backward, forward
+
+__all__ = ["backward", "forward", "refusal"]
+
+
+def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels cannot take the problem; None if they can."""
+    if device.type == "cuda":
+        return None
+    if device.type != "cpu":
+        return f"it runs on CUDA devices, not on {device}"
+    if not triton.knobs.runtime.interpret:
+        return "on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before triton is imported"
+    if dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 products wrong; use float16 or float32 there"
+    return None

@@ -1,0 +1,290 @@
+"""Backward: the scores are recomputed tile by tile from the saved row references (FlashAttention 2, Dao, arXiv
+2307.08691).
+
+Three kernels without atomics, so every gradient is bitwise repeatable: `row_terms` prepares one Δ per query row;
+`key_gradients` owns a key tile and walks the rows that see it (dk, dv, column sums of dS); `query_gradients` owns a
+query tile and walks the keys that it sees (dq, row sums of dS, the gradients of a constant decay and of the scale).
+
+Tiles: q, d_out (BLOCK_M, D or D_v) · k, v (BLOCK_N, D or D_v) · score, p, dp, ds (BLOCK_M, BLOCK_N); a T suffix says
+transposed.
+"""
+
+import triton
+import triton.language as tl
+
+from decayattn.backends.portable.tiles import (
+    DECAY_BLOCK,
+    base_difference,
+    key_alpha,
+    load_rate,
+    load_scale,
+    load_tile,
+    row_alpha,
+    row_reference,
+    store_tile,
+)
+from decayattn.backends.tile_math import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
+from decayattn.backends.tile_range import edge_tile, keys_seen, rows_that_see, visited_tiles
+
+
+@triton.jit
+def row_terms_kernel(
+    out, d_out, d_lse, row_references, delta, out_strides, d_out_strides, d_lse_strides, query_length, heads,
+    D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_D_LSE: tl.constexpr,
+):  # fmt: skip
+    """Δ = Σ dO·O − dLSE of every query row."""
+    ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
+    row_tiles = tl.cdiv(query_length, BLOCK_M)
+    head_row = tl.program_id(0) // row_tiles
+    start = tl.program_id(0) % row_tiles * BLOCK_M
+    batch, head = head_row // heads, head_row % heads
+    row = start + tl.arange(0, BLOCK_M)
+    inside = row < query_length
+    here = head_row.to(tl.int64) * query_length + row
+
+    o = load_tile(out, out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, True, False)
+    do = load_tile(d_out, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, True, False)
+    row_delta = tl.sum(o.to(ACCUMULATOR) * do.to(ACCUMULATOR), 1)
+    if HAS_D_LSE:
+        offset = batch.to(tl.int64) * d_lse_strides[0] + head.to(tl.int64) * d_lse_strides[1]
+        row_delta -= tl.load(d_lse + offset + row.to(tl.int64) * d_lse_strides[2], mask=inside, other=0.0)
+    # a row that saw nothing (reference +inf) has no gradient, whatever dLSE is
+    seen = tl.load(row_references + here, mask=inside, other=0.0) < float("inf")
+    tl.store(delta + here, tl.where(seen, row_delta, 0.0), mask=inside)
+
+
+@triton.jit
+def _add_rows(
+    dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head, tile, query_length,
+    delta, row_references, scale, row_scales, row_scale_strides, rate, local, base, key, key_start, key_side,
+    first_position, first, end, EDGE: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows into a key tile's (dk, dv, column_sum); scores are transposed, keys × rows."""
+    ACCUMULATOR: tl.constexpr = dk.dtype
+    start = tile * BLOCK_M
+    row = start + tl.arange(0, BLOCK_M)
+    position = row + first_position
+    reference = row_reference(start, first_position)
+    difference = base_difference(reference, key_start, rate, base, local, DECAY)
+    alpha = tl.zeros([BLOCK_M], ACCUMULATOR)
+    if EDGE:
+        inside = row < query_length
+        row_reference_value = tl.load(row_references + row, mask=inside, other=float("inf"))
+        row_delta = tl.load(delta + row, mask=inside, other=0.0)
+        row = tl.minimum(row, query_length - 1)
+    else:
+        row_reference_value = tl.load(row_references + row)
+        row_delta = tl.load(delta + row)
+    if ROW_CANCELS:
+        row_reference_value -= difference
+    elif DECAY == "scalar":
+        alpha = row_alpha(row + first_position, reference, rate, local, base, DECAY)
+    row_scale = load_scale(scale, row_scales, row_scale_strides, batch, head, row, ROW_SCALE, ACCUMULATOR)
+    if ROW_SCALE:
+        row_scale = row_scale[None, :]
+
+    q = load_tile(q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, EDGE, DESCRIPTOR)
+    scoreT = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACCUMULATOR) * (row_scale * LOG2E)
+    scoreT = decayed_score(
+        scoreT, alpha[None, :], key_side[:, None], difference, rate, position[None, :], key[:, None],
+        DECAY, CAUSAL, ROW_CANCELS,
+    )  # fmt: skip
+    if EDGE:
+        index = start + tl.arange(0, BLOCK_M)
+        scoreT = tl.where(visible(index[None, :], first[:, None], end[:, None]), scoreT, float("-inf"))
+    pT = probability(scoreT, row_reference_value[None, :])
+    do = load_tile(
+        d_out_source, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, EDGE, DESCRIPTOR
+    )
+    dv = tl.dot(pT.to(do.dtype), do, dv, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    dpT = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    dsT = score_gradient(pT, dpT, row_delta[None, :])
+    if DECAY_GRADIENT:
+        if CAUSAL:
+            column_sum += tl.sum(dsT, 1)
+        else:
+            column_sum += tl.sum(dsT * decay_sign(position[None, :], key[:, None]).to(ACCUMULATOR), 1)
+    if ROW_SCALE:
+        dsT *= row_scale
+    dk = tl.dot(dsT.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    return dk, dv, column_sum
+
+
+@triton.jit
+def key_gradients_kernel(
+    q_source, k_source, v_source, d_out_source, delta, row_references, row_scales, rates, local, base, last_reset,
+    next_reset, dk_out, dv_out, column_sums,
+    q_strides, k_strides, v_strides, d_out_strides, dk_strides, dv_strides, row_scale_strides, rate_stride,
+    scale: tl.float64, query_length, key_length, kv_heads,
+    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
+    ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk = Σ s dSᵀ q, dv = Σ Pᵀ dO of one key tile over its group of query heads; column sums of dS per query head."""
+    ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
+    key_tiles = tl.cdiv(key_length, BLOCK_N)
+    kv_head_row = tl.program_id(0) // key_tiles
+    # causal: the first key tiles are seen by the most rows, and come first
+    key_start = tl.program_id(0) % key_tiles * BLOCK_N
+    batch, kv_head = kv_head_row // kv_heads, kv_head_row % kv_heads
+    first_position = key_length - query_length
+    # keys past the end repeat the last one: they widen no interval, and are never stored
+    key = tl.minimum(key_start + tl.arange(0, BLOCK_N), key_length - 1)
+
+    k = load_tile(k_source, k_strides, batch, kv_head, key_start, key_length, BLOCK_N, D, BLOCK_D, True, DESCRIPTOR)
+    v = load_tile(v_source, v_strides, batch, kv_head, key_start, key_length, BLOCK_N, D_V, BLOCK_DV, True, DESCRIPTOR)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], ACCUMULATOR)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], ACCUMULATOR)
+    for member in range(0, GROUP):
+        head = kv_head * GROUP + member
+        head_row = (batch * kv_heads * GROUP + head).to(tl.int64)
+        head_local = local + head_row * key_length
+        head_base = base + head_row * tl.cdiv(key_length, DECAY_BLOCK)
+        head_delta = delta + head_row * query_length
+        head_references = row_references + head_row * query_length
+        rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)
+        key_side = key_alpha(key, key_start, key_length, rate, head_local, DECAY)
+        first, end = rows_that_see(
+            key, query_length, first_position, last_reset + head_row * key_length, next_reset + head_row * key_length,
+            CAUSAL, DECAY == "scalar",
+        )  # fmt: skip
+        tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_M)
+        column_sum = tl.zeros([BLOCK_N], ACCUMULATOR)
+        for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
+            dk, dv, column_sum = _add_rows(
+                dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head,
+                edge_tile(n, tile_begin, whole_begin, whole_end), query_length,
+                head_delta, head_references, scale, row_scales, row_scale_strides, rate, head_local, head_base, key,
+                key_start, key_side, first_position, first, end, True,
+                D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, ROW_SCALE,
+                DECAY_GRADIENT, DESCRIPTOR, PRECISION,
+            )  # fmt: skip
+        for tile in range(whole_begin, whole_end):
+            dk, dv, column_sum = _add_rows(
+                dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head,
+                tile, query_length,
+                head_delta, head_references, scale, row_scales, row_scale_strides, rate, head_local, head_base, key,
+                key_start, key_side, first_position, first, end, False,
+                D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, ROW_SCALE,
+                DECAY_GRADIENT, DESCRIPTOR, PRECISION,
+            )  # fmt: skip
+        if DECAY_GRADIENT:
+            index = key_start + tl.arange(0, BLOCK_N)
+            tl.store(column_sums + head_row * key_length + index, column_sum, mask=index < key_length)
+    if not ROW_SCALE:
+        dk *= tl.full([], scale, ACCUMULATOR)
+    store_tile(dk_out, dk_strides, batch, kv_head, key_start, key_length, dk, BLOCK_N, D, BLOCK_D)
+    store_tile(dv_out, dv_strides, batch, kv_head, key_start, key_length, dv, BLOCK_N, D_V, BLOCK_DV)
+
+
+@triton.jit
+def _add_keys(
+    dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head, tile, key_length,
+    row_reference_value, row_delta, row_scale, rate, local, base, position, reference, alpha, first, end,
+    EDGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr,
+    DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One key tile into a query tile's (dq, decay_sum)."""
+    ACCUMULATOR: tl.constexpr = dq.dtype
+    start = tile * BLOCK_N
+    key = start + tl.arange(0, BLOCK_N)
+    k = load_tile(k_source, k_strides, batch, kv_head, start, key_length, BLOCK_N, D, BLOCK_D, EDGE, DESCRIPTOR)
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * row_scale
+    difference = base_difference(reference, start, rate, base, local, DECAY)
+    score = decayed_score(
+        score, alpha[:, None], key_alpha(key, start, key_length, rate, local, DECAY)[None, :], difference, rate,
+        position[:, None], key[None, :], DECAY, CAUSAL, ROW_CANCELS,
+    )  # fmt: skip
+    if EDGE:
+        score = tl.where(visible(key[None, :], first[:, None], end[:, None]), score, float("-inf"))
+    if ROW_CANCELS:
+        row_reference_value -= difference
+    p = probability(score, row_reference_value[:, None])
+    v = load_tile(v_source, v_strides, batch, kv_head, start, key_length, BLOCK_N, D_V, BLOCK_DV, EDGE, DESCRIPTOR)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    ds = score_gradient(p, dp, row_delta[:, None])
+    if DECAY_GRADIENT:
+        if DECAY == "constant":
+            decay_sum += tl.sum(ds * tl.abs(position[:, None] - key[None, :]).to(ACCUMULATOR), 1)
+        elif CAUSAL:
+            decay_sum += tl.sum(ds, 1)
+        else:
+            decay_sum += tl.sum(ds * decay_sign(position[:, None], key[None, :]).to(ACCUMULATOR), 1)
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    return dq, decay_sum
+
+
+@triton.jit
+def query_gradients_kernel(
+    q_source, k_source, v_source, d_out_source, delta, row_references, row_scales, rates, local, base, last_reset,
+    next_reset, dq_out, decay_sums, d_row_scales,
+    q_strides, k_strides, v_strides, d_out_strides, dq_strides, row_scale_strides, rate_stride,
+    scale: tl.float64, query_length, key_length, heads,
+    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
+    ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq = s Σ dS k of a query tile; per row Σ σ dS (per-token decay) or Σ dS |i − j| (constant), and ds = q·Σ dS k."""
+    ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
+    row_tiles = tl.cdiv(query_length, BLOCK_M)
+    head_row = tl.program_id(0) // row_tiles
+    start = (row_tiles - 1 - tl.program_id(0) % row_tiles) * BLOCK_M
+    batch, head = head_row // heads, head_row % heads
+    kv_head = head // GROUP
+    first_position = key_length - query_length
+    head_tokens = head_row.to(tl.int64) * key_length
+    local += head_tokens
+    last_reset += head_tokens
+    next_reset += head_tokens
+    base += head_row.to(tl.int64) * tl.cdiv(key_length, DECAY_BLOCK)
+
+    row = tl.minimum(start + tl.arange(0, BLOCK_M), query_length - 1)
+    position = row + first_position
+    here = head_row.to(tl.int64) * query_length + row
+    reference = row_reference(start, first_position)
+    rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)
+    alpha = row_alpha(position, reference, rate, local, base, DECAY)
+    row_scale = load_scale(scale, row_scales, row_scale_strides, batch, head, row, ROW_SCALE, ACCUMULATOR)
+    if ROW_SCALE:
+        row_scale = row_scale[:, None]
+    row_reference_value = tl.load(row_references + here)
+    row_delta = tl.load(delta + here)
+    q = load_tile(q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, True, DESCRIPTOR)
+    do = load_tile(
+        d_out_source, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, True, DESCRIPTOR
+    )
+    first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar")
+    tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_N)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR)
+    decay_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
+    for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
+        dq, decay_sum = _add_keys(
+            dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
+            edge_tile(n, tile_begin, whole_begin, whole_end), key_length,
+            row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
+            end, True, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT, DESCRIPTOR,
+            PRECISION,
+        )  # fmt: skip
+    for tile in range(whole_begin, whole_end):
+        dq, decay_sum = _add_keys(
+            dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
+            tile, key_length,
+            row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
+            end, False, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT, DESCRIPTOR,
+            PRECISION,
+        )  # fmt: skip
+
+    row = start + tl.arange(0, BLOCK_M)
+    here = head_row.to(tl.int64) * query_length + row
+    if DECAY_GRADIENT:
+        tl.store(decay_sums + here, decay_sum, mask=row < query_length)
+    if ROW_SCALE:
+        tl.store(d_row_scales + here, tl.sum(q.to(ACCUMULATOR) * dq, 1), mask=row < query_length)
+    store_tile(dq_out, dq_strides, batch, head, start, query_length, dq * row_scale, BLOCK_M, D, BLOCK_D)

@@ -1,0 +1,121 @@
+"""Tile shapes, warps, pipeline stages and memory path of the portable kernels: pure functions of (arch, head dimension,
+dtype, alignment). Nothing is tuned at run time: no stall on a first call, no rank that chooses differently from
+another.
+
+Every size divides DECAY_BLOCK, so that a tile never straddles two blocks of the decay prefix. The milliseconds beside
+the entries are one H200 (torch 2.11, Triton 3.6), bfloat16, causal, per-token decay, H16 T8192, B4; "ptr" loads
+through pointers, "TMA" through descriptors. `python experiments/sweep_tiles.py` measures them again.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """block_m query rows × block_n keys per tile; warps and pipeline stages of the launch; TMA descriptors or not.
+
+    spill_bytes is what such a kernel may spill of its registers (`python experiments/compile_kernels.py` counts): each
+    was measured, spills included, against tiles that spill less.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    descriptors: bool = False
+    spill_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The tiles of one kernel by head dimension: (up to 64, up to 128, up to 256)."""
+
+    sm90_descriptors: tuple[TileConfig, TileConfig, TileConfig]
+    sm90_pointers: tuple[TileConfig, TileConfig, TileConfig]
+    # other GPUs: not run on hardware; sized to the 99 KB of shared memory that the smallest of them have (float32 below
+    # fits in it too, float64 up to D = 64: its gradients need up to 168 KB above)
+    other: tuple[TileConfig, TileConfig, TileConfig]
+    float32: tuple[TileConfig, TileConfig, TileConfig]
+    float64: tuple[TileConfig, TileConfig, TileConfig]
+
+
+# Plain FMA instructions on fully unrolled tiles: above 32 × 32 they spill (float32, D128, forward: 2.1 ms at
+# 32 × 32, 15 ms at 64 × 32; key gradients 3.8 ms against 43 ms at 32 × 64; B1 H16 T2048), and compile for tens of
+# seconds.
+_FLOAT32 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1))
+_FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
+# Triton's interpreter runs a program as numpy calls: tiles small enough that short sequences have several of each kind
+_INTERPRETER = TileConfig(32, 32, 4, 1)
+
+FORWARD = Kernel(
+    sm90_descriptors=(
+        TileConfig(64, 128, 4, 3, True),  # 1.55 ms; 128 × 64 1.63, ptr 1.59
+        TileConfig(
+            64, 64, 4, 3, True
+        ),  # 2.53 ms; 128 × 128 with 8 warps 2.54, ptr 2.71; a 4th stage 3.77 (one program per SM)
+        TileConfig(64, 32, 4, 3, True),  # 4.34 ms; ptr 128 × 64 4.40
+    ),
+    sm90_pointers=(
+        TileConfig(128, 64, 4, 3, spill_bytes=32),  # 1.59 ms; 64 × 128 1.61
+        TileConfig(64, 64, 4, 3, spill_bytes=16),  # 2.71 ms; 128 × 64 with 8 warps 2.79, 128 × 128 2.97
+        TileConfig(128, 64, 8, 2, spill_bytes=148),  # 4.40 ms; 64 × 32 6.47
+    ),
+    other=(TileConfig(128, 64, 4, 2), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 1)),
+    float32=_FLOAT32,
+    float64=_FLOAT64,
+)
+
+KEY_GRADIENTS = Kernel(
+    sm90_descriptors=(
+        TileConfig(64, 64, 4, 3, spill_bytes=28),  # ptr 2.52 ms; TMA 2.57, 64 × 128 with 8 warps 3.04
+        TileConfig(32, 64, 4, 3, True, 48),  # 4.17 ms; ptr 64 × 128 4.36; TMA 64 × 128 7.44 (wgmma serialised)
+        TileConfig(64, 64, 8, 2, spill_bytes=864),  # ptr 18.2 ms; TMA 27.9; dk and dv fill the registers at this width
+    ),
+    sm90_pointers=(
+        TileConfig(64, 64, 4, 3, spill_bytes=28),  # 2.52 ms
+        TileConfig(64, 128, 8, 3, spill_bytes=144),  # 4.36 ms; 32 × 64 with 4 warps 4.82
+        TileConfig(64, 64, 8, 2, spill_bytes=864),  # 18.2 ms; 32 × 64 22.1
+    ),
+    other=(TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2), TileConfig(32, 32, 4, 1)),
+    float32=_FLOAT32,
+    float64=_FLOAT64,
+)
+
+QUERY_GRADIENTS = Kernel(
+    sm90_descriptors=(
+        TileConfig(64, 128, 4, 2, spill_bytes=248),  # ptr 1.76 ms; TMA 1.81, 64 × 64 2.02
+        TileConfig(64, 64, 4, 3, True),  # 2.78 ms; ptr 3.23
+        TileConfig(128, 32, 8, 2),  # ptr 7.72 ms; TMA 12.1, 64 × 32 11.4
+    ),
+    sm90_pointers=(
+        TileConfig(64, 128, 4, 2, spill_bytes=248),  # 1.76 ms
+        TileConfig(64, 64, 4, 2, spill_bytes=148),  # 3.23 ms; a 3rd stage 4.34, 128 × 64 with 8 warps 3.27
+        TileConfig(128, 32, 8, 2),  # 7.72 ms
+    ),
+    other=(TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 32, 4, 1)),
+    float32=_FLOAT32,
+    float64=_FLOAT64,
+)
+
+
+def choose(kernel: Kernel, arch: str, dim: int, dtype: torch.dtype, aligned: bool) -> TileConfig:
+    """The kernel's tiles.
+
+    arch is "sm90", "other" or "interpreter"; dim the larger of the padded head and value dimensions; aligned says that
+    TMA descriptors can address every tensor that the kernel reads in tiles.
+    """
+    if arch == "interpreter":
+        return _INTERPRETER
+    if dtype.itemsize == 8:
+        tiles = kernel.float64
+    elif dtype.itemsize == 4:
+        tiles = kernel.float32
+    elif arch != "sm90":
+        tiles = kernel.other
+    elif aligned:
+        tiles = kernel.sm90_descriptors
+    else:
+        tiles = kernel.sm90_pointers
+    return tiles[0 if dim <= 64 else 1 if dim <= 128 else 2]

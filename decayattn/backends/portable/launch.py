@@ -1,0 +1,188 @@
+"""From tensors to launches: buffers, memory paths, grids. The kernels' only callers."""
+
+import contextlib
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from decayattn.backends import prefix as decay_prefix
+from decayattn.backends.portable import config
+from decayattn.backends.portable.backward import key_gradients_kernel, query_gradients_kernel, row_terms_kernel
+from decayattn.backends.portable.config import TileConfig
+from decayattn.backends.portable.forward import forward_kernel
+from decayattn.backends.prefix import DecayPrefix
+from decayattn.problem import AttentionProblem
+
+_ROW_TERMS_BLOCK = 64
+# expected by the kernels where a problem has no such tensor; never read
+_NO_STRIDES = (0, 0, 0)
+
+
+def forward(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float
+) -> tuple[Tensor, Tensor, Tensor, DecayPrefix]:
+    """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q) and the decay prefix."""
+    with _on(problem.device):
+        out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
+        lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=problem.accumulator_dtype)
+        row_references = torch.empty_like(lse)
+        if 0 in (problem.batch, problem.query_length, problem.key_length):
+            out.zero_(), lse.fill_(-torch.inf), row_references.fill_(torch.inf)
+            return out, lse, row_references, decay_prefix.allocate(problem, q)
+        if problem.decay == "scalar":
+            prefix = decay_prefix.build(problem, log_decay)
+        else:
+            prefix = decay_prefix.allocate(problem, q)
+        tile = _tiles(config.FORWARD, problem, q, k, v)
+        programs = triton.cdiv(problem.query_length, tile.block_m) * problem.batch * problem.num_heads
+        forward_kernel[(programs,)](
+            _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
+            out, lse, row_references, _row_scales(scale, lse), _rates(problem, log_decay, lse),
+            *prefix, q.stride(), k.stride(), v.stride(), out.stride(), _row_scale_strides(scale),
+            _rate_stride(problem, log_decay), _scale_number(scale),
+            problem.query_length, problem.key_length, problem.num_heads,
+            **_modes(problem), **_schedule(tile),
+        )  # fmt: skip
+        return out, lse, row_references, prefix
+
+
+def backward(
+    problem: AttentionProblem, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    log_decay: Tensor | None, scale: Tensor | float, out: Tensor, row_references: Tensor, prefix: DecayPrefix,
+    decay_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """dq, dk, dv, dλ (shape of log_decay; None if not asked for) and ds (B, T_q, H; None for one number)."""
+    with _on(problem.device):
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        row_scale_grad = torch.empty_like(row_references) if problem.row_scale else None
+        if 0 in (problem.batch, problem.query_length, problem.key_length):
+            d_scale = None if row_scale_grad is None else row_scale_grad.zero_().transpose(1, 2)
+            return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(log_decay) if decay_gradient else None, d_scale
+
+        rates, rate_stride = _rates(problem, log_decay, row_references), _rate_stride(problem, log_decay)
+        row_scales, row_scale_strides = _row_scales(scale, row_references), _row_scale_strides(scale)
+        delta = torch.empty_like(row_references)
+        modes = _modes(problem)
+        head_rows = problem.batch * problem.num_heads
+        row_terms_kernel[(triton.cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,)](
+            out, d_out, delta if d_lse is None else d_lse, row_references, delta,
+            out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
+            problem.query_length, problem.num_heads, D_V=modes["D_V"], BLOCK_M=_ROW_TERMS_BLOCK,
+            BLOCK_DV=modes["BLOCK_DV"], HAS_D_LSE=d_lse is not None,
+        )  # fmt: skip
+
+        column_sums = torch.empty(prefix.local.shape, dtype=delta.dtype, device=delta.device)
+        tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
+        programs = triton.cdiv(problem.key_length, tile.block_n) * problem.batch * problem.num_kv_heads
+        key_gradients_kernel[(programs,)](
+            _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
+            _source(d_out, tile.block_m, tile),
+            delta, row_references, row_scales, rates, *prefix, dk, dv, column_sums,
+            q.stride(), k.stride(), v.stride(), d_out.stride(), dk.stride(), dv.stride(), row_scale_strides,
+            rate_stride, _scale_number(scale), problem.query_length, problem.key_length, problem.num_kv_heads,
+            DECAY_GRADIENT=decay_gradient and problem.decay == "scalar", **modes, **_schedule(tile),
+        )  # fmt: skip
+
+        decay_sums = torch.empty_like(row_references) if decay_gradient else delta
+        tile = _tiles(config.QUERY_GRADIENTS, problem, q, k, v, d_out)
+        programs = triton.cdiv(problem.query_length, tile.block_m) * head_rows
+        query_gradients_kernel[(programs,)](
+            _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
+            _source(d_out, tile.block_m, tile),
+            delta, row_references, row_scales, rates, *prefix, dq, decay_sums,
+            delta if row_scale_grad is None else row_scale_grad,
+            q.stride(), k.stride(), v.stride(), d_out.stride(), dq.stride(), row_scale_strides, rate_stride,
+            _scale_number(scale), problem.query_length, problem.key_length, problem.num_heads,
+            DECAY_GRADIENT=decay_gradient, **modes, **_schedule(tile),
+        )  # fmt: skip
+
+        d_log_decay = None
+        if decay_gradient and problem.decay == "scalar":
+            d_log_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, log_decay)
+        elif decay_gradient:
+            d_log_decay = decay_sums.sum((0, 2), dtype=torch.float64).to(log_decay.dtype)
+        return dq, dk, dv, d_log_decay, None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Launches go to the current GPU: make it the inputs' one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _arch(problem: AttentionProblem) -> str:
+    if problem.device.type != "cuda":
+        return "interpreter"
+    return "sm90" if torch.cuda.get_device_capability(problem.device) == (9, 0) else "other"
+
+
+def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> TileConfig:
+    """The tiles of a kernel that reads these tensors in tiles."""
+    arch, dim = _arch(problem), max(_padded(problem.head_dim), _padded(problem.value_dim))
+    return config.choose(kernel, arch, dim, problem.dtype, arch == "sm90" and all(map(_fits_descriptor, tiled)))
+
+
+def _schedule(tile: TileConfig) -> dict:
+    """How a kernel is launched, as opposed to what it computes."""
+    return dict(
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, DESCRIPTOR=tile.descriptors, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _padded(dim: int) -> int:
+    """Tile width of a head dimension: a power of two, and no narrower than a matrix instruction."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _modes(problem: AttentionProblem) -> dict:
+    """The constants that the attention kernels are compiled for."""
+    return dict(
+        GROUP=problem.num_heads // problem.num_kv_heads,
+        D=problem.head_dim,
+        D_V=problem.value_dim,
+        BLOCK_D=_padded(problem.head_dim),
+        BLOCK_DV=_padded(problem.value_dim),
+        DECAY=problem.decay,
+        CAUSAL=problem.causal,
+        ROW_CANCELS=problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2,
+        ROW_SCALE=problem.row_scale,
+        PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+    )
+
+
+def _fits_descriptor(x: Tensor) -> bool:
+    """Whether the TMA engine can address a (B, T, H, D) tensor: 16-byte aligned, the last dimension contiguous."""
+    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    return aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+
+
+def _source(x: Tensor, rows: int, tile: TileConfig) -> Tensor | TensorDescriptor:
+    """What load_tile reads tiles of `rows` tokens from."""
+    if not tile.descriptors:
+        return x
+    # the stride of a dimension of size 1 is never used, but TMA wants one that it could use
+    strides = [x.stride(d) if x.shape[d] > 1 else x.shape[3] * 16 for d in range(3)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, _padded(x.shape[3])])
+
+
+def _scale_number(scale: Tensor | float) -> float:
+    return 1.0 if isinstance(scale, Tensor) else scale
+
+
+def _row_scales(scale: Tensor | float, unused: Tensor) -> Tensor:
+    return scale if isinstance(scale, Tensor) else unused
+
+
+def _row_scale_strides(scale: Tensor | float) -> tuple[int, ...]:
+    return scale.stride() if isinstance(scale, Tensor) else _NO_STRIDES
+
+
+def _rates(problem: AttentionProblem, log_decay: Tensor | None, unused: Tensor) -> Tensor:
+    return log_decay if problem.decay == "constant" else unused
+
+
+def _rate_stride(problem: AttentionProblem, log_decay: Tensor | None) -> int:
+    return log_decay.stride(0) if problem.decay == "constant" else 0

@@ -1,0 +1,122 @@
+"""What the portable kernels load: tiles of q, k, v and dO, and the decay of a tile's rows and keys.
+
+Names: `rows` are query rows, `keys` key columns, `*_alpha` the decay prefix relative to a reference of the tile (base
+2). A row tile's reference is the first row of its block of DECAY_BLOCK rows, a key tile's is the start of its block of
+DECAY_BLOCK tokens (tiles never straddle those blocks, because their sizes divide DECAY_BLOCK).
+"""
+
+import triton
+import triton.language as tl
+
+from decayattn.backends.prefix import DECAY_BLOCK as _DECAY_BLOCK
+from decayattn.backends.tile_math import LOG2E
+
+DECAY_BLOCK: tl.constexpr = tl.constexpr(_DECAY_BLOCK)
+
+
+@triton.jit
+def load_tile(
+    source, strides, batch, head, start, length, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    MASK_ROWS: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """(ROWS, COLUMNS) of a (B, T, H, DIM) tensor from token `start` on; zeros beyond the tensor.
+
+    One helper for both memory paths: `source` is a TMA descriptor or a pointer, as the launch found possible.
+    """
+    if DESCRIPTOR:
+        tile = source.load([batch, start, head, 0]).reshape([ROWS, COLUMNS])
+    else:
+        pointers, row, column = _pointers(source, strides, batch, head, start, ROWS, COLUMNS)
+        if MASK_ROWS:
+            tile = tl.load(pointers, mask=(start + row < length) & (column < DIM), other=0.0)
+        elif DIM != COLUMNS:
+            tile = tl.load(pointers, mask=column < DIM, other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    target, strides, batch, head, start, length, tile, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Write (ROWS, COLUMNS) to a (B, T, H, DIM) tensor from token `start` on, nothing beyond it."""
+    pointers, row, column = _pointers(target, strides, batch, head, start, ROWS, COLUMNS)
+    tl.store(pointers, tile.to(target.dtype.element_ty), mask=(start + row < length) & (column < DIM))
+
+
+@triton.jit
+def _pointers(tensor, strides, batch, head, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Addresses of a tile, its rows (ROWS, 1) and its columns (1, COLUMNS)."""
+    # 64-bit offsets: strided views reach past 2^31 elements
+    origin = tensor + batch.to(tl.int64) * strides[0] + start.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    return origin + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[3], row, column
+
+
+@triton.jit
+def load_rate(rates, rate_stride, head, DECAY: tl.constexpr, ACCUMULATOR: tl.constexpr):
+    """γ of a head in base 2; 0 where the decay is not constant."""
+    if DECAY == "constant":
+        rate = (tl.load(rates + head * rate_stride).to(tl.float64) * LOG2E).to(ACCUMULATOR)
+    else:
+        rate = tl.full([], 0.0, ACCUMULATOR)
+    return rate
+
+
+@triton.jit
+def row_reference(start, first_position):
+    """Position of the reference of the row tile that starts at query row `start`."""
+    return start // DECAY_BLOCK * DECAY_BLOCK + first_position
+
+
+@triton.jit
+def row_alpha(position, reference, rate, local, base, DECAY: tl.constexpr):
+    """α of query positions relative to their tile's reference; local and base point at one head's prefix."""
+    if DECAY == "scalar":
+        seen = tl.maximum(position, 0)
+        bases = tl.load(base + seen // DECAY_BLOCK) - tl.load(base + tl.maximum(reference, 0) // DECAY_BLOCK)
+        inside_block = tl.load(local + seen)
+        alpha = (bases + inside_block).to(inside_block.dtype)
+    elif DECAY == "constant":
+        alpha = (position - reference).to(rate.dtype) * rate
+    else:
+        alpha = tl.zeros_like(position).to(rate.dtype)
+    return alpha
+
+
+@triton.jit
+def key_alpha(key, start, length, rate, local, DECAY: tl.constexpr):
+    """α of the keys of the tile that starts at `start`, relative to that tile's reference."""
+    if DECAY == "scalar":
+        alpha = tl.load(local + key, mask=key < length, other=0.0)
+    elif DECAY == "constant":
+        alpha = (key - start).to(rate.dtype) * rate
+    else:
+        alpha = tl.zeros_like(key).to(rate.dtype)
+    return alpha
+
+
+@triton.jit
+def base_difference(reference, start, rate, base, local, DECAY: tl.constexpr):
+    """α at a row tile's reference minus α at a key tile's, formed in float64 and rounded once."""
+    if DECAY == "scalar":
+        bases = tl.load(base + tl.maximum(reference, 0) // DECAY_BLOCK) - tl.load(base + start // DECAY_BLOCK)
+        difference = bases.to(local.dtype.element_ty)
+    elif DECAY == "constant":
+        difference = ((reference - start).to(tl.float64) * rate.to(tl.float64)).to(rate.dtype)
+    else:
+        difference = tl.full([], 0.0, rate.dtype)
+    return difference
+
+
+@triton.jit
+def load_scale(scale, row_scales, strides, batch, head, row, ROW_SCALE: tl.constexpr, ACCUMULATOR: tl.constexpr):
+    """s per query row: a vector like `row` if every row has its own, else one number."""
+    if ROW_SCALE:
+        offset = batch.to(tl.int64) * strides[0] + row.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+        row_scale = tl.load(row_scales + offset)
+    else:
+        row_scale = tl.full([], scale, ACCUMULATOR)
+    return row_scale

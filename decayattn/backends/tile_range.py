@@ -1,0 +1,65 @@
+"""Which tiles a tile visits.
+
+Visibility is an interval: the query at position i sees the keys first_i ≤ j < end_i, and both ends never decrease with
+i. Causality, lengths that divide nothing and resets are all rules for the two ends, so the mirror question (which rows
+see key j) has an interval for an answer too. Positions are counted on the keys' axis; query row r has position r +
+first_position.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def keys_seen(position, key_length, last_reset, next_reset, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr):
+    """[first, end) of the keys that a query at this position sees; the resets point at one head's tokens."""
+    first = position * 0  # zeros_like, which does not keep a Gluon kernel's layout
+    end = first + key_length
+    if HAS_RESETS:
+        first = tl.load(last_reset + position, mask=position >= 0, other=0)
+        end = tl.load(next_reset + position, mask=position >= 0, other=0)
+    if CAUSAL:
+        end = tl.maximum(position + 1, 0)
+    return first, end
+
+
+@triton.jit
+def rows_that_see(
+    key, query_length, first_position, last_reset, next_reset, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr
+):
+    """The mirror: [first, end) of the query rows that see this key."""
+    first = key * 0
+    end = first + query_length
+    if HAS_RESETS:
+        first = tl.maximum(tl.load(last_reset + key) - first_position, 0)
+        end = tl.maximum(tl.load(next_reset + key) - first_position, 0)
+    if CAUSAL:
+        first = tl.maximum(key - first_position, 0)
+    return first, end
+
+
+@triton.jit
+def visited_tiles(first, end, BLOCK: tl.constexpr):
+    """(begin, whole_begin, whole_end, end) in tiles of BLOCK indices, for a vector of intervals.
+
+    Tiles in [whole_begin, whole_end) are seen whole by every interval; the rest of [begin, end) are edge tiles, whose
+    entries must be compared with the intervals; no interval reaches outside.
+    """
+    return tiles_between(tl.min(first, 0), tl.max(first, 0), tl.min(end, 0), tl.max(end, 0), BLOCK)
+
+
+@triton.jit
+def tiles_between(first_min, first_max, end_min, end_max, BLOCK: tl.constexpr):
+    """visited_tiles, from the smallest and the largest end of the intervals on either side."""
+    visited_begin = first_min // BLOCK
+    visited_end = tl.maximum(tl.cdiv(end_max, BLOCK), visited_begin)
+    whole_begin = tl.minimum(tl.cdiv(first_max, BLOCK), visited_end)
+    whole_end = tl.maximum(tl.minimum(end_min // BLOCK, visited_end), whole_begin)
+    return visited_begin, whole_begin, whole_end, visited_end
+
+
+@triton.jit
+def edge_tile(n, visited_begin, whole_begin, whole_end):
+    """The n-th edge tile: first those left of the whole ones, then those right of them."""
+    left = whole_begin - visited_begin
+    return tl.where(n < left, visited_begin + n, whole_end + n - left)

@@ -1,0 +1,14 @@
+"""Layers: DecayFlashAttention and the decay modules that it takes."""
+
+from decayattn.nn.attention import DecayFlashAttention
+from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, alibi_log_decay, half_life, retnet_log_decay
+
+__all__ = [
+    "ConstantDecay",
+    "Decay",
+    "DecayFlashAttention",
+    "ScalarDecay",
+    "alibi_log_decay",
+    "half_life",
+    "retnet_log_decay",
+]

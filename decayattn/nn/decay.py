@@ -1,0 +1,282 @@
+"""Decay modules: they map the layer's input to the log-decay that decay_attention takes.
+
+Anything that maps x (B, T, embed_dim) to log_decay, (H,) or (B, T, H) in float32, can be a layer's decay. The two here
+derive from Decay, which keeps their parameters in float32 when the model around them is converted to 16 bits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Decay(nn.Module):
+    """Base of the decay modules: forward maps x (B, T, embed_dim) to log_decay (H,) or (B, T, H), natural logarithm.
+
+    log_decay is float32, float64 where x is float64. The parameters and buffers, and those of children, never get
+    narrower than float32, `.bfloat16()`, `.half()` and `.to(dtype)` leave them so: the logit of a slow head, near 7,
+    moves in steps of 0.03 in bfloat16, and an error in λ adds up over all tokens in between. `.double()` is followed.
+    """
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        self.num_heads = check_positive_int("num_heads", num_heads)
+
+    @torch.no_grad()
+    def half_lives(self, x: Tensor) -> Tensor:
+        """Half-lives in tokens, in the shape of log_decay: (H,) or (B, T, H); see half_life."""
+        return half_life(self(x))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        # every conversion and move of a module (.to, .bfloat16, .cuda, .to_empty, share_memory, …) goes through here
+        def at_least_float32(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            if converted.is_floating_point() and converted.dtype.itemsize < torch.float32.itemsize:
+                return tensor.to(converted.device, torch.float32)  # from the original, which has not been rounded
+            return converted
+
+        return super()._apply(at_least_float32, recurse)
+
+
+class ScalarDecay(Decay):
+    r"""A forget gate per token and head, as in the Forgetting Transformer (Lin et al., arXiv 2503.02130)::
+
+        log_decay[b, t, h] = logsigmoid(x[b, t] · weight[h] + bias[h])
+
+    computed in float32 (float64 for a float64 x) whatever the dtype of x, and under autocast.
+
+    At the start the weight is 0 and the biases give the heads half-lives spaced evenly in the logarithm, head 0 the
+    shortest. With a zero weight the half-lives are the ones asked for whatever the scale of x; the weight learns from
+    the first step on, because its gradient is x times that of the gate's logit.
+
+    FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds the parameters that it gathers. Give this module a
+    `fully_shard` of its own, without a policy, before its parents'.
+
+    Args:
+        embed_dim: width of x.
+        num_heads: query heads H.
+        initial_half_lives: (shortest, longest) half-life at the start, in tokens; one head gets their geometric mean.
+        device, dtype: of the parameters, as in torch.nn; a dtype below float32 gives float32.
+
+    Raises:
+        TypeError, ValueError: for a bad argument, by name.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        initial_half_lives: tuple[float, float] = (4.0, 1024.0),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(num_heads)
+        self.embed_dim = check_positive_int("embed_dim", embed_dim)
+        self.initial_half_lives = _check_half_lives(initial_half_lives)
+        options = {"device": device, "dtype": _parameter_dtype(dtype)}
+        self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, **options))
+        self.bias = nn.Parameter(torch.empty(num_heads, **options))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Zero weight, biases that give initial_half_lives."""
+        self.weight.zero_()
+        _fill(self.bias, [_gate_logit(h) for h in _log_spaced(*self.initial_half_lives, self.num_heads)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """log_decay (B, T, H) < 0."""
+        dtype = _gate_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.logsigmoid(F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype)))
+
+    @torch.no_grad()
+    def half_lives(self, x: Tensor | None = None) -> Tensor:
+        """Half-lives in tokens: (B, T, H) of the gates for x, or (H,) of the biases alone."""
+        return half_life(F.logsigmoid(self.bias) if x is None else self(x))
+
+    def extra_repr(self) -> str:
+        shortest, longest = self.initial_half_lives
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, initial_half_lives=({shortest:g}, {longest:g})"
+
+
+class ConstantDecay(Decay):
+    r"""One log-decay per head, the same for every token: γ_h, which adds |i − j|·γ_h to the scores.
+
+    Build it with `ConstantDecay.alibi(num_heads)`, `.retnet(num_heads)` or `.from_values(values)`. Frozen, the values
+    are a buffer. Learned, they are γ_h = sign_h · exp(log_rate_h) with log_rate a parameter: a step changes a rate by a
+    factor, so that slow and fast heads learn alike, and no step can turn decay into growth. A head that starts with
+    growth (a value above 0) stays growing; 0 has no logarithm and is refused.
+
+    A slice of the heads, as tensor parallelism has it, is a slice of the values for all heads:
+    `ConstantDecay.from_values(alibi_log_decay(32)[8:16])`.
+
+    Args:
+        values: γ_h in natural logarithm, one finite number per query head: a sequence, or a tensor (H,).
+        learned: train the values.
+        device, dtype: of the parameter or buffer, as in torch.nn; a dtype below float32 gives float32.
+
+    Raises:
+        TypeError, ValueError: for a bad argument, by name.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[float] | Tensor,
+        *,
+        learned: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        numbers = _check_values(values, check_bool("learned", learned))
+        super().__init__(len(numbers))
+        self.initial_values = numbers
+        self.learned = learned
+        options = {"device": device, "dtype": _parameter_dtype(dtype)}
+        if learned:
+            self.log_rate = nn.Parameter(torch.empty(self.num_heads, **options))
+            self.register_buffer("sign", torch.empty(self.num_heads, **options))
+        else:
+            self.register_buffer("log_decay", torch.empty(self.num_heads, **options))
+        self.reset_parameters()
+
+    @classmethod
+    def from_values(cls, values: Sequence[float] | Tensor, **options) -> "ConstantDecay":
+        """Given log-decays, one per head; the options are those of the class."""
+        return cls(values, **options)
+
+    @classmethod
+    def alibi(cls, num_heads: int, **options) -> "ConstantDecay":
+        """The slopes of ALiBi as log-decays, see alibi_log_decay; the options are those of the class."""
+        return cls(alibi_log_decay(num_heads), **options)
+
+    @classmethod
+    def retnet(cls, num_heads: int, **options) -> "ConstantDecay":
+        """The retention rates of RetNet, see retnet_log_decay; the options are those of the class."""
+        return cls(retnet_log_decay(num_heads), **options)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The values that the module was built with."""
+        if self.learned:
+            _fill(self.log_rate, [math.log(abs(value)) for value in self.initial_values])
+            _fill(self.sign, [math.copysign(1.0, value) for value in self.initial_values])
+        else:
+            _fill(self.log_decay, self.initial_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """log_decay (H,); of x only the dtype matters."""
+        return self._values().to(_gate_dtype(x))
+
+    @torch.no_grad()
+    def half_lives(self, x: Tensor | None = None) -> Tensor:
+        """Half-lives in tokens, (H,), whatever x is."""
+        return half_life(self._values())
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, learned={self.learned}"
+
+    def _values(self) -> Tensor:
+        return self.sign * self.log_rate.exp() if self.learned else self.log_decay
+
+
+def alibi_log_decay(num_heads: int) -> tuple[float, ...]:
+    """−slope of every head, by the rule of ALiBi (Press et al., arXiv 2108.12409, and its published code).
+
+    For a power of two the slopes are the geometric sequence 2^(−8/H), 2^(−16/H), …, 2^(−8). Otherwise the heads are
+    those of the power of two below H, followed by every other head, from the first, of the power of two above H. They
+    depend on the number of ALL heads: under tensor parallelism take the rule for all and slice.
+    """
+    power = 1 << (check_positive_int("num_heads", num_heads).bit_length() - 1)
+    between = _alibi_geometric(2 * power)[::2]
+    return (*_alibi_geometric(power), *between[: num_heads - power])
+
+
+def retnet_log_decay(num_heads: int) -> tuple[float, ...]:
+    """log(1 − 2^(−5−h)) for h = 0 … num_heads − 1, the retention rates of RetNet (Sun et al., arXiv 2307.08621)."""
+    return tuple(math.log1p(-(2.0 ** (-5 - h))) for h in range(check_positive_int("num_heads", num_heads)))
+
+
+def half_life(log_decay: Tensor) -> Tensor:
+    """Tokens after which this decay alone halves a weight: −ln 2 / log_decay, and inf where nothing decays (λ ≥ 0)."""
+    return torch.where(log_decay < 0, -math.log(2) / log_decay, torch.inf)
+
+
+def check_positive_int(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {value!r} of type {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value
+
+
+def check_bool(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {value!r} of type {type(value).__name__}")
+    return value
+
+
+def _alibi_geometric(num_heads: int) -> list[float]:
+    return [-(2.0 ** (-8 * (h + 1) / num_heads)) for h in range(num_heads)]
+
+
+def _log_spaced(first: float, last: float, count: int) -> list[float]:
+    if count == 1:
+        return [math.sqrt(first * last)]
+    return [first * (last / first) ** (i / (count - 1)) for i in range(count)]
+
+
+def _gate_logit(half_life: float) -> float:
+    """b with logsigmoid(b) = −ln 2 / half_life: logit(exp(λ)), written so that it keeps its digits for λ near 0."""
+    log_decay = -math.log(2) / half_life
+    return log_decay - math.log(-math.expm1(log_decay))
+
+
+def _gate_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _fill(destination: Tensor, values: Sequence[float]) -> None:
+    """Write the values into a parameter or buffer; also into one that FSDP2 has sharded over the ranks."""
+    source = torch.tensor(values, dtype=destination.dtype, device=destination.device)
+    if hasattr(destination, "placements"):
+        # imported here only: torch.distributed.tensor costs half a second that most users never need
+        from torch.distributed.tensor import distribute_tensor
+
+        source = distribute_tensor(source, destination.device_mesh, destination.placements)
+    destination.copy_(source)
+
+
+def _check_half_lives(half_lives: tuple[float, float]) -> tuple[float, float]:
+    message = "initial_half_lives: expected two numbers of tokens, 0 < shortest <= longest < inf, got "
+    if not isinstance(half_lives, Sequence) or not all(_is_real(value) for value in half_lives):
+        raise TypeError(f"{message}{half_lives!r}")
+    if len(half_lives) != 2 or not 0 < half_lives[0] <= half_lives[1] < math.inf:
+        raise ValueError(f"{message}{half_lives!r}")
+    return float(half_lives[0]), float(half_lives[1])
+
+
+def _check_values(values: Sequence[float] | Tensor, learned: bool) -> tuple[float, ...]:
+    numbers = values.tolist() if isinstance(values, Tensor) else values
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not all(_is_real(value) for value in numbers):
+        raise TypeError(f"values: expected one number per head, a sequence or a tensor (H,), got {values!r}")
+    if len(numbers) == 0:
+        raise ValueError("values: expected at least one head, got none")
+    if not all(math.isfinite(value) for value in numbers):
+        raise ValueError(f"values: expected finite log-decays, got {values!r}")
+    if learned and 0 in numbers:
+        raise ValueError(f"values: 0 cannot be learned, because a learned log-decay keeps its sign; got {values!r}")
+    return tuple(float(value) for value in numbers)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,0 +1,33 @@
+"""The error budget: what a kernel's results may differ from float64, and the gradient validation built on it.
+
+Three evaluations of the same problem decide, per tensor and head, in the Frobenius norm and in the maximum norm::
+
+    ‖x − x64‖  ≤  2 ‖eager − x64‖ + eps(dtype of x) ‖x64‖ + 4 eps(accumulator) ‖A‖
+
+* x64: `decay_attention(backend="reference")` on float64 inputs, gradients by autograd.
+* eager: `explicit_attention`, the formulas written out by hand, with the operands of matrix products, P, dS and the
+  results rounded to the inputs' dtype and everything else in the accumulator dtype: what that precision costs anyone.
+* A: `explicit_attention` over absolute values: the size of what was added up. It gives a result that cancels, such as a
+  gradient that is zero in exact arithmetic, a scale.
+
+eps(accumulator) is float32's, and the last term stays far below the first two for 16-bit inputs. For float64 inputs the
+oracle is no more exact than what it judges, so eps is float64's and A is multiplied by 1 + max |S|: both sides round
+their scores, and exp turns an absolute error of eps·|S| in a score into a relative one. One rounding is a matter of
+luck where a norm is over few independent entries (a constant decay's gradient is one number per head), so ‖eager − x64‖
+is the largest of several roundings of the same values (`DRAWS`). Nothing is tuned by hand, and nothing needs Triton.
+"""
+
+from decayattn.testing.attention import Comparison, assert_within_budget, verify_attention
+from decayattn.testing.formulas import explicit_attention
+from decayattn.testing.models import GradientRow, compare_model_gradients
+from decayattn.testing.table import format_table
+
+__all__ = [
+    "Comparison",
+    "GradientRow",
+    "assert_within_budget",
+    "compare_model_gradients",
+    "explicit_attention",
+    "format_table",
+    "verify_attention",
+]

@@ -1,0 +1,175 @@
+"""Decay attention and every gradient of it, formula by formula and without autograd."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+# Scores held at once by the evaluations below (rows are taken in chunks): 256 MB per float64 matrix
+SCORES_AT_ONCE = 2**25
+
+
+def explicit_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    scale: Tensor,
+    causal: bool,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    *,
+    rounding: torch.dtype | None = None,
+    p_factor: float = 1.0,
+    absolute: bool = False,
+    prefix_block: int = 0,
+) -> dict[str, Tensor]:
+    """out, lse and every gradient of N independent heads, formula by formula and without autograd.
+
+    Args:
+        q, k, v: (N, T_q, D), (N, T_k, D), (N, T_k, D_v), in the dtype to compute in.
+        log_decay: None, (N,) constant or (N, T_k) per token; α is accumulated in float64.
+        scale: (N,), or (N, T_q) for one per row.
+        grad_out, grad_lse: (N, T_q, D_v), (N, T_q).
+        rounding: P, dS and out are rounded to this dtype, as a kernel for inputs of that dtype has to; None: never.
+        p_factor: P is rounded as a multiple by this factor; an online softmax, too, rounds it before it is normalised.
+        absolute: every term enters with its absolute value, so no sum cancels. P is the true P, it is never negative.
+        prefix_block: with absolute, the decay of a score counts as the difference of two prefixes that start in the
+            last so many tokens, and not only with its own size.
+
+    Returns:
+        out, lse, dq, dk, dv, dscale (N, T_q), dlog_decay (log_decay's shape). No gradient is rounded yet, because heads
+        may share them. With absolute also score_size (N,), the largest |S| of a visible pair.
+    """
+    (heads, rows, _), keys = q.shape, k.shape[1]
+    position, j = torch.arange(rows, device=q.device) + keys - rows, torch.arange(keys, device=q.device)
+    size = torch.abs if absolute else _identity
+    minus = torch.add if absolute else torch.sub
+    rounded = _identity if rounding is None else lambda x: x.to(rounding).to(q.dtype)
+
+    row_scale = (scale if scale.ndim == 2 else scale[:, None].expand(heads, rows))[..., None]
+    result = {"out": v.new_zeros(heads, rows, v.shape[2]), "lse": q.new_zeros(heads, rows)}
+    result |= {name: torch.zeros_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    result["dscale"] = q.new_zeros(heads, rows)
+    dalpha, touching = q.new_zeros(2, heads, keys, dtype=torch.float64)
+    dgamma = q.new_zeros(heads, dtype=torch.float64)
+    if absolute:
+        result["score_size"] = q.new_zeros(heads)
+
+    for chunk in row_chunks(heads * keys, rows):
+        i, s, qi = position[chunk], row_scale[:, chunk], q[:, chunk]
+        visible = _visible(log_decay, causal, i, j)
+        scores = s * (qi @ k.mT) + _decay_term(log_decay, i, j).to(q.dtype)
+        scores = torch.where(visible, scores, -math.inf)
+        p = torch.where(visible, scores.softmax(-1), 0.0)  # a row that sees nothing is 0, not 0/0
+        lse = scores.logsumexp(-1)
+        result["lse"][:, chunk] = lse
+        if absolute:
+            s, qi = s.abs(), qi.abs()
+            sizes = s * (qi @ k.abs().mT) + _decay_size(log_decay, i, j, prefix_block)
+            sizes = torch.where(visible, sizes, 0.0)
+            if sizes.numel():
+                result["score_size"] = torch.maximum(result["score_size"], sizes.amax((1, 2)))
+            # LSE_i = Σ_j P_ij (S_ij − log P_ij), and −log P is nonnegative already
+            result["lse"][:, chunk] = (p * sizes - torch.xlogy(p, p)).sum(-1)
+        p_rounded = rounded(p * p_factor)
+        out = rounded(p_rounded @ size(v) / p_factor)
+        result["out"][:, chunk] = out
+
+        # the backward has P from the scores and the saved log-sum-exp, which is rounded, too: scores may be huge
+        p = torch.where(visible, (scores - lse[..., None]).exp(), 0.0)
+        p_rounded = rounded(p * p_factor)
+        do, dlse = size(grad_out[:, chunk]), size(grad_lse[:, chunk])
+        delta = minus((do * out).sum(-1), dlse)
+        dp = do @ size(v).mT
+        # masked before rounding: dLSE may be anything in a row that sees nothing
+        ds = torch.where(visible, p * minus(dp, delta[..., None]), 0.0)
+        result["dv"] += p_rounded.mT @ do / p_factor
+        if scale.ndim == 2:
+            result["dk"] += rounded(s * ds).mT @ qi
+        else:
+            result["dk"] += size(scale)[:, None, None] * (rounded(ds).mT @ qi)
+        ds = rounded(ds)
+        ds_k = ds @ size(k)
+        result["dq"][:, chunk] = s * ds_k
+        result["dscale"][:, chunk] = (qi * ds_k).sum(-1)
+        distance = i[:, None] - j
+        dgamma += (ds * distance.abs()).sum((1, 2), dtype=torch.float64)
+        if keys:
+            # σ is 1 on the diagonal, where both sums hold the same dS
+            dalpha += _rows_on_keys((ds if causal else torch.where(distance >= 0, ds, -ds)), i, minus=True)
+            touching += _rows_on_keys(ds, i) if absolute else 0
+
+    if log_decay is not None and log_decay.ndim == 1:
+        result["dlog_decay"] = dgamma
+    elif log_decay is not None:
+        # With absolute values the sum is over the pairs that t separates. A pair on one side of t enters twice with
+        # opposite signs and leaves its rounding, which is random: it adds up in quadrature
+        residue = _suffix_sums(touching.square(), log_decay).clamp(min=0).sqrt()
+        result["dlog_decay"] = _suffix_sums(dalpha, log_decay) + residue
+    return result
+
+
+def _rows_on_keys(ds: Tensor, i: Tensor, minus: bool = False) -> Tensor:
+    """Row sums of dS (N, rows, keys) at the positions i, plus or minus its column sums, in float64 (N, keys)."""
+    columns = ds.sum(1).double()
+    on_keys = i >= 0  # the other rows see nothing
+    return (-columns if minus else columns).index_add_(1, i[on_keys], ds[:, on_keys].sum(-1).double())
+
+
+def row_chunks(scores_per_row: int, rows: int) -> list[slice]:
+    """At least one, because there is always a result."""
+    step = max(1, SCORES_AT_ONCE // max(1, scores_per_row))
+    return [slice(start, min(start + step, rows)) for start in range(0, max(1, rows), step)]
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _decay_term(log_decay: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
+    """The sum of λ over (min(i, j), max(i, j)] in float64; a reset (±inf) counts as 0."""
+    distance = i[:, None] - j
+    if log_decay is None:
+        return torch.zeros_like(distance, dtype=torch.float64)
+    log_decay = log_decay.double()
+    if log_decay.ndim == 1:
+        return log_decay[:, None, None] * distance.abs()
+    if not len(j):
+        return log_decay.new_zeros(distance.shape)
+    alpha = torch.where(log_decay.isinf(), 0.0, log_decay).cumsum(1)
+    return distance.sign() * (alpha[:, i.clamp(min=0), None] - alpha[:, None, :])
+
+
+def _decay_size(log_decay: Tensor | None, i: Tensor, j: Tensor, prefix_block: int) -> Tensor:
+    """`_decay_term` of |λ|, plus the sums of |λ| over the prefix_block tokens up to i and up to j."""
+    if log_decay is None or not len(j):
+        return _decay_term(log_decay, i, j)
+    size = log_decay.abs().double()
+    if log_decay.ndim == 1:
+        local = (size * min(prefix_block, len(j)))[:, None].expand(-1, len(j))
+    else:
+        alpha = nn.functional.pad(torch.where(size.isinf(), 0.0, size).cumsum(1), (prefix_block, 0))
+        local = alpha[:, prefix_block:] - alpha[:, : len(j)]
+    return _decay_term(size, i, j) + local[:, i.clamp(min=0), None] + local[:, None, :]
+
+
+def _visible(log_decay: Tensor | None, causal: bool, i: Tensor, j: Tensor) -> Tensor:
+    visible = i[:, None] >= j if causal else torch.ones(len(i), len(j), dtype=torch.bool, device=i.device)
+    if log_decay is not None and log_decay.ndim == 2 and len(j):
+        segment = log_decay.isinf().cumsum(1)
+        visible = visible & (segment[:, i.clamp(min=0), None] == segment[:, None, :])
+    return visible
+
+
+def _suffix_sums(dalpha: Tensor, log_decay: Tensor) -> Tensor:
+    """dλ_t = Σ_{u ≥ t} dα_u within the segment between two resets; the first λ of a segment has a literal 0."""
+    keys = dalpha.shape[1]
+    resets = log_decay.isinf()
+    sums = dalpha.flip(1).cumsum(1).flip(1)
+    after = torch.cat([sums, torch.zeros_like(sums[:, :1])], 1) if keys else sums
+    t = torch.arange(keys, device=dalpha.device)
+    # the first reset after t; without one, the end
+    ends = torch.where(resets, t, keys).flip(1).cummin(1).values.flip(1) if keys else resets.long()
+    ends = torch.cat([ends[:, 1:], torch.full_like(ends[:, :1], keys)], 1)
+    return torch.where(resets | (t == 0), 0.0, sums - after.gather(1, ends))

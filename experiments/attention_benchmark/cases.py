@@ -1,0 +1,69 @@
+"""What is measured: a shape with a decay, its random inputs, and how its work is counted."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DECAYS = ("scalar", "constant", "none")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DIRECTIONS = ("forward", "backward")
+
+# a backward has five matrix products per pair of query and key where a forward has two
+BACKWARD_WORK = 2.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One causal self-attention problem with D_v = D; decay is "scalar", "constant" or "none" as in decay_attention."""
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    dtype: str
+    decay: str
+    mean_log_decay: float
+
+    def __str__(self) -> str:
+        return f"B{self.batch} H{self.heads} T{self.length} D{self.head_dim} {self.dtype}, decay {self.decay}"
+
+    def flops(self, direction: str) -> float:
+        """Useful work: 4·B·H·T²·D/2 forward (half of the pairs are visible), 2.5 times that backward."""
+        forward = 4 * self.batch * self.heads * self.length**2 * self.head_dim / 2
+        return forward * BACKWARD_WORK if direction == "backward" else forward
+
+    def tflops(self, direction: str, milliseconds: float) -> float:
+        """TFLOP/s of a call that took that long."""
+        return self.flops(direction) / milliseconds / 1e9
+
+
+def cases(
+    head_dims: list[int], lengths: list[int], tokens: int, heads: int, dtype: str, decay: str, mean_log_decay: float
+) -> list[Case]:
+    """Every head dimension at every length, with as many sequences as `tokens` hold (one at least)."""
+    return [
+        Case(max(1, tokens // length), heads, length, head_dim, dtype, decay, mean_log_decay)
+        for head_dim in head_dims
+        for length in lengths
+    ]
+
+
+def random_inputs(case: Case, device: str, seed: int) -> dict[str, Tensor]:
+    """q, k, v, grad_out (B, T, H, D), normal, and log_decay in natural log unless the case has none.
+
+    Scalar log-decays (B, T, H) are uniform in [2m, 0], m the case's mean log-decay; constant ones (H,) spread evenly
+    over that interval.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (case.batch, case.length, case.heads, case.head_dim)
+    inputs = {
+        name: torch.randn(shape, generator=generator, device=device).to(DTYPES[case.dtype])
+        for name in ("q", "k", "v", "grad_out")
+    }
+    if case.decay == "scalar":
+        uniform = torch.rand(shape[:3], generator=generator, device=device)
+        inputs["log_decay"] = 2 * case.mean_log_decay * uniform
+    elif case.decay == "constant":
+        inputs["log_decay"] = 2 * case.mean_log_decay * (torch.arange(case.heads, device=device) + 0.5) / case.heads
+    return inputs

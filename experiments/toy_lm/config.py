@@ -1,0 +1,185 @@
+"""The options of train_toy_lm.py: one typed dataclass, from the command line or a YAML file, resolved in one place."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+Auto = Literal["auto"]
+
+
+class OptionError(ValueError):
+    """An option that cannot be: its message names the option, what came and what was expected."""
+
+
+@dataclass
+class Config:
+    """Train a byte-level language model whose only position information is the decay of its attention."""
+
+    data: str | None = None
+    """Text to train on: a file (its last 5 % validate) or a folder (every 20th file validates).
+    By default the source files of the Python standard library found on this machine."""
+
+    decay: Literal["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none"] = "scalar"
+    """Decay of the attention: a forget gate per token and head (scalar), one fixed or learned rate per head (alibi,
+    retnet), or none, which leaves the model without any position information."""
+    layers: PositiveInt | Auto = "auto"
+    """Transformer blocks. auto: 4 on a CPU, 8 on a GPU."""
+    width: PositiveInt | Auto = "auto"
+    """Channels of the residual stream. auto: 128 on a CPU, 512 on a GPU."""
+    heads: PositiveInt | Auto = "auto"
+    """Attention heads; they divide the width. auto: 4 on a CPU, 8 on a GPU."""
+    context: PositiveInt | Auto = "auto"
+    """Bytes that the model sees at once. auto: 256 on a CPU, 2048 on a GPU."""
+
+    batch_size: PositiveInt | Auto = "auto"
+    """Sequences per step, over all devices together. auto: 8 on a CPU, 16 per GPU."""
+    steps: PositiveInt | Auto = "auto"
+    """Optimiser steps in total. auto: 600 on a CPU, 2000 on a GPU."""
+    learning_rate: PositiveFloat | Auto = "auto"
+    """Peak learning rate, after a linear warm-up over 5 % of the steps and before a cosine to a tenth of it.
+    auto: 3e-3 on a CPU, 1e-3 on a GPU, whose model is wider."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Weight decay of the matrices; norms, biases, embeddings and decay parameters have none."""
+    clip: NonNegativeFloat = 1.0
+    """Largest norm of the gradient; 0 never clips."""
+    seed: NonNegativeInt = 0
+    """Seed of the weights, of the training crops and of the text sample."""
+
+    validate_every: PositiveInt | Auto = "auto"
+    """Steps between validations (and checkpoints). auto: a tenth of the steps."""
+    validation_crops: PositiveInt = 64
+    """Fixed crops of the validation text, each of one context."""
+    gradient_check: bool = True
+    """Before the first step and after the last, compare every parameter's gradient through the kernels with the float64
+    reference; a violation of the error budget stops the run with exit status 1."""
+    check_rows: PositiveInt | Auto = "auto"
+    """Sequences of the gradient check. auto: 1 on a CPU, 2 on a GPU."""
+    check_context: PositiveInt | Auto = "auto"
+    """Bytes per sequence of the gradient check, at most the context. auto: 130 on a CPU, where the kernels are
+    interpreted, 512 on a GPU."""
+    sample_bytes: NonNegativeInt = 400
+    """Bytes of text that the trained model writes at the end."""
+
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to train. auto: a GPU where there is one."""
+    devices: PositiveInt = 1
+    """Number of devices (processes)."""
+    strategy: str = "auto"
+    """Lightning's strategy for several devices, for example ddp."""
+    precision: str = "auto"
+    """Lightning's precision. auto: 32-true on a CPU, bf16-mixed on a GPU. The decay stays in float32 in all of them."""
+    backend: str = "auto"
+    """Backend of decay_attention while training. auto: the fastest for the device; on a CPU, the eager reference."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+
+    run: str = "auto"
+    """Folder of the run. auto: runs/toy_lm/DATE-TIME."""
+    resume: str | None = None
+    """Continue a run: its folder, one of its checkpoints, or "last" for the newest below runs/toy_lm. Its configuration
+    is taken over; options given here go before it."""
+
+
+# what "auto" means for the model and its training
+CPU_DEFAULTS = {
+    "layers": 4, "width": 128, "heads": 4, "context": 256, "batch_size": 8, "steps": 600, "learning_rate": 3e-3,
+    "check_rows": 1, "check_context": 130, "precision": "32-true",
+}  # fmt: skip
+GPU_DEFAULTS = {
+    "layers": 8, "width": 512, "heads": 8, "context": 2048, "batch_size": 16, "steps": 2000, "learning_rate": 1e-3,
+    "check_rows": 2, "check_context": 512, "precision": "bf16-mixed",
+}  # fmt: skip
+
+RUNS = Path("runs/toy_lm")
+MODEL_OPTIONS = ("decay", "layers", "width", "heads")
+
+
+def make_parser() -> ArgumentParser:
+    """The command line: every field of Config is an option, and --config reads them from a YAML file."""
+    parser = ArgumentParser(description=Config.__doc__)
+    parser.add_argument("--config", action="config", help="Read options from a YAML file.")
+    parser.add_class_arguments(Config)
+    return parser
+
+
+def read_config(arguments: list[str] | None = None) -> Config:
+    """The configuration that the command line asks for; with --resume, the run's own under the options given."""
+    options = _parse(make_parser(), arguments)
+    if options["resume"] is None:
+        return Config(**options)
+    folder, checkpoint = find_checkpoint(options["resume"])
+    saved = load_config(folder)
+    parser = make_parser()
+    parser.set_defaults(dataclasses.asdict(saved))
+    config = Config(**{**_parse(parser, arguments), "run": str(folder), "resume": str(checkpoint)})
+    for name in MODEL_OPTIONS:
+        if getattr(config, name) != getattr(saved, name):
+            raise OptionError(f"{name}: the run to resume has {getattr(saved, name)}, got {getattr(config, name)}")
+    return config
+
+
+def resolve(config: Config, on_gpu: bool) -> Config:
+    """The configuration with every "auto" of model, training and precision replaced by what it means here."""
+    if config.accelerator == "gpu" and not on_gpu:
+        raise OptionError("accelerator: this machine has no CUDA device; expected auto or cpu, got gpu")
+    defaults = dict(GPU_DEFAULTS if on_gpu else CPU_DEFAULTS)
+    defaults["batch_size"] *= config.devices
+    auto = {name: value for name, value in defaults.items() if getattr(config, name) == "auto"}
+    config = dataclasses.replace(config, **auto, accelerator="gpu" if on_gpu else "cpu")
+    if config.validate_every == "auto":
+        config = dataclasses.replace(config, validate_every=max(1, config.steps // 10))
+    config = dataclasses.replace(config, check_context=min(config.check_context, config.context))
+    if config.width % config.heads:
+        raise OptionError(f"heads: must divide the width; got {config.heads} heads, width {config.width}")
+    if config.batch_size % config.devices:
+        raise OptionError(
+            f"batch_size: must be a multiple of the devices; got {config.batch_size} sequences, "
+            f"{config.devices} devices"
+        )
+    if config.validation_crops % config.devices:
+        raise OptionError(
+            f"validation_crops: must be a multiple of the devices; got {config.validation_crops} crops, "
+            f"{config.devices} devices"
+        )
+    return config
+
+
+def find_checkpoint(resume: str) -> tuple[Path, Path]:
+    """(run folder, checkpoint) of --resume: "last", a run folder or a checkpoint file."""
+    if resume == "last":
+        checkpoints = sorted(RUNS.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+        if not checkpoints:
+            raise OptionError(f"resume: there is no run with a checkpoint below {RUNS.resolve()}")
+        checkpoint = checkpoints[-1]
+    else:
+        path = Path(resume)
+        checkpoint = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+        if not checkpoint.is_file():
+            raise OptionError(f"resume: expected a run folder or a checkpoint, got {resume!r}; {checkpoint} is missing")
+    return checkpoint.parent.parent, checkpoint
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """Write config.yaml, which --config and --resume read."""
+    parser = make_parser()
+    parser.save(parser.parse_object(dataclasses.asdict(config)), folder / "config.yaml", overwrite=True)
+
+
+def load_config(folder: Path) -> Config:
+    """The configuration of a run folder."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise OptionError(f"resume: {folder} is not a run folder, it has no config.yaml")
+    return Config(**_parse(make_parser(), ["--config", str(path)]))
+
+
+def _parse(parser: ArgumentParser, arguments: list[str] | None) -> dict:
+    options = parser.parse_args(arguments).as_dict()
+    options.pop("config")
+    return options

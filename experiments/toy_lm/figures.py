@@ -1,0 +1,99 @@
+"""What a run shows at its end: the loss curve, and the half-lives of its decay per head and layer."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import matplotlib
+import torch
+from torch import Tensor
+
+from decayattn.nn.decay import half_life
+
+matplotlib.use("Agg")  # before pyplot: a server has no display
+from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
+
+
+def read_log(folder: Path, metric: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of a metric over a run's logs; every resume has its own, which replaces what it repeats."""
+    found = folder.glob("logs/from_step_*/metrics.csv")
+    logs = sorted((int(log.parent.name.removeprefix("from_step_")), log) for log in found)
+    ends = [start for start, _ in logs[1:]] + [math.inf]
+    points = []
+    for (start, log), end in zip(logs, ends, strict=True):
+        with log.open(newline="") as file:
+            rows = [(int(row["step"]), row.get(metric)) for row in csv.DictReader(file)]
+        points += [(step, float(value)) for step, value in rows if value and start <= step < end]
+    return tuple(zip(*points, strict=True)) if points else ((), ())
+
+
+def draw_loss(folder: Path, title: str) -> Path:
+    """loss.png: training and validation bits per byte over the steps."""
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    axes.plot(*read_log(folder, "train_bits"), color="tab:blue", alpha=0.45, linewidth=1, label="training batch")
+    steps, bits = read_log(folder, "val_bits")
+    axes.plot(steps, bits, color="tab:red", marker="o", markersize=4, label="validation")
+    if bits:
+        end = (steps[-1], bits[-1])
+        axes.annotate(f"{bits[-1]:.2f}", end, (0, -18), textcoords="offset points", ha="center", color="tab:red")
+    axes.set(title=title, xlabel="optimiser step", ylabel="bits per byte", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return _save(figure, folder / "loss.png")
+
+
+def half_life_table(rates: list[Tensor], step: int) -> dict:
+    """Half-lives in tokens per layer and head from −λ (tokens, H) of every layer.
+
+    `mean` is ln 2 / mean(−λ), the half-life of the decay over a long stretch; `quartiles` are those of the tokens' own.
+    """
+    layers = []
+    for rate in rates:
+        quartiles = torch.quantile(half_life(-rate), torch.tensor([0.25, 0.75]), dim=0).T.tolist()
+        mean = half_life(-rate.mean(0)).tolist()
+        layers.append([{"mean": m, "quartiles": q} for m, q in zip(mean, quartiles, strict=True)])
+    return {"step": step, "unit": "tokens", "layers": layers}
+
+
+def draw_half_lives(folder: Path, context: int, title: str) -> Path:
+    """decay.png from the run's half_lives.json, with half_lives_start.json as hollow marks."""
+    now = json.loads((folder / "half_lives.json").read_text())["layers"]
+    start = json.loads((folder / "half_lives_start.json").read_text())["layers"]
+    count, heads = len(now), len(now[0])
+    figure, axes = plt.subplots(figsize=(max(8.0, 1.5 + 0.16 * count * heads), 4.8), layout="constrained")
+    colors = plt.get_cmap("viridis")([h / max(1, heads - 1) * 0.9 for h in range(heads)])
+    for layer in range(count):
+        if layer % 2:
+            axes.axvspan(layer - 0.5, layer + 0.5, color="0.96", zorder=0)
+        for h in range(heads):
+            x = layer + 0.8 * ((h + 0.5) / heads - 0.5)
+            mean, (low, high) = now[layer][h]["mean"], now[layer][h]["quartiles"]
+            if high > low:
+                axes.plot([x, x], [low, high], color=colors[h], linewidth=4, alpha=0.4, solid_capstyle="butt")
+            axes.plot(x, start[layer][h]["mean"], marker="o", markersize=7, mfc="none", mec="0.45", linestyle="none")
+            axes.plot(x, mean, marker="o", markersize=5, color=colors[h], linestyle="none")
+    axes.axhline(context, color="tab:red", linestyle="--", linewidth=1)
+    axes.annotate(f"context, {context}", (1, context), xycoords=("axes fraction", "data"), xytext=(-4, 3),
+                  textcoords="offset points", ha="right", color="tab:red", fontsize=9)  # fmt: skip
+    axes.set(
+        title=title, ylabel="half-life (tokens)", yscale="log", xlim=(-0.5, count - 0.5),
+        xticks=range(count), xticklabels=[f"layer {layer + 1}" for layer in range(count)],
+        xlabel=f"the {heads} heads of each layer, in order",
+    )  # fmt: skip
+    axes.grid(axis="y", alpha=0.3)
+    marks = [
+        Line2D([], [], marker="o", mfc="none", mec="0.45", linestyle="none", markersize=7, label="at the start"),
+        Line2D([], [], marker="o", color="tab:green", linestyle="none", markersize=5, label="now: ln 2 / mean(−λ)"),
+    ]
+    if any(low < high for layer in now for low, high in (head["quartiles"] for head in layer)):
+        marks.append(Line2D([], [], color="tab:green", linewidth=4, alpha=0.4, label="now: middle half of the tokens"))
+    axes.legend(handles=marks, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+    return _save(figure, folder / "decay.png")
+
+
+def _save(figure: plt.Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path

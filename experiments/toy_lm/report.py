@@ -1,0 +1,58 @@
+"""What a run says of itself: the model at its start; figures, half-lives and a text sample at its end."""
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+
+from toy_lm import figures
+from toy_lm.config import Config
+from toy_lm.data import ValidationBatches
+from toy_lm.model import decay_rates, generate
+from toy_lm.training import TrainByteLM
+
+PROMPT_BYTES = 100
+
+
+def report(module: TrainByteLM, folder: Path, step: int) -> None:
+    """Write and print what the trained model has to show: figures, half-lives, a text sample."""
+    config = module.config
+    figures.draw_loss(folder, f"Byte-level language model, {config.decay} decay, {step} steps")
+    if config.decay != "none":
+        save_half_lives(module, folder / "half_lives.json", step)
+        figures.draw_half_lives(folder, config.context, f"Half-lives of the {config.decay} decay after {step} steps")
+    if config.sample_bytes:
+        prompt = bytes(module.validation_text[:PROMPT_BYTES].tolist())
+        model = copy.deepcopy(module.model).to(device_of(config))
+        continuation = generate(model, prompt, config.sample_bytes, config.context, seed=config.seed)
+        prompt, continuation = (text.decode(errors="replace") for text in (prompt, continuation))
+        sample = f"--- prompt (validation text)\n{prompt}\n--- continuation by the model\n{continuation}\n"
+        (folder / "sample.txt").write_text(sample, encoding="utf-8")
+        print(sample, flush=True)
+
+
+def save_half_lives(module: TrainByteLM, path: Path, step: int) -> None:
+    """Half-lives on a batch of validation text, as JSON; nothing for a model without decay."""
+    config = module.config
+    if config.decay == "none":
+        return
+    [batch] = ValidationBatches(module.validation_text, config.context, count=8, batch_size=8)
+    model = copy.deepcopy(module.model).to(device_of(config))  # a copy is never compiled
+    rates = decay_rates(model, batch[:, :-1].to(device_of(config)))
+    path.write_text(json.dumps(figures.half_life_table(rates, step), indent=1) + "\n")
+
+
+def describe(module: TrainByteLM) -> str:
+    config = module.config
+    parameters = sum(p.numel() for p in module.model.parameters())
+    text = f"{len(module.training_text):,} bytes to train, {len(module.validation_text):,} to validate"
+    return (
+        f"{parameters:,} parameters: {config.layers} layers, width {config.width}, {config.heads} heads, "
+        f"{config.decay} decay, context {config.context}\n{text}"
+    )
+
+
+def device_of(config: Config) -> torch.device:
+    """Where to evaluate the model: Lightning leaves it on the CPU before and after the training."""
+    return torch.device("cuda" if config.accelerator == "gpu" else "cpu")

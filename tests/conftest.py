@@ -1,0 +1,66 @@
+"""Where the kernels run (on a GPU, else in Triton's interpreter) and what uninitialised memory looks like."""
+
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from packaging import version
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+
+from provenance import provenance
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+with torch.device("cpu"):
+    torch.empty(0)  # torch.device lists the constructors that it redirects once: now, before they are wrapped below
+torch.set_num_threads(1)  # the suite runs in several processes, whose threads would wait for each other
+
+
+def pytest_report_header() -> str:
+    known = provenance("-m pytest", [])
+    return "decayattn: " + " · ".join(f"{key} {known[key]}" for key in ("gpu", "torch", "triton", "python", "commit"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if ON_GPU else "cpu")
+
+
+@pytest.fixture
+def interpreter() -> None:
+    """For a test that starts a process on the CPU, where the kernels need Triton's interpreter."""
+    old_triton = version.parse(metadata.version("triton")) < version.parse("3.7")
+    if old_triton and version.parse(metadata.version("numpy")) >= version.parse("2.4"):
+        pytest.skip("Triton before 3.7 cannot interpret loops with numpy 2.4 or later")
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialised_memory(monkeypatch):
+    """Fresh buffers hold NaN (integers: a huge number), so that whatever reads or returns an unwritten entry shows."""
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if torch.compiler.is_compiling() or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                return tensor
+            if tensor.is_floating_point():
+                tensor.detach().fill_(torch.nan)
+            elif tensor.dtype in (torch.int32, torch.int64):
+                tensor.fill_(torch.iinfo(tensor.dtype).max // 2)
+            return tensor
+
+        return wrapper
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

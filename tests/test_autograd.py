@@ -1,0 +1,280 @@
+"""The two operators behind the kernels, in everything that PyTorch wraps around an operator."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from decayattn import decay_attention
+
+ON_GPU = torch.cuda.is_available()
+# the tests are about one graph that is right; what inductor adds needs a C++ compiler on a CPU
+COMPILER = "inductor" if ON_GPU else "aot_eager"
+NAMES = ("q", "k", "v", "log_decay", "scale")
+
+
+def make(device, decay="scalar", row_scale=True, dtype=torch.float32, length=20, requires_grad=True) -> dict:
+    """Leaves (B 2, H 4 over H_kv 2, D 8, D_v 6) by argument name."""
+    new = dict(device=device, dtype=torch.float32)
+    tensors = dict(
+        q=torch.randn(2, length, 4, 8, **new).to(dtype),
+        k=torch.randn(2, length, 2, 8, **new).to(dtype),
+        v=torch.randn(2, length, 2, 6, **new).to(dtype),
+    )
+    if decay != "none":
+        tensors["log_decay"] = -torch.rand(4, **new) if decay == "constant" else -torch.rand(2, length, 4, **new)
+    if row_scale:
+        tensors["scale"] = torch.randn(2, length, 4, **new)
+    return {name: tensor.requires_grad_(requires_grad) for name, tensor in tensors.items()}
+
+
+def attend(**arguments) -> tuple[Tensor, Tensor]:
+    return decay_attention(**arguments, return_lse=True, backend="triton")
+
+
+def loss(out: Tensor, lse: Tensor) -> Tensor:
+    return out.float().square().sum() + lse.sin().sum()
+
+
+def outputs_and_gradients(function, leaves: dict) -> list[Tensor]:
+    outputs = function(**leaves)
+    return [*(x.detach() for x in outputs), *torch.autograd.grad(loss(*outputs), list(leaves.values()))]
+
+
+def assert_equal(found, expected) -> None:
+    """Bitwise: the kernels repeat, so whatever wraps them has no excuse for a difference."""
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+# The operators' own contract
+
+
+def operator_arguments(leaves: dict, causal: bool) -> tuple:
+    scale = 1.0 if "scale" in leaves else 0.3
+    return (*(leaves.get(name) for name in NAMES), scale, causal, "triton")
+
+
+MODES = [("none", True, False), ("constant", False, True), ("scalar", True, True), ("scalar", False, False)]
+
+
+@pytest.mark.parametrize(("decay", "causal", "row_scale"), MODES)
+def test_opcheck_of_the_forward(decay, causal, row_scale, device):
+    arguments = operator_arguments(make(device, decay, row_scale), causal)
+    torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
+
+
+def test_opcheck_of_permuted_inputs(device):
+    leaves = make(device)
+    leaves = {name: x.detach().mT.contiguous().mT.requires_grad_() for name, x in leaves.items()}
+    assert not any(x.is_contiguous() for x in leaves.values())
+    torch.library.opcheck(torch.ops.decayattn.forward.default, operator_arguments(leaves, True))
+
+
+@pytest.mark.parametrize("lse_gradient", [True, False])
+@pytest.mark.parametrize(("decay", "causal", "row_scale"), MODES)
+def test_opcheck_of_the_backward(decay, causal, row_scale, lse_gradient, device):
+    forward, backward = torch.ops.decayattn.forward.default, torch.ops.decayattn.backward.default
+    arguments = operator_arguments(make(device, decay, row_scale, requires_grad=False), causal)
+    results = forward(*arguments)
+    # the backward takes the forward's arguments and results by name
+    values = dict(zip((x.name for x in forward._schema.arguments), arguments, strict=True))
+    values |= dict(zip((x.name for x in forward._schema.returns), results, strict=True))
+    values |= dict(d_out=torch.ones_like(values["out"]))
+    values |= dict(d_lse=torch.randn_like(values["lse"]) if lse_gradient else None)
+    for decay_gradient in {False, decay != "none"}:
+        values |= dict(decay_gradient=decay_gradient)
+        torch.library.opcheck(backward, tuple(values[x.name] for x in backward._schema.arguments))
+
+
+# Which gradients are asked for, and which arrive
+
+
+@pytest.mark.parametrize("decay", ["constant", "scalar"])
+def test_gradients_not_asked_for(decay, device):
+    leaves = make(device, decay)
+    expected = dict(zip(NAMES, outputs_and_gradients(attend, leaves)[2:], strict=True))
+    for count in (0, 1, 4) if ON_GPU else (0, 1):
+        for asked in itertools.combinations(NAMES, count):
+            some = {name: x.detach().requires_grad_(name in asked) for name, x in leaves.items()}
+            out, lse = attend(**some)
+            assert out.requires_grad == lse.requires_grad == bool(asked)
+            if asked:
+                loss(out, lse).backward()
+                assert_equal([some[name].grad for name in asked], [expected[name] for name in asked])
+            assert all(x.grad is None for name, x in some.items() if name not in asked)
+
+
+def test_without_gradients_nothing_is_kept(device):
+    with torch.no_grad():
+        out, lse = attend(**make(device))
+    assert not out.requires_grad
+    assert not lse.requires_grad
+
+
+def test_gradients_of_both_outputs_add_up(device):
+    """An output whose gradient never arrives counts as zero: the lse, the output, or none of them."""
+    leaves = make(device)
+    values = list(leaves.values())
+    out, lse = attend(**leaves)
+    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    both = torch.autograd.grad((out, lse), values, (d_out, d_lse), retain_graph=True)
+    from_out = torch.autograd.grad(out, values, d_out, retain_graph=True)
+    from_lse = torch.autograd.grad(lse, values, d_lse)
+    for name, whole, a, b in zip(leaves, both, from_out, from_lse, strict=True):
+        torch.testing.assert_close(a + b, whole, msg=lambda m, name=name: f"{name}: {m}")
+    assert from_lse[2].count_nonzero() == 0  # the lse does not depend on v
+
+
+def test_gradients_accumulate(device):
+    leaves = make(device)
+    once = outputs_and_gradients(attend, leaves)[2:]
+    for _ in range(2):
+        loss(*attend(**leaves)).backward()
+    assert_equal([x.grad for x in leaves.values()], [2 * x for x in once])
+
+
+def test_one_tensor_in_several_places(device):
+    """Self-attention of one tensor: its gradient is the sum of three."""
+    x = torch.randn(1, 20, 2, 8, device=device)
+    three = [x.clone().requires_grad_() for _ in range(3)]
+    loss(*attend(**dict(zip("qkv", three, strict=True)))).backward()
+    x.requires_grad_()
+    loss(*attend(q=x, k=x, v=x)).backward()
+    torch.testing.assert_close(x.grad, three[0].grad + three[1].grad + three[2].grad)
+
+
+def test_a_second_derivative_is_refused(device):
+    leaves = make(device)
+    out, _ = attend(**leaves)
+    (grad,) = torch.autograd.grad(out.sum(), leaves["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative; use backend='reference'"):
+        torch.autograd.grad(grad.square().sum(), leaves["k"])
+
+
+# torch.func: refused, or right
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_torch_func_gradients_are_refused(transform, device):
+    leaves = make(device, length=3)
+    with pytest.raises(RuntimeError, match="functorch"):
+        transform(lambda q: attend(**leaves | dict(q=q))[0].sum())(leaves["q"].detach())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_mode_is_refused(name, device):
+    """Never a tangent of zero: PyTorch drops it at an operator that has none, without a word."""
+    leaves = make(device, length=3, requires_grad=False)
+    x = leaves.pop(name)
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        torch.func.jvp(lambda x: attend(**leaves | {name: x})[0], (x,), (torch.ones_like(x),))
+
+
+def test_vmap_is_a_loop_over_calls(device):
+    """PyTorch's fallback for an operator without a batching rule: slow, and right."""
+    leaves = [make(device, length=5, requires_grad=False) for _ in range(3)]
+    stacked = {name: torch.stack([x[name] for x in leaves]).requires_grad_() for name in NAMES}
+    for tensor in itertools.chain(*(each.values() for each in leaves)):
+        tensor.requires_grad_()
+    expected = [outputs_and_gradients(attend, each) for each in leaves]
+    over_all = torch.vmap(lambda x: attend(**x))
+    found = outputs_and_gradients(lambda **x: over_all(x), stacked)
+    assert_equal(found, [torch.stack(parts) for parts in zip(*expected, strict=True)])
+
+
+# What PyTorch wraps around a call
+
+
+@pytest.mark.parametrize(("decay", "causal"), [("none", True), ("constant", False), ("scalar", True)])
+def test_compile_is_one_graph(decay, causal, device):
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=COMPILER, dynamic=False)
+    leaves = make(device, decay)
+    expected = outputs_and_gradients(lambda **x: attend(**x, causal=causal), leaves)
+    assert_equal(outputs_and_gradients(lambda **x: compiled(**x, causal=causal), leaves), expected)
+
+
+@pytest.mark.parametrize("decay", ["none", "scalar"])
+def test_compile_with_dynamic_lengths(decay, device):
+    """The first call compiles for every length."""
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=COMPILER, dynamic=True)
+    for length, stance in ((20, "default"), (33, "fail_on_recompile"), (7, "fail_on_recompile")):
+        leaves = make(device, decay, length=length)
+        with torch.compiler.set_stance(stance):
+            found = outputs_and_gradients(compiled, leaves)
+        assert_equal(found, outputs_and_gradients(attend, leaves))
+
+
+def test_compile_of_permuted_inputs(device):
+    """A projection cut and transposed inside the graph, gradients back through it."""
+
+    def projected(x, weight, log_decay):
+        q, k, v = (x @ weight).unflatten(-1, (3, 8, 2)).unbind(2)
+        out, lse = attend(q=q.mT, k=k.mT, v=v.mT, log_decay=log_decay.transpose(1, 2))
+        return out.mT.flatten(2), lse.transpose(1, 2)
+
+    def run(function):
+        x, weight, log_decay = leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out, lse = function(x.transpose(0, 1), weight, log_decay)
+        return [out, lse, *torch.autograd.grad(loss(out, lse), leaves)]
+
+    torch.compiler.reset()
+    tensors = [torch.randn(20, 2, 16), torch.randn(16, 48) / 4, -torch.rand(2, 2, 20)]
+    tensors = [tensor.to(device) for tensor in tensors]
+    compiled = torch.compile(projected, fullgraph=True, backend=COMPILER)
+    for found, expected in zip(run(compiled), run(projected), strict=True):
+        torch.testing.assert_close(found, expected)  # the compiler may add up the projection in another order
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_changes_nothing(use_reentrant, device):
+    def attend_in_order(*values):  # the reentrant kind takes positional tensors only
+        return attend(**dict(zip(NAMES, values, strict=True)))
+
+    def checkpointed(**leaves):
+        return checkpoint(attend_in_order, *leaves.values(), use_reentrant=use_reentrant)
+
+    def gradients(function):
+        leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+        loss(*function(**leaves)).backward()
+        return [x.grad for x in leaves.values()]
+
+    tensors = make(device)
+    assert_equal(gradients(checkpointed), gradients(attend))
+
+
+def test_autocast(device):
+    """q, k, v are cast, the decay and the scale are not; gradients come in the dtypes of the leaves."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter's bfloat16 is wrong
+    leaves = make(device)
+    with torch.autocast(device.type, dtype=dtype):
+        out, lse = attend(**leaves)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    gradients = torch.autograd.grad(loss(out, lse), list(leaves.values()))
+    assert [x.dtype for x in gradients] == [torch.float32] * 5
+
+    cast = {name: x.detach().to(dtype) if name in "qkv" else x.detach() for name, x in leaves.items()}
+    expected = outputs_and_gradients(attend, {name: x.requires_grad_() for name, x in cast.items()})
+    assert_equal([out, lse, *gradients], [*expected[:2], *(x.float() for x in expected[2:])])
+
+
+def test_deterministic_algorithms(device):
+    leaves = make(device)
+    expected = outputs_and_gradients(attend, leaves)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_equal(outputs_and_gradients(attend, leaves), expected)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_anomaly_detection(device):
+    leaves = make(device)
+    leaves["log_decay"].data[0, 3] = -torch.inf
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly(check_nan=True):
+        outputs_and_gradients(attend, leaves)

@@ -1,0 +1,129 @@
+"""Which backend takes a call: the one that was named, or a refusal that says why. Never another one in its place."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from decayattn import backends, decay_attention
+from decayattn.problem import AttentionProblem
+
+ON_GPU = torch.cuda.is_available()
+
+
+def problem(dtype=torch.float32, device="cpu") -> AttentionProblem:
+    q = torch.zeros(1, 3, 2, 4, dtype=dtype, device=device)
+    return AttentionProblem.check(q, q, q, None, None, True)
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints, with TRITON_INTERPRET as given (unset by default)."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    finished = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=inherited | environment, capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.parametrize("name", ["hopper9000", "Triton", "", None])
+def test_an_unknown_name_is_refused(name):
+    with pytest.raises(ValueError, match=f"backend: expected one of 'auto', 'reference', .*'triton'.*got {name!r}"):
+        backends.select(problem(), name)
+
+
+def test_auto_is_a_kernel_on_a_gpu_and_the_reference_elsewhere(device):
+    assert (backends.select(problem(device=device), "auto") in backends.KERNELS) == (device.type == "cuda")
+    assert backends.select(problem(), "auto") == "reference"
+    assert backends.select(problem(torch.bfloat16), "auto") == "reference"
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_a_name_is_taken_literally(name, device, monkeypatch):
+    """The named backend runs, and nothing else does."""
+    ran = []
+    for kernel in backends.KERNELS:
+        module = backends.load(kernel)
+        if not isinstance(module, str):
+            forward = module.forward
+            monkeypatch.setattr(module, "forward", lambda *a, k=kernel, f=forward: (ran.append(k), f(*a))[1])
+    q = torch.randn(1, 3, 2, 4, device=device)
+    decay_attention(q, q, q, backend=name)
+    assert ran == [name] * (name != "reference")
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs Triton's interpreter, which a GPU run does not set up")
+def test_bfloat16_is_refused_by_the_interpreter():
+    with pytest.raises(ValueError, match=r"backend: 'triton' cannot take this problem: .*bfloat16 products wrong"):
+        backends.select(problem(torch.bfloat16), "triton")
+
+
+def test_a_device_without_kernels_is_refused():
+    with pytest.raises(ValueError, match=r"backend: 'triton' cannot take this problem: .*not on meta"):
+        backends.select(problem(device="meta"), "triton")
+
+
+def test_on_a_cpu_triton_is_refused_without_its_interpreter():
+    printed = python("""
+        import torch
+        from decayattn import decay_attention
+
+        q = torch.randn(1, 3, 2, 4)
+        decay_attention(q, q, q)  # "auto" is the reference, which needs nothing
+        try:
+            decay_attention(q, q, q, backend="triton")
+        except ValueError as error:
+            print(error)
+    """)
+    assert "backend: 'triton' cannot take this problem" in printed
+    assert "TRITON_INTERPRET=1" in printed
+
+
+def test_importing_touches_neither_triton_nor_a_gpu():
+    printed = python("""
+        import os, sys
+        import torch
+        before = {name for name in sys.modules if name.split(".")[0] == "triton"}
+        import decayattn
+        q = torch.randn(1, 3, 2, 4)
+        decayattn.decay_attention(q, q, q)
+        decayattn.DecayFlashAttention(8, 2)(torch.randn(1, 3, 8))
+        print({name for name in sys.modules if name.split(".")[0] == "triton"} - before)
+        print(torch.cuda.is_initialized())
+        print(os.environ.get("TRITON_INTERPRET"))
+    """)
+    assert printed.split() == ["set()", "False", "None"]
+
+
+def test_without_triton_the_reference_works_and_the_kernels_are_refused():
+    printed = python("""
+        import sys
+        import torch
+        sys.modules["triton"] = None  # what import finds where it is not installed
+        import decayattn
+        q = torch.randn(1, 3, 2, 4, requires_grad=True)
+        for backend in ("auto", "reference"):
+            decayattn.decay_attention(q, q, q, torch.tensor([-1.0, -0.5]), backend=backend).sum().backward()
+        try:
+            decayattn.decay_attention(q, q, q, backend="triton")
+        except ValueError as error:
+            print(error)
+    """)
+    assert "backend: 'triton' cannot take this problem" in printed
+    assert "pip install triton" in printed
+
+
+def test_an_import_error_of_our_own_is_not_mistaken_for_a_missing_triton(monkeypatch):
+    def broken(name):
+        raise ImportError("a typo of ours", name="decayattn.backends.portable.typo")
+
+    monkeypatch.setattr(backends.importlib, "import_module", broken)
+    backends.load.cache_clear()
+    try:
+        with pytest.raises(ImportError, match="a typo of ours"):
+            backends.load("triton")
+    finally:
+        backends.load.cache_clear()

@@ -1,0 +1,323 @@
+"""DERIVATION.md, formula by formula: test_n_… checks section n, and the functions that the text names must exist."""
+
+import ast
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import decayattn
+
+PACKAGE = Path(decayattn.__file__).parent
+TEXT = (PACKAGE / "DERIVATION.md").read_text(encoding="utf-8")
+T, D = 7, 3
+TILES = [slice(0, 2), slice(2, 5), slice(5, 7)]  # of unequal sizes on purpose
+
+
+class Case:
+    """One small causal problem in float64, its exact results, and its gradients by autograd."""
+
+    def __init__(self, causal=True, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.q, self.k, self.v, self.log_decay, self.s = draw(T, D), draw(T, D), draw(T, D), draw(T), draw(T)
+        self.do, self.dlse = draw(T, D), draw(T)
+        leaves = [x.requires_grad_() for x in (self.q, self.k, self.v, self.log_decay, self.s)]
+        i = torch.arange(T)
+        self.distance = i[:, None] - i
+        self.sigma = self.distance.sign()
+        alpha = self.log_decay.cumsum(0)
+        scores = self.s[:, None] * (self.q @ self.k.T) + self.sigma * (alpha[:, None] - alpha)
+        self.visible = self.distance >= 0 if causal else torch.ones(T, T, dtype=torch.bool)
+        scores = scores.masked_fill(~self.visible, -math.inf)
+        self.p, self.lse = scores.softmax(-1), scores.logsumexp(-1)
+        self.o = self.p @ self.v
+        gradients = torch.autograd.grad(
+            [self.o, self.lse], [scores, alpha, *leaves], [self.do, self.dlse]
+        )
+        self.d_scores, self.d_alpha, self.dq, self.dk, self.dv, self.d_log_decay, self.ds = gradients
+        for name, x in vars(self).items():
+            if isinstance(x, torch.Tensor):
+                setattr(self, name, x.detach())
+        self.scores, self.alpha = scores.detach(), alpha.detach()
+
+
+@pytest.fixture(params=[True, False], ids=["causal", "both ways"])
+def case(request):
+    return Case(causal=request.param)
+
+
+@pytest.fixture
+def causal_case():
+    return Case()
+
+
+def close(a, b):
+    # float64 sums of a few terms of size 1
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_1_safe_softmax(case):
+    for m in (case.scores.amax(1, keepdim=True), torch.full((T, 1), 0.7, dtype=torch.float64)):
+        weights = (case.scores - m).exp()
+        close(weights / weights.sum(1, keepdim=True), case.p)
+    safe = (case.scores + 1e6) - (case.scores + 1e6).amax(1, keepdim=True)
+    assert safe.exp().sum(1).isfinite().all()
+    assert (case.scores + 1e6).exp().sum(1).isinf().all()
+
+
+def online_softmax(scores, v, tiles):
+    m, l, a = torch.full((len(scores),), -math.inf, dtype=scores.dtype), 0.0, torch.zeros(len(scores), D).double()
+    for tile in tiles:
+        m_new = torch.maximum(m, scores[:, tile].amax(1))
+        anchor = torch.where(m_new.isneginf(), 0.0, m_new)  # a row that has seen nothing yet
+        c, p = (m - anchor).exp(), (scores[:, tile] - anchor[:, None]).exp()
+        l, a, m = c * l + p.sum(1), c[:, None] * a + p @ v[tile], m_new
+    return m, l, a
+
+
+def test_2_online_softmax(case):
+    for tiles in (TILES, TILES[::-1], [slice(0, T)]):
+        for seen in range(1, len(tiles) + 1):  # the claim, after any number of tiles
+            m, l, a = online_softmax(case.scores, case.v, tiles[:seen])
+            scores = torch.cat([case.scores[:, tile] for tile in tiles[:seen]], 1)
+            anchor = torch.where(m.isneginf(), 0.0, m)
+            assert torch.equal(m, scores.amax(1))
+            close(l, (scores - anchor[:, None]).exp().sum(1))
+            close(a, (scores - anchor[:, None]).exp() @ torch.cat([case.v[tile] for tile in tiles[:seen]]))
+        close(a / l[:, None], case.o)
+        close(m + l.log(), case.lse)
+
+
+def test_3_both_loop_orders(case):
+    # FlashAttention 1: keys outside, every row's state goes through memory
+    m, l, a = torch.full((T,), -math.inf).double(), torch.zeros(T).double(), torch.zeros(T, D).double()
+    for keys in TILES:
+        for rows in TILES:
+            s = case.scores[rows, keys]
+            new = torch.maximum(m[rows], s.amax(1))
+            anchor = torch.where(new.isneginf(), 0.0, new)
+            c, p = (m[rows] - anchor).exp(), (s - anchor[:, None]).exp()
+            m[rows], l[rows] = new, c * l[rows] + p.sum(1)
+            a[rows] = c[:, None] * a[rows] + p @ case.v[keys]
+    close(a / l[:, None], case.o)
+    # FlashAttention 2: queries outside, one state per program
+    for rows in TILES:
+        m2, l2, a2 = online_softmax(case.scores[rows], case.v, TILES)
+        close(a2 / l2[:, None], case.o[rows])
+        close(m2 + l2.log(), case.lse[rows])
+
+
+def test_4_p_from_the_log_sum_exp(case):
+    close((case.scores - case.lse[:, None]).exp(), case.p)
+    scores = case.scores.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(scores.logsumexp(1).sum(), scores)
+    close(gradient, case.p)
+
+
+def explicit_d_scores(case):
+    delta = (case.do * case.o).sum(1) - case.dlse
+    return torch.where(case.visible, case.p * (case.do @ case.v.T - delta[:, None]), 0.0)
+
+
+def test_5_softmax_jacobian_and_delta(case):
+    dp = case.do @ case.v.T
+    for row in range(T):
+        jacobian = torch.autograd.functional.jacobian(lambda s: s.softmax(0), case.scores[row, : row + 1])
+        p = case.scores[row, : row + 1].softmax(0)
+        close(jacobian, p.diag() - p[:, None] * p)
+    close((case.p * dp).sum(1), (case.do * case.o).sum(1))
+    close(explicit_d_scores(case), case.d_scores)
+
+
+def test_6_queries_keys_values_scales(case):
+    ds = explicit_d_scores(case)
+    close(case.p.T @ case.do, case.dv)
+    close(case.s[:, None] * (ds @ case.k), case.dq)
+    close((case.s[:, None] * ds).T @ case.q, case.dk)
+    close((case.q * (ds @ case.k)).sum(1), case.ds)
+    close((ds * (case.q @ case.k.T)).sum(1), case.ds)
+
+
+def test_7_decay(case):
+    path_sum = torch.zeros(T, T).double()
+    for i in range(T):
+        for j in range(T):
+            path_sum[i, j] = case.log_decay[min(i, j) + 1 : max(i, j) + 1].sum()
+    close(path_sum, case.sigma * (case.alpha[:, None] - case.alpha))
+
+    ds = explicit_d_scores(case)
+    d_alpha = (case.sigma * ds).sum(1) - (case.sigma * ds).sum(0)
+    close(d_alpha, case.d_alpha)
+    d_log_decay = d_alpha.flip(0).cumsum(0).flip(0)
+    close(d_log_decay, case.d_log_decay)
+    close(d_log_decay[0], torch.zeros(()).double())
+    i = torch.arange(T)
+    for t in range(T):
+        separated = (torch.minimum(i[:, None], i) < t) & (t <= torch.maximum(i[:, None], i))
+        close(ds[separated].sum(), case.d_log_decay[t])
+
+
+def test_7_constant_decay(case):
+    gamma = torch.tensor(-0.3, dtype=torch.float64, requires_grad=True)
+    scores = (case.q @ case.k.T + gamma * case.distance.abs()).masked_fill(~case.visible, -math.inf)
+    p = scores.softmax(1)
+    (d_scores, d_gamma) = torch.autograd.grad(p @ case.v, [scores, gamma], case.do)
+    close((d_scores * case.distance.abs()).sum(), d_gamma)
+    t_d_alpha = torch.arange(T) * ((case.sigma * d_scores).sum(1) - (case.sigma * d_scores).sum(0))
+    close(t_d_alpha.sum(), d_gamma)
+
+
+def test_8_two_level_prefix():
+    length, block = 200_000, 128
+    log_decay = -1.4 * torch.rand(length, generator=torch.Generator().manual_seed(0))
+    exact = log_decay.double().cumsum(0)
+    blocks = torch.nn.functional.pad(log_decay.double(), (0, -length % block)).reshape(-1, block)
+    base = torch.cat([torch.zeros(1).double(), blocks.sum(1).cumsum(0)])[:-1]
+    beta = blocks.cumsum(1).float().flatten()[:length]
+    i = torch.arange(length - 64, length)
+    j = i[:, None] - torch.arange(1, 300)
+    wanted = exact[i][:, None] - exact[j]
+    base_difference = (base[i // block][:, None] - base[j // block]).float()
+    two_level = base_difference + beta[i][:, None] - beta[j]
+    # every operand is below three blocks' decay, and three operations round
+    bound = 3 * torch.finfo(torch.float32).eps * 3 * block * 1.4
+    assert (two_level - wanted).abs().max() <= bound
+    one_level = exact.float()[i][:, None] - exact.float()[j]
+    assert (one_level - wanted).abs().max() > 10 * bound
+
+
+def test_8_the_row_term_cancels(causal_case):
+    case = causal_case
+    block = 2
+    base = torch.stack([case.log_decay[: I * block].sum() for I in range(T // block + 1)])
+    index = torch.arange(T) // block
+    beta = case.alpha - base[index]
+    products = (case.s[:, None] * (case.q @ case.k.T)).masked_fill(~case.visible, -math.inf)
+    lse = torch.full((T,), -math.inf).double()
+    for tile in (slice(start, start + block) for start in range(0, T, block)):
+        column_only = products[:, tile] - beta[tile]
+        lse = torch.logaddexp(lse, column_only.logsumexp(1) + base[index] - base[tile.start // block])
+    close(lse + beta, case.lse)
+
+
+def test_9_row_sums():
+    """Δ with an error ε per row: both formulas of the error, and that only one of them is small under decay."""
+    case = Case(seed=3)
+    close(explicit_d_scores(case).sum(1), case.dlse)
+
+    eps = 1e-3 * torch.randn(T, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wrong = explicit_d_scores(case) - case.p * eps[:, None]
+
+    def suffix(x):
+        return x.flip(0).cumsum(0).flip(0)
+
+    with_rows = suffix(wrong.sum(1) - wrong.sum(0)) - case.d_log_decay
+    without = suffix(case.dlse - wrong.sum(0)) - case.d_log_decay
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    for t in range(T):
+        after = (i >= t).double() * eps[:, None] * case.p
+        close(with_rows[t], -(after * (j < t)).sum())
+        close(without[t], (after * (j >= t)).sum())
+
+
+def test_9_row_sums_under_decay():
+    """As the kernels see it: O rounded to bfloat16, strong decay; the error without row sums is many times larger."""
+    length = 512
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(length, 16, generator=generator, dtype=torch.float64) for _ in range(4))
+    i = torch.arange(length)
+    scores = q @ k.T / 4 - 0.3 * (i[:, None] - i)
+    p = scores.masked_fill(i[:, None] < i, -math.inf).softmax(1)
+    errors = {}
+    for rounded in (False, True):
+        o = (p @ v).bfloat16().double() if rounded else p @ v
+        ds = p * (do @ v.T - (do * o).sum(1, keepdim=True))
+        for rows in (True, False):
+            d_alpha = (ds.sum(1) if rows else 0) - ds.sum(0)
+            errors[rounded, rows] = d_alpha.flip(0).cumsum(0).flip(0)
+    close(errors[False, True], errors[False, False])
+    exact = errors[False, True]
+    with_rows, without = ((errors[True, rows] - exact).norm() for rows in (True, False))
+    assert without > 10 * with_rows
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_10_intervals_and_resets(causal):
+    resets = torch.tensor([False, False, True, False, True, True, False])
+    segment = resets.cumsum(0)
+    i = torch.arange(T)
+    visible = (segment[:, None] == segment) & ((i[:, None] >= i) | (not causal))
+    first = [max([r for r in range(T) if resets[r] and r <= t], default=0) for t in range(T)]
+    after = [min([r for r in range(T) if resets[r] and r > t], default=T) for t in range(T)]
+    for t in range(T):
+        end = t + 1 if causal else after[t]
+        assert visible[t].nonzero().flatten().tolist() == list(range(first[t], end))
+        mirror = t if causal else first[t]
+        assert visible[:, t].nonzero().flatten().tolist() == list(range(mirror, after[t]))
+    assert first == sorted(first)
+    assert after == sorted(after)
+
+
+def test_10_a_reset_counts_as_zero():
+    """λ = 0 at the reset and the segment's sums of dα are those of two separate sequences."""
+    cut = 3
+    case = Case()
+    ds = torch.zeros(T, T).double()
+    expected = torch.zeros(T).double()
+    for part in (slice(0, cut), slice(cut, T)):
+        log_decay = case.log_decay[part].clone().requires_grad_()
+        alpha = log_decay.cumsum(0)
+        scores = (case.q @ case.k.T)[part, part] + alpha[:, None] - alpha
+        scores = scores.masked_fill(~case.visible[part, part], -math.inf)
+        (ds[part, part], expected[part]) = torch.autograd.grad(
+            scores.softmax(1) @ case.v[part], [scores, log_decay], case.do[part]
+        )
+    d_alpha = ds.sum(1) - ds.sum(0)
+    for part in (slice(0, cut), slice(cut, T)):
+        close(d_alpha[part].sum(), torch.zeros(()).double())
+        close(d_alpha[part].flip(0).cumsum(0).flip(0), expected[part])
+    close(expected[[0, cut]], torch.zeros(2).double())
+
+
+def test_11_base_2(case):
+    in_base_2 = case.scores / math.log(2)
+    m = in_base_2.amax(1)
+    l = (in_base_2 - m[:, None]).exp2().sum(1)
+    close((m + l.log2()) * math.log(2), case.lse)
+    close((in_base_2 - case.lse[:, None] / math.log(2)).exp2(), case.p)
+
+
+# The text itself
+
+
+def test_every_section_has_a_test():
+    sections = re.findall(r"^## (\d+)\. ", TEXT, re.MULTILINE)
+    assert sections == [str(n + 1) for n in range(len(sections))]
+    assert len(sections) >= 10
+    for section in sections:
+        assert any(name.startswith(f"test_{section}_") for name in globals()), f"section {section} has no test"
+
+
+def test_every_section_names_its_functions():
+    for section in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]:
+        assert re.search(r"^Implemented by `", section, re.MULTILINE), section.splitlines()[0]
+
+
+def functions_of(module):
+    """Functions defined in the modules of this name, by reading them: importing the kernels needs Triton."""
+    files = list(PACKAGE.rglob(f"{module}.py"))
+    assert files, f"DERIVATION.md names a module {module} that decayattn does not have"
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in files)
+    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([a-z_]+\.[A-Za-z_]+)`", TEXT))))
+def test_every_named_function_exists(name):
+    module, function = name.split(".")
+    assert function in functions_of(module)

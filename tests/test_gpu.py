@@ -1,0 +1,222 @@
+"""What only a GPU can show: launches, addresses past 2^31, grids past 65,535, a million tokens, graphs, two devices."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from decayattn import decay_attention
+from decayattn.testing import assert_within_budget, verify_attention
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.xdist_group("gpu"),  # one after another: some of these fill half of an 80 GB GPU, one counts launches
+]
+
+BF16 = torch.bfloat16
+NAMES = ("q", "k", "v", "log_decay")
+
+
+def make(batch=2, length=1024, heads=4, dim=64, mean=-0.1, device="cuda", dtype=BF16) -> dict[str, Tensor]:
+    tensors = {name: torch.randn(batch, length, heads, dim, device=device, dtype=dtype) for name in "qkv"}
+    tensors["log_decay"] = 2 * mean * torch.rand(batch, length, heads, device=device)
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+
+
+def outputs_and_gradients(leaves: dict, grad_out: Tensor, **options) -> list[Tensor]:
+    out, lse = decay_attention(**leaves, return_lse=True, **options)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, list(leaves.values()), grad_out)]
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).norm() / exact.norm())
+
+
+# Launches
+
+
+def device_events(function) -> list[str]:
+    """Kernels, memsets and copies that a call puts on the GPU."""
+    function()  # compiles
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        function()
+        torch.cuda.synchronize()
+    return [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def test_launches_of_dense_scalar_decay(monkeypatch):
+    monkeypatch.undo()  # filling fresh memory with NaN is the suite's, not the library's
+    leaves = make()
+    values = list(leaves.values())
+    forward = device_events(lambda: decay_attention(**leaves, backend="triton"))
+    assert 1 <= len(forward) <= 3, forward
+    out = decay_attention(**leaves, backend="triton")
+    grad_out = torch.randn_like(out)
+    backward = device_events(lambda: torch.autograd.grad(out, values, grad_out, retain_graph=True))
+    assert 1 <= len(backward) <= 6, backward
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("far", ["batch", "tokens", "heads"])
+def test_views_past_2_to_the_31_elements(far):
+    """q, k, v and dO as columns of one storage of about 5 GB, far apart along one axis."""
+    shape = {"batch": (2, 70, 2, 64), "tokens": (1, 600, 2, 64), "heads": (1, 70, 3, 64)}[far]
+    token = 2**22 if far == "tokens" else 8 * 64
+    strides = {
+        "batch": (2**31 + 2**16, token, 4 * 64, 1),
+        "tokens": (600 * token, token, 4 * 64, 1),
+        "heads": (0, token, 2**30 + 2**16, 1),
+    }[far]
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    assert last > 2**31
+    storage = torch.empty(last + 4 * 64, device="cuda", dtype=BF16)
+    q, k, v, grad_out = (storage.as_strided(shape, strides, 64 * part) for part in range(4))
+    for tensor in (q, k, v, grad_out):
+        tensor.copy_(torch.randn(shape, device="cuda"))
+    log_decay = -torch.rand(shape[:3], device="cuda")
+    assert_within_budget(verify_attention(q, k, v, log_decay, grad_out=grad_out, backend="triton"))
+    assert_within_budget(verify_attention(q, k, v, None, causal=False, grad_out=grad_out, backend="triton"))
+
+
+def test_tensors_past_2_to_the_31_elements():
+    """Every batch entry is computed alone, so the last of many equals, bit by bit, a call on nothing else."""
+    batch, length, heads, dim = 40_000, 16, 64, 64
+    shape = (batch, length, heads, dim)
+    assert batch * length * heads * dim > 2**31
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GB of free GPU memory: eight tensors of 5 GB, and working space")
+    leaves = make(*shape)
+    grad_out = torch.randn_like(leaves["q"])
+    whole = outputs_and_gradients(leaves, grad_out, backend="triton")
+    for entry in (0, batch // 2, batch - 1):
+        here = slice(entry, entry + 1)
+        alone = {name: tensor.detach()[here].clone().requires_grad_() for name, tensor in leaves.items()}
+        for a, b in zip(whole, outputs_and_gradients(alone, grad_out[here], backend="triton"), strict=True):
+            assert torch.equal(a[here], b)
+
+
+@pytest.mark.parametrize("shape", [(70_000, 5, 1, 16), (1, 5, 70_000, 16)])
+@pytest.mark.parametrize("decay", ["constant", "scalar"])
+def test_more_heads_than_a_grid_dimension_holds(shape, decay):
+    heads = shape[2]
+    q, k, v = torch.randn(3, *shape, device="cuda", dtype=BF16)
+    log_decay = -torch.rand(shape[:3] if decay == "scalar" else heads, device="cuda")
+    judged = [(n, 0) if heads == 1 else (0, n) for n in (0, 65_535, 65_536, 69_999)]
+    assert_within_budget(verify_attention(q, k, v, log_decay, heads=judged, backend="triton"))
+
+
+# Numerics at length
+
+
+def test_a_million_tokens_are_as_exact_as_eight_thousand():
+    """The last 64 rows, and the gradients that they send to the last 8192 tokens, with a mean λ of −0.7.
+
+    The short sequence is the end of the long one, so both answer nearly the same question.
+    """
+    short, rows = 8192, 64
+
+    def evaluate(leaves: dict, grad_out: Tensor, backend: str) -> dict[str, Tensor]:
+        return dict(zip(("out", "lse", *NAMES), outputs_and_gradients(leaves, grad_out, backend=backend), strict=True))
+
+    def errors(leaves: dict) -> dict[str, float]:
+        grad_out = torch.zeros_like(leaves["q"])
+        grad_out[:, -rows:] = last_grad
+        found = evaluate(leaves, grad_out, "triton")
+        exact = {name: x.detach().double() for name, x in leaves.items()}
+        exact["q"] = exact["q"][:, -rows:]
+        oracle = evaluate({name: x.requires_grad_() for name, x in exact.items()}, last_grad.double(), "reference")
+        assert torch.isfinite(found["log_decay"]).all()
+        result = {name: relative_error(found[name][:, -rows:], oracle[name]) for name in ("out", "q")}
+        result |= {name: relative_error(found[name][:, -short:], oracle[name][:, -short:]) for name in ("k", "v")}
+        result["log_decay"] = relative_error(found["log_decay"][:, -short:], oracle["log_decay"][:, -short:])
+        result["lse"] = relative_error(found["lse"][..., -rows:], oracle["lse"])
+        return result
+
+    million = make(batch=1, length=2**20, heads=1, mean=-0.7)
+    last_grad = torch.randn(1, rows, 1, 64, device="cuda", dtype=BF16)
+    end = {name: x.detach()[:, -short:].clone().requires_grad_() for name, x in million.items()}
+    at_a_million, at_eight_thousand = errors(million), errors(end)
+    for name, error in at_a_million.items():
+        assert error <= 1.2 * at_eight_thousand[name], (name, error, at_eight_thousand[name])
+
+
+@pytest.mark.parametrize("mean", [-0.001, -0.01, -0.1, -1.0])
+def test_the_decay_gradient_survives_a_16_bit_output(mean):
+    """Δ comes from a bfloat16 O, and only the row sums of dS cancel its rounding: without them −0.1 errs by 0.14."""
+    leaves = make(batch=1, length=8192, heads=1, mean=mean)
+    grad_out = torch.randn_like(leaves["q"])
+    found = outputs_and_gradients(leaves, grad_out, backend="triton")[-1]
+    exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    expected = outputs_and_gradients(exact, grad_out.double(), backend="reference")[-1]
+    assert relative_error(found, expected) < 5e-3
+
+
+# Repetition, graphs, devices
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_two_hundred_runs_are_bitwise_equal(causal):
+    leaves = make(batch=2, length=1000)
+    grad_out = torch.randn_like(leaves["q"])
+    first = outputs_and_gradients(leaves, grad_out, causal=causal, backend="triton")
+    for _ in range(200):
+        again = outputs_and_gradients(leaves, grad_out, causal=causal, backend="triton")
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_a_captured_graph_replays_on_changed_inputs(decay):
+    leaves = make(length=300)
+    leaves.pop("log_decay")
+    if decay != "none":
+        shape = (4,) if decay == "constant" else (2, 300, 4)
+        leaves["log_decay"] = (-torch.rand(shape, device="cuda")).requires_grad_()
+    grad_out = torch.randn_like(leaves["q"])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        outputs_and_gradients(leaves, grad_out, backend="triton")  # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = outputs_and_gradients(leaves, grad_out, backend="triton")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for name, leaf in leaves.items():
+            leaf.data.copy_(-torch.rand_like(leaf) if name == "log_decay" else torch.randn_like(leaf))
+        if decay == "scalar":
+            leaves["log_decay"].data[:, 10 * seed + 5] = -torch.inf  # which tiles are visited is data, too
+        graph.replay()
+        expected = outputs_and_gradients(leaves, grad_out, backend="triton")
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_inputs_on_another_device_than_the_current_one():
+    torch.cuda.set_device(0)
+    leaves = make(length=300, device="cuda:0")
+    grad_out = torch.randn_like(leaves["q"])
+    expected = outputs_and_gradients(leaves, grad_out, backend="triton")
+    moved = {name: x.detach().to("cuda:1").requires_grad_() for name, x in leaves.items()}
+    found = outputs_and_gradients(moved, grad_out.to("cuda:1"), backend="triton")
+    assert torch.cuda.current_device() == 0
+    assert all(x.device == torch.device("cuda", 1) for x in found)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.to("cuda:0"), b)  # the second GPU may be of another kind
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_float32_follows_the_matmul_precision(precision):
+    """ "highest" is IEEE float32, never a hidden tf32; "high" may use it, and is then a thousand times less exact."""
+    leaves = make(length=300, dtype=torch.float32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        out = decay_attention(**leaves, backend="triton").detach()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    exact = decay_attention(**{name: x.detach().double() for name, x in leaves.items()}, backend="reference")
+    assert (relative_error(out, exact) < 1e-5) == (precision == "highest")

@@ -1,0 +1,75 @@
+"""The kernels' gradients against finite differences of the kernels themselves, in float64."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from decayattn import decay_attention
+
+TOLERANCES = dict(eps=1e-6, atol=1e-7, rtol=1e-5)
+
+HEADS = 2
+# tiles of the interpreter are 32 × 32, so 36 tokens need two of them each way
+TOKENS = 36
+
+
+def inputs(device, rows, keys, decay, row_scale, *, batch=1, kv_heads=1, head_dim=5, value_dim=3) -> dict:
+    """The leaves of one call; its log-decays are of both signs."""
+    new = dict(device=device, dtype=torch.float64)
+    tensors = dict(
+        q=torch.randn(batch, rows, HEADS, head_dim, **new),
+        k=torch.randn(batch, keys, kv_heads, head_dim, **new),
+        v=torch.randn(batch, keys, kv_heads, value_dim, **new),
+    )
+    if decay == "constant":
+        tensors["log_decay"] = torch.tensor([-0.3, 0.02], **new)
+    if decay == "scalar":
+        tensors["log_decay"] = 0.3 * torch.randn(batch, keys, HEADS, **new)
+    if row_scale:
+        tensors["scale"] = torch.randn(batch, rows, HEADS, **new)
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+
+
+def check(leaves: dict, causal: bool, *, resets: torch.Tensor | None = None, **options) -> None:
+    """gradcheck of out and lse with respect to every leaf; resets are put in behind the leaf, where no finite
+    difference steps off −inf. The lse of a row that sees nothing is −inf and has no difference quotient: left out."""
+    names = list(leaves)
+
+    def outputs(*values):
+        arguments = dict(zip(names, values, strict=True))
+        if resets is not None:
+            arguments["log_decay"] = arguments["log_decay"].masked_fill(resets, -torch.inf)
+        out, lse = decay_attention(**arguments, causal=causal, return_lse=True, backend="triton")
+        return out, lse[~torch.isneginf(lse)]
+
+    # gradients that do not arrive are test_autograd.py's: here each of them would cost another dozen launches
+    assert gradcheck(outputs, tuple(leaves.values()), **TOLERANCES, check_undefined_grad=False, **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_every_gradient(decay, causal, device):
+    check(inputs(device, TOKENS, TOKENS, decay, row_scale=True), causal, fast_mode=True)
+
+
+@pytest.mark.parametrize(("rows", "keys", "causal"), [(5, TOKENS, True), (5, TOKENS, False), (TOKENS, 5, True)])
+def test_queries_are_the_last_rows(rows, keys, causal, device):
+    check(inputs(device, rows, keys, "scalar", row_scale=False), causal, fast_mode=True)
+
+
+def test_more_batches_and_groups(device):
+    check(inputs(device, 20, 20, "scalar", row_scale=False, batch=2, kv_heads=2), True, fast_mode=True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_between_resets(causal, device):
+    resets = torch.zeros(1, TOKENS, HEADS, dtype=torch.bool, device=device)
+    resets[0, [1, 17, 32], 0] = True
+    resets[0, TOKENS - 1, 1] = True
+    check(inputs(device, TOKENS, TOKENS, "scalar", row_scale=False), causal, resets=resets, fast_mode=True)
+
+
+@pytest.mark.parametrize(("decay", "causal"), [("scalar", True), ("scalar", False), ("constant", False)])
+def test_every_entry_of_every_jacobian(decay, causal, device):
+    """The slow mode perturbs one number at a time: no random projection in which two errors could cancel."""
+    check(inputs(device, 2, 3, decay, row_scale=True, head_dim=2, value_dim=1), causal)

@@ -1,0 +1,287 @@
+"""The kernels against the float64 oracle by the error budget: every output and gradient, on shapes that fit nothing."""
+
+from dataclasses import dataclass, replace
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from decayattn import decay_attention
+from decayattn.testing import assert_within_budget, verify_attention
+
+ON_GPU = torch.cuda.is_available()
+# in the interpreter bfloat16 products are wrong (the backend refuses them), and every tile costs milliseconds
+DTYPES = [torch.float16, torch.float32, torch.float64] + ([torch.bfloat16] if ON_GPU else [])
+LONG = 1025 if ON_GPU else 300
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int = 1
+    query_length: int = 70
+    key_length: int = 70
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 16
+    value_dim: int = 16
+    decay: str = "scalar"
+    causal: bool = True
+    row_scale: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def inputs(self, device, strength: float = 0.5) -> dict:
+        decay_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        new = dict(device=device, dtype=self.dtype)
+        log_decay = {
+            "none": None,
+            "constant": -strength * torch.rand(self.heads, device=device, dtype=decay_dtype),
+            "scalar": -strength * torch.rand(self.batch, self.key_length, self.heads, device=device, dtype=decay_dtype),
+        }[self.decay]
+        rows = (self.batch, self.query_length, self.heads)
+        return dict(
+            q=torch.randn(*rows, self.head_dim, **new),
+            k=torch.randn(self.batch, self.key_length, self.kv_heads, self.head_dim, **new),
+            v=torch.randn(self.batch, self.key_length, self.kv_heads, self.value_dim, **new),
+            log_decay=log_decay,
+            scale=torch.randn(rows, device=device, dtype=decay_dtype) if self.row_scale else None,
+            causal=self.causal,
+        )
+
+
+def verify(inputs: dict, **options) -> None:
+    assert_within_budget(verify_attention(**inputs, backend="triton", **options))
+
+
+def name(case: Case) -> str:
+    changed = {k: v for k, v in vars(case).items() if v != getattr(Case(), k)}
+    return "-".join(f"{k}={str(v).removeprefix('torch.')}" for k, v in changed.items()) or "default"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_every_decay_direction_and_dtype(decay, causal, dtype, device):
+    verify(Case(decay=decay, causal=causal, dtype=dtype, kv_heads=1, value_dim=24).inputs(device))
+
+
+@pytest.mark.parametrize("length", [1, 15, 17, 63, 65, 127, 129, 257])
+@pytest.mark.parametrize("decay", ["none", "scalar"])
+def test_lengths_that_divide_nothing(length, decay, device):
+    case = Case(query_length=length, key_length=length, heads=1, kv_heads=1, decay=decay, dtype=torch.float16)
+    verify(case.inputs(device))
+
+
+@pytest.mark.parametrize(
+    ("query_length", "key_length"), [(1, 200), (37, 150), (130, 140), (150, 37), (140, 130), (200, 1)]
+)
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_are_the_last_rows(query_length, key_length, decay, causal, device):
+    case = Case(query_length=query_length, key_length=key_length, heads=1, kv_heads=1, decay=decay, causal=causal)
+    if decay == "scalar" and not causal and query_length > key_length:
+        with pytest.raises(ValueError, match="causal"):  # the first rows lie before the first decay
+            decay_attention(**case.inputs(device), backend="triton")
+    else:
+        verify(case.inputs(device))
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 24, 80, 96, 100, 192, 256])
+def test_any_head_dimension(head_dim, device):
+    case = Case(query_length=67, key_length=67, heads=1, kv_heads=1, dtype=torch.float16)
+    verify(replace(case, head_dim=head_dim, value_dim=head_dim).inputs(device))
+    verify(replace(case, head_dim=head_dim, value_dim=40).inputs(device))
+    verify(replace(case, head_dim=48, value_dim=head_dim).inputs(device))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (3, 1), (6, 3), (6, 2), (8, 1)])
+def test_grouped_queries(heads, kv_heads, device):
+    verify(
+        Case(batch=2, query_length=35, key_length=35, heads=heads, kv_heads=kv_heads, dtype=torch.float16).inputs(
+            device
+        )
+    )
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_scale_of_its_own_for_every_row(decay, causal, dtype, device):
+    verify(Case(decay=decay, causal=causal, row_scale=True, kv_heads=1, dtype=dtype).inputs(device))
+
+
+def test_a_scale_that_is_broadcast(device):
+    inputs = Case(batch=2, query_length=40, key_length=40).inputs(device)
+    for shape in [(), (2,), (40, 1), (2, 1, 2)]:
+        verify(inputs | dict(scale=torch.randn(shape, device=device)))
+    verify(inputs | dict(scale=-0.3))
+    verify(inputs | dict(scale=0.0))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_resets(causal, dtype, device):
+    inputs = Case(query_length=LONG, key_length=LONG, heads=2, causal=causal, dtype=dtype).inputs(device)
+    log_decay = inputs["log_decay"]
+    log_decay[torch.rand_like(log_decay) < 0.03] = -torch.inf
+    log_decay[0, [0, 1, 127, 128, 129, 256, LONG - 1], 0] = -torch.inf
+    verify(inputs)
+    q_tail = inputs | dict(q=inputs["q"][:, -50:])
+    verify(q_tail)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_nothing_but_resets(causal, device):
+    inputs = Case(query_length=40, key_length=40, heads=1, kv_heads=1, causal=causal).inputs(device)
+    verify(inputs | dict(log_decay=torch.full_like(inputs["log_decay"], -torch.inf)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_growth(causal, dtype, device):
+    inputs = Case(query_length=200, key_length=200, heads=1, kv_heads=1, causal=causal, dtype=dtype).inputs(device)
+    verify(inputs | dict(log_decay=-inputs["log_decay"]))
+    verify(inputs | dict(log_decay=torch.randn_like(inputs["log_decay"])))
+    verify(inputs | dict(log_decay=torch.tensor([0.3], device=device)))
+
+
+@pytest.mark.parametrize("strength", [0.1, 5.0, 200.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strong_decay(strength, dtype, device):
+    inputs = Case(query_length=LONG, key_length=LONG, heads=1, kv_heads=1, dtype=dtype).inputs(device, 2 * strength)
+    verify(inputs)
+
+
+@pytest.mark.parametrize("size", [1e2, 1e3, 1e5])
+def test_huge_logits(size, device):
+    """They neither overflow nor meet a mask sentinel, and a row that one key dominates keeps all its digits.
+
+    Scores in base 2 have one rounding more than natural ones, s·log2(e). It moves a probability by eps·|S|, which
+    counts once |S| is in the hundreds: where the budget fails, that bound holds.
+    """
+    inputs = Case(query_length=150, key_length=150, heads=1, kv_heads=1).inputs(device)
+    inputs |= dict(q=inputs["q"] * size**0.5, k=inputs["k"] * size**0.5)
+    largest = (0.25 * inputs["q"][0, :, 0] @ inputs["k"][0, :, 0].T).abs().max().item()
+    for c in verify_attention(**inputs, backend="triton"):
+        assert c.passed or c.relative_error < torch.finfo(torch.float32).eps * largest, c
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_that_see_nothing_contribute_exactly_zero(dtype, device):
+    inputs = Case(query_length=90, key_length=40, heads=1, kv_heads=1, dtype=dtype, row_scale=True).inputs(device)
+    leaves = {key: inputs[key].requires_grad_() for key in ("q", "k", "v", "log_decay", "scale")}
+    out, lse = decay_attention(**inputs, return_lse=True, backend="triton")
+    assert torch.equal(out[:, :50], torch.zeros_like(out[:, :50]))
+    assert torch.isneginf(lse[..., :50]).all()
+    assert torch.isfinite(lse[..., 50:]).all()
+    grad_lse = torch.zeros_like(lse)
+    grad_lse[..., :50] = torch.tensor([torch.inf, torch.nan], device=device).repeat(25)
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), (torch.zeros_like(out), grad_lse))
+    for key, grad in zip(leaves, grads, strict=True):
+        assert torch.equal(grad, torch.zeros_like(grad)), key
+
+
+def test_the_first_decay_and_a_reset_have_a_gradient_of_literal_zero(device):
+    inputs = Case(query_length=150, key_length=150).inputs(device)
+    log_decay = inputs["log_decay"]
+    log_decay[0, 0] = torch.nan  # never used
+    log_decay[0, 30, 0] = -torch.inf
+    log_decay.requires_grad_()
+    out = decay_attention(**inputs, backend="triton")
+    (grad,) = torch.autograd.grad(out, log_decay, torch.randn_like(out))
+    assert torch.isfinite(out).all()
+    assert torch.equal(grad[0, 0], torch.zeros_like(grad[0, 0]))
+    assert grad[0, 30, 0] == 0
+    assert grad[0, 30, 1] != 0
+    assert grad[0, 31, 0] != 0
+
+
+@pytest.mark.parametrize("shape", ["batch", "queries", "keys", "both"])
+def test_empty(shape, device):
+    sizes = dict(batch=0) if shape == "batch" else {}
+    sizes |= dict(query_length=0) if shape in ("queries", "both") else {}
+    sizes |= dict(key_length=0) if shape in ("keys", "both") else {}
+    for decay in ("none", "constant", "scalar"):
+        inputs = replace(Case(row_scale=True, decay=decay), **sizes).inputs(device)
+        leaves = {key: x.requires_grad_() for key, x in inputs.items() if isinstance(x, torch.Tensor)}
+        out, lse = decay_attention(**inputs, return_lse=True, backend="triton")
+        assert torch.equal(out, torch.zeros_like(out))
+        assert torch.isneginf(lse).all()
+        grads = torch.autograd.grad((out, lse), list(leaves.values()), (torch.ones_like(out), torch.ones_like(lse)))
+        for key, grad in zip(leaves, grads, strict=True):
+            assert torch.equal(grad, torch.zeros_like(leaves[key])), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_strides(dtype, device):
+    """Slices of a fused projection, transposed layouts, broadcast tensors, expanded and transposed output gradients."""
+    B, T, H, D = 2, 45, 2, 16
+    fused = torch.randn(B, T, 3, H, D, device=device, dtype=dtype)
+    q, k, v = fused.unbind(2)
+    log_decay = -torch.rand(H, B, T, device=device).permute(1, 2, 0)
+    verify(dict(q=q, k=k, v=v, log_decay=log_decay))
+    heads_first = torch.randn(3, B, H, T, D, device=device, dtype=dtype).transpose(2, 3)
+    q, k, v = heads_first
+    verify(dict(q=q, k=k, v=v, log_decay=torch.tensor(-0.2, device=device)))
+    verify(dict(q=q, k=k[:, :, :1].expand_as(k), v=v[:1].expand_as(v), log_decay=log_decay[:, :, :1].expand(B, T, H)))
+    verify(dict(q=q.flip(1), k=k[:, ::1], v=v), grad_out=torch.ones((), device=device, dtype=dtype).expand(B, T, H, D))
+    grad_out = torch.randn(D, H, B, T, device=device, dtype=dtype).permute(2, 3, 1, 0)
+    grad_lse = torch.randn(T, H, B, device=device).permute(2, 1, 0)
+    verify(dict(q=q, k=k, v=v, log_decay=log_decay), grad_out=grad_out, grad_lse=grad_lse)
+    misaligned = torch.randn(B * T * H * D + 1, device=device, dtype=dtype)[1:].view(B, T, H, D)
+    verify(dict(q=misaligned, k=k, v=v, log_decay=log_decay))
+
+
+def test_gradient_of_the_lse_alone(device):
+    inputs = Case(query_length=45, key_length=45).inputs(device)
+    leaves = [inputs[key].requires_grad_() for key in ("q", "k", "log_decay")]
+    results = []
+    for backend in ("triton", "reference"):
+        lse = decay_attention(**inputs, return_lse=True, backend=backend)[1]
+        results.append(torch.autograd.grad(lse.square().sum(), leaves))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_repeat_bitwise(device):
+    inputs = Case(batch=2, query_length=150, key_length=150, heads=4, dtype=torch.float16).inputs(device)
+    leaves = [inputs[key].requires_grad_() for key in ("q", "k", "v", "log_decay")]
+    grad_out = torch.randn(2, 150, 4, 16, device=device, dtype=torch.float16)
+    runs = []
+    for _ in range(20 if ON_GPU else 2):
+        out = decay_attention(**inputs, backend="triton")
+        runs.append((out, *torch.autograd.grad(out, leaves, grad_out)))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+@st.composite
+def cases(draw) -> Case:
+    kv_heads = draw(st.integers(1, 2))
+    causal = draw(st.booleans())
+    decay = draw(st.sampled_from(["none", "constant", "scalar"]))
+    key_length = draw(st.integers(0, 140))
+    shortest = 0 if causal or decay != "scalar" else None
+    query_length = draw(st.integers(0, 140 if shortest == 0 else key_length))
+    return Case(
+        batch=draw(st.integers(1, 2)),
+        query_length=query_length,
+        key_length=key_length,
+        heads=kv_heads * draw(st.integers(1, 2)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([1, 8, 24, 40])),
+        value_dim=draw(st.sampled_from([1, 8, 24, 40])),
+        decay=decay,
+        causal=causal,
+        row_scale=draw(st.booleans()),
+        dtype=draw(st.sampled_from(DTYPES)),
+    )
+
+
+@hypothesis.settings(
+    max_examples=15, deadline=None, derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
+)  # fmt: skip
+@hypothesis.given(case=cases())
+def test_any_shape(case, device):
+    verify(case.inputs(device))

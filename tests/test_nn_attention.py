@@ -1,0 +1,499 @@
+"""The layer: torch's own attention where nothing decays, every option against plain formulas, and its surroundings."""
+
+import copy
+import inspect
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import decayattn.nn.attention
+from decayattn import DecayFlashAttention
+from decayattn.nn import ConstantDecay, ScalarDecay
+
+WIDTH, BATCH, TOKENS = 12, 2, 9
+# the kernels run on a GPU where there is one, in Triton's interpreter elsewhere
+KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EVERYTHING = {
+    "num_kv_heads": 2,
+    "head_dim": 6,
+    "value_dim": 5,
+    "bias": True,
+    "qk_norm": True,
+    "output_gate": True,
+    "scale": "learned",
+}
+DECAYS = {
+    "scalar": lambda: "scalar",
+    "learned": lambda: ConstantDecay.alibi(4, learned=True),
+    "frozen": lambda: "constant",
+    "none": lambda: "none",
+}
+
+
+class Rotary(nn.Module):
+    """Rotary embeddings (arXiv 2104.09864) on pairs of neighbouring channels."""
+
+    def forward(self, q, k):
+        return self.rotate(q), self.rotate(k)
+
+    @staticmethod
+    def rotate(x):
+        time = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
+        frequency = 100.0 ** -torch.linspace(0, 1, x.shape[3] // 2, dtype=torch.float64, device=x.device)
+        angle = (time[:, None] * frequency)[:, None, :]
+        a, b = x[..., 0::2], x[..., 1::2]
+        turned = (a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos())
+        return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
+
+
+def build(num_heads=4, *, seed=0, dtype=torch.float64, **options):
+    """A layer whose parameters are all off their start, so that none of them is a no-op."""
+    torch.manual_seed(seed)
+    layer = DecayFlashAttention(WIDTH, num_heads, **options, dtype=dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def tokens(length=TOKENS, dtype=torch.float64):
+    return torch.randn(BATCH, length, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(layer, x, grad=None):
+    """Output and gradients of x and every parameter that requires one."""
+    x = x.detach().requires_grad_()
+    out = layer(x)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out) if grad is None else grad
+    names, parameters = zip(*[(n, p) for n, p in layer.named_parameters() if p.requires_grad], strict=True)
+    results = torch.autograd.grad(out, [x, *parameters], grad)
+    return {"out": out.detach(), "x": results[0], **dict(zip(names, results[1:], strict=True))}
+
+
+def assert_same_up_to_rounding(actual, expected):
+    """Both evaluate the same sums in another order: each rounds at most once per term, and none has more terms."""
+    assert actual.keys() == expected.keys()
+    terms = BATCH * TOKENS + TOKENS + 10 * WIDTH
+    for name, want in expected.items():
+        atol = terms * torch.finfo(want.dtype).eps * want.abs().max().item()
+        torch.testing.assert_close(actual[name], want, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Checkpointed(nn.Module):
+    """The layer under activation checkpointing."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def named_parameters(self):
+        return self.layer.named_parameters()
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+class Plain(nn.Module):
+    """The layer again, from its documentation: separate projections, torch's own attention, a bias for the decay."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def named_parameters(self):
+        return self.layer.named_parameters()
+
+    def forward(self, x):
+        layer = self.layer
+        heads, kv_heads, dim, value_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim
+        widths = [heads * dim, kv_heads * dim, kv_heads * value_dim]
+        widths += [heads * value_dim] if layer.output_gate else []
+        weights = layer.in_proj.weight.split(widths)
+        biases = [None] * len(widths) if layer.in_proj.bias is None else layer.in_proj.bias.split(widths)
+        q, k, v, *gate = (F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        q, k = q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv_heads, dim))
+        if layer.qk_norm:
+            q, k = (
+                t * torch.rsqrt(t.square().mean(-1, keepdim=True) + 1e-6) * norm.weight
+                for t, norm in ((q, layer.q_norm), (k, layer.k_norm))
+            )
+        if layer.position is not None:
+            q, k = layer.position(q, k)
+        if layer.scale == "learned":
+            q = q * layer.log_scale.exp()[:, None]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v.unflatten(-1, (kv_heads, value_dim))))
+        scale = layer.scale if isinstance(layer.scale, float) else None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask(x), scale=scale, enable_gqa=heads != kv_heads
+        ).transpose(1, 2)
+        out = out.flatten(-2)
+        return layer.out_proj(out * torch.sigmoid(gate[0]) if gate else out)
+
+    def mask(self, x):
+        time = torch.arange(x.shape[1])
+        distance = (time[:, None] - time).abs()
+        bias = torch.zeros(1, 1, x.shape[1], x.shape[1], dtype=x.dtype)
+        if self.layer.decay is not None:
+            log_decay = self.layer.decay(x)
+            if log_decay.ndim == 1:
+                bias = log_decay[:, None, None] * distance
+            else:
+                alpha = log_decay.movedim(-1, 1).cumsum(-1)
+                bias = (time[:, None] - time).sign() * (alpha[..., :, None] - alpha[..., None, :])
+        return bias.masked_fill(time[:, None] < time, -torch.inf) if self.layer.causal else bias
+
+
+def zero_decays(num_heads):
+    def saturated():
+        decay = ScalarDecay(WIDTH, num_heads, dtype=torch.float64)
+        nn.init.constant_(decay.bias, 1e4)  # logsigmoid(1e4) is 0
+        return decay
+
+    return {"none": lambda: "none", "constant": lambda: ConstantDecay([0.0] * num_heads), "scalar": saturated}
+
+
+# What it computes
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "shape"),
+    [(4, {}), (4, {"num_kv_heads": 2, "head_dim": 6, "value_dim": 5}), (6, {"num_kv_heads": 1, "value_dim": 7})],
+    ids=["plain", "gqa", "mqa"],
+)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_zero_decay_is_torchs_attention(num_heads, shape, causal, decay):
+    layer = build(num_heads, **shape, causal=causal, bias=True, decay="none")
+    expected = gradients(Plain(layer), tokens())
+    layer.decay = None if decay == "none" else zero_decays(num_heads)[decay]()
+    actual = gradients(layer, tokens())
+    for name in ("decay.weight", "decay.bias"):  # the gradient at a saturated gate
+        assert not actual.pop(name, torch.zeros(())).any()
+    assert_same_up_to_rounding(actual, expected)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True},
+        {"qk_norm": True},
+        {"output_gate": True},
+        {"scale": 0.7},
+        {"scale": -1},
+        {"scale": "learned"},
+        {"head_dim": 6, "position": Rotary()},
+        {**EVERYTHING, "position": Rotary()},
+    ],
+    ids=["defaults", "bias", "qk_norm", "gate", "scale", "negative", "learned", "rotary", "everything"],
+)
+def test_every_option_is_what_it_says(options, decay, causal):
+    layer = build(decay=DECAYS[decay](), causal=causal, **options)
+    assert_same_up_to_rounding(gradients(layer, tokens()), gradients(Plain(layer), tokens()))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernels_agree_with_the_reference(decay, causal):
+    layer = build(decay=DECAYS[decay](), causal=causal, **EVERYTHING, position=Rotary()).to(KERNEL_DEVICE)
+    x = tokens().to(KERNEL_DEVICE)
+    layer.backend = "reference"
+    expected = gradients(layer, x)
+    layer.backend = "triton"
+    assert_same_up_to_rounding(gradients(layer, x), expected)
+    assert_same_up_to_rounding(gradients(Checkpointed(layer), x), expected)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_gradcheck_of_the_whole_layer(decay):
+    layer = build(decay=DECAYS[decay](), **EVERYTHING).double()
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+
+    def call(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    leaves = [parameter.detach().clone().requires_grad_() for parameter in parameters]
+    assert torch.autograd.gradcheck(call, (tokens(4).requires_grad_(), *leaves), fast_mode=False)
+
+
+def test_a_causal_layer_does_not_see_the_future():
+    layer, x = build(**EVERYTHING), tokens()
+    changed = torch.cat([x[:, :5], tokens()[:, 5:] + 1], dim=1)
+    assert torch.equal(layer(x)[:, :5], layer(changed)[:, :5])
+    layer.causal = False
+    assert not torch.isclose(layer(x)[:, :5], layer(changed)[:, :5]).any()
+
+
+def test_the_kernels_get_slices_of_one_projection(monkeypatch):
+    seen = []
+
+    def spy(q, k, v, *arguments, **options):
+        seen.append((q, k, v))
+        return decayattn.decay_attention(q, k, v, *arguments, **options)
+
+    monkeypatch.setattr(decayattn.nn.attention, "decay_attention", spy)
+    build(num_kv_heads=2, value_dim=5, output_gate=True)(tokens())
+    [(q, k, v)] = seen
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    assert all(t.stride(-1) == 1 for t in (q, k, v))
+    assert (q.shape, k.shape, v.shape) == ((2, 9, 4, 3), (2, 9, 2, 3), (2, 9, 2, 5))
+
+
+@pytest.mark.parametrize("strided", ["time_first", "every_second", "channels_first", "expanded"])
+def test_any_strides_of_the_input(strided):
+    x = {
+        "time_first": lambda: tokens().transpose(0, 1).contiguous().transpose(0, 1),
+        "every_second": lambda: tokens(2 * TOKENS)[:, ::2],
+        "channels_first": lambda: tokens().transpose(1, 2).contiguous().transpose(1, 2),
+        "expanded": lambda: tokens()[:1].expand(BATCH, -1, -1),
+    }[strided]()
+    assert not x.is_contiguous()
+    layer = build(**EVERYTHING)
+    assert_same_up_to_rounding(gradients(layer, x), gradients(layer, x.contiguous()))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("length", [0, 1])
+def test_sequences_of_no_and_of_one_token(decay, length):
+    layer = build(decay=DECAYS[decay]())
+    results = gradients(layer, tokens(length))
+    assert results["out"].shape == results["x"].shape == (BATCH, length, WIDTH)
+    for name, gradient in results.items():
+        if name.startswith("decay"):  # the first log-decay of a sequence is never used
+            assert not gradient.any()
+    if length == 1:  # a token that sees only itself gets its own value
+        v = layer.in_proj(tokens(1))[..., -WIDTH:]
+        assert_same_up_to_rounding({"out": results["out"]}, {"out": layer.out_proj(v).detach()})
+
+
+# The decay
+
+
+def test_a_users_own_decay_module():
+    class SlowToStart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rate = nn.Parameter(torch.tensor([-0.1, -0.2, -0.3, 0.1], dtype=torch.float64))
+
+        def forward(self, x):
+            return self.rate * x[..., :1].sigmoid()
+
+    layer = build(decay=SlowToStart())
+    results = gradients(layer, tokens())
+    assert (results["decay.rate"] != 0).all()
+    assert_same_up_to_rounding(results, gradients(Plain(layer), tokens()))
+
+
+def test_a_users_16_bit_decay_is_refused():
+    class Narrow(nn.Module):
+        def forward(self, x):
+            return x[..., :4]
+
+    with pytest.raises(TypeError, match=r"log_decay: expected float32, got torch.bfloat16.*\.float\(\)"):
+        build(decay=Narrow(), dtype=torch.bfloat16)(tokens(dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("decay", ["scalar", "learned", "frozen"])
+@pytest.mark.parametrize("precision", ["bfloat16", "half", "autocast"])
+def test_the_decay_stays_float32_and_the_rest_follows(decay, precision):
+    narrow = torch.float16 if precision == "half" else torch.bfloat16
+    layer, x = build(decay=DECAYS[decay](), **EVERYTHING, dtype=torch.float32), tokens(dtype=torch.float32)
+    start = copy.deepcopy(layer.decay.state_dict())
+    seen = []
+    layer.decay.register_forward_hook(lambda module, arguments, log_decay: seen.append(log_decay))
+    if precision == "autocast":
+        with torch.autocast("cpu", dtype=narrow):
+            results = gradients(layer, x)
+        assert layer.in_proj.weight.dtype == torch.float32
+    else:
+        results = gradients(layer.to(narrow), x.to(narrow))
+        assert layer.in_proj.weight.dtype == layer.log_scale.dtype == layer.q_norm.weight.dtype == narrow
+    assert results["out"].dtype == narrow
+    assert [log_decay.dtype for log_decay in seen] == [torch.float32]
+    for name, tensor in layer.decay.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, start[name])
+        if tensor.requires_grad:
+            assert results[f"decay.{name}"].dtype == torch.float32
+
+
+def test_float32_input_of_autocast_reaches_the_gate_unrounded():
+    layer, x = build(dtype=torch.float32), tokens(dtype=torch.float32)
+    seen = []
+    layer.decay.register_forward_hook(lambda module, arguments, log_decay: seen.append(log_decay))
+    layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x)
+    assert torch.equal(seen[0], seen[1])
+
+
+# The framework around it
+
+
+@pytest.mark.parametrize(
+    ("decay", "backend", "dynamic"),
+    [
+        *((decay, "reference", False) for decay in DECAYS),
+        ("scalar", "reference", True),
+        ("learned", "triton", False),
+        ("scalar", "triton", True),
+    ],
+)
+def test_compiles_without_a_break(decay, backend, dynamic):
+    torch._dynamo.reset()
+    layer = build(decay=DECAYS[decay](), **EVERYTHING, position=Rotary(), backend=backend).to(KERNEL_DEVICE)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for length in (TOKENS, TOKENS - 3) if dynamic else (TOKENS,):
+        x = tokens(length).to(KERNEL_DEVICE)
+        expected, actual = gradients(layer, x), gradients(compiled, x)
+        assert_same_up_to_rounding({name.removeprefix("_orig_mod."): t for name, t in actual.items()}, expected)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_checkpointing_changes_nothing(decay):
+    layer = build(decay=DECAYS[decay](), **EVERYTHING)
+    expected = gradients(layer, tokens())
+    for name, gradient in gradients(Checkpointed(layer), tokens()).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_every_parameter_learns(decay):
+    layer = build(decay=DECAYS[decay](), **EVERYTHING)
+    results = gradients(layer, tokens())
+    assert all(gradient.any() for gradient in results.values())
+    frozen = not any(name.startswith("decay.") for name in results)
+    assert frozen == (decay in ("frozen", "none"))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_distributed_data_parallel(decay, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = build(decay=DECAYS[decay](), **EVERYTHING)
+        expected = gradients(layer, tokens(), grad := torch.randn_like(tokens()))
+        parallel = nn.parallel.DistributedDataParallel(layer)
+        for _ in range(2):  # a second forward raises if the first left a parameter without its gradient
+            parallel.zero_grad()
+            parallel(tokens()).backward(grad)
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter.grad, expected[name]), name
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_state_dict_and_deepcopy(decay):
+    layer = build(decay=DECAYS[decay](), **EVERYTHING)
+    other = build(decay=DECAYS[decay](), **EVERYTHING, seed=7)
+    assert not torch.equal(other(tokens()), layer(tokens()))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(tokens()), layer(tokens()))
+    twin = copy.deepcopy(layer)
+    twin.backend = "reference"
+    assert layer.backend == "auto"
+    assert torch.equal(twin(tokens()), layer(tokens()))
+
+
+def test_the_backend_can_be_changed_after_construction():
+    layer = build()
+    layer.backend = "nonsense"
+    with pytest.raises(ValueError, match=r"backend: expected one of .* got 'nonsense'"):
+        layer(tokens())
+
+
+def test_a_layer_starts_with_zero_biases_unit_norms_and_the_default_scale():
+    torch.manual_seed(0)
+    layer = DecayFlashAttention(96, 4, bias=True, qk_norm=True, scale="learned")
+    fresh = copy.deepcopy(layer.state_dict())
+    for parameter in (layer.in_proj.bias, layer.out_proj.bias, layer.log_scale):
+        assert not parameter.any()
+    assert (layer.q_norm.weight == 1).all()
+    assert (layer.k_norm.weight == 1).all()
+    nn.init.constant_(layer.log_scale, 3.0)
+    layer.decay.bias.data.fill_(5.0)
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    assert not layer.log_scale.any()
+    assert torch.equal(layer.in_proj.weight, fresh["in_proj.weight"])
+    assert (layer.decay.bias == 5.0).all()  # the decay resets itself
+
+
+def test_a_layer_tells_what_it_is():
+    text = repr(DecayFlashAttention(WIDTH, 4, num_kv_heads=2, scale=0.5, backend="reference"))
+    assert "embed_dim=12, num_heads=4, num_kv_heads=2, head_dim=3, value_dim=3, causal=True, qk_norm=False" in text
+    assert "scale=0.5, backend='reference'" in text
+    assert "(decay): ScalarDecay(" in text
+
+
+def test_the_documented_block_works():
+    _, example = inspect.getdoc(DecayFlashAttention).split("A pre-norm transformer block around it::\n\n")
+    source = textwrap.dedent(example.split("\n\nArgs:")[0])
+    assert len(source.splitlines()) < 15
+    names = {"nn": nn, "DecayFlashAttention": DecayFlashAttention}
+    exec(source, names)
+    block = names["Block"](WIDTH, 4)
+    out = block(tokens(dtype=torch.float32))
+    out.square().sum().backward()
+    assert out.shape == (BATCH, TOKENS, WIDTH)
+    assert all(parameter.grad.any() for parameter in block.parameters())
+
+
+def test_the_readme_shows_the_documented_block():
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    _, example = inspect.getdoc(DecayFlashAttention).split("A pre-norm transformer block around it::\n\n")
+    assert textwrap.dedent(example.split("\n\nArgs:")[0]) in readme
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((0, 4), {}, ValueError, "embed_dim: expected at least 1, got 0"),
+        ((12.0, 4), {}, TypeError, "embed_dim: expected an int, got 12.0 of type float"),
+        ((12, -1), {}, ValueError, "num_heads: expected at least 1, got -1"),
+        ((12, 5), {}, ValueError, "embed_dim: expected a multiple of num_heads = 5 without head_dim, got 12"),
+        ((12, 4), {"num_kv_heads": 3}, ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
+        ((12, 4), {"num_kv_heads": 0}, ValueError, "num_kv_heads: expected at least 1, got 0"),
+        ((12, 4), {"head_dim": 257}, ValueError, "head_dim: expected at most 256, got 257"),
+        ((1200, 4), {}, ValueError, "head_dim: expected at most 256, got 300"),
+        ((12, 4), {"value_dim": 257}, ValueError, "value_dim: expected at most 256, got 257"),
+        ((12, 4), {"value_dim": "8"}, TypeError, "value_dim: expected an int, got '8' of type str"),
+        ((12, 4), {"decay": "alibi"}, ValueError, "decay: expected 'scalar', .* or a module, got 'alibi'"),
+        ((12, 4), {"decay": None}, TypeError, "decay: expected .* or a module, got None of type NoneType"),
+        ((12, 4), {"decay": ConstantDecay.alibi(8)}, ValueError, "decay: expected a module for 4 heads, got one for 8"),
+        ((12, 4), {"causal": 1}, TypeError, "causal: expected a bool, got 1 of type int"),
+        ((12, 4), {"bias": "no"}, TypeError, "bias: expected a bool, got 'no' of type str"),
+        ((12, 4), {"qk_norm": None}, TypeError, "qk_norm: expected a bool, got None"),
+        ((12, 4), {"output_gate": 0.5}, TypeError, "output_gate: expected a bool, got 0.5"),
+        ((12, 4), {"position": "rotary"}, TypeError, "position: expected a torch.nn.Module, got 'rotary' of type str"),
+        ((12, 4), {"scale": "big"}, ValueError, "scale: expected a number, 'learned' or None, got 'big'"),
+        ((12, 4), {"scale": True}, TypeError, "scale: expected a number, 'learned' or None, got True of type bool"),
+        ((12, 4), {"scale": float("nan")}, ValueError, "scale: expected a finite number, got nan"),
+    ],
+)
+def test_errors_of_construction_name_the_argument(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        DecayFlashAttention(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        ([1.0], TypeError, r"x: expected a torch.Tensor, got \[1.0\] of type list"),
+        (torch.zeros(9, 12), ValueError, r"x: expected shape \(B, T, embed_dim = 12\), got \(9, 12\)"),
+        (torch.zeros(2, 9, 16), ValueError, r"x: expected shape \(B, T, embed_dim = 12\), got \(2, 9, 16\)"),
+    ],
+)
+def test_errors_of_a_call_name_the_argument(x, error, message):
+    with pytest.raises(error, match=message):
+        DecayFlashAttention(WIDTH, 4)(x)

@@ -1,0 +1,316 @@
+"""The decay modules: published rates, half-lives at the start, float32 whatever happens to the model, errors."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from decayattn.nn import (
+    ConstantDecay,
+    Decay,
+    DecayFlashAttention,
+    ScalarDecay,
+    alibi_log_decay,
+    half_life,
+    retnet_log_decay,
+)
+
+EPS = torch.finfo(torch.float32).eps
+NARROW = [torch.bfloat16, torch.float16]
+
+
+def published_alibi_slopes(num_heads):
+    """The rule as the authors of ALiBi published it, recursive."""
+
+    def power_of_two(n):
+        start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [start * start**i for i in range(n)]
+
+    if math.log2(num_heads).is_integer():
+        return power_of_two(num_heads)
+    closest = 2 ** math.floor(math.log2(num_heads))
+    return power_of_two(closest) + published_alibi_slopes(2 * closest)[0::2][: num_heads - closest]
+
+
+def decays():
+    """One of each kind, with parameters that are not at their start."""
+    torch.manual_seed(0)
+    scalar = ScalarDecay(6, 4)
+    nn.init.normal_(scalar.weight)
+    return {"scalar": scalar, "frozen": ConstantDecay.alibi(4), "learned": ConstantDecay.retnet(4, learned=True)}
+
+
+KINDS = ["scalar", "frozen", "learned"]
+
+
+# Published rates
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 40])
+def test_alibi_slopes_follow_the_published_rule(num_heads):
+    # the published rule multiplies up to H rounded factors; ours takes one power
+    expected = torch.tensor(published_alibi_slopes(num_heads), dtype=torch.float64)
+    ours = -torch.tensor(alibi_log_decay(num_heads), dtype=torch.float64)
+    torch.testing.assert_close(ours, expected, rtol=2 * num_heads * torch.finfo(torch.float64).eps, atol=0)
+    assert torch.equal(ConstantDecay.alibi(num_heads)(torch.zeros(1, 1, 1)), -ours.float())
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "exponents"),
+    [
+        (1, [8]),
+        (3, [4, 8, 2]),
+        (6, [2, 4, 6, 8, 1, 3]),
+        (8, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (12, [*range(1, 9), 0.5, 1.5, 2.5, 3.5]),
+    ],
+)
+def test_alibi_slopes_in_the_paper(num_heads, exponents):
+    assert list(alibi_log_decay(num_heads)) == [-(2.0**-exponent) for exponent in exponents]
+
+
+def test_alibi_of_a_slice_of_the_heads_is_a_slice_of_the_rule():
+    shard = ConstantDecay.from_values(alibi_log_decay(12)[4:8])
+    assert torch.equal(shard.log_decay, ConstantDecay.alibi(12).log_decay[4:8])
+    assert not torch.equal(shard.log_decay, ConstantDecay.alibi(4).log_decay)
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 40])
+def test_retnet_rates(num_heads):
+    for head, rate in enumerate(retnet_log_decay(num_heads)):
+        assert math.isclose(math.expm1(rate), -(2.0 ** (-5 - head)), rel_tol=4 * torch.finfo(torch.float64).eps)
+
+
+# ScalarDecay
+
+
+@pytest.mark.parametrize(("num_heads", "limits"), [(8, (4.0, 1024.0)), (5, (1.0, 1e6)), (2, (0.1, 0.2)), (3, (7, 7))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_half_lives_start_as_asked_whatever_the_input(num_heads, limits, dtype):
+    decay = ScalarDecay(6, num_heads, initial_half_lives=limits, dtype=dtype)
+    ratio = limits[1] / limits[0]
+    expected = torch.tensor([limits[0] * ratio ** (h / (num_heads - 1)) for h in range(num_heads)], dtype=torch.float64)
+    # rounding a bias b moves log(half-life) by at most |b|·eps; logsigmoid and the division add a few roundings
+    tolerance = (decay.bias.abs().max().item() + 8) * torch.finfo(dtype).eps
+    torch.testing.assert_close(decay.half_lives().double(), expected, rtol=tolerance, atol=0)
+    x = 100 * torch.randn(2, 3, 6, dtype=dtype)
+    assert decay.half_lives(x).shape == (2, 3, num_heads)
+    torch.testing.assert_close(decay.half_lives(x).double(), expected.expand(2, 3, -1), rtol=tolerance, atol=0)
+
+
+def test_one_head_starts_at_the_geometric_mean():
+    assert ScalarDecay(6, 1, initial_half_lives=(4.0, 1024.0)).half_lives().item() == pytest.approx(64.0, rel=10 * EPS)
+
+
+def test_the_gate_is_the_log_of_a_sigmoid():
+    decay = decays()["scalar"].double()
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    gate = torch.sigmoid(torch.einsum("btc,hc->bth", x, decay.weight) + decay.bias)
+    torch.testing.assert_close(decay(x), gate.log(), rtol=0, atol=32 * torch.finfo(torch.float64).eps)
+
+
+def test_a_zero_weight_learns_from_the_first_step():
+    decay = ScalarDecay(6, 4)
+    decay(torch.randn(2, 5, 6)).sum().backward()
+    assert (decay.weight.grad != 0).all()
+    assert (decay.bias.grad != 0).all()
+
+
+# Precision
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda module, dtype: module.to(dtype),
+        lambda module, dtype: module.to(torch.zeros((), dtype=dtype)),
+        lambda module, dtype: module.type(dtype),
+        lambda module, dtype: module.bfloat16() if dtype is torch.bfloat16 else module.half(),
+        lambda module, dtype: nn.Sequential(module).to(dtype)[0],
+    ],
+    ids=["to", "to_like", "type", "method", "parent"],
+)
+def test_conversion_to_16_bits_leaves_a_decay_alone(kind, dtype, convert):
+    decay = decays()[kind]
+    before = copy.deepcopy(decay.state_dict())
+    for parameter in decay.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    gradients = [parameter.grad.clone() for parameter in decay.parameters()]
+    decay = convert(decay, dtype)
+    for name, tensor in decay.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, before[name])
+    for parameter, gradient in zip(decay.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    x = torch.randn(2, 5, 6).to(dtype)
+    log_decay = decay(x)
+    assert log_decay.dtype == torch.float32
+    assert torch.equal(log_decay, decays()[kind](x.float()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_decay_is_float32_under_autocast(kind, dtype):
+    decay, x = decays()[kind], torch.randn(2, 5, 6)
+    expected = decay(x)
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(decay(x), expected)
+        assert decay(x.to(dtype)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_double_is_followed_and_undone(kind):
+    decay = decays()[kind]
+    single = copy.deepcopy(decay.state_dict())
+    assert all(tensor.dtype == torch.float64 for tensor in decay.double().state_dict().values())
+    assert decay(torch.zeros(1, 2, 6, dtype=torch.float64)).dtype == torch.float64
+    for name, tensor in decay.bfloat16().state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, single[name])
+
+
+@pytest.mark.parametrize("default", NARROW)
+def test_a_decay_built_under_a_narrow_default_dtype_is_float32(default):
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        built = [ScalarDecay(6, 4), ConstantDecay.alibi(4), ConstantDecay.alibi(4, learned=True)]
+        layer = DecayFlashAttention(8, 4)
+    finally:
+        torch.set_default_dtype(previous)
+    for decay in (*built, layer.decay):
+        assert all(tensor.dtype == torch.float32 for tensor in decay.state_dict().values())
+    assert torch.equal(built[0].bias, ScalarDecay(6, 4).bias)
+    assert layer.in_proj.weight.dtype == default
+
+
+def test_the_children_of_a_users_decay_stay_float32_too():
+    class TwoLayers(Decay):
+        def __init__(self):
+            super().__init__(4)
+            self.gate = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+
+        def forward(self, x):
+            return nn.functional.logsigmoid(self.gate(x.float()))
+
+    decay = TwoLayers().bfloat16()
+    assert all(parameter.dtype == torch.float32 for parameter in decay.parameters())
+    assert decay.half_lives(torch.zeros(2, 3, 6, dtype=torch.bfloat16)).shape == (2, 3, 4)
+
+
+def test_a_16_bit_checkpoint_put_in_place_still_gives_float32():
+    decay = decays()["scalar"]
+    narrow = {name: tensor.bfloat16() for name, tensor in decay.state_dict().items()}
+    decay.load_state_dict(narrow, assign=True)
+    assert decay(torch.randn(2, 3, 6)).dtype == torch.float32
+    assert decay.cpu().weight.dtype == torch.float32
+
+
+# Moves, copies, checkpoints
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_meta_to_empty_and_reset_give_the_start(kind):
+    build = {
+        "scalar": lambda: ScalarDecay(6, 4),
+        "frozen": lambda: ConstantDecay.alibi(4),
+        "learned": lambda: ConstantDecay.retnet(4, learned=True),
+    }[kind]
+    with torch.device("meta"):
+        decay = build()
+    assert all(tensor.is_meta for tensor in decay.state_dict().values())
+    decay = decay.bfloat16().to_empty(device="cpu")
+    decay.reset_parameters()
+    for (name, tensor), expected in zip(decay.state_dict().items(), build().state_dict().values(), strict=True):
+        assert torch.equal(tensor, expected), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_deepcopy_and_shared_memory(kind):
+    decay, x = decays()[kind], torch.randn(2, 3, 6)
+    values = [-1.0, 2.0, -3.0, -4.0]
+    other = ScalarDecay(6, 4) if kind == "scalar" else ConstantDecay.from_values(values, learned=kind == "learned")
+    assert not torch.equal(other(x), decay(x))
+    other.load_state_dict(decay.state_dict())
+    assert torch.equal(other(x), decay(x))
+    assert torch.equal(copy.deepcopy(decay)(x), decay(x))
+    shared = copy.deepcopy(decay).share_memory()
+    assert all(tensor.is_shared() for tensor in shared.state_dict().values())
+    assert torch.equal(shared(x), decay(x))
+
+
+# ConstantDecay
+
+
+def test_frozen_values_are_exact_and_not_parameters():
+    values = [-0.3, 0.0, 0.25]
+    decay = ConstantDecay.from_values(torch.tensor(values, dtype=torch.float64))
+    assert list(decay.parameters()) == []
+    assert torch.equal(decay(torch.zeros(1, 1, 6)), torch.tensor(values))
+    double = ConstantDecay.from_values(values, dtype=torch.float64)
+    assert double.log_decay.tolist() == values
+
+
+def test_learned_values_start_where_asked():
+    values = torch.tensor([-2.0, -0.01, 0.25])
+    decay = ConstantDecay.from_values(values.tolist(), learned=True)
+    # log and exp: |log γ| ≤ 5 roundings, then exp's own and the product's
+    torch.testing.assert_close(decay(torch.zeros(1, 1, 6)), values, rtol=8 * EPS, atol=0)
+
+
+@pytest.mark.parametrize("direction", [1.0, -1.0])
+def test_no_step_changes_the_sign_of_a_learned_value(direction):
+    values = torch.tensor([-2.0, -0.01, 0.25])
+    decay, x = ConstantDecay.from_values(values.tolist(), learned=True), torch.zeros(1, 1, 6)
+    optimizer = torch.optim.SGD(decay.parameters(), lr=4.0)
+    (direction * decay(x)).sum().backward()
+    optimizer.step()
+    moved = decay(x).detach()
+    assert (direction * (moved - values) < 0).all()
+    assert torch.equal(moved.sign(), values.sign())
+
+
+def test_half_life():
+    log_decay = torch.tensor([-math.log(2), -math.log(2) / 8, 0.0, -0.0, 0.5, -torch.inf], dtype=torch.float64)
+    assert half_life(log_decay).tolist() == pytest.approx([1.0, 8.0, torch.inf, torch.inf, torch.inf, 0.0])
+    assert ConstantDecay.from_values([-math.log(2) / 8]).half_lives().item() == pytest.approx(8.0, rel=4 * EPS)
+
+
+# Errors
+
+
+def scalar_decay_with(initial_half_lives):
+    return ScalarDecay(6, 4, initial_half_lives=initial_half_lives)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: ScalarDecay(0, 4), ValueError, "embed_dim: expected at least 1, got 0"),
+        (lambda: ScalarDecay(6.0, 4), TypeError, "embed_dim: expected an int, got 6.0 of type float"),
+        (lambda: ScalarDecay(6, 0), ValueError, "num_heads: expected at least 1, got 0"),
+        (lambda: ScalarDecay(6, True), TypeError, "num_heads: expected an int, got True of type bool"),
+        (lambda: scalar_decay_with(8.0), TypeError, r"initial_half_lives: expected two numbers .* got 8.0"),
+        (lambda: scalar_decay_with(("1", "2")), TypeError, r"initial_half_lives: .* got \('1', '2'\)"),
+        (lambda: scalar_decay_with((8.0, 4.0)), ValueError, r"initial_half_lives: .* got \(8.0, 4.0\)"),
+        (lambda: scalar_decay_with((0.0, 4.0)), ValueError, r"initial_half_lives: .* got \(0.0, 4.0\)"),
+        (lambda: scalar_decay_with((1.0, math.inf)), ValueError, r"initial_half_lives: .* got \(1.0, inf\)"),
+        (lambda: scalar_decay_with((1.0, 2.0, 3.0)), ValueError, r"initial_half_lives: .* got \(1.0, 2.0, 3.0\)"),
+        (lambda: ConstantDecay.alibi(0), ValueError, "num_heads: expected at least 1, got 0"),
+        (lambda: ConstantDecay.retnet("8"), TypeError, "num_heads: expected an int, got '8' of type str"),
+        (lambda: ConstantDecay.alibi(4, learned=1), TypeError, "learned: expected a bool, got 1 of type int"),
+        (lambda: ConstantDecay.from_values(-0.5), TypeError, "values: expected one number per head, .* got -0.5"),
+        (lambda: ConstantDecay.from_values("123"), TypeError, "values: expected one number per head, .* got '123'"),
+        (lambda: ConstantDecay.from_values(torch.zeros(2, 2)), TypeError, "values: expected one number per head"),
+        (lambda: ConstantDecay.from_values([]), ValueError, "values: expected at least one head, got none"),
+        (lambda: ConstantDecay.from_values([-math.inf]), ValueError, r"values: expected finite .* got \[-inf\]"),
+        (lambda: ConstantDecay.from_values([-1, 0], learned=True), ValueError, r"values: 0 cannot .* got \[-1, 0\]"),
+    ],
+)
+def test_errors_name_the_argument(build, error, message):
+    with pytest.raises(error, match=message):
+        build()

@@ -1,0 +1,181 @@
+"""The two-level decay prefix and its reverse against cumulative sums in plain float64."""
+
+import itertools
+import math
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from decayattn.backends import prefix
+from decayattn.problem import AttentionProblem
+
+ON_GPU = torch.cuda.is_available()
+EPS32, EPS64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+LOG2E = math.log2(math.e)
+BLOCK = prefix.DECAY_BLOCK
+# in the interpreter every token of a block's scan is a Python step
+LONG = 2**20 + 5 if ON_GPU else 20 * BLOCK + 5
+
+
+def problem_of(log_decay, query_length=None, dtype=torch.float32) -> AttentionProblem:
+    batch, length, heads = log_decay.shape
+    q = log_decay.new_empty(batch, length if query_length is None else query_length, heads, 1, dtype=dtype)
+    return AttentionProblem.of(q, log_decay.new_empty(batch, length, heads, 1, dtype=dtype), log_decay, None, True)
+
+
+def plain_prefix(log_decay):
+    """α in base 2, and every token's last reset at or before it and next one after it; all (B, H, T)."""
+    value = log_decay.double().transpose(1, 2).clone()
+    value[..., 0] = 0  # never used
+    reset = torch.isneginf(value)
+    t, length = torch.arange(value.shape[-1], device=value.device), value.shape[-1]
+    alpha = torch.where(reset, 0.0, value * LOG2E).cumsum(-1)
+    last = torch.where(reset, t, 0).cummax(-1).values
+    coming = torch.where(reset, t, length).flip(-1).cummin(-1).values.flip(-1)
+    return alpha, last, torch.cat([coming[..., 1:], torch.full_like(coming[..., :1], length)], -1)
+
+
+def plain_gradient(log_decay, row_sums, column_sums):
+    """dλ (B, T_k, H): the sum of dα over the rest of the segment; 0 at the start of one."""
+    batch, length, heads = log_decay.shape
+    d_alpha = -column_sums.double()
+    shared = min(length, row_sums.shape[-1])  # rows and keys end together
+    d_alpha[..., length - shared :] += row_sums[..., row_sums.shape[-1] - shared :].double()
+    grad = torch.zeros_like(d_alpha)
+    for b in range(batch):
+        for h in range(heads):
+            resets = torch.isneginf(log_decay[b, 1:, h]).nonzero().flatten() + 1
+            cuts = [0, *resets.tolist(), length]
+            for start, end in itertools.pairwise(cuts):
+                grad[b, h, start:end] = d_alpha[b, h, start:end].flip(0).cumsum(0).flip(0)
+                grad[b, h, start] = 0
+    return grad.transpose(1, 2)
+
+
+def differences(built: prefix.DecayPrefix, i, j):
+    """α_i − α_j as the kernels form it: the bases' difference in float64, rounded once, then the local parts."""
+    bases = (built.base[..., i // BLOCK] - built.base[..., j // BLOCK]).to(built.local.dtype)
+    return (built.local[..., i] - built.local[..., j]) + bases
+
+
+def check_build(log_decay):
+    built = prefix.build(problem_of(log_decay), log_decay)
+    alpha, last, coming = plain_prefix(log_decay)
+    assert torch.equal(built.last_reset.long(), last)
+    assert torch.equal(built.next_reset.long(), coming)
+    blocks = torch.arange(log_decay.shape[1], device=log_decay.device) // BLOCK
+    error = (built.base[..., blocks] + built.local - alpha).abs()
+    assert (error <= log_decay.shape[1] * EPS64 * alpha.abs().amax()).all()  # the plain sum's own rounding
+
+
+def check_gradient(log_decay, query_length):
+    batch, length, heads = log_decay.shape
+    problem = problem_of(log_decay, query_length)
+    built = prefix.build(problem, log_decay)
+    row_sums = torch.randn(batch, heads, query_length, device=log_decay.device)
+    column_sums = torch.randn(batch, heads, length, device=log_decay.device)
+    grad = prefix.gradient(problem, built, row_sums, column_sums, log_decay)
+    expected = plain_gradient(log_decay, row_sums, column_sums)
+    assert grad.shape == log_decay.shape
+    assert grad.dtype == log_decay.dtype
+    # added in float64 in another order, then rounded once
+    summed = row_sums.abs().double().sum() + column_sums.abs().double().sum()
+    assert ((grad - expected).abs() <= EPS32 * expected.abs() + length * EPS64 * summed).all()
+    assert (grad[expected == 0] == 0).all()  # literal zeros
+
+
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 300])
+def test_lengths_that_divide_nothing(length, device):
+    log_decay = torch.randn(2, length, 2, device=device)
+    check_build(log_decay)
+    check_gradient(log_decay, length)
+
+
+@pytest.mark.parametrize("resets", [
+    [0], [1], [127], [128], [129], [0, 127, 128, 129], [255, 256], [126, 127], [299], [5, 290], list(range(300)),
+], ids=str)  # fmt: skip
+def test_resets_at_the_edges_of_blocks(resets, device):
+    log_decay = torch.randn(1, 300, 2, device=device)
+    log_decay[0, resets, 1] = -torch.inf
+    check_build(log_decay)
+    check_gradient(log_decay, 300)
+
+
+def test_the_first_log_decay_is_never_used(device):
+    log_decay = torch.randn(1, 130, 1, device=device)
+    built = prefix.build(problem_of(log_decay), log_decay)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        log_decay[0, 0] = value
+        assert all(map(torch.equal, prefix.build(problem_of(log_decay), log_decay), built))
+
+
+@pytest.mark.parametrize("query_length", [1, 40, 170, 200])
+def test_queries_are_the_last_rows(query_length, device):
+    """Tokens before the first query have no row sum, and rows before the first token count nowhere."""
+    log_decay = torch.randn(1, 170, 2, device=device)
+    log_decay[0, [129, 150], 0] = -torch.inf
+    check_gradient(log_decay, query_length)
+
+
+def test_strides(device):
+    log_decay = torch.randn(2, 3, 150, device=device).permute(0, 2, 1)
+    check_build(log_decay)
+    check_gradient(log_decay, 150)
+    check_build(log_decay[:1, :, :1].expand(2, 150, 3))
+
+
+def test_more_blocks_than_one_step_of_a_scan_reads(monkeypatch, device):
+    monkeypatch.setattr(prefix, "_SCAN_CHUNK", 2)
+    log_decay = torch.randn(1, 7 * BLOCK - 3, 2, device=device)
+    log_decay[0, [130, 131, 700], 1] = -torch.inf
+    check_build(log_decay)
+    check_gradient(log_decay, 7 * BLOCK - 3)
+
+
+@hypothesis.settings(
+    max_examples=40 if ON_GPU else 12, deadline=None, derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@hypothesis.given(
+    length=st.integers(1, 400), query_length=st.integers(1, 400), density=st.sampled_from([0.0, 0.01, 0.3])
+)
+def test_anything(length, query_length, density, device):
+    log_decay = torch.randn(1, length, 2, device=device)
+    log_decay[torch.rand_like(log_decay) < density] = -torch.inf
+    check_build(log_decay)
+    check_gradient(log_decay, query_length)
+
+
+def test_differences_keep_their_low_bits_at_any_length(device):
+    """λ ≈ −0.7: the last tokens see each other as exactly as the first ones do, though α itself is huge.
+
+    With float32 inputs the difference is right to its own float32 rounding. With 16-bit inputs β is float32: the three
+    numbers that are added are rounded, and so is each sum, 128 tokens of decay at the most.
+    """
+    log_decay = -1.4 * torch.rand(1, LONG, 1, device=device)
+    values = (log_decay.flatten().double() * LOG2E).tolist()
+    i = torch.arange(LONG - 300, LONG, 15, device=device)
+    # what one lane of the scan over blocks adds up, the tree over its lanes, and the tokens of a block
+    float64_sums = LONG / BLOCK / prefix._SCAN_CHUNK + math.log2(prefix._SCAN_CHUNK) + BLOCK
+    float64_error = 2 * float64_sums * EPS64 * math.fsum(map(abs, values))
+    for j in (i - 1, i - 100, i - 200, i // 2):
+        pairs = zip(i.tolist(), j.tolist(), strict=True)
+        exact = [math.fsum(values[earlier + 1 : later + 1]) for later, earlier in pairs]
+        exact = torch.tensor(exact, dtype=torch.float64, device=device)
+        found = differences(prefix.build(problem_of(log_decay), log_decay), i, j).float()
+        assert ((found - exact).abs() <= EPS32 * exact.abs() + float64_error).all()
+
+        built = prefix.build(problem_of(log_decay, dtype=torch.float16), log_decay)
+        assert built.local.dtype == torch.float32
+        bases = (built.base[..., i // BLOCK] - built.base[..., j // BLOCK]).abs()
+        terms = built.local[..., i].abs() + built.local[..., j].abs() + bases
+        assert ((differences(built, i, j) - exact).abs() <= 2 * EPS32 * terms + float64_error).all()
+
+
+def test_a_decay_that_is_not_per_token_has_an_empty_prefix(device):
+    q = torch.empty(2, 5, 3, 8, device=device)
+    for log_decay in (None, torch.zeros(3, device=device)):
+        empty = prefix.allocate(AttentionProblem.of(q, q, log_decay, None, True), q)
+        assert [tensor.numel() for tensor in empty] == [0, 0, 0, 0]

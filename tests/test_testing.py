@@ -1,0 +1,393 @@
+"""The error budget accepts what is right at every precision, and refuses every error that is planted here."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from decayattn import DecayFlashAttention, reference
+from decayattn.testing import (
+    assert_within_budget,
+    attention,
+    compare_model_gradients,
+    explicit_attention,
+    format_table,
+    formulas,
+    verify_attention,
+)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DECAYS = ("none", "number", "constant", "scalar", "resets", "growth")
+
+
+def make_inputs(dtype, decay="scalar", row_scale=False, rows=23, keys=23, heads=4, kv_heads=2, seed=0):
+    """Keyword arguments of verify_attention: two batch entries, D = 16, D_v = 8."""
+    torch.manual_seed(seed)
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    gate = -torch.rand(2, keys, heads, dtype=accumulator)
+    log_decay = {
+        "none": None,
+        "number": -0.1,
+        "constant": gate.new_tensor([-0.01, -0.1, 0.05, -1.0])[:heads],
+        "scalar": gate,
+        "resets": gate.masked_fill(torch.rand(gate.shape) < 0.1, -math.inf),
+        "growth": gate + 0.5,
+    }[decay]
+    return {
+        "q": torch.randn(2, rows, heads, 16).to(dtype),
+        "k": torch.randn(2, keys, kv_heads, 16).to(dtype),
+        "v": torch.randn(2, keys, kv_heads, 8).to(dtype),
+        "log_decay": log_decay,
+        "scale": torch.randn(2, rows, heads, dtype=accumulator) if row_scale else None,
+    }
+
+
+def by_name(comparisons):
+    return {comparison.name: comparison for comparison in comparisons}
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """plant(f): f edits the results of the tested call (and only those) in place."""
+
+    def install(edit):
+        run = attention.Call.run
+
+        def faulty(call, *args):
+            results = {name: x.clone() for name, x in run(call, *args).items()}
+            edit(results)
+            return results
+
+        monkeypatch.setattr(attention.Call, "run", faulty)
+
+    return install
+
+
+# The hand-written formulas: if they were wrong, the budget would be as large as their error
+
+
+@pytest.fixture
+def evaluations(monkeypatch):
+    """What verify_attention compares, by name: (oracle, error of eager, A)."""
+    seen = {}
+    original = attention.compare
+
+    def record(name, x, x64, eager_error, size, accumulator):
+        seen[name] = x64, eager_error, size
+        return original(name, x, x64, eager_error, size, accumulator)
+
+    monkeypatch.setattr(attention, "compare", record)
+    return seen
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("row_scale", [False, True])
+@pytest.mark.parametrize("lengths", [(23, 23), (9, 23), (23, 9)])
+def test_explicit_formulas_equal_autograd(decay, causal, row_scale, lengths, evaluations):
+    if not causal and lengths[0] > lengths[1] and decay not in ("none", "number", "constant"):
+        lengths = lengths[::-1]  # refused by decay_attention: rows before the first log-decay
+    verify_attention(**make_inputs(torch.float64, decay, row_scale, *lengths), causal=causal, backend="reference")
+    for name, (_, error, size) in evaluations.items():
+        # A holds the scores' own rounding (see the module's docstring); the rest is a few hundred additions
+        scale = attention.distance(name, torch.zeros_like(size), size)
+        assert (error <= 100 * torch.finfo(torch.float64).eps * scale).all(), name
+
+
+@given(rows=st.integers(0, 9), keys=st.integers(0, 9), causal=st.booleans(), decay=st.sampled_from(DECAYS))
+@settings(max_examples=25, deadline=None)
+def test_accepts_any_shape(rows, keys, causal, decay):
+    if not causal and rows > keys and decay not in ("none", "number", "constant"):
+        rows = keys
+    inputs = make_inputs(torch.float32, decay, True, rows, keys)
+    assert_within_budget(verify_attention(**inputs, causal=causal, backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_accepts_the_reference(dtype, decay):
+    comparisons = verify_attention(**make_inputs(dtype, decay, row_scale=True), backend="reference")
+    assert_within_budget(comparisons)
+    expected = {"out", "lse", "dq", "dk", "dv", "dscale"} | (set() if decay in ("none", "number") else {"dlog_decay"})
+    assert set(by_name(comparisons)) == expected
+
+
+def test_a_dtype_below_the_inputs_is_outside_the_budget(plant):
+    """float32 results that were rounded to bfloat16 somewhere do not pass as float32."""
+    plant(lambda results: results.update({name: x.bfloat16().float() for name, x in results.items()}))
+    comparisons = verify_attention(**make_inputs(torch.float32), backend="reference")
+    assert not any(comparison.passed for comparison in comparisons)
+
+
+def test_chunks_of_rows_and_pairs_change_nothing(monkeypatch, evaluations):
+    inputs = make_inputs(torch.float32, "resets", True, rows=19, keys=23)
+    assert_within_budget(verify_attention(**inputs, backend="reference"))
+    whole = dict(evaluations)
+    monkeypatch.setattr(formulas, "SCORES_AT_ONCE", 23 * 4)  # four rows of one head
+    assert_within_budget(verify_attention(**inputs, backend="reference"))
+    for name, (x64, _, size) in evaluations.items():
+        torch.testing.assert_close(x64, whole[name][0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(size, whole[name][2], rtol=1e-12, atol=1e-12)
+
+
+def test_strides_reach_the_tested_call(monkeypatch):
+    inputs = make_inputs(torch.float32)
+    inputs["q"] = inputs["q"].transpose(1, 2).contiguous().transpose(1, 2)
+    seen = {}
+    call = attention.decay_attention
+
+    def spy(q, *args, **options):
+        if options["backend"] == "triton":
+            seen["strides"] = q.stride()
+            options["backend"] = "reference"
+        return call(q, *args, **options)
+
+    monkeypatch.setattr(attention, "decay_attention", spy)
+    expanded = torch.randn(1, 1, 1, 8).expand(2, 23, 4, 8)
+    assert_within_budget(verify_attention(**inputs, grad_out=expanded, backend="triton"))
+    assert seen["strides"] == inputs["q"].stride() != inputs["q"].contiguous().stride()
+
+
+def test_rows_that_see_nothing_pass_with_any_lse_gradient():
+    inputs = make_inputs(torch.float32, "constant", rows=23, keys=9)
+    grad_lse = torch.randn(2, 4, 23)
+    grad_lse[..., 0], grad_lse[..., 1] = math.inf, math.nan
+    assert_within_budget(verify_attention(**inputs, grad_lse=grad_lse, backend="reference"))
+
+
+def test_some_heads_of_a_big_problem(plant):
+    inputs = make_inputs(torch.float32, "constant")
+    assert_within_budget(verify_attention(**inputs, backend="reference", heads=[(0, 1), (1, 3)]))
+    with pytest.raises(ValueError, match=r"heads: expected .*\(2, 4\)|heads: expected .*got \[\(2, 0\)\]"):
+        verify_attention(**inputs, backend="reference", heads=[(2, 0)])
+
+    def leak(results):
+        results["dk"][1, 5, 0, 0] += 1e-30  # key head 0 of batch entry 1: no judged query head reads it
+
+    plant(leak)
+    failed = by_name(verify_attention(**inputs, backend="reference", heads=[(0, 1), (1, 3)]))
+    assert not failed["dk"].passed
+    assert failed["dk"].head == (1, 0)
+
+
+# Planted errors
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dlog_decay", "dscale"])
+def test_refuses_nan_and_says_where(dtype, name, plant):
+    def poison(results):
+        results[name][(1, 3, 5) if name == "lse" else (1, 5, 1) if name in ("dk", "dv") else (1, 5, 3)] = math.nan
+
+    plant(poison)
+    comparisons = verify_attention(**make_inputs(dtype, row_scale=True), backend="reference")
+    assert {c.name for c in comparisons if not c.passed} == {name}
+    assert by_name(comparisons)[name].head == ((1, 1) if name in ("dk", "dv") else (1, 3))
+    with pytest.raises(AssertionError, match=rf"{name} .*VIOLATED"):
+        assert_within_budget(comparisons)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.bfloat16, 1.03), (torch.float16, 1.004), (torch.float32, 1.0001)]
+)
+@pytest.mark.parametrize("name", ["dq", "dk", "dv", "dlog_decay", "dscale"])
+def test_refuses_one_scaled_head(dtype, factor, name, plant):
+    """A few roundings' worth of error in one head of one tensor; dlog_decay cancels, so its budget is the widest."""
+
+    def scale(results):
+        results[name][1, :, 0] *= factor
+
+    plant(scale)
+    comparisons = verify_attention(**make_inputs(dtype, row_scale=True), backend="reference")
+    assert {c.name for c in comparisons if not c.passed} == {name}
+    assert by_name(comparisons)[name].head == (1, 0)
+
+
+def test_refuses_a_missing_minus_infinity_and_a_false_one(plant):
+    inputs = make_inputs(torch.float32, "none", rows=23, keys=9)
+    for row, value in ((0, -1e30), (20, -math.inf)):
+
+        def misplace(results, row=row, value=value):
+            results["lse"][0, 2, row] = value
+
+        plant(misplace)
+        lse = by_name(verify_attention(**inputs, backend="reference"))["lse"]
+        assert not lse.passed
+        assert lse.head == (0, 2)
+        assert lse.error == math.inf
+
+
+def _with(monkeypatch, edit_heads):
+    """Let the tested call compute with edited formulas: explicit_attention at float32, then `edit_heads(results)`."""
+
+    def run(call, backend, options):
+        def evaluate(*heads):
+            results = explicit_attention(*heads)
+            return edit_heads(results, *heads) or results
+
+        return {name: x.to(call.dtype_of(name)) for name, x in call.gather(evaluate, torch.float32).items()}
+
+    monkeypatch.setattr(attention.Call, "run", run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_accepts_the_unedited_formulas(dtype, monkeypatch):
+    _with(monkeypatch, lambda results, *heads: None)
+    assert_within_budget(verify_attention(**make_inputs(dtype, row_scale=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("term", "damaged"),
+    [
+        ("the gradient of lse", {"dq", "dk", "dlog_decay", "dscale"}),
+        ("the first log-decay has no gradient", {"dlog_decay"}),
+        ("the scale in dk", {"dk"}),
+        ("the second head of a group", {"dk", "dv"}),
+    ],
+)
+def test_refuses_a_dropped_term(dtype, term, damaged, monkeypatch):
+    def edit(results, q, k, v, log_decay, scale, causal, grad_out, grad_lse):
+        if term == "the gradient of lse":
+            return explicit_attention(q, k, v, log_decay, scale, causal, grad_out, torch.zeros_like(grad_lse))
+        if term == "the first log-decay has no gradient":
+            results["dlog_decay"][:, 0] = results["dlog_decay"][:, 1]
+        if term == "the scale in dk":
+            results["dk"] = results["dk"] * q.shape[-1] ** 0.5
+        if term == "the second head of a group":
+            results["dk"][1::2], results["dv"][1::2] = 0, 0
+        return results
+
+    _with(monkeypatch, edit)
+    comparisons = verify_attention(**make_inputs(dtype, row_scale=True))
+    assert {c.name for c in comparisons if not c.passed} == damaged
+
+
+def test_refuses_a_decay_gradient_without_row_sums(monkeypatch):
+    """dα from the columns alone is right in exact arithmetic, and wrong with an out that was rounded to bfloat16."""
+    keys = 256
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, keys, 2, 16).bfloat16() for _ in range(3))
+    log_decay = torch.full((1, keys, 2), -0.1)
+
+    def columns_only(results, q, k, v, log_decay, scale, causal, grad_out, grad_lse):
+        results = explicit_attention(q, k, v, log_decay, scale, causal, grad_out, grad_lse, rounding=torch.bfloat16)
+        delta = (grad_out * results["out"]).sum(-1) - grad_lse
+        i = torch.arange(keys)
+        alpha = log_decay.double().cumsum(1)
+        scores = scale[:, None, None] * (q @ k.mT) + (alpha[:, :, None] - alpha[:, None, :]).float()
+        p = scores.masked_fill(i[:, None] < i, -math.inf).softmax(-1)
+        ds = (p * (grad_out @ v.mT - delta[..., None])).bfloat16().double()
+        dalpha = -ds.sum(1) + (ds.sum(2) if rows_too else 0)
+        results["dlog_decay"] = dalpha.flip(1).cumsum(1).flip(1)
+        results["dlog_decay"][:, 0] = 0
+        return results
+
+    _with(monkeypatch, columns_only)
+    verdicts = {}
+    for rows_too in (True, False):
+        verdicts[rows_too] = by_name(verify_attention(q, k, v, log_decay))["dlog_decay"].passed
+    assert verdicts == {True: True, False: False}
+
+
+# Whole models
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, **options):
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(width), DecayFlashAttention(width, heads, **options)
+
+    def forward(self, x):
+        return x + self.attention(self.norm(x))
+
+
+class TinyModel(nn.Module):
+    """A byte model with an input of each kind: integer tokens and a floating weight per position."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 32)
+        self.blocks = nn.Sequential(Block(32, 4, **options), Block(32, 4, **options))
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+def weighted_loss(model, batch):
+    logits = model(batch["tokens"][:, :-1])
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="none")
+    return (losses * batch["weights"].flatten()).mean()
+
+
+@pytest.fixture
+def model_and_batch():
+    torch.manual_seed(0)
+    model = TinyModel(decay="scalar", bias=True, num_kv_heads=2, backend="auto")
+    for block in model.blocks:
+        nn.init.normal_(block.attention.decay.weight, std=0.2)
+    return model, {"tokens": torch.randint(0, 32, (3, 33)), "weights": torch.rand(3, 32)}
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_model_gradients_are_accepted(model_and_batch, autocast):
+    model, batch = model_and_batch
+    rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", autocast=autocast)
+    assert [row.parameter for row in rows] == [name for name, _ in model.named_parameters()]
+    assert {row.parameter for row in rows if row.is_decay} == {
+        f"blocks.{layer}.attention.decay.{name}" for layer in (0, 1) for name in ("weight", "bias")
+    }
+    assert all(row.passed for row in rows), format_table(rows)
+    assert {row.precision for row in rows} == {"float32" if autocast is None else "bfloat16"}
+    assert json.loads(json.dumps([dataclasses.asdict(row) for row in rows]))[0]["parameter"] == "embedding.weight"
+    # the model comes back as it was
+    assert {block.attention.backend for block in model.blocks} == {"auto"}
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(("autocast", "factor"), [(None, 1.0001), (torch.bfloat16, 1.05)])
+def test_a_scaled_decay_gradient_in_a_model_is_refused(model_and_batch, autocast, factor):
+    model, batch = model_and_batch
+    parameter = model.blocks[1].attention.decay.weight
+    in_kernel = iter([True])  # the tested run comes first; the oracle and eager are right
+    parameter.register_hook(lambda grad: grad * factor if next(in_kernel, False) else grad)
+    rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", autocast=autocast)
+    assert [row.parameter for row in rows if not row.passed] == ["blocks.1.attention.decay.weight"]
+    assert "VIOLATED" in format_table(rows)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_missing_decay_gradient_in_a_model_is_refused(model_and_batch, autocast, monkeypatch):
+    """log_decay detached in the tested call: the gate's parameters get no gradient, and those below it a wrong one."""
+    model, batch = model_and_batch
+    attention, calls = reference.attention, iter(range(2))
+
+    def detached(problem, q, k, v, log_decay, scale, backend):
+        return attention(problem, q, k, v, log_decay.detach() if next(calls, None) is not None else log_decay, scale)
+
+    monkeypatch.setattr(reference, "attention", detached)
+    rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", autocast=autocast)
+    failed = {row.parameter for row in rows if not row.passed}
+    assert {row.parameter for row in rows if row.is_decay} <= failed
+    assert {row.relative_error for row in rows if row.is_decay} == {1.0}
+    assert "head.weight" not in failed
+
+
+def test_a_model_without_decay_attention_is_refused():
+    with pytest.raises(ValueError, match="model: expected at least one DecayFlashAttention"):
+        compare_model_gradients(nn.Linear(2, 2), lambda model, x: model(x).sum(), torch.zeros(1, 2))
+
+
+def test_table_is_aligned():
+    rows = verify_attention(**make_inputs(torch.float32), backend="reference")
+    lines = format_table(rows).splitlines()
+    assert lines[0].split() == ["tensor", "head", "relative", "error", "error", "budget", "norm", "verdict"]
+    assert len(lines) == len(rows) + 2
+    assert len({line.index("ok") for line in lines[2:]}) == 1

@@ -1,0 +1,146 @@
+"""Which keys a row sees and which tiles a tile visits, against the meaning of visibility pair by pair."""
+
+import hypothesis
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import strategies as st
+
+from decayattn.backends.tile_range import edge_tile, keys_seen, rows_that_see, visited_tiles
+
+settings = hypothesis.settings(
+    max_examples=150 if torch.cuda.is_available() else 30, deadline=None, derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+
+
+@triton.jit
+def _store_visits(first, end, ranges, edges, most_edges, BLOCK: tl.constexpr):
+    """One program's four ends of visited_tiles, and its edge tiles in the order of edge_tile."""
+    tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK)
+    ranges += tl.program_id(0) * 4
+    tl.store(ranges, tile_begin)
+    tl.store(ranges + 1, whole_begin)
+    tl.store(ranges + 2, whole_end)
+    tl.store(ranges + 3, tile_end)
+    for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
+        tl.store(edges + tl.program_id(0) * most_edges + n, edge_tile(n, tile_begin, whole_begin, whole_end))
+
+
+@triton.jit
+def _visits_of_intervals(firsts, ends, ranges, edges, most_edges, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    here = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    _store_visits(tl.load(firsts + here), tl.load(ends + here), ranges, edges, most_edges, BLOCK)
+
+
+@triton.jit
+def _visits(
+    last_reset, next_reset, firsts, ends, ranges, edges, most_edges, query_length, key_length,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, MIRROR: tl.constexpr, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr,
+):  # fmt: skip
+    """One tile of ROWS query rows and the keys that they see; MIRROR: of ROWS keys and the rows that see them."""
+    first_position = key_length - query_length
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # indices past the end repeat the last one, as in the kernels
+    if MIRROR:
+        length = key_length
+        index = tl.minimum(index, length - 1)
+        first, end = rows_that_see(index, query_length, first_position, last_reset, next_reset, CAUSAL, HAS_RESETS)
+    else:
+        length = query_length
+        index = tl.minimum(index, length - 1)
+        first, end = keys_seen(index + first_position, key_length, last_reset, next_reset, CAUSAL, HAS_RESETS)
+    tl.store(firsts + index, first)
+    tl.store(ends + index, end)
+    _store_visits(first, end, ranges, edges, most_edges, BLOCK)
+
+
+def visible_pairs(query_length, key_length, resets, causal):
+    """(T_q, T_k): row i sees key j if no reset lies in (min, max] of the two, and, causal, j is not after i."""
+    i, j = torch.arange(query_length)[:, None] + key_length - query_length, torch.arange(key_length)
+    visible = (j <= i) if causal else torch.ones_like(j <= i)
+    for reset in resets:
+        visible &= (i >= reset) == (j >= reset)
+    return visible
+
+
+def segments(key_length, resets, device):
+    """last_reset and next_reset of every token, as the prefix records them."""
+    last = [max((r for r in resets if r <= t), default=0) for t in range(key_length)]
+    coming = [min((r for r in resets if r > t), default=key_length) for t in range(key_length)]
+    return [torch.tensor(x, dtype=torch.int32, device=device) for x in (last, coming)]
+
+
+def check_visits(inside, ranges, edges, rows, block):
+    """inside (lines, columns) says what is visible; one program had `rows` lines, tiles are `block` columns."""
+    for lines, (begin, whole_begin, whole_end, end), edge in zip(inside.split(rows), ranges, edges, strict=True):
+        assert begin <= whole_begin <= whole_end <= end
+        edge = edge[edge >= 0].tolist()
+        # every visited tile once: as whole or as edge
+        assert sorted(edge + list(range(whole_begin, whole_end))) == list(range(begin, end))
+        seen = lines.any(0).nonzero().flatten() // block
+        assert set(seen.tolist()) <= set(range(begin, end))
+        for tile in range(whole_begin, whole_end):
+            assert (tile + 1) * block <= lines.shape[1]
+            assert lines[:, tile * block : (tile + 1) * block].all()
+
+
+def check(query_length, key_length, resets, causal, rows, block, device):
+    visible = visible_pairs(query_length, key_length, resets, causal)
+    for mirror, pairs in ((False, visible), (True, visible.T)):
+        lines, columns = pairs.shape
+        programs, most_edges = triton.cdiv(lines, rows), triton.cdiv(columns, block)
+        new = dict(dtype=torch.int32, device=device)
+        firsts, ends = torch.full((2, lines), -1, **new)
+        ranges = torch.full((programs, 4), -1, **new)
+        edges = torch.full((programs, most_edges), -1, **new)
+        _visits[(programs,)](
+            *segments(key_length, resets, device), firsts, ends, ranges, edges, most_edges, query_length, key_length,
+            ROWS=rows, BLOCK=block, MIRROR=mirror, CAUSAL=causal, HAS_RESETS=bool(resets),
+        )  # fmt: skip
+        column = torch.arange(columns, device=device)
+        assert torch.equal(((column >= firsts[:, None]) & (column < ends[:, None])).cpu(), pairs)
+        check_visits(pairs, ranges.tolist(), edges.cpu(), rows, block)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("query_length", "key_length"), [(1, 1), (32, 32), (33, 33), (31, 33), (33, 31), (1, 40), (40, 1), (40, 7)]
+)
+def test_without_resets(query_length, key_length, causal, device):
+    check(query_length, key_length, [], causal, 8, 16, device)
+    check(query_length, key_length, [], causal, 16, 8, device)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("resets", [[1], [15, 16], [8, 31, 32], [39], list(range(1, 40))], ids=str)
+def test_resets(resets, causal, device):
+    check(40, 40, resets, causal, 8, 16, device)
+    check(9, 40, resets, causal, 8, 8, device)
+
+
+@settings
+@hypothesis.given(data=st.data())
+def test_any_rules(data, device):
+    causal = data.draw(st.booleans(), "causal")
+    key_length = data.draw(st.integers(1, 50), "T_k")
+    resets = sorted(data.draw(st.sets(st.integers(1, max(1, key_length - 1)), max_size=5), "resets"))
+    resets = [reset for reset in resets if reset < key_length]
+    # not causal, the rows before the first log-decay are refused
+    query_length = data.draw(st.integers(1, key_length if resets and not causal else 50), "T_q")
+    rows, block = data.draw(st.sampled_from([(8, 8), (8, 16), (16, 4)]), "tiles")
+    check(query_length, key_length, resets, causal, rows, block, device)
+
+
+@settings
+@hypothesis.given(intervals=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=4, max_size=4))
+def test_any_intervals(intervals, device):
+    """Whatever the rules are: empty intervals, disjoint ones, ends that decrease."""
+    firsts, ends = torch.tensor(intervals, dtype=torch.int32, device=device).T.contiguous()
+    ranges = torch.full((1, 4), -1, dtype=torch.int32, device=device)
+    edges = torch.full((1, 10), -1, dtype=torch.int32, device=device)
+    _visits_of_intervals[(1,)](firsts, ends, ranges, edges, 10, ROWS=4, BLOCK=8)
+    column = torch.arange(60, device=device)
+    inside = (column >= firsts[:, None]) & (column < ends[:, None])
+    check_visits(inside.cpu(), ranges.tolist(), edges.cpu(), 4, 8)

@@ -1,0 +1,107 @@
+"""The toy model, its optimiser settings, its sampling and the half-lives that it reports."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from decayattn.nn.decay import alibi_log_decay, retnet_log_decay
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+from toy_lm.figures import half_life_table, read_log
+from toy_lm.model import ByteLM, decay_rates, generate, next_byte_loss
+from toy_lm.training import learning_rate_factor, parameter_groups
+
+DECAYS = ["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none"]
+
+
+def small_model(decay="scalar", layers=1):
+    torch.manual_seed(0)
+    return ByteLM(layers=layers, width=32, heads=2, decay=decay, backend="reference")
+
+
+def tokens(batch, length):
+    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+
+
+def test_a_fresh_model_knows_nothing():
+    bits = next_byte_loss(small_model(), tokens(8, 65)).item() / math.log(2)
+    assert abs(bits - 8) < 0.1  # 8 bits are a uniform guess
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_predictions_do_not_see_the_future(decay):
+    model, x = small_model(decay, layers=2), tokens(1, 20)
+    y = x.clone()
+    y[:, 12:] = 255 - y[:, 12:]
+    assert torch.equal(model(x)[:, :12], model(y)[:, :12])
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_decay_is_the_only_position_information(decay):
+    """One causal layer without decay cannot tell in which order it saw the past; every decay can."""
+    model, x = small_model(decay).double(), tokens(1, 20)
+    shuffled = torch.cat([x[:, :19].flip(1), x[:, 19:]], dim=1)
+    change = (model(x)[0, -1] - model(shuffled)[0, -1]).norm() / model(x)[0, -1].norm()
+    assert (change < 1e-12) == (decay == "none")
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_every_parameter_is_in_one_group_and_decay_parameters_have_no_weight_decay(decay):
+    model = small_model(decay, layers=2)
+    decayed, spared = parameter_groups(model, 0.1)
+    assert sorted(map(id, decayed["params"] + spared["params"])) == sorted(id(p) for p in model.parameters())
+    names = {id(p): name for name, p in model.named_parameters()}
+    modules = {names[id(p)].split(".")[-2] for p in decayed["params"]}
+    assert modules == {"in_proj", "out_proj", "mlp_in", "mlp_out", "head"}
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth():
+    factors = [learning_rate_factor(step, 100) for step in range(101)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[5:] == sorted(factors[5:], reverse=True)
+    assert factors[5] == 1.0
+    assert factors[100] == pytest.approx(0.1)
+
+
+def test_samples_depend_on_the_seed_alone():
+    model = small_model()
+    first, again, other = (generate(model, b"import ", 20, 16, seed=seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert len(first) == 20
+
+
+@pytest.mark.parametrize(("decay", "values"), [("alibi", alibi_log_decay(2)), ("retnet-learned", retnet_log_decay(2))])
+def test_rates_of_a_constant_decay_are_its_values(decay, values):
+    for rates in decay_rates(small_model(decay, layers=2), tokens(2, 10)):
+        torch.testing.assert_close(rates, -torch.tensor([values]))
+
+
+def test_rates_of_a_scalar_decay_are_those_of_the_used_tokens():
+    model, x = small_model(layers=2), tokens(3, 10)
+    rates = decay_rates(model, x)
+    assert [rate.shape for rate in rates] == [(27, 2)] * 2
+    first = model.blocks[0]
+    log_decay = first.attention.decay(first.attention_norm(model.embedding(x.long())))
+    assert torch.equal(rates[0], -log_decay[:, 1:].reshape(-1, 2))
+    assert decay_rates(small_model("none"), x) == []
+
+
+def test_half_lives_of_known_rates():
+    rates = math.log(2) / torch.tensor([[1.0, 4.0], [2.0, 4.0], [4.0, 4.0]])
+    [[fast, slow]] = half_life_table([rates], step=5)["layers"]
+    assert fast["quartiles"] == pytest.approx([1.5, 3.0])
+    assert fast["mean"] == pytest.approx(3 / (1 + 1 / 2 + 1 / 4))
+    assert slow == {"mean": pytest.approx(4.0), "quartiles": pytest.approx([4.0, 4.0])}
+
+
+def test_logs_of_a_resumed_run_join_without_repetition(tmp_path):
+    for start, rows in ((0, "0,4.0,\n9,3.0,\n19,2.5,\n"), (10, "9,,9.9\n10,2.9,\n")):
+        folder = tmp_path / "logs" / f"from_step_{start}"
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text("step,train_bits,val_bits\n" + rows)
+    assert read_log(tmp_path, "train_bits") == ((0, 9, 10), (4.0, 3.0, 2.9))
+    assert read_log(tmp_path, "val_bits") == ((), ())

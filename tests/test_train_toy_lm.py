@@ -1,0 +1,235 @@
+"""The training script end to end: artefacts, learning, the gradient check, interruption and resume, two processes."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from decayattn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+import train_toy_lm
+from toy_lm.config import load_config
+from toy_lm.model import next_byte_loss
+from toy_lm.training import TrainByteLM, parameter_groups
+
+TINY = [
+    "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch_size", "8", "--validation_crops", "8",
+    "--sample_bytes", "10", "--precision", "32-true", "--backend", "reference",
+]  # fmt: skip
+UNCHECKED = [*TINY, "--gradient_check", "false", "--accelerator", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    """A few kilobytes in which every byte follows from the two before it."""
+    path = tmp_path_factory.mktemp("data") / "text"
+    path.write_bytes(b"abracadabra, " * 800)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def train(*arguments: str) -> int:
+    return train_toy_lm.main(list(arguments))
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-u", train_toy_lm.__file__, *arguments]
+
+
+def checkpoint(folder: Path | str) -> dict:
+    return torch.load(Path(folder) / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def test_a_run_learns_and_leaves_everything_behind(text, capsys):
+    assert train(*TINY, "--data", text, "--steps", "20", "--run", "run") == 0
+    printed = capsys.readouterr().out
+    folder = Path("run")
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
+        "config.yaml", "summary.json", "sample.txt", "loss.png",
+        "decay.png", "half_lives.json", "half_lives_start.json",
+        "checkpoints/best.ckpt", "checkpoints/last.ckpt", "logs/from_step_0/metrics.csv",
+        "gradients/step-0.txt", "gradients/step-0.json", "gradients/step-20.txt", "gradients/step-20.json",
+    }  # fmt: skip
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["validation_bits_before"] == pytest.approx(8, abs=0.1)
+    assert summary["validation_bits_after"] < summary["validation_bits_before"] - 1
+    assert f"validation before training: {summary['validation_bits_before']:.3f} bits per byte" in printed
+    assert f"validation after 20 steps: {summary['validation_bits_after']:.3f} bits per byte" in printed
+    for name in ("loss.png", "decay.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    assert yaml.safe_load((folder / "config.yaml").read_text())["steps"] == 20
+
+    module = TrainByteLM(load_config(folder))
+    trainable = {name for name, p in module.model.named_parameters() if p.requires_grad}
+    for step in (0, 20):
+        rows = json.loads((folder / "gradients" / f"step-{step}.json").read_text())
+        assert {row["parameter"] for row in rows} == trainable
+        assert {row["parameter"] for row in rows if row["is_decay"]} == {n for n in trainable if ".decay." in n}
+        assert all(row["passed"] and row["error"] <= row["budget"] for row in rows)
+        assert (folder / "gradients" / f"step-{step}.txt").read_text(encoding="utf-8") in printed
+
+
+@pytest.mark.parametrize("decay", ["alibi", "alibi-learned", "retnet", "retnet-learned", "none"])
+def test_every_decay_trains(decay, text):
+    """What has a decay draws it, and only learned ones have moved."""
+    assert train(*UNCHECKED, "--data", text, "--steps", "3", "--run", "run", "--decay", decay) == 0
+    tables = [Path("run", name) for name in ("half_lives_start.json", "half_lives.json")]
+    assert [path.exists() for path in (*tables, Path("run/decay.png"))] == [decay != "none"] * 3
+    if decay != "none":
+        start, now = (json.loads(path.read_text())["layers"] for path in tables)
+        assert (start != now) == decay.endswith("learned")
+
+
+class ScaledGradient(torch.autograd.Function):
+    """The identity, with a gradient that is 0.1 % too large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.001
+
+
+@pytest.fixture
+def wrong_decay_gradient(monkeypatch):
+    """Kernels whose gradient of the log-decay is 0.1 % too large."""
+    kernels = functional.autograd.attention
+
+    def attention(problem, q, k, v, log_decay, *rest):
+        return kernels(problem, q, k, v, ScaledGradient.apply(log_decay), *rest)
+
+    monkeypatch.setattr(functional.autograd, "attention", attention)
+
+
+@pytest.mark.usefixtures("wrong_decay_gradient")
+def test_a_wrong_decay_gradient_stops_the_run_with_status_1(text, capsys):
+    assert train(*TINY, "--data", text, "--steps", "5", "--run", "run") == 1
+    printed = capsys.readouterr().out
+    assert "stopped: gradients outside the error budget at step 0" in printed
+    rows = json.loads(Path("run/gradients/step-0.json").read_text())
+    assert {row["parameter"] for row in rows if not row["passed"]} == {
+        "blocks.0.attention.decay.weight", "blocks.0.attention.decay.bias",
+    }  # fmt: skip
+    assert not Path("run/checkpoints").exists()
+
+
+def test_a_violation_after_the_last_step_keeps_the_checkpoint(text, monkeypatch, request):
+    step = TrainByteLM.training_step
+
+    def break_the_kernels_then_step(module, batch):
+        if module.trainer.global_step == 3:
+            request.getfixturevalue("wrong_decay_gradient")
+        return step(module, batch)
+
+    monkeypatch.setattr(TrainByteLM, "training_step", break_the_kernels_then_step)
+    assert train(*TINY, "--data", text, "--steps", "5", "--run", "run") == 1
+    assert checkpoint("run")["global_step"] == 5
+
+
+def test_an_interrupted_run_resumes_where_it_stopped(text, monkeypatch, capsys):
+    """Ctrl-C during step 5, then --resume: the same weights, bit by bit, as without an interruption."""
+    options = [*UNCHECKED, "--data", text, "--steps", "12", "--validate_every", "4"]
+    assert train(*options, "--run", "whole") == 0
+
+    step = TrainByteLM.training_step
+
+    def step_and_interrupt(module, batch):
+        if module.trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(module, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainByteLM, "training_step", step_and_interrupt)
+        assert train(*options) == 130
+    folder = next(Path("runs/toy_lm").iterdir())
+    assert f"interrupted after step 6\ncontinue with --resume {folder}" in capsys.readouterr().out
+    assert checkpoint(folder)["global_step"] == 6
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    assert train("--resume", "last") == 0
+    whole, resumed = checkpoint("whole"), checkpoint(folder)
+    assert whole["global_step"] == resumed["global_step"] == 12
+    assert all(torch.equal(whole["state_dict"][name], resumed["state_dict"][name]) for name in whole["state_dict"])
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["from_step_0", "from_step_6"]
+
+    assert train("--resume", str(folder)) == 2
+    assert "steps: expected more than the 12 of the run to resume, got 12" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_a_process_ends_it_cleanly(text):
+    arguments = [*UNCHECKED, "--data", text, "--steps", "1000000", "--validate_every", "20", "--run", "run"]
+    process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if "step 20: validation" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait() == 130
+    assert "Traceback" not in rest
+    assert f"interrupted after step {checkpoint('run')['global_step']}\n" in rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "nowhere"], "error: data: expected a file or a folder, got 'nowhere', which does not exist"),
+        (["--resume", "nowhere"], "error: resume: expected a run folder or a checkpoint, got 'nowhere'"),
+        (["--heads", "3"], "error: heads: must divide the width; got 3 heads, width 32"),
+        (["--backend", "cudnn"], "error: backend: expected one of auto, reference, triton, hopper, got 'cudnn'"),
+    ],
+)
+def test_wrong_options_end_the_script_with_a_message_and_status_2(arguments, message, capsys):
+    assert train(*UNCHECKED, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_is_not_overwritten(text, capsys):
+    arguments = [*UNCHECKED, "--data", text, "--steps", "1", "--run", "run"]
+    assert train(*arguments) == 0
+    assert train(*arguments) == 2
+    assert "error: run: run already holds a run" in capsys.readouterr().err
+
+
+def test_two_processes_give_every_parameter_the_gradient_of_the_whole_batch(text, interpreter):
+    """One step of DDP over gloo. AdamW's first moment is then a tenth of the gradient, held to the error budget."""
+    arguments = [*TINY, "--data", text, "--steps", "1", "--clip", "0", "--run", "run"]
+    arguments += ["--devices", "2", "--strategy", "ddp", "--accelerator", "cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command(*arguments), env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    config = load_config(Path("run"))
+    torch.manual_seed(config.seed)
+    module = TrainByteLM(config)  # the weights that the run started with
+    batch = module.training_batches().batch(0)
+    names = [name for name, _ in module.model.named_parameters()]
+
+    def gradients(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(module.model).to(dtype)
+        return dict(zip(names, torch.autograd.grad(next_byte_loss(model, batch), model.parameters()), strict=True))
+
+    exact, eager = gradients(torch.float64), gradients(torch.float32)
+    name_of = {id(p): name for name, p in module.model.named_parameters()}
+    order = [name_of[id(p)] for group in parameter_groups(module.model, 0.1) for p in group["params"]]
+    moments = checkpoint("run")["optimizer_states"][0]["state"]
+    assert sorted(order) == sorted(names)
+    assert len(moments) == len(names)
+    for index, name in enumerate(order):
+        distributed = moments[index]["exp_avg"].double() / (1 - 0.9)
+        budget = 2 * (eager[name] - exact[name]).norm() + torch.finfo(torch.float32).eps * exact[name].norm()
+        assert (distributed - exact[name]).norm() <= budget, name
+        assert exact[name].norm() > 0, name
