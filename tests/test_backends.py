@@ -23,8 +23,9 @@ def python(code: str, **environment: str) -> str:
     """What a fresh interpreter prints, with TRITON_INTERPRET as given (unset by default)."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=inherited | environment, capture_output=True, text=True
-    )
+        [sys.executable, "-c", textwrap.dedent(code)], env=inherited | environment, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 

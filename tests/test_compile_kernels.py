@@ -14,8 +14,9 @@ def test_both_backends_compile_for_sm90():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = ["--head-dims", "64", "128", "--decays", "scalar", "--paths", "TMA"]
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], env=environment, capture_output=True, text=True, check=False
-    )
+        [sys.executable, str(SCRIPT), *options], env=environment, capture_output=True, text=True, timeout=900,
+        check=False,
+    )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     for backend, kernels in {
         "hopper": ["forward_kernel", "gradients_kernel"],

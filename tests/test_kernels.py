@@ -154,16 +154,10 @@ def test_strong_decay(strength, dtype, device):
 
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e5])
 def test_huge_logits(size, device):
-    """They neither overflow nor meet a mask sentinel, and a row that one key dominates keeps all its digits.
-
-    Scores in base 2 have one rounding more than natural ones, s·log2(e). It moves a probability by eps·|S|, which
-    counts once |S| is in the hundreds: where the budget fails, that bound holds.
-    """
+    """They neither overflow nor meet a mask sentinel."""
     inputs = Case(query_length=150, key_length=150, heads=1, kv_heads=1).inputs(device)
     inputs |= dict(q=inputs["q"] * size**0.5, k=inputs["k"] * size**0.5)
-    largest = (0.25 * inputs["q"][0, :, 0] @ inputs["k"][0, :, 0].T).abs().max().item()
-    for c in verify_attention(**inputs, backend="triton"):
-        assert c.passed or c.relative_error < torch.finfo(torch.float32).eps * largest, c
+    verify(inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

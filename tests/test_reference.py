@@ -117,7 +117,7 @@ def test_number_constant_and_equal_tokens_agree(value, causal):
 
 
 @given(seed=st.integers(0, 99), cut=st.integers(1, 10), causal=st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True)
 def test_a_reset_makes_two_sequences(seed, cut, causal):
     tensors = (*make_qkv(), make_log_decay(seed=seed))
     tensors[3][:, cut] = -INF

@@ -101,7 +101,7 @@ def test_explicit_formulas_equal_autograd(decay, causal, row_scale, lengths, eva
 
 
 @given(rows=st.integers(0, 9), keys=st.integers(0, 9), causal=st.booleans(), decay=st.sampled_from(DECAYS))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_accepts_any_shape(rows, keys, causal, decay):
     if not causal and rows > keys and decay not in ("none", "number", "constant"):
         rows = keys

@@ -4,8 +4,11 @@ import copy
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ TINY = [
     "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch_size", "8", "--validation_crops", "8",
     "--sample_bytes", "10", "--precision", "32-true", "--backend", "reference",
 ]  # fmt: skip
+SECONDS = 300  # after which a process hangs
 UNCHECKED = [*TINY, "--gradient_check", "false", "--accelerator", "cpu"]
 
 
@@ -173,12 +177,15 @@ def test_an_interrupted_run_resumes_where_it_stopped(text, monkeypatch, capsys):
 def test_ctrl_c_in_a_process_ends_it_cleanly(text):
     arguments = [*UNCHECKED, "--data", text, "--steps", "1000000", "--validate_every", "20", "--run", "run"]
     process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = threading.Timer(SECONDS, process.kill)
+    deadline.start()
     for line in process.stdout:
         if "step 20: validation" in line:
             process.send_signal(signal.SIGINT)
             break
     rest = process.stdout.read()
     assert process.wait() == 130
+    deadline.cancel()
     assert "Traceback" not in rest
     assert f"interrupted after step {checkpoint('run')['global_step']}\n" in rest
 
@@ -204,13 +211,52 @@ def test_a_run_is_not_overwritten(text, capsys):
     assert "error: run: run already holds a run" in capsys.readouterr().err
 
 
+@pytest.fixture
+def processes_that_meet() -> None:
+    """Two processes of torch's own add a number over gloo; in a sandbox without a loopback device they never meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = f"""
+import datetime, sys, torch
+torch.distributed.init_process_group(
+    "gloo", init_method="tcp://127.0.0.1:{port}", rank=int(sys.argv[1]), world_size=2,
+    timeout=datetime.timedelta(seconds=30),
+)
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+assert total == 2
+torch.distributed.destroy_process_group()
+"""
+    both = [subprocess.Popen([sys.executable, "-c", code, str(rank)], stderr=subprocess.DEVNULL) for rank in range(2)]
+    deadline = time.monotonic() + 60
+    try:
+        met = all(process.wait(max(0, deadline - time.monotonic())) == 0 for process in both)
+    except subprocess.TimeoutExpired:
+        met = False
+    for process in both:
+        process.kill()
+        process.wait()
+    if not met:
+        pytest.skip("two processes of this machine cannot reach one another over gloo on 127.0.0.1")
+
+
+@pytest.mark.usefixtures("processes_that_meet")
 def test_two_processes_give_every_parameter_the_gradient_of_the_whole_batch(text, interpreter):
     """One step of DDP over gloo. AdamW's first moment is then a tenth of the gradient, held to the error budget."""
     arguments = [*TINY, "--data", text, "--steps", "1", "--clip", "0", "--run", "run"]
     arguments += ["--devices", "2", "--strategy", "ddp", "--accelerator", "cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command(*arguments), env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    # its own session, so that the second process, which the first one starts, can be ended with it
+    process = subprocess.Popen(
+        command(*arguments), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = threading.Timer(SECONDS, os.killpg, [process.pid, signal.SIGKILL])
+    deadline.start()
+    printed = process.communicate()[0]
+    deadline.cancel()
+    assert process.returncode == 0, printed
 
     config = load_config(Path("run"))
     torch.manual_seed(config.seed)

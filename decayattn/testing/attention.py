@@ -17,9 +17,9 @@ from decayattn.testing.table import format_table, ratio
 # For 16-bit inputs the prefix of the decay inside a block of tokens is stored in float32, which shows in the LSE only
 PREFIX_BLOCK = 128
 
-# Factors of the eager evaluations. The output gradients (or the loss) and P before its rounding are multiplied by a
-# factor, which is divided out at the end: the same values, rounded elsewhere. A normal error of one number exceeds
-# twice another one in 3 of 10 cases, and twice the largest of 16 in 1 of 1000.
+# Factors of the eager evaluations. The output gradients (or the loss), the scores and P before its rounding are
+# multiplied by a factor, which is divided out at the end: the same values, rounded elsewhere. A normal error of one
+# number exceeds twice another one in 3 of 10 cases, and twice the largest of 16 in 1 of 1000.
 DRAWS = tuple(2.0 ** (draw / 16) for draw in range(16))  # 1 first; the others have no short mantissa, so all is rounded
 
 # the arguments of decay_attention that may have a gradient
@@ -114,13 +114,13 @@ class Call:
 
         return self.gather(evaluate, torch.float64)
 
-    def eager(self, gradient_factor: float = 1.0, p_factor: float = 1.0) -> dict[str, Tensor]:
+    def eager(self, gradient_factor: float = 1.0, factor: float = 1.0) -> dict[str, Tensor]:
         """The rounded evaluation, in the dtypes that decay_attention returns. The factors: see `DRAWS`."""
 
         def evaluate(*heads):
             *inputs, grad_out, grad_lse = heads
             grads = grad_out * gradient_factor, grad_lse * gradient_factor
-            return explicit_attention(*inputs, *grads, rounding=self.problem.dtype, p_factor=p_factor)
+            return explicit_attention(*inputs, *grads, rounding=self.problem.dtype, factor=factor)
 
         total = self.gather(evaluate, self.problem.accumulator_dtype)
         return {name: x.to(self.dtype_of(name)) for name, x in total.items()}

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 # Scores held at once by the evaluations below (rows are taken in chunks): 256 MB per float64 matrix
 SCORES_AT_ONCE = 2**25
 
+# A factor without a short mantissa, between those of attention.DRAWS
+ELSEWHERE = 2.0 ** (1 / 32)
+
 
 def explicit_attention(
     q: Tensor,
@@ -20,7 +23,7 @@ def explicit_attention(
     grad_lse: Tensor,
     *,
     rounding: torch.dtype | None = None,
-    p_factor: float = 1.0,
+    factor: float = 1.0,
     absolute: bool = False,
     prefix_block: int = 0,
 ) -> dict[str, Tensor]:
@@ -32,7 +35,8 @@ def explicit_attention(
         scale: (N,), or (N, T_q) for one per row.
         grad_out, grad_lse: (N, T_q, D_v), (N, T_q).
         rounding: P, dS and out are rounded to this dtype, as a kernel for inputs of that dtype has to; None: never.
-        p_factor: P is rounded as a multiple by this factor; an online softmax, too, rounds it before it is normalised.
+        factor: the scores and P are rounded as multiples by this factor. Kernels, too, hold scores as multiples (by
+            log2 e, for exp2), and an online softmax rounds P before it is normalised.
         absolute: every term enters with its absolute value, so no sum cancels. P is the true P, it is never negative.
         prefix_block: with absolute, the decay of a score counts as the difference of two prefixes that start in the
             last so many tokens, and not only with its own size.
@@ -59,10 +63,10 @@ def explicit_attention(
     for chunk in row_chunks(heads * keys, rows):
         i, s, qi = position[chunk], row_scale[:, chunk], q[:, chunk]
         visible = _visible(log_decay, causal, i, j)
-        scores = s * (qi @ k.mT) + _decay_term(log_decay, i, j).to(q.dtype)
-        scores = torch.where(visible, scores, -math.inf)
-        p = torch.where(visible, scores.softmax(-1), 0.0)  # a row that sees nothing is 0, not 0/0
-        lse = scores.logsumexp(-1)
+        decay = _decay_term(log_decay, i, j)
+        scores = _scores(s, qi, k, decay, visible, factor)
+        p = torch.where(visible, scores.softmax(-1), 0.0).to(q.dtype)  # a row that sees nothing is 0, not 0/0
+        lse = (scores.logsumexp(-1) * factor).to(q.dtype).double() / factor
         result["lse"][:, chunk] = lse
         if absolute:
             s, qi = s.abs(), qi.abs()
@@ -72,19 +76,21 @@ def explicit_attention(
                 result["score_size"] = torch.maximum(result["score_size"], sizes.amax((1, 2)))
             # LSE_i = Σ_j P_ij (S_ij − log P_ij), and −log P is nonnegative already
             result["lse"][:, chunk] = (p * sizes - torch.xlogy(p, p)).sum(-1)
-        p_rounded = rounded(p * p_factor)
-        out = rounded(p_rounded @ size(v) / p_factor)
+        p_rounded = rounded(p * factor)
+        out = rounded(p_rounded @ size(v) / factor)
         result["out"][:, chunk] = out
 
-        # the backward has P from the scores and the saved log-sum-exp, which is rounded, too: scores may be huge
-        p = torch.where(visible, (scores - lse[..., None]).exp(), 0.0)
-        p_rounded = rounded(p * p_factor)
+        # the backward has P from the saved log-sum-exp, which is rounded, and from scores that it computes once more,
+        # which are not rounded as they were: where scores are huge, or one key has a whole row, nothing else counts
+        scores = _scores(row_scale[:, chunk], q[:, chunk], k, decay, visible, factor * ELSEWHERE)
+        p = torch.where(visible, (scores - lse[..., None]).exp(), 0.0).to(q.dtype)
+        p_rounded = rounded(p * factor)
         do, dlse = size(grad_out[:, chunk]), size(grad_lse[:, chunk])
         delta = minus((do * out).sum(-1), dlse)
         dp = do @ size(v).mT
         # masked before rounding: dLSE may be anything in a row that sees nothing
         ds = torch.where(visible, p * minus(dp, delta[..., None]), 0.0)
-        result["dv"] += p_rounded.mT @ do / p_factor
+        result["dv"] += p_rounded.mT @ do / factor
         if scale.ndim == 2:
             result["dk"] += rounded(s * ds).mT @ qi
         else:
@@ -108,6 +114,12 @@ def explicit_attention(
         residue = _suffix_sums(touching.square(), log_decay).clamp(min=0).sqrt()
         result["dlog_decay"] = _suffix_sums(dalpha, log_decay) + residue
     return result
+
+
+def _scores(scale: Tensor, q: Tensor, k: Tensor, decay: Tensor, visible: Tensor, factor: float) -> Tensor:
+    """S in float64, rounded as a multiple by the factor to q's dtype; −inf where nothing is visible."""
+    multiple = scale * factor * (q @ k.mT) + (decay * factor).to(q.dtype)
+    return torch.where(visible, multiple.double() / factor, -math.inf)
 
 
 def _rows_on_keys(ds: Tensor, i: Tensor, minus: bool = False) -> Tensor:

@@ -199,7 +199,7 @@ class _RoundedAttention(torch.autograd.Function):
     @staticmethod
     def evaluate(problem, factor, inputs, grad_out, grad_lse) -> dict[str, Tensor]:
         with torch.autocast(problem.device.type, enabled=False):
-            return _RoundedAttention.call_of(problem, inputs, grad_out, grad_lse).eager(p_factor=factor)
+            return _RoundedAttention.call_of(problem, inputs, grad_out, grad_lse).eager(factor=factor)
 
     @staticmethod
     def call_of(problem, inputs, grad_out, grad_lse) -> Call:
