@@ -146,6 +146,7 @@ def test_a_violation_after_the_last_step_keeps_the_checkpoint(text, monkeypatch,
 
 def test_an_interrupted_run_resumes_where_it_stopped(text, monkeypatch, capsys):
     """Ctrl-C during step 5, then --resume: the same weights, bit by bit, as without an interruption."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts with it ignored
     options = [*UNCHECKED, "--data", text, "--steps", "12", "--validate_every", "4"]
     assert train(*options, "--run", "whole") == 0
 
