@@ -11,7 +11,10 @@ from torch.autograd import forward_ad
 from decayattn import backends
 from decayattn.problem import AttentionProblem
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? row_scale, float scale, bool causal, str backend"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? row_scale, Tensor? places, Tensor? bias, "
+    "float scale, bool causal, SymInt[] window, SymInt[]? longest, str backend"
+)
 # what the forward leaves to the backward, besides its inputs and out
 _SAVED = "Tensor row_references, Tensor local, Tensor base, Tensor last_reset, Tensor next_reset"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -23,8 +26,8 @@ torch.library.define(
 )
 torch.library.define(
     "decayattn::backward",
-    f"(Tensor d_out, Tensor? d_lse, {_INPUTS}, Tensor out, {_SAVED}, bool decay_gradient) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor d_log_decay, Tensor d_row_scale)",
+    f"(Tensor d_out, Tensor? d_lse, {_INPUTS}, Tensor out, {_SAVED}, bool decay_gradient, bool bias_gradient) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor d_log_decay, Tensor d_row_scale, Tensor d_bias)",
     tags=_TAGS,
 )
 
@@ -36,47 +39,52 @@ def attention(
     v: Tensor,
     log_decay: Tensor | None,
     scale: Tensor | float,
+    places: Tensor | None,
+    bias: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """out and lse from a kernel backend, differentiable once."""
-    tensors = [x for x in (q, k, v, log_decay, scale) if isinstance(x, Tensor)]
+    tensors = [x for x in (q, k, v, log_decay, scale, bias) if isinstance(x, Tensor)]
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         # PyTorch would drop the tangent at the operator without a word
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
     row_scale, scale = (scale, 1.0) if problem.row_scale else (None, scale)
-    out, lse, *_ = torch.ops.decayattn.forward(q, k, v, log_decay, row_scale, scale, problem.causal, backend)
+    longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
+    out, lse, *_ = torch.ops.decayattn.forward(
+        q, k, v, log_decay, row_scale, places, bias, scale, problem.causal, problem.window, longest, backend
+    )
     return out, lse
 
 
 @torch.library.impl("decayattn::forward", "CompositeExplicitAutograd")
-def _forward(q, k, v, log_decay, row_scale, scale, causal, backend):
-    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal)
+def _forward(q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, backend):
+    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias)
     out, lse, row_references, prefix = backends.load(backend).forward(
-        problem, q, k, v, log_decay, scale if row_scale is None else row_scale
+        problem, q, k, v, log_decay, scale if row_scale is None else row_scale, places, bias
     )
     return out, lse, row_references, *prefix
 
 
 @torch.library.impl("decayattn::backward", "CompositeExplicitAutograd")
 def _backward(
-    d_out, d_lse, q, k, v, log_decay, row_scale, scale, causal, backend, out, row_references, local, base, last_reset,
-    next_reset, decay_gradient,
+    d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, backend, out,
+    row_references, local, base, last_reset, next_reset, decay_gradient, bias_gradient,
 ):  # fmt: skip
     from decayattn.backends.prefix import DecayPrefix  # imports Triton, so not before a kernel backend has run
 
-    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal)
-    dq, dk, dv, d_log_decay, d_row_scale = backends.load(backend).backward(
-        problem, d_out, d_lse, q, k, v, log_decay, scale if row_scale is None else row_scale, out, row_references,
-        DecayPrefix(local, base, last_reset, next_reset), decay_gradient,
+    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias)
+    dq, dk, dv, *rest = backends.load(backend).backward(
+        problem, d_out, d_lse, q, k, v, log_decay, scale if row_scale is None else row_scale, places, bias, out,
+        row_references, DecayPrefix(local, base, last_reset, next_reset), decay_gradient, bias_gradient,
     )  # fmt: skip
-    return dq, dk, dv, _or_empty(d_log_decay, row_references), _or_empty(d_row_scale, row_references)
+    return dq, dk, dv, *(_or_empty(gradient, row_references) for gradient in rest)
 
 
 @torch.library.register_fake("decayattn::forward")
-def _forward_fake(q, k, v, log_decay, row_scale, scale, causal, backend):
+def _forward_fake(q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, backend):
     from decayattn.backends import prefix  # imports Triton
 
-    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal)
+    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias)
     rows = (problem.batch, problem.num_heads, problem.query_length)
     return (
         q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim),
@@ -88,8 +96,8 @@ def _forward_fake(q, k, v, log_decay, row_scale, scale, causal, backend):
 
 @torch.library.register_fake("decayattn::backward")
 def _backward_fake(
-    d_out, d_lse, q, k, v, log_decay, row_scale, scale, causal, backend, out, row_references, local, base, last_reset,
-    next_reset, decay_gradient,
+    d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, backend, out,
+    row_references, local, base, last_reset, next_reset, decay_gradient, bias_gradient,
 ):  # fmt: skip
     def contiguous(x):
         return x.new_empty(x.shape)
@@ -98,6 +106,7 @@ def _backward_fake(
         contiguous(q), contiguous(k), contiguous(v),
         contiguous(log_decay) if decay_gradient else row_references.new_empty(0),
         torch.empty_like(row_references).transpose(1, 2) if row_scale is not None else row_references.new_empty(0),
+        contiguous(bias) if bias_gradient else row_references.new_empty(0),
     )  # fmt: skip
 
 
@@ -107,24 +116,25 @@ def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _save(ctx, inputs, output):
-    q, k, v, log_decay, row_scale, *ctx.modes = inputs
+    q, k, v, log_decay, row_scale, places, bias, *ctx.modes = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     out, _, *saved = output
-    ctx.save_for_backward(q, k, v, log_decay, row_scale, out, *saved)
+    ctx.save_for_backward(q, k, v, log_decay, row_scale, places, bias, out, *saved)
 
 
 def _differentiate(ctx, d_out, d_lse, *_):
-    q, k, v, log_decay, row_scale, out, *saved = ctx.saved_tensors
+    q, k, v, log_decay, row_scale, places, bias, out, *saved = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-    decay_gradient = ctx.needs_input_grad[3]
-    dq, dk, dv, d_log_decay, d_row_scale = torch.ops.decayattn.backward(
-        d_out, d_lse, q, k, v, log_decay, row_scale, *ctx.modes, out, *saved, decay_gradient
-    )
+    decay_gradient, bias_gradient = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
+    dq, dk, dv, d_log_decay, d_row_scale, d_bias = torch.ops.decayattn.backward(
+        d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, *ctx.modes, out, *saved,
+        decay_gradient, bias_gradient,
+    )  # fmt: skip
     return (
         dq, dk, dv, d_log_decay if decay_gradient else None, d_row_scale if row_scale is not None else None,
-        None, None, None,
+        None, d_bias if bias_gradient else None, *(None for _ in ctx.modes),
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""The public function: its contract, then one straight call."""
+"""The public functions: their contracts, then one straight call."""
 
 import torch
 from torch import Tensor
 
 from decayattn import autograd, backends, reference
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, check_arguments, check_packed_arguments, window_of
 
 
 def decay_attention(
@@ -15,6 +15,13 @@ def decay_attention(
     *,
     scale: Tensor | float | None = None,
     causal: bool = True,
+    window_size: tuple[int, int] | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_q: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -42,6 +49,19 @@ def decay_attention(
         scale: s, a number, or a tensor broadcastable to (B, T_q, H): one finite scale of any sign per query row and
             head. Default 1/√D.
         causal: query i sees the keys j ≤ i. Otherwise it sees all, and the decay acts in both directions.
+        window_size: (left, right): query i sees the keys i − left ≤ j ≤ i + right only; −1 is no limit. A causal query
+            sees nothing to its right in any case. Sliding windows as in Beltagy et al., arXiv 2004.05150.
+        bias: added to the scores; broadcastable to (B, H, T_q, T_k), with a gradient of its own shape. Or boolean: True
+            where a query sees a key, as far as the other arguments let it.
+        sink: (H,) learned logits: every row has one more key, of score sink_h and value 0. lse includes it, and has its
+            gradient (Xiao et al., arXiv 2309.17453).
+        seqused_q, seqused_k, leftpad_q, leftpad_k: (B,) int32, where the sequence lies in its batch entry: its queries
+            are the rows leftpad_q ≤ row < seqused_q, its keys the tokens leftpad_k ≤ j < seqused_k, and the last query
+            stands at the last key. Default 0 and T_q, 0 and T_k. Rows and tokens outside have out 0, lse −inf (with a
+            sink, the sink) and gradient 0, and what they hold does not matter. A batch padded on the right has
+            seqused_q = seqused_k = its lengths, one padded on the left leftpad_q = leftpad_k, a key cache has
+            seqused_k. Numbers outside the tensors are taken as their ends. Not causal with a decay per token, rows
+            before the first key of their sequence see nothing.
         return_lse: also return lse.
         backend: "auto" takes the fastest that accepts the problem. "reference" is eager PyTorch, differentiable to any
             order; "triton" the Triton kernels; "hopper" the Gluon kernels for sm_90, which are new, and which "auto"
@@ -49,8 +69,8 @@ def decay_attention(
 
     Returns:
         out (B, T_q, H, D_v) in the dtype of q, or (out, lse) with lse (B, H, T_q) in float32 (float64 for float64
-        inputs). Both are differentiable with respect to q, k, v, log_decay and scale. A row that sees no key gives out
-        0, lse −inf and contributes exactly 0 to every gradient.
+        inputs). Both are differentiable with respect to q, k, v, log_decay, scale, bias and sink. A row that sees no
+        key gives out 0, lse −inf (with a sink, the sink) and contributes exactly 0 to every gradient but the sink's.
 
     Under autocast q, k and v are cast to its dtype, log_decay and scale are left alone. The kernels have no second
     derivative: a double backward raises.
@@ -59,11 +79,123 @@ def decay_attention(
         TypeError, ValueError: for every bad argument, by name, before any kernel starts.
     """
     q, k, v = _autocast(q, k, v)
-    problem = AttentionProblem.check(q, k, v, log_decay, scale, causal)
-    chosen = backends.select(problem, backend)
-    attention = reference.attention if chosen == "reference" else autograd.attention
-    out, lse = attention(problem, q, k, v, _per_head(log_decay, q), _per_row(scale, q), chosen)
+    check_arguments(
+        q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias
+    )
+    log_decay, scale = _per_head(log_decay, q), _per_row(scale, q)
+    places = _places_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
+    problem = AttentionProblem.of(
+        q, v, log_decay, scale if isinstance(scale, Tensor) else None, causal, window_of(window_size, causal), places,
+        bias=bias,
+    )  # fmt: skip
+    out, lse = _attend(problem, q, k, v, log_decay, scale, places, bias, sink, backend)
     return (out, lse) if return_lse else out
+
+
+def decay_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | float | None = None,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: Tensor | float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""decay_attention of sequences of different lengths that are packed behind one another, without padding.
+
+    Sequence n has the queries cu_seqlens_q[n] ≤ row < cu_seqlens_q[n + 1] and the keys cu_seqlens_k[n] ≤ token <
+    cu_seqlens_k[n + 1]; either may be empty. Nothing crosses a boundary: the result is decay_attention of each sequence
+    alone, and the first λ of every sequence has gradient 0.
+
+    Args:
+        q, k, v: (total_q, H, D), (total_k, H_kv, D) and (total_k, H_kv, D_v).
+        log_decay: as in decay_attention, one per token being (total_k, H).
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, non-decreasing. Read when the kernels run: changing them in
+            place and replaying a CUDA graph is fine.
+        max_seqlen_q, max_seqlen_k: no sequence is longer than these. They only size the launch; tokens of a sequence
+            beyond them are not computed (zeros, and not seen).
+        scale, causal, window_size, sink, return_lse, backend: as in decay_attention; a tensor scale broadcasts to
+            (total_q, H). Not causal with a decay per token, rows before a sequence's first key (T_q > T_k) see nothing.
+
+    Returns:
+        out (total_q, H, D_v), or (out, lse) with lse (H, total_q). Tokens that belong to no sequence have out 0, lse
+        −inf (with a sink, the sink) and gradient 0.
+
+    Raises:
+        TypeError, ValueError: for every bad argument, by name, before any kernel starts.
+    """
+    q, k, v = _autocast(q, k, v)
+    check_packed_arguments(
+        q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    )
+    q, k, v = q[None], k[None], v[None]
+    if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
+        log_decay = log_decay[None]
+    log_decay, scale = _per_head(log_decay, q), _per_row(scale, q)
+    places = torch.cat(
+        [
+            _interval(cu_seqlens_q[:-1], cu_seqlens_q[1:], q.shape[1], max_seqlen_q),
+            _interval(cu_seqlens_k[:-1], cu_seqlens_k[1:], k.shape[1], max_seqlen_k),
+        ], 1,
+    )  # fmt: skip
+    problem = AttentionProblem.of(
+        q, v, log_decay, scale if isinstance(scale, Tensor) else None, causal, window_of(window_size, causal), places,
+        (max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    out, lse = _attend(problem, q, k, v, log_decay, scale, places, None, sink, backend)
+    return (out[0], lse[0]) if return_lse else out[0]
+
+
+def _attend(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    places: Tensor | None, bias: Tensor | None, sink: Tensor | None, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    chosen = backends.select(problem, backend)
+    if chosen == "reference":
+        return reference.attention(problem, q, k, v, log_decay, scale, places, sink, bias)
+    out, lse = autograd.attention(problem, q, k, v, log_decay, scale, places, bias, chosen)
+    return (out, lse) if sink is None else with_sink(out, lse, sink)
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse when every row has one more key, of score sink and value 0: no kernel needs to know."""
+    sink = sink.to(lse.dtype)[:, None].expand_as(lse)
+    # a row that sees nothing has lse −inf, and no difference of two infinities may reach a gradient
+    nothing = lse.isneginf()
+    seen = torch.where(nothing, 0.0, lse)
+    total = torch.where(nothing, sink, torch.logaddexp(seen, sink))
+    weight = torch.where(nothing, 0.0, torch.exp(seen - torch.where(nothing, 0.0, total)))
+    return (out * weight.transpose(1, 2)[..., None]).to(out.dtype), total
+
+
+def _places_in_entries(
+    q: Tensor, k: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None, leftpad_q: Tensor | None,
+    leftpad_k: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """AttentionProblem's places; None where every sequence fills its batch entry."""
+    if all(given is None for given in (seqused_q, seqused_k, leftpad_q, leftpad_k)):
+        return None
+
+    def number(given: Tensor | None, default: int) -> Tensor:
+        return q.new_full((q.shape[0],), default, dtype=torch.int32) if given is None else given
+
+    rows = _interval(number(leftpad_q, 0), number(seqused_q, q.shape[1]), q.shape[1], q.shape[1])
+    tokens = _interval(number(leftpad_k, 0), number(seqused_k, k.shape[1]), k.shape[1], k.shape[1])
+    return torch.cat([rows, tokens], 1)
+
+
+def _interval(begin: Tensor, end: Tensor, axis: int, longest: int) -> Tensor:
+    """(N, 2): begin and length, inside an axis whatever the numbers on the device are."""
+    begin = begin.clamp(0, axis)
+    return torch.stack([begin, (end.clamp(0, axis) - begin).clamp(0, longest)], 1)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
 """What one call of decay_attention asks for: its arguments checked once, its shapes and modes frozen."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -16,7 +17,14 @@ class AttentionProblem:
     """Shapes and modes of one call; it carries no tensor, so it can be compared, printed and cached.
 
     decay is "none", "constant" (one log-decay per head) or "scalar" (one per token and head);
-    row_scale says that every query row has a scale of its own, with a gradient, instead of one number for all.
+    row_scale says that every query row has a scale of its own, with a gradient, instead of one number for all;
+    bias says that scores have one added to them, or are masked;
+    window is (left, right), how far a query sees to either side, −1 without a limit.
+
+    layout says where the sequences lie. "dense": each fills its batch entry. "padded": each lies somewhere in its batch
+    entry. "packed": all lie behind one another on the token axes of a single batch entry, which query_length and
+    key_length measure, and the longest of them has longest_query rows and longest_key tokens. Unless it is dense, a
+    tensor places (sequences, 4), int32, holds first row, number of rows, first token and number of tokens of each.
     """
 
     batch: int
@@ -31,6 +39,12 @@ class AttentionProblem:
     decay: str
     causal: bool
     row_scale: bool
+    bias: bool = False
+    window: tuple[int, int] = (-1, -1)
+    layout: str = "dense"
+    sequences: int = 0
+    longest_query: int = 0
+    longest_key: int = 0
 
     @property
     def first_position(self) -> int:
@@ -44,54 +58,122 @@ class AttentionProblem:
 
     @classmethod
     def of(
-        cls, q: Tensor, v: Tensor, log_decay: Tensor | None, row_scale: Tensor | None, causal: bool
+        cls,
+        q: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        row_scale: Tensor | None,
+        causal: bool,
+        window: Sequence[int] = (-1, -1),
+        places: Tensor | None = None,
+        longest: Sequence[int] | None = None,
+        bias: Tensor | None = None,
     ) -> "AttentionProblem":
-        """The problem of arguments that were checked and brought to their full shapes already."""
+        """The problem of arguments that were checked and brought to their full shapes already.
+
+        longest, (longest_query, longest_key), says that the sequences of `places` are packed.
+        """
         batch, query_length, num_heads, head_dim = q.shape
         _, key_length, num_kv_heads, value_dim = v.shape
         decay = "none" if log_decay is None else "constant" if log_decay.ndim == 1 else "scalar"
+        layout = "dense" if places is None else "padded" if longest is None else "packed"
+        sequences = batch if places is None else places.shape[0]
         return cls(
             batch, query_length, key_length, num_heads, num_kv_heads, head_dim, value_dim,
-            q.dtype, q.device, decay, causal, row_scale is not None,
-        )  # fmt: skip
-
-    @classmethod
-    def check(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | float | None,
-        scale: Tensor | float | None,
-        causal: bool,
-    ) -> "AttentionProblem":
-        """Refuse every bad argument of decay_attention by name; return the problem that the good ones state."""
-        _check_tensors(q, k, v)
-        batch, query_length, num_heads, head_dim = q.shape
-        _, key_length, num_kv_heads, value_dim = v.shape
-        if not isinstance(causal, bool):
-            raise TypeError(f"causal: expected a bool, got {_describe(causal)}")
-        decay = _check_log_decay(log_decay, q, k)
-        row_scale = _check_scale(scale, q)
-        if decay == "scalar" and not causal and query_length > key_length:
-            raise ValueError(
-                "causal: False with a per-token log_decay needs T_q <= T_k, because the first "
-                f"{query_length - key_length} query rows lie before the first log-decay; "
-                f"got T_q = {query_length}, T_k = {key_length}"
-            )
-        return cls(
-            batch, query_length, key_length, num_heads, num_kv_heads, head_dim, value_dim,
-            q.dtype, q.device, decay, causal, row_scale,
+            q.dtype, q.device, decay, causal, row_scale is not None, bias is not None, tuple(window), layout, sequences,
+            *((query_length, key_length) if longest is None else longest),
         )  # fmt: skip
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | float | None,
+    scale: Tensor | float | None,
+    causal: bool,
+    window_size: tuple[int, int] | None = None,
+    sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_q: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """Refuse every bad argument of decay_attention by name."""
+    axes = ("batch", "sequence", "heads", "head_dim")
+    _check_tensors(q, k, v, axes)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: expected the batch size of q, {q.shape[0]}, got {tensor.shape[0]}")
+    _check_bool("causal", causal)
+    per_token = _check_log_decay(log_decay, q, "(B, T_k, H)", (*k.shape[:2], q.shape[2]))
+    _check_scale(scale, q, "(B, T_q, H)")
+    check_window(window_size)
+    _check_sink(sink, q)
+    _check_bias(bias, q, k)
+    given = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
+    for name, lengths in given.items():
+        if lengths is not None:
+            _check_int32(name, lengths, q, "(B,)", (q.shape[0],))
+    if per_token and not causal and q.shape[1] > k.shape[1]:
+        raise ValueError(
+            "causal: False with a per-token log_decay needs T_q <= T_k, because the first "
+            f"{q.shape[1] - k.shape[1]} query rows lie before the first log-decay; "
+            f"got T_q = {q.shape[1]}, T_k = {k.shape[1]}"
+        )
+
+
+def check_packed_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | float | None,
+    scale: Tensor | float | None,
+    causal: bool,
+    window_size: tuple[int, int] | None,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """Refuse every bad argument of decay_attention_varlen by name."""
+    _check_tensors(q, k, v, ("tokens", "heads", "head_dim"))
+    _check_bool("causal", causal)
+    _check_log_decay(log_decay, q, "(total_k, H)", (k.shape[0], q.shape[1]))
+    _check_scale(scale, q, "(total_q, H)")
+    check_window(window_size)
+    _check_sink(sink, q)
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if isinstance(offsets, Tensor) and (offsets.ndim != 1 or not len(offsets)):
+            raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
+        _check_int32(name, offsets, q, "(sequences + 1,)", None)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k: expected the shape of cu_seqlens_q, {tuple(cu_seqlens_q.shape)}, "
+            f"got {tuple(cu_seqlens_k.shape)}"
+        )
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
+            raise TypeError(f"{name}: expected an int, got {_describe(longest)}")
+        if longest < 0:
+            raise ValueError(f"{name}: expected at least 0, got {longest}")
+
+
+def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
+    """(left, right) with −1 for no limit; a causal query sees nothing to its right anyway."""
+    left, right = (-1, -1) if window_size is None else window_size
+    return (left, -1) if causal else (left, right)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(tensor)}")
-        if tensor.ndim != 4:
+        if tensor.ndim != len(axes):
             raise ValueError(
-                f"{name}: expected 4 dimensions (batch, sequence, heads, head_dim), got shape {tuple(tensor.shape)}"
+                f"{name}: expected {len(axes)} dimensions ({', '.join(axes)}), got shape {tuple(tensor.shape)}"
             )
         if tensor.dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {tensor.dtype}")
@@ -100,30 +182,28 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name}: expected the dtype of q, {q.dtype}, got {tensor.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}")
-        if tensor.shape[0] != q.shape[0]:
-            raise ValueError(f"{name}: expected the batch size of q, {q.shape[0]}, got {tensor.shape[0]}")
-    if v.shape[1] != k.shape[1]:
-        raise ValueError(f"v: expected the sequence length of k, {k.shape[1]}, got {v.shape[1]}")
-    if v.shape[2] != k.shape[2]:
-        raise ValueError(f"v: expected the number of heads of k, {k.shape[2]}, got {v.shape[2]}")
-    if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k: expected the head dimension of q, {q.shape[3]}, got {k.shape[3]}")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
-        raise ValueError(f"k: its {k.shape[2]} heads must divide the {q.shape[2]} heads of q (grouped queries)")
-    for name, dim in (("q", q.shape[3]), ("v", v.shape[3])):
+    if v.shape[-3] != k.shape[-3]:
+        raise ValueError(f"v: expected the sequence length of k, {k.shape[-3]}, got {v.shape[-3]}")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"v: expected the number of heads of k, {k.shape[-2]}, got {v.shape[-2]}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: expected the head dimension of q, {q.shape[-1]}, got {k.shape[-1]}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
+        raise ValueError(f"k: its {k.shape[-2]} heads must divide the {q.shape[-2]} heads of q (grouped queries)")
+    for name, dim in (("q", q.shape[-1]), ("v", v.shape[-1])):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected a head dimension from 1 to {MAX_HEAD_DIM}, got {dim}")
 
 
-def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor) -> str:
+def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, axes: str, per_token: tuple[int, ...]) -> bool:
+    """Whether there is one per token."""
     if log_decay is None:
-        return "none"
-    num_heads = q.shape[2]
-    per_token = (k.shape[0], k.shape[1], num_heads)
+        return False
+    num_heads = q.shape[-2]
     if isinstance(log_decay, Real) and not isinstance(log_decay, bool):
         if not math.isfinite(log_decay):
             raise ValueError(f"log_decay: expected a finite number, got {log_decay}")
-        return "constant"
+        return False
     if not isinstance(log_decay, Tensor):
         raise TypeError(f"log_decay: expected None, a number or a tensor, got {_describe(log_decay)}")
     if log_decay.dtype in (torch.float16, torch.bfloat16):
@@ -137,22 +217,22 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor) -> 
         raise ValueError(f"log_decay: expected the device of q, {q.device}, got {log_decay.device}")
     shape = tuple(log_decay.shape)
     if shape in ((), (num_heads,)):
-        return "constant"
+        return False
     if shape == per_token:
-        return "scalar"
+        return True
     raise ValueError(
         f"log_decay: expected shape () or (H,) = ({num_heads},) for a constant decay, "
-        f"or (B, T_k, H) = {per_token} for one per token; got {shape}"
+        f"or {axes} = {per_token} for one per token; got {shape}"
     )
 
 
-def _check_scale(scale: Tensor | float | None, q: Tensor) -> bool:
+def _check_scale(scale: Tensor | float | None, q: Tensor, axes: str) -> None:
     if scale is None:
-        return False
+        return
     if isinstance(scale, Real) and not isinstance(scale, bool):
         if not math.isfinite(scale):
             raise ValueError(f"scale: expected a finite number, got {scale}")
-        return False
+        return
     if not isinstance(scale, Tensor):
         raise TypeError(f"scale: expected None, a number or a tensor, got {_describe(scale)}")
     if scale.dtype not in SUPPORTED_DTYPES or (scale.dtype == torch.float64 and q.dtype != torch.float64):
@@ -161,13 +241,75 @@ def _check_scale(scale: Tensor | float | None, q: Tensor) -> bool:
         )
     if scale.device != q.device:
         raise ValueError(f"scale: expected the device of q, {q.device}, got {scale.device}")
-    rows = q.shape[:3]
-    padded = (1,) * (3 - scale.ndim) + tuple(scale.shape)
-    if len(padded) != 3 or any(have not in (1, want) for have, want in zip(padded, rows, strict=True)):
+    rows = q.shape[:-1]
+    padded = (1,) * (len(rows) - scale.ndim) + tuple(scale.shape)
+    if len(padded) != len(rows) or any(have not in (1, want) for have, want in zip(padded, rows, strict=True)):
         raise ValueError(
-            f"scale: expected a tensor broadcastable to (B, T_q, H) = {tuple(rows)}, got shape {tuple(scale.shape)}"
+            f"scale: expected a tensor broadcastable to {axes} = {tuple(rows)}, got shape {tuple(scale.shape)}"
         )
-    return True
+
+
+def _check_bool(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {_describe(value)}")
+
+
+def check_window(window_size: tuple[int, int] | None) -> None:
+    """Refuse a bad window_size."""
+    if window_size is None:
+        return
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size: expected None or a pair (left, right), got {_describe(window_size)}")
+    for side in window_size:
+        if isinstance(side, bool) or not isinstance(side, int):
+            raise TypeError(f"window_size: expected two ints, got {_describe(window_size)}")
+        if side < -1:
+            raise ValueError(f"window_size: expected numbers of tokens, or -1 for no limit, got {window_size}")
+
+
+def _check_sink(sink: Tensor | None, q: Tensor) -> None:
+    if sink is None:
+        return
+    if not isinstance(sink, Tensor):
+        raise TypeError(f"sink: expected None or a tensor, got {_describe(sink)}")
+    if not sink.is_floating_point() or (sink.dtype == torch.float64 and q.dtype != torch.float64):
+        raise TypeError(f"sink: expected float32, bfloat16 or float16 (float64 with float64 q, k, v), got {sink.dtype}")
+    if sink.device != q.device:
+        raise ValueError(f"sink: expected the device of q, {q.device}, got {sink.device}")
+    if sink.shape != (q.shape[-2],):
+        raise ValueError(f"sink: expected one logit per head, (H,) = ({q.shape[-2]},), got {tuple(sink.shape)}")
+
+
+def _check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"bias: expected None or a tensor, got {_describe(bias)}")
+    if bias.dtype != torch.bool and (
+        bias.dtype not in SUPPORTED_DTYPES or (bias.dtype == torch.float64 and q.dtype != torch.float64)
+    ):
+        raise TypeError(
+            f"bias: expected bool, float32, bfloat16 or float16 (float64 with float64 q, k, v), got {bias.dtype}"
+        )
+    if bias.device != q.device:
+        raise ValueError(f"bias: expected the device of q, {q.device}, got {bias.device}")
+    scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    padded = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+    if len(padded) != 4 or any(have not in (1, want) for have, want in zip(padded, scores, strict=True)):
+        raise ValueError(
+            f"bias: expected a tensor broadcastable to (B, H, T_q, T_k) = {scores}, got shape {tuple(bias.shape)}"
+        )
+
+
+def _check_int32(name: str, numbers: Tensor, q: Tensor, axes: str, shape: tuple[int, ...] | None) -> None:
+    if not isinstance(numbers, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(numbers)}")
+    if numbers.dtype != torch.int32:
+        raise TypeError(f"{name}: expected int32, got {numbers.dtype}")
+    if numbers.device != q.device:
+        raise ValueError(f"{name}: expected the device of q, {q.device}, got {numbers.device}")
+    if shape is not None and numbers.shape != shape:
+        raise ValueError(f"{name}: expected shape {axes} = {shape}, got {tuple(numbers.shape)}")
 
 
 def _describe(value: object) -> str:

@@ -7,54 +7,130 @@ in float32 for 16-bit inputs and in the inputs' own dtype otherwise.
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
+from torch.nn.functional import pad
 
 from decayattn.problem import AttentionProblem
 
 
 def attention(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    backend: str = "reference",
+    places: Tensor | None = None, sink: Tensor | None = None, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (B, T_q, H, D_v) and lse (B, H, T_q): softmax of the decayed scores over the visible keys."""
-    dtype = problem.accumulator_dtype
+    """out (B, T_q, H, D_v) and lse (B, H, T_q): softmax of the decayed scores over the visible keys.
+
+    places (sequences, 4) are AttentionProblem's. sink (H,) is the score of one more key, of value 0, in every row. bias
+    broadcasts to (B, H, T_q, T_k): it is added to the scores, or, boolean, says which may be visible.
+    """
     with torch.autocast(problem.device.type, enabled=False):  # the caller applied it; inside it would round the scores
-        scores = scaled_products(problem, q.to(dtype), k.to(dtype), scale)
-        if log_decay is not None:
-            scores = scores + decay_bias(problem, log_decay).to(dtype)
-        weights, lse = masked_softmax(scores, visible_pairs(problem, log_decay))
-        out = torch.einsum("bhij,bjhe->bihe", weights, _per_query_head(problem, v.to(dtype)))
+        if places is None:
+            i = torch.arange(problem.query_length, device=problem.device) + problem.first_position
+            return _attend(problem, q, k, v, log_decay, scale, sink, bias, i[None, None], None)
+        return _attend_sequences(problem, q, k, v, log_decay, scale, sink, bias, places)
+
+
+def _attend(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    sink: Tensor | None, bias: Tensor | None, i: Tensor, num_keys: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` of one sequence per batch entry, which begins at key 0.
+
+    i (B or 1, 1, T_q) are the rows' positions on the keys' axis, num_keys (B, 1) how many keys there are; None: T_k.
+    """
+    dtype = problem.accumulator_dtype
+    j = torch.arange(k.shape[1], device=problem.device)
+    scores = scaled_products(q.to(dtype), _per_query_head(problem, k.to(dtype)), scale)
+    if log_decay is not None:
+        scores = scores + decay_bias(problem, log_decay, i, j).to(dtype)
+    visible = visible_pairs(problem, log_decay, i, j, num_keys)
+    if bias is not None and bias.dtype == torch.bool:
+        visible = visible & bias
+    elif bias is not None:
+        scores = scores + bias.to(dtype)
+    if sink is not None:
+        column = rearrange(sink.to(dtype), "h -> 1 h 1 1").expand(*scores.shape[:3], 1)
+        scores, visible = torch.cat([scores, column], -1), pad(visible, (0, 1), value=True)
+    weights, lse = masked_softmax(scores, visible)
+    out = torch.einsum("bhij,bjhe->bihe", weights[..., : len(j)], _per_query_head(problem, v.to(dtype)))
     return out.to(problem.dtype), lse
 
 
-def scaled_products(problem: AttentionProblem, q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
+def _attend_sequences(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    sink: Tensor | None, bias: Tensor | None, places: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Every sequence is cut out into a batch entry of its own, and its results are put back to where it lies."""
+    first_row, num_rows, first_key, num_keys = places.long().T[..., None]  # each (sequences, 1)
+    row = torch.arange(min(problem.longest_query, problem.query_length), device=problem.device)
+    key = torch.arange(min(problem.longest_key, problem.key_length), device=problem.device)
+    entry = torch.arange(len(places), device=problem.device)[:, None]
+    entry = torch.zeros_like(entry) if problem.layout == "packed" else entry
+
+    def cut(x: Tensor, first: Tensor, number: Tensor, t: Tensor) -> Tensor:
+        own = x[entry, (first + t).clamp(max=x.shape[1] - 1)]
+        inside = (t < number).reshape(*own.shape[:2], *(1,) * (x.ndim - 2))
+        # what lies outside may be NaN, and 0 · NaN is NaN: it enters no product
+        return torch.where(inside, own, own.new_zeros(()))
+
+    def rows_of(x: Tensor) -> Tensor:
+        return cut(x, first_row, num_rows, row)
+
+    def keys_of(x: Tensor) -> Tensor:
+        return cut(x, first_key, num_keys, key)
+
+    if bias is not None:
+        bias = bias.expand(problem.batch, problem.num_heads, problem.query_length, problem.key_length)
+        bias = rearrange(rows_of(rearrange(bias, "b h i j -> b i h j")), "b i h j -> b j h i")
+        bias = rearrange(keys_of(bias), "b j h i -> b h i j")
+    log_decay = keys_of(log_decay) if problem.decay == "scalar" else log_decay
+    scale = rows_of(scale) if problem.row_scale else scale
+    i = (row + num_keys - num_rows)[:, None]
+    out, lse = _attend(problem, rows_of(q), keys_of(k), keys_of(v), log_decay, scale, sink, bias, i, num_keys)
+    # rows past the end of a sequence are put behind the last row, which is cut off again
+    to = entry, torch.where(row < num_rows, first_row + row, problem.query_length)
+    everywhere = (problem.batch, problem.query_length + 1, problem.num_heads)
+    nothing_seen = lse.new_full((problem.num_heads,), -torch.inf) if sink is None else sink.to(lse.dtype)
+    out = torch.index_put(out.new_zeros(*everywhere, problem.value_dim), to, out)
+    lse = torch.index_put(nothing_seen.expand(everywhere), to, rearrange(lse, "b h i -> b i h"))
+    return out[:, :-1], rearrange(lse[:, :-1], "b i h -> b h i")
+
+
+def scaled_products(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
     """s_i · q_i·k_j as (B, H, T_q, T_k)."""
-    products = torch.einsum("bihd,bjhd->bhij", q, _per_query_head(problem, k))
+    products = torch.einsum("bihd,bjhd->bhij", q, k)
     return products * (rearrange(scale, "b i h -> b h i 1") if isinstance(scale, Tensor) else scale)
 
 
-def decay_bias(problem: AttentionProblem, log_decay: Tensor) -> Tensor:
+def decay_bias(problem: AttentionProblem, log_decay: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """sign(i − j) (α_i − α_j) in float64, broadcastable to (B, H, T_q, T_k). Resets count as 0: they are visibility."""
-    i, j = _positions(problem)
+    distance = i[..., :, None] - j
     log_decay = log_decay.double()
     if problem.decay == "constant":
-        return rearrange(log_decay, "h -> 1 h 1 1") * (i[:, None] - j).abs()
+        return rearrange(log_decay, "h -> 1 h 1 1") * distance.abs()
     unused = torch.isneginf(log_decay)
     unused[:, :1] = True  # no pair has the first token between them: its gradient is a literal 0, not a rounding error
-    finite = torch.where(unused, 0.0, log_decay)
-    alpha = rearrange(finite, "b t h -> b h t").cumsum(-1)
-    alpha_rows = alpha[..., i.clamp(min=0)] if problem.key_length else alpha.new_zeros(*alpha.shape[:2], len(i))
-    difference = alpha_rows[..., :, None] - alpha[..., None, :]
+    alpha = rearrange(torch.where(unused, 0.0, log_decay), "b t h -> b h t").cumsum(-1)
+    difference = _at_rows(alpha, i)[..., :, None] - alpha[..., None, :]
     # causal, every visible pair has i ≥ j, and the sign is worth a pass over (B, H, T_q, T_k)
-    return difference if problem.causal else (i[:, None] - j).sign() * difference
+    return difference if problem.causal else distance.sign() * difference
 
 
-def visible_pairs(problem: AttentionProblem, log_decay: Tensor | None) -> Tensor:
+def visible_pairs(
+    problem: AttentionProblem, log_decay: Tensor | None, i: Tensor, j: Tensor, num_keys: Tensor | None
+) -> Tensor:
     """True where query row i sees key j, broadcastable to (B, H, T_q, T_k)."""
-    i, j = _positions(problem)
-    visible = (i[:, None] >= j) if problem.causal else torch.ones_like(i[:, None] >= j)
-    if problem.decay == "scalar" and problem.key_length:
+    distance = i[..., :, None] - j
+    left, right = problem.window
+    visible = distance >= 0 if problem.causal else torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        visible = visible & (distance <= left)
+    if right >= 0:
+        visible = visible & (distance >= -right)
+    if num_keys is not None:
+        visible = visible & (j < num_keys)[:, None, None]
+    if problem.decay == "scalar":
         segment = rearrange(torch.isneginf(log_decay), "b t h -> b h t").cumsum(-1)
-        visible = visible & (segment[..., i.clamp(min=0)][..., :, None] == segment[..., None, :])
+        same_segment = _at_rows(segment, i)[..., :, None] == segment[..., None, :]
+        visible = visible & (i >= 0)[..., None] & same_segment  # before the first key there is no λ
     return visible
 
 
@@ -75,10 +151,11 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     return weights / total, lse.squeeze(-1)
 
 
-def _positions(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    """i of every query row and j of every key, both on the keys' axis."""
-    rows = torch.arange(problem.query_length, device=problem.device)
-    return rows + problem.first_position, torch.arange(problem.key_length, device=problem.device)
+def _at_rows(x: Tensor, i: Tensor) -> Tensor:
+    """x (B, H, T_k) at the positions of the rows: (B, H, T_q), with some entry of x for a row that stands on no key."""
+    if not x.shape[-1]:
+        return x.new_zeros(*x.shape[:2], i.shape[-1])
+    return x.take_along_dim(i.clamp(0, x.shape[-1] - 1), -1)
 
 
 def _per_query_head(problem: AttentionProblem, x: Tensor) -> Tensor:

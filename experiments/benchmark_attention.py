@@ -122,9 +122,7 @@ def _positive(text: str) -> int:
 def choose_peers(options: argparse.Namespace, case: Case, device: str) -> list[peers.Peer]:
     """cuDNN first, it is the measure, and ours under the names of the backends that run."""
     inputs = random_inputs(dataclasses.replace(case, batch=1, heads=1, length=1), device, seed=0)
-    problem = AttentionProblem.check(
-        inputs["q"], inputs["k"], inputs["v"], inputs.get("log_decay"), scale=None, causal=True
-    )
+    problem = AttentionProblem.of(inputs["q"], inputs["v"], inputs.get("log_decay"), row_scale=None, causal=True)
     ours = dict.fromkeys(backends.select(problem, name) for name in options.backends)
     others = sorted(options.peers, key=lambda name: name != peers.BASELINE)
     return [*(peers.OTHERS[name] for name in dict.fromkeys(others)), *map(peers.ours, ours)]

@@ -52,9 +52,10 @@ def assert_equal(found, expected) -> None:
 # The operators' own contract
 
 
-def operator_arguments(leaves: dict, causal: bool) -> tuple:
+def operator_arguments(leaves: dict, causal: bool, bias: Tensor | None = None) -> tuple:
     scale = 1.0 if "scale" in leaves else 0.3
-    return (*(leaves.get(name) for name in NAMES), scale, causal, "triton")
+    places, window, longest = None, (-1, -1), None
+    return (*(leaves.get(name) for name in NAMES), places, bias, scale, causal, window, longest, "triton")
 
 
 MODES = [("none", True, False), ("constant", False, True), ("scalar", True, True), ("scalar", False, False)]
@@ -64,6 +65,14 @@ MODES = [("none", True, False), ("constant", False, True), ("scalar", True, True
 def test_opcheck_of_the_forward(decay, causal, row_scale, device):
     arguments = operator_arguments(make(device, decay, row_scale), causal)
     torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 20, 20), (4, 1, 20)])
+def test_opcheck_with_a_bias(shape, device):
+    bias = torch.randn(shape, device=device, requires_grad=True)
+    arguments = operator_arguments(make(device), True, bias)
+    torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
+    torch.library.opcheck(torch.ops.decayattn.forward.default, operator_arguments(make(device), False, bias > 0))
 
 
 def test_opcheck_of_permuted_inputs(device):
@@ -85,7 +94,7 @@ def test_opcheck_of_the_backward(decay, causal, row_scale, lse_gradient, device)
     values |= dict(d_out=torch.ones_like(values["out"]))
     values |= dict(d_lse=torch.randn_like(values["lse"]) if lse_gradient else None)
     for decay_gradient in {False, decay != "none"}:
-        values |= dict(decay_gradient=decay_gradient)
+        values |= dict(decay_gradient=decay_gradient, bias_gradient=False)
         torch.library.opcheck(backward, tuple(values[x.name] for x in backward._schema.arguments))
 
 

@@ -16,7 +16,7 @@ ON_GPU = torch.cuda.is_available()
 
 def problem(dtype=torch.float32, device="cpu") -> AttentionProblem:
     q = torch.zeros(1, 3, 2, 4, dtype=dtype, device=device)
-    return AttentionProblem.check(q, q, q, None, None, True)
+    return AttentionProblem.of(q, q, None, None, True)
 
 
 def python(code: str, **environment: str) -> str:

@@ -247,6 +247,26 @@ def test_9_row_sums_under_decay():
     assert without > 10 * with_rows
 
 
+def test_6_bias(case):
+    """Broadcast over rows: what shares an entry adds up."""
+    bias = torch.zeros(T, requires_grad=True, dtype=torch.float64)
+    scores = case.scores + bias
+    d_scores, d_bias = torch.autograd.grad(
+        [scores.softmax(-1) @ case.v, scores.logsumexp(-1)], [scores, bias], [case.do, case.dlse]
+    )
+    close(d_bias, d_scores.sum(0))
+
+
+@pytest.mark.parametrize("left", [0, 2, T])
+@pytest.mark.parametrize("right", [0, 3, T])
+def test_10_windows(left, right):
+    i = torch.arange(T)
+    visible = (i >= i[:, None] - left) & (i <= i[:, None] + right)
+    for t in range(T):
+        assert visible[t].nonzero().flatten().tolist() == list(range(max(0, t - left), min(T, t + right + 1)))
+        assert visible[:, t].nonzero().flatten().tolist() == list(range(max(0, t - right), min(T, t + left + 1)))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_10_intervals_and_resets(causal):
     resets = torch.tensor([False, False, True, False, True, True, False])
@@ -291,6 +311,20 @@ def test_11_base_2(case):
     l = (in_base_2 - m[:, None]).exp2().sum(1)
     close((m + l.log2()) * math.log(2), case.lse)
     close((in_base_2 - case.lse[:, None] / math.log(2)).exp2(), case.p)
+
+
+def test_12_the_sink(case):
+    z = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    scores = torch.cat([case.scores, z.expand(T, 1)], 1)
+    p, lse = scores.softmax(1), scores.logsumexp(1)
+    o = p[:, :T] @ case.v
+    w = (case.lse - lse).exp()
+    close(case.lse.exp() + z.exp(), lse.exp())
+    close(w[:, None] * case.o, o)
+    close(1 - w, p[:, T])
+    delta = (case.do * o).sum(1) - case.dlse
+    (dz,) = torch.autograd.grad([o, lse], z, [case.do, case.dlse])
+    close(dz, -(p[:, T] * delta).sum())
 
 
 # The text itself

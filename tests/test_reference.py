@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from decayattn import decay_attention
+from decayattn import decay_attention, decay_attention_varlen
 from decayattn.testing import assert_within_budget, verify_attention
 
 INF = math.inf
@@ -189,6 +189,318 @@ def test_scales_broadcast(shape):
     assert_equal_up_to_rounding(found, expected)
 
 
+# Windows, sinks, biases and sequences that do not fill their batch entries
+
+WINDOWS = [None, (0, 0), (3, 0), (0, 2), (2, 4), (-1, 3), (4, -1)]
+# first and number of rows, first and number of tokens: an empty sequence, one without rows, one without keys, more rows
+# than keys, and rows and tokens that nothing takes
+PLACES = [(1, 4, 0, 6), (5, 0, 6, 0), (5, 0, 6, 2), (5, 2, 9, 0), (7, 5, 9, 3)]
+ROWS, KEYS = 14, 13
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def by_loops(q, k, v, log_decay, scale, causal, window, sink, places):
+    """out and lse of one batch entry, one query row and one key at a time; places as in PLACES."""
+    rows, heads = q.shape[:2]
+    group = heads // k.shape[1]
+    out = torch.zeros(rows, heads, v.shape[2], dtype=q.dtype)
+    lse = torch.full((heads, rows), -INF, dtype=q.dtype) if sink is None else sink[:, None].repeat(1, rows)
+    left, right = (INF if side < 0 else side for side in window or (-1, -1))
+    for first_row, num_rows, first_key, num_keys in places:
+        for row in range(num_rows):
+            i = row + num_keys - num_rows
+            for h in range(heads):
+                scores, values = [], []
+                for j in range(num_keys):
+                    passed = range(min(i, j) + 1, max(i, j) + 1)  # the tokens that the two are apart
+                    if (causal and j > i) or j < i - left or j > i + right:
+                        continue
+                    decay = torch.zeros((), dtype=q.dtype)
+                    if log_decay is not None and log_decay.ndim == 1:
+                        decay = log_decay[h] * len(passed)
+                    elif log_decay is not None:
+                        if i < 0:
+                            continue
+                        decay = sum((log_decay[first_key + t, h] for t in passed), decay)
+                    if decay == -INF:
+                        continue
+                    at = first_key + j
+                    scores.append(scale[first_row + row, h] * (q[first_row + row, h] @ k[at, h // group]) + decay)
+                    values.append(v[at, h // group])
+                if sink is not None:
+                    scores, values = [*scores, sink[h]], [*values, torch.zeros_like(v[0, 0])]
+                if scores:
+                    scores = torch.stack(scores)
+                    out[first_row + row, h] = scores.softmax(0) @ torch.stack(values)
+                    lse[h, first_row + row] = scores.logsumexp(0)
+    return out, lse
+
+
+def make_options(decay, rows, keys, batch=2):
+    """log_decay and scale of every row, with growth and resets."""
+    log_decay = {"none": None, "constant": draw(4, seed=5)}.get(decay, draw(batch, keys, 4, seed=5))
+    if decay == "resets":
+        log_decay[draw(batch, keys, 4, seed=6) < -1.2] = -INF
+    return log_decay, draw(batch, rows, 4, seed=7)
+
+
+def packed_by_cuts(q, k, v, log_decay, scale, sink, places, **options):
+    """decay_attention of each of the places alone, put together: what decay_attention_varlen has to return."""
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    lse = torch.full((q.shape[1], len(q)), -INF, dtype=q.dtype) if sink is None else sink[:, None].expand(-1, len(q))
+    for first_row, num_rows, first_key, num_keys in places:
+        if log_decay is not None and log_decay.ndim == 2 and not options.get("causal", True) and num_rows > num_keys:
+            # the first rows lie before the first log-decay and see nothing; decay_attention refuses them
+            first_row, num_rows = first_row + num_rows - num_keys, num_keys
+        rows, keys = slice(first_row, first_row + num_rows), slice(first_key, first_key + num_keys)
+        per_token = log_decay is not None and log_decay.ndim == 2
+        part, part_lse = attend(
+            q[None, rows], k[None, keys], v[None, keys], log_decay[None, keys] if per_token else log_decay,
+            scale=scale[None, rows], sink=sink, **options,
+        )  # fmt: skip
+        out = torch.cat([out[: rows.start], part[0], out[rows.stop :]])
+        lse = torch.cat([lse[:, : rows.start], part_lse[0], lse[:, rows.stop :]], 1)
+    return out, lse
+
+
+def offsets(places, rows_end, keys_end):
+    """cu_seqlens that have `places` among their sequences, with those between them as sequences without queries or
+    without keys; and the numbers of rows and keys that are left over."""
+    cu_q, cu_k = [places[0][0]], [places[0][2]]
+    for first_row, num_rows, first_key, num_keys in places:
+        if first_row > cu_q[-1]:
+            cu_q, cu_k = [*cu_q, first_row], [*cu_k, cu_k[-1]]
+        if first_key > cu_k[-1]:
+            cu_q, cu_k = [*cu_q, cu_q[-1]], [*cu_k, first_key]
+        cu_q, cu_k = [*cu_q, first_row + num_rows], [*cu_k, first_key + num_keys]
+    assert cu_q[-1] < rows_end
+    assert cu_k[-1] < keys_end
+    return {"cu_seqlens_q": int32(*cu_q), "cu_seqlens_k": int32(*cu_k), "max_seqlen_q": 9, "max_seqlen_k": 9}
+
+
+def attend_varlen(*args, **options):
+    return decay_attention_varlen(*args, return_lse=True, backend="reference", **options)
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar", "resets"])
+def test_one_key_at_a_time(decay, window, causal, with_sink):
+    sink = draw(4, seed=8) if with_sink else None
+    options = dict(causal=causal, window_size=window, sink=sink)
+
+    q, k, v = make_qkv(6, 9, kv_heads=2)
+    log_decay, scale = make_options(decay, 6, 9)
+    padding = dict(
+        seqused_q=int32(5, 30), seqused_k=int32(7, 30), leftpad_q=int32(1, -3), leftpad_k=int32(2, -5)
+    )  # fmt: skip
+    for lengths, places in (
+        ({}, [(0, 6, 0, 9)] * 2),
+        (padding, [(1, 4, 2, 5), (0, 6, 0, 9)]),
+        (dict(seqused_k=int32(3, 0)), [(0, 6, 0, 3), (0, 6, 0, 0)]),
+    ):
+        found = attend(q, k, v, log_decay, scale=scale, **options, **lengths)
+        for b in range(2):
+            own = log_decay if log_decay is None or log_decay.ndim == 1 else log_decay[b]
+            expected = by_loops(q[b], k[b], v[b], own, scale[b], causal, window, sink, places[b : b + 1])
+            assert_equal_up_to_rounding([x[b] for x in found], expected)
+
+    q, k, v = (x[0] for x in make_qkv(ROWS, KEYS, kv_heads=2))
+    log_decay, scale = make_options(decay, ROWS, KEYS)
+    log_decay, scale = (log_decay[0] if decay in ("scalar", "resets") else log_decay), scale[0]
+    # by_loops evaluates a sequence without keys too, so the offsets' additional sequences change nothing
+    found = attend_varlen(q, k, v, log_decay, scale=scale, **options, **offsets(PLACES, ROWS, KEYS))
+    assert_equal_up_to_rounding(found, by_loops(q, k, v, log_decay, scale, causal, window, sink, PLACES))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (2, 1)])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar", "resets"])
+def test_packed_sequences_are_sequences_alone(decay, window, causal):
+    """Every gradient, too; that of a sequence's first log-decay, and of what lies outside, is a literal 0."""
+    q, k, v = (x[0] for x in make_qkv(ROWS, KEYS, kv_heads=2))
+    log_decay, scale = make_options(decay, ROWS, KEYS)
+    log_decay, scale = (log_decay[0] if decay in ("scalar", "resets") else log_decay), scale[0]
+    tensors = [q, k, v, scale, draw(4, seed=8)] + ([] if log_decay is None else [log_decay])
+    options = dict(causal=causal, window_size=window)
+
+    def packed(q, k, v, scale, sink, log_decay=None):
+        lengths = offsets(PLACES, ROWS, KEYS)
+        return attend_varlen(q, k, v, log_decay, scale=scale, sink=sink, **options, **lengths)
+
+    def alone(q, k, v, scale, sink, log_decay=None):
+        return packed_by_cuts(q, k, v, log_decay, scale, sink, PLACES, **options)
+
+    found = with_gradients(packed, *tensors)
+    assert_equal_up_to_rounding(found, with_gradients(alone, *tensors))
+    d_q, d_k, d_v = found[2:5]
+    for gradient, outside in ((d_q, [0, 12, 13]), (d_k, [6, 7, 8, 12]), (d_v, [6, 7, 8, 12])):
+        assert (gradient[outside] == 0).all()
+    if decay in ("scalar", "resets"):
+        assert (found[-1][[0, 6, 7, 8, 9, 12]] == 0).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar", "resets"])
+def test_padded_sequences_are_sequences_alone(decay, causal):
+    log_decay, scale = make_options(decay, 6, 9)
+    tensors = [*make_qkv(6, 9, kv_heads=2), scale] + ([] if log_decay is None else [log_decay])
+    places = [(slice(1, 5), slice(2, 7)), (slice(6), slice(0, 9))]
+
+    def padded(q, k, v, scale, log_decay=None):
+        lengths = dict(
+            seqused_q=int32(5, 6), seqused_k=int32(7, 9), leftpad_q=int32(1, 0), leftpad_k=int32(2, 0)
+        )  # fmt: skip
+        out, lse = attend(q, k, v, log_decay, scale=scale, causal=causal, window_size=(3, 2), **lengths)
+        assert (out[0, [0, 5]] == 0).all()
+        assert (lse[0, :, [0, 5]] == -INF).all()
+        return out[0, 1:5], lse[0, :, 1:5], out[1], lse[1]
+
+    def alone(q, k, v, scale, log_decay=None):
+        parts = []
+        for b, (rows, keys) in enumerate(places):
+            own = log_decay[b : b + 1, keys] if log_decay is not None and log_decay.ndim == 3 else log_decay
+            one = slice(b, b + 1)
+            parts += attend(
+                q[one, rows], k[one, keys], v[one, keys], own, scale=scale[one, rows], causal=causal,
+                window_size=(3, 2),
+            )  # fmt: skip
+        return tuple(part[0] for part in parts)
+
+    assert_equal_up_to_rounding(with_gradients(padded, *tensors), with_gradients(alone, *tensors))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_unused_tokens_hold_does_not_matter(layout, causal):
+    length = ROWS if layout == "packed" else KEYS
+    q, k, v = make_qkv(length, KEYS, kv_heads=2, batch=1)
+    log_decay, scale = make_options("scalar", length, KEYS, batch=1)
+    bias = draw(1, 4, length, KEYS, seed=3) if layout == "padded" else None
+    if layout == "padded":
+        rows, keys, first = [0, 11, 12], [0, 1, 2, 11, 12], [3]
+        lengths = dict(seqused_q=int32(11), seqused_k=int32(11), leftpad_q=int32(1), leftpad_k=int32(3))
+    else:
+        rows, keys, first = [0, 12, 13], [12], [0, 6, 9]
+        lengths = offsets(PLACES, ROWS, KEYS)
+
+    def poisoned(x, *at, axis=1):
+        return x.index_fill(axis, torch.tensor(at), math.nan)
+
+    def call(q, k, v, log_decay, scale, bias=None):
+        options = dict(causal=causal, window_size=(4, 2), sink=draw(4, seed=8))
+        if layout == "padded":
+            return attend(q, k, v, log_decay, scale=scale, bias=bias, **options, **lengths)
+        return attend_varlen(q[0], k[0], v[0], log_decay[0], scale=scale[0], **options, **lengths)
+
+    clean = [x for x in (q, k, v, log_decay, scale, bias) if x is not None]
+    spoiled = [
+        poisoned(q, *rows), poisoned(k, *keys), poisoned(v, *keys), poisoned(log_decay, *keys, *first),
+        poisoned(scale, *rows),
+    ]  # fmt: skip
+    if bias is not None:
+        spoiled.append(poisoned(poisoned(bias, *rows, axis=2), *keys, axis=3))
+    for found, expected in zip(with_gradients(call, *spoiled), with_gradients(call, *clean), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_sequences_do_not_see_each_others_extremes():
+    """A NaN inside one sequence stays there."""
+    tensors = [*(x[0] for x in make_qkv(8, 8)), make_log_decay(keys=8)[0]]
+    spoiled = [x.clone() for x in tensors]
+    for x in spoiled:
+        x[2] = math.nan
+
+    def later(*tensors):
+        cu = int32(0, 3, 8)
+        out, lse = attend_varlen(*tensors, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=5, max_seqlen_k=5)
+        return out[3:], lse[:, 3:]
+
+    for found, expected in zip(with_gradients(later, *spoiled), with_gradients(later, *tensors), strict=True):
+        assert torch.equal(found[-5:], expected[-5:])
+
+
+def test_sequences_beyond_the_longest_are_cut():
+    """max_seqlen_q and max_seqlen_k bound what is computed: later tokens of a longer sequence count as outside."""
+    q, k, v = (x[0] for x in make_qkv(8, 8))
+    log_decay = make_log_decay(keys=8)[0]
+    scale = draw(8, 4, seed=7)
+    options = dict(cu_seqlens_q=int32(0, 5, 8), cu_seqlens_k=int32(0, 5, 8), max_seqlen_q=4, max_seqlen_k=3)
+    found = attend_varlen(q, k, v, log_decay, scale=scale, **options)
+    expected = by_loops(q, k, v, log_decay, scale, True, None, None, [(0, 4, 0, 3), (5, 3, 5, 3)])
+    assert_equal_up_to_rounding(found, expected)
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_a_sink_in_rows_that_see_nothing(decay):
+    """out 0, lse the sink, and no gradient but the sink's, whatever that of lse is elsewhere."""
+    log_decay, scale = make_options(decay, 11, 4)
+    sink = draw(4, seed=8).requires_grad_()
+    leaves = [x.requires_grad_() for x in (*make_qkv(11, 4), scale, log_decay) if x is not None]
+    out, lse = attend(*leaves[:3], log_decay, scale=scale, sink=sink)
+    assert (out[:, :7] == 0).all()
+    assert (lse[..., :7] == sink[:, None]).all()
+    grad_lse = torch.zeros_like(lse)
+    grad_lse[..., :7] = 2.0
+    *gradients, d_sink = torch.autograd.grad([out, lse], [*leaves, sink], [torch.zeros_like(out), grad_lse])
+    assert all((gradient == 0).all() for gradient in gradients)
+    assert_equal_up_to_rounding([d_sink], [torch.full_like(sink, 2.0 * 2 * 7)])
+
+
+def test_a_sink_is_a_key_that_scores_the_same_for_all():
+    """A key that every query sees with score sink, its value 0."""
+    q, k, v = make_qkv(6, 9)
+    bias = draw(2, 4, 6, 9, seed=5)
+    i, j = torch.arange(6)[:, None] + 3, torch.arange(9)
+
+    def with_a_key(q, k, v, bias, sink):
+        k, v = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in (k, v))
+        bias = bias.masked_fill(j > i, -INF)
+        return sdpa(q, k, v, torch.cat([bias, sink[:, None, None].expand(2, 4, 6, 1)], -1))
+
+    tensors = (q, k, v, bias, draw(4, seed=8))
+    found = with_gradients(lambda q, k, v, bias, sink: attend(q, k, v, bias=bias, sink=sink)[0], *tensors)
+    assert_equal_up_to_rounding(found, with_gradients(with_a_key, *tensors))
+
+
+def test_no_window_and_a_window_wider_than_the_sequence_agree():
+    qkv, log_decay = make_qkv(), make_log_decay()
+    for causal in (True, False):
+        expected = attend(*qkv, log_decay, causal=causal)
+        for window in ((-1, -1), (10, 10), (100, -1), [10, -1]):
+            found = attend(*qkv, log_decay, causal=causal, window_size=window)
+            assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [(2, 4, 6, 9), (4, 6, 9), (2, 1, 1, 9), (6, 1), ()])
+def test_a_bias_is_added(shape, causal):
+    i, j = torch.arange(6)[:, None] + 3, torch.arange(9)
+    hidden = (j > i) & causal
+
+    def biased(q, k, v, bias):
+        return sdpa(q, k, v, bias.expand(2, 4, 6, 9).masked_fill(hidden, -INF))
+
+    tensors = (*make_qkv(6, 9), draw(*shape, seed=5))
+    ours = with_gradients(lambda q, k, v, bias: attend(q, k, v, causal=causal, bias=bias)[0], *tensors)
+    assert_equal_up_to_rounding(ours, with_gradients(biased, *tensors))
+
+
+def test_a_boolean_bias_hides_as_minus_infinity_does():
+    tensors = (*make_qkv(), make_log_decay())
+    seen = draw(2, 1, 11, 11, seed=5) < 0.5
+    seen[:, :, 3] = False
+    minus_infinity = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -INF)
+    masked, added = (with_gradients(lambda *x, b=b: attend(*x, bias=b), *tensors) for b in (seen, minus_infinity))
+    assert all(map(torch.equal, masked, added))
+    assert (masked[0][:, 3] == 0).all()
+    assert (masked[1][..., 3] == -INF).all()
+
+
 # Edges
 
 
@@ -321,6 +633,38 @@ def test_gradcheck(decay, row_scale, causal):
 @pytest.mark.parametrize("decay", ["constant", "scalar", "resets"])
 def test_gradgradcheck(decay, causal):
     assert gradgradcheck(check_function(decay, True, causal), check_inputs(decay, True, rows=2, keys=3))
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar", "resets"])
+def test_gradcheck_with_everything(decay, causal, second):
+    """A window, a sink and a bias in padded sequences; a window and a sink in packed ones."""
+    rows, keys = (3, 4) if second else (4, 6)
+    leaves = check_inputs(decay, True, rows, keys)
+    sink, bias = draw(2, seed=5).requires_grad_(), draw(2, rows, keys, seed=6).requires_grad_()
+    check = gradgradcheck if second else gradcheck
+
+    def attended(q, k, v, *rest, packed):
+        *log_decay, scale, sink, bias = rest
+        log_decay = log_decay[0] if log_decay else None
+        if decay == "resets":
+            log_decay = torch.where(torch.arange(keys)[:, None] == 2, -INF, log_decay)
+        options = dict(causal=causal, window_size=(2, 1), sink=sink)
+        if packed:
+            per_token = log_decay is not None and log_decay.ndim == 3
+            cu_q, cu_k = int32(0, rows - 2, rows - 2, rows), int32(0, 1, 1, keys - 1)
+            out, lse = attend_varlen(
+                q[0], k[0], v[0], log_decay[0] if per_token else log_decay, scale=scale[0], **options,
+                cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=rows, max_seqlen_k=keys,
+            )  # fmt: skip
+        else:
+            lengths = dict(seqused_q=int32(rows - 1), seqused_k=int32(keys), leftpad_k=int32(1))
+            out, lse = attend(q, k, v, log_decay, scale=scale, bias=bias, **options, **lengths)
+        return out, lse
+
+    for packed in (False, True):
+        assert check(lambda *x, packed=packed: attended(*x, packed=packed), [*leaves, sink, bias])
 
 
 # Every refusal: what was wrong with which argument, what came, what was expected

@@ -1,6 +1,7 @@
 """The error budget accepts what is right at every precision, and refuses every error that is planted here."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from decayattn import DecayFlashAttention, reference
+from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, reference
 from decayattn.testing import (
     assert_within_budget,
     attention,
@@ -19,7 +20,9 @@ from decayattn.testing import (
     explicit_attention,
     format_table,
     formulas,
+    models,
     verify_attention,
+    verify_attention_varlen,
 )
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -48,6 +51,21 @@ def make_inputs(dtype, decay="scalar", row_scale=False, rows=23, keys=23, heads=
     }
 
 
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+# rows and tokens outside of the sequences; sequences without rows, without keys, with more rows than keys
+PACKING = dict(cu_seqlens_q=int32(1, 6, 6, 7, 18, 20), cu_seqlens_k=int32(0, 4, 6, 6, 19, 21))
+PADDING = dict(seqused_q=int32(12, 23), seqused_k=int32(20, 9), leftpad_q=int32(2, 0), leftpad_k=int32(3, 0))
+
+
+def make_packed_inputs(*args, **options):
+    """The first batch entry of make_inputs, as arguments of verify_attention_varlen."""
+    inputs = make_inputs(*args, **options)
+    return {name: x[0] if isinstance(x, torch.Tensor) and x.ndim > 1 else x for name, x in inputs.items()} | PACKING
+
+
 def by_name(comparisons):
     return {comparison.name: comparison for comparison in comparisons}
 
@@ -74,16 +92,22 @@ def plant(monkeypatch):
 
 @pytest.fixture
 def evaluations(monkeypatch):
-    """What verify_attention compares, by name: (oracle, error of eager, A)."""
+    """What is compared, by name: (oracle, error of eager, norms of A, A)."""
     seen = {}
-    original = attention.compare
+    original = attention.Call.compare
 
-    def record(name, x, x64, eager_error, size, accumulator):
-        seen[name] = x64, eager_error, size
-        return original(name, x, x64, eager_error, size, accumulator)
+    def record(call, name, x, x64, eager_error, size):
+        seen[name] = x64, eager_error, call.distance(name, torch.zeros_like(size), size), size
+        return original(call, name, x, x64, eager_error, size)
 
-    monkeypatch.setattr(attention, "compare", record)
+    monkeypatch.setattr(attention.Call, "compare", record)
     return seen
+
+
+def assert_eager_equals_the_oracle(evaluations):
+    """In float64. A holds the scores' own rounding (see the module's docstring); the rest is a few hundred additions"""
+    for name, (_, error, size, _) in evaluations.items():
+        assert (error <= 100 * torch.finfo(torch.float64).eps * size).all(), name
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -94,10 +118,54 @@ def test_explicit_formulas_equal_autograd(decay, causal, row_scale, lengths, eva
     if not causal and lengths[0] > lengths[1] and decay not in ("none", "number", "constant"):
         lengths = lengths[::-1]  # refused by decay_attention: rows before the first log-decay
     verify_attention(**make_inputs(torch.float64, decay, row_scale, *lengths), causal=causal, backend="reference")
-    for name, (_, error, size) in evaluations.items():
-        # A holds the scores' own rounding (see the module's docstring); the rest is a few hundred additions
-        scale = attention.distance(name, torch.zeros_like(size), size)
-        assert (error <= 100 * torch.finfo(torch.float64).eps * scale).all(), name
+    assert_eager_equals_the_oracle(evaluations)
+
+
+WINDOWS = [None, (3, 0), (0, 2), (5, 4), (-1, 3), (4, -1)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar", "resets"])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("bias", [None, "float", "bool"])
+def test_explicit_formulas_of_windows_sinks_and_biases(decay, causal, window, bias, evaluations):
+    inputs = make_inputs(torch.float64, decay, True, 9, 23)
+    inputs["bias"] = {
+        None: None, "float": torch.randn(4, 9, 23).double(), "bool": torch.rand(2, 1, 9, 23) < 0.5,
+    }[bias]  # fmt: skip
+    inputs["sink"] = torch.randn(4).double()
+    verify_attention(**inputs, causal=causal, window_size=window, backend="reference")
+    assert ("dbias" in evaluations) == (bias == "float")
+    assert "dsink" in evaluations
+    assert_eager_equals_the_oracle(evaluations)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["constant", "scalar", "resets"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accepts_sequences_cut_out_of_the_reference(dtype, decay, causal, evaluations):
+    """The oracle cuts the sequences out, the tested reference is given where they lie."""
+    options = dict(causal=causal, window_size=(5, 4), backend="reference")
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    sink = torch.tensor([-2.0, 0.0, 1.0, 3.0], dtype=accumulator)
+    packed = make_packed_inputs(dtype, decay, True) | {"sink": sink}
+    padded = make_inputs(dtype, decay, True) | PADDING | {"sink": sink, "bias": torch.randn(23, 23, dtype=accumulator)}
+    for verify, inputs in ((verify_attention_varlen, packed), (verify_attention, padded)):
+        for some in (inputs, inputs | {"sink": None}):
+            assert_within_budget(verify(**some, **options))
+            if dtype == torch.float64:
+                assert_eager_equals_the_oracle(evaluations)
+
+
+def test_what_lies_outside_may_be_anything():
+    packed = make_packed_inputs(torch.float32, row_scale=True)
+    for name, outside in (("q", [0, 20]), ("scale", [0, 22]), ("k", [21, 22]), ("v", [21]), ("log_decay", [22])):
+        packed[name][outside] = math.nan
+    assert_within_budget(verify_attention_varlen(**packed, backend="reference"))
+    padded = make_inputs(torch.float32, row_scale=True) | PADDING
+    padded["q"][0, :2], padded["q"][0, 12:], padded["scale"][0, 15] = math.nan, math.nan, math.nan
+    padded["k"][0, :3], padded["v"][1, 9:], padded["log_decay"][0, [3, 20]] = math.nan, math.nan, math.nan
+    assert_within_budget(verify_attention(**padded, backend="reference"))
 
 
 @given(rows=st.integers(0, 9), keys=st.integers(0, 9), causal=st.booleans(), decay=st.sampled_from(DECAYS))
@@ -105,8 +173,8 @@ def test_explicit_formulas_equal_autograd(decay, causal, row_scale, lengths, eva
 def test_accepts_any_shape(rows, keys, causal, decay):
     if not causal and rows > keys and decay not in ("none", "number", "constant"):
         rows = keys
-    inputs = make_inputs(torch.float32, decay, True, rows, keys)
-    assert_within_budget(verify_attention(**inputs, causal=causal, backend="reference"))
+    inputs = make_inputs(torch.float32, decay, True, rows, keys) | dict(bias=torch.randn(2, 1, rows, keys))
+    assert_within_budget(verify_attention(**inputs, causal=causal, sink=torch.randn(4), backend="reference"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,13 +195,14 @@ def test_a_dtype_below_the_inputs_is_outside_the_budget(plant):
 
 def test_chunks_of_rows_and_pairs_change_nothing(monkeypatch, evaluations):
     inputs = make_inputs(torch.float32, "resets", True, rows=19, keys=23)
+    inputs |= dict(window_size=(9, -1), bias=torch.randn(4, 19, 23), sink=torch.randn(4))
     assert_within_budget(verify_attention(**inputs, backend="reference"))
     whole = dict(evaluations)
     monkeypatch.setattr(formulas, "SCORES_AT_ONCE", 23 * 4)  # four rows of one head
     assert_within_budget(verify_attention(**inputs, backend="reference"))
-    for name, (x64, _, size) in evaluations.items():
+    for name, (x64, _, _, size) in evaluations.items():
         torch.testing.assert_close(x64, whole[name][0], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(size, whole[name][2], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(size, whole[name][3], rtol=1e-12, atol=1e-12)
 
 
 def test_strides_reach_the_tested_call(monkeypatch):
@@ -142,11 +211,11 @@ def test_strides_reach_the_tested_call(monkeypatch):
     seen = {}
     call = attention.decay_attention
 
-    def spy(q, *args, **options):
+    def spy(*args, **options):
         if options["backend"] == "triton":
-            seen["strides"] = q.stride()
+            seen["strides"] = options["q"].stride()
             options["backend"] = "reference"
-        return call(q, *args, **options)
+        return call(*args, **options)
 
     monkeypatch.setattr(attention, "decay_attention", spy)
     expanded = torch.randn(1, 1, 1, 8).expand(2, 23, 4, 8)
@@ -223,13 +292,82 @@ def test_refuses_a_missing_minus_infinity_and_a_false_one(plant):
         assert lse.error == math.inf
 
 
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dlog_decay", "dscale"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_refuses_the_smallest_number_outside_of_the_sequences(name, packed, plant):
+    inputs = make_packed_inputs(torch.float32, row_scale=True) if packed else make_inputs(torch.float32, row_scale=True)
+    verify = verify_attention_varlen if packed else verify_attention
+    at = 22 if name in ("dk", "dv", "dlog_decay") else 20  # of entry 0, and past the last sequence
+
+    def leak(results):
+        x = results[name][None] if name == "dscale" and packed else results[name]
+        x[(0, 1, at) if name == "lse" else (0, at, 1)] = 1e-30
+
+    plant(leak)
+    comparisons = verify(**inputs, **({} if packed else PADDING), backend="reference")
+    assert {c.name for c in comparisons if not c.passed} == {name}
+    assert by_name(comparisons)[name].head == (-1 if packed else 0, 1)
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv", "dscale"])
+def test_refuses_one_scaled_sequence_and_says_which(name, plant):
+    """However little of all tokens it is: every sequence is judged on its own."""
+    inputs = make_packed_inputs(torch.float32, row_scale=True)
+
+    def scale(results):
+        x = results[name] if name == "dscale" else results[name][0]
+        x[0:3, 1] *= 1.0001
+
+    plant(scale)
+    comparisons = verify_attention_varlen(**inputs, backend="reference")
+    assert {c.name for c in comparisons if not c.passed} == {name}
+    assert by_name(comparisons)[name].head == (0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("argument", "other"), [
+    ("window_size", (4, 4)), ("window_size", (5, 3)), ("sink", None), ("seqused_k", int32(19, 8)),
+    ("seqused_q", int32(13, 22)), ("leftpad_q", int32(1, 1)), ("leftpad_k", int32(4, 1)),
+])  # fmt: skip
+def test_refuses_another_argument(dtype, argument, other, monkeypatch):
+    inputs = make_inputs(dtype) | PADDING | dict(window_size=(5, 4), sink=torch.ones(4), causal=False)
+    assert_within_budget(verify_attention(**inputs, backend="reference"))
+    call = attention.decay_attention
+
+    def confused(*args, **options):
+        # the oracle has one batch entry, and the heads of both on its head axis
+        if options.get("seqused_q") is not None:
+            options[argument] = other if other is not None else torch.zeros_like(options[argument])
+        return call(*args, **options)
+
+    monkeypatch.setattr(attention, "decay_attention", confused)
+    failed = {c.name for c in verify_attention(**inputs, backend="reference") if not c.passed}
+    assert {"out", "lse", "dq"} <= failed
+
+
+def test_some_sequences_of_a_packed_call(plant):
+    inputs = make_packed_inputs(torch.float32, "constant")
+    judged = [(3, 0), (4, 2)]
+    assert_within_budget(verify_attention_varlen(**inputs, backend="reference", heads=judged))
+    with pytest.raises(ValueError, match=r"heads: expected .*sequence.*got \[\(5, 0\)\]"):
+        verify_attention_varlen(**inputs, backend="reference", heads=[(5, 0)])
+
+    def leak(results):
+        results["dk"][0, 2, 1, 0] += 1e-30  # sequence 0
+
+    plant(leak)
+    failed = by_name(verify_attention_varlen(**inputs, backend="reference", heads=judged))
+    assert [name for name, c in failed.items() if not c.passed] == ["dk"]
+    assert failed["dk"].head == (0, 1)
+
+
 def _with(monkeypatch, edit_heads):
-    """Let the tested call compute with edited formulas: explicit_attention at float32, then `edit_heads(results)`."""
+    """Let the tested call compute with edited formulas: explicit_attention at float32, then `edit_heads`."""
 
     def run(call, backend, options):
-        def evaluate(*heads):
-            results = explicit_attention(*heads)
-            return edit_heads(results, *heads) or results
+        def evaluate(**heads):
+            results = explicit_attention(**heads)
+            return edit_heads(results, **heads) or results
 
         return {name: x.to(call.dtype_of(name)) for name, x in call.gather(evaluate, torch.float32).items()}
 
@@ -238,7 +376,7 @@ def _with(monkeypatch, edit_heads):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_accepts_the_unedited_formulas(dtype, monkeypatch):
-    _with(monkeypatch, lambda results, *heads: None)
+    _with(monkeypatch, lambda results, **heads: None)
     assert_within_budget(verify_attention(**make_inputs(dtype, row_scale=True)))
 
 
@@ -250,22 +388,27 @@ def test_accepts_the_unedited_formulas(dtype, monkeypatch):
         ("the first log-decay has no gradient", {"dlog_decay"}),
         ("the scale in dk", {"dk"}),
         ("the second head of a group", {"dk", "dv"}),
+        ("the gradient of lse in dsink", {"dsink"}),
     ],
 )
 def test_refuses_a_dropped_term(dtype, term, damaged, monkeypatch):
-    def edit(results, q, k, v, log_decay, scale, causal, grad_out, grad_lse):
+    def edit(results, **heads):
         if term == "the gradient of lse":
-            return explicit_attention(q, k, v, log_decay, scale, causal, grad_out, torch.zeros_like(grad_lse))
+            without = explicit_attention(**heads | {"grad_lse": torch.zeros_like(heads["grad_lse"])})
+            return without | {"dsink": results["dsink"]}
+        if term == "the gradient of lse in dsink":
+            without = explicit_attention(**heads | {"grad_lse": torch.zeros_like(heads["grad_lse"])})
+            results["dsink"] = without["dsink"]
         if term == "the first log-decay has no gradient":
             results["dlog_decay"][:, 0] = results["dlog_decay"][:, 1]
         if term == "the scale in dk":
-            results["dk"] = results["dk"] * q.shape[-1] ** 0.5
+            results["dk"] = results["dk"] * heads["q"].shape[-1] ** 0.5
         if term == "the second head of a group":
             results["dk"][1::2], results["dv"][1::2] = 0, 0
         return results
 
     _with(monkeypatch, edit)
-    comparisons = verify_attention(**make_inputs(dtype, row_scale=True))
+    comparisons = verify_attention(**make_inputs(dtype, row_scale=True), sink=torch.randn(4))
     assert {c.name for c in comparisons if not c.passed} == damaged
 
 
@@ -276,8 +419,10 @@ def test_refuses_a_decay_gradient_without_row_sums(monkeypatch):
     q, k, v = (torch.randn(1, keys, 2, 16).bfloat16() for _ in range(3))
     log_decay = torch.full((1, keys, 2), -0.1)
 
-    def columns_only(results, q, k, v, log_decay, scale, causal, grad_out, grad_lse):
-        results = explicit_attention(q, k, v, log_decay, scale, causal, grad_out, grad_lse, rounding=torch.bfloat16)
+    def columns_only(results, **heads):
+        results = explicit_attention(**heads, rounding=torch.bfloat16)
+        names = ("q", "k", "v", "log_decay", "scale", "grad_out", "grad_lse")
+        q, k, v, log_decay, scale, grad_out, grad_lse = (heads[name] for name in names)
         delta = (grad_out * results["out"]).sum(-1) - grad_lse
         i = torch.arange(keys)
         alpha = log_decay.double().cumsum(1)
@@ -369,8 +514,8 @@ def test_a_missing_decay_gradient_in_a_model_is_refused(model_and_batch, autocas
     model, batch = model_and_batch
     attention, calls = reference.attention, iter(range(2))
 
-    def detached(problem, q, k, v, log_decay, scale, backend):
-        return attention(problem, q, k, v, log_decay.detach() if next(calls, None) is not None else log_decay, scale)
+    def detached(problem, q, k, v, log_decay, *rest):
+        return attention(problem, q, k, v, log_decay.detach() if next(calls, None) is not None else log_decay, *rest)
 
     monkeypatch.setattr(reference, "attention", detached)
     rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", autocast=autocast)
@@ -378,6 +523,27 @@ def test_a_missing_decay_gradient_in_a_model_is_refused(model_and_batch, autocas
     assert {row.parameter for row in rows if row.is_decay} <= failed
     assert {row.relative_error for row in rows if row.is_decay} == {1.0}
     assert "head.weight" not in failed
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_rounded_attention_of_a_model_takes_every_argument(packed, monkeypatch):
+    """In float64 nothing is rounded, and autograd of the reference has the same gradients."""
+    inputs = (make_packed_inputs if packed else make_inputs)(torch.float64, "resets", row_scale=True)
+    inputs |= dict(causal=False, window_size=(5, 4), sink=torch.randn(4).double())
+    inputs |= dict(max_seqlen_q=11, max_seqlen_k=13) if packed else PADDING | dict(bias=torch.randn(23, 23).double())
+    leaves = [x.requires_grad_() for x in inputs.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    attend = decay_attention_varlen if packed else decay_attention
+
+    def results():
+        out, lse = attend(**inputs, return_lse=True, backend="reference")
+        lse = lse.masked_fill(lse.isneginf(), 0.0)
+        loss = (out * torch.arange(8)).sum() + lse.square().sum()
+        return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+    expected = results()
+    monkeypatch.setattr(reference, "attention", functools.partial(models._RoundedAttention.call, factor=1.0))
+    for found, wanted in zip(results(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
 
 
 def test_a_model_without_decay_attention_is_refused():

@@ -36,7 +36,7 @@ def _visits_of_intervals(firsts, ends, ranges, edges, most_edges, ROWS: tl.const
 
 @triton.jit
 def _visits(
-    last_reset, next_reset, firsts, ends, ranges, edges, most_edges, query_length, key_length,
+    last_reset, next_reset, firsts, ends, ranges, edges, most_edges, query_length, key_length, left, right,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, MIRROR: tl.constexpr, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS query rows and the keys that they see; MIRROR: of ROWS keys and the rows that see them."""
@@ -46,20 +46,28 @@ def _visits(
     if MIRROR:
         length = key_length
         index = tl.minimum(index, length - 1)
-        first, end = rows_that_see(index, query_length, first_position, last_reset, next_reset, CAUSAL, HAS_RESETS)
+        first, end = rows_that_see(
+            index, query_length, first_position, last_reset, next_reset, CAUSAL, HAS_RESETS, left, right
+        )
     else:
         length = query_length
         index = tl.minimum(index, length - 1)
-        first, end = keys_seen(index + first_position, key_length, last_reset, next_reset, CAUSAL, HAS_RESETS)
+        position = index + first_position
+        first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, HAS_RESETS, left, right)
     tl.store(firsts + index, first)
     tl.store(ends + index, end)
     _store_visits(first, end, ranges, edges, most_edges, BLOCK)
 
 
-def visible_pairs(query_length, key_length, resets, causal):
-    """(T_q, T_k): row i sees key j if no reset lies in (min, max] of the two, and, causal, j is not after i."""
+def visible_pairs(query_length, key_length, resets, causal, window):
+    """(T_q, T_k): row i sees key j if no reset lies in (min, max] of the two and j is in i's window, causal up to i."""
     i, j = torch.arange(query_length)[:, None] + key_length - query_length, torch.arange(key_length)
     visible = (j <= i) if causal else torch.ones_like(j <= i)
+    left, right = window
+    if left is not None:
+        visible &= j >= i - left
+    if right is not None:
+        visible &= j <= i + right
     for reset in resets:
         visible &= (i >= reset) == (j >= reset)
     return visible
@@ -86,8 +94,8 @@ def check_visits(inside, ranges, edges, rows, block):
             assert lines[:, tile * block : (tile + 1) * block].all()
 
 
-def check(query_length, key_length, resets, causal, rows, block, device):
-    visible = visible_pairs(query_length, key_length, resets, causal)
+def check(query_length, key_length, resets, causal, rows, block, device, window=(None, None)):
+    visible = visible_pairs(query_length, key_length, resets, causal, window)
     for mirror, pairs in ((False, visible), (True, visible.T)):
         lines, columns = pairs.shape
         programs, most_edges = triton.cdiv(lines, rows), triton.cdiv(columns, block)
@@ -97,7 +105,7 @@ def check(query_length, key_length, resets, causal, rows, block, device):
         edges = torch.full((programs, most_edges), -1, **new)
         _visits[(programs,)](
             *segments(key_length, resets, device), firsts, ends, ranges, edges, most_edges, query_length, key_length,
-            ROWS=rows, BLOCK=block, MIRROR=mirror, CAUSAL=causal, HAS_RESETS=bool(resets),
+            *window, ROWS=rows, BLOCK=block, MIRROR=mirror, CAUSAL=causal, HAS_RESETS=bool(resets),
         )  # fmt: skip
         column = torch.arange(columns, device=device)
         assert torch.equal(((column >= firsts[:, None]) & (column < ends[:, None])).cpu(), pairs)
@@ -120,6 +128,14 @@ def test_resets(resets, causal, device):
     check(9, 40, resets, causal, 8, 8, device)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [(0, 0), (3, None), (None, 3), (7, 9), (16, 0), (100, 100)], ids=str)
+def test_windows(window, causal, device):
+    for query_length, key_length in [(40, 40), (9, 40), (40, 9), (1, 33)]:
+        check(query_length, key_length, [], causal, 8, 16, device, window)
+    check(40, 40, [8, 31], causal, 8, 8, device, window)
+
+
 @settings
 @hypothesis.given(data=st.data())
 def test_any_rules(data, device):
@@ -130,7 +146,9 @@ def test_any_rules(data, device):
     # not causal, the rows before the first log-decay are refused
     query_length = data.draw(st.integers(1, key_length if resets and not causal else 50), "T_q")
     rows, block = data.draw(st.sampled_from([(8, 8), (8, 16), (16, 4)]), "tiles")
-    check(query_length, key_length, resets, causal, rows, block, device)
+    sides = st.one_of(st.none(), st.integers(0, 50))
+    window = data.draw(st.tuples(sides, sides), "window")
+    check(query_length, key_length, resets, causal, rows, block, device, window)
 
 
 @settings

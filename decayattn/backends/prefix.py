@@ -30,7 +30,10 @@ _WARPS = 1
 
 
 class DecayPrefix(NamedTuple):
-    """What the kernels read of a per-token decay, in (B, H, ·) and base 2; empty tensors for other decays."""
+    """What the kernels read of a per-token decay, in (B, H, ·) and base 2; empty tensors for other decays.
+
+    Every sequence has a prefix of its own: its blocks start at its first token, and its resets are counted from there.
+    """
 
     local: (
         Tensor  # β (B, H, T_k): float32 for 16-bit inputs, else float64, since a strong decay costs float32's low bits
@@ -43,11 +46,14 @@ class DecayPrefix(NamedTuple):
 def allocate(problem: AttentionProblem, like: Tensor) -> DecayPrefix:
     """Uninitialised buffers of the prefix's shapes (of size 0 where the decay is not per token)."""
     tokens = problem.key_length if problem.decay == "scalar" else 0
+    blocks = (tokens + DECAY_BLOCK - 1) // DECAY_BLOCK  # symbolic lengths too
+    if problem.decay == "scalar" and problem.layout == "packed":
+        blocks = tokens // DECAY_BLOCK + problem.sequences  # every sequence may end in a block that is not full
     shape = (problem.batch, problem.num_heads)
     local_dtype = torch.float32 if problem.dtype.itemsize == 2 else torch.float64
     return DecayPrefix(
         like.new_empty(*shape, tokens, dtype=local_dtype),
-        like.new_empty(*shape, (tokens + DECAY_BLOCK - 1) // DECAY_BLOCK, dtype=torch.float64),  # symbolic lengths too
+        like.new_empty(*shape, blocks, dtype=torch.float64),
         like.new_empty(*shape, tokens, dtype=torch.int32),
         like.new_empty(*shape, tokens, dtype=torch.int32),
     )
@@ -55,27 +61,27 @@ def allocate(problem: AttentionProblem, like: Tensor) -> DecayPrefix:
 
 def build(
     problem: AttentionProblem, log_decay: Tensor, columns: Tensor | None = None, factor: float = 1.0,
-    counter: Tensor | None = None,
+    counter: Tensor | None = None, places: Tensor | None = None,
 ) -> DecayPrefix:  # fmt: skip
-    """The prefix of log_decay (B, T_k, H): two launches, whatever the length.
+    """The prefix of log_decay (B, T_k, H): two launches, whatever the length. Tokens outside `places` have none.
 
     columns, if given, is filled on the way: (B, H, blocks, DECAY_BLOCK, BIAS_COLUMNS), the parts of factor · β.
     counter, if given, is one int32 that is zeroed, which saves the attention that draws from it a launch.
     """
     prefix = allocate(problem, log_decay)
-    blocks = prefix.base.shape[-1]
-    grid = (blocks * problem.batch * problem.num_heads,)
+    blocks = triton.cdiv(problem.longest_key, DECAY_BLOCK)
+    grid = (blocks * problem.sequences * problem.num_heads,)
     totals = torch.empty_like(prefix.base)
     resets = torch.empty_like(prefix.base, dtype=torch.int32), torch.empty_like(prefix.base, dtype=torch.int32)
-    sizes = (problem.key_length, problem.num_heads, blocks)
+    sizes = (problem.longest_key, problem.num_heads, blocks, places, axes_of(problem, prefix))
     _block_totals[grid](
         log_decay, log_decay.stride(), totals, *resets, resets[0] if counter is None else counter, *sizes,
-        BLOCK=DECAY_BLOCK, ZERO_COUNTER=counter is not None, num_warps=_WARPS,
+        PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, ZERO_COUNTER=counter is not None, num_warps=_WARPS,
     )  # fmt: skip
     _scan_blocks[grid](
         log_decay, log_decay.stride(), totals, *resets, *prefix, totals if columns is None else columns, factor,
-        *sizes, BLOCK=DECAY_BLOCK, CHUNK=_SCAN_CHUNK, COLUMNS=0 if columns is None else BIAS_COLUMNS,
-        num_warps=_WARPS,
+        *sizes, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_SCAN_CHUNK,
+        COLUMNS=0 if columns is None else BIAS_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
     return prefix
 
@@ -90,23 +96,74 @@ def constant_columns(rates: Tensor, factor: float, counter: Tensor) -> Tensor:
 
 
 def gradient(
-    problem: AttentionProblem, prefix: DecayPrefix, row_sums: Tensor, column_sums: Tensor, like: Tensor
-) -> Tensor:
+    problem: AttentionProblem, prefix: DecayPrefix, row_sums: Tensor, column_sums: Tensor, like: Tensor,
+    places: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """dλ_t = Σ dα_u over the rest of t's segment, with dα = row sums − column sums of dS; (B, T_k, H) in like's dtype.
 
     row_sums is (B, H, T_q), column_sums (B, H, T_k), both float. The first λ of a segment acts on nothing: literal 0.
     """
     grad = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    blocks = prefix.base.shape[-1]
-    grid = (blocks * problem.batch * problem.num_heads,)
+    if places is not None:
+        grad.zero_()  # of the tokens outside
+    blocks = triton.cdiv(problem.longest_key, DECAY_BLOCK)
+    grid = (blocks * problem.sequences * problem.num_heads,)
     heads = torch.empty_like(prefix.base)
-    sizes = (problem.query_length, problem.key_length, problem.first_position, problem.num_heads, blocks)
+    sizes = (problem.longest_query, problem.longest_key, problem.num_heads, blocks, places, axes_of(problem, prefix))
     segments = (prefix.last_reset, prefix.next_reset)
-    _segment_heads[grid](row_sums, column_sums, *segments, heads, *sizes, BLOCK=DECAY_BLOCK)
+    modes = dict(PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK)
+    _segment_heads[grid](row_sums, column_sums, *segments, heads, *sizes, **modes)
     _reverse_sums[grid](
-        row_sums, column_sums, *segments, heads, grad, grad.stride(), *sizes, BLOCK=DECAY_BLOCK, CHUNK=_SCAN_CHUNK
+        row_sums, column_sums, *segments, heads, grad, grad.stride(), *sizes, CHUNK=_SCAN_CHUNK, **modes
     )
     return grad
+
+
+def axes_of(problem: AttentionProblem, prefix: DecayPrefix) -> tuple[int, int, int] | None:
+    """Rows, tokens and blocks of the axes on which the sequences lie, for `locate`; None where they fill them."""
+    dense = problem.layout == "dense"
+    return None if dense else (problem.query_length, problem.key_length, prefix.base.shape[-1])
+
+
+@triton.jit
+def locate(places, sequence, query_length, key_length, PACKED: tl.constexpr):
+    """Where a sequence lies: (batch entry, first row, rows, first token, tokens).
+
+    Dense, places is None, and the lengths are those given.
+    """
+    entry = sequence
+    first_row, first_token = 0, 0
+    if places is not None:
+        if PACKED:
+            entry = sequence * 0
+        first_row = tl.load(places + sequence * 4)
+        query_length = tl.load(places + sequence * 4 + 1)
+        first_token = tl.load(places + sequence * 4 + 2)
+        key_length = tl.load(places + sequence * 4 + 3)
+    return entry, first_row, query_length, first_token, key_length
+
+
+@triton.jit
+def offsets_of_head(
+    axes, sequence, head, heads, first_row, query_length, first_token, key_length, blocks, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where the rows, the tokens and the blocks of a head of a sequence begin in the buffers (B, H, ·).
+
+    axes is `axes_of` and BLOCK is DECAY_BLOCK. Dense, axes is None and the lengths are those of the axes.
+    """
+    buffer_row = (sequence * heads + head).to(tl.int64)
+    if axes is None:
+        rows, tokens, blocks = buffer_row * query_length, buffer_row * key_length, buffer_row * blocks
+    else:
+        if PACKED:
+            buffer_row = head.to(tl.int64)
+        rows, tokens = buffer_row * axes[0] + first_row, buffer_row * axes[1] + first_token
+        blocks = buffer_row * axes[2]
+        if PACKED:
+            # behind those of all sequences before it, each of which has at most one block that is not full
+            blocks += first_token // BLOCK + sequence
+    return rows, tokens, blocks
 
 
 @triton.jit
@@ -126,9 +183,10 @@ def _add_in_segment(sum_a, ended_a, sum_b, ended_b):
 
 
 @triton.jit
-def _load_block(log_decay, strides, batch, head, tokens, length):
+def _load_block(log_decay, strides, batch, head, first_token, tokens, length):
     """A block's λ in base 2 and float64, resets as 0, and where the resets are. The first λ is never used."""
-    pointers = log_decay + batch.to(tl.int64) * strides[0] + tokens.to(tl.int64) * strides[1] + head * strides[2]
+    tokens_there = (first_token + tokens).to(tl.int64)
+    pointers = log_decay + batch.to(tl.int64) * strides[0] + tokens_there * strides[1] + head * strides[2]
     value = tl.load(pointers, mask=(tokens > 0) & (tokens < length), other=0.0).to(tl.float64)
     is_reset = value == float("-inf")
     return tl.where(is_reset, 0.0, value * LOG2E), is_reset
@@ -136,17 +194,23 @@ def _load_block(log_decay, strides, batch, head, tokens, length):
 
 @triton.jit
 def _block_totals(
-    log_decay, strides, totals, last_resets, first_resets, counter, length, heads, blocks, BLOCK: tl.constexpr,
-    ZERO_COUNTER: tl.constexpr,
+    log_decay, strides, totals, last_resets, first_resets, counter, length, heads, blocks, places, axes,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr, ZERO_COUNTER: tl.constexpr,
 ):  # fmt: skip
     """Per block: the sum of λ, its last reset (−1 without one) and its first one (T_k without one)."""
     if ZERO_COUNTER:
         tl.store(counter, 0, mask=tl.program_id(0) == 0)
     row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
+    sequence, head = row // heads, row % heads
+    entry, _, _, first_token, length = locate(places, sequence, 0, length, PACKED)
+    _, _, block_row = offsets_of_head(axes, sequence, head, heads, 0, 0, first_token, length, blocks, PACKED, BLOCK)
+    if places is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
+        if block * BLOCK >= length:
+            return
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    value, is_reset = _load_block(log_decay, strides, row // heads, row % heads, tokens, length)
-    here = row.to(tl.int64) * blocks + block
+    value, is_reset = _load_block(log_decay, strides, entry, head, first_token, tokens, length)
+    here = block_row + block
     tl.store(totals + here, tl.sum(value, 0))
     tl.store(last_resets + here, tl.max(tl.where(is_reset, tokens, -1), 0))
     tl.store(first_resets + here, tl.min(tl.where(is_reset, tokens, length), 0))
@@ -155,12 +219,21 @@ def _block_totals(
 @triton.jit
 def _scan_blocks(
     log_decay, strides, totals, last_resets, first_resets, local, base, last_reset, next_reset, columns,
-    factor: tl.float64, length, heads, blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    factor: tl.float64, length, heads, blocks, places, axes,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Each block sums its predecessors' totals itself: T²/128² short reads in all, and no block waits for another."""
     row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    block_row = row.to(tl.int64) * blocks
+    sequence, head = row // heads, row % heads
+    entry, _, _, first_token, length = locate(places, sequence, 0, length, PACKED)
+    _, token_row, block_row = offsets_of_head(
+        axes, sequence, head, heads, 0, 0, first_token, length, blocks, PACKED, BLOCK
+    )
+    if places is not None:
+        blocks = tl.cdiv(length, BLOCK)
+        if block >= blocks:
+            return
     alpha = tl.zeros([CHUNK], tl.float64)
     before = tl.zeros([CHUNK], tl.int32)
     after = tl.zeros([CHUNK], tl.int32) + length
@@ -174,9 +247,9 @@ def _scan_blocks(
     tl.store(base + block_row + block, tl.sum(alpha, 0))
 
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    value, is_reset = _load_block(log_decay, strides, row // heads, row % heads, tokens, length)
+    value, is_reset = _load_block(log_decay, strides, entry, head, first_token, tokens, length)
     last = tl.associative_scan(tl.where(is_reset, tokens, tl.max(before, 0)), 0, _larger)
-    here = row.to(tl.int64) * length + tokens
+    here = token_row + tokens
     inside = tokens < length
     beta = tl.cumsum(value, 0)
     tl.store(local + here, beta.to(local.dtype.element_ty), mask=inside)
@@ -187,7 +260,7 @@ def _scan_blocks(
     coming = tl.associative_scan(tl.where(is_reset, tokens, tl.min(after, 0)), 0, _smaller, reverse=True)
     tl.store(next_reset + here - 1, coming, mask=inside & (tokens > block * BLOCK))
     final = tl.minimum(block * BLOCK + BLOCK, length) - 1
-    tl.store(next_reset + row.to(tl.int64) * length + final, tl.min(after, 0))
+    tl.store(next_reset + token_row + final, tl.min(after, 0))
 
 
 @triton.jit
@@ -217,55 +290,76 @@ def _constant_columns(
 
 
 @triton.jit
-def _load_alpha_gradient(row_sums, column_sums, row, tokens, inside, query_length, key_length, first_position):
+def _load_alpha_gradient(row_sums, column_sums, tokens, inside, first_position):
     """dα_t = (signed) row sum − column sum of dS, float64; the tokens before the first query have no row."""
     query = tokens - first_position
-    rows = tl.load(row_sums + row * query_length + query, mask=inside & (query >= 0), other=0.0)
-    columns = tl.load(column_sums + row * key_length + tokens, mask=inside, other=0.0)
+    rows = tl.load(row_sums + query, mask=inside & (query >= 0), other=0.0)
+    columns = tl.load(column_sums + tokens, mask=inside, other=0.0)
     return rows.to(tl.float64) - columns.to(tl.float64)
 
 
 @triton.jit
 def _segment_heads(
-    row_sums, column_sums, last_reset, next_reset, heads_out, query_length, key_length, first_position, heads, blocks,
-    BLOCK: tl.constexpr,
+    row_sums, column_sums, last_reset, next_reset, heads_out, query_length, key_length, heads, blocks, places, axes,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per block: the sum of dα from its start up to its first reset, which is what earlier blocks take from it."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
+    sequence, head = row // heads, row % heads
+    _, first_row, query_length, first_token, key_length = locate(places, sequence, query_length, key_length, PACKED)
+    query_row, token_row, block_row = offsets_of_head(
+        axes, sequence, head, heads, first_row, query_length, first_token, key_length, blocks, PACKED, BLOCK
+    )
     start = block * BLOCK
+    if places is not None:  # noqa: SIM102
+        if start >= key_length:
+            return
     tokens = start + tl.arange(0, BLOCK)
-    starts_segment = tl.load(last_reset + row * key_length + start) == start
-    segment_end = tl.where(starts_segment, start, tl.load(next_reset + row * key_length + start))
+    starts_segment = tl.load(last_reset + token_row + start) == start
+    segment_end = tl.where(starts_segment, start, tl.load(next_reset + token_row + start))
     inside = (tokens < key_length) & (tokens < segment_end)
-    value = _load_alpha_gradient(row_sums, column_sums, row, tokens, inside, query_length, key_length, first_position)
-    tl.store(heads_out + row * blocks + block, tl.sum(value, 0))
+    value = _load_alpha_gradient(
+        row_sums + query_row, column_sums + token_row, tokens, inside, key_length - query_length
+    )
+    tl.store(heads_out + block_row + block, tl.sum(value, 0))
 
 
 @triton.jit
 def _reverse_sums(
-    row_sums, column_sums, last_reset, next_reset, heads_in, grad, strides, query_length, key_length, first_position,
-    heads, blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    row_sums, column_sums, last_reset, next_reset, heads_in, grad, strides, query_length, key_length, heads, blocks,
+    places, axes, PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dλ of one block: its own later dα of the segment, plus the heads of the blocks that it reaches into."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
+    sequence, head = row // heads, row % heads
+    entry, first_row, query_length, first_token, key_length = locate(places, sequence, query_length, key_length, PACKED)
+    query_row, token_row, block_row = offsets_of_head(
+        axes, sequence, head, heads, first_row, query_length, first_token, key_length, blocks, PACKED, BLOCK
+    )
+    if places is not None:
+        blocks = tl.cdiv(key_length, BLOCK)
+        if block >= blocks:
+            return
     final = tl.minimum(block * BLOCK + BLOCK, key_length) - 1
-    last_block = tl.load(next_reset + row * key_length + final) // BLOCK
+    last_block = tl.load(next_reset + token_row + final) // BLOCK
     carried = tl.zeros([CHUNK], tl.float64)
     for start in range(block + 1, tl.minimum(last_block + 1, blocks), CHUNK):
         index = start + tl.arange(0, CHUNK)
         reached = (index <= last_block) & (index < blocks)
-        carried += tl.load(heads_in + row * blocks + index, mask=reached, other=0.0)
+        carried += tl.load(heads_in + block_row + index, mask=reached, other=0.0)
 
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < key_length
-    value = _load_alpha_gradient(row_sums, column_sums, row, tokens, inside, query_length, key_length, first_position)
-    segment_start = tl.load(last_reset + row * key_length + tokens, mask=inside, other=0)
-    segment_end = tl.load(next_reset + row * key_length + tokens, mask=inside, other=0)
+    value = _load_alpha_gradient(
+        row_sums + query_row, column_sums + token_row, tokens, inside, key_length - query_length
+    )
+    segment_start = tl.load(last_reset + token_row + tokens, mask=inside, other=0)
+    segment_end = tl.load(next_reset + token_row + tokens, mask=inside, other=0)
     total, _ = tl.associative_scan((value, (segment_end == tokens + 1).to(tl.int32)), 0, _add_in_segment, reverse=True)
     total += tl.where(segment_end > final, tl.sum(carried, 0), 0.0)
     total = tl.where(segment_start == tokens, 0.0, total)
-    batch, head = row // heads, row % heads
-    pointers = grad + batch * strides[0] + tokens.to(tl.int64) * strides[1] + head * strides[2]
+    tokens_there = (first_token + tokens).to(tl.int64)
+    pointers = grad + entry.to(tl.int64) * strides[0] + tokens_there * strides[1] + head * strides[2]
     tl.store(pointers, total.to(grad.dtype.element_ty), mask=inside)

@@ -1,9 +1,9 @@
 """Which tiles a tile visits.
 
 Visibility is an interval: the query at position i sees the keys first_i ≤ j < end_i, and both ends never decrease with
-i. Causality, lengths that divide nothing and resets are all rules for the two ends, so the mirror question (which rows
-see key j) has an interval for an answer too. Positions are counted on the keys' axis; query row r has position r +
-first_position.
+i. Causality, windows, lengths that divide nothing and resets are all rules for the two ends, so the mirror question
+(which rows see key j) has an interval for an answer too. Positions are counted on a sequence's keys; query row r has
+position r + first_position.
 """
 
 import triton
@@ -11,8 +11,13 @@ import triton.language as tl
 
 
 @triton.jit
-def keys_seen(position, key_length, last_reset, next_reset, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr):
-    """[first, end) of the keys that a query at this position sees; the resets point at one head's tokens."""
+def keys_seen(
+    position, key_length, last_reset, next_reset, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr, left=None, right=None
+):
+    """[first, end) of the keys that a query at this position sees; the resets point at one head's tokens.
+
+    left, right: how far it sees to either side; None without a limit.
+    """
     first = position * 0  # zeros_like, which does not keep a Gluon kernel's layout
     end = first + key_length
     if HAS_RESETS:
@@ -20,13 +25,18 @@ def keys_seen(position, key_length, last_reset, next_reset, CAUSAL: tl.constexpr
         end = tl.load(next_reset + position, mask=position >= 0, other=0)
     if CAUSAL:
         end = tl.maximum(position + 1, 0)
+    if left is not None:
+        first = tl.maximum(first, position - left)
+    if right is not None:
+        end = tl.minimum(end, tl.maximum(position + right + 1, 0))
     return first, end
 
 
 @triton.jit
 def rows_that_see(
-    key, query_length, first_position, last_reset, next_reset, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr
-):
+    key, query_length, first_position, last_reset, next_reset, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr,
+    left=None, right=None,
+):  # fmt: skip
     """The mirror: [first, end) of the query rows that see this key."""
     first = key * 0
     end = first + query_length
@@ -35,6 +45,10 @@ def rows_that_see(
         end = tl.maximum(tl.load(next_reset + key) - first_position, 0)
     if CAUSAL:
         first = tl.maximum(key - first_position, 0)
+    if left is not None:
+        end = tl.minimum(end, tl.maximum(key + left + 1 - first_position, 0))
+    if right is not None:
+        first = tl.maximum(first, key - right - first_position)
     return first, end
 
 

@@ -4,7 +4,8 @@ Three evaluations of the same problem decide, per tensor and head, in the Froben
 
     ‖x − x64‖  ≤  2 ‖eager − x64‖ + eps(dtype of x) ‖x64‖ + 4 eps(accumulator) ‖A‖
 
-* x64: `decay_attention(backend="reference")` on float64 inputs, gradients by autograd.
+* x64: `decay_attention(backend="reference")` on float64 inputs, gradients by autograd. Sequences that are packed or
+  padded are cut out and evaluated one by one, here and below, so that nothing can cross a boundary.
 * eager: `explicit_attention`, the formulas written out by hand, with the operands of matrix products, P, dS and the
   results rounded to the inputs' dtype and everything else in the accumulator dtype: what that precision costs anyone.
 * A: `explicit_attention` over absolute values: the size of what was added up. It gives a result that cancels, such as a
@@ -17,7 +18,12 @@ luck where a norm is over few independent entries (a constant decay's gradient i
 is the largest of several roundings of the same values (`DRAWS`). Nothing is tuned by hand, and nothing needs Triton.
 """
 
-from decayattn.testing.attention import Comparison, assert_within_budget, verify_attention
+from decayattn.testing.attention import (
+    Comparison,
+    assert_within_budget,
+    verify_attention,
+    verify_attention_varlen,
+)
 from decayattn.testing.formulas import explicit_attention
 from decayattn.testing.models import GradientRow, compare_model_gradients
 from decayattn.testing.table import format_table
@@ -30,4 +36,5 @@ __all__ = [
     "explicit_attention",
     "format_table",
     "verify_attention",
+    "verify_attention_varlen",
 ]

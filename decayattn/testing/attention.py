@@ -1,15 +1,16 @@
-"""One call of decay_attention against its error budget."""
+"""One call of decay_attention, or of decay_attention_varlen, against its error budget."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from decayattn.functional import decay_attention
-from decayattn.problem import AttentionProblem
+from decayattn.functional import decay_attention, decay_attention_varlen
+from decayattn.problem import AttentionProblem, check_arguments, check_packed_arguments, window_of
 from decayattn.testing import formulas
 from decayattn.testing.formulas import explicit_attention
 from decayattn.testing.table import format_table, ratio
@@ -23,157 +24,18 @@ PREFIX_BLOCK = 128
 DRAWS = tuple(2.0 ** (draw / 16) for draw in range(16))  # 1 first; the others have no short mantissa, so all is rounded
 
 # the arguments of decay_attention that may have a gradient
-INPUTS = ("q", "k", "v", "log_decay", "scale")
+INPUTS = ("q", "k", "v", "log_decay", "scale", "bias", "sink")
 
-
-@dataclass(frozen=True)
-class Call:
-    """Inputs of one call with its output gradients, and the (batch entry, head) pairs that carry gradient."""
-
-    inputs: dict[str, Tensor | float | None]  # in the order of INPUTS
-    causal: bool
-    grad_out: Tensor
-    grad_lse: Tensor
-    pairs: tuple[tuple[int, int], ...]
-    problem: AttentionProblem
-
-    def heads(self, pairs: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
-        """explicit_attention's positional arguments for some of the pairs (N, 2)."""
-        q, k, v, log_decay, scale = self.inputs.values()
-        b, h = pairs.unbind(1)
-        g = h // (self.problem.num_heads // self.problem.num_kv_heads)
-        if isinstance(log_decay, Tensor):
-            log_decay = log_decay[b, :, h] if log_decay.ndim == 3 else log_decay.expand(self.problem.num_heads)[h]
-        elif log_decay is not None:
-            log_decay = torch.full(h.shape, log_decay, dtype=torch.float64, device=q.device)
-        if isinstance(scale, Tensor):
-            scale = scale.expand(q.shape[:3])[b, :, h].to(dtype)
-        else:
-            number = q.shape[-1] ** -0.5 if scale is None else scale
-            scale = torch.full(h.shape, number, dtype=dtype, device=q.device)
-        return (
-            q[b, :, h].to(dtype), k[b, :, g].to(dtype), v[b, :, g].to(dtype), log_decay, scale, self.causal,
-            self.grad_out[b, :, h].to(dtype), self.grad_lse[b, h].to(dtype),
-        )  # fmt: skip
-
-    def gather(self, evaluate: Callable[..., dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-        """evaluate(*heads) of all pairs, in the layouts that decay_attention returns; what heads share is added up."""
-        problem, (q, _, _, log_decay, scale) = self.problem, self.inputs.values()
-        batch, rows, keys, heads = problem.batch, problem.query_length, problem.key_length, problem.num_heads
-        group = heads // problem.num_kv_heads
-        shapes = {
-            "out": (batch, heads, rows, problem.value_dim),
-            "lse": (batch, heads, rows),
-            "dq": (batch, heads, rows, problem.head_dim),
-            "dk": (batch, problem.num_kv_heads, keys, problem.head_dim),
-            "dv": (batch, problem.num_kv_heads, keys, problem.value_dim),
-        }
-        if isinstance(log_decay, Tensor):
-            shapes["dlog_decay"] = (batch, heads, keys) if log_decay.ndim == 3 else (batch, heads)
-        if isinstance(scale, Tensor):
-            shapes["dscale"] = (batch, heads, rows)
-        total = {name: q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-        pairs = torch.tensor(self.pairs, dtype=torch.long, device=q.device).reshape(-1, 2)
-        for some in pairs.split(max(1, formulas.SCORES_AT_ONCE // max(1, rows * keys))):
-            part = evaluate(*self.heads(some, dtype))
-            b, h = some.unbind(1)
-            for name, result in total.items():
-                at = (b, h // group if name in ("dk", "dv") else h)
-                result.index_put_(at, part[name].to(dtype), accumulate=True)
-        for name, leaf in (("dlog_decay", log_decay), ("dscale", scale)):
-            if name in total:
-                x = total[name][:, None] if total[name].ndim == 2 else total[name].transpose(1, 2)
-                total[name] = x.sum_to_size((1,) * (3 - leaf.ndim) + leaf.shape).reshape(leaf.shape)
-        return {name: x.transpose(1, 2) if x.ndim == 4 else x for name, x in total.items()}
-
-    def oracle(self) -> dict[str, Tensor]:
-        """x64 by autograd; causal, in chunks of rows, each the last rows of the keys that it sees."""
-
-        def evaluate(q, k, v, log_decay, scale, causal, grad_out, grad_lse):
-            decay = None if log_decay is None else log_decay.double()
-            leaves = {"dq": q, "dk": k, "dv": v, "dscale": scale, "dlog_decay": decay}
-            leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items() if x is not None}
-            q, k, v, scale, decay = (leaves.get(name) for name in ("dq", "dk", "dv", "dscale", "dlog_decay"))
-            rows, keys = q.shape[1], k.shape[1]
-            outs, lses, total = [], [], {name: torch.zeros_like(x) for name, x in leaves.items()}
-            for chunk in formulas.row_chunks(len(q) * keys, rows) if causal else [slice(0, rows)]:
-                seen = max(0, keys - (rows - chunk.stop)) if causal else keys
-                out, lse = decay_attention(  # the pairs stand on the head axis
-                    *(x.transpose(0, 1)[None] for x in (q[:, chunk], k[:, :seen], v[:, :seen])),
-                    decay if decay is None or decay.ndim == 1 else decay[:, :seen].T[None],
-                    scale=scale if scale.ndim == 1 else scale[:, chunk].T[None],
-                    causal=causal, return_lse=True, backend="reference",
-                )  # fmt: skip
-                outs.append(out[0].transpose(0, 1).detach())
-                lses.append(lse[0].detach())
-                given = [grad_out[:, chunk].transpose(0, 1)[None], grad_lse[None, :, chunk]]
-                gradients = torch.autograd.grad([out, lse], [*leaves.values()], given, materialize_grads=True)
-                for name, gradient in zip(leaves, gradients, strict=True):
-                    total[name] += gradient
-            return {"out": torch.cat(outs, 1), "lse": torch.cat(lses, 1), **total}
-
-        return self.gather(evaluate, torch.float64)
-
-    def eager(self, gradient_factor: float = 1.0, factor: float = 1.0) -> dict[str, Tensor]:
-        """The rounded evaluation, in the dtypes that decay_attention returns. The factors: see `DRAWS`."""
-
-        def evaluate(*heads):
-            *inputs, grad_out, grad_lse = heads
-            grads = grad_out * gradient_factor, grad_lse * gradient_factor
-            return explicit_attention(*inputs, *grads, rounding=self.problem.dtype, factor=factor)
-
-        total = self.gather(evaluate, self.problem.accumulator_dtype)
-        return {name: x.to(self.dtype_of(name)) for name, x in total.items()}
-
-    def draw(self, factor: float) -> dict[str, Tensor]:
-        """The rounded evaluation at another place of the same binade, in float64."""
-        eager = self.eager(factor, factor)
-        return {name: x.double() / (factor if name.startswith("d") else 1.0) for name, x in eager.items()}
-
-    def sizes(self) -> dict[str, Tensor]:
-        """A, in float64."""
-        exact_oracle = self.problem.accumulator_dtype != torch.float64
-        block = PREFIX_BLOCK if self.problem.dtype.itemsize == 2 else 0
-
-        def evaluate(*heads):
-            part = explicit_attention(*heads, absolute=True, prefix_block=block)
-            condition = 1.0 + part.pop("score_size")
-            if exact_oracle:
-                return part
-            return {name: x * condition.reshape(-1, *(1,) * (x.ndim - 1)) for name, x in part.items()}
-
-        return self.gather(evaluate, torch.float64)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype in which decay_attention returns a tensor."""
-        if name == "lse":
-            return self.problem.accumulator_dtype
-        leaf = self.inputs.get(name.removeprefix("d"))
-        return self.problem.dtype if leaf is None else leaf.dtype
-
-    def run(self, backend: str, options: dict[str, Any]) -> dict[str, Tensor]:
-        """What is tested: one forward and one backward, on leaves with the strides of the given tensors."""
-        inputs = {name: x.detach().requires_grad_() if isinstance(x, Tensor) else x for name, x in self.inputs.items()}
-        leaves = {f"d{name}": x for name, x in inputs.items() if isinstance(x, Tensor)}
-        scale = inputs.pop("scale")
-        out, lse = decay_attention(
-            *inputs.values(), scale=scale, causal=self.causal, return_lse=True, backend=backend, **options
-        )
-        gradients = torch.autograd.grad(
-            [out, lse], list(leaves.values()), [self.grad_out, self.grad_lse], materialize_grads=True
-        )
-        return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, gradients, strict=True))}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The comparison
+# the results that have the keys' axis, where they have one; the others have the queries'
+OVER_TOKENS = ("dk", "dv", "dlog_decay")
 
 
 @dataclass(frozen=True)
 class Comparison:
     """One tensor against its budget, at the head and in the norm that come closest to it or exceed it most.
 
-    head is the index of that head: (batch entry, head), where an axis that the tensor lacks or broadcasts over is 0.
+    head is the index of that head: (batch entry, head), where an axis that the tensor lacks or broadcasts over is 0; of
+    packed sequences (sequence, head), and −1 stands for what lies outside of them.
     """
 
     PLACE: ClassVar[tuple[str, ...]] = ("tensor", "head")
@@ -194,51 +56,287 @@ class Comparison:
 NORMS = {"frobenius": 2, "maximum": math.inf}
 
 
-def compare(
-    name: str, x: Tensor, x64: Tensor, eager_error: Tensor, size: Tensor, accumulator: torch.dtype
-) -> Comparison:
-    """The worst head and norm of one tensor under the budget.
+@dataclass(frozen=True)
+class Place:
+    """Query rows and tokens of one batch entry that see each other, and nothing else.
 
-    Args:
-        name: "lse", "out", or "d" and the name of an input; the layout follows from it.
-        x, x64, size: the tested tensor in its own dtype, the oracle, and A.
-        eager_error: `distance` of the rounded evaluation from the oracle.
-        accumulator: float32, or float64 for float64 inputs.
-
-    A NaN never passes; −inf must stand exactly where the oracle has it.
+    number is that of the batch entry, or of the sequence where sequences are packed; −1 outside of them.
     """
-    own_eps, accumulator_eps = torch.finfo(x.dtype).eps, torch.finfo(accumulator).eps
-    zero = torch.zeros_like(x64)
-    error, reference_norm = distance(name, x, x64), distance(name, zero, x64.masked_fill(x64.isneginf(), 0.0))
-    budget = 2 * eager_error + own_eps * reference_norm + 4 * accumulator_eps * distance(name, zero, size)
-    excess = torch.where(error == 0, 0.0, error / budget).nan_to_num(nan=math.inf)
-    if not excess.numel():
-        return Comparison(name, (0, 0), 0.0, 0.0, 0.0, "frobenius", True)
-    worst = tuple(int(at) for at in torch.unravel_index(excess.argmax(), excess.shape))
-    found, norm = float(error[worst]), float(reference_norm[worst])
-    passed = bool((error <= budget).all())
-    return Comparison(name, worst[1:], found, float(budget[worst]), ratio(found, norm), list(NORMS)[worst[0]], passed)
+
+    number: int
+    entry: int
+    rows: slice
+    tokens: slice
 
 
-def distance(name: str, x: Tensor, x64: Tensor) -> Tensor:
-    """The norms of x − x64 per head: (2, B, H) in the order of NORMS, inf where −inf stands in one of them only."""
-    x, x64 = _by_head(name, x), _by_head(name, x64)
-    hidden = x64.isneginf()
-    difference = (x.double() - x64).masked_fill(hidden, 0.0)
-    misplaced = (hidden != x.isneginf()).any(-1)
-    if not difference.shape[-1]:
-        return difference.new_zeros(len(NORMS), *difference.shape[:-1])
-    norms = [torch.linalg.vector_norm(difference, order, dim=-1) for order in NORMS.values()]
-    return torch.stack(norms).masked_fill(misplaced, math.inf)
+def places_of(problem: AttentionProblem, sequences: Sequence[Sequence[int]] | None) -> tuple[Place, ...]:
+    """A partition of all rows and tokens: what lies outside of the sequences sees nothing, and nobody sees it.
+
+    sequences: (first row, rows, first token, tokens) of each; None where each fills its batch entry.
+    """
+    if sequences is None:
+        sequences = [(0, problem.query_length, 0, problem.key_length)] * problem.batch
+    packed = problem.layout == "packed"
+    places = []
+    for n, (row, rows, token, tokens) in enumerate(sequences):
+        entry = 0 if packed else n
+        if problem.decay == "scalar" and not problem.causal and rows > tokens:
+            # there is no λ before a sequence's first key
+            places.append(Place(n, entry, slice(row, row + rows - tokens), slice(0, 0)))
+            row, rows = row + rows - tokens, tokens
+        places.append(Place(n, entry, slice(row, row + rows), slice(token, token + tokens)))
+    for entry in range(problem.batch):
+        taken = [place for place in places if place.entry == entry]
+        number = -1 if packed else entry
+        for gap in _gaps([place.rows for place in taken], problem.query_length):
+            places.append(Place(number, entry, gap, slice(0, 0)))
+        for gap in _gaps([place.tokens for place in taken], problem.key_length):
+            places.append(Place(number, entry, slice(0, 0), gap))
+    return tuple(places)
 
 
-def _by_head(name: str, x: Tensor) -> Tensor:
-    """(B, H, everything else) of a tensor in one of decay_attention's layouts; a missing axis has length 1."""
-    if name == "lse":
-        return x
-    if x.ndim < 3:  # a decay (H,), or a scale that broadcasts
-        x = x.reshape((1,) * (3 - x.ndim) + x.shape)
-    return x.movedim(2, 1).flatten(2)
+def _gaps(taken: list[slice], length: int) -> Iterator[slice]:
+    end = 0
+    for start, stop in sorted((part.start, part.stop) for part in taken if part.start < part.stop):
+        if start > end:
+            yield slice(end, start)
+        end = stop
+    if end < length:
+        yield slice(end, length)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Inputs of one call with its output gradients, and the (place, head) pairs that carry gradient.
+
+    All in decay_attention's layouts: packed sequences lie in a single batch entry. Every pair is an independent head.
+    """
+
+    inputs: dict[str, Tensor | float | None]  # in the order of INPUTS
+    grad_out: Tensor
+    grad_lse: Tensor
+    places: tuple[Place, ...]  # of all rows and tokens
+    pairs: tuple[tuple[Place, int], ...]
+    problem: AttentionProblem
+
+    def heads(self, place: Place, pairs: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        """explicit_attention's arguments for (batch entry, head) pairs (N, 2) with the rows and tokens of place."""
+        q, k, v, log_decay, scale, bias, sink = self.inputs.values()
+        rows, tokens = place.rows, place.tokens
+        b, h = pairs.unbind(1)
+        g = h // (self.problem.num_heads // self.problem.num_kv_heads)
+        if isinstance(log_decay, Tensor):
+            log_decay = log_decay[b, tokens, h] if log_decay.ndim == 3 else log_decay.expand(self.problem.num_heads)[h]
+        elif log_decay is not None:
+            log_decay = torch.full(h.shape, log_decay, dtype=torch.float64, device=q.device)
+        if isinstance(scale, Tensor):
+            scale = scale.expand(q.shape[:3])[b, rows, h].to(dtype)
+        else:
+            number = q.shape[-1] ** -0.5 if scale is None else scale
+            scale = torch.full(h.shape, number, dtype=dtype, device=q.device)
+        if bias is not None:
+            bias = bias.expand(len(q), self.problem.num_heads, q.shape[1], k.shape[1])[b, h, rows, tokens]
+            bias = bias if bias.dtype == torch.bool else bias.to(dtype)
+        q = q[b, rows, h].to(dtype)
+        causal = self.problem.causal
+        if tokens.start == tokens.stop:
+            # outside of the sequences q and scale may be NaN, and without keys decay_attention takes causal calls only
+            q, scale, causal = torch.zeros_like(q), torch.zeros_like(scale), True
+        return {
+            "q": q, "k": k[b, tokens, g].to(dtype), "v": v[b, tokens, g].to(dtype), "log_decay": log_decay,
+            "scale": scale, "causal": causal, "window": self.problem.window,
+            "bias": bias, "sink": None if sink is None else sink[h].to(dtype),
+            "grad_out": self.grad_out[b, rows, h].to(dtype), "grad_lse": self.grad_lse[b, h, rows].to(dtype),
+        }  # fmt: skip
+
+    def groups(self) -> Iterator[tuple[Place, Tensor]]:
+        """The pairs as (batch entry, head), those with the same rows and tokens together."""
+        together: dict[tuple[int, ...], list[tuple[Place, int]]] = {}
+        for place, head in self.pairs:
+            key = place.rows.start, place.rows.stop, place.tokens.start, place.tokens.stop
+            together.setdefault(key, []).append((place, head))
+        for group in together.values():
+            place = group[0][0]
+            pairs = torch.tensor([(place.entry, head) for place, head in group], device=self.problem.device)
+            size = (place.rows.stop - place.rows.start) * (place.tokens.stop - place.tokens.start)
+            for some in pairs.split(max(1, formulas.SCORES_AT_ONCE // max(1, size))):
+                yield place, some
+
+    def gather(self, evaluate: Callable[..., dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+        """evaluate(**heads) of all pairs, in the layouts that decay_attention returns; what heads share is added up."""
+        problem, (q, _, _, log_decay, scale, bias, sink) = self.problem, self.inputs.values()
+        batch, rows, keys, heads = problem.batch, problem.query_length, problem.key_length, problem.num_heads
+        group = heads // problem.num_kv_heads
+        shapes = {
+            "out": (batch, heads, rows, problem.value_dim),
+            "lse": (batch, heads, rows),
+            "dq": (batch, heads, rows, problem.head_dim),
+            "dk": (batch, problem.num_kv_heads, keys, problem.head_dim),
+            "dv": (batch, problem.num_kv_heads, keys, problem.value_dim),
+        }
+        if isinstance(log_decay, Tensor):
+            shapes["dlog_decay"] = (batch, heads, keys) if log_decay.ndim == 3 else (batch, heads)
+        if isinstance(scale, Tensor):
+            shapes["dscale"] = (batch, heads, rows)
+        if bias is not None and bias.is_floating_point():
+            shapes["dbias"] = (batch, heads, rows, keys)
+        if sink is not None:
+            shapes["dsink"] = (batch, heads)
+        total = {name: q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+        for place, some in self.groups():
+            part = evaluate(**self.heads(place, some, dtype))
+            b, h = some.unbind(1)
+            for name, result in total.items():
+                at = (b, h // group if name in ("dk", "dv") else h)
+                if name == "dbias":
+                    result = result[:, :, place.rows, place.tokens]
+                elif result.ndim > 2:
+                    result = result[:, :, place.tokens if name in OVER_TOKENS else place.rows]
+                result.index_put_(at, part[name].to(dtype), accumulate=True)
+        broadcast = {"dlog_decay": log_decay, "dscale": scale, "dbias": bias, "dsink": sink}
+        for name, x in total.items():
+            if name not in ("lse", "dbias"):
+                x = x[:, None] if x.ndim == 2 else x.transpose(1, 2)
+            if name in broadcast:
+                leaf = broadcast[name]
+                x = x.sum_to_size((1,) * (x.ndim - leaf.ndim) + leaf.shape).reshape(leaf.shape)
+            total[name] = x
+        return total
+
+    def oracle(self) -> dict[str, Tensor]:
+        """x64 by autograd; causal, in chunks of rows, each the last rows of the keys that it sees."""
+
+        def evaluate(*, causal, window, grad_out, grad_lse, **heads):
+            floating = {name: x for name, x in heads.items() if x is not None and x.is_floating_point()}
+            leaves = {f"d{name}": x.to(torch.float64, copy=True).requires_grad_() for name, x in floating.items()}
+            q, k, v, decay, scale, bias, sink = (leaves.get(f"d{name}", heads[name]) for name in INPUTS)
+            rows, keys = q.shape[1], k.shape[1]
+            outs, lses, total = [], [], {name: torch.zeros_like(x) for name, x in leaves.items()}
+            for chunk in formulas.row_chunks(len(q) * keys, rows) if causal else [slice(0, rows)]:
+                seen = max(0, keys - (rows - chunk.stop)) if causal else keys
+                out, lse = decay_attention(  # the pairs stand on the head axis
+                    *(x.transpose(0, 1)[None] for x in (q[:, chunk], k[:, :seen], v[:, :seen])),
+                    decay if decay is None or decay.ndim == 1 else decay[:, :seen].T[None],
+                    scale=scale if scale.ndim == 1 else scale[:, chunk].T[None],
+                    bias=None if bias is None else bias[None, :, chunk, :seen],
+                    causal=causal, window_size=window, sink=sink, return_lse=True, backend="reference",
+                )  # fmt: skip
+                outs.append(out[0].transpose(0, 1).detach())
+                lses.append(lse[0].detach())
+                given = [grad_out[:, chunk].transpose(0, 1)[None], grad_lse[None, :, chunk]]
+                gradients = torch.autograd.grad([out, lse], [*leaves.values()], given, materialize_grads=True)
+                for name, gradient in zip(leaves, gradients, strict=True):
+                    total[name] += gradient
+            return {"out": torch.cat(outs, 1), "lse": torch.cat(lses, 1), **total}
+
+        return self.gather(evaluate, torch.float64)
+
+    def eager(self, gradient_factor: float = 1.0, factor: float = 1.0) -> dict[str, Tensor]:
+        """The rounded evaluation, in the dtypes that decay_attention returns. The factors: see `DRAWS`."""
+
+        def evaluate(*, grad_out, grad_lse, **heads):
+            grads = {"grad_out": grad_out * gradient_factor, "grad_lse": grad_lse * gradient_factor}
+            return explicit_attention(**heads, **grads, rounding=self.problem.dtype, factor=factor)
+
+        total = self.gather(evaluate, self.problem.accumulator_dtype)
+        return {name: x.to(self.dtype_of(name)) for name, x in total.items()}
+
+    def draw(self, factor: float) -> dict[str, Tensor]:
+        """The rounded evaluation at another place of the same binade, in float64."""
+        eager = self.eager(factor, factor)
+        return {name: x.double() / (factor if name.startswith("d") else 1.0) for name, x in eager.items()}
+
+    def sizes(self) -> dict[str, Tensor]:
+        """A, in float64."""
+        exact_oracle = self.problem.accumulator_dtype != torch.float64
+        block = PREFIX_BLOCK if self.problem.dtype.itemsize == 2 else 0
+
+        def evaluate(**heads):
+            part = explicit_attention(**heads, absolute=True, prefix_block=block)
+            condition = 1.0 + part.pop("score_size")
+            if exact_oracle:
+                return part
+            return {name: x * condition.reshape(-1, *(1,) * (x.ndim - 1)) for name, x in part.items()}
+
+        return self.gather(evaluate, torch.float64)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype in which decay_attention returns a tensor."""
+        if name == "lse":
+            return self.problem.accumulator_dtype
+        leaf = self.inputs.get(name.removeprefix("d"))
+        return self.problem.dtype if leaf is None else leaf.dtype
+
+    def run(self, backend: str, options: dict[str, Any]) -> dict[str, Tensor]:
+        """What is tested: one forward and one backward, on leaves with the strides of the given tensors."""
+        inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.inputs.items()}
+        tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        leaves = {f"d{name}": x.requires_grad_() for name, x in tensors.items()}
+        options = {"causal": self.problem.causal, "return_lse": True, "backend": backend, **options}
+        if self.problem.layout == "packed":
+            del inputs["bias"]
+            per_token = isinstance(inputs["log_decay"], Tensor) and inputs["log_decay"].ndim == 3
+            without_batch = {name: inputs[name][0] for name in ("q", "k", "v", *["log_decay"] * per_token)}
+            out, lse = decay_attention_varlen(**inputs | without_batch, **options)
+            out, lse = out[None], lse[None]
+        else:
+            out, lse = decay_attention(**inputs, **options)
+        gradients = torch.autograd.grad(
+            [out, lse], list(leaves.values()), [self.grad_out, self.grad_lse], materialize_grads=True
+        )
+        return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+    # the comparison
+
+    def parts(self, name: str, x: Tensor) -> list[tuple[int, Tensor]]:
+        """What is judged on its own of a tensor in one of decay_attention's layouts: (number, (H, everything else)) of
+        every place, or of every batch entry where the tensor lacks the places' axis; a missing axis has length 1."""
+        if name == "dbias":
+            return list(enumerate(x.reshape((1,) * (4 - x.ndim) + x.shape).flatten(2))) if x.numel() else []
+        if name != "lse":
+            x = x.reshape((1,) * (3 - x.ndim) + x.shape).movedim(2, 1)  # a decay (H,), or a scale that broadcasts
+        over_tokens = name in OVER_TOKENS
+        axis = self.problem.key_length if over_tokens else self.problem.query_length
+        if (x.shape[0], x.shape[2]) != (self.problem.batch, axis):
+            return list(enumerate(x.flatten(2)))
+        own = [(place, place.tokens if over_tokens else place.rows) for place in self.places]
+        return [(place.number, x[place.entry, :, at].flatten(1)) for place, at in own if at.start < at.stop]
+
+    def distance(self, name: str, x: Tensor, x64: Tensor) -> Tensor:
+        """The norms of x − x64, (2, parts, H) in the order of NORMS, inf where −inf stands in one of them only."""
+        found = []
+        for (_, part), (_, part64) in zip(self.parts(name, x), self.parts(name, x64), strict=True):
+            hidden = part64.isneginf()
+            difference = (part.double() - part64).masked_fill(hidden, 0.0)
+            misplaced = (hidden != part.isneginf()).any(-1)
+            norms = [torch.linalg.vector_norm(difference, order, dim=-1) for order in NORMS.values()]
+            found.append(torch.stack(norms).masked_fill(misplaced, math.inf))
+        return torch.stack(found, 1) if found else x64.new_zeros(len(NORMS), 0, 1)
+
+    def compare(self, name: str, x: Tensor, x64: Tensor, eager_error: Tensor, size: Tensor) -> Comparison:
+        """The worst head and norm of one tensor under the budget.
+
+        Args:
+            name: "lse", "out", or "d" and the name of an input; the layout follows from it.
+            x, x64, size: the tested tensor in its own dtype, the oracle, and A.
+            eager_error: `distance` of the rounded evaluation from the oracle.
+
+        A NaN never passes; −inf must stand exactly where the oracle has it.
+        """
+        own_eps, accumulator_eps = torch.finfo(x.dtype).eps, torch.finfo(self.problem.accumulator_dtype).eps
+        zero = torch.zeros_like(x64)
+        error, norm = self.distance(name, x, x64), self.distance(name, zero, x64.masked_fill(x64.isneginf(), 0.0))
+        budget = 2 * eager_error + own_eps * norm + 4 * accumulator_eps * self.distance(name, zero, size)
+        excess = torch.where(error == 0, 0.0, error / budget).nan_to_num(nan=math.inf)
+        if not excess.numel():
+            return Comparison(name, (0, 0), 0.0, 0.0, 0.0, "frobenius", True)
+        worst = tuple(int(at) for at in torch.unravel_index(excess.argmax(), excess.shape))
+        head = self.parts(name, x)[worst[1]][0], worst[2]
+        found, allowed = float(error[worst]), float(budget[worst])
+        passed = bool((error <= budget).all())
+        return Comparison(
+            name, head, found, allowed, ratio(found, float(norm[worst])), list(NORMS)[worst[0]], passed
+        )  # fmt: skip
 
 
 def verify_attention(
@@ -249,6 +347,13 @@ def verify_attention(
     *,
     scale: Tensor | float | None = None,
     causal: bool = True,
+    window_size: tuple[int, int] | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_q: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
     grad_out: Tensor | None = None,
     grad_lse: Tensor | None = None,
     backend: str = "auto",
@@ -259,7 +364,9 @@ def verify_attention(
     """Run decay_attention forward and backward on these inputs, and hold every result against the error budget.
 
     Args:
-        q, k, v, log_decay, scale, causal: as decay_attention takes them; strided views stay strided.
+        q, k, v, log_decay, scale, causal, window_size, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k: as
+            decay_attention takes them; strided views stay strided. Rows and tokens outside of the sequences are judged
+            on their own: their results have to be exactly what decay_attention promises, whatever they hold.
         grad_out, grad_lse: gradients of out (B, T_q, H, D_v) and lse (B, H, T_q); expanded ones stay expanded. Default:
             normal random numbers from `seed`.
         backend: the tested backend.
@@ -269,42 +376,149 @@ def verify_attention(
         options: further arguments of the tested call.
 
     Returns:
-        One Comparison per tensor: out, lse, dq, dk, dv, and dlog_decay and dscale where they are tensors.
+        One Comparison per tensor: out, lse, dq, dk, dv, and dlog_decay, dscale, dbias and dsink where they are
+        floating tensors.
     """
-    problem = AttentionProblem.check(q, k, v, log_decay, scale, causal)
-    generator = torch.Generator(q.device).manual_seed(seed)
-    out_shape = (*q.shape[:3], v.shape[3])
-    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    check_arguments(
+        q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias
+    )
+    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
+    sequences = None
+    if any(x is not None for x in lengths.values()):
+
+        def extents(first: Tensor | None, end: Tensor | None, axis: int) -> list[tuple[int, int]]:
+            firsts = [0] * len(q) if first is None else first.tolist()
+            ends = [axis] * len(q) if end is None else end.tolist()
+            return [_extent(start, stop, axis) for start, stop in zip(firsts, ends, strict=True)]
+
+        rows, tokens = extents(leftpad_q, seqused_q, q.shape[1]), extents(leftpad_k, seqused_k, k.shape[1])
+        sequences = [(*own_rows, *own_tokens) for own_rows, own_tokens in zip(rows, tokens, strict=True)]
+    inputs = dict(zip(INPUTS, (q, k, v, log_decay, scale, bias, sink), strict=True))
+    problem = _problem(inputs, causal, window_size, sequences, None)
+    options |= {"window_size": window_size, **lengths}
+    return _judge(problem, inputs, sequences, grad_out, grad_lse, heads, seed, backend, options)
+
+
+def verify_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | float | None = None,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scale: Tensor | float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] | None = None,
+    sink: Tensor | None = None,
+    grad_out: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    backend: str = "auto",
+    heads: Sequence[tuple[int, int]] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> list[Comparison]:
+    """Run decay_attention_varlen forward and backward on these inputs, and hold every sequence against the budget.
+
+    Args:
+        q, k, v, log_decay, cu_seqlens_q, cu_seqlens_k, scale, causal, window_size, sink: as decay_attention_varlen
+            takes them. Tokens outside of the sequences are judged on their own, as sequence −1: their results have to
+            be exactly what decay_attention_varlen promises, whatever they hold.
+        max_seqlen_q, max_seqlen_k: default: the longest of the sequences.
+        grad_out, grad_lse: gradients of out (total_q, H, D_v) and lse (H, total_q).
+        heads: (sequence, query head) pairs to judge, as in verify_attention.
+        backend, seed, options: as in verify_attention.
+
+    Returns:
+        One Comparison per tensor, as verify_attention; its head is (sequence, head).
+    """
+    if max_seqlen_q is None:
+        max_seqlen_q = _longest(cu_seqlens_q)
+    if max_seqlen_k is None:
+        max_seqlen_k = _longest(cu_seqlens_k)
+    check_packed_arguments(
+        q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    )
+    ends = zip(*(itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k)), strict=True)
+    sequences = [
+        (*_extent(*rows, len(q), max_seqlen_q), *_extent(*tokens, len(k), max_seqlen_k)) for rows, tokens in ends
+    ]
+    per_token = isinstance(log_decay, Tensor) and log_decay.ndim == 2
+    log_decay = log_decay[None] if per_token else log_decay
+    inputs = dict(zip(INPUTS, (q[None], k[None], v[None], log_decay, scale, None, sink), strict=True))
+    problem = _problem(inputs, causal, window_size, sequences, (max_seqlen_q, max_seqlen_k))
+    grad_out, grad_lse = (x if x is None else x[None] for x in (grad_out, grad_lse))
+    options |= {
+        "window_size": window_size, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+    }  # fmt: skip
+    return _judge(problem, inputs, sequences, grad_out, grad_lse, heads, seed, backend, options)
+
+
+def _longest(offsets: Tensor) -> int:
+    return max([0, *offsets.diff().tolist()])
+
+
+def _extent(start: int, end: int, axis: int, longest: int | None = None) -> tuple[int, int]:
+    """Begin and length of what lies in [start, end) and on the axis."""
+    start, end = min(max(start, 0), axis), min(max(end, 0), axis)
+    length = max(0, end - start)
+    return start, length if longest is None else min(length, longest)
+
+
+def _problem(
+    inputs: dict[str, Any],
+    causal: bool,
+    window_size: tuple[int, int] | None,
+    sequences: list[tuple[int, ...]] | None,
+    longest: tuple[int, int] | None,
+) -> AttentionProblem:
+    q, v, log_decay, scale = (inputs[name] for name in ("q", "v", "log_decay", "scale"))
+    if log_decay is not None and not (isinstance(log_decay, Tensor) and log_decay.ndim):
+        log_decay = q.new_zeros(q.shape[2])  # its shape counts here
+    places = None if sequences is None else torch.tensor(sequences, dtype=torch.int32).reshape(-1, 4)
+    row_scale = scale if isinstance(scale, Tensor) else None
+    window = window_of(window_size, causal)
+    return AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, inputs["bias"])
+
+
+def _judge(
+    problem: AttentionProblem, inputs: dict[str, Any], sequences: list[tuple[int, ...]] | None,
+    grad_out: Tensor | None, grad_lse: Tensor | None, heads: Sequence[tuple[int, int]] | None, seed: int, backend: str,
+    options: dict[str, Any],
+) -> list[Comparison]:  # fmt: skip
+    batch, rows, num_heads, device = problem.batch, problem.query_length, problem.num_heads, problem.device
+    generator = torch.Generator(device).manual_seed(seed)
+    new = {"generator": generator, "device": device}
     if grad_out is None:
-        grad_out = torch.randn(out_shape, generator=generator, device=q.device, dtype=q.dtype)
+        grad_out = torch.randn(batch, rows, num_heads, problem.value_dim, dtype=problem.dtype, **new)
     if grad_lse is None:
-        grad_lse = torch.randn(lse_shape, generator=generator, device=q.device, dtype=problem.accumulator_dtype)
-    pairs = [(b, h) for b in range(q.shape[0]) for h in range(q.shape[2])]
+        grad_lse = torch.randn(batch, num_heads, rows, dtype=problem.accumulator_dtype, **new)
+    places = places_of(problem, sequences)
+    pairs = [(place, head) for place in places for head in range(num_heads)]
     if heads is not None:
-        unknown = set(heads) - set(pairs)
+        unknown = set(heads) - {(place.number, head) for place, head in pairs}
         if unknown:
-            expected = f"(batch entry, query head) pairs of q {tuple(q.shape)}"
+            expected = f"(batch entry or sequence, query head) pairs of q {tuple(inputs['q'].shape)}"
             raise ValueError(f"heads: expected {expected}, got {sorted(unknown)}")
-        pairs = list(dict.fromkeys(heads))
-        judged = torch.zeros(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-        for pair in pairs:
-            judged[pair] = True
-        grad_out = torch.where(judged[:, None, :, None], grad_out, 0.0)
-        grad_lse = torch.where(judged[:, :, None], grad_lse, 0.0)
-    inputs = dict(zip(INPUTS, (q, k, v, log_decay, scale), strict=True))
-    call = Call(inputs, causal, grad_out, grad_lse, tuple(pairs), problem)
+        pairs = [(place, head) for place, head in pairs if (place.number, head) in set(heads)]
+        judged = torch.zeros(batch, num_heads, rows, dtype=torch.bool, device=device)
+        for place, head in pairs:
+            judged[place.entry, head, place.rows] = True
+        judged_out = judged.transpose(1, 2)[..., None]
+        grad_out, grad_lse = torch.where(judged_out, grad_out, 0.0), torch.where(judged, grad_lse, 0.0)
+    call = Call(inputs, grad_out, grad_lse, places, tuple(pairs), problem)
     tested, x64, sizes = call.run(backend, options), call.oracle(), call.sizes()
-    eager_error = {name: distance(name, x, x) for name, x in x64.items()}
+    eager_error = {name: call.distance(name, x, x) for name, x in x64.items()}
     for factor in DRAWS:
         for name, x in call.draw(factor).items():
-            eager_error[name] = torch.maximum(eager_error[name], distance(name, x, x64[name]))
+            eager_error[name] = torch.maximum(eager_error[name], call.distance(name, x, x64[name]))
     if heads is not None:  # the other pairs have outputs, too, but nobody evaluated them
-        tested["out"] = torch.where(judged[:, None, :, None], tested["out"], 0.0)
-        tested["lse"] = torch.where(judged[:, :, None], tested["lse"], 0.0)
-    return [
-        compare(name, x, x64[name], eager_error[name], sizes[name], problem.accumulator_dtype)
-        for name, x in tested.items()
-    ]
+        tested["out"] = torch.where(judged_out, tested["out"], 0.0)
+        tested["lse"] = torch.where(judged, tested["lse"], 0.0)
+    return [call.compare(name, x, x64[name], eager_error[name], sizes[name]) for name, x in tested.items()]
 
 
 def assert_within_budget(comparisons: Sequence[Comparison]) -> None:

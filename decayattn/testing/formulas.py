@@ -22,6 +22,9 @@ def explicit_attention(
     grad_out: Tensor,
     grad_lse: Tensor,
     *,
+    window: tuple[int, int] = (-1, -1),
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
     rounding: torch.dtype | None = None,
     factor: float = 1.0,
     absolute: bool = False,
@@ -34,6 +37,9 @@ def explicit_attention(
         log_decay: None, (N,) constant or (N, T_k) per token; α is accumulated in float64.
         scale: (N,), or (N, T_q) for one per row.
         grad_out, grad_lse: (N, T_q, D_v), (N, T_q).
+        window: (left, right), row i sees the keys i − left ≤ j ≤ i + right; −1 is no limit.
+        bias: None, or (N, T_q, T_k), added to the scores; boolean: False hides a key.
+        sink: None, or (N,) in the dtype to compute in: the score of one more key, of value 0, in every row.
         rounding: P, dS and out are rounded to this dtype, as a kernel for inputs of that dtype has to; None: never.
         factor: the scores and P are rounded as multiples by this factor. Kernels, too, hold scores as multiples (by
             log2 e, for exp2), and an online softmax rounds P before it is normalised.
@@ -42,8 +48,9 @@ def explicit_attention(
             last so many tokens, and not only with its own size.
 
     Returns:
-        out, lse, dq, dk, dv, dscale (N, T_q), dlog_decay (log_decay's shape). No gradient is rounded yet, because heads
-        may share them. With absolute also score_size (N,), the largest |S| of a visible pair.
+        out, lse, dq, dk, dv, dscale (N, T_q), dlog_decay (log_decay's shape), dbias (N, T_q, T_k), dsink (N,). No
+        gradient is rounded yet, because heads may share them. With absolute also score_size (N,), the largest |S| of a
+        visible pair.
     """
     (heads, rows, _), keys = q.shape, k.shape[1]
     position, j = torch.arange(rows, device=q.device) + keys - rows, torch.arange(keys, device=q.device)
@@ -57,39 +64,59 @@ def explicit_attention(
     result["dscale"] = q.new_zeros(heads, rows)
     dalpha, touching = q.new_zeros(2, heads, keys, dtype=torch.float64)
     dgamma = q.new_zeros(heads, dtype=torch.float64)
+    if bias is not None and bias.dtype != torch.bool:
+        result["dbias"] = q.new_zeros(heads, rows, keys)
+    if sink is not None:
+        result["dsink"] = q.new_zeros(heads)
     if absolute:
-        result["score_size"] = q.new_zeros(heads)
+        result["score_size"] = q.new_zeros(heads) if sink is None else sink.abs()
 
     for chunk in row_chunks(heads * keys, rows):
         i, s, qi = position[chunk], row_scale[:, chunk], q[:, chunk]
-        visible = _visible(log_decay, causal, i, j)
-        decay = _decay_term(log_decay, i, j)
-        scores = _scores(s, qi, k, decay, visible, factor)
-        p = torch.where(visible, scores.softmax(-1), 0.0).to(q.dtype)  # a row that sees nothing is 0, not 0/0
-        lse = (scores.logsumexp(-1) * factor).to(q.dtype).double() / factor
+        visible = _visible(log_decay, causal, window, i, j)
+        decay, added = _decay_term(log_decay, i, j), q.new_zeros(())
+        if bias is not None and bias.dtype == torch.bool:
+            visible = visible & bias[:, chunk]
+        elif bias is not None:
+            added = bias[:, chunk]
+            visible = visible & ~added.isneginf()
+        scores = _scores(s, qi, k, decay, added, visible, factor)
+        total = scores.logsumexp(-1)
+        if sink is not None:
+            total = torch.logaddexp(total, sink.double()[:, None])
+        p = torch.where(visible, (scores - total[..., None]).exp(), 0.0).to(q.dtype)  # nothing visible: 0, not ∞ − ∞
+        lse = (total * factor).to(q.dtype).double() / factor
         result["lse"][:, chunk] = lse
         if absolute:
             s, qi = s.abs(), qi.abs()
-            sizes = s * (qi @ k.abs().mT) + _decay_size(log_decay, i, j, prefix_block)
+            sizes = s * (qi @ k.abs().mT) + _decay_size(log_decay, i, j, prefix_block) + added.abs()
             sizes = torch.where(visible, sizes, 0.0)
             if sizes.numel():
                 result["score_size"] = torch.maximum(result["score_size"], sizes.amax((1, 2)))
             # LSE_i = Σ_j P_ij (S_ij − log P_ij), and −log P is nonnegative already
             result["lse"][:, chunk] = (p * sizes - torch.xlogy(p, p)).sum(-1)
+            if sink is not None:
+                p_sink = (sink[:, None] - lse).exp()
+                result["lse"][:, chunk] += p_sink * sink.abs()[:, None] - torch.xlogy(p_sink, p_sink)
         p_rounded = rounded(p * factor)
         out = rounded(p_rounded @ size(v) / factor)
         result["out"][:, chunk] = out
 
         # the backward has P from the saved log-sum-exp, which is rounded, and from scores that it computes once more,
         # which are not rounded as they were: where scores are huge, or one key has a whole row, nothing else counts
-        scores = _scores(row_scale[:, chunk], q[:, chunk], k, decay, visible, factor * ELSEWHERE)
+        scores = _scores(row_scale[:, chunk], q[:, chunk], k, decay, added, visible, factor * ELSEWHERE)
         p = torch.where(visible, (scores - lse[..., None]).exp(), 0.0).to(q.dtype)
         p_rounded = rounded(p * factor)
         do, dlse = size(grad_out[:, chunk]), size(grad_lse[:, chunk])
         delta = minus((do * out).sum(-1), dlse)
+        if sink is not None:  # its value is 0, and so is its dP
+            p_sink = (sink[:, None] - lse).exp().to(q.dtype)
+            result["dsink"] += size(p_sink * -delta).sum(-1)
         dp = do @ size(v).mT
         # masked before rounding: dLSE may be anything in a row that sees nothing
         ds = torch.where(visible, p * minus(dp, delta[..., None]), 0.0)
+        if "dbias" in result:
+            result["dbias"][:, chunk] = ds
         result["dv"] += p_rounded.mT @ do / factor
         if scale.ndim == 2:
             result["dk"] += rounded(s * ds).mT @ qi
@@ -116,9 +143,11 @@ def explicit_attention(
     return result
 
 
-def _scores(scale: Tensor, q: Tensor, k: Tensor, decay: Tensor, visible: Tensor, factor: float) -> Tensor:
+def _scores(
+    scale: Tensor, q: Tensor, k: Tensor, decay: Tensor, bias: Tensor, visible: Tensor, factor: float
+) -> Tensor:  # fmt: skip
     """S in float64, rounded as a multiple by the factor to q's dtype; −inf where nothing is visible."""
-    multiple = scale * factor * (q @ k.mT) + (decay * factor).to(q.dtype)
+    multiple = scale * factor * (q @ k.mT) + (decay * factor).to(q.dtype) + (bias * factor).to(q.dtype)
     return torch.where(visible, multiple.double() / factor, -math.inf)
 
 
@@ -140,7 +169,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _decay_term(log_decay: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
-    """The sum of λ over (min(i, j), max(i, j)] in float64; a reset (±inf) counts as 0."""
+    """The sum of λ over (min(i, j), max(i, j)] in float64."""
     distance = i[:, None] - j
     if log_decay is None:
         return torch.zeros_like(distance, dtype=torch.float64)
@@ -149,8 +178,15 @@ def _decay_term(log_decay: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
         return log_decay[:, None, None] * distance.abs()
     if not len(j):
         return log_decay.new_zeros(distance.shape)
-    alpha = torch.where(log_decay.isinf(), 0.0, log_decay).cumsum(1)
+    alpha = _finite(log_decay).cumsum(1)
     return distance.sign() * (alpha[:, i.clamp(min=0), None] - alpha[:, None, :])
+
+
+def _finite(log_decay: Tensor) -> Tensor:
+    """λ (N, T_k) as it is added up: a reset (±inf) counts as 0, and so does the first, which is never used."""
+    finite = torch.where(log_decay.isinf(), 0.0, log_decay)
+    finite[:, 0] = 0.0
+    return finite
 
 
 def _decay_size(log_decay: Tensor | None, i: Tensor, j: Tensor, prefix_block: int) -> Tensor:
@@ -161,13 +197,15 @@ def _decay_size(log_decay: Tensor | None, i: Tensor, j: Tensor, prefix_block: in
     if log_decay.ndim == 1:
         local = (size * min(prefix_block, len(j)))[:, None].expand(-1, len(j))
     else:
-        alpha = nn.functional.pad(torch.where(size.isinf(), 0.0, size).cumsum(1), (prefix_block, 0))
+        alpha = nn.functional.pad(_finite(size).cumsum(1), (prefix_block, 0))
         local = alpha[:, prefix_block:] - alpha[:, : len(j)]
     return _decay_term(size, i, j) + local[:, i.clamp(min=0), None] + local[:, None, :]
 
 
-def _visible(log_decay: Tensor | None, causal: bool, i: Tensor, j: Tensor) -> Tensor:
-    visible = i[:, None] >= j if causal else torch.ones(len(i), len(j), dtype=torch.bool, device=i.device)
+def _visible(log_decay: Tensor | None, causal: bool, window: tuple[int, int], i: Tensor, j: Tensor) -> Tensor:
+    left, right = (math.inf if side < 0 else side for side in window)
+    right = 0 if causal else right
+    visible = (j >= i[:, None] - left) & (j <= i[:, None] + right)
     if log_decay is not None and log_decay.ndim == 2 and len(j):
         segment = log_decay.isinf().cumsum(1)
         visible = visible & (segment[:, i.clamp(min=0), None] == segment[:, None, :])

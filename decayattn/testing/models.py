@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from decayattn import reference
 from decayattn.problem import AttentionProblem
-from decayattn.testing.attention import DRAWS, INPUTS, Call
+from decayattn.testing.attention import DRAWS, INPUTS, Call, places_of
 from decayattn.testing.table import ratio
 
 
@@ -168,41 +168,44 @@ class _RoundedAttention(torch.autograd.Function):
     @staticmethod
     def call(
         problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-        backend: str = "reference", *, factor: float,
+        places: Tensor | None = None, sink: Tensor | None = None, bias: Tensor | None = None, *, factor: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return _RoundedAttention.apply(problem, factor, q, k, v, log_decay, scale)
+        return _RoundedAttention.apply(problem, factor, places, q, k, v, log_decay, scale, bias, sink)
 
     @staticmethod
-    def forward(ctx, problem, factor, *inputs):
-        ctx.problem, ctx.factor, ctx.inputs = problem, factor, inputs
+    def forward(ctx, problem, factor, places, *inputs):
+        ctx.problem, ctx.factor, ctx.places, ctx.inputs = problem, factor, places, inputs
         q, v = inputs[0], inputs[2]
         grad_out = q.new_zeros(*q.shape[:3], v.shape[3])
         grad_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=problem.accumulator_dtype)
-        results = _RoundedAttention.evaluate(problem, factor, inputs, grad_out, grad_lse)
+        results = _RoundedAttention.evaluate(problem, factor, places, inputs, grad_out, grad_lse)
         return results["out"], results["lse"]
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         with torch.no_grad():
             # the loss carries the factor, too
-            results = _RoundedAttention.evaluate(ctx.problem, ctx.factor, ctx.inputs, grad_out, grad_lse)
+            results = _RoundedAttention.evaluate(
+                ctx.problem, ctx.factor, ctx.places, ctx.inputs, grad_out, grad_lse
+            )  # fmt: skip
             if ctx.problem.dtype.itemsize > 2:  # 16-bit rounding is far larger
-                sizes = _RoundedAttention.call_of(ctx.problem, ctx.inputs, grad_out, grad_lse).sizes()
+                sizes = _RoundedAttention.call_of(ctx.problem, ctx.places, ctx.inputs, grad_out, grad_lse).sizes()
                 generator = torch.Generator().manual_seed(round(16 * ctx.factor))
                 for name, size in sizes.items():
                     if name.startswith("d") and name in results:
                         sign = torch.randint(0, 2, size.shape, generator=generator).to(size) * 2 - 1
                         error = torch.finfo(ctx.problem.accumulator_dtype).eps * sign * size
                         results[name] = results[name] + error.to(results[name].dtype)
-        return None, None, *(results.get(name) for name in ("dq", "dk", "dv", "dlog_decay", "dscale"))
+        return None, None, None, *(results.get(f"d{name}") for name in INPUTS)
 
     @staticmethod
-    def evaluate(problem, factor, inputs, grad_out, grad_lse) -> dict[str, Tensor]:
+    def evaluate(problem, factor, places, inputs, grad_out, grad_lse) -> dict[str, Tensor]:
         with torch.autocast(problem.device.type, enabled=False):
-            return _RoundedAttention.call_of(problem, inputs, grad_out, grad_lse).eager(factor=factor)
+            return _RoundedAttention.call_of(problem, places, inputs, grad_out, grad_lse).eager(factor=factor)
 
     @staticmethod
-    def call_of(problem, inputs, grad_out, grad_lse) -> Call:
-        pairs = tuple((b, h) for b in range(problem.batch) for h in range(problem.num_heads))
+    def call_of(problem, places, inputs, grad_out, grad_lse) -> Call:
+        places = places_of(problem, None if places is None else places.tolist())
+        pairs = tuple((place, head) for place in places for head in range(problem.num_heads))
         inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in zip(INPUTS, inputs, strict=True)}
-        return Call(inputs, problem.causal, grad_out, grad_lse, pairs, problem)
+        return Call(inputs, grad_out, grad_lse, places, pairs, problem)

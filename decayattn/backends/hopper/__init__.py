@@ -25,8 +25,9 @@ def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def forward(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float
-):
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    places: Tensor | None = None, bias: Tensor | None = None,
+):  # fmt: skip
     """launch.forward, unless the problem is one that these kernels do not take: then a ValueError with the reason."""
     reason = _misfit(problem, q, k, v, scale)
     if reason is not None:
@@ -46,6 +47,12 @@ def _misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: T
         return f"it takes D = D_v in {_HEAD_DIMS}, not D = {problem.head_dim}, D_v = {problem.value_dim}"
     if not problem.causal:
         return "it takes causal attention only"
+    if problem.bias:
+        return "it takes no bias"
+    if problem.window != (-1, -1):
+        return "it takes no window_size"
+    if problem.layout != "dense":
+        return "it takes sequences that fill their batch entries"
     if problem.row_scale:
         return "it takes one scale for all rows"
     if scale < _LEAST_SCALE:

@@ -21,14 +21,16 @@ _NO_STRIDES = (0, 0, 0)
 
 def backward(
     problem: AttentionProblem, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    log_decay: Tensor | None, scale: float, out: Tensor, row_references: Tensor, prefix: DecayPrefix,
-    decay_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:  # fmt: skip
-    """dq, dk, dv and dλ (shape of log_decay; None if not asked for); a scale per row is refused, so it has none."""
+    log_decay: Tensor | None, scale: float, places: None, bias: None, out: Tensor, row_references: Tensor,
+    prefix: DecayPrefix, decay_gradient: bool, bias_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:  # fmt: skip
+    """dq, dk, dv and dλ (shape of log_decay; None if not asked for); the forward refuses a scale per row and a bias, so
+    they have no gradient here."""
     with torch.cuda.device(problem.device):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         if 0 in (problem.batch, problem.query_length, problem.key_length):
-            return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(log_decay) if decay_gradient else None, None
+            d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
+            return dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None
         if descriptors.misfit(d_out):
             d_out = d_out.contiguous()  # autograd may hand over any strides, such as an expanded sum's
 
@@ -78,4 +80,4 @@ def backward(
         elif decay_gradient:
             sums = rate_sums.view(problem.batch, problem.num_heads, -1)
             d_log_decay = sums.sum((0, 2), dtype=torch.float64).to(log_decay.dtype)
-        return dq, dk, dv, d_log_decay, None
+        return dq, dk, dv, d_log_decay, None, None

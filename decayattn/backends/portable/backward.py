@@ -14,15 +14,21 @@ import triton.language as tl
 
 from decayattn.backends.portable.tiles import (
     DECAY_BLOCK,
+    add_bias_gradient,
     base_difference,
+    from_pair,
+    from_token,
     key_alpha,
+    load_bias,
     load_rate,
     load_scale,
     load_tile,
+    of_head,
     row_alpha,
     row_reference,
     store_tile,
 )
+from decayattn.backends.prefix import locate, offsets_of_head
 from decayattn.backends.tile_math import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
 from decayattn.backends.tile_range import edge_tile, keys_seen, rows_that_see, visited_tiles
 
@@ -57,7 +63,7 @@ def row_terms_kernel(
 def _add_rows(
     dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head, tile, query_length,
     delta, row_references, scale, row_scales, row_scale_strides, rate, local, base, key, key_start, key_side,
-    first_position, first, end, EDGE: tl.constexpr,
+    first_position, first, end, bias, bias_strides, key_length, EDGE: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
     DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
@@ -92,6 +98,8 @@ def _add_rows(
         scoreT, alpha[None, :], key_side[:, None], difference, rate, position[None, :], key[:, None],
         DECAY, CAUSAL, ROW_CANCELS,
     )  # fmt: skip
+    if bias is not None:
+        scoreT += load_bias(bias, bias_strides, row[None, :], key[:, None], query_length, key_length, ACCUMULATOR)
     if EDGE:
         index = start + tl.arange(0, BLOCK_M)
         scoreT = tl.where(visible(index[None, :], first[:, None], end[:, None]), scoreT, float("-inf"))
@@ -116,11 +124,11 @@ def _add_rows(
 @triton.jit
 def key_gradients_kernel(
     q_source, k_source, v_source, d_out_source, delta, row_references, row_scales, rates, local, base, last_reset,
-    next_reset, dk_out, dv_out, column_sums,
+    next_reset, dk_out, dv_out, column_sums, places, axes, left, right, bias, bias_strides,
     q_strides, k_strides, v_strides, d_out_strides, dk_strides, dv_strides, row_scale_strides, rate_stride,
     scale: tl.float64, query_length, key_length, kv_heads,
-    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
     ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +138,22 @@ def key_gradients_kernel(
     kv_head_row = tl.program_id(0) // key_tiles
     # causal: the first key tiles are seen by the most rows, and come first
     key_start = tl.program_id(0) % key_tiles * BLOCK_N
-    batch, kv_head = kv_head_row // kv_heads, kv_head_row % kv_heads
+    sequence, kv_head = kv_head_row // kv_heads, kv_head_row % kv_heads
+    batch, first_row, query_length, first_token, key_length = locate(
+        places, sequence, query_length, key_length, PACKED
+    )
+    if places is not None:
+        if key_start >= key_length:
+            return
+        q_source = from_token(q_source, q_strides, first_row)
+        k_source = from_token(k_source, k_strides, first_token)
+        v_source = from_token(v_source, v_strides, first_token)
+        d_out_source = from_token(d_out_source, d_out_strides, first_row)
+        dk_out = from_token(dk_out, dk_strides, first_token)
+        dv_out = from_token(dv_out, dv_strides, first_token)
+        row_scales = from_token(row_scales, row_scale_strides, first_row)
+        if bias is not None:
+            bias = from_pair(bias, bias_strides, first_row, first_token)
     first_position = key_length - query_length
     # keys past the end repeat the last one: they widen no interval, and are never stored
     key = tl.minimum(key_start + tl.arange(0, BLOCK_N), key_length - 1)
@@ -141,16 +164,22 @@ def key_gradients_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACCUMULATOR)
     for member in range(0, GROUP):
         head = kv_head * GROUP + member
-        head_row = (batch * kv_heads * GROUP + head).to(tl.int64)
-        head_local = local + head_row * key_length
-        head_base = base + head_row * tl.cdiv(key_length, DECAY_BLOCK)
-        head_delta = delta + head_row * query_length
-        head_references = row_references + head_row * query_length
+        head_rows, head_tokens, head_blocks = offsets_of_head(
+            axes, sequence, head, kv_heads * GROUP, first_row, query_length, first_token, key_length,
+            tl.cdiv(key_length, DECAY_BLOCK), PACKED, DECAY_BLOCK,
+        )  # fmt: skip
+        head_local = local + head_tokens
+        head_base = base + head_blocks
+        head_delta = delta + head_rows
+        head_references = row_references + head_rows
+        head_bias = bias
+        if bias is not None:
+            head_bias = of_head(bias, bias_strides, batch, head)
         rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)
         key_side = key_alpha(key, key_start, key_length, rate, head_local, DECAY)
         first, end = rows_that_see(
-            key, query_length, first_position, last_reset + head_row * key_length, next_reset + head_row * key_length,
-            CAUSAL, DECAY == "scalar",
+            key, query_length, first_position, last_reset + head_tokens, next_reset + head_tokens,
+            CAUSAL, DECAY == "scalar", left, right,
         )  # fmt: skip
         tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_M)
         column_sum = tl.zeros([BLOCK_N], ACCUMULATOR)
@@ -159,7 +188,7 @@ def key_gradients_kernel(
                 dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head,
                 edge_tile(n, tile_begin, whole_begin, whole_end), query_length,
                 head_delta, head_references, scale, row_scales, row_scale_strides, rate, head_local, head_base, key,
-                key_start, key_side, first_position, first, end, True,
+                key_start, key_side, first_position, first, end, head_bias, bias_strides, key_length, True,
                 D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, ROW_SCALE,
                 DECAY_GRADIENT, DESCRIPTOR, PRECISION,
             )  # fmt: skip
@@ -168,13 +197,13 @@ def key_gradients_kernel(
                 dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head,
                 tile, query_length,
                 head_delta, head_references, scale, row_scales, row_scale_strides, rate, head_local, head_base, key,
-                key_start, key_side, first_position, first, end, False,
+                key_start, key_side, first_position, first, end, head_bias, bias_strides, key_length, False,
                 D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, ROW_SCALE,
                 DECAY_GRADIENT, DESCRIPTOR, PRECISION,
             )  # fmt: skip
         if DECAY_GRADIENT:
             index = key_start + tl.arange(0, BLOCK_N)
-            tl.store(column_sums + head_row * key_length + index, column_sum, mask=index < key_length)
+            tl.store(column_sums + head_tokens + index, column_sum, mask=index < key_length)
     if not ROW_SCALE:
         dk *= tl.full([], scale, ACCUMULATOR)
     store_tile(dk_out, dk_strides, batch, kv_head, key_start, key_length, dk, BLOCK_N, D, BLOCK_D)
@@ -185,6 +214,7 @@ def key_gradients_kernel(
 def _add_keys(
     dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head, tile, key_length,
     row_reference_value, row_delta, row_scale, rate, local, base, position, reference, alpha, first, end,
+    bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, SHARED_BIAS: tl.constexpr,
     EDGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr,
     DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
@@ -200,6 +230,8 @@ def _add_keys(
         score, alpha[:, None], key_alpha(key, start, key_length, rate, local, DECAY)[None, :], difference, rate,
         position[:, None], key[None, :], DECAY, CAUSAL, ROW_CANCELS,
     )  # fmt: skip
+    if bias is not None:
+        score += load_bias(bias, bias_strides, row[:, None], key[None, :], query_length, key_length, ACCUMULATOR)
     if EDGE:
         score = tl.where(visible(key[None, :], first[:, None], end[:, None]), score, float("-inf"))
     if ROW_CANCELS:
@@ -215,6 +247,10 @@ def _add_keys(
             decay_sum += tl.sum(ds, 1)
         else:
             decay_sum += tl.sum(ds * decay_sign(position[:, None], key[None, :]).to(ACCUMULATOR), 1)
+    if d_bias is not None:
+        add_bias_gradient(
+            d_bias, d_bias_strides, index[:, None], key[None, :], query_length, key_length, ds, SHARED_BIAS
+        )
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACCUMULATOR)
     return dq, decay_sum
 
@@ -222,31 +258,56 @@ def _add_keys(
 @triton.jit
 def query_gradients_kernel(
     q_source, k_source, v_source, d_out_source, delta, row_references, row_scales, rates, local, base, last_reset,
-    next_reset, dq_out, decay_sums, d_row_scales,
+    next_reset, dq_out, decay_sums, d_row_scales, places, axes, left, right, bias, bias_strides, d_bias,
+    d_bias_strides,
     q_strides, k_strides, v_strides, d_out_strides, dq_strides, row_scale_strides, rate_stride,
     scale: tl.float64, query_length, key_length, heads,
-    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
-    ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHARED_BIAS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq = s Σ dS k of a query tile; per row Σ σ dS (per-token decay) or Σ dS |i − j| (constant), and ds = q·Σ dS k."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
     row_tiles = tl.cdiv(query_length, BLOCK_M)
     head_row = tl.program_id(0) // row_tiles
     start = (row_tiles - 1 - tl.program_id(0) % row_tiles) * BLOCK_M
-    batch, head = head_row // heads, head_row % heads
+    sequence, head = head_row // heads, head_row % heads
     kv_head = head // GROUP
+    batch, first_row, query_length, first_token, key_length = locate(
+        places, sequence, query_length, key_length, PACKED
+    )
+    head_rows, head_tokens, head_blocks = offsets_of_head(
+        axes, sequence, head, heads, first_row, query_length, first_token, key_length,
+        tl.cdiv(key_length, DECAY_BLOCK), PACKED, DECAY_BLOCK,
+    )  # fmt: skip
+    if places is not None:
+        if (start >= query_length) | (key_length == 0):
+            return
+        q_source = from_token(q_source, q_strides, first_row)
+        k_source = from_token(k_source, k_strides, first_token)
+        v_source = from_token(v_source, v_strides, first_token)
+        d_out_source = from_token(d_out_source, d_out_strides, first_row)
+        dq_out = from_token(dq_out, dq_strides, first_row)
+        row_scales = from_token(row_scales, row_scale_strides, first_row)
+        if bias is not None:
+            bias = from_pair(bias, bias_strides, first_row, first_token)
+        if d_bias is not None:
+            d_bias = from_pair(d_bias, d_bias_strides, first_row, first_token)
+    if bias is not None:
+        bias = of_head(bias, bias_strides, batch, head)
+    if d_bias is not None:
+        d_bias = of_head(d_bias, d_bias_strides, batch, head)
     first_position = key_length - query_length
-    head_tokens = head_row.to(tl.int64) * key_length
     local += head_tokens
     last_reset += head_tokens
     next_reset += head_tokens
-    base += head_row.to(tl.int64) * tl.cdiv(key_length, DECAY_BLOCK)
+    base += head_blocks
 
-    row = tl.minimum(start + tl.arange(0, BLOCK_M), query_length - 1)
+    index = start + tl.arange(0, BLOCK_M)
+    row = tl.minimum(index, query_length - 1)
     position = row + first_position
-    here = head_row.to(tl.int64) * query_length + row
+    here = head_rows + row
     reference = row_reference(start, first_position)
     rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)
     alpha = row_alpha(position, reference, rate, local, base, DECAY)
@@ -259,7 +320,7 @@ def query_gradients_kernel(
     do = load_tile(
         d_out_source, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, True, DESCRIPTOR
     )
-    first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar")
+    first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
     tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_N)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR)
@@ -269,22 +330,21 @@ def query_gradients_kernel(
             dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
             edge_tile(n, tile_begin, whole_begin, whole_end), key_length,
             row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
-            end, True, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT, DESCRIPTOR,
-            PRECISION,
+            end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, SHARED_BIAS, True, D, D_V,
+            BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT, DESCRIPTOR, PRECISION,
         )  # fmt: skip
     for tile in range(whole_begin, whole_end):
         dq, decay_sum = _add_keys(
             dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
             tile, key_length,
             row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
-            end, False, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT, DESCRIPTOR,
-            PRECISION,
+            end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, SHARED_BIAS, False, D, D_V,
+            BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT, DESCRIPTOR, PRECISION,
         )  # fmt: skip
 
-    row = start + tl.arange(0, BLOCK_M)
-    here = head_row.to(tl.int64) * query_length + row
+    here = head_rows + index
     if DECAY_GRADIENT:
-        tl.store(decay_sums + here, decay_sum, mask=row < query_length)
+        tl.store(decay_sums + here, decay_sum, mask=index < query_length)
     if ROW_SCALE:
-        tl.store(d_row_scales + here, tl.sum(q.to(ACCUMULATOR) * dq, 1), mask=row < query_length)
+        tl.store(d_row_scales + here, tl.sum(q.to(ACCUMULATOR) * dq, 1), mask=index < query_length)
     store_tile(dq_out, dq_strides, batch, head, start, query_length, dq * row_scale, BLOCK_M, D, BLOCK_D)

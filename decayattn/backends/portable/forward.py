@@ -10,14 +10,19 @@ import triton.language as tl
 from decayattn.backends.portable.tiles import (
     DECAY_BLOCK,
     base_difference,
+    from_pair,
+    from_token,
     key_alpha,
+    load_bias,
     load_rate,
     load_scale,
     load_tile,
+    of_head,
     row_alpha,
     row_reference,
     store_tile,
 )
+from decayattn.backends.prefix import locate, offsets_of_head
 from decayattn.backends.tile_math import (
     LN2,
     LOG2E,
@@ -33,7 +38,8 @@ from decayattn.backends.tile_range import edge_tile, keys_seen, visited_tiles
 @triton.jit
 def _attend(
     acc, row_sum, row_max, q, k_source, v_source, k_strides, v_strides, batch, kv_head, tile, key_length,
-    row_scale, rate, local, base, position, reference, alpha, first, end, EDGE: tl.constexpr,
+    row_scale, rate, local, base, position, reference, alpha, first, end, bias, bias_strides, row, query_length,
+    EDGE: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -49,13 +55,15 @@ def _attend(
         score, alpha[:, None], key_side[None, :], difference, rate, position[:, None], key[None, :],
         DECAY, CAUSAL, ROW_CANCELS,
     )  # fmt: skip
+    if bias is not None:
+        score += load_bias(bias, bias_strides, row[:, None], key[None, :], query_length, key_length, acc.dtype)
     if EDGE:
         score = tl.where(visible(key[None, :], first[:, None], end[:, None]), score, float("-inf"))
     tile_max = tl.max(score, 1)
     if ROW_CANCELS:
         tile_max += difference
     new_max = tl.maximum(row_max, tile_max)
-    anchor = finite_or_zero(new_max) if EDGE else new_max
+    anchor = finite_or_zero(new_max) if EDGE or bias is not None else new_max
     tile_anchor = anchor - difference if ROW_CANCELS else anchor
     p = probability(score, tile_anchor[:, None])
     correction = rescale(row_max, anchor)
@@ -68,26 +76,46 @@ def _attend(
 @triton.jit
 def forward_kernel(
     q_source, k_source, v_source, out, lse, row_references, row_scales, rates, local, base, last_reset, next_reset,
+    places, axes, left, right, bias, bias_strides,
     q_strides, k_strides, v_strides, out_strides, row_scale_strides, rate_stride,
     scale: tl.float64, query_length, key_length, heads,
-    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
     ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head."""
+    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence."""
     ACCUMULATOR: tl.constexpr = lse.dtype.element_ty
     row_tiles = tl.cdiv(query_length, BLOCK_M)
     head_row = tl.program_id(0) // row_tiles
     # heads are outermost, so that neighbours share keys in the cache; the longest tiles of a head come first
     start = (row_tiles - 1 - tl.program_id(0) % row_tiles) * BLOCK_M
-    batch, head = head_row // heads, head_row % heads
+    sequence, head = head_row // heads, head_row % heads
     kv_head = head // GROUP
+    batch, first_row, query_length, first_token, key_length = locate(
+        places, sequence, query_length, key_length, PACKED
+    )
+    head_rows, head_tokens, head_blocks = offsets_of_head(
+        axes, sequence, head, heads, first_row, query_length, first_token, key_length,
+        tl.cdiv(key_length, DECAY_BLOCK), PACKED, DECAY_BLOCK,
+    )  # fmt: skip
+    if places is not None:
+        # out of a sequence there is nothing to write, and one without a key has its zeros already
+        if (start >= query_length) | (key_length == 0):
+            return
+        q_source = from_token(q_source, q_strides, first_row)
+        k_source = from_token(k_source, k_strides, first_token)
+        v_source = from_token(v_source, v_strides, first_token)
+        out = from_token(out, out_strides, first_row)
+        row_scales = from_token(row_scales, row_scale_strides, first_row)
+        if bias is not None:
+            bias = from_pair(bias, bias_strides, first_row, first_token)
+    if bias is not None:
+        bias = of_head(bias, bias_strides, batch, head)
     first_position = key_length - query_length
-    head_tokens = head_row.to(tl.int64) * key_length
     local += head_tokens
     last_reset += head_tokens
     next_reset += head_tokens
-    base += head_row.to(tl.int64) * tl.cdiv(key_length, DECAY_BLOCK)
+    base += head_blocks
 
     # rows past the end repeat the last one: they widen no interval, and are never stored
     row = tl.minimum(start + tl.arange(0, BLOCK_M), query_length - 1)
@@ -99,7 +127,7 @@ def forward_kernel(
     if ROW_SCALE:
         row_scale = row_scale[:, None]
     q = load_tile(q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, True, DESCRIPTOR)
-    first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar")
+    first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
     tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_N)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACCUMULATOR)
@@ -109,14 +137,14 @@ def forward_kernel(
         acc, row_sum, row_max = _attend(
             acc, row_sum, row_max, q, k_source, v_source, k_strides, v_strides, batch, kv_head,
             edge_tile(n, tile_begin, whole_begin, whole_end), key_length, row_scale, rate, local, base, position,
-            reference, alpha, first, end, True,
+            reference, alpha, first, end, bias, bias_strides, row, query_length, True,
             D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DESCRIPTOR, PRECISION,
         )  # fmt: skip
     for tile in range(whole_begin, whole_end):
         acc, row_sum, row_max = _attend(
             acc, row_sum, row_max, q, k_source, v_source, k_strides, v_strides, batch, kv_head,
             tile, key_length, row_scale, rate, local, base, position,
-            reference, alpha, first, end, False,
+            reference, alpha, first, end, bias, bias_strides, row, query_length, False,
             D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DESCRIPTOR, PRECISION,
         )  # fmt: skip
 
@@ -129,6 +157,6 @@ def forward_kernel(
     reference_value = row_max + tl.log2(total)
     row_lse = (reference_value + alpha if ROW_CANCELS else reference_value) * LN2
     row = start + tl.arange(0, BLOCK_M)
-    here = head_row.to(tl.int64) * query_length + row
+    here = head_rows + row
     tl.store(row_references + here, tl.where(seen, reference_value, float("inf")), mask=row < query_length)
     tl.store(lse + here, tl.where(seen, row_lse, float("-inf")), mask=row < query_length)

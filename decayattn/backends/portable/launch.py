@@ -21,28 +21,32 @@ _NO_STRIDES = (0, 0, 0)
 
 
 def forward(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float
-) -> tuple[Tensor, Tensor, Tensor, DecayPrefix]:
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    places: Tensor | None = None, bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, DecayPrefix]:  # fmt: skip
     """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q) and the decay prefix."""
     with _on(problem.device):
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
         lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=problem.accumulator_dtype)
         row_references = torch.empty_like(lse)
-        if 0 in (problem.batch, problem.query_length, problem.key_length):
+        if places is not None or _is_empty(problem):
+            # of the rows that belong to no sequence, or to one without a key
             out.zero_(), lse.fill_(-torch.inf), row_references.fill_(torch.inf)
+        if _is_empty(problem):
             return out, lse, row_references, decay_prefix.allocate(problem, q)
         if problem.decay == "scalar":
-            prefix = decay_prefix.build(problem, log_decay)
+            prefix = decay_prefix.build(problem, log_decay, places=places)
         else:
             prefix = decay_prefix.allocate(problem, q)
         tile = _tiles(config.FORWARD, problem, q, k, v)
-        programs = triton.cdiv(problem.query_length, tile.block_m) * problem.batch * problem.num_heads
+        programs = triton.cdiv(problem.longest_query, tile.block_m) * problem.sequences * problem.num_heads
         forward_kernel[(programs,)](
             _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
             out, lse, row_references, _row_scales(scale, lse), _rates(problem, log_decay, lse),
-            *prefix, q.stride(), k.stride(), v.stride(), out.stride(), _row_scale_strides(scale),
+            *prefix, *_visibility(problem, places, prefix), *_bias(bias),
+            q.stride(), k.stride(), v.stride(), out.stride(), _row_scale_strides(scale),
             _rate_stride(problem, log_decay), _scale_number(scale),
-            problem.query_length, problem.key_length, problem.num_heads,
+            problem.longest_query, problem.longest_key, problem.num_heads,
             **_modes(problem), **_schedule(tile),
         )  # fmt: skip
         return out, lse, row_references, prefix
@@ -50,21 +54,27 @@ def forward(
 
 def backward(
     problem: AttentionProblem, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    log_decay: Tensor | None, scale: Tensor | float, out: Tensor, row_references: Tensor, prefix: DecayPrefix,
-    decay_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """dq, dk, dv, dλ (shape of log_decay; None if not asked for) and ds (B, T_q, H; None for one number)."""
+    log_decay: Tensor | None, scale: Tensor | float, places: Tensor | None, bias: Tensor | None, out: Tensor,
+    row_references: Tensor, prefix: DecayPrefix, decay_gradient: bool, bias_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dq, dk, dv, dλ (shape of log_decay; None if not asked for), ds (B, T_q, H; None for one number) and dbias (shape
+    of bias; None if not asked for)."""
     with _on(problem.device):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         row_scale_grad = torch.empty_like(row_references) if problem.row_scale else None
-        if 0 in (problem.batch, problem.query_length, problem.key_length):
-            d_scale = None if row_scale_grad is None else row_scale_grad.zero_().transpose(1, 2)
-            return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(log_decay) if decay_gradient else None, d_scale
+        if places is not None or _is_empty(problem):
+            for gradient in (dq, dk, dv, row_scale_grad):
+                if gradient is not None:
+                    gradient.zero_()
+        if _is_empty(problem):
+            d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
+            d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
+            return dq, dk, dv, d_log_decay, d_scale, torch.zeros_like(bias) if bias_gradient else None
 
         rates, rate_stride = _rates(problem, log_decay, row_references), _rate_stride(problem, log_decay)
         row_scales, row_scale_strides = _row_scales(scale, row_references), _row_scale_strides(scale)
         delta = torch.empty_like(row_references)
-        modes = _modes(problem)
+        modes, visibility = _modes(problem), _visibility(problem, places, prefix)
         head_rows = problem.batch * problem.num_heads
         row_terms_kernel[(triton.cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,)](
             out, d_out, delta if d_lse is None else d_lse, row_references, delta,
@@ -75,35 +85,73 @@ def backward(
 
         column_sums = torch.empty(prefix.local.shape, dtype=delta.dtype, device=delta.device)
         tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
-        programs = triton.cdiv(problem.key_length, tile.block_n) * problem.batch * problem.num_kv_heads
+        programs = triton.cdiv(problem.longest_key, tile.block_n) * problem.sequences * problem.num_kv_heads
         key_gradients_kernel[(programs,)](
             _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
             _source(d_out, tile.block_m, tile),
-            delta, row_references, row_scales, rates, *prefix, dk, dv, column_sums,
+            delta, row_references, row_scales, rates, *prefix, dk, dv, column_sums, *visibility, *_bias(bias),
             q.stride(), k.stride(), v.stride(), d_out.stride(), dk.stride(), dv.stride(), row_scale_strides,
-            rate_stride, _scale_number(scale), problem.query_length, problem.key_length, problem.num_kv_heads,
+            rate_stride, _scale_number(scale), problem.longest_query, problem.longest_key, problem.num_kv_heads,
             DECAY_GRADIENT=decay_gradient and problem.decay == "scalar", **modes, **_schedule(tile),
         )  # fmt: skip
 
         decay_sums = torch.empty_like(row_references) if decay_gradient else delta
+        if decay_gradient and places is not None:
+            decay_sums.zero_()
+        d_bias, shared_bias = _bias_gradient(problem, bias, row_references) if bias_gradient else (None, False)
         tile = _tiles(config.QUERY_GRADIENTS, problem, q, k, v, d_out)
-        programs = triton.cdiv(problem.query_length, tile.block_m) * head_rows
+        programs = triton.cdiv(problem.longest_query, tile.block_m) * problem.sequences * problem.num_heads
         query_gradients_kernel[(programs,)](
             _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
             _source(d_out, tile.block_m, tile),
             delta, row_references, row_scales, rates, *prefix, dq, decay_sums,
-            delta if row_scale_grad is None else row_scale_grad,
+            delta if row_scale_grad is None else row_scale_grad, *visibility, *_bias(bias), *_bias(d_bias),
             q.stride(), k.stride(), v.stride(), d_out.stride(), dq.stride(), row_scale_strides, rate_stride,
-            _scale_number(scale), problem.query_length, problem.key_length, problem.num_heads,
-            DECAY_GRADIENT=decay_gradient, **modes, **_schedule(tile),
+            _scale_number(scale), problem.longest_query, problem.longest_key, problem.num_heads,
+            DECAY_GRADIENT=decay_gradient, SHARED_BIAS=shared_bias, **modes, **_schedule(tile),
         )  # fmt: skip
 
         d_log_decay = None
         if decay_gradient and problem.decay == "scalar":
-            d_log_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, log_decay)
+            d_log_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, log_decay, places)
         elif decay_gradient:
             d_log_decay = decay_sums.sum((0, 2), dtype=torch.float64).to(log_decay.dtype)
-        return dq, dk, dv, d_log_decay, None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
+        d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
+        if bias_gradient:
+            d_bias = d_bias.sum_to_size((1,) * (4 - bias.ndim) + bias.shape).reshape(bias.shape).to(bias.dtype)
+        return dq, dk, dv, d_log_decay, d_scale, d_bias
+
+
+def _is_empty(problem: AttentionProblem) -> bool:
+    """Whether no query can see a key, so that no kernel has anything to do."""
+    lengths = (problem.query_length, problem.key_length, problem.longest_query, problem.longest_key)
+    return 0 in (problem.sequences, *lengths)
+
+
+def _visibility(problem: AttentionProblem, places: Tensor | None, prefix: DecayPrefix) -> tuple:
+    """Where the sequences lie and how far a query sees. None compiles to nothing: a plain call pays for neither."""
+    left, right = (side if side >= 0 else None for side in problem.window)
+    return places, decay_prefix.axes_of(problem, prefix), left, right
+
+
+def _bias(bias: Tensor | None) -> tuple:
+    """A bias that broadcasts to (B, H, T_q, T_k), or its gradient, and its strides there."""
+    if bias is None:
+        return None, None
+    strides = [0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+    return bias.view(torch.uint8) if bias.dtype == torch.bool else bias, (0,) * (4 - bias.ndim) + tuple(strides)
+
+
+def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor) -> tuple[Tensor, bool]:
+    """A zero buffer for dbias in like's dtype, and whether scores share entries of it, which are added up then.
+
+    Atomics add in no fixed order: deterministic algorithms have every score's own entry, and sum afterwards.
+    """
+    full = (problem.batch, problem.num_heads, problem.query_length, problem.key_length)
+    shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+    if torch.are_deterministic_algorithms_enabled():
+        shape = full
+    return like.new_zeros(shape), shape != full
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager:
@@ -120,7 +168,11 @@ def _arch(problem: AttentionProblem) -> str:
 def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> TileConfig:
     """The tiles of a kernel that reads these tensors in tiles."""
     arch, dim = _arch(problem), max(_padded(problem.head_dim), _padded(problem.value_dim))
-    return config.choose(kernel, arch, dim, problem.dtype, arch == "sm90" and all(map(_fits_descriptor, tiled)))
+    # a descriptor ends where its tensor does, and not where a sequence in it does; with a bias, the tiles that were
+    # chosen for descriptors have their matrix products serialised (compiled, not measured)
+    plain = problem.layout == "dense" and not problem.bias
+    descriptors = arch == "sm90" and plain and all(map(_fits_descriptor, tiled))
+    return config.choose(kernel, arch, dim, problem.dtype, descriptors)
 
 
 def _schedule(tile: TileConfig) -> dict:
@@ -139,6 +191,7 @@ def _padded(dim: int) -> int:
 def _modes(problem: AttentionProblem) -> dict:
     """The constants that the attention kernels are compiled for."""
     return dict(
+        PACKED=problem.layout == "packed",
         GROUP=problem.num_heads // problem.num_kv_heads,
         D=problem.head_dim,
         D_V=problem.value_dim,

@@ -46,6 +46,51 @@ def store_tile(
 
 
 @triton.jit
+def load_bias(source, strides, row, key, query_length, key_length, ACCUMULATOR: tl.constexpr):
+    """A tile of a head's bias in base 2, for rows (·, 1) and keys (1, ·) in either order; a mask's False is −inf."""
+    inside = (row < query_length) & (key < key_length)
+    bias = tl.load(_of_pair(source, strides, row, key), mask=inside, other=0)
+    if source.dtype.element_ty == tl.uint8:
+        bias = tl.where(bias == 0, float("-inf"), 0.0).to(ACCUMULATOR)
+    else:
+        bias = bias.to(ACCUMULATOR) * LOG2E
+    return bias
+
+
+@triton.jit
+def add_bias_gradient(target, strides, row, key, query_length, key_length, ds, SHARED: tl.constexpr):
+    """dS into a head's bias gradient; SHARED: other rows or heads have the same entries."""
+    inside = (row < query_length) & (key < key_length)
+    if SHARED:
+        tl.atomic_add(_of_pair(target, strides, row, key), ds, mask=inside, sem="relaxed")
+    else:
+        tl.store(_of_pair(target, strides, row, key), ds, mask=inside)
+
+
+@triton.jit
+def of_head(source, strides, batch, head):
+    """The pointer of a (B, H, T_q, T_k) tensor, moved to a head."""
+    return source + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def from_pair(source, strides, first_row, first_token):
+    """The same, moved to the row and token where a sequence begins."""
+    return _of_pair(source, strides, first_row, first_token)
+
+
+@triton.jit
+def _of_pair(source, strides, row, key):
+    return source + row.to(tl.int64) * strides[2] + key.to(tl.int64) * strides[3]
+
+
+@triton.jit
+def from_token(source, strides, first):
+    """A tensor's pointer, moved to the token where a sequence begins."""
+    return source + first.to(tl.int64) * strides[1]
+
+
+@triton.jit
 def _pointers(tensor, strides, batch, head, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Addresses of a tile, its rows (ROWS, 1) and its columns (1, COLUMNS)."""
     # 64-bit offsets: strided views reach past 2^31 elements

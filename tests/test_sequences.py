@@ -1,0 +1,488 @@
+"""Windows, sinks, biases, padded and packed sequences: the kernels by the error budget, and what PyTorch wraps around.
+
+The oracle evaluates every sequence alone, so whatever crosses a boundary shows. Tiles of the interpreter are 32 × 32
+and blocks of the decay prefix 128 tokens: the lengths here are multiples of neither, and some are longer than both.
+"""
+
+import itertools
+import math
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+
+from decayattn import decay_attention, decay_attention_varlen
+from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
+
+ON_GPU = torch.cuda.is_available()
+COMPILER = "inductor" if ON_GPU else "aot_eager"
+INF = math.inf
+
+
+def make(
+    device, rows, keys, decay="scalar", *, batch=1, heads=2, kv_heads=1, dtype=torch.float32, row_scale=False,
+    sink=False,
+) -> dict:  # fmt: skip
+    """Arguments of verify_attention, D = 16 and D_v = 8; "resets" are frequent and of every head its own."""
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    new = dict(device=device, dtype=accumulator)
+    gate = -0.5 * torch.rand(batch, keys, heads, **new)
+    log_decay = {
+        "none": None,
+        "constant": -torch.rand(heads, **new),
+        "scalar": gate,
+        "resets": gate.masked_fill(torch.rand(gate.shape, device=device) < 0.05, -INF),
+        "growth": gate + 0.25,
+    }[decay]
+    return dict(
+        q=torch.randn(batch, rows, heads, 16, **new).to(dtype),
+        k=torch.randn(batch, keys, kv_heads, 16, **new).to(dtype),
+        v=torch.randn(batch, keys, kv_heads, 8, **new).to(dtype),
+        log_decay=log_decay,
+        scale=torch.randn(batch, rows, heads, **new) if row_scale else None,
+        sink=torch.randn(heads, **new) if sink else None,
+    )
+
+
+def make_packed(device, rows, keys, *args, **options) -> dict:
+    """The same for verify_attention_varlen."""
+    inputs = make(device, rows, keys, *args, **options)
+    return {name: x[0] if isinstance(x, torch.Tensor) and x.ndim > 1 else x for name, x in inputs.items()}
+
+
+def int32(device, *numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def offsets(device, rows, keys=None) -> dict:
+    """cu_seqlens of sequences with so many rows and keys."""
+    ends = [[0, *itertools.accumulate(lengths)] for lengths in (rows, rows if keys is None else keys)]
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (int32(device, *end) for end in ends), strict=True))
+
+
+def verify(inputs: dict, **options) -> None:
+    check = verify_attention_varlen if "cu_seqlens_q" in inputs else verify_attention
+    assert_within_budget(check(**inputs, **options, backend="triton"))
+
+
+# The error budget
+
+
+@pytest.mark.parametrize(("causal", "window", "decay", "rows", "keys"), [
+    (True, (0, 0), "scalar", 70, 70),
+    (True, (5, -1), "none", 33, 140),
+    (True, (31, 9), "constant", 70, 70),
+    (True, (32, -1), "resets", 45, 150),
+    (True, (64, -1), "growth", 150, 100),
+    (False, (0, 0), "constant", 40, 70),
+    (False, (-1, 3), "scalar", 70, 135),
+    (False, (3, -1), "none", 100, 70),
+    (False, (40, 33), "resets", 70, 140),
+    (False, (7, 64), "growth", 66, 66),
+    (False, (-1, 0), "constant", 70, 33),
+    (False, (1, 200), "scalar", 1, 150),
+])  # fmt: skip
+def test_windows(causal, window, decay, rows, keys, device):
+    verify(make(device, rows, keys, decay), causal=causal, window_size=window)
+
+
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float16, True), (torch.float64, False)])
+def test_windows_of_other_dtypes_and_groups(causal, dtype, device):
+    inputs = make(device, 40, 75, "resets", heads=6, kv_heads=2, dtype=dtype, row_scale=True)
+    verify(inputs, causal=causal, window_size=(20, 10))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("decay", "causal"), [("none", False), ("constant", True), ("scalar", True)])
+def test_sinks(decay, causal, dtype, device):
+    """From one that hardly counts to one that takes almost everything; some rows see nothing else."""
+    inputs = make(device, 50, 45, decay, heads=4, kv_heads=2, dtype=dtype)
+    inputs["sink"] = torch.tensor([-20.0, 0.0, 3.0, 12.0], device=device)
+    verify(inputs, causal=causal, window_size=(40, 2))
+
+
+@pytest.mark.parametrize(("decay", "causal"), [
+    ("none", False), ("constant", True), ("scalar", True), ("scalar", False), ("resets", True),
+])  # fmt: skip
+def test_padding(decay, causal, device):
+    """On the right, on the left, on both sides, and nothing but padding."""
+    inputs = make(device, 40, 140, decay, batch=4, row_scale=True, sink=True)
+    inputs |= dict(
+        seqused_q=int32(device, 33, 40, 38, 12), seqused_k=int32(device, 131, 140, 70, 5),
+        leftpad_q=int32(device, 0, 25, 3, 0), leftpad_k=int32(device, 0, 70, 3, 5),
+    )  # fmt: skip
+    verify(inputs, causal=causal, window_size=(70, 20) if causal else None)
+
+
+@pytest.mark.parametrize(("given", "causal"), [
+    ({"seqused_k": (7, 0, 200)}, True),  # a key cache, in use up to here; numbers outside of the axis are its ends
+    ({"leftpad_k": (3, 40, -2)}, True),
+    ({"leftpad_q": (3, 40, -2)}, False),
+    ({"leftpad_q": (3, 33, 0), "leftpad_k": (3, 33, 0)}, True),
+    ({"seqused_q": (0, 11, 40), "seqused_k": (0, 11, 40)}, True),
+    ({"seqused_q": (30, 9, 1), "seqused_k": (5, 40, 1)}, False),  # rows before the first key see nothing
+])  # fmt: skip
+def test_each_length_alone(given, causal, device):
+    inputs = make(device, 40, 40, batch=3, dtype=torch.float16)
+    verify(inputs | {name: int32(device, *numbers) for name, numbers in given.items()}, causal=causal)
+
+
+PACKINGS = [
+    ([3, 0, 33, 1], None),
+    ([0, 130, 5], None),
+    ([20, 0, 7, 30, 1, 0], [5, 4, 0, 33, 129, 0]),
+    ([1] * 6, [1, 0, 2, 40, 5, 6]),
+    ([40], [140]),
+]
+
+
+@pytest.mark.parametrize(("rows", "keys", "decay", "causal"), [
+    *((*lengths, *mode) for lengths in PACKINGS for mode in (("resets", True), ("scalar", False))),
+    (*PACKINGS[0], "none", True), (*PACKINGS[4], "constant", False),
+])  # fmt: skip
+def test_packings(rows, keys, decay, causal, device):
+    """Sequences without rows or keys, of different numbers of both, and five tokens past the last one."""
+    inputs = make_packed(device, sum(rows) + 5, sum(keys or rows) + 5, decay)
+    verify(inputs | offsets(device, rows, keys), causal=causal)
+
+
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float16, True), (torch.float64, False)])
+def test_packings_with_everything(dtype, causal, device):
+    inputs = make_packed(device, 70, 120, "resets", heads=4, kv_heads=2, dtype=dtype, row_scale=True, sink=True)
+    inputs |= dict(cu_seqlens_q=int32(device, 2, 22, 22, 67, 68), cu_seqlens_k=int32(device, 3, 36, 40, 80, 114))
+    verify(inputs, causal=causal, window_size=(25, 6))
+
+
+@pytest.mark.parametrize(("longest_q", "longest_k"), [(200, 200), (40, 31)])
+def test_bounds_of_the_lengths(longest_q, longest_k, device):
+    """One that nothing reaches changes nothing; of longer sequences no token beyond it is computed."""
+    inputs = make_packed(device, 70, 70) | offsets(device, [20, 45, 5], [30, 33, 7])
+    verify(inputs, max_seqlen_q=longest_q, max_seqlen_k=longest_k)
+
+
+@st.composite
+def packings(draw):
+    count = draw(st.integers(0, 4))
+    lengths = st.lists(st.sampled_from([0, 1, 2, 31, 32, 33, 50]), min_size=count, max_size=count)
+    rows = draw(lengths)
+    return dict(
+        rows=rows,
+        keys=draw(st.one_of(st.just(rows), lengths)),
+        before=draw(st.sampled_from([0, 3])),
+        after=draw(st.sampled_from([0, 40])),
+        decay=draw(st.sampled_from(["none", "constant", "scalar", "resets"])),
+        causal=draw(st.booleans()),
+        window=(draw(st.sampled_from([-1, 0, 20, 40])), draw(st.sampled_from([-1, 0, 20, 40]))),
+        sink=draw(st.booleans()),
+    )
+
+
+@hypothesis.settings(
+    max_examples=50 if ON_GPU else 5, deadline=None, derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
+)  # fmt: skip
+@hypothesis.given(case=packings())
+def test_any_packing(case, device):
+    lengths = {name: x + case["before"] for name, x in offsets(device, case["rows"], case["keys"]).items()}
+    rows, keys = (int(x[-1]) + case["after"] for x in lengths.values())
+    inputs = make_packed(device, rows, keys, case["decay"], sink=case["sink"])
+    verify(inputs | lengths, causal=case["causal"], window_size=case["window"])
+
+
+@pytest.mark.parametrize(("shape", "causal"), [
+    ((2, 2, 40, 70), True), ((2, 40, 70), False), ((2, 1, 1, 70), True), ((1, 40, 1), False), ((), True),
+])  # fmt: skip
+def test_biases(shape, causal, device):
+    inputs = make(device, 40, 70, batch=2) | dict(bias=torch.randn(shape, device=device))
+    if shape:
+        inputs["bias"].flatten()[:3] = -INF  # hides
+    verify(inputs, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_biases_of_other_dtypes(dtype, device):
+    inputs = make(device, 40, 70, "constant", dtype=dtype, sink=True)
+    verify(inputs | dict(bias=torch.randn(40, 70, device=device, dtype=dtype)), window_size=(30, -1))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 40, 70), (2, 1, 1, 70), (40, 1)])
+def test_masks(shape, device):
+    inputs = make(device, 40, 70, "resets", batch=2) | dict(bias=torch.rand(shape, device=device) < 0.6)
+    verify(inputs, causal=False)
+
+
+def test_a_bias_in_padded_sequences(device):
+    inputs = make(device, 40, 70, batch=2) | dict(bias=torch.randn(2, 1, 40, 70, device=device))
+    inputs |= dict(seqused_q=int32(device, 20, 40), seqused_k=int32(device, 50, 66))
+    inputs |= dict(leftpad_q=int32(device, 3, 0), leftpad_k=int32(device, 9, 0))
+    verify(inputs)
+    bias = inputs["bias"].requires_grad_()
+    out = decay_attention(**inputs, backend="triton")
+    (gradient,) = torch.autograd.grad(out, bias, torch.randn_like(out))
+    inside = torch.zeros(2, 1, 40, 70, dtype=torch.bool, device=device)
+    inside[0, :, 3:20, 9:50], inside[1, :, :, :66] = True, True
+    assert (gradient[~inside] == 0).all()
+    assert (gradient[inside] != 0).any()
+
+
+# What does not matter
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_unused_tokens_hold(causal, device):
+    """NaN in them, and in the log-decay of every sequence's first token, reaches nothing."""
+    packed = make_packed(device, 70, 75, row_scale=True, sink=True)
+    packed |= dict(cu_seqlens_q=int32(device, 3, 40, 60), cu_seqlens_k=int32(device, 2, 36, 72))
+    for name in ("q", "scale"):
+        packed[name][:3] = packed[name][60:] = math.nan
+    for name in ("k", "v", "log_decay"):
+        packed[name][:2] = packed[name][72:] = math.nan
+    packed["log_decay"][[2, 36]] = math.nan
+    verify(packed, causal=causal)
+
+    padded = make(device, 40, 75, row_scale=True)
+    padded |= dict(seqused_q=int32(device, 33), seqused_k=int32(device, 70))
+    padded |= dict(leftpad_q=int32(device, 2), leftpad_k=int32(device, 5))
+    for name in ("q", "scale"):
+        padded[name][:, :2] = padded[name][:, 33:] = math.nan
+    for name in ("k", "v", "log_decay"):
+        padded[name][:, :5] = padded[name][:, 70:] = math.nan
+    padded["log_decay"][:, 5] = math.nan
+    verify(padded, causal=causal)
+
+
+@pytest.mark.parametrize("incoming", [INF, math.nan])
+def test_rows_that_see_nothing(incoming, device):
+    """A window that ends before the first key; the gradient of their lse is anything."""
+    inputs = make_packed(device, 60, 40, row_scale=True) | offsets(device, [20, 40], [20, 10])
+    leaves = [inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay", "scale")]
+    out, lse = decay_attention_varlen(
+        **inputs, max_seqlen_q=40, max_seqlen_k=20, return_lse=True, backend="triton"
+    )  # fmt: skip
+    assert (out[20:50] == 0).all()
+    assert (lse[:, 20:50] == -INF).all()
+    assert lse[:, :20].isfinite().all()
+    grad_lse = torch.zeros_like(lse)
+    grad_lse[:, 20:50] = incoming
+    for gradient in torch.autograd.grad([out, lse], leaves, [torch.zeros_like(out), grad_lse]):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("decay", ["constant", "scalar"])
+def test_a_sequence_is_the_same_in_any_company(decay, device):
+    """Bitwise: nothing of a sequence depends on where it lies or on what lies beside it."""
+    inputs = make_packed(device, 120, 120, decay, row_scale=True)
+    names = ("q", "k", "v", "scale") + (("log_decay",) if decay == "scalar" else ())
+
+    def results(tensors, lengths, own):
+        leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names}
+        out, lse = decay_attention_varlen(
+            **tensors | leaves, **offsets(device, lengths), max_seqlen_q=75, max_seqlen_k=75, return_lse=True,
+            backend="triton",
+        )  # fmt: skip
+        loss = out[own].square().sum() + lse[:, own].sum()
+        return [out[own], lse[:, own], *(x[own] for x in torch.autograd.grad(loss, list(leaves.values())))]
+
+    own = slice(42, 117)
+    alone = {name: x[own] if name in names else x for name, x in inputs.items()}
+    found = results(inputs, [2, 40, 75], own)
+    for a, b in zip(found, results(alone, [75], slice(None)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_offsets_changed_in_place(device):
+    """They are read by the call; its backward keeps to what they were then."""
+    inputs = make_packed(device, 50, 50)
+    cu = int32(device, 0, 20, 50)
+    options = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=50, max_seqlen_k=50, backend="triton")
+    found = []
+    for middle, changed in ((20, None), (33, None), (20, 1)):
+        cu[1] = middle
+        q = inputs["q"].detach().requires_grad_()
+        out = decay_attention_varlen(**inputs | {"q": q}, **options)
+        if changed is not None:
+            cu[1] = changed
+        found.append([out, *torch.autograd.grad(out.square().sum(), q)])
+    assert all(map(torch.equal, found[0], found[2]))
+    assert not any(map(torch.equal, found[0], found[1]))
+
+
+# Gradients by finite differences
+
+
+@pytest.mark.parametrize(("packed", "causal"), [(True, True), (False, False)])
+def test_gradcheck(packed, causal, device):
+    """A window and a sink, packed; with a bias, padded on both sides. Out and lse, with respect to every leaf."""
+    inputs = make(device, 36, 36, "growth", heads=1, dtype=torch.float64, row_scale=True, sink=True)
+    if not packed:
+        inputs["bias"] = torch.randn(1, 36, 36, dtype=torch.float64, device=device)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    lengths = (
+        offsets(device, [3, 33], [10, 25]) | dict(max_seqlen_q=33, max_seqlen_k=25)
+        if packed
+        else dict(seqused_q=int32(device, 35), seqused_k=int32(device, 34), leftpad_k=int32(device, 1))
+    )  # fmt: skip
+
+    def outputs(*values):
+        arguments = dict(zip(leaves, values, strict=True))
+        options = dict(causal=causal, window_size=(20, 8), return_lse=True, backend="triton")
+        if not packed:
+            out, lse = decay_attention(**arguments, **options, **lengths)
+            return out[:, :35], lse[..., :35]
+        without_batch = {name: x[0] if name != "sink" else x for name, x in arguments.items()}
+        return decay_attention_varlen(**without_batch, **options, **lengths)
+
+    values = tuple(leaves.values())
+    assert gradcheck(outputs, values, eps=1e-6, atol=1e-7, rtol=1e-5, check_undefined_grad=False, fast_mode=True)
+
+
+# What PyTorch wraps around a call
+
+
+# every token is in a sequence, because opcheck compares what the operators save, and of other tokens that is nothing
+PLACES = {"padded": [[0, 12, 0, 20], [0, 20, 0, 20]], "packed": [[0, 9, 0, 8], [9, 0, 8, 3], [9, 10, 11, 9]]}
+
+
+@pytest.mark.parametrize(("layout", "decay"), [("padded", "constant"), ("packed", "scalar"), ("packed", "constant")])
+def test_opcheck(layout, decay, device):
+    inputs = make(device, 20, 20, decay, batch=2 if layout == "padded" else 1, row_scale=True)
+    bias = torch.randn(20, 20, device=device) if layout == "padded" else None
+    values = dict(
+        **{name: inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay")}, row_scale=inputs["scale"],
+        places=int32(device, *PLACES[layout]), bias=bias, scale=1.0, causal=True, window=[6, -1],
+        longest=[10, 9] if layout == "packed" else None, backend="triton",
+    )  # fmt: skip
+    forward, backward = torch.ops.decayattn.forward.default, torch.ops.decayattn.backward.default
+    torch.library.opcheck(forward, tuple(values[x.name] for x in forward._schema.arguments))
+
+    values = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in values.items()}
+    results = forward(*(values[x.name] for x in forward._schema.arguments))
+    values |= dict(zip((x.name for x in forward._schema.returns), results, strict=True))
+    values |= dict(d_out=torch.ones_like(values["out"]), d_lse=torch.randn_like(values["lse"]))
+    values |= dict(decay_gradient=True, bias_gradient=bias is not None)
+    torch.library.opcheck(backward, tuple(values[x.name] for x in backward._schema.arguments))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_compile_is_one_graph(backend, device):
+    def attend(q, k, v, log_decay, sink, cu):
+        return decay_attention_varlen(
+            q, k, v, log_decay, sink=sink, window_size=(9, -1), cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=25,
+            max_seqlen_k=25, return_lse=True, backend=backend,
+        )  # fmt: skip
+
+    def results(function, cu):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        out, lse = function(*leaves, cu)
+        loss = out.square().sum() + lse.masked_fill(lse.isneginf(), 0.0).sin().sum()
+        return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=COMPILER)
+    inputs = make_packed(device, 40, 40, sink=True)
+    tensors = [inputs[name] for name in ("q", "k", "v", "log_decay", "sink")]
+    for cu in (int32(device, 0, 11, 11, 36), int32(device, 0, 25, 30, 40)):
+        for found, expected in zip(results(compiled, cu), results(attend, cu), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+# Every refusal: what was wrong with which argument, what came, what was expected
+
+
+def dense_arguments(**changes) -> dict:
+    return dict(q=torch.zeros(2, 5, 4, 8), k=torch.zeros(2, 6, 2, 8), v=torch.zeros(2, 6, 2, 7)) | changes
+
+
+def packed_arguments(**changes) -> dict:
+    lengths = dict(cu_seqlens_q=int32("cpu", 0, 2, 5), cu_seqlens_k=int32("cpu", 0, 3, 6))
+    tensors = dict(q=torch.zeros(5, 4, 8), k=torch.zeros(6, 2, 8), v=torch.zeros(6, 2, 7))
+    return tensors | lengths | dict(max_seqlen_q=3, max_seqlen_k=3) | changes
+
+
+COMMON = [
+    ({"window_size": 3}, TypeError, r"^window_size: expected None or a pair \(left, right\), got 3 of type int"),
+    ({"window_size": (3,)}, TypeError, r"^window_size: expected None or a pair \(left, right\), got \(3,\) of type"),
+    ({"window_size": (3, 1.0)}, TypeError, r"^window_size: expected two ints, got \(3, 1.0\) of type tuple"),
+    ({"window_size": (True, 1)}, TypeError, r"^window_size: expected two ints, got \(True, 1\)"),
+    ({"window_size": (3, -2)}, ValueError, r"^window_size: expected numbers of tokens, or -1 .*got \(3, -2\)"),
+    ({"sink": 0.5}, TypeError, r"^sink: expected None or a tensor, got 0.5 of type float"),
+    ({"sink": torch.zeros(4).int()}, TypeError, r"^sink: expected float32, bfloat16 or .*got torch.int32"),
+    ({"sink": torch.zeros(4).double()}, TypeError, r"^sink: expected float32, .*got torch.float64"),
+    ({"sink": torch.zeros(4, device="meta")}, ValueError, r"^sink: expected the device of q, cpu, got meta"),
+    ({"sink": torch.zeros(2)}, ValueError, r"^sink: expected one logit per head, \(H,\) = \(4,\), got \(2,\)"),
+]
+LENGTHS = [
+    ({name: value}, error, rf"^{name}: {message}")
+    for name in ("seqused_q", "seqused_k", "leftpad_q", "leftpad_k")
+    for value, error, message in (
+        ([1, 2], TypeError, r"expected a torch.Tensor, got \[1, 2\] of type list"),
+        (torch.zeros(2).long(), TypeError, r"expected int32, got torch.int64"),
+        (torch.zeros(2, device="meta").int(), ValueError, r"expected the device of q, cpu, got meta"),
+        (torch.zeros(3).int(), ValueError, r"expected shape \(B,\) = \(2,\), got \(3,\)"),
+    )
+]
+BIASES = [
+    ({"bias": 1.0}, TypeError, r"^bias: expected None or a tensor, got 1.0 of type float"),
+    ({"bias": torch.zeros(5, 6).int()}, TypeError, r"^bias: expected bool, float32, .*got torch.int32"),
+    ({"bias": torch.zeros(5, 6).double()}, TypeError, r"^bias: expected bool, float32, .*got torch.float64"),
+    ({"bias": torch.zeros(5, 6, device="meta")}, ValueError, r"^bias: expected the device of q, cpu, got meta"),
+    (
+        {"bias": torch.zeros(2, 5, 6)},
+        ValueError,
+        r"^bias: expected .*broadcastable to \(B, H, T_q, T_k\) = \(2, 4, 5, 6\), got shape \(2, 5, 6\)",
+    ),
+    ({"bias": torch.zeros(1, 1, 1, 5, 6)}, ValueError, r"^bias: expected .*got shape \(1, 1, 1, 5, 6\)"),
+]
+OFFSETS = [
+    ({name: value}, error, rf"^{name}: {message}")
+    for name in ("cu_seqlens_q", "cu_seqlens_k")
+    for value, error, message in (
+        ([0, 2, 5], TypeError, r"expected a torch.Tensor, got \[0, 2, 5\] of type list"),
+        (torch.zeros(3).long(), TypeError, r"expected int32, got torch.int64"),
+        (torch.zeros(3, device="meta").int(), ValueError, r"expected the device of q, cpu, got meta"),
+        (torch.zeros(3, 1).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(3, 1\)"),
+        (torch.zeros(0).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(0,\)"),
+    )
+]
+BOUNDS = [
+    ({name: value}, error, rf"^{name}: {message}")
+    for name in ("max_seqlen_q", "max_seqlen_k")
+    for value, error, message in (
+        (3.0, TypeError, r"expected an int, got 3.0 of type float"),
+        (True, TypeError, r"expected an int, got True of type bool"),
+        (-1, ValueError, r"expected at least 0, got -1"),
+    )
+]
+PACKED_TENSORS = [
+    (
+        {"cu_seqlens_k": int32("cpu", 0, 6)},
+        ValueError,
+        r"^cu_seqlens_k: expected the shape of cu_seqlens_q, \(3,\), got \(2,\)",
+    ),
+    ({"q": torch.zeros(1, 5, 4, 8)}, ValueError, r"^q: expected 3 dimensions \(tokens, .*got shape \(1, 5, 4, 8\)"),
+    ({"v": torch.zeros(5, 2, 7)}, ValueError, r"^v: expected the sequence length of k, 6, got 5"),
+    ({"k": torch.zeros(6, 3, 8), "v": torch.zeros(6, 3, 7)}, ValueError, r"^k: its 3 heads must divide the 4 heads"),
+    ({"log_decay": torch.zeros(5, 4)}, ValueError, r"^log_decay: .*\(total_k, H\) = \(6, 4\) .*got \(5, 4\)"),
+    ({"scale": torch.zeros(6, 4)}, ValueError, r"^scale: .*\(total_q, H\) = \(5, 4\), got shape \(6, 4\)"),
+    ({"causal": 0}, TypeError, r"^causal: expected a bool, got 0 of type int"),
+]
+REFUSALS = [
+    (call, arguments, *refusal)
+    for call, arguments, refusals in (
+        (decay_attention, dense_arguments, COMMON + LENGTHS + BIASES),
+        (decay_attention_varlen, packed_arguments, COMMON + OFFSETS + BOUNDS + PACKED_TENSORS),
+    )
+    for refusal in refusals
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "changes", "error", "message"), REFUSALS,
+    ids=[f"{call.__name__}-{message[1:40]}" for call, _, _, _, message in REFUSALS],
+)  # fmt: skip
+def test_bad_arguments_are_refused_by_name(call, arguments, changes, error, message):
+    call(**arguments())  # good without the change
+    with pytest.raises(error, match=message):
+        call(**arguments(**changes))
