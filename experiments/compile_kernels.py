@@ -29,10 +29,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from decayattn.backends import hopper, portable
+from decayattn.backends.portable import decode as decoding
 from decayattn.problem import AttentionProblem
 
 SHARED_MEMORY = 232_448  # bytes that a block of sm_90 can have
 MULTIPROCESSORS = 132
+PATHS = ["TMA", "pointers", "packed", "bias", "decode"]
+# bytes that a path may spill beyond what config.py grants its tile: where a sequence begins, and a tile of a bias, take
+# registers. Neither has tiles of its own yet, and what the spills cost has not been measured
+MORE_SPILLS = {"TMA": 0, "pointers": 0, "packed": 128, "bias": 448, "decode": 0}
 # the Triton of the measurements in config.py
 TUNED_ON = "3.6."
 TABLES = {
@@ -72,7 +77,11 @@ def main() -> int:
     parser.add_argument(
         "--decays", nargs="+", choices=["none", "constant", "scalar"], default=["scalar", "constant", "none"]
     )
-    parser.add_argument("--paths", nargs="+", choices=["TMA", "pointers"], default=["TMA", "pointers"])
+    parser.add_argument(
+        "--paths", nargs="+", choices=PATHS, default=PATHS,
+        help="how tiles are read; packed: through pointers, from packed sequences, with a window; bias: through "
+        "pointers, with a bias and its gradient; decode: one query row over a key cache",
+    )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     driver.set_active(CompilingDriver())
@@ -80,12 +89,12 @@ def main() -> int:
     failures = 0
     for backend, dim, decay in itertools.product(options.backends, options.head_dims, options.decays):
         for path in options.paths:
-            if backend == "hopper" and (dim > 128 or path == "pointers"):
+            if backend == "hopper" and (dim > 128 or path != "TMA"):
                 continue
             dtype = getattr(torch, options.dtype)
-            for kernel in compiled_kernels(backend, dim, decay, dtype, path == "TMA"):
+            for kernel in compiled_kernels(backend, dim, decay, dtype, path):
                 name, shared, found = kernel.metadata.name, kernel.metadata.shared, resources(kernel)
-                allowed = allowed_spills(backend, name, dim, dtype, path == "TMA")
+                allowed = allowed_spills(backend, name, dim, dtype, path)
                 faults = [
                     fault
                     for fault, present in {
@@ -106,28 +115,45 @@ def main() -> int:
     return int(failures > 0)
 
 
-def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, aligned: bool) -> int:
+def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path: str) -> int:
     """Bytes that config.py grants a kernel; the small ones around the attention have none."""
     if backend == "hopper":
         return HOPPER_TABLES[kernel](dim).spill_bytes if kernel in HOPPER_TABLES else 0
     if kernel not in TABLES:
         return 0
-    return portable.config.choose(TABLES[kernel], "sm90", dim, dtype, aligned).spill_bytes
+    tile = portable.config.choose(TABLES[kernel], "sm90", dim, dtype, path == "TMA")
+    return tile.spill_bytes + MORE_SPILLS[path]
 
 
-def compiled_kernels(backend: str, dim: int, decay: str, dtype: torch.dtype, aligned: bool) -> list:
-    """The kernels of a forward and a backward, compiled and not launched."""
-    shape = (2, 1024, 4, dim)
+def compiled_kernels(backend: str, dim: int, decay: str, dtype: torch.dtype, path: str) -> list:
+    """The kernels of a forward and a backward (or of a decoding step), compiled and not launched."""
+    shape = (1 if path == "packed" else 2, 1024, 4, dim)
     # without a stride between the batch entries TMA cannot address a tensor
-    q, k, v, d_out = (torch.empty(2 if aligned else 1, *shape[1:], dtype=dtype).expand(shape) for _ in range(4))
+    filled = 2 if path == "TMA" else 1
+    q, k, v, d_out = (torch.empty(filled, *shape[1:], dtype=dtype).expand(shape) for _ in range(4))
     log_decay = {"none": None, "constant": torch.empty(4), "scalar": torch.empty(shape[:3])}[decay]
-    problem = AttentionProblem.of(q, v, log_decay, None, True)
+    places, window, longest, bias = None, (-1, -1), None, None
+    if path == "packed":
+        places, window, longest = torch.empty(3, 4, dtype=torch.int32), (256, -1), (512, 512)
+    if path == "bias":
+        bias = torch.empty(shape[2], shape[1], shape[1])
+    problem = AttentionProblem.of(q, v, log_decay, None, True, window, places, longest, bias)
     module = portable if backend == "triton" else hopper
     scale = dim**-0.5
+    if path == "decode":
+        alpha = log_decay.double() if decay == "scalar" else None
+        with collecting() as kernels:
+            decoding.decode(
+                q[:, :1], k[:, :, :1], v[:, :, :1], log_decay if decay == "constant" else None, scale=scale,
+                lengths=torch.empty(2, dtype=torch.int32), alpha=alpha, first=torch.empty(2, 4, 1, dtype=torch.int32),
+            )  # fmt: skip
+        return kernels
     with collecting() as kernels:
-        out, _, *saved = module.launch.forward(problem, q, k, v, log_decay, scale)
+        options = [places, bias] if backend == "triton" else []
+        out, _, *saved = module.launch.forward(problem, q, k, v, log_decay, scale, *options)
         backward = module.launch.backward if backend == "triton" else module.launch_backward.backward
-        backward(problem, d_out, None, q, k, v, log_decay, scale, out, *saved, decay != "none")
+        asked_for = decay != "none", bias is not None
+        backward(problem, d_out, None, q, k, v, log_decay, scale, places, bias, out, *saved, *asked_for)
     return kernels
 
 
@@ -144,6 +170,7 @@ def collecting() -> Iterator[list]:
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(portable.launch, "_arch", return_value="sm90"),
         mock.patch.object(hopper.launch, "_multiprocessors", return_value=MULTIPROCESSORS),
+        mock.patch.object(decoding, "_multiprocessors", return_value=MULTIPROCESSORS),
         mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
     ):
         yield kernels

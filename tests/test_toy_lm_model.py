@@ -1,5 +1,6 @@
 """The toy model, its optimiser settings, its sampling and the half-lives that it reports."""
 
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -17,9 +18,9 @@ from toy_lm.training import learning_rate_factor, parameter_groups
 DECAYS = ["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none"]
 
 
-def small_model(decay="scalar", layers=1):
+def small_model(decay="scalar", layers=1, documents="together"):
     torch.manual_seed(0)
-    return ByteLM(layers=layers, width=32, heads=2, decay=decay, backend="reference")
+    return ByteLM(layers=layers, width=32, heads=2, decay=decay, documents=documents, backend="reference")
 
 
 def tokens(batch, length):
@@ -59,6 +60,31 @@ def test_every_parameter_is_in_one_group_and_decay_parameters_have_no_weight_dec
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
 
 
+@pytest.mark.parametrize(("decay", "documents"), [("scalar", "resets"), ("scalar", "packed"), ("alibi", "packed")])
+def test_documents_are_kept_apart(decay, documents):
+    """Resets and packing give every document what it has alone, and so the same as one another."""
+    model = small_model(decay, 2, documents).double()
+    x = tokens(2, 40).clamp(min=1)
+    x[0, 7] = x[0, 8] = x[0, 30] = x[1, 39] = 0
+    found = model(x)
+    for row, cuts in enumerate([[0, 7, 8, 30, 40], [0, 39, 40]]):
+        for start, end in itertools.pairwise(cuts):
+            alone = small_model(decay, 2).double()(x[row : row + 1, start:end])
+            torch.testing.assert_close(found[row : row + 1, start:end], alone)
+    assert not torch.allclose(found, small_model(decay, 2).double()(x))
+
+
+def test_a_generated_text_ends_with_its_document():
+    model = small_model("scalar", 1, "packed")
+    last = generate(model, b"one\0two", 20, seed=0)
+    assert last == generate(model, b"\0two", 20, seed=0)
+    together = small_model("scalar", 1)
+    torch.nn.init.zeros_(together.head.weight)
+    model.load_state_dict(together.state_dict())  # every byte is as likely as any other
+    long = generate(together, b"two", 2000, seed=0)
+    assert generate(model, b"two", 2000, seed=0) == long[: long.index(0)]
+
+
 def test_learning_rate_warms_up_and_falls_to_a_tenth():
     factors = [learning_rate_factor(step, 100) for step in range(101)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
@@ -69,9 +95,22 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth():
 
 def test_samples_depend_on_the_seed_alone():
     model = small_model()
-    first, again, other = (generate(model, b"import ", 20, 16, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (generate(model, b"import ", 20, seed=seed) for seed in (0, 0, 1))
     assert first == again != other
     assert len(first) == 20
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_samples_are_those_of_a_model_that_reads_the_whole_text_again(decay):
+    model, generator, text = small_model(decay, layers=2).double(), torch.Generator().manual_seed(3), b"import "
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))  # far from uniform, so that the past matters
+        for _ in range(30):
+            logits = model(torch.tensor([list(text)]))[0, -1]
+            probabilities = (logits.float() / 0.5).softmax(-1)
+            text += bytes([int(torch.multinomial(probabilities, 1, generator=generator))])
+    assert generate(model, b"import ", 30, seed=3, temperature=0.5) == text[7:]
 
 
 @pytest.mark.parametrize(("decay", "values"), [("alibi", alibi_log_decay(2)), ("retnet-learned", retnet_log_decay(2))])

@@ -96,6 +96,19 @@ def test_every_decay_trains(decay, text):
         assert (start != now) == decay.endswith("learned")
 
 
+@pytest.mark.parametrize("documents", ["resets", "packed"])
+def test_documents_apart_train_and_pass_the_gradient_check(documents, tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number:02}").write_text(f"file {number}, " * 2)
+    arguments = ["--data", str(folder), "--documents", documents, "--steps", "2", "--run", "run"]
+    assert train(*TINY, *arguments) == 0
+    rows = json.loads(Path("run/gradients/step-2.json").read_text())
+    assert all(row["passed"] for row in rows)
+    assert 0 in TrainByteLM(load_config(Path("run"))).training_text
+
+
 class ScaledGradient(torch.autograd.Function):
     """The identity, with a gradient that is 0.1 % too large."""
 
@@ -197,6 +210,7 @@ def test_ctrl_c_in_a_process_ends_it_cleanly(text):
         (["--data", "nowhere"], "error: data: expected a file or a folder, got 'nowhere', which does not exist"),
         (["--resume", "nowhere"], "error: resume: expected a run folder or a checkpoint, got 'nowhere'"),
         (["--heads", "3"], "error: heads: must divide the width; got 3 heads, width 32"),
+        (["--documents", "resets", "--decay", "none"], "error: documents: resets are for decay scalar, got decay none"),
         (["--backend", "cudnn"], "error: backend: expected one of auto, reference, triton, hopper, got 'cudnn'"),
     ],
 )

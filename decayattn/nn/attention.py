@@ -1,14 +1,16 @@
 """DecayFlashAttention: self-attention with decaying scores, as a layer."""
 
+import inspect
 import math
 from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
-from decayattn.functional import decay_attention
+from decayattn.functional import decay_attention, decay_attention_varlen
+from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
-from decayattn.problem import MAX_HEAD_DIM
+from decayattn.problem import MAX_HEAD_DIM, check_window
 
 
 class DecayFlashAttention(nn.Module):
@@ -50,7 +52,11 @@ class DecayFlashAttention(nn.Module):
         qk_norm: RMSNorm over head_dim of every query and key head; one learned gain for the queries, one for the keys.
         output_gate: multiply the output by sigmoid(g) before the output projection.
         position: a module called as position(q, k), q (B, T, H, D) and k (B, T, H_kv, D), that returns both in the same
-            shapes and dtype: rotary embeddings, for example.
+            shapes and dtype: rotary embeddings, for example. With a cache it is called as position(q, k, start=start),
+            start (B,) int32 being the positions of the first new tokens; a module that does not take start cannot be
+            used with a cache.
+        window_size: as in decay_attention, (left, right) in tokens.
+        sink: a learned logit per head that takes part in every softmax and gives nothing, 0 at first.
         scale: of the scores: a number, default 1/√D; "learned": exp(log_scale_h)/√D, a parameter per head, 0 at first.
         backend: as in decay_attention; a plain attribute that may be changed at any time.
         device, dtype: of the parameters, as in torch.nn; those of the decay stay at least float32.
@@ -59,6 +65,13 @@ class DecayFlashAttention(nn.Module):
     shrinking out_proj with the depth is the business of the model, which knows the depth.
 
     After `.bfloat16()` or `.half()`, and under autocast, the decay stays float32 and everything else follows.
+
+    Generation keeps the past in a cache, and gives row for row what the layer gives for the whole sequence::
+
+        with torch.no_grad():
+            cache = layer.make_cache(batch_size, max_length)
+            y = layer(prompt, cache=cache)        # (B, T, embed_dim)
+            y = layer(next_token, cache=cache)    # (B, 1, embed_dim)
 
     Raises:
         TypeError, ValueError: for every bad argument, by name.
@@ -78,6 +91,8 @@ class DecayFlashAttention(nn.Module):
         qk_norm: bool = False,
         output_gate: bool = False,
         position: nn.Module | None = None,
+        window_size: tuple[int, int] | None = None,
+        sink: bool = False,
         scale: float | str | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
@@ -94,6 +109,8 @@ class DecayFlashAttention(nn.Module):
         self.qk_norm = check_bool("qk_norm", qk_norm)
         self.output_gate = check_bool("output_gate", output_gate)
         self.position = _check_position(position)
+        check_window(window_size)
+        self.window_size = window_size
         self.scale = _check_scale(scale)
         self.backend = backend
 
@@ -107,6 +124,7 @@ class DecayFlashAttention(nn.Module):
         # an explicit eps, because torch's default depends on the dtype (and on its version)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **options) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **options) if qk_norm else None
+        self.sink = nn.Parameter(torch.empty(num_heads, **options)) if check_bool("sink", sink) else None
         self.log_scale = nn.Parameter(torch.empty(num_heads, **options)) if scale == "learned" else None
         self.decay = _build_decay(decay, embed_dim, num_heads, options)
         self._zero_start()
@@ -118,9 +136,41 @@ class DecayFlashAttention(nn.Module):
                 module.reset_parameters()
         self._zero_start()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, embed_dim) → (B, T, embed_dim), in the dtype of the projections (autocast's where it is on)."""
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        resets: Tensor | None = None,
+        cache: DecayCache | None = None,
+        new_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """x (B, T, embed_dim) → (B, T, embed_dim), in the dtype of the projections (autocast's where it is on).
+
+        Args:
+            x: the tokens; with a cache, those that follow the ones in it.
+            padding_mask: (B, T) bool, True for the tokens of a sequence, which are one stretch of its row (padded on
+                the left, on the right, or both). Padding is not seen, and attends to nothing.
+            cu_seqlens, max_seqlen: packed sequences, as decay_attention_varlen takes them: x (1, total, embed_dim), and
+                sequence n is its tokens cu_seqlens[n] ≤ t < cu_seqlens[n + 1]. max_seqlen defaults to total; the
+                longest sequence's length saves launching programs that find nothing to do.
+            resets: (B, T) bool, True for the first token of a document: nothing before it is visible from it on. A
+                log-decay of −inf, so the decay has to be one per token.
+            cache: from make_cache; it takes in the tokens of x. Inference only.
+            new_lengths: (B,) int32 or int64, with a cache: entry b of x has so many tokens, and padding behind them.
+
+        Raises:
+            TypeError, ValueError: for every bad argument, by name, and where the tokens do not fit in the cache.
+            RuntimeError: with a cache where a gradient would be needed.
+        """
         self._check_input(x)
+        if cache is not None:
+            self._check_cache(x, cache)
+        elif new_lengths is not None:
+            raise ValueError("new_lengths: expected only with a cache")
+        self._check_sequences(x, padding_mask, cu_seqlens, max_seqlen, resets, cache)
         q, k, v, gate = self.in_proj(x).split(self.split_sizes, dim=-1)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -128,22 +178,84 @@ class DecayFlashAttention(nn.Module):
         if self.qk_norm:
             q, k = _normalise(q, self.q_norm), _normalise(k, self.k_norm)
         if self.position is not None:
-            q, k = self.position(q, k)
+            q, k = self.position(q, k) if cache is None else self.position(q, k, start=cache.lengths + cache.dropped)
         log_decay = None if self.decay is None else self.decay(x)
-        scale = self._score_scale()
-        out = decay_attention(q, k, v, log_decay, scale=scale, causal=self.causal, backend=self.backend).flatten(-2)
+        if resets is not None:
+            if log_decay is None or log_decay.ndim != 3:
+                raise ValueError("resets: expected only where the decay is one per token")
+            log_decay = log_decay.masked_fill(resets[..., None], -math.inf)
+        options = dict(
+            scale=self._score_scale(), window_size=self.window_size, sink=self.sink, backend=self.backend
+        )
+        if cache is not None:
+            out = cache.attend(q, k, v, log_decay, new_lengths=new_lengths, **options)
+        elif cu_seqlens is not None:
+            longest = x.shape[1] if max_seqlen is None else max_seqlen
+            per_token = log_decay is not None and log_decay.ndim == 3
+            out = decay_attention_varlen(
+                q[0], k[0], v[0], log_decay[0] if per_token else log_decay, cu_seqlens_q=cu_seqlens,
+                cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, causal=self.causal, **options,
+            )[None]  # fmt: skip
+        else:
+            places = {} if padding_mask is None else _places(padding_mask)
+            out = decay_attention(q, k, v, log_decay, causal=self.causal, **places, **options)
+        out = out.flatten(-2)
         if self.output_gate:
             out = out * gate.sigmoid()
         return self.out_proj(out)
 
+    def make_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> DecayCache:
+        """An empty cache for this layer: at most max_length tokens in each of batch_size entries.
+
+        device, dtype: default those of the layer's keys (under autocast its dtype).
+        """
+        self._check_cacheable()
+        weight = self.in_proj.weight
+        device = weight.device if device is None else device
+        if dtype is None:
+            kind = torch.device(device).type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        return DecayCache(
+            batch_size, max_length, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            value_dim=self.value_dim, device=device, dtype=dtype,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def score_bound(self) -> Tensor:
+        """|s q·k| ≤ score_bound (H,) whatever x is, for DecayCache.evict; from qk_norm's gains, float64.
+
+        A head of norm(x) is no longer than √D·max |gain|, in the dtype of the layer up to its rounding, and a position
+        module must not make it longer.
+
+        Raises:
+            ValueError: without qk_norm, when nothing bounds a score.
+        """
+        if not self.qk_norm:
+            raise ValueError("qk_norm: expected True, because without it nothing bounds a score")
+        scale = self._score_scale()
+        scale = self.head_dim**-0.5 if scale is None else scale
+        scale = torch.as_tensor(scale, dtype=torch.float64, device=self.q_norm.weight.device)
+        gains = self.q_norm.weight.double().abs().amax() * self.k_norm.weight.double().abs().amax()
+        # roundings of the norm, of its output and of a cast under autocast, each at most eps of 16 bits, on both sides
+        slack = (1 + 3 * torch.finfo(torch.bfloat16).eps) ** 2
+        return (scale.abs() * self.head_dim * gains * slack).expand(self.num_heads)
+
     def extra_repr(self) -> str:
         names = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "causal", "qk_norm", "output_gate")
+        names = names if self.window_size is None else (*names, "window_size")
         options = [f"{name}={getattr(self, name)}" for name in names]
         return ", ".join([*options, f"scale={self.scale!r}", f"backend={self.backend!r}"])
 
     @torch.no_grad()
     def _zero_start(self) -> None:
-        for parameter in (self.in_proj.bias, self.out_proj.bias, self.log_scale):
+        for parameter in (self.in_proj.bias, self.out_proj.bias, self.sink, self.log_scale):
             if parameter is not None:
                 parameter.zero_()
 
@@ -159,10 +271,58 @@ class DecayFlashAttention(nn.Module):
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x: expected shape (B, T, embed_dim = {self.embed_dim}), got {tuple(x.shape)}")
 
+    def _check_sequences(
+        self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
+        resets: Tensor | None, cache: DecayCache | None,
+    ) -> None:  # fmt: skip
+        """What decay_attention cannot know. It checks the rest."""
+        for name, mask in (("padding_mask", padding_mask), ("resets", resets)):
+            if mask is None:
+                continue
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                got = mask.dtype if isinstance(mask, Tensor) else repr(mask)
+                raise TypeError(f"{name}: expected a bool tensor, got {got}")
+            if mask.shape != x.shape[:2]:
+                raise ValueError(f"{name}: expected shape (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+        if sum(given is not None for given in (padding_mask, cu_seqlens, cache)) > 1:
+            raise ValueError("padding_mask, cu_seqlens, cache: expected at most one of them")
+        if cu_seqlens is None and max_seqlen is not None:
+            raise ValueError("max_seqlen: expected only with cu_seqlens")
+        if cu_seqlens is not None and x.shape[0] != 1:
+            raise ValueError(f"x: expected shape (1, total, embed_dim) with cu_seqlens, got {tuple(x.shape)}")
+
+    def _check_cache(self, x: Tensor, cache: DecayCache) -> None:
+        if not isinstance(cache, DecayCache):
+            raise TypeError(f"cache: expected a DecayCache, got {cache!r} of type {type(cache).__name__}")
+        self._check_cacheable()
+        expected = (x.shape[0], self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
+        got = (cache.batch_size, cache.num_heads, cache.num_kv_heads, cache.head_dim, cache.value_dim)
+        if got != expected:
+            raise ValueError(f"cache: expected one for (B, H, H_kv, D, D_v) = {expected}, got one for {got}")
+
+    def _check_cacheable(self) -> None:
+        if not self.causal:
+            raise ValueError("cache: a layer with causal=False has none, because its earlier tokens see the later ones")
+        if self.position is not None:
+            parameters = inspect.signature(self.position.forward).parameters
+            if "start" not in parameters and all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
+                raise ValueError(
+                    "cache: expected a position module that takes the keyword start, the positions (B,) of the first "
+                    f"new tokens; {type(self.position).__name__} does not"
+                )
+
 
 def _normalise(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
     """The norm in its own dtype: under autocast that is float32, in which autocast runs LayerNorm too."""
     return norm(heads.to(norm.weight.dtype)).to(heads.dtype)
+
+
+def _places(padding_mask: Tensor) -> dict[str, Tensor]:
+    """Where the tokens of every row begin and end, as decay_attention takes it; an empty row ends where it begins."""
+    left = (padding_mask.cumsum(1) == 0).sum(1, dtype=torch.int32)
+    right = (padding_mask.flip(1).cumsum(1) == 0).sum(1, dtype=torch.int32)
+    end = padding_mask.shape[1] - right
+    return {"leftpad_q": left, "leftpad_k": left, "seqused_q": end, "seqused_k": end}
 
 
 def _build_decay(decay: str | nn.Module, embed_dim: int, num_heads: int, options: dict) -> nn.Module | None:

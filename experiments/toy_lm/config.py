@@ -28,6 +28,9 @@ class Config:
     decay: Literal["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none"] = "scalar"
     """Decay of the attention: a forget gate per token and head (scalar), one fixed or learned rate per head (alibi,
     retnet), or none, which leaves the model without any position information."""
+    documents: Literal["together", "resets", "packed"] = "together"
+    """Whether a byte sees what stands in the files before its own: yes (together), or no, because the decay is reset at
+    the first byte of a file (resets, with decay scalar), or because every file is a packed sequence (packed)."""
     layers: PositiveInt | Auto = "auto"
     """Transformer blocks. auto: 4 on a CPU, 8 on a GPU."""
     width: PositiveInt | Auto = "auto"
@@ -97,7 +100,7 @@ GPU_DEFAULTS = {
 }  # fmt: skip
 
 RUNS = Path("runs/toy_lm")
-MODEL_OPTIONS = ("decay", "layers", "width", "heads")
+MODEL_OPTIONS = ("decay", "documents", "layers", "width", "heads")
 
 
 def make_parser() -> ArgumentParser:
@@ -134,6 +137,8 @@ def resolve(config: Config, on_gpu: bool) -> Config:
     config = dataclasses.replace(config, **auto, accelerator="gpu" if on_gpu else "cpu")
     if config.validate_every == "auto":
         config = dataclasses.replace(config, validate_every=max(1, config.steps // 10))
+    if config.documents == "resets" and config.decay != "scalar":
+        raise OptionError(f"documents: resets are for decay scalar, got decay {config.decay}; packed is for all")
     config = dataclasses.replace(config, check_context=min(config.check_context, config.context))
     if config.width % config.heads:
         raise OptionError(f"heads: must divide the width; got {config.heads} heads, width {config.width}")

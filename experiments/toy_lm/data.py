@@ -15,8 +15,10 @@ VALIDATION_EVERY = 20  # one file in twenty validates, or the last twentieth of 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def load_text(data: str | None, context: int) -> tuple[Tensor, Tensor]:
+def load_text(data: str | None, context: int, separator: bytes = b"\n") -> tuple[Tensor, Tensor]:
     """(training, validation) text as uint8 tensors, from a file, a folder or, for None, Python's standard library.
+
+    The separator stands between files.
 
     Raises OptionError where there is nothing to read, or too little for one crop of `context` bytes and its successor.
     """
@@ -31,7 +33,7 @@ def load_text(data: str | None, context: int) -> tuple[Tensor, Tensor]:
         every = min(VALIDATION_EVERY, len(files))
         validation = files[every - 1 :: every]
         training = [file for number, file in enumerate(files, start=1) if number % every]
-        parts = _join(training), _join(validation)
+        parts = _join(training, separator), _join(validation, separator)
     for name, text in zip(("training", "validation"), parts, strict=True):
         if len(text) < context + 1:
             raise OptionError(
@@ -66,8 +68,8 @@ def _files_of(path: Path) -> list[Path]:
     return sorted(files, key=lambda file: file.relative_to(path).parts)
 
 
-def _join(files: list[Path]) -> bytes:
-    return b"\n".join(file.read_bytes() for file in files)
+def _join(files: list[Path], separator: bytes) -> bytes:
+    return separator.join(file.read_bytes() for file in files)
 
 
 class TrainingBatches:

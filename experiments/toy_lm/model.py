@@ -1,15 +1,17 @@
 """A small pre-norm transformer over bytes. Without a position embedding, it knows order by its decay alone."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decayattn import DecayFlashAttention
-from decayattn.nn.decay import ConstantDecay
+from decayattn.nn import ConstantDecay, DecayCache
 
 BYTES = 256
+DOCUMENT = 0  # the byte with which a document begins, where documents are kept apart
 # explicit, because the default follows the dtype: the float64 reference of the gradient check would be another model
 NORM_EPS = 1e-6
 
@@ -17,11 +19,17 @@ NORM_EPS = 1e-6
 class ByteLM(nn.Module):
     """Logits of the next byte: tokens (B, T) of any integer dtype -> (B, T, 256).
 
-    `decay` is one of Config.decay; `backend` is passed to every attention layer.
+    With the caches of make_caches, the tokens follow those of earlier calls (under torch.no_grad()), and are those of
+    one document.
+
+    `decay` and `documents` are Config's; `backend` is passed to every attention layer.
     """
 
-    def __init__(self, *, layers: int, width: int, heads: int, decay: str, backend: str = "auto"):
+    def __init__(
+        self, *, layers: int, width: int, heads: int, decay: str, documents: str = "together", backend: str = "auto"
+    ):
         super().__init__()
+        self.documents = documents
         self.embedding = nn.Embedding(BYTES, width)
         self.blocks = nn.ModuleList(
             Block(width, DecayFlashAttention(width, heads, decay=make_decay(decay, heads), backend=backend))
@@ -32,11 +40,21 @@ class ByteLM(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.head.weight, std=0.02)  # the first predictions are near uniform: 8 bits per byte
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, caches: Sequence[DecayCache] | None = None) -> Tensor:
         x = self.embedding(tokens.long())
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        where = [{"cache": cache} for cache in caches or [None] * len(self.blocks)]
+        if caches is None and self.documents == "resets":
+            where = [{"resets": tokens == DOCUMENT}] * len(self.blocks)
+        elif caches is None and self.documents == "packed":
+            where = [{"cu_seqlens": document_offsets(tokens), "max_seqlen": tokens.shape[1]}] * len(self.blocks)
+            x = x.flatten(0, 1)[None]
+        for block, options in zip(self.blocks, where, strict=True):
+            x = block(x, **options)
+        return self.head(self.norm(x)).reshape(*tokens.shape, BYTES)
+
+    def make_caches(self, batch_size: int, max_length: int) -> list[DecayCache]:
+        """One empty cache per block."""
+        return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
 
 
 class Block(nn.Module):
@@ -51,10 +69,18 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(width, 2 * hidden, bias=False)
         self.mlp_out = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, **options) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), **options)
         gate, value = self.mlp_in(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.mlp_out(F.silu(gate) * value)
+
+
+def document_offsets(tokens: Tensor) -> Tensor:
+    """cu_seqlens of crops (B, T) behind one another: a sequence begins with a crop and at every DOCUMENT byte."""
+    starts = tokens == DOCUMENT
+    starts[:, 0] = True
+    offsets = starts.flatten().nonzero().flatten()
+    return torch.cat([offsets, offsets.new_tensor([tokens.numel()])]).to(torch.int32)
 
 
 def make_decay(name: str, heads: int) -> str | nn.Module:
@@ -74,18 +100,26 @@ def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module, prompt: bytes, count: int, context: int, *, seed: int, temperature: float = 0.8
-) -> bytes:
-    """`count` bytes sampled after the prompt; every byte recomputes its whole context."""
+def generate(model: ByteLM, prompt: bytes, count: int, *, seed: int, temperature: float = 0.8) -> bytes:
+    """`count` bytes sampled after the prompt, each from the keys and values of all bytes before it.
+
+    Where documents are kept apart, only the last one of the prompt counts, and the text ends where that document does.
+    Nothing ends at the length that the model was trained on: it has no position embedding, and the cache is as long as
+    the text will be.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    text = list(prompt)
+    caches = model.make_caches(1, len(prompt) + count)
+    apart = model.documents != "together"
+    text, new = b"", prompt[max(0, prompt.rfind(DOCUMENT)) if apart else 0 :]
     for _ in range(count):
-        window = torch.tensor([text[-context:]], device=device)
-        probabilities = (model(window)[0, -1].float() / temperature).softmax(-1)
-        text.append(int(torch.multinomial(probabilities.cpu(), 1, generator=generator)))
-    return bytes(text[len(prompt) :])
+        logits = model(torch.tensor([list(new)], device=device), caches)[0, -1]
+        probabilities = (logits.float() / temperature).softmax(-1)
+        new = bytes([int(torch.multinomial(probabilities.cpu(), 1, generator=generator))])
+        if apart and new[0] == DOCUMENT:
+            break
+        text += new
+    return text
 
 
 @torch.no_grad()

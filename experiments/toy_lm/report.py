@@ -25,7 +25,7 @@ def report(module: TrainByteLM, folder: Path, step: int) -> None:
     if config.sample_bytes:
         prompt = bytes(module.validation_text[:PROMPT_BYTES].tolist())
         model = copy.deepcopy(module.model).to(device_of(config))
-        continuation = generate(model, prompt, config.sample_bytes, config.context, seed=config.seed)
+        continuation = generate(model, prompt, config.sample_bytes, seed=config.seed)
         prompt, continuation = (text.decode(errors="replace") for text in (prompt, continuation))
         sample = f"--- prompt (validation text)\n{prompt}\n--- continuation by the model\n{continuation}\n"
         (folder / "sample.txt").write_text(sample, encoding="utf-8")

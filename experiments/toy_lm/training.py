@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from toy_lm.config import Config
 from toy_lm.data import TrainingBatches, ValidationBatches, load_text
-from toy_lm.model import ByteLM, next_byte_loss
+from toy_lm.model import DOCUMENT, ByteLM, next_byte_loss
 
 BITS_PER_NAT = 1 / math.log(2)
 
@@ -19,10 +19,12 @@ class TrainByteLM(lightning.LightningModule):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.training_text, self.validation_text = load_text(config.data, config.context)
+        separator = b"\n" if config.documents == "together" else bytes([DOCUMENT])
+        self.training_text, self.validation_text = load_text(config.data, config.context, separator)
         self.model = ByteLM(
-            layers=config.layers, width=config.width, heads=config.heads, decay=config.decay, backend=config.backend
-        )
+            layers=config.layers, width=config.width, heads=config.heads, decay=config.decay,
+            documents=config.documents, backend=config.backend,
+        )  # fmt: skip
         if config.compile:
             self.model.compile()
 

@@ -1,0 +1,262 @@
+"""Decoding: a few new query rows per batch entry over a long cache of keys, split over the keys (FlashDecoding; Dao,
+Haziza, Massa, Sizov, 2023). Forward only.
+
+One program has few rows, so the keys are divided: split_kernel lets each program walk its part of the keys that a tile
+of rows sees, and writes what an online softmax knows then; combine_kernel joins the parts of a row. The heads that read
+one key head are rows of the same tile, so a key is loaded once for all of them.
+
+With α the running sum of λ, which the cache holds in float64 (natural logarithm), i the position of a row and s its
+scale, the score of key j is s q·k_j + (α_i − α_j), or + γ (i − j) for a constant decay. A row sees first_i ≤ j ≤ i.
+
+Tiles: q (BLOCK_M, D) · k (BLOCK_N, D) · v (BLOCK_N, D_v) · score, p (BLOCK_M, BLOCK_N) · acc (BLOCK_M, D_v)
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decayattn.backends.portable.launch import _on, _padded
+from decayattn.backends.portable.tiles import load_rate, load_scale, load_tile
+from decayattn.backends.tile_math import (
+    LN2,
+    LOG2E,
+    decayed_score,
+    finite_or_zero,
+    probability,
+    rescale,
+    visible,
+)
+from decayattn.backends.tile_range import keys_seen, visited_tiles
+
+# None of the numbers below has been timed.
+# Programs to aim for, per multiprocessor: one waits for memory while another computes.
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+# A split has at least so many key tiles, or joining the splits costs more than they save.
+_TILES_PER_SPLIT = 2
+# combine_kernel holds the parts of a row at once.
+_MAX_SPLITS = 32
+# Stands for a GPU's number in the interpreter: so few that short caches already have programs with several tiles.
+_INTERPRETED_MULTIPROCESSORS = 8
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """Keys per tile, the most query rows per tile, and the launch."""
+
+    block_n: int
+    max_block_m: int
+    num_warps: int
+    num_stages: int
+
+
+def choose(dim: int, dtype: torch.dtype) -> DecodeTile:
+    """Pure function of the larger padded head dimension and the dtype."""
+    if dtype.itemsize == 2:
+        # with 64 rows ptxas makes the products wait for one another (sm_90, D = 64, a decay per token)
+        return DecodeTile(64 if dim <= 128 else 32, 32, 4, 2)
+    # products of 32 and 64 bits are unrolled instructions: with 32 rows they spill registers (sm_90, D = 128)
+    return DecodeTile(32 if dim <= 128 else 16, 16, 4, 1)
+
+
+def number_of_splits(programs: int, key_tiles: int, multiprocessors: int) -> int:
+    """Into how many parts to divide the keys, when there are so many programs without a division."""
+    wanted = triton.cdiv(_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, programs)
+    return max(1, min(wanted, triton.cdiv(key_tiles, _TILES_PER_SPLIT), _MAX_SPLITS))
+
+
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor | None = None, *, scale: Tensor | float,
+    lengths: Tensor, alpha: Tensor | None = None, first: Tensor | None = None, left: int | None = None,
+    longest: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of the last T_q tokens of every cache entry. The arguments have been checked by the caller.
+
+    Args:
+        q: (B, T_q, H, D), D up to 256; T_q is meant to be small, and may be any number. Any strides, as below.
+        keys, values: the cache, (B, T_max, H_kv, D) and (B, T_max, H_kv, D_v), in the dtype of q. What lies beyond an
+            entry's length is never read.
+        log_decay: (H,) constant decay, or None.
+        scale: a float, or (B, T_q, H) in the accumulator dtype (expanded tensors are fine).
+        lengths: (B,) int32, tokens in use, the T_q new ones among them: row r is at position lengths − T_q + r. Rows at
+            negative positions see nothing.
+        alpha: (B, T_max, H) float64, the running sum of a decay per token (resets counted as 0), instead of log_decay.
+        first: (B, H, T_q) int32, the first key that a row sees (of its last reset); default 0.
+        left: a row at position i sees the keys j ≥ i − left only; None is no limit.
+        longest: no length is larger, as the host knows; default T_max. It only sizes the launch.
+
+    Returns:
+        out (B, T_q, H, D_v) in the dtype of q, and lse (B, H, T_q) in float32 (float64 for float64 inputs). A row that
+        sees no key has out 0 and lse −inf.
+    """
+    batch, query_length, heads, head_dim = q.shape
+    max_length, kv_heads, value_dim = values.shape[1:]
+    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+    with _on(q.device):
+        out = q.new_empty(batch, query_length, heads, value_dim)
+        lse = q.new_empty(batch, heads, query_length, dtype=accumulator)
+        if 0 in (batch, query_length):
+            return out, lse
+        group = heads // kv_heads
+        rows = query_length * group
+        tile = choose(max(_padded(head_dim), _padded(value_dim)), q.dtype)
+        block_m = min(_padded(rows), tile.max_block_m)
+        row_tiles = triton.cdiv(rows, block_m)
+        programs = row_tiles * batch * kv_heads
+        most_keys = max_length if longest is None else longest
+        if left is not None:
+            left = min(left, max_length)  # positions minus it stay in 32 bits
+            most_keys = min(most_keys, left + query_length)
+        splits = number_of_splits(programs, triton.cdiv(most_keys, tile.block_n), _multiprocessors(q.device))
+        parts = q.new_empty(batch * kv_heads * rows, splits, value_dim, dtype=accumulator)
+        part_max, part_sum = (q.new_empty(batch * kv_heads * rows, splits, dtype=accumulator) for _ in range(2))
+        row_scale = isinstance(scale, Tensor)
+        no_strides = (0, 0, 0)
+        split_kernel[(programs * splits,)](
+            q, keys, values, lengths, lse if first is None else first, lse if alpha is None else alpha,
+            lse if log_decay is None else log_decay, scale if row_scale else lse, parts, part_max, part_sum,
+            q.stride(), keys.stride(), values.stride(), no_strides if first is None else first.stride(),
+            no_strides if alpha is None else alpha.stride(), 0 if log_decay is None else log_decay.stride(0),
+            scale.stride() if row_scale else no_strides, 1.0 if row_scale else scale,
+            left, query_length, kv_heads, row_tiles, splits,
+            GROUP=group, D=head_dim, D_V=value_dim, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_D=_padded(head_dim),
+            BLOCK_DV=_padded(value_dim),
+            DECAY="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
+            HAS_FIRST=first is not None, ROW_SCALE=row_scale,
+            PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        combine_kernel[(batch * kv_heads * rows,)](
+            parts, part_max, part_sum, out, lse, query_length, kv_heads, splits,
+            GROUP=group, D_V=value_dim, BLOCK_DV=_padded(value_dim), BLOCK_SPLITS=triton.next_power_of_2(splits),
+        )  # fmt: skip
+        return out, lse
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def split_kernel(
+    q_source, keys, values, lengths, first_keys, alpha, rates, row_scales, parts, part_max, part_sum,
+    q_strides, k_strides, v_strides, first_strides, alpha_strides, rate_stride, row_scale_strides,
+    scale: tl.float64, left, query_length, kv_heads, row_tiles, splits,
+    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, HAS_FIRST: tl.constexpr,
+    ROW_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One split of the keys into (acc, row_max, row_sum) of one tile of rows of one key head.
+
+    Row m of a key head is query row m // GROUP of the group's head m % GROUP.
+    """
+    ACCUMULATOR: tl.constexpr = parts.dtype.element_ty
+    split = tl.program_id(0) % splits
+    row_tile = tl.program_id(0) // splits % row_tiles
+    batch_head = tl.program_id(0) // splits // row_tiles
+    batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
+    entry = batch.to(tl.int64)
+    length = tl.load(lengths + batch)
+    rows = query_length * GROUP
+    # rows past the end repeat the last one: they widen no interval, and are never stored
+    index = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.minimum(index, rows - 1)
+    row, head = m // GROUP, kv_head * GROUP + m % GROUP
+    position = length - query_length + row
+
+    first, end = keys_seen(position, length, None, None, True, False, left)
+    if HAS_FIRST:
+        own = first_keys + entry * first_strides[0] + head * first_strides[1] + row * first_strides[2]
+        first = tl.maximum(first, tl.load(own))
+    tile_begin, _, _, tile_end = visited_tiles(first, end, BLOCK_N)
+    # the tiles of this entry, and not of the longest one, are what is divided: splits of one entry are equally long
+    tiles = tl.cdiv(tile_end - tile_begin, splits)
+    tile_begin += split * tiles
+    tile_end = tl.minimum(tile_begin + tiles, tile_end)
+
+    row_scale = load_scale(scale, row_scales, row_scale_strides, batch, head, row, ROW_SCALE, ACCUMULATOR) * LOG2E
+    if ROW_SCALE:
+        row_scale = row_scale[:, None]
+    rate, query_alpha = 0.0, 0.0
+    if DECAY == "constant":
+        rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)[:, None]
+    elif DECAY == "scalar":
+        head_alpha = alpha + entry * alpha_strides[0] + head.to(tl.int64) * alpha_strides[2]
+        row_alpha = tl.load(head_alpha + position.to(tl.int64) * alpha_strides[1], mask=position >= 0, other=0.0)
+        query_alpha = row_alpha[:, None] * LOG2E
+    column = tl.arange(0, BLOCK_D)[None, :]
+    origin = entry * q_strides[0] + row.to(tl.int64) * q_strides[1] + head.to(tl.int64) * q_strides[2]
+    q = tl.load(q_source + origin[:, None] + column.to(tl.int64) * q_strides[3], mask=column < D, other=0.0)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], ACCUMULATOR)
+    row_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
+    row_max = tl.full([BLOCK_M], float("-inf"), ACCUMULATOR)
+    for tile in range(tile_begin, tile_end):
+        start = tile * BLOCK_N
+        key = start + tl.arange(0, BLOCK_N)
+        # masked by the entry's length: beyond it may lie anything, and 0 · NaN is NaN
+        k = load_tile(keys, k_strides, batch, kv_head, start, length, BLOCK_N, D, BLOCK_D, True, False)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * row_scale
+        key_alpha = 0.0
+        if DECAY == "scalar":
+            offset = key[None, :].to(tl.int64) * alpha_strides[1]
+            key_alpha = tl.load(head_alpha[:, None] + offset, mask=key[None, :] < length, other=0.0) * LOG2E
+        # α is whole and in float64 here: there is no second level of the prefix, and nothing cancels
+        score = decayed_score(
+            score, query_alpha, key_alpha, 0.0, rate, position[:, None], key[None, :], DECAY, True, False
+        )
+        score = tl.where(visible(key[None, :], first[:, None], end[:, None]), score, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(score, 1))
+        anchor = finite_or_zero(new_max)
+        p = probability(score, anchor[:, None])
+        correction = rescale(row_max, anchor)
+        row_sum = row_sum * correction + tl.sum(p, 1)
+        v = load_tile(values, v_strides, batch, kv_head, start, length, BLOCK_N, D_V, BLOCK_DV, True, False)
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION, out_dtype=ACCUMULATOR)
+        row_max = new_max
+
+    here = (batch_head.to(tl.int64) * rows + index) * splits + split
+    inside = index < rows
+    tl.store(part_max + here, row_max, mask=inside)
+    tl.store(part_sum + here, row_sum, mask=inside)
+    # a split without keys leaves its sums at 0, by which combine_kernel knows that there is nothing else to read
+    value_column = tl.arange(0, BLOCK_DV)[None, :]
+    written = (inside & (row_sum != 0))[:, None] & (value_column < D_V)
+    tl.store(parts + here[:, None] * D_V + value_column, acc, mask=written)
+
+
+@triton.jit
+def combine_kernel(
+    parts, part_max, part_sum, out, lse, query_length, kv_heads, splits,
+    GROUP: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one row from the parts that its splits left."""
+    rows = query_length * GROUP
+    batch_head, m = tl.program_id(0) // rows, tl.program_id(0) % rows
+    batch, row = batch_head // kv_heads, m // GROUP
+    head, heads = batch_head % kv_heads * GROUP + m % GROUP, kv_heads * GROUP
+
+    split = tl.arange(0, BLOCK_SPLITS)
+    here = tl.program_id(0).to(tl.int64) * splits + split
+    maximum = tl.load(part_max + here, mask=split < splits, other=float("-inf"))
+    row_sum = tl.load(part_sum + here, mask=split < splits, other=0.0)
+    row_max = tl.max(maximum, 0)
+    weight = rescale(maximum, finite_or_zero(row_max))
+    total = tl.sum(row_sum * weight, 0)
+    seen = total != 0
+    total = tl.where(seen, total, 1.0)
+
+    column = tl.arange(0, BLOCK_DV)
+    written = (row_sum != 0)[:, None] & (column < D_V)[None, :]
+    acc = tl.load(parts + here[:, None] * D_V + column[None, :], mask=written, other=0.0)
+    result = tl.sum(acc * weight[:, None], 0) / total
+    token = batch.to(tl.int64) * query_length + row
+    tl.store(out + (token * heads + head) * D_V + column, result.to(out.dtype.element_ty), mask=column < D_V)
+    row_lse = tl.where(seen, (row_max + tl.log2(total)) * LN2, float("-inf"))
+    tl.store(lse + (batch.to(tl.int64) * heads + head) * query_length + row, row_lse)

@@ -1,0 +1,414 @@
+"""DecayCache: keys, values and decay of the tokens so far, for generation one token at a time."""
+
+import math
+from numbers import Real
+
+import torch
+from einops import repeat
+from torch import Tensor
+
+from decayattn import backends
+from decayattn.functional import _per_head, _per_row, decay_attention, with_sink
+from decayattn.nn.decay import check_positive_int
+from decayattn.problem import SUPPORTED_DTYPES, AttentionProblem, check_arguments, window_of
+from decayattn.reference import masked_softmax
+
+
+class DecayCache:
+    r"""The tokens that an attention layer has seen, in buffers that are allocated once; inference only.
+
+    The new tokens of a batch entry follow its earlier ones, and attention of them over all is what decay_attention
+    would give for the last rows of the whole sequence::
+
+        S_ij = s_i · q_i·k_j + (α_i − α_j)     for the keys j ≤ i of i's segment
+
+    α_t, the running sum of a decay per token, is kept whole and in float64, so a difference of two is exact at any
+    length. A decay that is constant, or none, needs nothing but positions, and holds no α. The first log-decay of a
+    sequence is never used, and −inf resets: it counts as 0 in α, and nothing before that token is visible any more.
+
+    A loop of its own calls `attend` (DecayFlashAttention does, when it gets `cache=`)::
+
+        cache = layer.make_cache(batch_size, max_length)
+        y = layer(prompt, cache=cache)                            # (B, T, embed_dim)
+        y = layer(next_token, cache=cache)                        # (B, 1, embed_dim), as often as max_length allows
+
+    The entries may have different lengths: `new_lengths` says how many of the tokens of a right-padded call count. What
+    comes next overwrites the rest. Nothing here waits for the GPU, so the host knows a bound on the lengths only:
+    `longest`, to which a call adds all its tokens, padding included, and which may not exceed max_length. `evict` makes
+    room where the decay has made old tokens irrelevant; nothing is evicted without it.
+
+    Attributes:
+        keys, values: (B, max_length, H_kv, D) and (B, max_length, H_kv, D_v); tokens beyond a length hold anything.
+        alpha: (B, max_length, H) float64, from the first decay per token on, else None. Natural logarithm.
+        first: (B, H) int32, the first token that a head still sees: its last reset, or what `evict` has left.
+        lengths: (B,) int32, tokens in use, on the device; FlashAttention's seqused_k.
+        dropped: (B,) int32, tokens before those in use, which `evict` has removed.
+        longest: no length is larger.
+
+    Args:
+        batch_size: B.
+        max_length: tokens that an entry can hold.
+        num_heads, num_kv_heads: query heads H; key heads H_kv, a divisor of H (default H).
+        head_dim, value_dim: D and D_v (default D).
+        device, dtype: of the buffers, as in torch.nn; the dtype is that of the keys that will come.
+
+    Raises:
+        TypeError, ValueError: for a bad argument, by name.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int,
+        value_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.batch_size = check_positive_int("batch_size", batch_size)
+        self.max_length = check_positive_int("max_length", max_length)
+        self.num_heads = check_positive_int("num_heads", num_heads)
+        self.num_kv_heads = check_positive_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        if num_heads % self.num_kv_heads != 0:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {num_kv_heads}")
+        self.head_dim = check_positive_int("head_dim", head_dim)
+        self.value_dim = check_positive_int("value_dim", head_dim if value_dim is None else value_dim)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in SUPPORTED_DTYPES:
+            raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
+        tokens = (batch_size, max_length, self.num_kv_heads)
+        self.keys = torch.empty(*tokens, self.head_dim, device=device, dtype=dtype)
+        self.values = torch.empty(*tokens, self.value_dim, device=device, dtype=dtype)
+        self.alpha: Tensor | None = None
+        heads = (batch_size, self.num_heads)
+        self.first = torch.zeros(heads, device=device, dtype=torch.int32)
+        # log Σ exp(−α_j) over the evicted tokens of the last segment
+        self._log_evicted = torch.full(heads, -torch.inf, device=device, dtype=torch.float64)
+        self.lengths, self.dropped = torch.zeros(2, batch_size, device=device, dtype=torch.int32)
+        self.longest = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | float | None = None,
+        *,
+        scale: Tensor | float | None = None,
+        window_size: tuple[int, int] | None = None,
+        sink: Tensor | None = None,
+        new_lengths: Tensor | None = None,
+        backend: str = "auto",
+    ) -> Tensor:
+        """Append T tokens and return the causal attention of their queries over all tokens, (B, T, H, D_v).
+
+        The first tokens of an empty cache go through decay_attention itself. After that "reference" is eager PyTorch,
+        and every kernel backend decodes with the same Triton kernels.
+
+        Args:
+            q, k, v, log_decay, scale, window_size, sink, backend: as in decay_attention, with T_q = T_k = T: log_decay
+                and scale are those of the new tokens. All in the dtype of the cache, also under autocast.
+            new_lengths: (B,) int32 or int64: of each entry only the first so many new tokens count (numbers outside
+                0 … T are taken as the nearest of them). What is returned for the others means nothing.
+
+        Raises:
+            TypeError, ValueError: for every bad argument, by name, before anything changes; also where the tokens do
+                not fit in max_length.
+            RuntimeError: where an input requires a gradient; call it under torch.no_grad().
+        """
+        check_arguments(q, k, v, log_decay, scale, True, window_size, sink)
+        if q.shape[1:3] != (k.shape[1], self.num_heads):
+            raise ValueError(
+                f"q: expected the tokens of k and the heads of the cache, (T, H) = {(k.shape[1], self.num_heads)}, "
+                f"got {tuple(q.shape[1:3])}"
+            )
+        rates, scale = _per_head(log_decay, q), _per_row(scale, q)
+        log_decay, rates = (rates, None) if rates is not None and rates.ndim == 3 else (None, rates)
+        self._check_tokens(k, v, log_decay, new_lengths)
+        _refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
+        if self.longest == 0:
+            # padding stands behind the tokens that count, so causality hides it
+            with torch.autocast(q.device.type, enabled=False):  # in the dtype of the cache, as later tokens
+                out = decay_attention(
+                    q, k, v, rates if log_decay is None else log_decay, scale=scale, window_size=window_size,
+                    sink=sink, backend=backend,
+                )  # fmt: skip
+            self._append(k, v, log_decay, new_lengths)
+            return out
+        row_scale = scale if isinstance(scale, Tensor) else None
+        chosen = backends.select(AttentionProblem.of(q, v, rates, row_scale, True), backend)
+        ends, first = self._append(k, v, log_decay, new_lengths)
+        left, _ = window_of(window_size, True)
+        if chosen == "reference":
+            attend = _attend_eagerly
+        else:  # imports Triton, so not before it is asked for
+            from decayattn.backends.portable.decode import decode as attend
+        out, lse = attend(
+            q, self.keys, self.values, rates, scale=scale, lengths=ends, alpha=self.alpha, first=first,
+            left=None if left < 0 else left, longest=self.longest,
+        )  # fmt: skip
+        return out if sink is None else with_sink(out, lse, sink)[0]
+
+    def append(
+        self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, new_lengths: Tensor | None = None
+    ) -> None:
+        """Write T tokens behind those of every entry, without any attention.
+
+        Args:
+            k, v: (B, T, H_kv, D) and (B, T, H_kv, D_v) in the dtype of the cache.
+            log_decay: (B, T, H) float32 or float64 where the decay is one per token. None where it is constant or none:
+                those are given to `attend` only. One cache holds one kind.
+            new_lengths, and what is raised: as in `attend`.
+        """
+        self._check_tokens(k, v, log_decay, new_lengths)
+        self._append(k, v, log_decay, new_lengths)
+
+    def reset(self) -> None:
+        """Forget every token; the buffers stay."""
+        for state in (self.lengths, self.dropped, self.first):
+            state.zero_()
+        self._log_evicted.fill_(-torch.inf)
+        self.longest = 0
+
+    def reorder(self, index: Tensor) -> None:
+        """Entry b becomes a copy of entry index[b], as beam search needs it; index (B,) int32 or int64."""
+        _check_numbers("index", index, self.lengths)
+        for buffer in (self.keys, self.values, self.alpha):
+            if buffer is not None:
+                used = buffer[:, : self.longest]
+                used.copy_(used.index_select(0, index))
+        for state in (self.first, self.lengths, self.dropped, self._log_evicted):
+            state.copy_(state.index_select(0, index))
+
+    @torch.no_grad()
+    def evict(self, tolerance: float, score_bound: Tensor | float, log_decay: Tensor | float | None = None) -> Tensor:
+        r"""Forget the oldest tokens that no later row can notice; how much of its probability a row can have lost.
+
+        With |s q·k| ≤ S for every row and key, a row i has exp(LSE_i) ≥ exp(−S), because it sees itself. So the evicted
+        tokens would have had of its probability::
+
+            Σ_evicted P_ij  ≤  exp(2 S + α_i) Σ_evicted exp(−α_j)
+
+        which never grows while log-decays are ≤ 0, and which is at most the tolerance for every row to come. The sum
+        counts earlier evictions too, and begins anew at a reset. Outputs change by 2·tolerance·max |v| at most. A sink
+        or a window only makes it less.
+        A head hides as many of its oldest tokens as that allows (the newest one stays); those that every head hides,
+        and those before the last reset of every head, leave the buffers. To know how much room this has made, the host
+        waits for the device: the only place where it does.
+
+        Args:
+            tolerance: 0 < tolerance < 1.
+            score_bound: S, a number or (H,). DecayFlashAttention.score_bound gives it for a layer with qk_norm.
+            log_decay: the constant decay, a number or (H,), where the decay is one; it must be the one of `attend`.
+
+        Returns:
+            (B, H) float64, the bound on the lost probability: at most tolerance, unless log-decays above 0 came after
+            an earlier eviction.
+
+        Raises:
+            TypeError, ValueError: for a bad argument, by name.
+        """
+        _check_tolerance(tolerance)
+        score_bound = self._head_numbers("score_bound", score_bound)
+        if log_decay is not None and self.alpha is not None:
+            raise ValueError("log_decay: expected None, because the cache holds a decay per token")
+        rates = self._head_numbers("log_decay", 0.0 if log_decay is None else log_decay)
+        if self.longest == 0:
+            return torch.zeros_like(self._log_evicted)
+        j = torch.arange(self.longest, device=self.device)[:, None]
+        if self.alpha is None:
+            alpha = (self.dropped[:, None, None] + j) * rates
+        else:
+            alpha = self.alpha[:, : self.longest]
+        entry = torch.arange(self.batch_size, device=self.device)
+        newest = torch.where(self.lengths[:, None] > 0, alpha[entry, (self.lengths - 1).clamp(min=0)], 0.0)
+        held = (j >= self.first[:, None]) & (j < self.lengths[:, None, None])
+        weights = torch.where(held, newest[:, None] - alpha, -torch.inf).logcumsumexp(1)
+        # log of the bound when all tokens up to j went; it never falls with j
+        lost = torch.logaddexp((self._log_evicted + newest)[:, None], weights) + 2 * score_bound
+        last = torch.minimum((lost <= math.log(tolerance)).sum(1), self.lengths[:, None] - 1)
+        first = torch.maximum(self.first, last.to(torch.int32))
+        after = lost.gather(1, (first.long() - 1).clamp(min=0)[:, None])[:, 0]
+        bound = torch.where(first > self.first, after, self._log_evicted + newest + 2 * score_bound)
+        self._log_evicted.copy_(bound - 2 * score_bound - newest)
+        self.first.copy_(first)
+        self._compact()
+        return bound.exp()
+
+    def _compact(self) -> None:
+        """Move the tokens that some head sees to the front."""
+        gone = self.first.amin(1)
+        index = (torch.arange(self.longest, device=self.device) + gone[:, None]).clamp(max=self.longest - 1)
+        entry = torch.arange(self.batch_size, device=self.device)[:, None]
+        for buffer in (self.keys, self.values, self.alpha):
+            if buffer is not None:
+                buffer[:, : self.longest] = buffer[entry, index]
+        self.first.sub_(gone[:, None])
+        self.lengths.sub_(gone)
+        self.dropped.add_(gone)
+        self.longest = int(self.lengths.max())
+
+    def __repr__(self) -> str:
+        shape = f"batch_size={self.batch_size}, max_length={self.max_length}, longest={self.longest}"
+        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        dims = f"head_dim={self.head_dim}, value_dim={self.value_dim}"
+        return f"{type(self).__name__}({shape}, {heads}, {dims}, device={str(self.device)!r}, dtype={self.dtype})"
+
+    def _check_tokens(self, k: Tensor, v: Tensor, log_decay: Tensor | None, new_lengths: Tensor | None) -> None:
+        """Refuse tokens that cannot be appended."""
+        for name, x, buffer in (("k", k, self.keys), ("v", v, self.values)):
+            _check_tensor(name, x, self.device)
+            if x.dtype != self.dtype:
+                raise TypeError(f"{name}: expected the dtype of the cache, {self.dtype}, got {x.dtype}")
+            if x.ndim != 4 or x.shape[:1] + x.shape[2:] != buffer.shape[:1] + buffer.shape[2:]:
+                batch, _, *heads = buffer.shape
+                wanted = f"({', '.join(map(str, [batch, 'T', *heads]))})"
+                raise ValueError(f"{name}: expected the shape of the cache's tokens, {wanted}, got {tuple(x.shape)}")
+        tokens = k.shape[1]
+        if v.shape[1] != tokens:
+            raise ValueError(f"v: expected the {tokens} tokens of k, got {v.shape[1]}")
+        if self.longest + tokens > self.max_length:
+            raise ValueError(
+                f"k: {tokens} more tokens do not fit: the cache has max_length = {self.max_length}, and its longest "
+                f"entry up to {self.longest} tokens"
+            )
+        if log_decay is not None:
+            _check_tensor("log_decay", log_decay, self.device)
+            per_token = (self.batch_size, tokens, self.num_heads)
+            if log_decay.dtype not in (torch.float32, torch.float64):
+                raise TypeError(f"log_decay: expected float32 or float64, got {log_decay.dtype}")
+            if log_decay.shape != per_token:
+                raise ValueError(f"log_decay: expected (B, T, H) = {per_token}, got {tuple(log_decay.shape)}")
+        if self.longest > 0 and (log_decay is not None) != (self.alpha is not None):
+            held, came = ("one per token", "none") if log_decay is None else ("none", "one per token")
+            raise ValueError(f"log_decay: the tokens in the cache have {held}, the new ones {came}; reset the cache")
+        if new_lengths is not None:
+            _check_numbers("new_lengths", new_lengths, self.lengths)
+        _refuse_gradients(k=k, v=v, log_decay=log_decay)
+
+    def _append(
+        self, k: Tensor, v: Tensor, log_decay: Tensor | None, new_lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Write checked tokens; (the lengths if all of them counted, the first keys that they see, (B, H, T) int32)."""
+        tokens = k.shape[1]
+        ends = self.lengths + tokens
+        if tokens == 0:
+            return ends, self.first[..., None].expand(-1, -1, 0)
+        position = self.lengths[:, None] + torch.arange(tokens, device=self.device)
+        entry = torch.arange(self.batch_size, device=self.device)[:, None]
+        self.keys[entry, position] = k
+        self.values[entry, position] = v
+        counted = None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
+        if log_decay is not None:
+            first = self._append_decay(log_decay, entry, position, counted)
+        else:
+            first = self.first[..., None].expand(-1, -1, tokens)
+            if self.longest == 0:
+                self.alpha = None  # of tokens before a reset, that had another kind of decay
+        self.lengths.add_(tokens if counted is None else counted)
+        self.longest += tokens
+        return ends, first
+
+    def _append_decay(self, log_decay: Tensor, entry: Tensor, position: Tensor, counted: Tensor | None) -> Tensor:
+        """Continue α and the resets over tokens at `position` (B, T); the first keys that they see, (B, H, T)."""
+        if self.alpha is None:
+            shape = (self.batch_size, self.max_length, self.num_heads)
+            self.alpha = torch.empty(*shape, device=self.device, dtype=torch.float64)
+        is_reset = log_decay.isneginf()
+        unused = is_reset | (position == 0)[..., None]  # nothing lies before an entry's first token
+        steps = torch.where(unused, 0.0, log_decay.double()).cumsum(1)
+        last = self.alpha[entry, position[:, :1].sub(1).clamp(min=0)]
+        self.alpha[entry, position] = torch.where(position[:, :1, None] > 0, last, 0.0) + steps
+
+        resets = torch.where(is_reset, position[..., None], 0).to(torch.int32)
+        first = torch.maximum(resets.cummax(1).values, self.first[:, None]).transpose(1, 2)
+        if counted is not None:
+            padding = position >= (self.lengths + counted)[:, None]
+            resets = resets.masked_fill(padding[..., None], 0)
+        last_reset = resets.amax(1)
+        self.first.copy_(torch.maximum(self.first, last_reset))
+        self._log_evicted.masked_fill_(last_reset > 0, -torch.inf)
+        return first
+
+    def _head_numbers(self, name: str, value: Tensor | float) -> Tensor:
+        """A finite number, or a tensor (H,), as (H,) float64."""
+        if isinstance(value, Tensor):
+            _check_tensor(name, value, self.device)
+            if value.shape != (self.num_heads,):
+                raise ValueError(f"{name}: expected a number or (H,) = ({self.num_heads},), got {tuple(value.shape)}")
+            return value.double()
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected a number or a tensor (H,), got {value!r} of type {type(value).__name__}")
+        return torch.full((self.num_heads,), value, device=self.device, dtype=torch.float64)
+
+
+def _attend_eagerly(
+    q: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor | None, *, scale: Tensor | float, lengths: Tensor,
+    alpha: Tensor | None, first: Tensor, left: int | None, longest: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What backends.portable.decode computes, with its arguments, as dense eager code."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows, group = q.shape[1], q.shape[2] // keys.shape[2]
+    j = torch.arange(longest, device=q.device)
+    i = lengths[:, None] - rows + torch.arange(rows, device=q.device)
+    used = (j < lengths[:, None])[..., None]  # beyond it may lie NaN, and 0 · NaN is NaN
+    k, v = (torch.where(used[..., None], x[:, :longest], 0.0).to(dtype) for x in (keys, values))
+    k, v = (repeat(x, "b j h d -> b j (h g) d", g=group) for x in (k, v))
+    distance = i[:, None, :, None] - j
+    visible = (distance >= 0) & (j >= first[..., None])
+    if left is not None:
+        visible = visible & (distance <= left)
+    with torch.autocast(q.device.type, enabled=False):  # it would round the scores
+        scores = torch.einsum("bihd,bjhd->bhij", q.to(dtype), k)
+        scores = scores * (scale.transpose(1, 2)[..., None] if isinstance(scale, Tensor) else scale)
+        if alpha is not None:
+            alpha = torch.where(used, alpha[:, :longest], 0.0).transpose(1, 2)
+            own = alpha.take_along_dim(i[:, None].clamp(0, longest - 1), -1)
+            scores = scores + (own[..., :, None] - alpha[..., None, :]).to(dtype)
+        elif log_decay is not None:
+            scores = scores + (log_decay.double()[:, None, None] * distance).to(dtype)
+        weights, lse = masked_softmax(scores, visible)
+        out = torch.einsum("bhij,bjhe->bihe", weights, v)
+    return out.to(q.dtype), lse
+
+
+def _check_tolerance(tolerance: float) -> None:
+    if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
+        raise TypeError(f"tolerance: expected a number, got {tolerance!r} of type {type(tolerance).__name__}")
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
+
+
+def _refuse_gradients(**inputs: Tensor | float | None) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise RuntimeError(f"{name}: requires a gradient, and a cache has none; call it under torch.no_grad()")
+
+
+def _check_tensor(name: str, x: Tensor, device: torch.device) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {x!r} of type {type(x).__name__}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected the device of the cache, {device}, got {x.device}")
+
+
+def _check_numbers(name: str, numbers: Tensor, lengths: Tensor) -> None:
+    """One integer per entry."""
+    _check_tensor(name, numbers, lengths.device)
+    if numbers.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {numbers.dtype}")
+    if numbers.shape != lengths.shape:
+        raise ValueError(f"{name}: expected shape (B,) = {tuple(lengths.shape)}, got {tuple(numbers.shape)}")

@@ -1,0 +1,619 @@
+"""Generation with a cache: row for row what the whole sequence gives, and what a cache is asked to do besides."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import decayattn.nn.attention
+from decayattn import DecayFlashAttention, decay_attention
+from decayattn.nn import ConstantDecay, DecayCache, ScalarDecay
+
+WIDTH, HEADS = 12, 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # elsewhere Triton's interpreter runs the kernels
+BACKENDS = ["reference", "triton"]
+OPTIONS = {
+    "plain": {},
+    "everything": {
+        "num_kv_heads": 2, "head_dim": 6, "value_dim": 5, "bias": True, "qk_norm": True, "output_gate": True,
+        "scale": "learned",
+    },
+    "window and sink": {"window_size": (6, 0), "sink": True},
+}  # fmt: skip
+
+
+class Resets(nn.Module):
+    """A decay of one's own: λ from x, and a reset of one head wherever the first channel of x is above a threshold."""
+
+    def forward(self, x):
+        resets = x[..., :1] > torch.tensor([0.5, 1.0, 2.0, math.inf]).to(x)
+        log_decay = x[..., :HEADS].to(torch.promote_types(x.dtype, torch.float32)).sigmoid() - 0.8
+        return log_decay.masked_fill(resets, -torch.inf)
+
+
+DECAYS = {
+    "scalar": lambda: ScalarDecay(WIDTH, HEADS, initial_half_lives=(1.0, 30.0)),
+    "alibi": lambda: "constant",
+    "retnet": lambda: ConstantDecay.retnet(HEADS),
+    "learned": lambda: ConstantDecay.alibi(HEADS, learned=True),
+    "none": lambda: "none",
+    "custom": Resets,
+}
+
+
+class Rotary(nn.Module):
+    """Rotary embeddings (arXiv 2104.09864) that know where the new tokens begin."""
+
+    def forward(self, q, k, start=None):
+        time = torch.arange(q.shape[1], device=q.device).expand(q.shape[0], -1)
+        time = time if start is None else time + start[:, None]
+        return self.rotate(q, time), self.rotate(k, time)
+
+    @staticmethod
+    def rotate(x, time):
+        a, b = x[..., 0::2], x[..., 1::2]
+        frequency = 100.0 ** -torch.linspace(0, 1, x.shape[3] // 2, dtype=torch.float64, device=x.device)
+        angle = (time[..., None] * frequency)[:, :, None]
+        turned = (a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos())
+        return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
+
+
+class Still(nn.Module):
+    """A position module that cannot be told a position."""
+
+    def forward(self, q, k):
+        return q, k
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def build(backend="reference", *, dtype=torch.float64, **options):
+    """A layer whose parameters are all off their start."""
+    layer = DecayFlashAttention(WIDTH, HEADS, backend=backend, dtype=dtype, **options).to(DEVICE)
+    for parameter in layer.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def tokens(batch=2, length=24, dtype=torch.float64):
+    return torch.randn(batch, length, WIDTH, dtype=dtype, device=DEVICE)
+
+
+def in_parts(layer, x, parts, cache=None):
+    """The layer's outputs when x comes in parts of these lengths, each behind the earlier ones."""
+    assert sum(parts) == x.shape[1]
+    cache = layer.make_cache(x.shape[0], x.shape[1]) if cache is None else cache
+    return torch.cat([layer(part, cache=cache) for part in x.split(parts, dim=1)], dim=1)
+
+
+def assert_close(got, want):
+    torch.testing.assert_close(got, want, rtol=0, atol=200 * torch.finfo(want.dtype).eps * want.abs().max().item())
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prompt_and_then_one_token_at_a_time(backend, decay, options):
+    layer, x = build(backend, decay=DECAYS[decay](), **OPTIONS[options]), tokens()
+    assert_close(in_parts(layer, x, [19, 1, 1, 1, 1, 1]), layer(x))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("parts", [[1] * 24, [7, 9, 8], [0, 3, 0, 1, 20]])
+def test_parts_of_any_length(backend, decay, parts):
+    layer, x = build(backend, decay=DECAYS[decay](), num_kv_heads=2), tokens(batch=1)
+    assert_close(in_parts(layer, x, parts), layer(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entries_of_different_lengths(backend):
+    """Right-padded prompts, one of them empty, then calls of which different numbers of tokens count."""
+    layer = build(backend, decay=Resets(), num_kv_heads=2)
+    cache, lengths = layer.make_cache(4, 40), [[9, 1, 0, 5], [1, 1, 1, 1], [3, 0, 2, 6], [1, 1, 1, 1]]
+    texts, results = [[] for _ in range(4)], [[] for _ in range(4)]
+    for counts in lengths:
+        x = tokens(4, max(counts))
+        y = layer(x, cache=cache, new_lengths=torch.tensor(counts, device=DEVICE))
+        for b, count in enumerate(counts):
+            texts[b].append(x[b, :count])
+            results[b].append(y[b, :count])
+    assert cache.lengths.tolist() == [sum(column) for column in zip(*lengths, strict=True)]
+    assert cache.longest == sum(map(max, lengths))
+    for text, result in zip(texts, results, strict=True):
+        assert_close(torch.cat(result), layer(torch.cat(text)[None])[0])
+
+
+def test_lengths_out_of_range_are_taken_as_the_nearest_and_break_nothing():
+    layer, x = build(), tokens(3, 4)
+    cache = layer.make_cache(3, 8)
+    layer(x, cache=cache, new_lengths=torch.tensor([-5, 2**40, 3], device=DEVICE))
+    assert cache.lengths.tolist() == [0, 4, 3]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_position_module_is_told_where_it_is(backend):
+    layer, x = build(backend, position=Rotary(), num_kv_heads=2, head_dim=6), tokens()
+    assert_close(in_parts(layer, x, [10, 1, 13]), layer(x))
+    cache = layer.make_cache(2, 40)
+    layer(x, cache=cache, new_lengths=torch.tensor([5, 20], device=DEVICE))
+    more = tokens(2, 1)
+    y = layer(more, cache=cache)
+    for b, length in enumerate((5, 20)):
+        assert_close(y[b], layer(torch.cat([x[b, :length], more[b]])[None])[0, -1:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["none", "constant", "scalar"])
+def test_attend_is_decay_attention_of_the_last_rows(backend, kind):
+    """Grouped heads, a scale per row, a window."""
+    q, k = (torch.randn(2, 30, heads, 8, dtype=torch.float64, device=DEVICE) for heads in (6, 2))
+    v, scale = torch.randn(2, 30, 2, 5).to(q), torch.randn(2, 30, 6).to(q)
+    log_decay = {"none": None, "constant": -torch.rand(6).to(q), "scalar": -torch.rand(2, 30, 6).to(q)}[kind]
+    for window_size in (None, (7, 0)):
+        cache = DecayCache(
+            2, 30, num_heads=6, num_kv_heads=2, head_dim=8, value_dim=5, device=DEVICE, dtype=torch.float64
+        )
+        want = decay_attention(q, k, v, log_decay, scale=scale, window_size=window_size, backend="reference")
+        out = []
+        for part in (slice(0, 12), slice(12, 13), slice(13, 20), slice(20, 30)):
+            own = log_decay[:, part] if kind == "scalar" else log_decay
+            out.append(cache.attend(
+                q[:, part], k[:, part], v[:, part], own, scale=scale[:, part], window_size=window_size, backend=backend
+            ))  # fmt: skip
+        assert_close(torch.cat(out, 1), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_first_log_decay_of_an_entry_is_never_used(backend):
+    """Also where the entry was empty after earlier calls."""
+    k, v = torch.randn(2, 2, 6, HEADS, 8, device=DEVICE)
+    log_decay = -torch.rand(2, 6, HEADS, device=DEVICE)
+    results = []
+    for first in (0.0, torch.nan):
+        log_decay[:, 0] = first
+        cache = DecayCache(2, 20, num_heads=HEADS, head_dim=8, device=DEVICE)
+        cache.append(k, v, log_decay, new_lengths=torch.tensor([0, 6], device=DEVICE))
+        log_decay[1, 0] = -0.1
+        results.append(cache.attend(k, k, v, log_decay, backend=backend))
+    assert results[0].isfinite().all()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_append_is_attend_without_the_attention(backend):
+    k, v = torch.randn(2, 1, 9, HEADS, 8, device=DEVICE)
+    log_decay = -torch.rand(1, 9, HEADS, device=DEVICE)
+    caches = [DecayCache(1, 9, num_heads=HEADS, head_dim=8, device=DEVICE) for _ in range(2)]
+    caches[0].append(k[:, :8], v[:, :8], log_decay[:, :8])
+    caches[1].attend(k[:, :8], k[:, :8], v[:, :8], log_decay[:, :8])
+    last = (k[:, 8:], k[:, 8:], v[:, 8:], log_decay[:, 8:])
+    assert torch.equal(*(cache.attend(*last, backend=backend) for cache in caches))
+
+
+def test_a_strong_decay_is_exact_after_any_number_of_tokens():
+    """α near −7e5, whose spacing in float32 is a whole 0.06: outputs do not depend on what came long ago."""
+    k, v = torch.randn(2, 1, 60, HEADS, 8, device=DEVICE)
+    log_decay = -0.1 * torch.rand(1, 60, HEADS, device=DEVICE)
+    strong = torch.full((1, 10, HEADS), -7e4 - 1 / 3, device=DEVICE)
+    results = []
+    for before in (0, 10):
+        cache = DecayCache(1, 70, num_heads=HEADS, head_dim=8, device=DEVICE)
+        if before:
+            cache.append(torch.zeros(1, 10, HEADS, 8).to(k), torch.zeros(1, 10, HEADS, 8).to(k), strong)
+        first = log_decay[:, :1] - (1e5 if before else 0)  # nothing of the earlier tokens is left
+        cache.append(k[:, :1], v[:, :1], first)
+        parts = zip(*(x[:, 1:].split(1, 1) for x in (k, k, v, log_decay)), strict=True)
+        results.append(torch.cat([cache.attend(*part) for part in parts]))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=2e-6)
+
+
+def test_16_bit_decoding_rounds_as_the_whole_does():
+    """Both compute in float32 and round operands and outputs at the same places: at most a unit of the output apart."""
+    layer, x = build(dtype=torch.bfloat16, decay=DECAYS["custom"](), scale="learned"), tokens(dtype=torch.bfloat16)
+    cache, seen = layer.make_cache(2, 24), []
+    assert cache.dtype == torch.bfloat16
+    layer.out_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    layer(x)
+    in_parts(layer, x, [10] + [1] * 14, cache)
+    whole, parts = seen[0], torch.cat(seen[1:], 1)
+    assert whole.dtype == parts.dtype == torch.bfloat16
+    torch.testing.assert_close(parts, whole, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6)
+
+
+def test_autocast():
+    layer, x = build(dtype=torch.float32), tokens(dtype=torch.float32)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        want, cache = layer(x), layer.make_cache(2, 24)
+        assert cache.dtype == torch.bfloat16
+        got = in_parts(layer, x, [10, 1, 13], cache)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps * want.abs().max().item())
+    assert layer.make_cache(2, 24).dtype == torch.float32
+
+
+def test_inference_mode():
+    layer, x = build(), tokens()
+    with torch.inference_mode():
+        assert_close(in_parts(layer, x, [20, 4]), layer(x))
+
+
+def test_reorder_takes_beams_along():
+    layer, x = build(decay=Resets()), tokens(3, 10)
+    cache, more = layer.make_cache(3, 20), tokens(3, 4)
+    lengths, index = torch.tensor([10, 4, 7], device=DEVICE), torch.tensor([2, 2, 0], device=DEVICE)
+    layer(x, cache=cache, new_lengths=lengths)
+    cache.reorder(index)
+    y = layer(more, cache=cache)
+    for b, source in enumerate(index.tolist()):
+        whole = torch.cat([x[source, : lengths[source]], more[b]])
+        assert_close(y[b], layer(whole[None])[0, -4:])
+
+
+def test_a_reset_cache_is_a_new_one():
+    """Also for another kind of decay."""
+    scalar, constant, x = build(decay=Resets()), build(decay="constant"), tokens()
+    cache = scalar.make_cache(2, 24)
+    buffers = cache.keys.data_ptr(), cache.values.data_ptr()
+    for layer in (scalar, scalar, constant, scalar):
+        assert_close(in_parts(layer, x, [9, 1, 14], cache), layer(x))
+        cache.reset()
+        assert (cache.longest, cache.lengths.tolist()) == (0, [0, 0])
+    assert buffers == (cache.keys.data_ptr(), cache.values.data_ptr())
+
+
+@pytest.mark.parametrize("decay", ["retnet", "none"])
+def test_only_a_decay_per_token_is_stored(decay):
+    layer = build(decay=DECAYS[decay]())
+    cache = layer.make_cache(2, 24)
+    layer(tokens(), cache=cache)
+    assert cache.alpha is None
+
+
+def test_nothing_waits_for_the_device():
+    """Fake tensors have no values: whatever asks for one raises."""
+    layer = build(decay="scalar")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        cache, counts = layer.make_cache(2, 30), torch.empty(2, dtype=torch.int32, device=DEVICE)
+        for length in (12, 1, 3):
+            x = torch.empty(2, length, WIDTH, dtype=torch.float64, device=DEVICE)
+            assert layer(x, cache=cache, new_lengths=counts).shape == x.shape
+        cache.reorder(counts)
+        cache.reset()
+
+
+# Eviction
+
+
+class Stream:
+    """A long random sequence that comes in parts, and everything about it in float64 without a cache.
+
+    Queries and keys have length 1, and the scale is the bound on the scores.
+    """
+
+    def __init__(self, kind, *, length=240, heads=4, kv_heads=2, bound=1.5, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(2, length, *shape, generator=generator, dtype=torch.float64)
+
+        self.q, self.k = (nn.functional.normalize(random(n, 6), dim=-1).to(DEVICE) for n in (heads, kv_heads))
+        self.v, self.bound, self.heads, self.kv_heads = random(kv_heads, 5).to(DEVICE), bound, heads, kv_heads
+        rates = -torch.linspace(0.2, 1.5, heads, dtype=torch.float64)
+        self.log_decay = (rates if kind == "constant" else rates * random(heads).abs()).to(DEVICE)
+        self.constant = self.log_decay if kind == "constant" else None
+
+    def decay(self):
+        """(α_i − α_j, whether i sees j), (B, H, T, T)."""
+        i = torch.arange(self.q.shape[1], device=DEVICE)
+        if self.constant is not None:
+            alpha, segment = self.log_decay[:, None] * i, torch.zeros_like(i)
+        else:
+            resets = self.log_decay.isneginf()
+            alpha = self.log_decay.masked_fill(resets, 0).cumsum(1).mT
+            segment = resets.cumsum(1).mT
+        seen = (i[:, None] >= i) & (segment[..., :, None] == segment[..., None, :])
+        difference = alpha[..., :, None] - alpha[..., None, :]
+        return difference.expand(2, self.heads, -1, -1), seen.expand(2, self.heads, -1, -1)
+
+    def probabilities(self):
+        """(B, H, T, T) of the whole sequence."""
+        k = self.k.repeat_interleave(self.heads // self.kv_heads, 2)
+        decay, seen = self.decay()
+        scores = self.bound * torch.einsum("bihd,bjhd->bhij", self.q, k)
+        return (scores + decay).masked_fill(~seen, -torch.inf).softmax(-1)
+
+    def cache(self, max_length):
+        return DecayCache(
+            2, max_length, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=6, value_dim=5, device=DEVICE,
+            dtype=torch.float64,
+        )  # fmt: skip
+
+    def hidden(self, cache):
+        """(B, H, T), True for the tokens that the cache has evicted or hides."""
+        first = cache.first + cache.dropped[:, None]
+        return torch.arange(self.q.shape[1], device=DEVICE) < first[..., None]
+
+    def run(self, tolerance, max_length, parts):
+        """Evict before every part; (largest lost probability, outputs, cache), the bound held in every row."""
+        cache, (decay, seen), p = self.cache(max_length), self.decay(), self.probabilities()
+        start, out, worst = 0, [], 0.0
+        for count in parts:
+            bound = cache.evict(tolerance, self.bound, self.constant)
+            assert (bound <= tolerance * (1 + 1e-12)).all()
+            rows, hidden = slice(start, start + count), self.hidden(cache)
+            if start:
+                terms = (decay + 2 * self.bound).exp().masked_fill(~seen, 0)[:, :, start - 1]
+                torch.testing.assert_close(bound, (terms * hidden).sum(-1), rtol=1e-9, atol=0)
+            lost = (p[:, :, rows] * hidden[:, :, None]).sum(-1)
+            assert (lost <= bound[..., None] * (1 + 1e-12)).all()
+            worst = max(worst, lost.max().item())
+            log_decay = self.log_decay if self.constant is not None else self.log_decay[:, rows]
+            own = (x[:, rows] for x in (self.q, self.k, self.v))
+            out.append(cache.attend(*own, log_decay, scale=self.bound, backend="reference"))
+            start += count
+        return worst, torch.cat(out, 1), cache
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-6])
+@pytest.mark.parametrize("kind", ["constant", "scalar", "resets"])
+def test_evicted_probability_stays_below_its_bound(kind, tolerance, seed):
+    """In a cache that is far too short for the whole sequence."""
+    stream = Stream(kind, seed=seed)
+    if kind == "resets":
+        at = torch.rand(stream.log_decay.shape, generator=torch.Generator().manual_seed(seed)) < 0.02
+        stream.log_decay[at.to(DEVICE)] = -torch.inf
+    worst, out, cache = stream.run(tolerance, 200, [40, 1, 1, 8, 50, 20, 20, 20, 30, 49, 1])
+    group = stream.heads // stream.kv_heads
+    v = stream.v.repeat_interleave(group, 2)
+    want = torch.einsum("bhij,bjhe->bihe", stream.probabilities(), v)
+    assert (out - want).abs().max() <= 2 * tolerance * v.abs().max() + 1e-13
+    assert (cache.dropped + cache.lengths == 240).all()
+    assert (cache.dropped > 0).all()
+    assert worst > 0  # something that mattered a little was dropped
+
+
+def test_the_bound_cannot_be_much_lower():
+    """Old keys along the query, the row's own against it, and nothing in between: the worst case, up to a factor 2."""
+    stream, strength = Stream("scalar", length=102, heads=1, kv_heads=1), 1.5
+    stream.q[:], stream.k[:] = 0, 0
+    stream.q[..., 0], stream.k[..., 0] = 1, 1
+    stream.k[:, 100:, :, 0] = -1
+    stream.log_decay[:] = -0.01
+    stream.log_decay[:, 100], stream.log_decay[:, 101] = -2 * strength - math.log(100) + math.log(1e-3), 0
+    cache = stream.cache(102)
+    cache.append(stream.k[:, :101], stream.v[:, :101], stream.log_decay[:, :101])
+    bound = cache.evict(1e-3, strength)
+    assert (cache.dropped > 50).all()
+    lost = (stream.probabilities()[:, :, 101] * stream.hidden(cache)).sum(-1)
+    assert (lost <= bound).all()
+    assert (lost > bound / 5).all()
+
+
+def test_an_eviction_is_remembered():
+    """By every head of every entry: nothing more goes when nothing has come, and what went counts until a reset."""
+    stream, tolerance = Stream("scalar"), 1e-3
+    stream.log_decay[1] *= 2
+    cache = stream.cache(240)
+    part = slice(0, 100)
+    cache.append(stream.k[:, part], stream.v[:, part], stream.log_decay[:, part])
+    bound, dropped, first = cache.evict(tolerance, stream.bound), cache.dropped.clone(), cache.first.clone()
+    assert (bound > 0).all()
+    assert dropped[0] != dropped[1]
+    torch.testing.assert_close(cache.evict(tolerance, stream.bound), bound, rtol=1e-12, atol=0)
+    cache.reorder(torch.tensor([1, 0], device=DEVICE))
+    torch.testing.assert_close(cache.evict(tolerance, stream.bound), bound.flip(0), rtol=1e-12, atol=0)
+    assert torch.equal(cache.dropped, dropped.flip(0))
+    assert torch.equal(cache.first, first.flip(0))
+
+    token = (stream.k[:, :1], stream.v[:, :1], torch.zeros(2, 1, 4, dtype=torch.float64, device=DEVICE))
+    token[2][:, :, 0] = -torch.inf
+    cache.append(*token)
+    bound = cache.evict(tolerance, stream.bound)
+    assert (bound[:, 0] == 0).all()
+    assert (bound[:, 1:] > 0).all()
+    cache.reset()
+    cache.append(*token)
+    assert (cache.evict(tolerance, stream.bound) == 0).all()
+    assert (cache.dropped == 0).all()
+
+
+def test_an_empty_entry_stays_empty():
+    stream = Stream("scalar")
+    cache, k, v = stream.cache(240), stream.k[:, :200], stream.v[:, :200]
+    counts = torch.tensor([0, 200], device=DEVICE)
+    cache.append(k, v, stream.log_decay[:, :200], new_lengths=counts)
+    bound = cache.evict(1e-3, stream.bound)
+    assert (bound[0] == 0).all()
+    assert cache.dropped[0] == cache.lengths[0] == 0
+    assert cache.dropped[1] > 0
+    assert cache.longest == cache.lengths[1]
+
+
+def test_eviction_frees_what_a_reset_hides():
+    stream = Stream("scalar", bound=0.0)
+    stream.log_decay[:] = 0
+    stream.log_decay[:, 100] = -torch.inf
+    _, _, cache = stream.run(1e-9, 241, [90, 30, 120])
+    assert cache.dropped.tolist() == [100, 100]
+    assert (cache.evict(1e-9, 0.0) == 0).all()
+
+
+def test_without_decay_nothing_is_evicted():
+    cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
+    k = torch.randn(1, 9, 2, 4, device=DEVICE)
+    cache.append(k, k)
+    assert (cache.evict(0.1, torch.tensor([1.0, 0.5], device=DEVICE)) == 0).all()
+    assert (cache.longest, cache.dropped.item()) == (9, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["constant", "scalar"])
+def test_a_layer_generates_far_beyond_its_cache(kind, backend):
+    """Entries of different lengths, reordered in between; positions go on, and the bound comes from qk_norm's gains."""
+    constant = ConstantDecay.from_values([-2.0, -1.0, -0.5, -0.7])
+    decay = constant if kind == "constant" else ScalarDecay(WIDTH, HEADS, initial_half_lives=(0.5, 1.0))
+    layer = build(backend, decay=decay, qk_norm=True, head_dim=6, position=Rotary(), scale=0.05)
+    cache, tolerance, prompts, rest = layer.make_cache(2, 100), 1e-9, tokens(2, 30), tokens(2, 120)
+    rates = decay(rest) if kind == "constant" else None
+    layer(prompts, cache=cache, new_lengths=torch.tensor([30, 20], device=DEVICE))
+    cache.reorder(torch.tensor([1, 0], device=DEVICE))
+    out = []
+    for part in rest.split(30, dim=1):
+        assert (cache.evict(tolerance, layer.score_bound(), rates) <= tolerance).all()
+        out.append(layer(part, cache=cache))
+    assert (cache.dropped > 40).all()
+    assert (cache.dropped + cache.lengths).tolist() == [140, 150]
+    for b, prompt in enumerate((prompts[1, :20], prompts[0])):
+        want = layer(torch.cat([prompt, rest[b]])[None])[0, len(prompt) :]
+        assert (torch.cat(out, 1)[b] - want).abs().max() <= 100 * tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize("scale", [None, -0.7, "learned"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_score_bound_bounds_the_scores(scale, dtype, monkeypatch):
+    layer, seen = build(qk_norm=True, scale=scale, num_kv_heads=1, dtype=dtype), []
+    monkeypatch.setattr(
+        decayattn.nn.attention, "decay_attention", lambda q, k, v, *_, scale, **__: seen.append((q, k, scale)) or q
+    )
+    layer(100 * tokens(2, 50, dtype))
+    [(q, k, scale)] = seen
+    scale = layer.head_dim**-0.5 if scale is None else scale
+    scores = torch.einsum("bihd,bjgd->bijh", q.double(), k.double()).abs() * torch.as_tensor(scale).double().abs()
+    largest = scores.amax((0, 1, 2))
+    assert (largest <= layer.score_bound()).all()
+    assert (largest > 0.2 * layer.score_bound()).all()
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0.0, 1.0), ValueError, "tolerance: expected a number between 0 and 1, got 0.0"),
+        ((1, 1.0), ValueError, "tolerance: expected a number between 0 and 1, got 1"),
+        (("auto", 1.0), TypeError, "tolerance: expected a number, got 'auto'"),
+        ((0.1, None), TypeError, "score_bound: expected a number or a tensor"),
+        ((0.1, torch.zeros(3)), ValueError, r"score_bound: expected a number or \(H,\) = \(2,\), got \(3,\)"),
+        ((0.1, 1.0, -0.5), ValueError, "log_decay: expected None, because the cache holds a decay per token"),
+    ],
+)
+def test_errors_of_evict_name_the_argument(arguments, error, message):
+    cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
+    k = torch.zeros(1, 5, 2, 4, device=DEVICE)
+    cache.append(k, k, torch.zeros(1, 5, 2, device=DEVICE))
+    with pytest.raises(error, match=message):
+        cache.evict(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments))
+    assert cache.longest == 5
+
+
+def test_no_score_bound_without_qk_norm():
+    with pytest.raises(ValueError, match="qk_norm: expected True"):
+        build().score_bound()
+
+
+def test_a_full_cache_refuses_and_stays_as_it_was():
+    layer, x = build(), tokens()
+    cache = layer.make_cache(2, 24)
+    layer(x[:, :20], cache=cache)
+    with pytest.raises(ValueError, match=r"k: 5 more tokens do not fit: .* max_length = 24, .* up to 20 tokens"):
+        layer(tokens(2, 5), cache=cache)
+    assert_close(layer(x[:, 20:], cache=cache), layer(x)[:, 20:])
+
+
+@pytest.mark.parametrize("decay", ["scalar", "learned", "none"])
+def test_a_gradient_is_refused(decay):
+    layer, x = build(decay=DECAYS[decay]()), tokens()
+    cache = layer.make_cache(2, 24)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"requires a gradient, .* torch.no_grad"):
+        layer(x, cache=cache)
+    assert cache.longest == 0
+    layer.requires_grad_(False)
+    with torch.enable_grad():
+        layer(x, cache=cache)
+    assert cache.longest == 24
+
+
+def test_layers_that_cannot_have_a_cache():
+    layer = build(causal=False)
+    with pytest.raises(ValueError, match=r"cache: a layer with causal=False"):
+        layer.make_cache(2, 24)
+    with pytest.raises(ValueError, match=r"cache: a layer with causal=False"):
+        layer(tokens(), cache=build().make_cache(2, 24))
+    with pytest.raises(ValueError, match=r"cache: expected a position module that takes the keyword start, .* Still"):
+        build(position=Still()).make_cache(2, 24)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"cache": 3}, TypeError, "cache: expected a DecayCache, got 3 of type int"),
+        ({"batch": 3}, ValueError, r"cache: expected one for .* \(2, 4, 4, 3, 3\), got one for \(3, 4, 4, 3, 3\)"),
+        ({"heads": 2}, ValueError, r"cache: expected one for .* got one for \(2, 2, 2, 3, 3\)"),
+        ({"dtype": torch.float32}, TypeError, "k: expected the dtype of the cache, torch.float32, got torch.float64"),
+        ({"new_lengths": [1, 2]}, TypeError, r"new_lengths: expected a torch.Tensor, got \[1, 2\]"),
+        ({"new_lengths": torch.tensor([1.0, 2.0])}, TypeError, "new_lengths: expected int32 or int64, got torch.float"),
+        ({"new_lengths": torch.tensor([1])}, ValueError, r"new_lengths: expected shape \(B,\) = \(2,\), got \(1,\)"),
+    ],
+)
+def test_errors_of_a_call_name_the_argument(arguments, error, message):
+    batch, heads, dtype = (arguments.pop(n, d) for n, d in (("batch", 2), ("heads", 4), ("dtype", torch.float64)))
+    cache = DecayCache(batch, 24, num_heads=heads, head_dim=3, device=DEVICE, dtype=dtype)
+    if isinstance(arguments.get("new_lengths"), torch.Tensor):
+        arguments["new_lengths"] = arguments["new_lengths"].to(DEVICE)
+    with pytest.raises(error, match=message):
+        build()(tokens(), **{"cache": cache, **arguments})
+    assert cache.longest == 0
+
+
+def test_new_lengths_without_a_cache():
+    with pytest.raises(ValueError, match="new_lengths: expected only with a cache"):
+        build()(tokens(), new_lengths=torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": (1, 3, 2, 8)}, ValueError, r"q: expected the tokens of k and the heads of the cache, .* \(5, 2\)"),
+        ({"q": (1, 5, 4, 8), "log_decay": None}, ValueError, r"q: expected .* got \(5, 4\)"),
+        ({"v": (1, 5, 2, 7)}, ValueError, r"v: expected the shape of the cache's tokens, \(1, T, 2, 8\), got"),
+        ({"log_decay": (1, 4, 2)}, ValueError, r"log_decay: expected shape"),
+        ({"log_decay": None}, ValueError, "log_decay: the tokens in the cache have one per token, the new ones none"),
+    ],
+)
+def test_errors_of_attend_name_the_argument(change, error, message):
+    shapes = {"q": (1, 5, 2, 8), "k": (1, 5, 2, 8), "v": (1, 5, 2, 8), "log_decay": (1, 5, 2)}
+    good = {name: torch.zeros(shape, device=DEVICE) for name, shape in shapes.items()}
+    cache = DecayCache(1, 20, num_heads=2, head_dim=8, device=DEVICE)
+    cache.attend(**good)
+    bad = {name: None if shape is None else torch.zeros(shape, device=DEVICE) for name, shape in change.items()}
+    with pytest.raises(error, match=message):
+        cache.attend(**{**good, **bad})
+    assert cache.longest == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"max_length": 0}, ValueError, "max_length: expected at least 1, got 0"),
+        ({"batch_size": 2.0}, TypeError, "batch_size: expected an int"),
+        ({"num_kv_heads": 3}, ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
+        ({"dtype": torch.int8}, TypeError, "dtype: expected float16, .* got torch.int8"),
+    ],
+)
+def test_errors_of_construction_name_the_argument(change, error, message):
+    with pytest.raises(error, match=message):
+        DecayCache(**{"batch_size": 2, "max_length": 9, "num_heads": 4, "head_dim": 8, **change})
+
+
+def test_a_cache_tells_what_it_is():
+    text = repr(DecayCache(2, 9, num_heads=4, num_kv_heads=1, head_dim=8))
+    assert text.startswith("DecayCache(batch_size=2, max_length=9, longest=0, num_heads=4, num_kv_heads=1, head_dim=8")

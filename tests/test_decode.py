@@ -1,0 +1,297 @@
+"""The decode kernels against a dense float64 evaluation, within the error budget that decayattn.testing has."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from decayattn import decay_attention
+from decayattn.backends.portable import decode as decode_module
+from decayattn.backends.portable.decode import decode, number_of_splits
+
+ON_GPU = torch.cuda.is_available()
+# one rounding is a matter of luck: the budget takes the worst of several evaluations, whose scores and P are held as
+# multiples by these factors, as a kernel holds them as multiples by log2 e
+FACTORS = [2.0 ** (n / 8) for n in range(8)]
+# in the interpreter bfloat16 products are wrong
+DTYPES = [torch.float16, torch.float32, torch.float64] + ([torch.bfloat16] if ON_GPU else [])
+
+
+@dataclass
+class Case:
+    """Random inputs for entries of different lengths. Beyond a length, the kernels find NaN."""
+
+    lengths: tuple[int, ...] = (0, 1, 37, 150)
+    max_length: int = 160
+    rows: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    dim: int = 16
+    value_dim: int = 16
+    decay: str = "scalar"
+    dtype: torch.dtype = torch.float32
+    scale: object = 0.25
+    left: int | None = None
+    strength: float = 0.3
+
+    def __post_init__(self):
+        self.device = torch.device("cuda" if ON_GPU else "cpu")
+        batch, self.wide = len(self.lengths), torch.float64 if self.dtype == torch.float64 else torch.float32
+        options, wide = dict(device=self.device, dtype=self.dtype), dict(device=self.device, dtype=self.wide)
+        self.q = torch.randn(batch, self.rows, self.heads, self.dim, **options)
+        self.keys = torch.randn(batch, self.max_length, self.kv_heads, self.dim, **options)
+        self.values = torch.randn(batch, self.max_length, self.kv_heads, self.value_dim, **options)
+        self.rates = self.log_decay = None
+        if self.decay == "scalar":
+            self.log_decay = -self.strength * torch.rand(batch, self.max_length, self.heads, **wide)
+        elif self.decay == "constant":
+            self.rates = -self.strength * torch.rand(self.heads, **wide)
+
+    def run(self, **options):
+        """The kernels' (out, lse); a reset is where log_decay is −inf."""
+        lengths, alpha, first = torch.tensor(self.lengths, dtype=torch.int32, device=self.device), None, None
+        token = torch.arange(self.max_length, device=self.device)
+        beyond = token >= lengths[:, None]
+        keys, values = (x.masked_fill_(beyond[..., None, None], torch.nan) for x in (self.keys, self.values))
+        if self.log_decay is not None:
+            resets = self.log_decay.isneginf()
+            alpha = self.log_decay.double().masked_fill(resets, 0).cumsum(1).masked_fill(beyond[..., None], torch.nan)
+            last = torch.where(resets, token[:, None], 0).cummax(1).values
+            position = (lengths[:, None] - self.rows + token[: self.rows]).clamp(min=0)
+            first = last.gather(1, position[..., None].expand(-1, -1, self.heads)).int().transpose(1, 2)
+        return decode(
+            self.q, keys, values, self.rates, scale=self.scale, lengths=lengths, alpha=alpha, first=first,
+            left=self.left, **options,
+        )  # fmt: skip
+
+    def dense(self, b, dtype, rounding=torch.float64, factor=1.0):
+        """out (H, T_q, D_v) and lse (H, T_q) of an entry from λ itself, and their sizes A: no sum in them cancels.
+
+        P and out are rounded to `rounding`, as a kernel for inputs of that dtype has to.
+        """
+        length, group = self.lengths[b], self.heads // self.kv_heads
+        i = torch.arange(self.rows, device=self.device)[:, None] + length - self.rows
+        j = torch.arange(length, device=self.device)
+        q = self.q[b].transpose(0, 1).to(dtype)
+        k, v = (x[b, :length].transpose(0, 1).repeat_interleave(group, 0).to(dtype) for x in (self.keys, self.values))
+        scale = self.scale[b].T[..., None].to(dtype) if isinstance(self.scale, torch.Tensor) else self.scale
+        seen = (j <= i) & (True if self.left is None else i - j <= self.left)
+        decay = torch.zeros((), device=self.device)
+        if self.rates is not None:
+            decay = self.rates.double()[:, None, None] * (i - j)
+        elif self.log_decay is not None:
+            log_decay = self.log_decay[b, :length].double().T
+            alpha, resets = log_decay.masked_fill(log_decay.isneginf(), 0).cumsum(1), log_decay.isneginf().cumsum(1)
+            own = i[:, 0].clamp(min=0) if length else i[:0, 0]
+            if length:
+                decay = alpha[:, own, None] - alpha[:, None]
+                seen = seen & (resets[:, own, None] == resets[:, None])
+        seen = seen.expand(self.heads, self.rows, length)
+        scores = scale * factor * (q @ k.mT) + decay.to(dtype) * factor
+        sizes = (abs(scale) * (q.abs() @ k.abs().mT) + decay.abs()).masked_fill(~seen, 0)
+        scores = scores.masked_fill(~seen, -torch.inf) / factor
+        p = scores.softmax(-1).masked_fill(~seen, 0)
+        rounded = (p * factor).to(rounding).to(dtype)
+        return {
+            "out": (rounded @ v / factor).to(rounding).to(dtype), "lse": scores.logsumexp(-1),
+            "out size": p @ v.abs(), "lse size": (p * sizes - torch.xlogy(p, p)).sum(-1),
+        }  # fmt: skip
+
+    def check(self, **options):
+        """‖x − x64‖ ≤ 2‖rounded − x64‖ + eps‖x64‖ + 4 eps(accumulator)‖A‖ in the maximum norm."""
+        out, lse = self.run(**options)
+        assert (out.dtype, lse.dtype) == (self.dtype, self.wide)
+        assert out.shape == (len(self.lengths), self.rows, self.heads, self.value_dim)
+        for b in range(len(self.lengths)):
+            exact = self.dense(b, torch.float64)
+            rounded = [self.dense(b, self.wide, self.dtype, factor) for factor in FACTORS]
+            for name, got in (("out", out[b].transpose(0, 1)), ("lse", lse[b])):
+                want = exact[name]
+                assert torch.equal(got.isneginf(), want.isneginf())
+                eps, wide_eps = torch.finfo(got.dtype).eps, torch.finfo(self.wide).eps
+                if self.wide == torch.float64:  # the oracle rounds its scores, too, and exp makes that relative
+                    wide_eps *= 1 + largest(exact["lse size"])
+                worst = torch.stack([largest(draw[name] - want) for draw in rounded]).amax(0)
+                budget = 2 * worst + eps * largest(want) + 4 * wide_eps * largest(exact[f"{name} size"])
+                error = largest(got.double() - want)
+                assert (error <= budget).all(), (name, b, error / budget)
+        return out, lse
+
+
+def largest(x):
+    """Per head; where both sides had −inf stands NaN, which does not count."""
+    return x.double().nan_to_num(nan=0, neginf=0).abs().flatten(1).amax(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_every_decay_and_dtype(decay, dtype):
+    Case(decay=decay, dtype=dtype, heads=4, kv_heads=2, value_dim=24).check()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (6, 2), (8, 1), (20, 1)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_grouped_heads_and_several_rows(heads, kv_heads, rows):
+    Case(heads=heads, kv_heads=kv_heads, rows=rows, lengths=(2, 40, 100), max_length=100).check()
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_more_rows_than_a_tile_has_and_than_a_length(decay):
+    """Rows before the first key see nothing: out 0, lse −inf."""
+    case = Case(rows=45, lengths=(70, 30), max_length=70, decay=decay, kv_heads=1)
+    out, lse = case.check()
+    assert (out[1, :15] == 0).all()
+    assert lse[1, :, :15].isneginf().all()
+    assert lse[1, :, 15:].isfinite().all()
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(1, 3), (40, 24), (64, 256), (256, 100)])
+def test_head_dimensions(dim, value_dim):
+    Case(dim=dim, value_dim=value_dim, lengths=(50,), max_length=64).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scale_per_row_and_head(dtype):
+    case = Case(rows=2, dtype=dtype, lengths=(9, 90), max_length=100)
+    per_head = torch.randn(case.heads, device=case.device, dtype=case.wide)
+    for scale in (per_head.expand(2, 2, case.heads), torch.randn(2, 2, case.heads).to(per_head)):
+        case.scale = scale
+        case.check()
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize("left", [0, 5, 70, 1000])
+def test_a_window(left, decay):
+    Case(left=left, decay=decay, rows=2, lengths=(1, 60, 150)).check()
+
+
+def test_resets_are_per_entry_head_and_row():
+    case = Case(rows=4, lengths=(100, 60), max_length=100, dtype=torch.float64)
+    for at in ((0, 0, 0), (0, 70, 0), (0, 98, 0), (0, 97, 1), (0, 99, 1), (1, 57, 0)):
+        case.log_decay[at] = -torch.inf
+    case.check()
+    case.log_decay[:, 50] = -torch.inf
+    case.check(longest=100)
+
+
+def test_growth():
+    case = Case(strength=-0.3, dtype=torch.float64)
+    assert (case.log_decay >= 0).all()
+    case.check()
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 32])
+@pytest.mark.parametrize("decay", ["constant", "scalar"])
+def test_any_number_of_splits(splits, decay, monkeypatch):
+    """More splits than tiles included: those programs have nothing to add."""
+    monkeypatch.setattr(decode_module, "number_of_splits", lambda *sizes: splits)
+    Case(decay=decay, dtype=torch.float64, rows=2, kv_heads=1).check()
+
+
+def test_splits_are_as_many_as_the_work_allows():
+    assert number_of_splits(programs=1000, key_tiles=1000, multiprocessors=100) == 1
+    assert number_of_splits(programs=1, key_tiles=1, multiprocessors=100) == 1
+    assert number_of_splits(programs=1, key_tiles=0, multiprocessors=100) == 1
+    few, many = (number_of_splits(programs=16, key_tiles=tiles, multiprocessors=100) for tiles in (8, 1000))
+    assert 1 < few < many <= 32
+
+
+def test_the_bound_on_the_lengths_only_sizes_the_launch():
+    case = Case(dtype=torch.float64)
+    case.check(longest=150)
+    case.check(longest=1)  # even a wrong one
+
+
+@pytest.mark.parametrize("layout", ["heads first", "reversed halves", "every second"])
+def test_any_strides(layout):
+    case = Case(decay="scalar", heads=4, rows=2)
+    want = case.run()
+    for name in ("q", "keys", "values"):
+        x = getattr(case, name)
+        if layout == "heads first":
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        elif layout == "reversed halves":
+            x = torch.cat([x, x], 3)[..., : x.shape[3]]
+        else:
+            x = torch.stack([x, x], 4).flatten(3)[..., ::2]
+        setattr(case, name, x)
+    for got, expected in zip(case.run(), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_strong_decay_stays_exact_at_any_position(dtype):
+    """α near −7e5, whose spacing in float32 is a whole 0.06: the cache differs from a short one by its start alone."""
+    case = Case(lengths=(100, 100), max_length=100, dtype=dtype, strength=0.02)
+    case.q, case.keys, case.values = (x[:1].expand(2, -1, -1, -1).clone() for x in (case.q, case.keys, case.values))
+    alpha = case.log_decay[:1].double().cumsum(1)
+    out, lse = decode(
+        case.q, case.keys, case.values, scale=0.25, lengths=torch.tensor([100, 100], dtype=torch.int32).to(case.device),
+        alpha=torch.cat([alpha, alpha - 7e5 - 1 / 3]),
+    )  # fmt: skip
+    torch.testing.assert_close(out[0], out[1], rtol=0, atol=2 * torch.finfo(dtype).eps * case.values.abs().max().item())
+    torch.testing.assert_close(lse[0], lse[1], rtol=0, atol=2e-6)
+
+
+def test_equals_the_last_rows_of_decay_attention():
+    case = Case(lengths=(90,), max_length=90, rows=3, heads=4, dtype=torch.float64)
+    want = decay_attention(
+        case.q, case.keys, case.values, case.log_decay, scale=0.25, return_lse=True, backend="reference"
+    )
+    for got, expected in zip(case.run(), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(0, 1), (2, 0)])
+def test_nothing_to_compute(batch, rows):
+    out, lse = Case(lengths=(5,) * batch, rows=rows).run()
+    assert out.shape == (batch, rows, 2, 16)
+    assert lse.shape == (batch, 2, rows)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+def test_a_nan_in_a_query_shows():
+    case = Case(rows=2, lengths=(100,))
+    case.q[0, 1, 0, 3] = torch.nan
+    out, lse = case.run()
+    assert out[0, 1, 0].isnan().all()
+    assert lse[0, 0, 1].isnan()
+    assert out[0, 0].isfinite().all()
+    assert out[0, 1, 1].isfinite().all()
+
+
+COMPILE = """
+import torch
+from compile_kernels import CompilingDriver, collecting, resources
+from triton.runtime import driver
+from decayattn.backends.portable.decode import decode
+
+driver.set_active(CompilingDriver())
+for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+    q, k, lengths = torch.empty(2, 5, 8, 64, dtype=dtype), torch.empty(2, 512, 2, 64, dtype=dtype), torch.empty(2).int()
+    scale, rates, first = torch.empty(2, 5, 8, dtype=wide), torch.empty(8, dtype=wide), torch.empty(2, 8, 5).int()
+    alpha = torch.empty(2, 512, 8, dtype=torch.float64)
+    with collecting() as kernels:
+        decode(q, k, k, scale=0.1, lengths=lengths, first=first, alpha=alpha)
+        decode(q, k, k, rates, scale=scale, lengths=lengths, first=first, left=100)
+        decode(q, k, k, scale=0.1, lengths=lengths)
+    assert len(kernels) == 6, len(kernels)
+    for kernel in kernels:
+        assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared
+        assert not resources(kernel)["serialised"]
+print("compiled")
+"""
+
+
+def test_the_kernels_compile():
+    """For sm_90, within the shared memory of smaller GPUs; the interpreter lets pass what the compiler refuses."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1] / "experiments")
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert run.stdout.endswith("compiled\n"), run.stdout + run.stderr

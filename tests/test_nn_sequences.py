@@ -1,0 +1,159 @@
+"""The layer on sequences as people have them: padded, packed, cut into documents; windows, sinks, and a cache."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from decayattn import DecayFlashAttention
+from decayattn.nn import ConstantDecay
+
+LENGTHS = [9, 0, 1, 23]
+LONGEST = 25
+DECAYS = ["scalar", "constant", "none"]
+
+
+def layer_of(decay="scalar", **options) -> DecayFlashAttention:
+    decay = ConstantDecay.alibi(4, learned=True) if decay == "constant" else decay
+    layer = DecayFlashAttention(16, 4, num_kv_heads=2, decay=decay, output_gate=True, **options).double()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name in ("sink", "decay.weight"):
+                parameter.normal_()
+    return layer
+
+
+def gradients(layer: nn.Module, out: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(out, list(layer.parameters()), grad))
+
+
+def alone(layer, sequences, grads):
+    """Outputs of every sequence by itself, and the parameters' gradients of all of them."""
+    outs = [layer(x[None])[0] if len(x) else x for x in sequences]
+    joined = torch.cat(outs)
+    return outs, gradients(layer, joined, torch.cat(grads))
+
+
+@pytest.mark.parametrize("options", [{}, dict(window_size=(5, 2), sink=True), dict(causal=False)], ids=str)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_a_padded_batch_is_its_sequences(side, decay, options):
+    layer = layer_of(decay, **options)
+    sequences, grads = ([torch.randn(n, 16).double() for n in LENGTHS] for _ in range(2))
+    x = 1e3 * torch.randn(len(LENGTHS), LONGEST, 16).double()
+    mask = torch.zeros(len(LENGTHS), LONGEST, dtype=torch.bool)
+    for row, (n, sequence) in enumerate(zip(LENGTHS, sequences, strict=True)):
+        start = {"left": LONGEST - n, "right": 0, "both": (LONGEST - n) // 2}[side]
+        mask[row, start : start + n] = True
+        x[row, start : start + n] = sequence
+    out = layer(x, padding_mask=mask)
+    expected, expected_gradients = alone(layer, sequences, grads)
+    torch.testing.assert_close(out[mask], torch.cat(expected))
+    assert torch.equal(out[~mask], torch.zeros_like(out[~mask]))
+    found = gradients(layer, out[mask], torch.cat(grads))
+    torch.testing.assert_close(found, expected_gradients)
+
+
+@pytest.mark.parametrize("options", [{}, dict(window_size=(5, 2), sink=True), dict(causal=False)], ids=str)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_packed_sequences_are_themselves(decay, options):
+    layer = layer_of(decay, **options)
+    sequences, grads = ([torch.randn(n, 16).double() for n in LENGTHS] for _ in range(2))
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    expected, expected_gradients = alone(layer, sequences, grads)
+    for max_seqlen in (None, max(LENGTHS)):
+        out = layer(torch.cat(sequences)[None], cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)[0]
+        torch.testing.assert_close(out, torch.cat(expected))
+        torch.testing.assert_close(gradients(layer, out, torch.cat(grads)), expected_gradients)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_resets_and_packing_keep_documents_apart_alike(causal):
+    layer = layer_of("scalar", causal=causal, sink=True)
+    lengths = [n for n in LENGTHS if n]
+    x, grad = torch.randn(2, 1, sum(lengths), 16).double()
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    resets = torch.zeros(1, sum(lengths), dtype=torch.bool)
+    resets[0, cu_seqlens[:-1].long()] = True
+    packed, reset = layer(x, cu_seqlens=cu_seqlens), layer(x, resets=resets)
+    torch.testing.assert_close(packed, reset)
+    torch.testing.assert_close(gradients(layer, packed, grad), gradients(layer, reset, grad))
+    assert not torch.allclose(packed, layer(x))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_cache_with_a_window_and_a_sink(decay, backend):
+    layer = layer_of(decay, window_size=(6, 0), sink=True, backend="reference")
+    x = torch.randn(2, 20, 16).double()
+    with torch.no_grad():
+        expected = layer(x)
+        layer.backend = backend
+        cache = layer.make_cache(2, 20)
+        steps = [layer(part, cache=cache) for part in x.split([7, 1, 1, 4, 1, 6], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), expected)
+
+
+def test_a_cache_with_resets():
+    layer = layer_of("scalar")
+    x = torch.randn(2, 12, 16).double()
+    resets = torch.zeros(2, 12, dtype=torch.bool)
+    resets[0, 3] = resets[1, 9] = resets[1, 10] = True
+    with torch.no_grad():
+        cache = layer.make_cache(2, 12)
+        steps = [
+            layer(part, cache=cache, resets=which)
+            for part, which in zip(x.split([5, 1, 6], 1), resets.split([5, 1, 6], 1), strict=True)
+        ]
+        torch.testing.assert_close(torch.cat(steps, 1), layer(x, resets=resets))
+
+
+def test_the_sink_is_learned_and_starts_at_zero():
+    layer = DecayFlashAttention(16, 4, sink=True)
+    assert torch.equal(layer.sink, torch.zeros(4))
+    x = torch.randn(1, 10, 16)
+    layer(x).square().sum().backward()
+    assert (layer.sink.grad != 0).all()
+    with torch.no_grad():
+        layer.sink.fill_(-math.inf)
+        plain = DecayFlashAttention(16, 4)
+        plain.load_state_dict({name: value for name, value in layer.state_dict().items() if name != "sink"})
+        torch.testing.assert_close(layer(x), plain(x))
+    assert DecayFlashAttention(16, 4).sink is None
+
+
+X = torch.zeros(2, 5, 16)
+MASK = torch.ones(2, 5, dtype=torch.bool)
+OFFSETS = torch.tensor([0, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(padding_mask=MASK.int()), TypeError, "padding_mask: expected a bool tensor, got torch.int32"),
+        (dict(padding_mask=[True]), TypeError, r"padding_mask: expected a bool tensor, got \[True\]"),
+        (dict(padding_mask=MASK[:, :4]), ValueError, r"padding_mask: expected shape \(B, T\) = \(2, 5\), got \(2, 4\)"),
+        (dict(resets=MASK.float()), TypeError, "resets: expected a bool tensor, got torch.float32"),
+        (dict(resets=MASK[:1]), ValueError, r"resets: expected shape \(B, T\) = \(2, 5\), got \(1, 5\)"),
+        (dict(padding_mask=MASK, cu_seqlens=OFFSETS), ValueError, "cu_seqlens, cache: expected at most one of them"),
+        (dict(max_seqlen=3), ValueError, "max_seqlen: expected only with cu_seqlens"),
+        (dict(cu_seqlens=OFFSETS), ValueError, r"x: expected shape \(1, total, embed_dim\) with cu_seqlens, got"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DecayFlashAttention(16, 4)(X, **arguments)
+
+
+def test_resets_need_a_decay_per_token():
+    for decay in ("constant", "none"):
+        with pytest.raises(ValueError, match="resets: expected only where the decay is one per token"):
+            DecayFlashAttention(16, 4, decay=decay)(X, resets=MASK)
+
+
+def test_a_wrong_window_is_refused_when_the_layer_is_built():
+    with pytest.raises(TypeError, match="window_size: expected None or a pair"):
+        DecayFlashAttention(16, 4, window_size=8)
+    with pytest.raises(TypeError, match="sink: expected a bool"):
+        DecayFlashAttention(16, 4, sink=0.5)
