@@ -1,0 +1,444 @@
+"""A decoder-only language model of DecayFlashAttention layers for Hugging Face transformers.
+
+Importing this module registers the model with transformers' Auto classes::
+
+    import decayattn.integrations.transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("decayattn", vocab_size=50257, hidden_size=768, num_hidden_layers=12)
+    model = AutoModelForCausalLM.from_config(config)
+
+It needs the extra `decayattn[transformers]`.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from decayattn.nn import ConstantDecay, Decay, DecayCache, DecayFlashAttention
+
+DECAYS = ("scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none")
+
+
+class DecayConfig(PreTrainedConfig):
+    """Configuration of DecayModel and DecayForCausalLM.
+
+    Args:
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, initializer_range, use_cache,
+            tie_word_embeddings and the token ids: as in transformers' other language models.
+        intermediate_size: hidden width of the SwiGLU; default 8/3 · hidden_size, up to the next multiple of 64.
+        num_key_value_heads: key and value heads, a divisor of num_attention_heads; default num_attention_heads.
+        head_dim: default hidden_size / num_attention_heads.
+        decay: "scalar", a forget gate per token and head; "alibi" or "retnet", one constant per head, and the same
+            with "-learned" behind it; "none".
+        qk_norm, output_gate, backend: as in DecayFlashAttention.
+        rms_norm_eps: of the model's norms.
+        max_position_embeddings: the length that the model is meant for, which other tools read. Nothing here depends
+            on it: the model has no position embedding, knows order by its decay, and caches grow as needed.
+
+    Raises:
+        ValueError: for an unknown decay, or where the heads do not divide.
+    """
+
+    model_type = "decayattn"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012, transformers' name and type
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 768,
+        intermediate_size: int | None = None,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        decay: str = "scalar",
+        qk_norm: bool = False,
+        output_gate: bool = False,
+        rms_norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        max_position_embeddings: int = 2048,
+        use_cache: bool = True,
+        tie_word_embeddings: bool = False,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        backend: str = "auto",
+        **kwargs,
+    ):
+        if decay not in DECAYS:
+            raise ValueError(f"decay: expected one of {', '.join(DECAYS)}, got {decay!r}")
+        if head_dim is None and hidden_size % num_attention_heads != 0:
+            raise ValueError(
+                f"hidden_size: expected a multiple of num_attention_heads = {num_attention_heads} without head_dim, "
+                f"got {hidden_size}"
+            )
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = 64 * -(-8 * hidden_size // 192) if intermediate_size is None else intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        self.decay = decay
+        self.qk_norm = qk_norm
+        self.output_gate = output_gate
+        self.rms_norm_eps = rms_norm_eps
+        self.initializer_range = initializer_range
+        self.max_position_embeddings = max_position_embeddings
+        self.use_cache = use_cache
+        self.tie_word_embeddings = tie_word_embeddings
+        self.pad_token_id = pad_token_id
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.backend = backend
+        super().__init__(**kwargs)
+
+
+class DecayCacheLayer(DynamicLayer):
+    """One attention layer's DecayCache; room for twice its tokens, or for max_length of them where that is less.
+
+    Args:
+        max_length: tokens that will come at most, where that is known. More may come.
+    """
+
+    def __init__(self, max_length: float = math.inf):
+        super().__init__()
+        self.max_length = max_length
+        self.cache: DecayCache | None = None
+
+    def room_for(self, batch_size: int, tokens: int, attention: DecayFlashAttention) -> DecayCache:
+        """The cache of that layer, with room for so many more tokens."""
+        needed = self.get_seq_length() + tokens
+        size = self.max_length if needed <= self.max_length <= 2 * needed else 2 * needed
+        if self.cache is None:
+            self.cache = attention.make_cache(batch_size, size)
+        elif needed > self.cache.max_length:
+            self._grow(size)
+        return self.cache
+
+    def update(self, *args, **kwargs):
+        raise NotImplementedError("past_key_values: a DecayCacheLayer takes its tokens from DecayFlashAttention only")
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, padding included: the columns that attention_mask has for them."""
+        return 0 if self.cache is None else self.cache.longest
+
+    def reset(self) -> None:
+        """Forget the tokens, and the buffers: what comes next may have another batch size."""
+        self.cache = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.cache is not None:
+            self.cache.reorder(beam_idx.to(self.cache.device))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last −tokens_to_remove tokens of every entry, none of them padding.
+
+        A positive number is the length to keep, as the first releases of transformers 5 call it. A reset among the
+        forgotten tokens would not be undone, but no decay of this model resets.
+        """
+        if self.cache is None:
+            return
+        removed = self.cache.longest - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
+        removed = min(max(removed, 0), self.cache.longest)
+        self.cache.lengths.sub_(removed).clamp_(min=0)
+        self.cache.longest -= removed
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache is not None:
+            self.batch_select_indices(torch.arange(self.cache.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.cache is None:
+            return
+        for name, state in vars(self.cache).items():
+            if isinstance(state, Tensor):  # they all have the entries in front
+                setattr(self.cache, name, state[indices.to(state.device)])
+        self.cache.batch_size = len(self.cache.lengths)
+
+    def _grow(self, max_length: int) -> None:
+        for name in ("keys", "values", "alpha"):
+            old = getattr(self.cache, name)
+            if old is not None:
+                new = old.new_empty(old.shape[0], max_length, *old.shape[2:])
+                new[:, : self.cache.longest] = old[:, : self.cache.longest]
+                setattr(self.cache, name, new)
+        self.cache.max_length = max_length
+
+
+class DecayModelCache(Cache):
+    """past_key_values of DecayModel: a DecayCacheLayer per layer. Inference only.
+
+    Args:
+        config: of the model.
+        max_length: as in DecayCacheLayer; `generate` knows it.
+    """
+
+    def __init__(self, config: DecayConfig, max_length: float = math.inf):
+        super().__init__(layers=[DecayCacheLayer(max_length) for _ in range(config.num_hidden_layers)])
+
+
+class DecayMLP(nn.Module):
+    """SwiGLU (Shazeer, arXiv 2002.05202): down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: DecayConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecayBlock(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecayConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = DecayFlashAttention(
+            config.hidden_size, config.num_attention_heads, num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim, decay=_make_decay(config), qk_norm=config.qk_norm,
+            output_gate=config.output_gate, backend=config.backend,
+        )  # fmt: skip
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = DecayMLP(config)
+
+    def forward(
+        self, x: Tensor, past_key_values: DecayModelCache | None = None, new_lengths: Tensor | None = None
+    ) -> Tensor:
+        normed = self.input_layernorm(x)
+        if past_key_values is None:
+            attended = self.self_attn(normed)
+        else:
+            cache = past_key_values.layers[self.layer_idx].room_for(*x.shape[:2], self.self_attn)
+            attended = self.self_attn(normed, cache=cache, new_lengths=new_lengths)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DecayPreTrainedModel(PreTrainedModel):
+    """What transformers wants to know about the models below."""
+
+    config_class = DecayConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecayBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    # Decay modules refuse to become narrower anyway; this tells loaders that look for it
+    _keep_in_fp32_modules_strict = ["self_attn.decay"]  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Decay):
+            # its own start, but only where a checkpoint has not brought a value: initialization.copy_ knows
+            start = copy.deepcopy(module)
+            start.reset_parameters()
+            for own, value in zip(_tensors(module), _tensors(start), strict=True):
+                initialization.copy_(own, value)
+        else:
+            super()._init_weights(module)
+
+
+class DecayModel(DecayPreTrainedModel):
+    """Token embedding, DecayBlocks and a last norm; order is known by the decay alone."""
+
+    def __init__(self, config: DecayConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecayBlock(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: DecayModelCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """T new tokens, input_ids (B, T) or inputs_embeds (B, T, hidden_size) → last_hidden_state in that shape.
+
+        Args:
+            attention_mask: (B, past + T), 0 for padding and 1 for tokens, also for those in past_key_values. Padding
+                may stand anywhere: the tokens are treated as if it were not there, and its own outputs are 0.
+            past_key_values: the tokens so far; takes in the new ones. Under torch.no_grad() only.
+            use_cache: start past_key_values where none came. Default config.use_cache, and no where gradients are
+                recorded, because a cache has none.
+            output_hidden_states: also return hidden_states, (B, T, hidden_size) before the first layer and after every
+                one, the last of them after the norm.
+
+        Raises:
+            TypeError, ValueError: for every bad argument, by name.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: expected exactly one of the two")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if past_key_values is None:
+            if use_cache is None:
+                use_cache = self.config.use_cache and not torch.is_grad_enabled()
+            past_key_values = DecayModelCache(self.config) if use_cache else None
+        elif not isinstance(past_key_values, DecayModelCache):
+            raise TypeError(f"past_key_values: expected a DecayModelCache, got a {type(past_key_values).__name__}")
+
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        new_lengths, real = None, None
+        if attention_mask is not None:
+            real = _new_columns(attention_mask, x, past_key_values)
+            # tokens first, in their order, then padding: causality hides it, and a cache overwrites it
+            new_lengths, order = real.sum(1), (~real).int().argsort(dim=1, stable=True)
+            x = x.take_along_dim(order[..., None], 1)
+
+        states = []
+        for block in self.layers:
+            if output_hidden_states:
+                states.append(x)
+            x = block(x, past_key_values=past_key_values, new_lengths=new_lengths)
+        states.append(self.norm(x))
+        if real is not None:
+            back = order.argsort(dim=1)[..., None]
+            # zeros, because padding behind the tokens has seen all of them: nothing may learn from it
+            states = [x.take_along_dim(back, 1).masked_fill(~real[..., None], 0) for x in states]
+        return BaseModelOutputWithPast(
+            last_hidden_state=states[-1],
+            past_key_values=past_key_values,
+            hidden_states=tuple(states) if output_hidden_states else None,
+        )
+
+
+class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
+    """DecayModel with a language model's head, for training and `generate`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: DecayConfig):
+        super().__init__(config)
+        self.model = DecayModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: DecayModelCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """As DecayModel.forward, and logits (B, T, vocab_size).
+
+        Args:
+            labels: (B, T), the tokens of the input themselves (the loss shifts them); −100 where one shall not count,
+                as on padding and on a first token behind padding. loss is the mean cross-entropy in nats.
+            logits_to_keep: the last so many positions, 0 for all, or the positions themselves.
+            kwargs: for transformers' loss function, such as num_items_in_batch.
+
+        Raises:
+            TypeError, ValueError: for every bad argument, by name.
+        """
+        for name, reason in _UNSUPPORTED.items():
+            value = kwargs.pop(name, None)
+            if value is not None and value is not False:
+                raise ValueError(f"{name}: {reason}")
+        outputs = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds, use_cache=use_cache, output_hidden_states=output_hidden_states,
+        )  # fmt: skip
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        """The cache that `generate` starts with, where the user has not passed one; it would take a DynamicCache."""
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            return super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                "cache_implementation: expected None or 'dynamic', the cache of this model; "
+                f"got {generation_config.cache_implementation!r}"
+            )
+        model_kwargs["past_key_values"] = DecayModelCache(self.config, max_cache_length)
+
+
+_PACKED = "packed sequences are not supported, and the model has no positions; pass padded rows and attention_mask"
+_UNSUPPORTED = {
+    "position_ids": _PACKED,
+    "seq_idx": _PACKED,
+    "cu_seq_lens_q": _PACKED,
+    "cu_seq_lens_k": _PACKED,
+    "output_attentions": "flash attention never has the attention weights",
+}
+
+
+def _make_decay(config: DecayConfig) -> str | nn.Module:
+    """What config.decay means to DecayFlashAttention."""
+    if config.decay in ("scalar", "none"):
+        return config.decay
+    preset, _, learned = config.decay.partition("-")
+    return getattr(ConstantDecay, preset)(config.num_attention_heads, learned=bool(learned))
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _new_columns(attention_mask: Tensor, x: Tensor, past_key_values: DecayModelCache | None) -> Tensor:
+    """The columns of the new tokens, (B, T) bool."""
+    past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    expected = (x.shape[0], past + x.shape[1])
+    if attention_mask.shape != expected:
+        raise ValueError(f"attention_mask: expected (B, past + T) = {expected}, got {tuple(attention_mask.shape)}")
+    return attention_mask[:, past:].bool()
+
+
+def register() -> None:
+    """Make AutoConfig, AutoModel and AutoModelForCausalLM know the model; importing this module does it."""
+    AutoConfig.register(DecayConfig.model_type, DecayConfig, exist_ok=True)
+    AutoModel.register(DecayConfig, DecayModel, exist_ok=True)
+    AutoModelForCausalLM.register(DecayConfig, DecayForCausalLM, exist_ok=True)
+
+
+register()

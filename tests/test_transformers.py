@@ -1,0 +1,442 @@
+"""The language model for transformers: a plain formula, padding, transformers' own generation, and checkpoints."""
+
+import copy
+import math
+import os
+import subprocess
+import sys
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+
+import safetensors.torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+
+from decayattn.integrations.transformers import DECAYS, DecayConfig, DecayForCausalLM, DecayModel, DecayModelCache
+from decayattn.nn import ScalarDecay
+
+VOCAB, LAYERS, HEADS = 50, 2, 4
+LEFT_PADDING = (3, 0, 5)
+TOKENS = 9
+
+
+def build(decay="scalar", *, dtype=torch.float64, **options):
+    """A model whose parameters are all off their start, the decays' too."""
+    torch.manual_seed(0)
+    config = DecayConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=2, intermediate_size=48, decay=decay, initializer_range=0.3, **options,
+    )  # fmt: skip
+    model = DecayForCausalLM(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def random_ids(tokens=TOKENS, seed=1):
+    return torch.randint(1, VOCAB, (len(LEFT_PADDING), tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded():
+    ids = random_ids()
+    return ids, (torch.arange(TOKENS) >= torch.tensor(LEFT_PADDING)[:, None]).long()
+
+
+def holes():
+    """Padding in front, behind and in between."""
+    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0, 1, 0, 1]])
+    return random_ids(), mask
+
+
+def generate(model, ids, mask=None, **options):
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
+
+
+def plain_logits(model, row):
+    """One sequence (T,) → (T, vocab_size), from the weights alone, head by head."""
+    weights, config = model.state_dict(), model.config
+    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    length = len(row)
+
+    def norm(x, name, eps=config.rms_norm_eps):
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weights[name]
+
+    def log_decay(x, prefix):
+        if config.decay == "none":
+            return x.new_zeros(length, heads)
+        if config.decay == "scalar":
+            return F.logsigmoid(x @ weights[prefix + "weight"].T + weights[prefix + "bias"])
+        if config.decay.endswith("learned"):
+            return (weights[prefix + "sign"] * weights[prefix + "log_rate"].exp()).expand(length, heads)
+        return weights[prefix + "log_decay"].expand(length, heads)
+
+    x = weights["model.embed_tokens.weight"][row]
+    for index in range(config.num_hidden_layers):
+        prefix = f"model.layers.{index}."
+        y = norm(x, prefix + "input_layernorm.weight")
+        sizes = [heads * width, kv_heads * width, kv_heads * width, heads * width * config.output_gate]
+        q, k, v, gate = (y @ weights[prefix + "self_attn.in_proj.weight"].T).split(sizes, -1)
+        q, k, v = (t.unflatten(-1, (-1, width)) for t in (q, k, v))
+        if config.qk_norm:
+            q = norm(q, prefix + "self_attn.q_norm.weight", 1e-6)
+            k = norm(k, prefix + "self_attn.k_norm.weight", 1e-6)
+        alpha = log_decay(y, prefix + "self_attn.decay.").cumsum(0)
+        out = []
+        for h in range(heads):
+            shared = h // (heads // kv_heads)
+            scores = q[:, h] @ k[:, shared].T / math.sqrt(width) + alpha[:, None, h] - alpha[None, :, h]
+            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+            out.append(scores.softmax(-1) @ v[:, shared])
+        out = torch.cat(out, -1)
+        if config.output_gate:
+            out = out * gate.sigmoid()
+        x = x + out @ weights[prefix + "self_attn.out_proj.weight"].T
+        y = norm(x, prefix + "post_attention_layernorm.weight")
+        gate, up = (y @ weights[prefix + f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ weights[prefix + "mlp.down_proj.weight"].T
+    return norm(x, "model.norm.weight") @ weights["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "output_gate": True, "head_dim": 6}], ids=["plain", "all"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_logits_are_those_of_a_plain_stack(decay, options):
+    model, ids = build(decay, **options), random_ids()
+    logits = model(ids).logits
+    torch.testing.assert_close(logits, torch.stack([plain_logits(model, row) for row in ids]))
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("batch", [left_padded, holes])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_padding_is_as_if_it_were_not_there(decay, batch, use_cache):
+    model, (ids, mask) = build(decay), batch()
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, use_cache=use_cache).logits
+        for row, real, got in zip(ids, mask.bool(), logits, strict=True):
+            torch.testing.assert_close(got[real], plain_logits(model, row[real]))
+        other = torch.where(mask.bool(), ids, random_ids(seed=2))
+        assert torch.equal(model(other, attention_mask=mask, use_cache=use_cache).logits, logits)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_nothing_is_learned_from_padding(decay):
+    model, (ids, mask) = build(decay), holes()
+    weights = torch.randn(*ids.shape, VOCAB, dtype=torch.float64)
+    parameters = list(model.parameters())
+    together = (model(ids, attention_mask=mask).logits * weights).sum()  # the logits of padding too
+    alone = sum(
+        (model(row[None, real]).logits[0] * weight[real]).sum()
+        for row, real, weight in zip(ids, mask.bool(), weights, strict=True)
+    )
+    torch.testing.assert_close(torch.autograd.grad(together, parameters), torch.autograd.grad(alone, parameters))
+
+
+def test_loss_is_the_shifted_cross_entropy_of_the_labels():
+    model, ids = build(), random_ids()
+    labels = ids.clone()
+    labels[0, 4:] = -100
+    out = model(ids, labels=labels)
+    expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+    torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=7).loss * 7, expected * 19)
+    assert model(ids, labels=labels, return_dict=False)[0] == out.loss
+
+
+def test_logits_to_keep_and_hidden_states():
+    model, (ids, mask) = build(), left_padded()
+    whole = model(ids, attention_mask=mask, output_hidden_states=True)
+    assert len(whole.hidden_states) == LAYERS + 1
+    real = mask.bool()
+    assert torch.equal(whole.hidden_states[0][real], model.model.embed_tokens(ids)[real])
+    assert torch.equal(model.lm_head(whole.hidden_states[-1]), whole.logits)
+    assert torch.equal(model(ids, attention_mask=mask, logits_to_keep=2).logits, whole.logits[:, -2:])
+    kept = torch.tensor([1, 7])
+    assert torch.equal(model(ids, attention_mask=mask, logits_to_keep=kept).logits, whole.logits[:, kept])
+    embedded = model(inputs_embeds=model.model.embed_tokens(ids), attention_mask=mask)
+    assert torch.equal(embedded.logits, whole.logits)
+    assert embedded.hidden_states is None
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_left_padded_batch_generates_what_each_prompt_does_alone(decay):
+    model, (ids, mask) = build(decay), left_padded()
+    together = generate(model, ids, mask)
+    assert len(together.unique()) > 5  # else the prompts would not matter
+    assert torch.equal(generate(model, ids, mask, use_cache=False), together)
+    for row, padding, tokens in zip(ids, LEFT_PADDING, together, strict=True):
+        assert torch.equal(generate(model, row[None, padding:])[0], tokens)
+        text = row[padding:]
+        for token in tokens:  # and by hand
+            assert plain_logits(model, text)[-1].argmax() == token
+            text = torch.cat([text, token[None]])
+
+
+@pytest.mark.parametrize("decay", ["scalar", "retnet-learned"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 5},
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 2, "eos_token_id": 7, "repetition_penalty": 1.3},
+    ],
+    ids=["beams", "two-beams", "sampling", "samples", "eos"],
+)
+def test_generation_is_the_same_with_and_without_a_cache(decay, options):
+    model, (ids, mask) = build(decay), left_padded()
+    tokens = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        tokens.append(generate(model, ids, mask, use_cache=use_cache, **options))
+    assert torch.equal(*tokens)
+
+
+def test_a_prompt_in_chunks_and_candidates_from_the_prompt():
+    model, (ids, mask) = build(), left_padded()
+    expected = generate(model, ids, mask)
+    assert torch.equal(generate(model, ids, mask, prefill_chunk_size=2), expected)
+    # candidates that repeat the prompt; those that are wrong are cropped from the cache
+    model.lm_head.weight.data[3] += 3 * model.lm_head.weight.data.abs().amax()
+    repetitive = torch.tensor([[3, 4, 3, 3, 4, 3, 3, 4]])
+    options = {"max_new_tokens": 20, "eos_token_id": VOCAB - 1}
+    cropped = []
+
+    class Recording(DecayModelCache):
+        def crop(self, tokens_to_remove):
+            before = self.get_seq_length()
+            super().crop(tokens_to_remove)
+            cropped.append(before - self.get_seq_length())
+
+    cache = Recording(model.config)
+    guessed = generate(model, repetitive, past_key_values=cache, prompt_lookup_num_tokens=3, **options)
+    assert max(cropped) > 0
+    assert torch.equal(guessed, generate(model, repetitive, **options))
+
+
+def test_a_cache_is_continued_copied_and_repeated():
+    model, (ids, mask) = build(), left_padded()
+    cache = DecayModelCache(model.config)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    more = random_ids(tokens=4, seed=5)
+    text, seen = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
+    expected = generate(model, text, seen)
+    assert torch.equal(generate(model, text, seen, past_key_values=copy.deepcopy(cache)), expected)
+    assert cache.get_seq_length() == TOKENS
+
+    twice = copy.deepcopy(cache)
+    twice.batch_repeat_interleave(2)
+    repeated = [x.repeat_interleave(2, 0) for x in (text, seen)]
+    assert torch.equal(generate(model, *repeated, past_key_values=twice), expected.repeat_interleave(2, 0))
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    some = generate(model, text[[2, 0]], seen[[2, 0]], past_key_values=cache)
+    assert torch.equal(some, expected[[2, 0]])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, text, seen, past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "sizes"),
+    [
+        (math.inf, [6, 6, 6, 20, 20, 42]),
+        (1000, [6, 6, 6, 20, 20, 42]),  # not all at once
+        (12, [6, 6, 6, 12, 12, 42]),
+        (4, [4, 4, 10, 10, 22, 22]),
+    ],
+)
+@pytest.mark.parametrize("decay", ["scalar", "alibi"])
+def test_a_cache_grows_and_gives_the_logits_of_the_whole_sequence(decay, max_length, sizes):
+    model, ids = build(decay), random_ids(tokens=21)
+    cache, logits, got = DecayModelCache(model.config, max_length), [], []
+    with torch.no_grad():
+        for piece in ids.split([3, 1, 1, 5, 1, 10], dim=1):
+            out = model(piece, past_key_values=cache)
+            assert out.past_key_values is cache
+            logits.append(out.logits)
+            got.append(cache.layers[1].cache.max_length)
+        torch.testing.assert_close(torch.cat(logits, 1), model(ids, use_cache=False).logits)
+    assert cache.get_seq_length() == 21
+    assert got == sizes
+
+
+def test_generate_allocates_its_cache_once():
+    model, (ids, mask) = build(), left_padded()
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, return_dict_in_generate=True
+    )
+    assert isinstance(out.past_key_values, DecayModelCache)
+    for layer in out.past_key_values.layers:
+        assert layer.cache.max_length == layer.cache.longest == TOKENS + 5
+        assert layer.cache.lengths.tolist() == [TOKENS + 5 - padding for padding in LEFT_PADDING]
+
+
+def test_cropping_takes_tokens_back():
+    model, (ids, mask) = build(), left_padded()  # one entry has four tokens, and none is left of it
+    cache = DecayModelCache(model.config)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -4:]
+        for crop in (-4, TOKENS - 4):  # so many off the end; so many left
+            cache.crop(crop)
+            assert cache.get_seq_length() == TOKENS - 4
+            again = model(ids[:, -4:], attention_mask=mask, past_key_values=cache).logits
+            torch.testing.assert_close(again, expected)
+        cache.crop(0)
+        assert cache.get_seq_length() == TOKENS
+
+
+def test_a_cache_is_started_where_no_gradient_is_recorded():
+    model, ids = build(), random_ids()
+    assert model(ids).past_key_values is None
+    with torch.no_grad():
+        assert model(ids).past_key_values.get_seq_length() == TOKENS
+        assert model(ids, use_cache=False).past_key_values is None
+    with pytest.raises(RuntimeError, match="no_grad"):
+        model(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_saving_and_loading(decay, tied, tmp_path):
+    model, ids = build(decay, dtype=torch.float32, tie_word_embeddings=tied, qk_norm=True, eos_token_id=4), random_ids()
+    model.save_pretrained(tmp_path)
+    assert ("lm_head.weight" in safetensors.torch.load_file(tmp_path / "model.safetensors")) != tied
+
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is DecayConfig
+    assert config.decay == decay
+    assert config.eos_token_id == 4
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is DecayForCausalLM
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is DecayModel
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_decay_stays_float32_in_a_16_bit_model(decay, dtype, tmp_path):
+    model = build(decay, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=dtype)
+    before = model.state_dict()
+    for state in (loaded.state_dict(), again.state_dict()):
+        assert state.keys() == before.keys()
+        for name, value in state.items():
+            kept = "decay" in name
+            assert value.dtype == (torch.float32 if kept else dtype), name
+            assert torch.equal(value, before[name] if kept else before[name].to(dtype)), name
+    tokens = generate(again, *left_padded())
+    assert torch.equal(tokens, generate(loaded, *left_padded()))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_what_a_checkpoint_lacks_starts_as_in_a_new_model(decay, tmp_path):
+    model = build(decay, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    saved = safetensors.torch.load_file(path)
+    lost = {name for name in saved if name.endswith(("decay.bias", "decay.log_decay", "decay.sign", "norm.weight"))}
+    safetensors.torch.save_file({n: x for n, x in saved.items() if n not in lost}, path, metadata={"format": "pt"})
+    fresh = DecayForCausalLM(model.config).state_dict()
+    for name, value in DecayForCausalLM.from_pretrained(tmp_path).state_dict().items():
+        assert torch.equal(value, (fresh if name in lost else saved)[name]), name
+
+
+def test_the_start_of_a_new_model():
+    torch.manual_seed(0)
+    config = DecayConfig(vocab_size=500, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = AutoModelForCausalLM.from_config(config)
+    start = ScalarDecay(64, 4)
+    for name, value in model.state_dict().items():
+        if ".decay." in name:
+            assert torch.equal(value, start.state_dict()[name.rsplit(".", 1)[1]])
+        elif "norm" in name:
+            assert torch.equal(value, torch.ones_like(value))
+        else:
+            # the standard deviation of n samples is itself off by 1/√(2n) of it
+            assert abs(value.std() / 0.02 - 1) < 5 / math.sqrt(2 * value.numel()), name
+
+
+def test_the_default_width_of_the_mlp_is_eight_thirds():
+    assert DecayConfig(hidden_size=768).intermediate_size == 2048
+    assert DecayConfig(hidden_size=780).intermediate_size == 2112
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # the name in every release of 5
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradient_checkpointing_recomputes_the_blocks_and_changes_nothing(padded):
+    model, (ids, mask) = build().train(), left_padded()
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def gradients():
+        loss = model(ids, attention_mask=mask if padded else None, labels=ids).loss
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = gradients()
+    assert len(calls) == 1
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
+    assert len(calls) == 3
+
+
+def test_vocabulary_and_dtype_can_change():
+    model = build(tie_word_embeddings=True)
+    model.resize_token_embeddings(VOCAB + 6)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model(random_ids()).logits.shape[-1] == VOCAB + 6
+    assert {p.dtype for n, p in model.bfloat16().named_parameters() if ".decay." in n} == {torch.float32}
+
+
+def test_bad_arguments_are_refused_by_name():
+    ids = random_ids()
+    model = build()
+    embeds = model.model.embed_tokens(ids)
+    with pytest.raises(ValueError, match="decay: expected one of scalar"):
+        DecayConfig(decay="constant")
+    with pytest.raises(ValueError, match="hidden_size: expected a multiple"):
+        DecayConfig(hidden_size=30, num_attention_heads=4)
+    for arguments in ({}, {"input_ids": ids, "inputs_embeds": embeds}):
+        with pytest.raises(ValueError, match="input_ids, inputs_embeds: expected exactly one"):
+            model(**arguments)
+    for shape in ((3, TOKENS - 1), (2, TOKENS), (3, 1, TOKENS, TOKENS)):
+        with pytest.raises(ValueError, match=r"attention_mask: expected \(B, past \+ T\) = \(3, 9\)"):
+            model(ids, attention_mask=torch.ones(shape))
+    with pytest.raises(TypeError, match="past_key_values: expected a DecayModelCache, got a DynamicCache"):
+        model(ids, past_key_values=DynamicCache())
+    for name in ("position_ids", "cu_seq_lens_q", "seq_idx"):
+        with pytest.raises(ValueError, match=f"{name}: packed sequences"):
+            model(ids, **{name: torch.arange(TOKENS)})
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(ids, output_attentions=True)
+    with pytest.raises(ValueError, match="cache_implementation: expected None or 'dynamic'"):
+        generate(model, ids, cache_implementation="static")
+    with pytest.raises(NotImplementedError, match="DecayFlashAttention"):
+        DecayModelCache(model.config).update(ids, ids, 0)
+
+
+def test_a_mask_has_a_column_for_every_token_in_the_cache():
+    model, (ids, mask) = build(), left_padded()
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask).past_key_values
+        with pytest.raises(ValueError, match=r"= \(3, 10\), got \(3, 1\)"):
+            model(ids[:, :1], attention_mask=mask[:, :1], past_key_values=cache)
+
+
+def test_the_package_does_not_import_transformers():
+    program = "import sys, decayattn, decayattn.nn, decayattn.integrations; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
