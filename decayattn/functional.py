@@ -82,7 +82,7 @@ def decay_attention(
     check_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias
     )
-    log_decay, scale = _per_head(log_decay, q), _per_row(scale, q)
+    log_decay, scale = per_head(log_decay, q), per_row(scale, q)
     places = _places_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
     problem = AttentionProblem.of(
         q, v, log_decay, scale if isinstance(scale, Tensor) else None, causal, window_of(window_size, causal), places,
@@ -139,7 +139,7 @@ def decay_attention_varlen(
     q, k, v = q[None], k[None], v[None]
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
         log_decay = log_decay[None]
-    log_decay, scale = _per_head(log_decay, q), _per_row(scale, q)
+    log_decay, scale = per_head(log_decay, q), per_row(scale, q)
     places = torch.cat(
         [
             _interval(cu_seqlens_q[:-1], cu_seqlens_q[1:], q.shape[1], max_seqlen_q),
@@ -210,7 +210,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
+def per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
     """log_decay as None, (H,) or (B, T_k, H)."""
     if log_decay is None:
         return None
@@ -220,7 +220,7 @@ def _per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
     return log_decay.expand(q.shape[2]) if log_decay.ndim == 0 else log_decay
 
 
-def _per_row(scale: Tensor | float | None, q: Tensor) -> Tensor | float:
+def per_row(scale: Tensor | float | None, q: Tensor) -> Tensor | float:
     """scale as a float, or (B, T_q, H) in the accumulator dtype."""
     if scale is None:
         return q.shape[3] ** -0.5

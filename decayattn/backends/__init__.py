@@ -13,6 +13,8 @@ from decayattn.problem import AttentionProblem
 KERNELS = {"triton": "decayattn.backends.portable", "hopper": "decayattn.backends.hopper"}
 # those that "auto" considers, fastest first; "hopper" joins them when its whole test suite has passed on hardware
 AUTOMATIC = ("triton",)
+# how every kernel is compiled, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
+COMPILER_OPTIONS = {"enable_fp_fusion": True}
 NAMES = ("auto", "reference", *KERNELS)
 
 

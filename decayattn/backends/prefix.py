@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from decayattn.backends import COMPILER_OPTIONS
 from decayattn.backends.tile_math import LOG2E
 from decayattn.problem import AttentionProblem
 
@@ -77,11 +78,12 @@ def build(
     _block_totals[grid](
         log_decay, log_decay.stride(), totals, *resets, resets[0] if counter is None else counter, *sizes,
         PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, ZERO_COUNTER=counter is not None, num_warps=_WARPS,
+        **COMPILER_OPTIONS,
     )  # fmt: skip
     _scan_blocks[grid](
         log_decay, log_decay.stride(), totals, *resets, *prefix, totals if columns is None else columns, factor,
         *sizes, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_SCAN_CHUNK,
-        COLUMNS=0 if columns is None else BIAS_COLUMNS, num_warps=_WARPS,
+        COLUMNS=0 if columns is None else BIAS_COLUMNS, num_warps=_WARPS, **COMPILER_OPTIONS,
     )  # fmt: skip
     return prefix
 
@@ -90,7 +92,7 @@ def constant_columns(rates: Tensor, factor: float, counter: Tensor) -> Tensor:
     """(H, DECAY_BLOCK, BIAS_COLUMNS): the parts of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
     columns = rates.new_empty(rates.shape[0], DECAY_BLOCK, BIAS_COLUMNS, dtype=torch.bfloat16)
     _constant_columns[(rates.shape[0],)](
-        rates, rates.stride(0), columns, factor, counter, BLOCK=DECAY_BLOCK, COLUMNS=BIAS_COLUMNS
+        rates, rates.stride(0), columns, factor, counter, BLOCK=DECAY_BLOCK, COLUMNS=BIAS_COLUMNS, **COMPILER_OPTIONS
     )
     return columns
 
@@ -111,7 +113,7 @@ def gradient(
     heads = torch.empty_like(prefix.base)
     sizes = (problem.longest_query, problem.longest_key, problem.num_heads, blocks, places, axes_of(problem, prefix))
     segments = (prefix.last_reset, prefix.next_reset)
-    modes = dict(PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK)
+    modes = dict(PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
     _segment_heads[grid](row_sums, column_sums, *segments, heads, *sizes, **modes)
     _reverse_sums[grid](
         row_sums, column_sums, *segments, heads, grad, grad.stride(), *sizes, CHUNK=_SCAN_CHUNK, **modes

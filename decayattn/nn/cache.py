@@ -8,7 +8,7 @@ from einops import repeat
 from torch import Tensor
 
 from decayattn import backends
-from decayattn.functional import _per_head, _per_row, decay_attention, with_sink
+from decayattn.functional import decay_attention, per_head, per_row, with_sink
 from decayattn.nn.decay import check_positive_int
 from decayattn.problem import SUPPORTED_DTYPES, AttentionProblem, check_arguments, window_of
 from decayattn.reference import masked_softmax
@@ -133,7 +133,7 @@ class DecayCache:
                 f"q: expected the tokens of k and the heads of the cache, (T, H) = {(k.shape[1], self.num_heads)}, "
                 f"got {tuple(q.shape[1:3])}"
             )
-        rates, scale = _per_head(log_decay, q), _per_row(scale, q)
+        rates, scale = per_head(log_decay, q), per_row(scale, q)
         log_decay, rates = (rates, None) if rates is not None and rates.ndim == 3 else (None, rates)
         self._check_tokens(k, v, log_decay, new_lengths)
         _refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)

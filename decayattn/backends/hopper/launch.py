@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from decayattn.backends import COMPILER_OPTIONS
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends.hopper import config, descriptors
 from decayattn.backends.hopper.forward import forward_kernel
@@ -44,7 +45,7 @@ def forward(
             problem.query_length, problem.key_length,
             D=problem.head_dim, KIND=problem.decay, WARPGROUPS=schedule.warpgroups, STAGES=schedule.stages,
             REGISTERS=schedule.registers,
-            num_warps=4, maxnreg=schedule.launch_registers,
+            num_warps=4, maxnreg=schedule.launch_registers, **COMPILER_OPTIONS,
         )  # fmt: skip
         return out, lse, row_references, prefix
 

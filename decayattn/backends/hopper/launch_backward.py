@@ -4,6 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
+from decayattn.backends import COMPILER_OPTIONS
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends.hopper import config, descriptors
 from decayattn.backends.hopper.backward import gradients_kernel, row_terms_kernel, unpack_dq_kernel
@@ -49,7 +50,7 @@ def backward(
             out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
             problem.query_length, problem.num_heads,
             D=problem.head_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, HAS_D_LSE=d_lse is not None,
-            ROW_SUMS=decay_gradient and scalar, num_warps=4,
+            ROW_SUMS=decay_gradient and scalar, num_warps=4, **COMPILER_OPTIONS,
         )  # fmt: skip
 
         key_tiles = triton.cdiv(problem.key_length, config.KEY_TILE)
@@ -65,13 +66,13 @@ def backward(
             problem.query_length, problem.key_length, problem.num_heads,
             D=problem.head_dim, ROWS=tile.rows, STAGES=tile.stages, GROUP=problem.num_heads // problem.num_kv_heads,
             DECAY=problem.decay, DECAY_GRADIENT=decay_gradient, REGISTERS=tile.registers,
-            num_warps=4, maxnreg=tile.launch_registers,
+            num_warps=4, maxnreg=tile.launch_registers, **COMPILER_OPTIONS,
         )  # fmt: skip
 
         parts = row_tiles * (tile.rows // _PART) * (problem.head_dim // _PART)
         unpack_dq_kernel[(parts * head_rows,)](
             dq_fragments, dq, dq.stride(), scale, problem.query_length, problem.num_heads,
-            D=problem.head_dim, ROWS=tile.rows, PART=_PART, num_warps=4,
+            D=problem.head_dim, ROWS=tile.rows, PART=_PART, num_warps=4, **COMPILER_OPTIONS,
         )  # fmt: skip
 
         d_log_decay = None

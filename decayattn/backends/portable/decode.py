@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends.portable.launch import _on, _padded
+from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends.portable.launch import on_device, padded
 from decayattn.backends.portable.tiles import load_rate, load_scale, load_tile
 from decayattn.backends.tile_math import (
     LN2,
@@ -95,15 +96,15 @@ def decode(
     batch, query_length, heads, head_dim = q.shape
     max_length, kv_heads, value_dim = values.shape[1:]
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    with _on(q.device):
+    with on_device(q.device):
         out = q.new_empty(batch, query_length, heads, value_dim)
         lse = q.new_empty(batch, heads, query_length, dtype=accumulator)
         if 0 in (batch, query_length):
             return out, lse
         group = heads // kv_heads
         rows = query_length * group
-        tile = choose(max(_padded(head_dim), _padded(value_dim)), q.dtype)
-        block_m = min(_padded(rows), tile.max_block_m)
+        tile = choose(max(padded(head_dim), padded(value_dim)), q.dtype)
+        block_m = min(padded(rows), tile.max_block_m)
         row_tiles = triton.cdiv(rows, block_m)
         programs = row_tiles * batch * kv_heads
         most_keys = max_length if longest is None else longest
@@ -122,16 +123,17 @@ def decode(
             no_strides if alpha is None else alpha.stride(), 0 if log_decay is None else log_decay.stride(0),
             scale.stride() if row_scale else no_strides, 1.0 if row_scale else scale,
             left, query_length, kv_heads, row_tiles, splits,
-            GROUP=group, D=head_dim, D_V=value_dim, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_D=_padded(head_dim),
-            BLOCK_DV=_padded(value_dim),
+            GROUP=group, D=head_dim, D_V=value_dim, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_D=padded(head_dim),
+            BLOCK_DV=padded(value_dim),
             DECAY="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
             HAS_FIRST=first is not None, ROW_SCALE=row_scale,
             PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS,
         )  # fmt: skip
         combine_kernel[(batch * kv_heads * rows,)](
             parts, part_max, part_sum, out, lse, query_length, kv_heads, splits,
-            GROUP=group, D_V=value_dim, BLOCK_DV=_padded(value_dim), BLOCK_SPLITS=triton.next_power_of_2(splits),
+            GROUP=group, D_V=value_dim, BLOCK_DV=padded(value_dim), BLOCK_SPLITS=triton.next_power_of_2(splits),
+            **COMPILER_OPTIONS,
         )  # fmt: skip
         return out, lse
 

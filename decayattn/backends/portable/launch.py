@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from decayattn.backends import COMPILER_OPTIONS
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends.portable import config
 from decayattn.backends.portable.backward import key_gradients_kernel, query_gradients_kernel, row_terms_kernel
@@ -25,7 +26,7 @@ def forward(
     places: Tensor | None = None, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, DecayPrefix]:  # fmt: skip
     """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q) and the decay prefix."""
-    with _on(problem.device):
+    with on_device(problem.device):
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
         lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=problem.accumulator_dtype)
         row_references = torch.empty_like(lse)
@@ -59,7 +60,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dq, dk, dv, dλ (shape of log_decay; None if not asked for), ds (B, T_q, H; None for one number) and dbias (shape
     of bias; None if not asked for)."""
-    with _on(problem.device):
+    with on_device(problem.device):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         row_scale_grad = torch.empty_like(row_references) if problem.row_scale else None
         if places is not None or _is_empty(problem):
@@ -80,7 +81,7 @@ def backward(
             out, d_out, delta if d_lse is None else d_lse, row_references, delta,
             out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
             problem.query_length, problem.num_heads, D_V=modes["D_V"], BLOCK_M=_ROW_TERMS_BLOCK,
-            BLOCK_DV=modes["BLOCK_DV"], HAS_D_LSE=d_lse is not None,
+            BLOCK_DV=modes["BLOCK_DV"], HAS_D_LSE=d_lse is not None, **COMPILER_OPTIONS,
         )  # fmt: skip
 
         column_sums = torch.empty(prefix.local.shape, dtype=delta.dtype, device=delta.device)
@@ -154,7 +155,7 @@ def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor) -> tup
     return like.new_zeros(shape), shape != full
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     """Launches go to the current GPU: make it the inputs' one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -167,7 +168,7 @@ def _arch(problem: AttentionProblem) -> str:
 
 def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> TileConfig:
     """The tiles of a kernel that reads these tensors in tiles."""
-    arch, dim = _arch(problem), max(_padded(problem.head_dim), _padded(problem.value_dim))
+    arch, dim = _arch(problem), max(padded(problem.head_dim), padded(problem.value_dim))
     # a descriptor ends where its tensor does, and not where a sequence in it does; with a bias, the tiles that were
     # chosen for descriptors have their matrix products serialised (compiled, not measured)
     plain = problem.layout == "dense" and not problem.bias
@@ -179,11 +180,11 @@ def _schedule(tile: TileConfig) -> dict:
     """How a kernel is launched, as opposed to what it computes."""
     return dict(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, DESCRIPTOR=tile.descriptors, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.num_stages, **COMPILER_OPTIONS,
     )  # fmt: skip
 
 
-def _padded(dim: int) -> int:
+def padded(dim: int) -> int:
     """Tile width of a head dimension: a power of two, and no narrower than a matrix instruction."""
     return max(16, triton.next_power_of_2(dim))
 
@@ -195,8 +196,8 @@ def _modes(problem: AttentionProblem) -> dict:
         GROUP=problem.num_heads // problem.num_kv_heads,
         D=problem.head_dim,
         D_V=problem.value_dim,
-        BLOCK_D=_padded(problem.head_dim),
-        BLOCK_DV=_padded(problem.value_dim),
+        BLOCK_D=padded(problem.head_dim),
+        BLOCK_DV=padded(problem.value_dim),
         DECAY=problem.decay,
         CAUSAL=problem.causal,
         ROW_CANCELS=problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2,
@@ -218,7 +219,7 @@ def _source(x: Tensor, rows: int, tile: TileConfig) -> Tensor | TensorDescriptor
         return x
     # the stride of a dimension of size 1 is never used, but TMA wants one that it could use
     strides = [x.stride(d) if x.shape[d] > 1 else x.shape[3] * 16 for d in range(3)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, _padded(x.shape[3])])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, padded(x.shape[3])])
 
 
 def _scale_number(scale: Tensor | float) -> float:
