@@ -155,7 +155,8 @@ def _at_rows(x: Tensor, i: Tensor) -> Tensor:
     """x (B, H, T_k) at the positions of the rows: (B, H, T_q), with some entry of x for a row that stands on no key."""
     if not x.shape[-1]:
         return x.new_zeros(*x.shape[:2], i.shape[-1])
-    return x.take_along_dim(i.clamp(0, x.shape[-1] - 1), -1)
+    # not take_along_dim, which compiles to a graph of its own for every length
+    return x.gather(-1, i.clamp(0, x.shape[-1] - 1).expand(*x.shape[:2], -1))
 
 
 def _per_query_head(problem: AttentionProblem, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from decayattn import DecayFlashAttention
 from decayattn.nn import ConstantDecay
@@ -107,6 +108,28 @@ def test_a_cache_with_resets():
             for part, which in zip(x.split([5, 1, 6], 1), resets.split([5, 1, 6], 1), strict=True)
         ]
         torch.testing.assert_close(torch.cat(steps, 1), layer(x, resets=resets))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("kind", ["plain", "padded", "reset", "packed"])
+def test_one_graph_for_every_length(kind, backend):
+    layer = DecayFlashAttention(16, 4, window_size=(5, 0), sink=True, backend=backend)
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for length in (9, 14, 23):
+        x = torch.randn(1 if kind == "packed" else 3, length, 16)
+        mask = torch.ones(x.shape[:2], dtype=torch.bool)
+        mask[0, :4] = False
+        cu_seqlens = torch.tensor([0, 4, length], dtype=torch.int32)
+        options = {
+            "plain": {}, "padded": dict(padding_mask=mask), "reset": dict(resets=~mask),
+            "packed": dict(cu_seqlens=cu_seqlens, max_seqlen=length),
+        }[kind]  # fmt: skip
+        with torch.no_grad():
+            expected = layer(x, **options)  # first, because einops learns of torch in its first call, and guards it
+            torch.testing.assert_close(compiled(x, **options), expected)
+    assert counter.frame_count == 1
 
 
 def test_the_sink_is_learned_and_starts_at_zero():
