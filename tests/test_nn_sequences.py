@@ -85,9 +85,9 @@ def test_resets_and_packing_keep_documents_apart_alike(causal):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_cache_with_a_window_and_a_sink(decay, backend):
-    layer = layer_of(decay, window_size=(6, 0), sink=True, backend="reference")
-    x = torch.randn(2, 20, 16).double()
+def test_a_cache_with_a_window_and_a_sink(decay, backend, device):
+    layer = layer_of(decay, window_size=(6, 0), sink=True, backend="reference").to(device)
+    x = torch.randn(2, 20, 16).double().to(device)
     with torch.no_grad():
         expected = layer(x)
         layer.backend = backend
@@ -112,16 +112,16 @@ def test_a_cache_with_resets():
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("kind", ["plain", "padded", "reset", "packed"])
-def test_one_graph_for_every_length(kind, backend):
-    layer = DecayFlashAttention(16, 4, window_size=(5, 0), sink=True, backend=backend)
+def test_one_graph_for_every_length(kind, backend, device):
+    layer = DecayFlashAttention(16, 4, window_size=(5, 0), sink=True, backend=backend, device=device)
     torch.compiler.reset()
     counter = CompileCounter()
     compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
     for length in (9, 14, 23):
-        x = torch.randn(1 if kind == "packed" else 3, length, 16)
-        mask = torch.ones(x.shape[:2], dtype=torch.bool)
+        x = torch.randn(1 if kind == "packed" else 3, length, 16, device=device)
+        mask = torch.ones(x.shape[:2], dtype=torch.bool, device=device)
         mask[0, :4] = False
-        cu_seqlens = torch.tensor([0, 4, length], dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, 4, length], dtype=torch.int32, device=device)
         options = {
             "plain": {}, "padded": dict(padding_mask=mask), "reset": dict(resets=~mask),
             "packed": dict(cu_seqlens=cu_seqlens, max_seqlen=length),
