@@ -1,0 +1,188 @@
+"""One new token over a long cache: the bytes that it reads, its check, its speed beside a copy of the device."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from attention_benchmark.cases import DECAYS, DTYPES
+from attention_benchmark.peers import reason
+from torch import Tensor
+
+from decayattn.problem import AttentionProblem
+from decayattn.testing import Comparison
+from decayattn.testing.attention import DRAWS, INPUTS, Call, places_of
+from sequence_benchmark.report import missing, passed, spread
+
+SECTION = "decode"
+COPY = "copy"  # what the steps are compared with
+ALPHA_BYTES = 8  # the cache holds the running sum of the log-decays in float64
+
+
+@dataclass(frozen=True)
+class Step:
+    """One new token in each of `batch` entries, whose caches hold `tokens` tokens, the new one among them; D_v = D."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    dtype: str
+
+    def __str__(self) -> str:
+        heads = f"H{self.heads} H_kv{self.kv_heads}"
+        return f"B{self.batch} {heads} D{self.head_dim} {self.dtype}, {self.tokens} tokens"
+
+    def bytes_read(self, decay: str) -> int:
+        """Keys and values, and α with a decay per token; what a step reads and writes besides is no part of it."""
+        cached = self.batch * self.tokens
+        read = cached * self.kv_heads * 2 * self.head_dim * DTYPES[self.dtype].itemsize
+        return read + cached * self.heads * ALPHA_BYTES if decay == "scalar" else read
+
+    def inputs(self, device: str, seed: int, mean_log_decay: float) -> dict[str, Tensor]:
+        """q (B, 1, H, D); keys, values (B, T, H_kv, D); log-decays, negative: rates (H,), log_decay (B, T, H), alpha.
+
+        alpha (B, T, H) is the running sum of log_decay in float64.
+        """
+        generator = torch.Generator(device).manual_seed(seed)
+        options: dict[str, Any] = {"generator": generator, "device": device}
+        cache = (self.batch, self.tokens, self.kv_heads, self.head_dim)
+        inputs = {"q": torch.randn(self.batch, 1, self.heads, self.head_dim, dtype=DTYPES[self.dtype], **options)}
+        for name in ("keys", "values"):
+            inputs[name] = torch.randn(cache, dtype=DTYPES[self.dtype], **options)
+        inputs["rates"] = 2 * mean_log_decay * torch.rand(self.heads, **options)
+        inputs["log_decay"] = 2 * mean_log_decay * torch.rand(self.batch, self.tokens, self.heads, **options)
+        inputs["alpha"] = inputs["log_decay"].cumsum(1, dtype=torch.float64)
+        return inputs
+
+    def call(self, inputs: dict[str, Tensor], decay: str) -> Callable[[], tuple[Tensor, Tensor]]:
+        """The call that is timed: (out, lse) of the new tokens."""
+        from decayattn.backends.portable.decode import decode  # imports Triton
+
+        lengths = inputs["q"].new_full((self.batch,), self.tokens, dtype=torch.int32)
+        rates = inputs["rates"] if decay == "constant" else None
+        alpha = inputs["alpha"] if decay == "scalar" else None
+        return lambda: decode(
+            inputs["q"], inputs["keys"], inputs["values"], rates, scale=self.head_dim**-0.5, lengths=lengths,
+            alpha=alpha,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def verify(step: Step, inputs: dict[str, Tensor], decay: str, results: tuple[Tensor, Tensor]) -> list[Comparison]:
+    """out and lse of two key heads' queries against the error budget of decayattn.testing.
+
+    They are those of the first key head of the first entry, and of the last one of the last entry. The oracle is the
+    float64 reference.
+    """
+    comparisons = []
+    group = step.heads // step.kv_heads
+    for entry, kv_head in dict.fromkeys([(0, 0), (step.batch - 1, step.kv_heads - 1)]):
+        own, heads = slice(entry, entry + 1), slice(kv_head * group, (kv_head + 1) * group)
+        q = inputs["q"][own, :, heads]
+        k, v = (inputs[name][own, :, kv_head : kv_head + 1] for name in ("keys", "values"))
+        log_decay = None
+        if decay == "constant":
+            log_decay = inputs["rates"][heads]
+        elif decay == "scalar":
+            log_decay = inputs["log_decay"][own, :, heads]
+        problem = AttentionProblem.of(q, v, log_decay, row_scale=None, causal=True)
+        arguments = dict.fromkeys(INPUTS) | {"q": q, "k": k, "v": v, "log_decay": log_decay}
+        places = places_of(problem, None)
+        pairs = tuple((place, head) for place in places for head in range(group))
+        # a step has no gradients: they are evaluated for zeros, and left aside
+        grad_lse = q.new_zeros(1, group, 1, dtype=problem.accumulator_dtype)
+        call = Call(arguments, torch.zeros_like(q), grad_lse, places, pairs, problem)
+        with torch.enable_grad():
+            x64 = call.oracle()
+        sizes, draws = call.sizes(), [call.draw(factor) for factor in DRAWS]
+        out, lse = results
+        for name, x in (("out", out[own, :, heads]), ("lse", lse[own, heads])):
+            errors = torch.stack([call.distance(name, draw[name], x64[name]) for draw in draws])
+            found = call.compare(name, x, x64[name], errors.amax(0), sizes[name])
+            where = entry, kv_head * group + found.head[1]
+            comparisons.append(replace(found, head=where))
+    return comparisons
+
+
+def run(
+    options: argparse.Namespace, device: str, timer: Callable[[Callable[[], object]], float] | None,
+    report: dict[str, Any],
+) -> None:  # fmt: skip
+    """Check the step with every decay, then time those that are right; without a timer the checks are all."""
+    step = Step(
+        options.decode_batch, options.decode_heads, options.decode_kv_heads, options.decode_head_dim,
+        options.decode_tokens, options.dtype,
+    )  # fmt: skip
+    print(f"\none new token over a cache: {step}", flush=True)
+    try:
+        inputs = step.inputs(device, options.seed, options.mean_log_decay)
+    except Exception as error:  # the device's memory, say: the other parts of the run go on
+        missing(report, SECTION, str(step), "failed", reason(error))
+        return
+    calls: dict[str, Callable[[], object]] = {}
+    for decay in DECAYS:
+        case = f"{step}, decay {decay}"
+        try:
+            call = step.call(inputs, decay)
+            if passed(report, SECTION, case, verify(step, inputs, decay, call())):
+                calls[decay] = call
+        except Exception as error:  # the other decays go on, and the run fails in the end
+            missing(report, SECTION, case, "failed", reason(error))
+    if timer is None or not calls:
+        return
+    try:
+        target = torch.empty_like(inputs["keys"])
+        times = time_calls({COPY: lambda: target.copy_(inputs["keys"]), **calls}, options.rounds, timer)
+    except Exception as error:
+        missing(report, SECTION, str(step), "failed", reason(error))
+        return
+    found = rows(step, 2 * inputs["keys"].nbytes, times)
+    report["decode"] += found
+    print(table(found))
+
+
+def time_calls(
+    calls: dict[str, Callable[[], object]], rounds: int, timer: Callable[[Callable[[], object]], float]
+) -> dict[str, list[float]]:
+    """Milliseconds of every call, one number per round; the rounds are interleaved as measure.time_rounds has them."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in list(calls)[:: -1 if number % 2 else 1]:
+            times[name].append(timer(calls[name]))
+    return times
+
+
+def rows(step: Step, copied: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """The copy and every decay; ratio_to_copy compares bytes per second.
+
+    Args:
+        copied: bytes that the copy reads and writes.
+        times: milliseconds per round, by decay or "copy".
+    """
+    result = []
+    for name, values in times.items():
+        ms, ms_range = spread(values)
+        moved = copied if name == COPY else step.bytes_read(name)
+        copy_speed = copied / spread(times[COPY])[0] / 1e6
+        result.append(
+            asdict(step) | {
+                "decay": name, "bytes": moved, "ms": ms, "ms_range": ms_range,
+                "gigabytes_per_second": moved / ms / 1e6,
+                "gigabytes_per_second_range": [moved / bound / 1e6 for bound in reversed(ms_range)],
+                "ratio_to_copy": moved / ms / 1e6 / copy_speed,
+            }
+        )  # fmt: skip
+    return result
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """A line per row."""
+    lines = [f"  {'':12}{'ms':>10} {'[range]':>19} {'GB/s':>8} {'/copy':>7}"]
+    for row in found:
+        low, high = row["ms_range"]
+        speed = f"{row['gigabytes_per_second']:8.1f} {row['ratio_to_copy']:7.2f}"
+        lines.append(f"  {row['decay']:12}{row['ms']:10.3f} {f'[{low:.3f}–{high:.3f}]':>19} {speed}")
+    return "\n".join(lines)

@@ -1,0 +1,370 @@
+"""The benchmark of packed sequences, decoding and generation: its arithmetic, its checks, its run on any machine."""
+
+import itertools
+import json
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
+sys.path.insert(0, str(EXPERIMENTS))
+
+import benchmark_sequences  # noqa: E402  (a script beside its modules, not a package)
+from sequence_benchmark import decoding, figure, generation, packed  # noqa: E402
+from sequence_benchmark.generation import Cached, Eviction, Recompute  # noqa: E402
+from sequence_benchmark.packed import Workload  # noqa: E402
+from sequence_benchmark.report import new_report  # noqa: E402
+
+from decayattn import decay_attention, decay_attention_varlen  # noqa: E402
+from decayattn.nn import DecayCache  # noqa: E402
+from decayattn.testing import attention  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"  # of what runs the decode kernels
+
+TINY = shlex.split("""
+    --packed-head-dims 8 --packed-heads 2 --packed-documents 3 --packed-document-lengths 2 20
+    --packed-batch 2 --packed-length 24 --packed-window 5
+    --decode-batch 2 --decode-heads 4 --decode-kv-heads 2 --decode-head-dim 8 --decode-tokens 50
+    --generate-layers 1 --generate-width 16 --generate-heads 2 --generate-prompt 20 --generate-timed 8
+    --generate-half-lives 1 2 --generate-evict-every 8 --generate-stream 200 --rounds 2
+""")
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "1"))  # what it sets ends with this test
+
+
+def counting_timer():
+    """Runs a call once, and says 1 ms, 2 ms, …"""
+    clock = itertools.count(1)
+    return lambda call: (call(), float(next(clock)))[1]
+
+
+# ----------------------------------------------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize("left", [-1, 0, 3, 16, 17, 100])
+def test_visible_pairs_are_those_of_the_mask(left):
+    for length in (1, 2, 5, 17):
+        i, j = torch.arange(length)[:, None], torch.arange(length)
+        seen = (j <= i) & ((i - j <= left) | (left < 0))
+        assert packed.visible_pairs(length, left) == int(seen.sum())
+
+
+def test_work_of_a_packed_batch_is_that_of_its_documents():
+    batch = Workload("packed", (3, 1, 20), heads=3, head_dim=8, dtype="float32", mean_log_decay=-0.1, packed=True)
+    document = torch.repeat_interleave(torch.tensor([3, 1, 20]))
+    token = torch.arange(24)
+    pairs = int(((document[:, None] == document) & (token[:, None] >= token)).sum())
+    # two products forward, five backward, 2·D operations each per visible pair and head
+    assert batch.flops("forward") == 2 * 2 * 8 * 3 * pairs
+    assert batch.flops("backward") == 5 * 2 * 8 * 3 * pairs
+
+
+def test_documents_are_uniform_in_the_logarithm_and_seeded():
+    lengths = packed.document_lengths(10_000, 64, 4096, seed=0)
+    assert lengths == packed.document_lengths(10_000, 64, 4096, seed=0)
+    assert lengths != packed.document_lengths(10_000, 64, 4096, seed=1)
+    assert min(lengths) >= 64
+    assert max(lengths) <= 4096
+    for part in (0.25, 0.5, 0.75):  # quantiles, within five standard deviations of a uniform variable's
+        below = sum(length <= 64 * 64**part for length in lengths) / len(lengths)
+        assert below == pytest.approx(part, abs=5 * math.sqrt(part * (1 - part) / len(lengths)))
+    assert set(packed.document_lengths(5, 7, 7, seed=0)) == {7}
+
+
+@pytest.mark.parametrize("decay", ["scalar", "constant", "none"])
+def test_bytes_of_a_step_are_those_of_the_tensors_it_reads(decay):
+    step = decoding.Step(batch=2, heads=4, kv_heads=2, head_dim=8, tokens=50, dtype="float16")
+    inputs = step.inputs("cpu", seed=0, mean_log_decay=-0.1)
+    read = [inputs["keys"], inputs["values"], *([inputs["alpha"]] if decay == "scalar" else [])]
+    assert step.bytes_read(decay) == sum(x.numel() * x.element_size() for x in read)
+
+
+def test_alpha_is_the_running_sum_of_negative_log_decays():
+    step = decoding.Step(batch=2, heads=4, kv_heads=2, head_dim=8, tokens=50, dtype="float32")
+    inputs = step.inputs("cpu", seed=0, mean_log_decay=-0.1)
+    assert inputs["alpha"].dtype == torch.float64
+    torch.testing.assert_close(inputs["alpha"].diff(dim=1).float(), inputs["log_decay"][:, 1:])
+    assert (inputs["log_decay"] <= 0).all()
+    assert (inputs["log_decay"] >= -0.2).all()
+
+
+# --------------------------------------------------------------------------------------------------------------- packed
+
+
+def tiny_options(*more: str):
+    return benchmark_sequences.parse([*TINY, *more], cuda=False)
+
+
+def test_workloads_call_what_they_say():
+    """Against the dense call on every document alone, and with the window."""
+    for workload in packed.workloads(tiny_options(), head_dim=8):
+        inputs = workload.inputs("cpu", seed=0)
+        call = workload.prepare(inputs, "reference", "cpu")
+        out = call.forward()
+        gradients = call.backward(out)
+        assert [x.shape for x in gradients] == [inputs[name].shape for name in ("q", "k", "v", "log_decay")]
+        window = (5, 0) if workload.name == "window" else None
+        parts = [0, *itertools.accumulate(workload.lengths)]
+        for n, (begin, end) in enumerate(itertools.pairwise(parts)):
+            own = slice(n, n + 1)
+            tensors = [inputs[name] for name in ("q", "k", "v", "log_decay")]
+            tensors = [x[begin:end][None] if workload.packed else x[own] for x in tensors]
+            want = decay_attention(*tensors, window_size=window, backend="reference")
+            got = out[begin:end][None] if workload.packed else out[own]
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrong_packed_kernel_gets_no_speed(monkeypatch, capsys):
+    def planted(*tensors, **options):
+        out, lse = decay_attention_varlen(*tensors, **options)
+        return out * 1.001, lse
+
+    monkeypatch.setattr(attention, "decay_attention_varlen", planted)
+    report = new_report(rounds=2)
+    packed.run(tiny_options("--backend", "reference"), "cpu", counting_timer(), report)
+    assert [(entry["case"].split(":")[0], entry["kind"]) for entry in report["missing"]] == [("packed", "wrong")]
+    assert {row["workload"] for row in report["packed"]} == {"dense", "window"}
+    assert "VIOLATED" in capsys.readouterr().out
+
+
+def test_rows_compare_with_the_dense_call():
+    report = new_report(rounds=2)
+    packed.run(tiny_options("--backend", "reference"), "cpu", counting_timer(), report)
+    rows = {(row["workload"], row["direction"]): row for row in report["packed"]}
+    assert len(rows) == 6
+    for (name, direction), row in rows.items():
+        assert row["tflops"] == pytest.approx(row["flops"] / row["ms"] / 1e9)
+        assert row["ratio_to_dense"] == pytest.approx(row["tflops"] / rows["dense", direction]["tflops"])
+        assert row["tflops_range"][0] < row["tflops"] < row["tflops_range"][1]
+        assert row["tokens"] == (48 if name != "packed" else sum(packed.document_lengths(3, 2, 20, 0)))
+
+
+# --------------------------------------------------------------------------------------------------------------- decode
+
+
+@pytest.mark.parametrize("decay", ["scalar", "constant", "none"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_step_is_judged_where_it_was_looked_at(decay, dtype):
+    step = decoding.Step(batch=3, heads=4, kv_heads=2, head_dim=8, tokens=70, dtype=dtype)
+    inputs = step.inputs(DEVICE, seed=0, mean_log_decay=-0.1)
+    out, lse = step.call(inputs, decay)()
+    comparisons = decoding.verify(step, inputs, decay, (out, lse))
+    assert [c.name for c in comparisons] == ["out", "lse", "out", "lse"]
+    assert all(c.passed for c in comparisons)
+    for head in ((0, 1), (2, 3)):
+        wrong = out.clone()
+        wrong[head[0], :, head[1]] *= 1.02
+        violated = [c for c in decoding.verify(step, inputs, decay, (wrong, lse)) if not c.passed]
+        assert [(c.name, c.head) for c in violated] == [("out", head)]
+        wrong = lse.clone()
+        wrong[head] += 0.02
+        violated = [c for c in decoding.verify(step, inputs, decay, (out, wrong)) if not c.passed]
+        assert [(c.name, c.head) for c in violated] == [("lse", head)]
+
+
+def test_a_step_without_its_decay_is_wrong():
+    step = decoding.Step(batch=1, heads=2, kv_heads=1, head_dim=8, tokens=70, dtype="float32")
+    inputs = step.inputs(DEVICE, seed=0, mean_log_decay=-0.01)
+    for called, decay in itertools.permutations(("scalar", "constant", "none"), 2):
+        assert not any(c.passed for c in decoding.verify(step, inputs, decay, step.call(inputs, called)()))
+
+
+def test_a_wrong_decode_kernel_gets_no_speed(monkeypatch):
+    step_call = decoding.Step.call
+
+    def planted(self, inputs, decay):
+        call = step_call(self, inputs, decay)
+        return (lambda: [x * 1.01 for x in call()]) if decay == "constant" else call
+
+    monkeypatch.setattr(decoding.Step, "call", planted)
+    report = new_report(rounds=2)
+    decoding.run(tiny_options(), DEVICE, counting_timer(), report)
+    assert [(entry["case"].split()[-1], entry["kind"]) for entry in report["missing"]] == [("constant", "wrong")]
+    rows = report["decode"]
+    assert [row["decay"] for row in rows] == ["copy", "scalar", "none"]
+    assert [row["ms"] for row in rows] == [3.5] * 3  # 1 and 6, 2 and 5, 3 and 4: every second round goes the other way
+    assert rows[0]["bytes"] == 2 * 2 * 50 * 2 * 8 * 4
+    assert rows[1]["gigabytes_per_second"] == pytest.approx(rows[1]["bytes"] / 3.5e-3 / 1e9)
+    assert rows[1]["ratio_to_copy"] == pytest.approx(rows[1]["bytes"] / rows[0]["bytes"])
+
+
+# ------------------------------------------------------------------------------------------------------------- generate
+
+
+def small_model(dtype=torch.float64, half_lives=(1.0, 2.0)):
+    return generation.build_model(2, 16, 2, half_lives, dtype, "cpu", seed=0)
+
+
+@torch.no_grad()
+def test_every_mode_writes_the_same_text():
+    model, prompt, eviction = small_model(), torch.randint(256, (1, 90)), Eviction(8, 1e-9)
+    room = max(90, generation.held_bound(model, eviction)) + 8
+    writers = [Recompute(model, prompt), Cached(model, prompt, 130), Cached(model, prompt, room, eviction)]
+    texts = [[], [], []]
+    for _ in range(40):
+        for writer, text in zip(writers, texts, strict=True):
+            text.append(int(writer.new))
+            writer.step()
+    assert texts[0] == texts[1] == texts[2]
+    assert len(set(texts[0])) > 1
+    assert writers[0].text[0, 90:].tolist() == texts[0]
+    assert generation.longest(writers[1].caches) == 130
+    assert generation.longest(writers[2].caches) < 90
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("half_lives", [(1.0, 2.0), (3.0, 5.0)])
+@pytest.mark.parametrize("tolerance", [1e-2, 2.0**-24])
+def test_the_cache_stays_as_long_as_the_arithmetic_says(tolerance, half_lives):
+    model, eviction = small_model(torch.float32, half_lives), Eviction(8, tolerance)
+    held = generation.held_bound(model, eviction)
+    found = generation.stream(model, 3 * held, eviction)
+    assert found["held_bound"] == held
+    assert found["tokens"] == [8 * n for n in range(1, 3 * held // 8 + 1)]
+    flat = [length for written, length in zip(found["tokens"], found["after"], strict=True) if written > 2 * held]
+    assert held - 2 <= min(flat) <= max(flat) <= held
+    assert found["before"][1:] == [length + 8 for length in found["after"][:-1]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_logits_are_held_to_the_error_of_the_model_without_a_cache(dtype, monkeypatch):
+    model, eviction = small_model(dtype), Eviction(8, 2.0**-24)
+    tokens = torch.randint(256, (1, 120))
+    assert [(row.mode, row.passed) for row in generation.verify(model, tokens, eviction)] == [
+        ("cache", True), ("evict", True),
+    ]  # fmt: skip
+    too_much = generation.verify(model, tokens, Eviction(8, 0.999))
+    if dtype == torch.float32:  # what a float16 model cannot see is not wrong for it
+        assert [row.passed for row in too_much] == [True, False]
+
+    def forgetful(cache, *arguments):
+        out = attend(cache, *arguments)
+        cache.first.clamp_(min=cache.longest - 2)  # sees itself and the token before
+        return out
+
+    attend = DecayCache._append
+    monkeypatch.setattr(DecayCache, "_append", forgetful)
+    assert not any(row.passed for row in generation.verify(model, tokens, eviction))
+
+
+# -------------------------------------------------------------------------------------------------------------- the run
+
+
+@pytest.mark.skipif(ON_GPU, reason="Triton interprets kernels only where it was told so before its import")
+@pytest.mark.usefixtures("on_a_cpu")
+def test_a_cpu_checks_everything_and_times_the_text(tmp_path, capsys):
+    output = tmp_path / "new" / "results.json"
+    assert benchmark_sequences.main([*TINY, "--output", str(output)]) == 0
+    read = json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(f"not strict JSON: {name}"))
+    assert {"gpu", "driver", "torch", "triton", "python", "commit", "dirty", "command", "date", "method"} <= set(read)
+    assert (read["rounds"], read["missing"], read["packed"], read["decode"]) == (2, [], [], [])
+    assert [check["section"] for check in read["checks"]] == ["packed"] * 3 + ["decode"] * 3 + ["generate"]
+    assert not any("VIOLATED" in line for check in read["checks"] for line in check["table"])
+    assert read["device"].startswith("CPU ")
+    assert [(row["mode"], row["device"]) for row in read["generate"]] == [
+        (mode, read["device"]) for mode in ("recompute", "cache", "evict")
+    ]
+    for row in read["generate"]:
+        low, high = row["tokens_per_second_range"]
+        assert 0 < low <= row["tokens_per_second"] <= high
+    assert max(read["stream"]["after"]) <= read["stream"]["held_bound"] < 200
+    assert len(read["stream"]["after"]) == 200 // 8
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    assert str(tmp_path) not in output.read_text()
+    printed = capsys.readouterr().out
+    assert "TFLOP" not in printed
+    assert "GB/s" not in printed
+    assert f"on {read['device']}" in printed
+
+
+def test_a_timed_run_reports_every_part(tmp_path, capsys):
+    """What a GPU does, with a stand-in for its timer."""
+    output, plot = tmp_path / "results.json", tmp_path / "other" / "plot.png"
+    argv = [*TINY, "--backend", "reference", "--dtype", "float32", "--output", str(output), "--plot", str(plot)]
+    options = benchmark_sequences.parse(argv, cuda=True)
+    assert benchmark_sequences.run(options, argv, DEVICE, counting_timer()) == 0
+    read = json.loads(output.read_text())
+    assert len(read["packed"]) == 6
+    assert [row["decay"] for row in read["decode"]] == ["copy", "scalar", "constant", "none"]
+    assert plot.stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "TFLOP/s" in printed
+    assert "GB/s" in printed
+    drawn = figure.draw(read)
+    assert [len(axes.containers) for axes in drawn.axes] == [2 * 3, 2, 2, 0]  # bars, and their ranges
+    heights = sorted(bar.get_height() for bar in drawn.axes[0].patches)
+    assert heights == pytest.approx(sorted(row["tflops"] for row in read["packed"]))
+    assert drawn.axes[3].lines[1].get_ydata().tolist() == read["stream"]["after"]
+    with pytest.raises(ValueError, match="has no results"):
+        figure.draw({**read, **new_report(2)})
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_a_gpu_times_everything(tmp_path):
+    output = tmp_path / "results.json"
+    assert benchmark_sequences.main([*TINY, "--round-ms", "1", "--output", str(output)]) == 0
+    read = json.loads(output.read_text())
+    assert [len(read[part]) for part in ("packed", "decode", "generate")] == [6, 4, 3]
+    assert read["missing"] == []
+    assert output.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_what_fails_is_listed_and_leaves_the_others_alone(monkeypatch, tmp_path):
+    def too_big(*_):
+        raise torch.OutOfMemoryError("too big\nand a long story")
+
+    monkeypatch.setattr(decoding.Step, "inputs", too_big)
+    monkeypatch.setattr(Workload, "inputs", too_big)
+    monkeypatch.setattr(generation, "verify", too_big)
+    output = tmp_path / "results.json"
+    assert benchmark_sequences.main([*TINY, "--what", "decode", "packed", "generate", "--output", str(output)]) == 1
+    read = json.loads(output.read_text())
+    assert [entry["section"] for entry in read["missing"]] == ["decode", *["packed"] * 3, "generate"]
+    assert {(entry["kind"], entry["reason"]) for entry in read["missing"]} == {("failed", "OutOfMemoryError: too big")}
+    assert not output.with_suffix(".png").exists()
+
+
+def test_the_defaults_are_good():
+    for cuda in (True, False):
+        options = benchmark_sequences.parse([], cuda)
+        assert options.what == ["packed", "decode", "generate"]
+        assert (options.output is None) == (not cuda)  # a CPU's results never overwrite a GPU's
+    options = benchmark_sequences.parse(["--output", "a/b.json"], cuda=False)
+    assert options.plot == Path("a/b.png")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--what nothing", "invalid choice: 'nothing'"),
+        ("--rounds 0", "positive integer, got 0"),
+        ("--dtype bfloat16", "--dtype: expected float16 or float32"),
+        ("--round-ms 0", "--round-ms: expected a number above 0, got 0.0"),
+        ("--packed-head-dims 8 300", "--packed-head-dims: expected at most 256, got 8 300"),
+        ("--packed-document-lengths 9 8", "--packed-document-lengths: expected the least before the largest, got 9 8"),
+        ("--decode-heads 6 --decode-kv-heads 4", "--decode-heads: expected a multiple of --decode-kv-heads 4, got 6"),
+        ("--decode-head-dim 257", "--decode-head-dim: expected at most 256, got 257"),
+        ("--generate-width 9 --generate-heads 2", "--generate-width: expected a multiple of --generate-heads 2"),
+        ("--generate-half-lives 3 2", "--generate-half-lives: expected two numbers above 0, the shorter one first"),
+        ("--generate-half-lives 0 2", "--generate-half-lives: expected two numbers above 0, the shorter one first"),
+        ("--generate-tolerance 1", "--generate-tolerance: expected a number between 0 and 1, got 1.0"),
+        ("--generate-timed 4 --generate-evict-every 5", "--generate-timed: expected at least --generate-evict-every 5"),
+        ("--generate-stream 3", "--generate-stream: expected at least --generate-evict-every 16, got 3"),
+    ],
+)
+def test_bad_options_are_refused(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        benchmark_sequences.parse(shlex.split(argv), cuda=False)
+    assert message in capsys.readouterr().err
