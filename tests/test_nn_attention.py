@@ -375,7 +375,12 @@ def test_every_parameter_learns(decay):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_distributed_data_parallel(decay, tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    except RuntimeError as error:
+        if "Unable to find interface" not in str(error):
+            raise
+        pytest.skip("gloo finds no network interface here, not even 127.0.0.1")
     try:
         layer = build(decay=DECAYS[decay](), **EVERYTHING)
         expected = gradients(layer, tokens(), grad := torch.randn_like(tokens()))
