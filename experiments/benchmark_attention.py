@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from attention_benchmark import checks, figure, measure, peers, report
 from attention_benchmark.cases import DECAYS, DTYPES, Case, cases, random_inputs
+from attention_benchmark.options import declare, positive
 from provenance import ROOT, provenance
 
 from decayattn import backends
@@ -76,27 +77,17 @@ def run(measured: Sequence[Case], options: argparse.Namespace, argv: Sequence[st
 def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     """The options, defaults filled in for this machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = GPU_DEFAULTS if cuda else CPU_DEFAULTS
-
-    def option(name: str, help: str, **settings: Any) -> None:
-        key = name.removeprefix("--").replace("-", "_")
-        default = settings.setdefault("default", defaults.get(key))
-        if isinstance(default, list):
-            default = " ".join(map(str, default))
-        elif isinstance(default, Path):
-            default = default.relative_to(ROOT)
-        parser.add_argument(name, help=f"{help} (default: {default})", **settings)
-
-    option("--head-dims", "head dimensions D = D_v", type=_positive, nargs="+", metavar="D")
-    option("--lengths", "sequence lengths T", type=_positive, nargs="+", metavar="T")
-    option("--tokens", "tokens in a batch: B = max(1, tokens // T)", type=_positive)
-    option("--heads", "heads H", type=_positive)
+    option = declare(parser, GPU_DEFAULTS if cuda else CPU_DEFAULTS)
+    option("--head-dims", "head dimensions D = D_v", type=positive, nargs="+", metavar="D")
+    option("--lengths", "sequence lengths T", type=positive, nargs="+", metavar="T")
+    option("--tokens", "tokens in a batch: B = max(1, tokens // T)", type=positive)
+    option("--heads", "heads H", type=positive)
     option("--dtype", "dtype of q, k, v", choices=tuple(DTYPES))
     option("--decay", "kind of log-decay", choices=DECAYS, default="scalar")
     option("--mean-log-decay", "mean log-decay per token, natural log (drawn from [2m, 0])", type=float, default=-0.01)
     option("--backends", "our backends", choices=backends.NAMES, nargs="+", default=["auto" if cuda else "triton"])
     option("--peers", "kernels to compare with", choices=tuple(peers.OTHERS), nargs="*", default=list(peers.OTHERS))
-    option("--rounds", "interleaved rounds", type=_positive, default=5)
+    option("--rounds", "interleaved rounds", type=positive, default=5)
     option("--round-ms", "milliseconds that a round gives every call", type=float, default=15.0)
     option("--seed", "seed of the random inputs", type=int, default=0)
     option("--commit", "commit of the code, for a copy of it without git", default=None)
@@ -110,13 +101,6 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     if cuda and not options.plot:
         options.plot = options.output.with_suffix(".png")
     return options
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return number
 
 
 def choose_peers(options: argparse.Namespace, case: Case, device: str) -> list[peers.Peer]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from attention_benchmark import measure
 from attention_benchmark.cases import DTYPES
+from attention_benchmark.options import declare, positive
 from attention_benchmark.report import write
 from provenance import ROOT, provenance
 from sequence_benchmark import decoding, figure, generation, packed
@@ -92,50 +93,40 @@ def run(
 def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     """The options, checked, defaults filled in for this machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = GPU_DEFAULTS if cuda else CPU_DEFAULTS
-
-    def option(name: str, help: str, **settings: Any) -> None:
-        key = name.removeprefix("--").replace("-", "_")
-        default = settings.setdefault("default", defaults.get(key))
-        if isinstance(default, list):
-            default = " ".join(map(str, default))
-        elif isinstance(default, Path):
-            default = default.relative_to(ROOT)
-        parser.add_argument(name, help=f"{help} (default: {default})", **settings)
-
+    option = declare(parser, GPU_DEFAULTS if cuda else CPU_DEFAULTS)
     option("--what", "parts to run", choices=tuple(PARTS), nargs="+", default=list(PARTS))
     option("--dtype", "dtype of the keys and of the model", choices=tuple(DTYPES))
     option("--mean-log-decay", "mean log-decay per token, natural log (drawn from [2m, 0])", type=float, default=-0.01)
-    option("--rounds", "interleaved rounds", type=_positive)
+    option("--rounds", "interleaved rounds", type=positive)
     option("--round-ms", "milliseconds that a round gives every kernel call", type=float, default=30.0)
     option("--seed", "seed of all random numbers", type=int, default=0)
     option("--commit", "commit of the code, for a copy of it without git", default=None)
     option("--output", "JSON file; None writes none", type=Path)
     option("--plot", "PNG file; None: beside the JSON file", type=Path)
     option("--backend", "our backend in the packed part", choices=backends.NAMES)
-    option("--packed-head-dims", "head dimensions D = D_v", type=_positive, nargs="+", metavar="D")
-    option("--packed-heads", "heads H", type=_positive)
-    option("--packed-documents", "packed documents", type=_positive)
+    option("--packed-head-dims", "head dimensions D = D_v", type=positive, nargs="+", metavar="D")
+    option("--packed-heads", "heads H", type=positive)
+    option("--packed-documents", "packed documents", type=positive)
     lengths = "least and largest length of a document, drawn uniformly in the logarithm"
-    option("--packed-document-lengths", lengths, type=_positive, nargs=2, metavar=("LEAST", "LARGEST"))
-    option("--packed-batch", "sequences of the dense batch", type=_positive)
-    option("--packed-length", "their length", type=_positive)
-    option("--packed-window", "tokens to the left that the sliding window shows", type=_positive)
-    option("--decode-batch", "cache entries B", type=_positive)
-    option("--decode-heads", "query heads H", type=_positive)
-    option("--decode-kv-heads", "key heads H_kv", type=_positive)
-    option("--decode-head-dim", "head dimension D = D_v", type=_positive)
-    option("--decode-tokens", "tokens in the cache, the new one among them", type=_positive)
-    option("--generate-layers", "blocks of the model", type=_positive)
-    option("--generate-width", "width of the model", type=_positive)
-    option("--generate-heads", "heads of the model", type=_positive)
+    option("--packed-document-lengths", lengths, type=positive, nargs=2, metavar=("LEAST", "LARGEST"))
+    option("--packed-batch", "sequences of the dense batch", type=positive)
+    option("--packed-length", "their length", type=positive)
+    option("--packed-window", "tokens to the left that the sliding window shows", type=positive)
+    option("--decode-batch", "cache entries B", type=positive)
+    option("--decode-heads", "query heads H", type=positive)
+    option("--decode-kv-heads", "key heads H_kv", type=positive)
+    option("--decode-head-dim", "head dimension D = D_v", type=positive)
+    option("--decode-tokens", "tokens in the cache, the new one among them", type=positive)
+    option("--generate-layers", "blocks of the model", type=positive)
+    option("--generate-width", "width of the model", type=positive)
+    option("--generate-heads", "heads of the model", type=positive)
     lives = "half-lives in tokens, from the fastest head to the slowest"
     option("--generate-half-lives", lives, type=float, nargs=2, metavar=("SHORT", "LONG"))
     option("--generate-tolerance", "probability that evictions may cost a row", type=float, default=2.0**-24)
-    option("--generate-evict-every", "tokens between two evictions", type=_positive)
-    option("--generate-prompt", "tokens (bytes) of the prompt", type=_positive)
-    option("--generate-timed", "tokens written after it per mode and round", type=_positive)
-    option("--generate-stream", "tokens of the long text, written with evictions", type=_positive)
+    option("--generate-evict-every", "tokens between two evictions", type=positive)
+    option("--generate-prompt", "tokens (bytes) of the prompt", type=positive)
+    option("--generate-timed", "tokens written after it per mode and round", type=positive)
+    option("--generate-stream", "tokens of the long text, written with evictions", type=positive)
     options = parser.parse_args(argv)
     for name, expected in _refusals(options, cuda):
         got = getattr(options, name.replace("-", "_"))
@@ -168,13 +159,6 @@ def _refusals(options: argparse.Namespace, cuda: bool) -> list[tuple[str, str]]:
         ("generate-stream", f"at least --generate-evict-every {every}", options.generate_stream >= every),
     ]  # fmt: skip
     return [(name, expected) for name, expected, right in rules if not right]
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return number
 
 
 if __name__ == "__main__":

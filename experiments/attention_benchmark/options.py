@@ -1,0 +1,31 @@
+"""How the benchmarks declare their options."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from provenance import ROOT
+
+
+def declare(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> Callable[..., None]:
+    """option(name, help, **settings) as parser.add_argument, with this machine's default, which the help tells."""
+
+    def option(name: str, help: str, **settings: Any) -> None:
+        key = name.removeprefix("--").replace("-", "_")
+        default = settings.setdefault("default", defaults.get(key))
+        if isinstance(default, list):
+            default = " ".join(map(str, default))
+        elif isinstance(default, Path):
+            default = default.relative_to(ROOT)
+        parser.add_argument(name, help=f"{help} (default: {default})", **settings)
+
+    return option
+
+
+def positive(text: str) -> int:
+    """The type of an option that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return number
