@@ -59,9 +59,9 @@ def attention(
 @torch.library.impl("decayattn::forward", "CompositeExplicitAutograd")
 def _forward(q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, backend):
     problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias)
-    out, lse, row_references, prefix = backends.load(backend).forward(
-        problem, q, k, v, log_decay, scale if row_scale is None else row_scale, places, bias
-    )
+    scale = scale if row_scale is None else row_scale
+    launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale))
+    out, lse, row_references, prefix = launcher.forward(problem, q, k, v, log_decay, scale, places, bias)
     return out, lse, row_references, *prefix
 
 
@@ -73,9 +73,12 @@ def _backward(
     from decayattn.backends.prefix import DecayPrefix  # imports Triton, so not before a kernel backend has run
 
     problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias)
-    dq, dk, dv, *rest = backends.load(backend).backward(
-        problem, d_out, d_lse, q, k, v, log_decay, scale if row_scale is None else row_scale, places, bias, out,
-        row_references, DecayPrefix(local, base, last_reset, next_reset), decay_gradient, bias_gradient,
+    scale = scale if row_scale is None else row_scale
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale, deterministic))
+    dq, dk, dv, *rest = launcher.backward(
+        problem, d_out, d_lse, q, k, v, log_decay, scale, places, bias, out, row_references,
+        DecayPrefix(local, base, last_reset, next_reset), decay_gradient, bias_gradient,
     )  # fmt: skip
     return dq, dk, dv, *(_or_empty(gradient, row_references) for gradient in rest)
 

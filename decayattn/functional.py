@@ -64,8 +64,8 @@ def decay_attention(
             before the first key of their sequence see nothing.
         return_lse: also return lse.
         backend: "auto" takes the fastest that accepts the problem. "reference" is eager PyTorch, differentiable to any
-            order; "triton" the Triton kernels; "hopper" the Gluon kernels for sm_90, which are new, and which "auto"
-            does not take yet. A name is taken literally or refused with the reason.
+            order; "triton" the Triton kernels, whose gradients repeat bit by bit; "hopper" the Gluon kernels for sm_90.
+            A name is taken literally or refused with the reason.
 
     Returns:
         out (B, T_q, H, D_v) in the dtype of q, or (out, lse) with lse (B, H, T_q) in float32 (float64 for float64

@@ -107,9 +107,16 @@ def choose_peers(options: argparse.Namespace, case: Case, device: str) -> list[p
     """cuDNN first, it is the measure, and ours under the names of the backends that run."""
     inputs = random_inputs(dataclasses.replace(case, batch=1, heads=1, length=1), device, seed=0)
     problem = AttentionProblem.of(inputs["q"], inputs["v"], inputs.get("log_decay"), row_scale=None, causal=True)
-    ours = dict.fromkeys(backends.select(problem, name) for name in options.backends)
+    ours = dict.fromkeys(launched(problem, name, inputs) for name in options.backends)
     others = sorted(options.peers, key=lambda name: name != peers.BASELINE)
     return [*(peers.OTHERS[name] for name in dict.fromkeys(others)), *map(peers.ours, ours)]
+
+
+def launched(problem: AttentionProblem, name: str, inputs: dict[str, Any]) -> str:
+    """The backend that a name stands for."""
+    name = backends.select(problem, name)
+    q, k, v = (inputs[x] for x in ("q", "k", "v"))
+    return name if name == "reference" else backends.resolve(problem, name, q, k, v, q.shape[-1] ** -0.5)
 
 
 def benchmark(

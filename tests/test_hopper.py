@@ -100,8 +100,9 @@ def test_runs_repeat(dim, decay):
             if name in ("out", "lse", "k", "v"):
                 assert torch.equal(x, first[name]), name
             else:
+                # dλ is float32, and a small difference of sums: its rounding is many times that of a number
                 error = (x.double() - first[name].double()).norm() / first[name].double().norm()
-                assert error < torch.finfo(x.dtype).eps, name
+                assert error < (2**-14 if name == "log_decay" else torch.finfo(x.dtype).eps), name
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,6 @@ def test_runs_repeat(dim, decay):
         (dict(scale=0.0), "scale of at least"),
         (dict(scale=torch.ones(4)), "one scale for all rows"),
         (dict(v=torch.zeros(2, 333, 4, 32, dtype=BF16)), "D = D_v"),
-        (dict(q=torch.zeros(2, 333, 4, 65, dtype=BF16)[..., 1:]), "TMA cannot address q"),
     ],
 )
 def test_refusals_name_the_reason(change, reason):
@@ -120,17 +120,41 @@ def test_refusals_name_the_reason(change, reason):
         decay_attention(**make() | change, backend="hopper")
 
 
-def test_a_deterministic_backward_is_refused():
-    inputs = make()
-    inputs["q"].requires_grad_()
-    out = decay_attention(**inputs, backend="hopper")
+def test_tensors_that_tma_cannot_address_are_refused():
+    q = torch.zeros(2, 333, 4, 65, device="cuda", dtype=BF16)[..., 1:]
+    with pytest.raises(ValueError, match="TMA cannot address q"):
+        decay_attention(**make() | dict(q=q), backend="hopper")
+
+
+def test_deterministic_gradients():
+    """By name there are none; "auto" takes these kernels forward, and a backward that repeats bit by bit."""
+    leaves = {name: x.requires_grad_() for name, x in make(1000, dim=128).items()}
+    grad_out = torch.randn_like(leaves["q"])
+
+    def gradients(backend: str) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(decay_attention(**leaves, backend=backend), list(leaves.values()), grad_out)
+
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(RuntimeError, match="deterministic"):
-            out.sum().backward()
+        with pytest.raises(ValueError, match="no deterministic backward"):
+            gradients("hopper")
+        first = gradients("auto")
+        for _ in range(49):
+            assert all(map(torch.equal, first, gradients("auto")))
+        inputs = {name: x.detach() for name, x in leaves.items()}
+        assert_within_budget(verify_attention(**inputs, backend="auto", grad_out=grad_out))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_auto_does_not_take_them_yet():
-    assert "hopper" not in backends.AUTOMATIC
+def test_auto_takes_them_where_they_take_the_problem(monkeypatch):
+    ran = []
+    for name in backends.KERNELS:
+        module = backends.load(name)
+        monkeypatch.setattr(module, "forward", lambda *a, n=name, f=module.forward: (ran.append(n), f(*a))[1])
+    inputs = make(77, 200)
+    decay_attention(**inputs)
+    decay_attention(**inputs, causal=False)
+    decay_attention(**inputs | dict(q=torch.zeros(2, 77, 4, 65, device="cuda", dtype=BF16)[..., 1:]))
+    decay_attention(**inputs, scale=-1.0)
+    assert ran == ["hopper", "triton", "triton", "triton"]

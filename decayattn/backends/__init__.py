@@ -5,14 +5,16 @@ import importlib
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from decayattn.problem import AttentionProblem
 
-# kernel backends; each is a package with refusal(dtype, device), forward(...) and backward(...), and what one's forward
-# saves another's backward could read
+# kernel backends; each is a package with refusal(dtype, device), misfit(problem, q, k, v, scale), forward(...),
+# backward(...) and DETERMINISTIC, whether that backward repeats bit by bit. What one's forward saves, another's
+# backward can read
 KERNELS = {"triton": "decayattn.backends.portable", "hopper": "decayattn.backends.hopper"}
-# those that "auto" considers, fastest first; "hopper" joins them when its whole test suite has passed on hardware
-AUTOMATIC = ("triton",)
+# those that "auto" considers, fastest first
+AUTOMATIC = ("hopper", "triton")
 # how every kernel is compiled, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
 NAMES = ("auto", "reference", *KERNELS)
@@ -45,7 +47,10 @@ _refusal._dynamo_marked_constant = True
 
 
 def select(problem: AttentionProblem, name: str) -> str:
-    """The backend to run: for "auto" the first that accepts the problem, else the named one or a ValueError."""
+    """What runs: "reference", or the name to give to `resolve`; a kernel backend that cannot run here is a ValueError.
+
+    Only what is known of a call before its tensors have addresses is asked: torch.compile traces through this.
+    """
     if name not in NAMES:
         raise ValueError(f"backend: expected one of {', '.join(map(repr, NAMES))}, got {name!r}")
     if name == "reference":
@@ -53,8 +58,34 @@ def select(problem: AttentionProblem, name: str) -> str:
     if name == "auto":
         # on a CPU the kernels can only be interpreted, which is for debugging: nobody gets that without naming it
         candidates = AUTOMATIC if problem.device.type == "cuda" else ()
-        return next((kernel for kernel in candidates if refusal(problem, kernel) is None), "reference")
+        return name if any(refusal(problem, kernel) is None for kernel in candidates) else "reference"
     reason = refusal(problem, name)
     if reason is not None:
         raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
     return name
+
+
+def resolve(
+    problem: AttentionProblem, name: str, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float,
+    deterministic: bool = False,
+) -> str:  # fmt: skip
+    """The kernel backend that launches: the named one or an error; for "auto" the first that takes these very tensors.
+
+    deterministic asks for a backward that repeats bit by bit.
+    """
+    if name == "auto":
+        found = (kernel for kernel in AUTOMATIC if not _objection(problem, kernel, q, k, v, scale, deterministic))
+        return next(found)
+    reason = _objection(problem, name, q, k, v, scale, deterministic)
+    if reason is not None:
+        raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
+    return name
+
+
+def _objection(
+    problem: AttentionProblem, name: str, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float, deterministic: bool
+) -> str | None:
+    reason = refusal(problem, name) or load(name).misfit(problem, q, k, v, scale)
+    if reason is None and deterministic and not load(name).DETERMINISTIC:
+        reason = "it has no deterministic backward, which torch.use_deterministic_algorithms asks for; 'triton' has one"
+    return reason

@@ -85,8 +85,10 @@ def places_of(problem: AttentionProblem, sequences: Sequence[Sequence[int]] | No
             places.append(Place(n, entry, slice(row, row + rows - tokens), slice(0, 0)))
             row, rows = row + rows - tokens, tokens
         places.append(Place(n, entry, slice(row, row + rows), slice(token, token + tokens)))
-    for entry in range(problem.batch):
-        taken = [place for place in places if place.entry == entry]
+    taken_of = [[] for _ in range(problem.batch)]
+    for place in places:
+        taken_of[place.entry].append(place)
+    for entry, taken in enumerate(taken_of):
         number = -1 if packed else entry
         for gap in _gaps([place.rows for place in taken], problem.query_length):
             places.append(Place(number, entry, gap, slice(0, 0)))
@@ -288,19 +290,30 @@ class Call:
 
     # the comparison
 
-    def parts(self, name: str, x: Tensor) -> list[tuple[int, Tensor]]:
-        """What is judged on its own of a tensor in one of decay_attention's layouts: (number, (H, everything else)) of
-        every place, or of every batch entry where the tensor lacks the places' axis; a missing axis has length 1."""
+    def parts(self, name: str, x: Tensor) -> list[tuple[list[int], Tensor]]:
+        """What is judged on its own of a tensor in one of decay_attention's layouts: (numbers, (N, H, everything else))
+        of the places, those on the same rows or tokens together; or of every batch entry where the tensor lacks the
+        places' axis. A missing axis has length 1."""
         if name == "dbias":
-            return list(enumerate(x.reshape((1,) * (4 - x.ndim) + x.shape).flatten(2))) if x.numel() else []
+            x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+            return [(list(range(len(x))), x.flatten(2))] if x.numel() else []
         if name != "lse":
             x = x.reshape((1,) * (3 - x.ndim) + x.shape).movedim(2, 1)  # a decay (H,), or a scale that broadcasts
         over_tokens = name in OVER_TOKENS
         axis = self.problem.key_length if over_tokens else self.problem.query_length
         if (x.shape[0], x.shape[2]) != (self.problem.batch, axis):
-            return list(enumerate(x.flatten(2)))
-        own = [(place, place.tokens if over_tokens else place.rows) for place in self.places]
-        return [(place.number, x[place.entry, :, at].flatten(1)) for place, at in own if at.start < at.stop]
+            return [(list(range(len(x))), x.flatten(2))]
+        together: dict[tuple[int, int], list[Place]] = {}
+        for place in self.places:
+            at = place.tokens if over_tokens else place.rows
+            if at.start < at.stop:
+                together.setdefault((at.start, at.stop), []).append(place)
+        found = []
+        for (start, stop), places in together.items():
+            entries = [place.entry for place in places]
+            here = x if entries == list(range(len(x))) else x[entries]
+            found.append(([place.number for place in places], here[:, :, start:stop].flatten(2)))
+        return found
 
     def distance(self, name: str, x: Tensor, x64: Tensor) -> Tensor:
         """The norms of x − x64, (2, parts, H) in the order of NORMS, inf where −inf stands in one of them only."""
@@ -311,7 +324,7 @@ class Call:
             misplaced = (hidden != part.isneginf()).any(-1)
             norms = [torch.linalg.vector_norm(difference, order, dim=-1) for order in NORMS.values()]
             found.append(torch.stack(norms).masked_fill(misplaced, math.inf))
-        return torch.stack(found, 1) if found else x64.new_zeros(len(NORMS), 0, 1)
+        return torch.cat(found, 1) if found else x64.new_zeros(len(NORMS), 0, 1)
 
     def compare(self, name: str, x: Tensor, x64: Tensor, eager_error: Tensor, size: Tensor) -> Comparison:
         """The worst head and norm of one tensor under the budget.
@@ -331,7 +344,8 @@ class Call:
         if not excess.numel():
             return Comparison(name, (0, 0), 0.0, 0.0, 0.0, "frobenius", True)
         worst = tuple(int(at) for at in torch.unravel_index(excess.argmax(), excess.shape))
-        head = self.parts(name, x)[worst[1]][0], worst[2]
+        numbers = [number for group, _ in self.parts(name, x) for number in group]
+        head = numbers[worst[1]], worst[2]
         found, allowed = float(error[worst]), float(budget[worst])
         passed = bool((error <= budget).all())
         return Comparison(

@@ -1,20 +1,28 @@
 """Gluon kernels for sm_90: TMA, WGMMA, warp specialisation."""
 
+import functools
+
 import torch
 from torch import Tensor
 
-from decayattn.backends.hopper import descriptors, launch, launch_backward
+from decayattn.backends.hopper import descriptors
+from decayattn.backends.hopper.launch import forward
+from decayattn.backends.hopper.launch_backward import backward
 from decayattn.problem import AttentionProblem
 
-__all__ = ["backward", "forward", "refusal"]
+__all__ = ["DETERMINISTIC", "backward", "forward", "misfit", "refusal"]
+
+# dq and the row sums of dS are added up in no fixed order
+DETERMINISTIC = False
 
 _HEAD_DIMS = (64, 128)
 # the bias of a key is divided by the scale and must stay a bfloat16
 _LEAST_SCALE = 1e-6
 
 
+@functools.cache
 def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why these kernels cannot take any problem of this dtype on this device; None if they can."""
+    """Why these kernels cannot run for this dtype on this device; None if they can."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device}"
     if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
@@ -24,25 +32,8 @@ def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def forward(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    places: Tensor | None = None, bias: Tensor | None = None,
-):  # fmt: skip
-    """launch.forward, unless the problem is one that these kernels do not take: then a ValueError with the reason."""
-    reason = _misfit(problem, q, k, v, scale)
-    if reason is not None:
-        raise ValueError(f"backend: 'hopper' cannot take this problem: {reason}")
-    return launch.forward(problem, q, k, v, log_decay, scale)
-
-
-def backward(problem: AttentionProblem, *arguments):
-    """launch_backward.backward; dq and the row sums of dS are added up in no fixed order."""
-    if torch.are_deterministic_algorithms_enabled():
-        raise RuntimeError("decay_attention: backend 'hopper' has no deterministic backward; use 'triton', which is")
-    return launch_backward.backward(problem, *arguments)
-
-
-def _misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float) -> str | None:
+def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float) -> str | None:
+    """Why these kernels cannot take this problem; None if they can."""
     if problem.head_dim != problem.value_dim or problem.head_dim not in _HEAD_DIMS:
         return f"it takes D = D_v in {_HEAD_DIMS}, not D = {problem.head_dim}, D_v = {problem.value_dim}"
     if not problem.causal:

@@ -38,9 +38,6 @@ PARTS: gl.constexpr = gl.constexpr(BIAS_PARTS)
 LAG: gl.constexpr = gl.constexpr(8.0)
 # consumer warpgroups, as a width that a tensor can have
 WARPGROUPS_PADDED: gl.constexpr = gl.constexpr(4)
-# what the producer tells of an item: the first key of each warpgroup's first and last row, and twice the item's number
-WORDS: gl.constexpr = gl.constexpr(8)
-ITEM_WORD: gl.constexpr = gl.constexpr(6)
 # items whose queries are in shared memory at once: one at work, one that arrives
 SLOTS: gl.constexpr = gl.constexpr(2)
 
@@ -108,7 +105,7 @@ class Buffers:
     """Everything in shared memory.
 
     queries is a ring of items, and its tiles are the warpgroups' q: tile (slot · warpgroups + warpgroup). drawn holds
-    WORDS per item. columns and differences (of bases, one per warpgroup) follow the ring of the keys; a constant
+    the items' numbers. columns and differences (of bases, one per warpgroup) follow the ring of the keys; a constant
     decay has the same columns for all keys of a head, which follow the ring of the queries.
     """
 
@@ -240,20 +237,21 @@ class Decay:
         return gl.load(self.bases + gl.maximum(tile, 0))
 
     @gluon.jit
-    def load_rows(self, position, reference):
-        """(base of the reference's block, bases of the positions' blocks, β of the positions)."""
+    def reference_base(self, reference):
+        """α at the start of a reference position's block."""
         if self.KIND == "scalar":
-            token = gl.maximum(position, 0)
-            loaded = self.base(reference // KEYS), self.base(token // KEYS), gl.load(self.local + token)
+            base = self.base(reference // KEYS)
         else:
-            loaded = 0.0, 0.0, 0.0
-        return loaded
+            base = 0.0
+        return base
 
     @gluon.jit
-    def row_alpha(self, position, reference, reference_base, row_base, row_local, rate):
+    def row_alpha(self, position, reference, reference_base, rate):
         """α of positions relative to the reference."""
         if self.KIND == "scalar":
-            alpha = ((row_base - reference_base) + row_local).to(gl.float32)
+            token = gl.maximum(position, 0)
+            between_blocks = gl.load(self.bases + token // KEYS) - reference_base
+            alpha = (between_blocks + gl.load(self.local + token)).to(gl.float32)
         elif self.KIND == "constant":
             alpha = (position - reference).to(gl.float32) * rate
         else:
@@ -283,9 +281,6 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
         kv_head = head // sizes.group
         head_decay = decay.of_head(head_row, sizes.key_length)
         first = head_decay.first_key(start + sizes.first_position())
-        word = gl.arange(0, WORDS, LANES)
-        row = gl.minimum(start + word // 2 * ROWS + word % 2 * (ROWS - 1), sizes.query_length - 1)
-        words = gl.where(word < ITEM_WORD, head_decay.first_key(row + sizes.first_position()), item)
         tile_end = sizes.tile_end(start, WARPGROUPS * ROWS)
         if decay.KIND == "scalar":
             warpgroup_start = start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS
@@ -294,7 +289,7 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
             tile_base = head_decay.base(tile_end - 1)
 
         queries.wait_empty(count)
-        drawn.tile(count).store(words)
+        drawn.tile(count).store(gl.full([1], 0, gl.int32, LANES) + item)
         mbarrier.arrive(drawn.arrival(count), count=1)
         arrival = queries.arrival(count)
         if decay.KIND == "constant":
@@ -329,7 +324,7 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
         count += 1
         item = following
     queries.wait_empty(count)
-    drawn.tile(count).store(gl.full([WORDS], 0, gl.int32, LANES) + sizes.items)
+    drawn.tile(count).store(gl.full([1], 0, gl.int32, LANES) + sizes.items)
     mbarrier.arrive(drawn.arrival(count), count=1)
 
 
@@ -338,18 +333,10 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
 
 
 @gluon.jit
-def _read(words, INDEX: gl.constexpr):
-    """One element of a short vector in shared memory: every thread reads all of them and keeps one."""
-    EVERY: gl.constexpr = gl.BlockedLayout([words.shape[0]], [32], [4], [0])
-    values = words.load(EVERY)
-    return gl.sum(gl.where(gl.arange(0, words.shape[0], EVERY) == INDEX, values, 0), 0)
-
-
-@gluon.jit
 def _draw(drawn, count):
     """The number of the count-th item of this program."""
     drawn.wait_ready(count)
-    return _read(drawn.tile(count), ITEM_WORD)
+    return gl.max(drawn.tile(count).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -371,7 +358,11 @@ def _start_scores(q, buffers, n, count, zero, KIND: gl.constexpr):
 def _base_difference(buffers, n, tile, reference, rate, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
     """α at the warpgroup's reference minus α at the start of the n-th tile: one number."""
     if KIND == "scalar":
-        difference = _read(buffers.differences.index(n % buffers.keys.STAGES), WARPGROUP)
+        # every thread reads all of them and keeps one
+        EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0])
+        differences = buffers.differences.index(n % buffers.keys.STAGES).load(EVERY)
+        mine = gl.arange(0, WARPGROUPS_PADDED, EVERY) == WARPGROUP
+        difference = gl.sum(gl.where(mine, differences, 0.0), 0)
     elif KIND == "constant":
         difference = (reference - tile * KEYS).to(gl.float32) * rate
     else:
@@ -417,25 +408,21 @@ def _rescale(acc, correction, D: gl.constexpr):
 
 
 @gluon.jit
-def _hide(score, tile, position, decay, LEFT: gl.constexpr):
-    """−inf for the keys of an edge tile that a row does not see; LEFT: also those before its last reset."""
-    key = gl.expand_dims(tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, score.type.layout)), 0)
-    end = gl.expand_dims(position + 1, 1)
-    if LEFT:
-        sees = visible(key, gl.expand_dims(decay.first_key(position), 1), end)
-    else:
-        sees = key < end
-    return gl.where(sees, score, float("-inf"))
-
-
-@gluon.jit
-def _softmax(score, row_max, row_sum, difference, scale):
+def _softmax(score, row_max, row_sum, difference, scale, tile, first, end, edge, HAS_RESETS: gl.constexpr):
     """Unnormalised p of a tile, the new (row_max, row_sum), and the factor for what was summed before.
 
     row_max is a maximum that lags behind: it moves when a row's scores grow by more than LAG, so that most tiles
     correct nothing. p is at most 2^LAG then.
     """
+    SCORE: gl.constexpr = score.type.layout
     SUM: gl.constexpr = row_sum.type.layout
+    key = gl.expand_dims(tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, SCORE)), 0)
+    if edge:
+        if HAS_RESETS:
+            sees = visible(key, gl.expand_dims(first, 1), gl.expand_dims(end, 1))
+        else:
+            sees = key < gl.expand_dims(end, 1)
+        score = gl.where(sees, score, float("-inf"))
     tile_max = gl.max(score, 1) * scale + difference
     new_max = gl.where(tile_max > row_max + LAG, tile_max, row_max)
     anchor = finite_or_zero(new_max)
@@ -475,18 +462,19 @@ def _consume(
         start = item_start + WARPGROUP * ROWS
         head_decay = decay.of_head(head_row, sizes.key_length)
         item_end = sizes.tile_end(item_start, WARPGROUPS * ROWS)
-        words = buffers.drawn.tile(count)
-        item_first = _read(words, 0)
+        # nothing waits for these loads before the first scores are on their way
+        item_first = head_decay.first_key(item_start + first_position)
         if start < sizes.query_length:
             # rows past the end repeat the last one, and are never stored
             final_row = gl.minimum(start + ROWS, sizes.query_length) - 1
             position = gl.minimum(start + gl.arange(0, ROWS, ROW), final_row) + first_position
+            first = head_decay.first_key(position)
+            end = gl.maximum(position + 1, 0)
             # both ends of what a row sees grow with the row, so the first and the last one know them all
+            first_min = head_decay.first_key(start + first_position)
+            first_max = head_decay.first_key(final_row + first_position)
             end_min = gl.maximum(start + first_position + 1, 0)
             tile_end = sizes.tile_end(start, ROWS)
-            begin, whole_begin, whole_end, _ = tiles_between(
-                _read(words, 2 * WARPGROUP), _read(words, 2 * WARPGROUP + 1), end_min, tile_end * KEYS, KEYS
-            )
             reference = sizes.reference(start)
             rate = head_decay.rate(head)
 
@@ -506,16 +494,12 @@ def _consume(
             queries.release(count - 1, count > 0)
             score = warpgroup_mma_wait(0, (score,))
             keys.release(n)
+            begin, whole_begin, whole_end, _ = tiles_between(first_min, first_max, end_min, tile_end * KEYS, KEYS)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SUM)
-            if HAS_RESETS:
-                if tile_end <= whole_begin:
-                    score = _hide(score, tile_end - 1, position, head_decay, True)
-                else:
-                    score = _hide(score, tile_end - 1, position, head_decay, False)
-            else:
-                score = _hide(score, tile_end - 1, position, head_decay, False)
-            p, row_max, row_sum, _ = _softmax(score, row_max, row_sum, difference, scale)
+            p, row_max, row_sum, _ = _softmax(
+                score, row_max, row_sum, difference, scale, tile_end - 1, first, end, True, HAS_RESETS
+            )
             p = gl.convert_layout(p.to(q.dtype), P)
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
             n_end = sent + item_end - begin
@@ -529,9 +513,10 @@ def _consume(
                 acc = warpgroup_mma(p, _flat(values.tile(n - 1)), acc, is_async=True)
                 score = warpgroup_mma_wait(1, (score,))
                 keys.release(n)
-                if (tile >= whole_end) | (tile < whole_begin):
-                    score = _hide(score, tile, position, head_decay, HAS_RESETS)
-                next_p, row_max, row_sum, correction = _softmax(score, row_max, row_sum, difference, scale)
+                edge = (tile >= whole_end) | (tile < whole_begin)
+                next_p, row_max, row_sum, correction = _softmax(
+                    score, row_max, row_sum, difference, scale, tile, first, end, edge, HAS_RESETS
+                )
                 # ptxas would hoist the wait for P V above the exponentials; a store that needs their sum keeps it below
                 fence.store(row_sum)
                 keys.wait_ready(n + 1, n + 1 < n_end)
@@ -539,8 +524,7 @@ def _consume(
                 values.release(n - 1)
                 acc = _rescale(acc, correction, D)
                 p = gl.convert_layout(next_p.to(q.dtype), P)
-            # ahead of their use, so that the last product hides the loads
-            reference_base, row_base, row_local = head_decay.load_rows(position, reference)
+            reference_base = head_decay.reference_base(reference)
             values.wait_ready(n_end - 1)
             acc = warpgroup_mma(p, _flat(values.tile(n_end - 1)), acc, is_async=True)
 
@@ -548,6 +532,14 @@ def _consume(
             # a row that saw no key: total 0 gives out 0 and lse −inf
             seen = total > 0
             total = gl.where(seen, total, 1.0)
+            row_reference = row_max + gl.log2(total)
+            row_lse = (row_reference + head_decay.row_alpha(position, reference, reference_base, rate)) * LN2
+            row = start + gl.arange(0, ROWS, ROW)
+            here = head_row.to(gl.int64) * sizes.query_length + row
+            inside = row < sizes.query_length
+            gl.store(row_references + here, gl.where(seen, row_reference, float("inf")), mask=inside)
+            gl.store(lse + here, gl.where(seen, row_lse, float("-inf")), mask=inside)
+
             acc = warpgroup_mma_wait(0, (acc,))
             values.release(n_end - 1)
             acc = acc * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC)), 1)
@@ -556,15 +548,6 @@ def _consume(
             fence_async_shared()
             out = queries.tiles.index(count % SLOTS * WARPGROUPS + WARPGROUP)
             copy_engine.store(out_desc, [batch, head, start, 0], out)
-
-            row_reference = row_max + gl.log2(total)
-            alpha = head_decay.row_alpha(position, reference, reference_base, row_base, row_local, rate)
-            row_lse = (row_reference + alpha) * LN2
-            row = start + gl.arange(0, ROWS, ROW)
-            here = head_row.to(gl.int64) * sizes.query_length + row
-            inside = row < sizes.query_length
-            gl.store(row_references + here, gl.where(seen, row_reference, float("inf")), mask=inside)
-            gl.store(lse + here, gl.where(seen, row_lse, float("-inf")), mask=inside)
             for n in range(n_end, sent + item_end - item_first // KEYS):
                 keys.skip(n)
                 values.skip(n)
@@ -605,11 +588,11 @@ def forward_kernel(
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, D], v_desc.layout)
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    drawn = gl.allocate_shared_memory(gl.int32, [SLOTS, WORDS], VECTOR)
+    WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    drawn = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], WORD)
     FENCE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
-    differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], VECTOR)
+    differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], WORD)
     if KIND == "none":
         columns = q_tiles
         ones = q_tiles

@@ -16,8 +16,9 @@ from decayattn.problem import AttentionProblem
 
 
 def forward(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor, DecayPrefix]:
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float,
+    places: None = None, bias: None = None,
+) -> tuple[Tensor, Tensor, Tensor, DecayPrefix]:  # fmt: skip
     """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q) and the decay prefix."""
     with torch.cuda.device(problem.device):
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)

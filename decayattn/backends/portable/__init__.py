@@ -2,14 +2,19 @@
 
 import torch
 import triton
+from torch import Tensor
 
 from decayattn.backends.portable.launch import backward, forward
+from decayattn.problem import AttentionProblem
 
-__all__ = ["backward", "forward", "refusal"]
+__all__ = ["DETERMINISTIC", "backward", "forward", "misfit", "refusal"]
+
+# no gradient is added up by atomics
+DETERMINISTIC = True
 
 
 def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why these kernels cannot take the problem; None if they can."""
+    """Why these kernels cannot run for this dtype on this device; None if they can."""
     if device.type == "cuda":
         return None
     if device.type != "cpu":
@@ -18,4 +23,9 @@ def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
         return "on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before triton is imported"
     if dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrong; use float16 or float32 there"
+    return None
+
+
+def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float) -> None:
+    """They take every problem."""
     return None
