@@ -1,6 +1,6 @@
 """Softmax flash attention whose scores decay with distance, with the gradient of the decay itself."""
 
-from decayattn.functional import decay_attention, decay_attention_varlen
+from decayattn.functional import decay_attention, decay_attention_varlen, visited_fraction
 from decayattn.nn.attention import DecayFlashAttention
 
-__all__ = ["DecayFlashAttention", "decay_attention", "decay_attention_varlen"]
+__all__ = ["DecayFlashAttention", "decay_attention", "decay_attention_varlen", "visited_fraction"]

@@ -13,10 +13,10 @@ from decayattn.problem import AttentionProblem
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? row_scale, Tensor? places, Tensor? bias, "
-    "float scale, bool causal, SymInt[] window, SymInt[]? longest, str backend"
+    "float scale, bool causal, SymInt[] window, SymInt[]? longest, float skip_tolerance, str backend"
 )
 # what the forward leaves to the backward, besides its inputs and out
-_SAVED = "Tensor row_references, Tensor local, Tensor base, Tensor last_reset, Tensor next_reset"
+_SAVED = "Tensor row_references, Tensor local, Tensor base, Tensor last_reset, Tensor next_reset, Tensor first_block"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 torch.library.define(
@@ -51,56 +51,58 @@ def attention(
     row_scale, scale = (scale, 1.0) if problem.row_scale else (None, scale)
     longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
     out, lse, *_ = torch.ops.decayattn.forward(
-        q, k, v, log_decay, row_scale, places, bias, scale, problem.causal, problem.window, longest, backend
-    )
+        q, k, v, log_decay, row_scale, places, bias, scale, problem.causal, problem.window, longest,
+        problem.skip_tolerance, backend,
+    )  # fmt: skip
     return out, lse
 
 
 @torch.library.impl("decayattn::forward", "CompositeExplicitAutograd")
-def _forward(q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, backend):
-    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias)
+def _forward(q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend):
+    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
     scale = scale if row_scale is None else row_scale
     launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale))
-    out, lse, row_references, prefix = launcher.forward(problem, q, k, v, log_decay, scale, places, bias)
-    return out, lse, row_references, *prefix
+    out, lse, row_references, prefix, first_block = launcher.forward(problem, q, k, v, log_decay, scale, places, bias)
+    return out, lse, row_references, *prefix, first_block
 
 
 @torch.library.impl("decayattn::backward", "CompositeExplicitAutograd")
 def _backward(
-    d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, backend, out,
-    row_references, local, base, last_reset, next_reset, decay_gradient, bias_gradient,
+    d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend,
+    out, row_references, local, base, last_reset, next_reset, first_block, decay_gradient, bias_gradient,
 ):  # fmt: skip
     from decayattn.backends.prefix import DecayPrefix  # imports Triton, so not before a kernel backend has run
 
-    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias)
+    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
     scale = scale if row_scale is None else row_scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale, deterministic))
     dq, dk, dv, *rest = launcher.backward(
         problem, d_out, d_lse, q, k, v, log_decay, scale, places, bias, out, row_references,
-        DecayPrefix(local, base, last_reset, next_reset), decay_gradient, bias_gradient,
+        DecayPrefix(local, base, last_reset, next_reset), first_block, decay_gradient, bias_gradient,
     )  # fmt: skip
     return dq, dk, dv, *(_or_empty(gradient, row_references) for gradient in rest)
 
 
 @torch.library.register_fake("decayattn::forward")
-def _forward_fake(q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, backend):
-    from decayattn.backends import prefix  # imports Triton
+def _forward_fake(q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend):
+    from decayattn.backends import prefix, skipping  # they import Triton
 
-    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias)
+    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
     rows = (problem.batch, problem.num_heads, problem.query_length)
     return (
         q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim),
         q.new_empty(rows, dtype=problem.accumulator_dtype),
         q.new_empty(rows, dtype=problem.accumulator_dtype),
         *prefix.allocate(problem, q),
+        skipping.allocate(problem, q),
     )
 
 
 @torch.library.register_fake("decayattn::backward")
 def _backward_fake(
-    d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, backend, out,
-    row_references, local, base, last_reset, next_reset, decay_gradient, bias_gradient,
+    d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend,
+    out, row_references, local, base, last_reset, next_reset, first_block, decay_gradient, bias_gradient,
 ):  # fmt: skip
     def contiguous(x):
         return x.new_empty(x.shape)

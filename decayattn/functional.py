@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from decayattn import autograd, backends, reference
-from decayattn.problem import AttentionProblem, check_arguments, check_packed_arguments, window_of
+from decayattn.problem import AttentionProblem, check_arguments, check_packed_arguments, tolerance_of, window_of
 
 
 def decay_attention(
@@ -23,6 +23,7 @@ def decay_attention(
     leftpad_q: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     return_lse: bool = False,
+    skip_tolerance: float | str | None = "auto",
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Softmax attention whose scores decay with the distance between query and key.
@@ -63,6 +64,10 @@ def decay_attention(
             seqused_k. Numbers outside the tensors are taken as their ends. Not causal with a decay per token, rows
             before the first key of their sequence see nothing.
         return_lse: also return lse.
+        skip_tolerance: causal calls with a decay and no bias do not visit far keys whose probability, all together, is
+            provably no more than this in any row; values of theirs are not read. "auto" is 2⁻²⁴, which float32
+            accumulators cannot resolve (float64: 2⁻⁵³), None visits every key that a row sees. The bound holds for any
+            inputs, growth and outliers included; visited_fraction tells what is left. The "reference" never skips.
         backend: "auto" takes the fastest that accepts the problem. "reference" is eager PyTorch, differentiable to any
             order; "triton" the Triton kernels, whose gradients repeat bit by bit; "hopper" the Gluon kernels for sm_90.
             A name is taken literally or refused with the reason.
@@ -80,13 +85,14 @@ def decay_attention(
     """
     q, k, v = _autocast(q, k, v)
     check_arguments(
-        q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias
-    )
+        q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
+        skip_tolerance,
+    )  # fmt: skip
     log_decay, scale = per_head(log_decay, q), per_row(scale, q)
     places = _places_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
     problem = AttentionProblem.of(
         q, v, log_decay, scale if isinstance(scale, Tensor) else None, causal, window_of(window_size, causal), places,
-        bias=bias,
+        bias=bias, skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
     out, lse = _attend(problem, q, k, v, log_decay, scale, places, bias, sink, backend)
     return (out, lse) if return_lse else out
@@ -107,6 +113,7 @@ def decay_attention_varlen(
     window_size: tuple[int, int] | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    skip_tolerance: float | str | None = "auto",
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""decay_attention of sequences of different lengths that are packed behind one another, without padding.
@@ -122,8 +129,9 @@ def decay_attention_varlen(
             place and replaying a CUDA graph is fine.
         max_seqlen_q, max_seqlen_k: no sequence is longer than these. They only size the launch; tokens of a sequence
             beyond them are not computed (zeros, and not seen).
-        scale, causal, window_size, sink, return_lse, backend: as in decay_attention; a tensor scale broadcasts to
-            (total_q, H). Not causal with a decay per token, rows before a sequence's first key (T_q > T_k) see nothing.
+        scale, causal, window_size, sink, return_lse, skip_tolerance, backend: as in decay_attention; a tensor scale
+            broadcasts to (total_q, H). Not causal with a decay per token, rows before a sequence's first key (T_q >
+            T_k) see nothing.
 
     Returns:
         out (total_q, H, D_v), or (out, lse) with lse (H, total_q). Tokens that belong to no sequence have out 0, lse
@@ -134,24 +142,61 @@ def decay_attention_varlen(
     """
     q, k, v = _autocast(q, k, v)
     check_packed_arguments(
-        q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    )
+        q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        skip_tolerance,
+    )  # fmt: skip
     q, k, v = q[None], k[None], v[None]
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
         log_decay = log_decay[None]
     log_decay, scale = per_head(log_decay, q), per_row(scale, q)
-    places = torch.cat(
-        [
-            _interval(cu_seqlens_q[:-1], cu_seqlens_q[1:], q.shape[1], max_seqlen_q),
-            _interval(cu_seqlens_k[:-1], cu_seqlens_k[1:], k.shape[1], max_seqlen_k),
-        ], 1,
-    )  # fmt: skip
+    rows = tokens = _between(cu_seqlens_q, q.shape[1], max_seqlen_q)
+    if cu_seqlens_k is not cu_seqlens_q or k.shape[1] != q.shape[1] or max_seqlen_k != max_seqlen_q:
+        tokens = _between(cu_seqlens_k, k.shape[1], max_seqlen_k)
+    places = torch.stack([*rows, *tokens], 1)
     problem = AttentionProblem.of(
         q, v, log_decay, scale if isinstance(scale, Tensor) else None, causal, window_of(window_size, causal), places,
-        (max_seqlen_q, max_seqlen_k),
+        (max_seqlen_q, max_seqlen_k), skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
     out, lse = _attend(problem, q, k, v, log_decay, scale, places, None, sink, backend)
     return (out[0], lse[0]) if return_lse else out[0]
+
+
+@torch.no_grad()
+def visited_fraction(
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | float | None,
+    *,
+    scale: Tensor | float | None = None,
+    window_size: tuple[int, int] | None = None,
+    skip_tolerance: float | str | None = "auto",
+) -> Tensor:
+    r"""How much of its work the causal decay_attention of these arguments does: what skip_tolerance leaves of it.
+
+    Per batch entry and head, the tiles of 64 query rows × 128 keys that are visited over those in which a row sees a
+    key; 1 where nothing is skipped. The plan of "triton" is made for this, so it takes a GPU (or Triton's interpreter).
+
+    Args:
+        q, k, log_decay, scale, window_size, skip_tolerance: as in decay_attention.
+
+    Returns:
+        (B, H) float32, on the device of q.
+
+    Raises:
+        TypeError, ValueError: for every bad argument, by name, and where the Triton kernels cannot run.
+    """
+    q, k = _autocast(q, k)
+    check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
+    log_decay, scale = per_head(log_decay, q), per_row(scale, q)
+    problem = AttentionProblem.of(
+        q, k, log_decay, scale if isinstance(scale, Tensor) else None, True, window_of(window_size, True),
+        skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
+    )  # fmt: skip
+    backends.select(problem, "triton")
+    from decayattn.backends import skipping  # imports Triton
+
+    with torch.cuda.device_of(q):
+        return skipping.visited_fraction(problem, q, k, log_decay, scale)
 
 
 def _attend(
@@ -187,15 +232,25 @@ def _places_in_entries(
     def number(given: Tensor | None, default: int) -> Tensor:
         return q.new_full((q.shape[0],), default, dtype=torch.int32) if given is None else given
 
-    rows = _interval(number(leftpad_q, 0), number(seqused_q, q.shape[1]), q.shape[1], q.shape[1])
-    tokens = _interval(number(leftpad_k, 0), number(seqused_k, k.shape[1]), k.shape[1], k.shape[1])
-    return torch.cat([rows, tokens], 1)
+    rows = _interval(number(leftpad_q, 0), number(seqused_q, q.shape[1]), q.shape[1])
+    tokens = _interval(number(leftpad_k, 0), number(seqused_k, k.shape[1]), k.shape[1])
+    return torch.stack([*rows, *tokens], 1)
 
 
-def _interval(begin: Tensor, end: Tensor, axis: int, longest: int) -> Tensor:
-    """(N, 2): begin and length, inside an axis whatever the numbers on the device are."""
+def _interval(begin: Tensor, end: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Begin and length (N,), inside an axis whatever the numbers on the device are."""
     begin = begin.clamp(0, axis)
-    return torch.stack([begin, (end.clamp(0, axis) - begin).clamp(0, longest)], 1)
+    return begin, end.clamp(0, axis).sub_(begin).clamp_(min=0)
+
+
+def _between(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
+    """Begin and length (N,) of what lies between N + 1 offsets.
+
+    Whatever they are, it is inside an axis and disjoint, so that the axis bounds how much it is: an offset smaller than
+    one before it counts as that one.
+    """
+    offsets = offsets.clamp(0, axis).cummax(0).values
+    return offsets[:-1], offsets.diff().clamp_(0, longest)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

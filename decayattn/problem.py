@@ -19,7 +19,8 @@ class AttentionProblem:
     decay is "none", "constant" (one log-decay per head) or "scalar" (one per token and head);
     row_scale says that every query row has a scale of its own, with a gradient, instead of one number for all;
     bias says that scores have one added to them, or are masked;
-    window is (left, right), how far a query sees to either side, −1 without a limit.
+    window is (left, right), how far a query sees to either side, −1 without a limit;
+    skip_tolerance is the probability that a row may lose to keys that are not visited.
 
     layout says where the sequences lie. "dense": each fills its batch entry. "padded": each lies somewhere in its batch
     entry. "packed": all lie behind one another on the token axes of a single batch entry, which query_length and
@@ -45,6 +46,7 @@ class AttentionProblem:
     sequences: int = 0
     longest_query: int = 0
     longest_key: int = 0
+    skip_tolerance: float = 0.0
 
     @property
     def first_position(self) -> int:
@@ -68,6 +70,7 @@ class AttentionProblem:
         places: Tensor | None = None,
         longest: Sequence[int] | None = None,
         bias: Tensor | None = None,
+        skip_tolerance: float = 0.0,
     ) -> "AttentionProblem":
         """The problem of arguments that were checked and brought to their full shapes already.
 
@@ -81,7 +84,7 @@ class AttentionProblem:
         return cls(
             batch, query_length, key_length, num_heads, num_kv_heads, head_dim, value_dim,
             q.dtype, q.device, decay, causal, row_scale is not None, bias is not None, tuple(window), layout, sequences,
-            *((query_length, key_length) if longest is None else longest),
+            *((query_length, key_length) if longest is None else longest), skip_tolerance,
         )  # fmt: skip
 
 
@@ -99,6 +102,7 @@ def check_arguments(
     leftpad_q: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     bias: Tensor | None = None,
+    skip_tolerance: float | str | None = None,
 ) -> None:
     """Refuse every bad argument of decay_attention by name."""
     axes = ("batch", "sequence", "heads", "head_dim")
@@ -112,6 +116,7 @@ def check_arguments(
     check_window(window_size)
     _check_sink(sink, q)
     _check_bias(bias, q, k)
+    check_skip_tolerance(skip_tolerance)
     given = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
     for name, lengths in given.items():
         if lengths is not None:
@@ -137,6 +142,7 @@ def check_packed_arguments(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    skip_tolerance: float | str | None = None,
 ) -> None:
     """Refuse every bad argument of decay_attention_varlen by name."""
     _check_tensors(q, k, v, ("tokens", "heads", "head_dim"))
@@ -145,6 +151,7 @@ def check_packed_arguments(
     _check_scale(scale, q, "(total_q, H)")
     check_window(window_size)
     _check_sink(sink, q)
+    check_skip_tolerance(skip_tolerance)
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if isinstance(offsets, Tensor) and (offsets.ndim != 1 or not len(offsets)):
             raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
@@ -165,6 +172,13 @@ def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, i
     """(left, right) with −1 for no limit; a causal query sees nothing to its right anyway."""
     left, right = (-1, -1) if window_size is None else window_size
     return (left, -1) if causal else (left, right)
+
+
+def tolerance_of(skip_tolerance: float | str | None, dtype: torch.dtype) -> float:
+    """skip_tolerance as a number: "auto" is below the resolution of the accumulators, None is 0."""
+    if skip_tolerance == "auto":
+        return 2.0**-53 if dtype == torch.float64 else 2.0**-24
+    return 0.0 if skip_tolerance is None else float(skip_tolerance)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> None:
@@ -265,6 +279,19 @@ def check_window(window_size: tuple[int, int] | None) -> None:
             raise TypeError(f"window_size: expected two ints, got {_describe(window_size)}")
         if side < -1:
             raise ValueError(f"window_size: expected numbers of tokens, or -1 for no limit, got {window_size}")
+
+
+def check_skip_tolerance(skip_tolerance: float | str | None) -> None:
+    """Refuse a bad skip_tolerance."""
+    if skip_tolerance is None or (isinstance(skip_tolerance, str) and skip_tolerance == "auto"):
+        return
+    expected = "skip_tolerance: expected 'auto', None or a number between 0 and 1"
+    if isinstance(skip_tolerance, str):
+        raise ValueError(f"{expected}, got {skip_tolerance!r}")
+    if not isinstance(skip_tolerance, Real) or isinstance(skip_tolerance, bool):
+        raise TypeError(f"{expected}, got {_describe(skip_tolerance)}")
+    if not 0 < skip_tolerance < 1:
+        raise ValueError(f"{expected}, got {skip_tolerance}")
 
 
 def _check_sink(sink: Tensor | None, q: Tensor) -> None:

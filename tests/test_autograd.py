@@ -54,8 +54,10 @@ def assert_equal(found, expected) -> None:
 
 def operator_arguments(leaves: dict, causal: bool, bias: Tensor | None = None) -> tuple:
     scale = 1.0 if "scale" in leaves else 0.3
-    places, window, longest = None, (-1, -1), None
-    return (*(leaves.get(name) for name in NAMES), places, bias, scale, causal, window, longest, "triton")
+    places, window, longest, skip_tolerance = None, (-1, -1), None, 2.0**-24
+    return (
+        *(leaves.get(name) for name in NAMES), places, bias, scale, causal, window, longest, skip_tolerance, "triton",
+    )  # fmt: skip
 
 
 MODES = [("none", True, False), ("constant", False, True), ("scalar", True, True), ("scalar", False, False)]

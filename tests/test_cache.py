@@ -276,6 +276,16 @@ def test_only_a_decay_per_token_is_stored(decay):
     assert cache.alpha is None
 
 
+def test_alpha_is_read_head_by_head():
+    """The tokens of a head are together in memory, also after their order has changed: decoding reads them so."""
+    layer = build()
+    cache = layer.make_cache(2, 24)
+    layer(tokens(), cache=cache)
+    cache.reorder(torch.tensor([1, 0], device=cache.device))
+    cache.evict(1e-3, 30.0)
+    assert cache.alpha.stride() == (24 * cache.num_heads, 1, 24)
+
+
 def test_nothing_waits_for_the_device():
     """Fake tensors have no values: whatever asks for one raises."""
     layer = build(decay="scalar")

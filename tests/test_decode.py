@@ -37,6 +37,7 @@ class Case:
     scale: object = 0.25
     left: int | None = None
     strength: float = 0.3
+    heads_first: bool = True  # alpha in memory, as a DecayCache has it
 
     def __post_init__(self):
         self.device = torch.device("cuda" if ON_GPU else "cpu")
@@ -60,6 +61,8 @@ class Case:
         if self.log_decay is not None:
             resets = self.log_decay.isneginf()
             alpha = self.log_decay.double().masked_fill(resets, 0).cumsum(1).masked_fill(beyond[..., None], torch.nan)
+            if self.heads_first:
+                alpha = alpha.mT.contiguous().mT
             last = torch.where(resets, token[:, None], 0).cummax(1).values
             position = (lengths[:, None] - self.rows + token[: self.rows]).clamp(min=0)
             first = last.gather(1, position[..., None].expand(-1, -1, self.heads)).int().transpose(1, 2)
@@ -184,7 +187,7 @@ def test_growth():
     case.check()
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7, 32])
+@pytest.mark.parametrize("splits", [1, 2, 7, 64])
 @pytest.mark.parametrize("decay", ["constant", "scalar"])
 def test_any_number_of_splits(splits, decay, monkeypatch):
     """More splits than tiles included: those programs have nothing to add."""
@@ -197,7 +200,7 @@ def test_splits_are_as_many_as_the_work_allows():
     assert number_of_splits(programs=1, key_tiles=1, multiprocessors=100) == 1
     assert number_of_splits(programs=1, key_tiles=0, multiprocessors=100) == 1
     few, many = (number_of_splits(programs=16, key_tiles=tiles, multiprocessors=100) for tiles in (8, 1000))
-    assert 1 < few < many <= 32
+    assert 1 < few < many <= 64
 
 
 def test_the_bound_on_the_lengths_only_sizes_the_launch():
@@ -209,7 +212,7 @@ def test_the_bound_on_the_lengths_only_sizes_the_launch():
 @pytest.mark.parametrize("layout", ["heads first", "reversed halves", "every second"])
 def test_any_strides(layout):
     case = Case(decay="scalar", heads=4, rows=2)
-    want = case.run()
+    case.heads_first = False
     for name in ("q", "keys", "values"):
         x = getattr(case, name)
         if layout == "heads first":
@@ -219,8 +222,7 @@ def test_any_strides(layout):
         else:
             x = torch.stack([x, x], 4).flatten(3)[..., ::2]
         setattr(case, name, x)
-    for got, expected in zip(case.run(), want, strict=True):
-        assert torch.equal(got, expected)
+    case.check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -327,6 +327,26 @@ def test_12_the_sink(case):
     close(dz, -(p[:, T] * delta).sum())
 
 
+def test_13_tiles_that_cannot_matter(causal_case):
+    case = causal_case
+    u, lengths = case.s.abs() * case.q.norm(dim=1), case.k.norm(dim=1)
+    e = case.alpha - case.s * (case.q * case.k).sum(1)
+    bound = (u[:, None] * lengths + e[:, None] - case.alpha).exp()
+    assert (case.p <= bound * (1 + 1e-12)).all()
+    rows, masses = TILES[2], 0.0
+    for tile in TILES[:2]:  # before the rows, so visible to all of them
+        weight = (-case.alpha[tile]).exp().sum().log()
+        masses += (u[rows].max() * lengths[tile].max() + e[rows].max() + weight).exp()
+        assert (case.p[rows, : tile.stop].sum(1) <= masses).all()
+
+        kept = case.scores[rows].clone()
+        kept[:, : tile.stop] = -math.inf
+        m = case.p[rows, : tile.stop].sum(1)
+        close(kept.logsumexp(1), case.scores[rows].logsumexp(1) + torch.log1p(-m))
+        difference = (kept.softmax(1) @ case.v - case.o[rows]).abs().amax(1)
+        assert (difference <= 2 * m * case.v.abs().max()).all()
+
+
 # The text itself
 
 

@@ -1,10 +1,14 @@
 """The Hopper kernels against the float64 oracle by the error budget, and against themselves over many runs."""
 
+import itertools
+import math
+import random
+
 import pytest
 import torch
 
-from decayattn import backends, decay_attention
-from decayattn.testing import assert_within_budget, verify_attention
+from decayattn import backends, decay_attention, decay_attention_varlen, visited_fraction
+from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")]
@@ -24,8 +28,29 @@ def make(rows=333, keys=None, *, batch=2, heads=4, kv_heads=None, dim=64, decay=
     return dict(q=q, k=k, v=v, log_decay=log_decay)
 
 
+def int32(*numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
+
+
+def make_packed(rows, keys=None, *, outside=5, resets=0.0, **options) -> dict:
+    """Sequences of so many rows and keys for verify_attention_varlen, between tokens that hold NaN."""
+    lengths = {"q": rows, "k": rows if keys is None else keys}
+    ends = {side: list(itertools.accumulate(n, initial=outside)) for side, n in lengths.items()}
+    inputs = make(ends["q"][-1] + outside, ends["k"][-1] + outside, batch=1, **options)
+    inputs = {name: x[0] if x is not None and x.ndim > 1 else x for name, x in inputs.items()}
+    per_token = inputs["log_decay"] is not None and inputs["log_decay"].ndim == 2
+    if per_token:
+        inputs["log_decay"][torch.rand_like(inputs["log_decay"]) < resets] = -torch.inf
+        inputs["log_decay"][[end for end in ends["k"] if end < ends["k"][-1]]] = math.nan  # of first tokens: not used
+    for name in ("q", "k", "v", *["log_decay"] * per_token):
+        end = ends["q" if name == "q" else "k"][-1]
+        inputs[name][:outside] = inputs[name][end:] = math.nan
+    return inputs | dict(cu_seqlens_q=int32(*ends["q"]), cu_seqlens_k=int32(*ends["k"]))
+
+
 def verify(inputs: dict, **options) -> None:
-    assert_within_budget(verify_attention(**inputs, backend="hopper", **options))
+    check = verify_attention_varlen if "cu_seqlens_q" in inputs else verify_attention
+    assert_within_budget(check(**inputs, backend="hopper", **options))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -81,16 +106,180 @@ def test_strides(dim):
     verify(dict(q=q, k=k, v=v, log_decay=None), grad_out=expanded)
 
 
+# Windows
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("left", [0, 1, 63, 64, 200, 5000])
+def test_windows(left, dim):
+    for decay in ("none", "constant", "scalar"):
+        verify(make(700, decay=decay, dim=dim), window_size=(left, 0))
+    inputs = make(700, heads=6, kv_heads=2, dim=dim)
+    inputs["log_decay"][torch.rand_like(inputs["log_decay"]) < 0.01] = -torch.inf
+    verify(inputs, window_size=(left, -1))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(1, 1000), (130, 140), (37, 700), (150, 37), (500, 130), (200, 1)])
+def test_windows_of_the_last_rows(lengths, dim):
+    for decay, left in (("none", 64), ("constant", 1), ("scalar", 129)):
+        verify(make(*lengths, decay=decay, dim=dim), window_size=(left, 0))
+
+
+# Sequences. The oracle evaluates every one alone, so whatever crosses a boundary shows
+
+
+def random_packing(seed: int, sequences: int, longest: int) -> tuple[list[int], list[int]]:
+    """Half of the sequences with as many rows as keys, some with none of either."""
+    draw = random.Random(seed)
+    keys = [draw.choice((0, draw.randrange(longest), longest, 128)) for _ in range(sequences)]
+    return [draw.choice((n, n, draw.randrange(longest), 0)) for n in keys], keys
+
+
+PACKINGS = [
+    ([65, 0, 1, 300, 4, 128, 0], None),
+    ([0, 513], None),
+    ([200, 0, 7, 300, 1, 0, 192], [50, 4, 0, 333, 129, 0, 64]),
+    ([1] * 6, [1, 0, 2, 140, 5, 130]),
+    ([40], [1140]),
+    random_packing(0, 12, 700),
+]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize("packing", range(len(PACKINGS)))
+def test_packings(packing, decay, dim):
+    verify(make_packed(*PACKINGS[packing], decay=decay, dim=dim, resets=0.01))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_short_sequences(dim):
+    verify(make_packed(*random_packing(1, 200, 40), heads=1, dim=dim))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(6, 2), (8, 1)])
+def test_packings_of_groups_windows_and_sinks(heads, dim):
+    for decay, left in (("none", 0), ("constant", 200), ("scalar", 63), ("scalar", -1)):
+        inputs = make_packed(*PACKINGS[2], heads=heads[0], kv_heads=heads[1], dim=dim, decay=decay, dtype=torch.float16)
+        verify(inputs, window_size=(left, 0))
+        verify(inputs | dict(sink=torch.randn(heads[0], device="cuda")), window_size=(left, 0))
+
+
+def test_packed_strides_and_what_lies_beyond_the_longest():
+    inputs = make_packed([150, 0, 300, 77], dim=128)
+    qkv = torch.stack([inputs[name] for name in "qkv"], 1)
+    verify(inputs | dict(zip("qkv", qkv.unbind(1), strict=True)))
+    verify(inputs, max_seqlen_q=200, max_seqlen_k=130)
+    expanded = torch.randn((), device="cuda", dtype=BF16).expand(inputs["q"].shape)
+    verify(inputs, grad_out=expanded)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_padding(decay, dim):
+    """On the right, on the left, on both sides, and nothing but padding; it holds NaN."""
+    inputs = make(333, 500, batch=4, kv_heads=2, decay=decay, dim=dim)
+    inputs |= dict(
+        seqused_q=int32(290, 333, 300, 12), seqused_k=int32(500, 400, 300, 5),
+        leftpad_q=int32(0, 100, 3, 0), leftpad_k=int32(0, 129, 3, 5),
+    )  # fmt: skip
+    for n in range(4):
+        for name in ("q", "k", "v", *["log_decay"] * (decay == "scalar")):
+            side = "q" if name == "q" else "k"
+            inputs[name][n, : inputs["leftpad_" + side][n]] = math.nan
+            inputs[name][n, inputs["seqused_" + side][n] :] = math.nan
+    verify(inputs)
+    verify(inputs, window_size=(64, 0))
+
+
+def test_lengths_that_change_under_a_cuda_graph():
+    inputs = make_packed([300, 100, 200], [300, 100, 200], outside=0)
+    offsets = inputs["cu_seqlens_q"]
+    leaves = {name: inputs[name].nan_to_num().requires_grad_() for name in ("q", "k", "v", "log_decay")}
+    grad_out = torch.randn_like(leaves["q"])
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out = decay_attention_varlen(
+            **leaves, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=600, max_seqlen_k=600, backend="hopper"
+        )
+        return out, *torch.autograd.grad(out, list(leaves.values()), grad_out)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for ends in ([0, 300, 400, 600], [0, 0, 0, 600], [0, 1, 590, 595], [0, 0, 0, 0], [0, 200, 300, 600]):
+        offsets.copy_(int32(*ends))
+        graph.replay()
+        for replayed, expected in zip(captured, run(), strict=True):
+            torch.testing.assert_close(replayed, expected, rtol=1e-2, atol=1e-3)
+        assert (captured[0][ends[-1] :] == 0).all()
+
+
+# Runs
+
+
+@pytest.mark.parametrize("decay", ["scalar", "constant"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_far_tiles_are_skipped(dim, decay):
+    """With far values, and the output gradients of far rows, NaN: what is visited turns NaN."""
+    inputs = make(1500, heads=4, kv_heads=2, dim=dim, decay=decay)
+    inputs["log_decay"] = inputs["log_decay"] * 5 - 0.5
+    assert visited_fraction(inputs["q"], inputs["k"], inputs["log_decay"]).max() < 0.4
+    verify(inputs)
+    verify(inputs | dict(q=inputs["q"][:, -700:]))
+    poisoned = inputs | dict(v=inputs["v"].clone())
+    poisoned["v"][:, :256] = torch.nan
+    assert decay_attention(**poisoned, backend="hopper")[:, 1024:].isfinite().all()
+    assert decay_attention(**poisoned, backend="hopper", skip_tolerance=None)[:, 1024:].isnan().all()
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    grad_out = torch.randn_like(inputs["q"])
+    grad_out[:, 1024:] = torch.nan
+    for tolerance, finite in (("auto", True), (None, False)):
+        out = decay_attention(**leaves, backend="hopper", skip_tolerance=tolerance)
+        _, d_k, d_v = torch.autograd.grad(out, [leaves[name] for name in "qkv"], grad_out)
+        assert bool(d_k[:, :256].isfinite().all() and d_v[:, :256].isfinite().all()) == finite
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_skipping_in_packed_sequences_and_windows(dim):
+    lengths = (700, 0, 65, 1300, 1)
+    inputs = make(sum(lengths), batch=1, dim=dim)
+    packed = {name: x[0] for name, x in inputs.items()}
+    packed["log_decay"] = packed["log_decay"] * 5 - 0.3
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    places = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=1300, max_seqlen_k=1300)
+    assert_within_budget(verify_attention_varlen(**packed, **places, backend="hopper"))
+    assert_within_budget(verify_attention_varlen(**packed, **places, window_size=(300, 0), backend="hopper"))
+    packed["v"][765 : 765 + 256] = torch.nan  # of the fourth sequence
+    out = decay_attention_varlen(**packed, **places, backend="hopper")
+    assert out[765 + 1024 :].isfinite().all()
+    assert out[:765].isfinite().all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", ["none", "scalar"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_runs_repeat(dim, decay):
+def test_runs_repeat(dim, decay, packed):
     """200 runs: a race moves results by more than rounding. Only what is added up by atomics may move at all."""
+    function, options = decay_attention, {}
     inputs = make(2048, heads=8, kv_heads=4, dim=dim, decay=decay)
+    if packed:
+        function = decay_attention_varlen
+        inputs = make_packed(*random_packing(2, 20, 500), heads=8, kv_heads=4, dim=dim, decay=decay, outside=0)
+        options = {name: inputs.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        options |= dict(max_seqlen_q=500, max_seqlen_k=500, window_size=(200, 0))
+        inputs = {name: None if x is None else x.nan_to_num() for name, x in inputs.items()}
     leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
     grad_out = torch.randn_like(inputs["q"])
 
     def run() -> dict[str, torch.Tensor]:
-        out, lse = decay_attention(**inputs, return_lse=True, backend="hopper")
+        out, lse = function(**inputs, **options, return_lse=True, backend="hopper")
         grads = torch.autograd.grad(out, list(leaves.values()), grad_out)
         return {"out": out, "lse": lse, **dict(zip(leaves, grads, strict=True))}
 
@@ -126,6 +315,23 @@ def test_tensors_that_tma_cannot_address_are_refused():
         decay_attention(**make() | dict(q=q), backend="hopper")
 
 
+def test_padded_batches_that_are_not_one_token_axis_are_refused():
+    x = torch.zeros(2, 4, 333, 64, device="cuda", dtype=BF16).transpose(1, 2)
+    decay_attention(x, x, x, backend="hopper")
+    with pytest.raises(ValueError, match="TMA cannot address sequences in q"):
+        decay_attention(x, x, x, seqused_k=int32(5, 333), backend="hopper")
+
+
+def test_packed_forward_here_and_backward_elsewhere():
+    """torch.use_deterministic_algorithms: what these kernels save serves the portable backward."""
+    inputs = make_packed(*PACKINGS[2], dim=128, resets=0.01)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_within_budget(verify_attention_varlen(**inputs, window_size=(100, 0), backend="auto"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_deterministic_gradients():
     """By name there are none; "auto" takes these kernels forward, and a backward that repeats bit by bit."""
     leaves = {name: x.requires_grad_() for name, x in make(1000, dim=128).items()}
@@ -157,4 +363,9 @@ def test_auto_takes_them_where_they_take_the_problem(monkeypatch):
     decay_attention(**inputs, causal=False)
     decay_attention(**inputs | dict(q=torch.zeros(2, 77, 4, 65, device="cuda", dtype=BF16)[..., 1:]))
     decay_attention(**inputs, scale=-1.0)
-    assert ran == ["hopper", "triton", "triton", "triton"]
+    decay_attention(**inputs, window_size=(64, 0))
+    decay_attention(**inputs, seqused_k=int32(150, 200))
+    decay_attention(**inputs, bias=torch.zeros(77, 200, device="cuda"))
+    packed = make_packed([30, 40])
+    decay_attention_varlen(**packed, max_seqlen_q=40, max_seqlen_k=40)
+    assert ran == ["hopper", "triton", "triton", "triton", "hopper", "hopper", "triton", "hopper"]

@@ -16,10 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends.sequences import (
+    BLOCK,
+    Sequences,
+    constants,
+    decay_blocks,
+    fill_outside,
+    offsets_of_head,
+    tile_of_program,
+    token_programs,
+)
 from decayattn.backends.tile_math import LOG2E
 from decayattn.problem import AttentionProblem
 
-DECAY_BLOCK = 128
+DECAY_BLOCK = BLOCK
 # columns beside a key that hold its bias: a matrix instruction's depth, of which three bfloat16 numbers are used, the
 # high, middle and low bits of a float32
 BIAS_COLUMNS = 16
@@ -46,10 +56,7 @@ class DecayPrefix(NamedTuple):
 
 def allocate(problem: AttentionProblem, like: Tensor) -> DecayPrefix:
     """Uninitialised buffers of the prefix's shapes (of size 0 where the decay is not per token)."""
-    tokens = problem.key_length if problem.decay == "scalar" else 0
-    blocks = (tokens + DECAY_BLOCK - 1) // DECAY_BLOCK  # symbolic lengths too
-    if problem.decay == "scalar" and problem.layout == "packed":
-        blocks = tokens // DECAY_BLOCK + problem.sequences  # every sequence may end in a block that is not full
+    tokens, blocks = (problem.key_length, decay_blocks(problem)) if problem.decay == "scalar" else (0, 0)
     shape = (problem.batch, problem.num_heads)
     local_dtype = torch.float32 if problem.dtype.itemsize == 2 else torch.float64
     return DecayPrefix(
@@ -62,28 +69,26 @@ def allocate(problem: AttentionProblem, like: Tensor) -> DecayPrefix:
 
 def build(
     problem: AttentionProblem, log_decay: Tensor, columns: Tensor | None = None, factor: float = 1.0,
-    counter: Tensor | None = None, places: Tensor | None = None,
+    counter: Tensor | None = None, sequences: Sequences | None = None,
 ) -> DecayPrefix:  # fmt: skip
-    """The prefix of log_decay (B, T_k, H): two launches, whatever the length. Tokens outside `places` have none.
+    """The prefix of log_decay (B, T_k, H): two launches, whatever the length. Tokens outside the sequences have none.
 
     columns, if given, is filled on the way: (B, H, blocks, DECAY_BLOCK, BIAS_COLUMNS), the parts of factor · β.
     counter, if given, is one int32 that is zeroed, which saves the attention that draws from it a launch.
     """
     prefix = allocate(problem, log_decay)
-    blocks = triton.cdiv(problem.longest_key, DECAY_BLOCK)
-    grid = (blocks * problem.sequences * problem.num_heads,)
+    grid = (token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),)
     totals = torch.empty_like(prefix.base)
     resets = torch.empty_like(prefix.base, dtype=torch.int32), torch.empty_like(prefix.base, dtype=torch.int32)
-    sizes = (problem.longest_key, problem.num_heads, blocks, places, axes_of(problem, prefix))
+    sizes = (problem.key_length, problem.num_heads, sequences)
+    modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
     _block_totals[grid](
         log_decay, log_decay.stride(), totals, *resets, resets[0] if counter is None else counter, *sizes,
-        PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, ZERO_COUNTER=counter is not None, num_warps=_WARPS,
-        **COMPILER_OPTIONS,
+        ZERO_COUNTER=counter is not None, num_warps=_WARPS, **modes,
     )  # fmt: skip
     _scan_blocks[grid](
         log_decay, log_decay.stride(), totals, *resets, *prefix, totals if columns is None else columns, factor,
-        *sizes, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_SCAN_CHUNK,
-        COLUMNS=0 if columns is None else BIAS_COLUMNS, num_warps=_WARPS, **COMPILER_OPTIONS,
+        *sizes, CHUNK=_SCAN_CHUNK, COLUMNS=0 if columns is None else BIAS_COLUMNS, num_warps=_WARPS, **modes,
     )  # fmt: skip
     return prefix
 
@@ -99,73 +104,24 @@ def constant_columns(rates: Tensor, factor: float, counter: Tensor) -> Tensor:
 
 def gradient(
     problem: AttentionProblem, prefix: DecayPrefix, row_sums: Tensor, column_sums: Tensor, like: Tensor,
-    places: Tensor | None = None,
+    sequences: Sequences | None = None,
 ) -> Tensor:  # fmt: skip
     """dλ_t = Σ dα_u over the rest of t's segment, with dα = row sums − column sums of dS; (B, T_k, H) in like's dtype.
 
     row_sums is (B, H, T_q), column_sums (B, H, T_k), both float. The first λ of a segment acts on nothing: literal 0.
     """
     grad = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    if places is not None:
-        grad.zero_()  # of the tokens outside
-    blocks = triton.cdiv(problem.longest_key, DECAY_BLOCK)
-    grid = (blocks * problem.sequences * problem.num_heads,)
+    fill_outside(problem, sequences, [(grad[..., None], 0.0)], of_keys=True)
+    grid = (token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),)
     heads = torch.empty_like(prefix.base)
-    sizes = (problem.longest_query, problem.longest_key, problem.num_heads, blocks, places, axes_of(problem, prefix))
+    sizes = (problem.query_length, problem.key_length, problem.num_heads, sequences)
     segments = (prefix.last_reset, prefix.next_reset)
-    modes = dict(PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
+    modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
     _segment_heads[grid](row_sums, column_sums, *segments, heads, *sizes, **modes)
     _reverse_sums[grid](
         row_sums, column_sums, *segments, heads, grad, grad.stride(), *sizes, CHUNK=_SCAN_CHUNK, **modes
     )
     return grad
-
-
-def axes_of(problem: AttentionProblem, prefix: DecayPrefix) -> tuple[int, int, int] | None:
-    """Rows, tokens and blocks of the axes on which the sequences lie, for `locate`; None where they fill them."""
-    dense = problem.layout == "dense"
-    return None if dense else (problem.query_length, problem.key_length, prefix.base.shape[-1])
-
-
-@triton.jit
-def locate(places, sequence, query_length, key_length, PACKED: tl.constexpr):
-    """Where a sequence lies: (batch entry, first row, rows, first token, tokens).
-
-    Dense, places is None, and the lengths are those given.
-    """
-    entry = sequence
-    first_row, first_token = 0, 0
-    if places is not None:
-        if PACKED:
-            entry = sequence * 0
-        first_row = tl.load(places + sequence * 4)
-        query_length = tl.load(places + sequence * 4 + 1)
-        first_token = tl.load(places + sequence * 4 + 2)
-        key_length = tl.load(places + sequence * 4 + 3)
-    return entry, first_row, query_length, first_token, key_length
-
-
-@triton.jit
-def offsets_of_head(
-    axes, sequence, head, heads, first_row, query_length, first_token, key_length, blocks, PACKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Where the rows, the tokens and the blocks of a head of a sequence begin in the buffers (B, H, ·).
-
-    axes is `axes_of` and BLOCK is DECAY_BLOCK. Dense, axes is None and the lengths are those of the axes.
-    """
-    buffer_row = (sequence * heads + head).to(tl.int64)
-    if axes is None:
-        rows, tokens, blocks = buffer_row * query_length, buffer_row * key_length, buffer_row * blocks
-    else:
-        if PACKED:
-            buffer_row = head.to(tl.int64)
-        rows, tokens = buffer_row * axes[0] + first_row, buffer_row * axes[1] + first_token
-        blocks = buffer_row * axes[2]
-        if PACKED:
-            # behind those of all sequences before it, each of which has at most one block that is not full
-            blocks += first_token // BLOCK + sequence
-    return rows, tokens, blocks
 
 
 @triton.jit
@@ -196,23 +152,23 @@ def _load_block(log_decay, strides, batch, head, first_token, tokens, length):
 
 @triton.jit
 def _block_totals(
-    log_decay, strides, totals, last_resets, first_resets, counter, length, heads, blocks, places, axes,
-    PACKED: tl.constexpr, BLOCK: tl.constexpr, ZERO_COUNTER: tl.constexpr,
+    log_decay, strides, totals, last_resets, first_resets, counter, length, heads, sequences,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
+    ZERO_COUNTER: tl.constexpr,
 ):  # fmt: skip
     """Per block: the sum of λ, its last reset (−1 without one) and its first one (T_k without one)."""
     if ZERO_COUNTER:
         tl.store(counter, 0, mask=tl.program_id(0) == 0)
-    row = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    sequence, head = row // heads, row % heads
-    entry, _, _, first_token, length = locate(places, sequence, 0, length, PACKED)
-    _, _, block_row = offsets_of_head(axes, sequence, head, heads, 0, 0, first_token, length, blocks, PACKED, BLOCK)
-    if places is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
-        if block * BLOCK >= length:
+    start, sequence, head, entry, _, _, first_token, length = tile_of_program(
+        sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES
+    )
+    _, _, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
+    if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
+        if start >= length:
             return
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    tokens = start + tl.arange(0, BLOCK)
     value, is_reset = _load_block(log_decay, strides, entry, head, first_token, tokens, length)
-    here = block_row + block
+    here = block_row + start // BLOCK
     tl.store(totals + here, tl.sum(value, 0))
     tl.store(last_resets + here, tl.max(tl.where(is_reset, tokens, -1), 0))
     tl.store(first_resets + here, tl.min(tl.where(is_reset, tokens, length), 0))
@@ -221,26 +177,24 @@ def _block_totals(
 @triton.jit
 def _scan_blocks(
     log_decay, strides, totals, last_resets, first_resets, local, base, last_reset, next_reset, columns,
-    factor: tl.float64, length, heads, blocks, places, axes,
-    PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    factor: tl.float64, length, heads, sequences,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Each block sums its predecessors' totals itself: T²/128² short reads in all, and no block waits for another."""
-    row = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    sequence, head = row // heads, row % heads
-    entry, _, _, first_token, length = locate(places, sequence, 0, length, PACKED)
-    _, token_row, block_row = offsets_of_head(
-        axes, sequence, head, heads, 0, 0, first_token, length, blocks, PACKED, BLOCK
+    start, sequence, head, entry, _, _, first_token, length = tile_of_program(
+        sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES
     )
-    if places is not None:
-        blocks = tl.cdiv(length, BLOCK)
-        if block >= blocks:
+    _, token_row, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
+    if sequences is not None:  # noqa: SIM102
+        if start >= length:
             return
+    block, blocks = start // BLOCK, tl.cdiv(length, BLOCK)
     alpha = tl.zeros([CHUNK], tl.float64)
     before = tl.zeros([CHUNK], tl.int32)
     after = tl.zeros([CHUNK], tl.int32) + length
-    for start in range(0, blocks, CHUNK):
-        index = start + tl.arange(0, CHUNK)
+    for first in range(0, blocks, CHUNK):
+        index = first + tl.arange(0, CHUNK)
         earlier = index < block
         later = (index > block) & (index < blocks)
         alpha += tl.load(totals + block_row + index, mask=earlier, other=0.0)
@@ -302,19 +256,17 @@ def _load_alpha_gradient(row_sums, column_sums, tokens, inside, first_position):
 
 @triton.jit
 def _segment_heads(
-    row_sums, column_sums, last_reset, next_reset, heads_out, query_length, key_length, heads, blocks, places, axes,
-    PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    row_sums, column_sums, last_reset, next_reset, heads_out, query_length, key_length, heads, sequences,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per block: the sum of dα from its start up to its first reset, which is what earlier blocks take from it."""
-    row = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    sequence, head = row // heads, row % heads
-    _, first_row, query_length, first_token, key_length = locate(places, sequence, query_length, key_length, PACKED)
-    query_row, token_row, block_row = offsets_of_head(
-        axes, sequence, head, heads, first_row, query_length, first_token, key_length, blocks, PACKED, BLOCK
+    start, sequence, head, _, first_row, query_length, first_token, key_length = tile_of_program(
+        sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
     )
-    start = block * BLOCK
-    if places is not None:  # noqa: SIM102
+    query_row, token_row, block_row = offsets_of_head(
+        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
+    )
+    if sequences is not None:  # noqa: SIM102
         if start >= key_length:
             return
     tokens = start + tl.arange(0, BLOCK)
@@ -324,31 +276,30 @@ def _segment_heads(
     value = _load_alpha_gradient(
         row_sums + query_row, column_sums + token_row, tokens, inside, key_length - query_length
     )
-    tl.store(heads_out + block_row + block, tl.sum(value, 0))
+    tl.store(heads_out + block_row + start // BLOCK, tl.sum(value, 0))
 
 
 @triton.jit
 def _reverse_sums(
-    row_sums, column_sums, last_reset, next_reset, heads_in, grad, strides, query_length, key_length, heads, blocks,
-    places, axes, PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    row_sums, column_sums, last_reset, next_reset, heads_in, grad, strides, query_length, key_length, heads, sequences,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dλ of one block: its own later dα of the segment, plus the heads of the blocks that it reaches into."""
-    row = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    sequence, head = row // heads, row % heads
-    entry, first_row, query_length, first_token, key_length = locate(places, sequence, query_length, key_length, PACKED)
-    query_row, token_row, block_row = offsets_of_head(
-        axes, sequence, head, heads, first_row, query_length, first_token, key_length, blocks, PACKED, BLOCK
+    start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
+        sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
     )
-    if places is not None:
-        blocks = tl.cdiv(key_length, BLOCK)
-        if block >= blocks:
+    query_row, token_row, block_row = offsets_of_head(
+        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
+    )
+    if sequences is not None:  # noqa: SIM102
+        if start >= key_length:
             return
+    block, blocks = start // BLOCK, tl.cdiv(key_length, BLOCK)
     final = tl.minimum(block * BLOCK + BLOCK, key_length) - 1
     last_block = tl.load(next_reset + token_row + final) // BLOCK
     carried = tl.zeros([CHUNK], tl.float64)
-    for start in range(block + 1, tl.minimum(last_block + 1, blocks), CHUNK):
-        index = start + tl.arange(0, CHUNK)
+    for first in range(block + 1, tl.minimum(last_block + 1, blocks), CHUNK):
+        index = first + tl.arange(0, CHUNK)
         reached = (index <= last_block) & (index < blocks)
         carried += tl.load(heads_in + block_row + index, mask=reached, other=0.0)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
-from decayattn.problem import MAX_HEAD_DIM, check_window
+from decayattn.problem import MAX_HEAD_DIM, check_skip_tolerance, check_window
 
 
 class DecayFlashAttention(nn.Module):
@@ -58,6 +58,7 @@ class DecayFlashAttention(nn.Module):
         window_size: as in decay_attention, (left, right) in tokens.
         sink: a learned logit per head that takes part in every softmax and gives nothing, 0 at first.
         scale: of the scores: a number, default 1/√D; "learned": exp(log_scale_h)/√D, a parameter per head, 0 at first.
+        skip_tolerance: as in decay_attention; a cache reads all that it holds, and has `evict`.
         backend: as in decay_attention; a plain attribute that may be changed at any time.
         device, dtype: of the parameters, as in torch.nn; those of the decay stay at least float32.
 
@@ -94,6 +95,7 @@ class DecayFlashAttention(nn.Module):
         window_size: tuple[int, int] | None = None,
         sink: bool = False,
         scale: float | str | None = None,
+        skip_tolerance: float | str | None = "auto",
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -112,6 +114,8 @@ class DecayFlashAttention(nn.Module):
         check_window(window_size)
         self.window_size = window_size
         self.scale = _check_scale(scale)
+        check_skip_tolerance(skip_tolerance)
+        self.skip_tolerance = skip_tolerance
         self.backend = backend
 
         options = {"device": device, "dtype": dtype}
@@ -184,9 +188,7 @@ class DecayFlashAttention(nn.Module):
             if log_decay is None or log_decay.ndim != 3:
                 raise ValueError("resets: expected only where the decay is one per token")
             log_decay = log_decay.masked_fill(resets[..., None], -math.inf)
-        options = dict(
-            scale=self._score_scale(), window_size=self.window_size, sink=self.sink, backend=self.backend
-        )
+        options = dict(scale=self._score_scale(), window_size=self.window_size, sink=self.sink, backend=self.backend)
         if cache is not None:
             out = cache.attend(q, k, v, log_decay, new_lengths=new_lengths, **options)
         elif cu_seqlens is not None:
@@ -194,11 +196,14 @@ class DecayFlashAttention(nn.Module):
             per_token = log_decay is not None and log_decay.ndim == 3
             out = decay_attention_varlen(
                 q[0], k[0], v[0], log_decay[0] if per_token else log_decay, cu_seqlens_q=cu_seqlens,
-                cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, causal=self.causal, **options,
+                cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, causal=self.causal,
+                skip_tolerance=self.skip_tolerance, **options,
             )[None]  # fmt: skip
         else:
             places = {} if padding_mask is None else _places(padding_mask)
-            out = decay_attention(q, k, v, log_decay, causal=self.causal, **places, **options)
+            out = decay_attention(
+                q, k, v, log_decay, causal=self.causal, skip_tolerance=self.skip_tolerance, **places, **options
+            )
         out = out.flatten(-2)
         if self.output_gate:
             out = out * gate.sigmoid()

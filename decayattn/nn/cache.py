@@ -39,7 +39,8 @@ class DecayCache:
 
     Attributes:
         keys, values: (B, max_length, H_kv, D) and (B, max_length, H_kv, D_v); tokens beyond a length hold anything.
-        alpha: (B, max_length, H) float64, from the first decay per token on, else None. Natural logarithm.
+        alpha: (B, max_length, H) float64, from the first decay per token on, else None. Natural logarithm. The tokens
+            of a head are together in memory.
         first: (B, H) int32, the first token that a head still sees: its last reset, or what `evict` has left.
         lengths: (B,) int32, tokens in use, on the device; FlashAttention's seqused_k.
         dropped: (B,) int32, tokens before those in use, which `evict` has removed.
@@ -323,8 +324,8 @@ class DecayCache:
     def _append_decay(self, log_decay: Tensor, entry: Tensor, position: Tensor, counted: Tensor | None) -> Tensor:
         """Continue α and the resets over tokens at `position` (B, T); the first keys that they see, (B, H, T)."""
         if self.alpha is None:
-            shape = (self.batch_size, self.max_length, self.num_heads)
-            self.alpha = torch.empty(*shape, device=self.device, dtype=torch.float64)
+            shape = (self.batch_size, self.num_heads, self.max_length)
+            self.alpha = torch.empty(*shape, device=self.device, dtype=torch.float64).transpose(1, 2)
         is_reset = log_decay.isneginf()
         unused = is_reset | (position == 0)[..., None]  # nothing lies before an entry's first token
         steps = torch.where(unused, 0.0, log_decay.double()).cumsum(1)

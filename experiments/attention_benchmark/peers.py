@@ -51,10 +51,12 @@ class Peer:
 
 
 def ours(backend: str) -> Peer:
-    """decay_attention with one of its backends, taken literally."""
+    """decay_attention with one of its backends, taken literally. It skips nothing: all work that is counted is done."""
     return Peer(
         f"decayattn {backend}", f"decayattn ({backend}), decay and its gradient", "BTHD", "learned", backend=backend,
-        build=lambda case, device: lambda q, k, v, log_decay: decay_attention(q, k, v, log_decay, backend=backend),
+        build=lambda case, device: lambda q, k, v, log_decay: decay_attention(
+            q, k, v, log_decay, skip_tolerance=None, backend=backend
+        ),
     )  # fmt: skip
 
 
@@ -116,17 +118,17 @@ def _flex_with_gradient(case: Case, device: torch.device) -> Attend:
 
 def _fla(case: Case, device: torch.device) -> Attend:
     """flash-linear-attention's forgetting attention (github.com/fla-org/flash-linear-attention)."""
-    kernel = _per_token(case, "fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
+    kernel = per_token(case, "fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
     return lambda q, k, v, log_decay: kernel(q, k, v, log_decay)
 
 
 def _fox(case: Case, device: torch.device) -> Attend:
     """The Forgetting Transformer's own kernel, without pruning (github.com/zhixuan-lin/forgetting-transformer)."""
-    kernel = _per_token(case, "forgetting_transformer.ops.forgetting_attention").forgetting_attention
+    kernel = per_token(case, "forgetting_transformer.ops.forgetting_attention").forgetting_attention
     return lambda q, k, v, log_decay: kernel(q, k, v, log_decay, head_first=True)
 
 
-def _per_token(case: Case, module: str) -> ModuleType:
+def per_token(case: Case, module: str) -> ModuleType:
     """The module of a peer that takes one decay per token and nothing else."""
     if case.decay != "scalar":
         raise Absent(f"takes a scalar decay only, not {case.decay}")

@@ -44,7 +44,7 @@ class Step:
     def inputs(self, device: str, seed: int, mean_log_decay: float) -> dict[str, Tensor]:
         """q (B, 1, H, D); keys, values (B, T, H_kv, D); log-decays, negative: rates (H,), log_decay (B, T, H), alpha.
 
-        alpha (B, T, H) is the running sum of log_decay in float64.
+        alpha (B, T, H) is the running sum of log_decay in float64, in memory (B, H, T), as a DecayCache has it.
         """
         generator = torch.Generator(device).manual_seed(seed)
         options: dict[str, Any] = {"generator": generator, "device": device}
@@ -54,7 +54,7 @@ class Step:
             inputs[name] = torch.randn(cache, dtype=DTYPES[self.dtype], **options)
         inputs["rates"] = 2 * mean_log_decay * torch.rand(self.heads, **options)
         inputs["log_decay"] = 2 * mean_log_decay * torch.rand(self.batch, self.tokens, self.heads, **options)
-        inputs["alpha"] = inputs["log_decay"].cumsum(1, dtype=torch.float64)
+        inputs["alpha"] = inputs["log_decay"].cumsum(1, dtype=torch.float64).mT.contiguous().mT
         return inputs
 
     def call(self, inputs: dict[str, Tensor], decay: str) -> Callable[[], tuple[Tensor, Tensor]]:

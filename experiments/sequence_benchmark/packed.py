@@ -67,11 +67,11 @@ class Workload:
         window_size = None if self.left < 0 else (self.left, 0)
         if not self.packed:
             return lambda q, k, v, log_decay: decay_attention(
-                q, k, v, log_decay, window_size=window_size, backend=backend
+                q, k, v, log_decay, window_size=window_size, skip_tolerance=None, backend=backend
             )
         places = self.places(device)
         return lambda q, k, v, log_decay: decay_attention_varlen(
-            q, k, v, log_decay, window_size=window_size, backend=backend, **places
+            q, k, v, log_decay, window_size=window_size, skip_tolerance=None, backend=backend, **places
         )
 
     def verify(self, inputs: dict[str, Tensor], backend: str) -> list[Comparison]:
@@ -80,7 +80,7 @@ class Workload:
         judged = {(by_length[-1], 0), (by_length[0], self.heads - 1), (len(self.lengths) - 1, self.heads // 2)}
         options: dict[str, Any] = {
             "window_size": None if self.left < 0 else (self.left, 0), "grad_out": inputs["grad_out"],
-            "backend": backend, "heads": sorted(judged),
+            "skip_tolerance": None, "backend": backend, "heads": sorted(judged),
         }  # fmt: skip
         tensors = (inputs[name] for name in ("q", "k", "v", "log_decay"))
         if not self.packed:

@@ -40,10 +40,6 @@ def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Te
         return "it takes causal attention only"
     if problem.bias:
         return "it takes no bias"
-    if problem.window != (-1, -1):
-        return "it takes no window_size"
-    if problem.layout != "dense":
-        return "it takes sequences that fill their batch entries"
     if problem.row_scale:
         return "it takes one scale for all rows"
     if scale < _LEAST_SCALE:
@@ -51,4 +47,6 @@ def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Te
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (reason := descriptors.misfit(x)) is not None:
             return f"TMA cannot address {name}: {reason}"
+        if problem.layout != "dense" and (reason := descriptors.slices_misfit(x)) is not None:
+            return f"TMA cannot address sequences in {name}: {reason}"
     return None

@@ -31,18 +31,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
 from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.hopper.tile_table import (
+    WORDS,
+    Place,
+    allocate_tiles,
+    coordinates,
+    dense_place,
+    flat,
+    load_place,
+)
 from decayattn.backends.prefix import DECAY_BLOCK
+from decayattn.backends.skipping import GRANULE
 from decayattn.backends.tile_math import LOG2E, decayed_score, probability, score_gradient, visible
 from decayattn.backends.tile_range import edge_tile, rows_that_see, tiles_between
 
 BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
 KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
+GRANULE_ROWS: gl.constexpr = gl.constexpr(GRANULE)
 # keys of one consumer warpgroup
 SHARE: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
 # one part of dq: what a warpgroup multiplies of a tile, 64 rows × 64 columns, and its shape as fragments
 PART: gl.constexpr = gl.constexpr(64)
 FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
 FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
+LINE: tl.constexpr = tl.constexpr(WORDS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -50,43 +62,62 @@ FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
 
 
 @triton.jit
+def _place_of_tile(table, tile, entry, query_length):
+    """(batch entry, first row, rows) of the sequence of a tile of rows; dense, table is None, and the others are."""
+    first_row = 0
+    if table is not None:
+        line = table + (1 + tile) * LINE
+        query_length, entry, first_row = tl.load(line + 1), tl.load(line + 3).to(tl.int64), tl.load(line + 4)
+    return entry, first_row, query_length
+
+
+@triton.jit(do_not_specialize=["row_tiles"])
 def row_terms_kernel(
-    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, out_strides, d_out_strides, d_lse_strides,
-    query_length, heads, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, HAS_D_LSE: tl.constexpr,
-    ROW_SUMS: tl.constexpr,
+    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, table, out_strides, d_out_strides, d_lse_strides,
+    query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Per row Δ = Σ dO·O − dLSE, beside the reference that the forward saved, in tiles that one copy can fetch.
 
-    terms is (head rows, row tiles, 2, ROWS): references, then Δ. Rows past the end get the reference +∞ of a row that
-    sees nothing, so that their P is 0 without a mask. dq and the row sums, which the next kernel adds to, become 0.
+    terms is (head rows, row tiles, 2, ROWS), or (heads, tiles of the table, 2, ROWS): references, then Δ. Rows past the
+    end get the reference +∞ of a row that sees nothing, so that their P is 0 without a mask. dq and the row sums, which
+    the next kernel adds to, become 0.
     """
-    blocks = tl.cdiv(query_length, ROWS) * (ROWS // BLOCK_M)
-    head_row = (tl.program_id(0) // blocks).to(tl.int64)
+    blocks = row_tiles * (ROWS // BLOCK_M)
+    tile_row = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
-    start = block * BLOCK_M
-    batch, head = head_row // heads, head_row % heads
+    tile, start = block // (ROWS // BLOCK_M), block * BLOCK_M
+    head = tile_row % heads
+    axis = query_length
+    if table is not None:
+        if tile >= tl.load(table):
+            return
+        start = tl.load(table + (1 + tile) * LINE) + start % ROWS
+    entry, first_row, query_length = _place_of_tile(table, tile, tile_row // heads, query_length)
     row = start + tl.arange(0, BLOCK_M)
     inside = row < query_length
-    here = head_row * query_length + row
+    here = (entry * heads + head) * axis + first_row + row
 
     column = tl.arange(0, D)[None, :]
-    token = row.to(tl.int64)[:, None]
-    o = out + batch * out_strides[0] + head * out_strides[2] + token * out_strides[1] + column
-    do = d_out + batch * d_out_strides[0] + head * d_out_strides[2] + token * d_out_strides[1] + column
+    token = (first_row + row).to(tl.int64)
+    at = token[:, None]
+    o = out + entry * out_strides[0] + head * out_strides[2] + at * out_strides[1] + column
+    do = d_out + entry * d_out_strides[0] + head * d_out_strides[2] + at * d_out_strides[1] + column
     o = tl.load(o, mask=inside[:, None], other=0.0).to(tl.float32)
     do = tl.load(do, mask=inside[:, None], other=0.0).to(tl.float32)
     delta = tl.sum(o * do, 1)
     if HAS_D_LSE:
-        offset = batch * d_lse_strides[0] + head * d_lse_strides[1] + row.to(tl.int64) * d_lse_strides[2]
+        offset = entry * d_lse_strides[0] + head * d_lse_strides[1] + token * d_lse_strides[2]
         delta -= tl.load(d_lse + offset, mask=inside, other=0.0)
     reference = tl.load(row_references + here, mask=inside, other=float("inf"))
-    tile_terms = terms + (head_row * tl.cdiv(query_length, ROWS) + start // ROWS) * 2 * ROWS
-    tl.store(tile_terms + row % ROWS, reference)
+    tile_terms = terms + (tile_row * row_tiles + tile) * 2 * ROWS + block % (ROWS // BLOCK_M) * BLOCK_M
+    in_block = tl.arange(0, BLOCK_M)
+    tl.store(tile_terms + in_block, reference)
     # a row that sees nothing has no gradient, whatever dLSE is
-    tl.store(tile_terms + ROWS + row % ROWS, tl.where(reference < float("inf"), delta, 0.0))
+    tl.store(tile_terms + ROWS + in_block, tl.where(reference < float("inf"), delta, 0.0))
 
     SIZE: tl.constexpr = BLOCK_M * D
-    tl.store(dq_fragments + (head_row * blocks + block) * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+    tl.store(dq_fragments + (tile_row * blocks + block) * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
     if ROW_SUMS:
         tl.store(row_sums + here, tl.zeros([BLOCK_M], tl.float32), mask=inside)
 
@@ -99,9 +130,9 @@ def row_terms_kernel(
 class Buffers:
     """Shared memory: tiles, and the barriers that say which of them may be read or written."""
 
-    keys: gl.shared_memory_descriptor  # (2, 1, 1, 64, D), as are values; then the place of dk and dv on their way out
+    keys: gl.shared_memory_descriptor  # (2, 1, …, 64, D), as are values; then the place of dk and dv on their way out
     values: gl.shared_memory_descriptor
-    queries: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D), as are d_outs
+    queries: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D), as are d_outs
     d_outs: gl.shared_memory_descriptor
     terms: gl.shared_memory_descriptor  # (STAGES · 2, 1, ROWS)
     differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the reference of the rows minus α at the key tile's
@@ -147,71 +178,131 @@ class Buffers:
 
 @aggregate
 class Work:
-    """The sizes of the call, and the key tile that this program has."""
+    """The sizes of the call, and the key tile that this program has.
 
-    batch: gl.tensor
+    RAGGED: place is a line of the table of key tiles, all sequences lie on the axes, and tiles of rows are those of the
+    table of all sequences. Dense, the axes are the sequences.
+    """
+
+    place: Place
     kv_head: gl.tensor
     heads: gl.tensor
-    key_start: gl.tensor
-    query_length: gl.tensor
-    key_length: gl.tensor
+    query_axis: gl.tensor
+    key_axis: gl.tensor
+    block_axis: gl.tensor
+    row_tiles: gl.tensor
+    left: gl.tensor
+    mirror: gl.tensor
     ROWS: gl.constexpr
     GROUP: gl.constexpr
     DECAY: gl.constexpr
     DECAY_GRADIENT: gl.constexpr
+    RAGGED: gl.constexpr
+    WINDOW: gl.constexpr
+    PLANNED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, batch, kv_head, heads, key_start, query_length, key_length, ROWS, GROUP, DECAY, DECAY_GRADIENT):
-        self.batch = batch
+    def __init__(
+        self, place, kv_head, heads, query_axis, key_axis, block_axis, row_tiles, left, mirror, ROWS, GROUP, DECAY,
+        DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
+    ):  # fmt: skip
+        self.place = place
         self.kv_head = kv_head
         self.heads = heads
-        self.key_start = key_start
-        self.query_length = query_length
-        self.key_length = key_length
+        self.query_axis = query_axis
+        self.key_axis = key_axis
+        self.block_axis = block_axis
+        self.row_tiles = row_tiles
+        self.left = left
+        self.mirror = mirror
         self.ROWS = gl.constexpr(ROWS)
         self.GROUP = gl.constexpr(GROUP)
         self.DECAY = gl.constexpr(DECAY)
         self.DECAY_GRADIENT = gl.constexpr(DECAY_GRADIENT)
+        self.RAGGED = gl.constexpr(RAGGED)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.PLANNED = gl.constexpr(PLANNED)
 
     @gluon.jit
     def first_position(self):
-        return self.key_length - self.query_length
+        return self.place.key_length - self.place.query_length
+
+    @gluon.jit
+    def head(self, member):
+        return self.kv_head * self.GROUP + member
 
     @gluon.jit
     def head_row(self, member):
-        return self.batch * self.heads + self.kv_head * self.GROUP + member
+        return self.place.entry * self.heads + self.head(member)
 
     @gluon.jit
-    def first_tile(self, head_row):
-        """The head's first query tile, where tiles of all heads are counted through."""
-        return head_row * gl.cdiv(self.query_length, self.ROWS)
+    def first_row(self, member):
+        """Where the rows of a head begin in buffers (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
+        return self.head_row(member) * self.query_axis + self.place.first_row
+
+    @gluon.jit
+    def first_token(self, member):
+        return self.head_row(member).to(gl.int64) * self.key_axis + self.place.first_token
+
+    @gluon.jit
+    def first_block(self, member):
+        return self.head_row(member) * self.block_axis + self.place.first_block
+
+    @gluon.jit
+    def first_tile(self, member):
+        """A head's first query tile, where tiles of all heads are counted through."""
+        if self.RAGGED:
+            first = self.head(member) * self.row_tiles + self.place.first_tile
+        else:
+            first = self.head_row(member) * self.row_tiles
+        return first
+
+    @gluon.jit
+    def query_at(self, member, row):
+        """The rows of a head from `row` on, for the copy engine."""
+        place = self.place
+        return coordinates(
+            place.entry, self.head(member), row, place.first_row, place.query_length, self.query_axis, self.RAGGED
+        )
+
+    @gluon.jit
+    def key_at(self, WARPGROUP: gl.constexpr):
+        """The keys of a warpgroup, for the copy engine."""
+        place = self.place
+        return coordinates(
+            place.entry, self.kv_head, place.start + WARPGROUP * SHARE, place.first_token, place.key_length,
+            self.key_axis, self.RAGGED,
+        )  # fmt: skip
 
     @gluon.jit
     def rows_of(self, key, last_reset, next_reset):
         """[first, end) of the rows that see a key; a key past the end is seen by none."""
         HAS_RESETS: gl.constexpr = self.DECAY == "scalar"
-        inside = gl.minimum(key, self.key_length - 1)
-        _, end = rows_that_see(
-            inside, self.query_length, self.first_position(), last_reset, next_reset, True, HAS_RESETS
-        )
+        rows = self.place.query_length
+        inside = gl.minimum(key, self.place.key_length - 1)
+        if self.WINDOW:
+            _, end = rows_that_see(
+                inside, rows, self.first_position(), last_reset, next_reset, True, HAS_RESETS, self.left
+            )
+        else:
+            _, end = rows_that_see(inside, rows, self.first_position(), last_reset, next_reset, True, HAS_RESETS)
         # causal: counted on beyond the last row, this alone leaves keys past the end without rows
         return gl.maximum(key - self.first_position(), 0), end
 
     @gluon.jit
-    def visited(self, last_reset, next_reset):
+    def visited(self, member, last_reset, next_reset):
         """The query tiles of one head that see a key of the tile, as tiles_between orders them.
 
-        Both ends of the rows that see a key grow with the key, so the first and the last key know them all.
+        Both ends of the rows that see a key grow with the key, so the first and the last key know them all. PLANNED,
+        rows behind the last granule that visits the tile do not (skipping.py).
         """
-        first_min, end_min = self.rows_of(self.key_start, last_reset, next_reset)
-        first_max, end_max = self.rows_of(self.key_start + KEYS - 1, last_reset, next_reset)
+        first_min, end_min = self.rows_of(self.place.start, last_reset, next_reset)
+        first_max, end_max = self.rows_of(self.place.start + KEYS - 1, last_reset, next_reset)
+        if self.PLANNED:
+            last_granule = gl.load(self.mirror + self.first_block(member) + self.place.start // KEYS)
+            planned = (last_granule + 1) * GRANULE_ROWS
+            end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
         return tiles_between(first_min, first_max, end_min, end_max, self.ROWS)
-
-
-@gluon.jit
-def _flat(tile):
-    """A (1, 1, rows, D) tile of shared memory as (rows, D)."""
-    return tile.reshape([tile.shape[2], tile.shape[3]])
 
 
 @gluon.jit
@@ -228,7 +319,7 @@ def _base_difference(work, tile, bases, key_base, rate):
         # formed in float64 and rounded once
         difference = (gl.load(bases + gl.maximum(reference, 0) // BLOCK) - key_base).to(gl.float32)
     elif work.DECAY == "constant":
-        difference = (reference - work.key_start).to(gl.float32) * rate
+        difference = (reference - work.place.start).to(gl.float32) * rate
     else:
         difference = 0.0
     return difference
@@ -244,23 +335,19 @@ def _produce(
     n = 0
     mbarrier.expect(buffers.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
-        at = [work.batch, work.kv_head, work.key_start + w * SHARE, 0]
-        copy_engine.load(k_desc, at, buffers.keys_ready, buffers.keys.index(w))
+        copy_engine.load(k_desc, work.key_at(w), buffers.keys_ready, buffers.keys.index(w))
     for w in gl.static_range(2):
-        at = [work.batch, work.kv_head, work.key_start + w * SHARE, 0]
-        copy_engine.load(v_desc, at, buffers.keys_ready, buffers.values.index(w))
+        copy_engine.load(v_desc, work.key_at(w), buffers.keys_ready, buffers.values.index(w))
     for member in range(work.GROUP):
-        head = work.kv_head * work.GROUP + member
-        head_row = work.head_row(member)
-        tokens = head_row.to(gl.int64) * work.key_length
-        bases = base + head_row.to(gl.int64) * gl.cdiv(work.key_length, BLOCK)
+        tokens = work.first_token(member)
+        bases = base + work.first_block(member)
         key_base = 0.0
         rate = 0.0
         if work.DECAY == "scalar":
-            key_base = gl.load(bases + work.key_start // BLOCK)
+            key_base = gl.load(bases + work.place.start // BLOCK)
         elif work.DECAY == "constant":
-            rate = _load_rate(rates, rate_stride, head)
-        begin, whole_begin, whole_end, end = work.visited(last_reset + tokens, next_reset + tokens)
+            rate = _load_rate(rates, rate_stride, work.head(member))
+        begin, whole_begin, whole_end, end = work.visited(member, last_reset + tokens, next_reset + tokens)
         edges = end - begin - (whole_end - whole_begin)
         for m in range(end - begin):
             tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
@@ -271,13 +358,14 @@ def _produce(
             buffers.differences.index(stage).store(gl.full([1], difference, gl.float32, LAYOUT))
             buffers.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
             ready = buffers.queries_ready.index(stage)
-            terms_row = (work.first_tile(head_row) + tile) * 2
+            terms_row = (work.first_tile(member) + tile) * 2
             mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
-            copy_engine.load(q_desc, [work.batch, head, tile * ROWS, 0], ready, buffers.queries.index(stage))
+            at = work.query_at(member, tile * ROWS)
+            copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
             copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage * 2))
             ready = buffers.d_outs_ready.index(stage)
             mbarrier.expect(ready, d_out_desc.block_type.nbytes + terms_desc.block_type.nbytes)
-            copy_engine.load(d_out_desc, [work.batch, head, tile * ROWS, 0], ready, buffers.d_outs.index(stage))
+            copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
             copy_engine.load(terms_desc, [terms_row + 1, 0], ready, buffers.terms.index(stage * 2 + 1))
             n += 1
 
@@ -382,13 +470,13 @@ def _start_dq_part(buffers, slot, zero, PART_OF: gl.constexpr, D: gl.constexpr):
     if D == 128:
         left_a = buffers.d_scores.index(slot * 2).permute((1, 0))
         left_b = buffers.d_scores.index(slot * 2 + 1).permute((1, 0))
-        right_a = _flat(buffers.keys.index(0)).slice(PART * PART_OF, PART, 1)
-        right_b = _flat(buffers.keys.index(1)).slice(PART * PART_OF, PART, 1)
+        right_a = flat(buffers.keys.index(0)).slice(PART * PART_OF, PART, 1)
+        right_b = flat(buffers.keys.index(1)).slice(PART * PART_OF, PART, 1)
     else:
         left_a = buffers.d_scores.index(slot * 2).slice(PART * PART_OF, PART, 1).permute((1, 0))
         left_b = buffers.d_scores.index(slot * 2 + 1).slice(PART * PART_OF, PART, 1).permute((1, 0))
-        right_a = _flat(buffers.keys.index(0))
-        right_b = _flat(buffers.keys.index(1))
+        right_a = flat(buffers.keys.index(0))
+        right_b = flat(buffers.keys.index(1))
     dq = warpgroup_mma(left_a, right_a, zero, use_acc=False, is_async=True)
     return warpgroup_mma(left_b, right_b, dq, is_async=True)
 
@@ -423,14 +511,14 @@ def _add_rows(
     phase = buffers.phase(n)
     slot = n % 2
     start = tile * ROWS
-    query = _flat(buffers.queries.index(stage))
-    d_out = _flat(buffers.d_outs.index(stage))
+    query = flat(buffers.queries.index(stage))
+    d_out = flat(buffers.d_outs.index(stage))
 
     mbarrier.wait(buffers.queries_ready.index(stage), phase)
-    key = _flat(buffers.keys.index(WARPGROUP))
+    key = flat(buffers.keys.index(WARPGROUP))
     scoreT = warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(buffers.d_outs_ready.index(stage), phase)
-    value = _flat(buffers.values.index(WARPGROUP))
+    value = flat(buffers.values.index(WARPGROUP))
     dpT = warpgroup_mma(value, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
     scoreT = warpgroup_mma_wait(1, (scoreT,))
     row_reference = buffers.terms.index(stage * 2).reshape([ROWS]).load(ROW)
@@ -469,7 +557,7 @@ def _add_rows(
         column_sum += gl.convert_layout(per_key, PARTIAL, assert_trivial=True)
         row = start + _summed_row(row_sum)
         if DECAY == "constant":
-            distance = row + (work.first_position() - work.key_start)
+            distance = row + (work.first_position() - work.place.start)
             rate_sum += gl.convert_layout(row_sum * distance.to(gl.float32), rate_sum.type.layout, assert_trivial=True)
     dv, dk, dq = warpgroup_mma_wait(0, (dv, dk, dq))
     tma.store_wait(0)
@@ -478,7 +566,7 @@ def _add_rows(
         _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
     if work.DECAY_GRADIENT and DECAY == "scalar":
         # after the fence, which would wait for it to reach memory (2 % at D = 128)
-        gl.atomic_add(row_sums + (first_row + row), row_sum, mask=row < work.query_length, sem="relaxed")
+        gl.atomic_add(row_sums + (first_row + row), row_sum, mask=row < work.place.query_length, sem="relaxed")
     return dk, dv, column_sum, rate_sum
 
 
@@ -503,26 +591,25 @@ def _consume(
         [[1]] if ROWS == 64 else [[1], [8]],
         [[2], [4], [ROWS // 8], [ROWS // 4], [ROWS // 2]], [[ROWS], [2 * ROWS]], [], [4 * ROWS],
     )  # fmt: skip
-    own_start = work.key_start + WARPGROUP * SHARE
+    own_start = work.place.start + WARPGROUP * SHARE
     key = own_start + gl.arange(0, SHARE, KEY)
-    inside = gl.minimum(key, work.key_length - 1)
+    inside = gl.minimum(key, work.place.key_length - 1)
     dk = gl.zeros([SHARE, D], gl.float32, ACC)
     dv = gl.zeros([SHARE, D], gl.float32, ACC)
     n = 0
     mbarrier.wait(buffers.keys_ready, 0)
     for member in range(work.GROUP):
-        head_row = work.head_row(member)
-        tokens = head_row.to(gl.int64) * work.key_length
-        first_part = work.first_tile(head_row) * 2 + WARPGROUP
-        first_row = head_row * work.query_length  # 2^31 rows would not fit in any GPU's memory
+        tokens = work.first_token(member)
+        first_part = work.first_tile(member) * 2 + WARPGROUP
+        first_row = work.first_row(member)
         key_alpha = inside.to(gl.float32)
         if DECAY == "scalar":
             key_alpha = gl.load(local + tokens + inside)
         elif DECAY == "constant":
-            rate = _load_rate(rates, rate_stride, work.kv_head * work.GROUP + member)
-            key_alpha = (key - work.key_start).to(gl.float32) * rate
+            rate = _load_rate(rates, rate_stride, work.head(member))
+            key_alpha = (key - work.place.start).to(gl.float32) * rate
         first, end = work.rows_of(key, last_reset + tokens, next_reset + tokens)
-        begin, whole_begin, whole_end, tile_end = work.visited(last_reset + tokens, next_reset + tokens)
+        begin, whole_begin, whole_end, tile_end = work.visited(member, last_reset + tokens, next_reset + tokens)
         column_sum = gl.zeros([SHARE, 4], gl.float32, PARTIAL)
         rate_sum = gl.zeros([4 * ROWS], gl.float32, ROW_SUM)
 
@@ -549,20 +636,20 @@ def _consume(
             sums = gl.sum(column_sum, 1) * 0.25
             share = gl.arange(0, SHARE, sums.type.layout)
             if DECAY == "scalar":
-                gl.store(column_sums + tokens + own_start + share, sums, mask=own_start + share < work.key_length)
+                gl.store(column_sums + tokens + own_start + share, sums, mask=own_start + share < work.place.key_length)
             else:
                 # Σ dS (i − j), with i and j counted from the tile's first key
                 total = gl.sum(rate_sum, 0)
                 total -= gl.sum(sums * (WARPGROUP * SHARE + share).to(gl.float32), 0)
-                tile = work.key_start // KEYS
-                gl.store(rate_sums + (head_row * gl.cdiv(work.key_length, KEYS) + tile) * 2 + WARPGROUP, total)
+                tile = work.first_block(member) + work.place.start // KEYS
+                gl.store(rate_sums + tile * 2 + WARPGROUP, total)
 
     # both warpgroups read all keys, but each only its own values: they make room for dv, then dk
-    staged = _flat(buffers.values.index(WARPGROUP))
+    staged = flat(buffers.values.index(WARPGROUP))
     staged.store(dv.to(buffers.values.dtype))
     fence_async_shared()
     copy_engine.thread_barrier()
-    at = [work.batch, work.kv_head, own_start, 0]
+    at = work.key_at(WARPGROUP)
     copy_engine.store(dv_desc, at, buffers.values.index(WARPGROUP))
     dk = dk * scale
     tma.store_wait(0)
@@ -574,31 +661,49 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["query_length", "key_length", "heads", "rate_stride"])
+_INTEGERS = ["rate_stride", "left", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "heads"]
+
+
+@gluon.jit(do_not_specialize=_INTEGERS)
 def gradients_kernel(
     q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, rates, local, base, last_reset,
-    next_reset, row_sums, column_sums, rate_sums, rate_stride, scale, query_length, key_length, heads,
-    D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, DECAY: gl.constexpr,
-    DECAY_GRADIENT: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    next_reset, mirror, row_sums, column_sums, rate_sums, key_table, rate_stride, scale, left, query_length, key_length,
+    blocks, row_tiles, key_tiles, heads, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    DECAY: gl.constexpr, DECAY_GRADIENT: gl.constexpr, RAGGED: gl.constexpr, WINDOW: gl.constexpr,
+    PLANNED: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv of one key tile over its group of query heads, and its addition to dq, row sums and a rate's gradient."""
-    DTYPE: gl.constexpr = q_desc.dtype
-    key_tiles = gl.cdiv(key_length, KEYS)
-    kv_heads = heads // GROUP
-    kv_head_row = gl.program_id(0) // key_tiles
+    """dk, dv of one key tile over its group of query heads, and its addition to dq, row sums and a rate's gradient.
+
+    key_table is not read unless RAGGED, left not unless WINDOW, and mirror (skipping.last_granules) not unless PLANNED.
+    query_length, key_length and blocks, those of the decay prefix, are of the axes on which the sequences lie.
+    """
+    if not RAGGED:
+        # not the parameter, which would cost registers
+        key_tiles = gl.cdiv(key_length, KEYS)
     # causal: the first key tiles are seen by the most rows, and come first
-    key_start = gl.program_id(0) % key_tiles * KEYS
+    tile = gl.program_id(0) % key_tiles
+    kv_head = gl.program_id(0) // key_tiles
+    if RAGGED:
+        # the host only knows a bound
+        if tile >= gl.load(key_table):
+            return
+        place = load_place(key_table, tile)
+    else:
+        kv_heads = heads // GROUP
+        place = dense_place(tile * KEYS, query_length, key_length, kv_head // kv_heads)
+        kv_head = kv_head % kv_heads
     work = Work(
-        kv_head_row // kv_heads, kv_head_row % kv_heads, heads, key_start, query_length, key_length, ROWS, GROUP, DECAY,
-        DECAY_GRADIENT,
+        place, kv_head, heads, query_length, key_length, blocks, row_tiles, left, mirror, ROWS, GROUP, DECAY,
+        DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
     )  # fmt: skip
 
+    DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     buffers = Buffers(
-        gl.allocate_shared_memory(DTYPE, [2, 1, 1, SHARE, D], k_desc.layout),
-        gl.allocate_shared_memory(DTYPE, [2, 1, 1, SHARE, D], v_desc.layout),
-        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROWS, D], q_desc.layout),
-        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROWS, D], d_out_desc.layout),
+        allocate_tiles(k_desc, 2),
+        allocate_tiles(v_desc, 2),
+        allocate_tiles(q_desc, STAGES),
+        allocate_tiles(d_out_desc, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES * 2, 1, ROWS], terms_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
@@ -652,20 +757,28 @@ def gradients_kernel(
 # dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_tiles"])
 def unpack_dq_kernel(
-    dq_fragments, dq, dq_strides, scale, query_length, heads, D: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr
-):
+    dq_fragments, dq, table, dq_strides, scale, query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
     """dq = s · fragments, one part of 64 rows × 64 columns per program."""
-    parts = tl.cdiv(query_length, ROWS) * (ROWS // PART) * (D // PART)
-    head_row = (tl.program_id(0) // parts).to(tl.int64)
+    PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # of a tile
+    parts = row_tiles * PARTS
+    tile_row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
-    batch, head = head_row // heads, head_row % heads
-    x = tl.load(dq_fragments + (head_row * parts + part) * PART * PART + tl.arange(0, PART * PART))
+    tile, start = part // PARTS, part // (D // PART) * PART
+    head = tile_row % heads
+    if table is not None:
+        if tile >= tl.load(table):
+            return
+        start = tl.load(table + (1 + tile) * LINE) + start % ROWS
+    entry, first_row, query_length = _place_of_tile(table, tile, tile_row // heads, query_length)
+    x = tl.load(dq_fragments + (tile_row * parts + part) * PART * PART + tl.arange(0, PART * PART))
     # the inverse of _add_dq_part's order
     x = tl.permute(tl.reshape(x * scale, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     x = tl.reshape(x, (PART, PART)).to(dq.dtype.element_ty)
-    row = part // (D // PART) * PART + tl.arange(0, PART)[:, None]
+    row = start + tl.arange(0, PART)[:, None]
     column = part % (D // PART) * PART + tl.arange(0, PART)[None, :]
-    origin = dq + batch * dq_strides[0] + head * dq_strides[2]
-    tl.store(origin + row.to(tl.int64) * dq_strides[1] + column, x, mask=row < query_length)
+    origin = dq + entry * dq_strides[0] + head * dq_strides[2]
+    tl.store(origin + (first_row + row).to(tl.int64) * dq_strides[1] + column, x, mask=row < query_length)

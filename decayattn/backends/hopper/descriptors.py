@@ -14,6 +14,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # what the copy engine needs of addresses and strides, in bytes
 ALIGNMENT = 16
+# where every slice of `slices` ends, on an axis of its own; no tensor has as many rows
+SLICE_END = 2**30
+# more than any coordinate
+_FAR = 0x7FFF0000
 _CACHED = 4096
 
 
@@ -48,6 +52,31 @@ def tokens(x: Tensor, rows: int) -> TensorDescriptor:
     return _describe(
         x.data_ptr(), x.dtype, (batch, heads, length, dim), (batch_stride, head_stride, token_stride, 1),
         (1, 1, rows, dim),
+    )  # fmt: skip
+
+
+def slices_misfit(x: Tensor) -> str | None:
+    """Why the token axes of a (B, T, H, D) tensor are not one; None if they are."""
+    if x.shape[0] > 1 and x.shape[1] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
+        return f"its batch entries do not lie behind one another (stride {x.stride(0)})"
+    return None
+
+
+def slices(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` tokens of one head of a (B, T, H, D) tensor, in a slice of its B·T tokens that the kernel names.
+
+    Coordinates are (SLICE_END, slice's end, head, SLICE_END − slice's length + token, 0), the token counted in the
+    slice: tokens past its end read as zeros and are never written, because an axis ends there. The second and the
+    fourth coordinate count tokens, and the first takes SLICE_END of them away again, by a stride of −1 token modulo
+    2^64 bytes (the trick of triton.tools.ragged_tma).
+    """
+    (batch, length, heads, dim), (batch_stride, token_stride, head_stride, _) = x.shape, x.stride()
+    if length == 1:
+        token_stride = batch_stride if batch > 1 else dim
+    # 2^34 elements times SLICE_END is a multiple of 2^64
+    return _describe(
+        x.data_ptr(), x.dtype, (_FAR, _FAR, heads, SLICE_END, dim),
+        (2**34 - token_stride, token_stride, head_stride, token_stride, 1), (1, 1, 1, rows, dim),
     )  # fmt: skip
 
 

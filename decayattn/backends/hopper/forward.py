@@ -26,6 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper import config, copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.hopper.tile_table import (
+    LINE,
+    Place,
+    allocate_tiles,
+    coordinates,
+    dense_place,
+    flat,
+    load_place,
+)
 from decayattn.backends.prefix import BIAS_COLUMNS, BIAS_PARTS
 from decayattn.backends.tile_math import LN2, LOG2E, finite_or_zero, probability, rescale, visible
 from decayattn.backends.tile_range import keys_seen, tiles_between
@@ -105,8 +114,9 @@ class Buffers:
     """Everything in shared memory.
 
     queries is a ring of items, and its tiles are the warpgroups' q: tile (slot · warpgroups + warpgroup). drawn holds
-    the items' numbers. columns and differences (of bases, one per warpgroup) follow the ring of the keys; a constant
-    decay has the same columns for all keys of a head, which follow the ring of the queries.
+    the items' numbers, each followed by its line of the table if there is one. columns and differences (of bases, one
+    per warpgroup) follow the ring of the keys; a constant decay has the same columns for all keys of a head, which
+    follow the ring of the queries.
     """
 
     queries: Ring
@@ -130,49 +140,119 @@ class Buffers:
         self.fences = fences
 
 
-@gluon.jit
-def _flat(tile):
-    """A (1, 1, rows, D) tile of shared memory as (rows, D)."""
-    return tile.reshape([tile.shape[2], tile.shape[3]])
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Items of work
 
 
 @aggregate
 class Sizes:
-    """The call's lengths and heads, and the order of its items."""
+    """The call's lengths and heads, and the order of its items.
+
+    Dense, an item is a tile of rows of one of all batch entries' heads, and the axes are the sequences. With a table
+    (RAGGED), all sequences have their tiles of rows there, and an item is one of them and a head.
+    """
 
     items: gl.tensor
     row_tiles: gl.tensor
     heads: gl.tensor
     group: gl.tensor
     together: gl.tensor
-    query_length: gl.tensor
-    key_length: gl.tensor
+    query_axis: gl.tensor
+    key_axis: gl.tensor
+    block_axis: gl.tensor
+    granule_axis: gl.tensor
+    table: gl.tensor
+    RAGGED: gl.constexpr
+    PACKED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, items, row_tiles, heads, group, together, query_length, key_length):
+    def __init__(
+        self, items, row_tiles, heads, group, together, query_axis, key_axis, block_axis, granule_axis, table, RAGGED,
+        PACKED,
+    ):  # fmt: skip
         self.items = items
         self.row_tiles = row_tiles
         self.heads = heads
         self.group = group
         self.together = together
-        self.query_length = query_length
-        self.key_length = key_length
+        self.query_axis = query_axis
+        self.key_axis = key_axis
+        self.block_axis = block_axis
+        self.granule_axis = granule_axis
+        self.table = table
+        self.RAGGED = gl.constexpr(RAGGED)
+        self.PACKED = gl.constexpr(PACKED)
 
     @gluon.jit
-    def place(self, item, TILE: gl.constexpr):
-        """(head_row, start): so many heads `together` that their keys fit the cache, their longest rows first."""
+    def place(self, item):
+        """(head_row, tile): so many heads `together` that their keys fit the cache, tile after tile."""
         chunk = self.together * self.row_tiles
         rest = item % chunk
-        head_row = item // chunk * self.together + rest % self.together
-        return head_row, (self.row_tiles - 1 - rest // self.together) * TILE
+        return item // chunk * self.together + rest % self.together, rest // self.together
+
+    @gluon.jit
+    def dense_item(self, item, TILE: gl.constexpr):
+        """The longest rows come first."""
+        head_row, tile = self.place(item)
+        start = (self.row_tiles - 1 - tile) * TILE
+        place = dense_place(start, self.query_axis, self.key_axis, head_row // self.heads)
+        return Item(place, head_row, head_row % self.heads)
+
+    @gluon.jit
+    def ragged_item(self, item, place):
+        head, _ = self.place(item)
+        return Item(place, place.entry * self.heads + head, head)
+
+    @gluon.jit
+    def found(self, item, TILE: gl.constexpr):
+        """An item by its number."""
+        if self.RAGGED:
+            _, tile = self.place(item)
+            found = self.ragged_item(item, load_place(self.table, tile))
+        else:
+            found = self.dense_item(item, TILE)
+        return found
+
+    @gluon.jit
+    def rows(self, item):
+        """Where the rows of an item's head begin in buffers (B, H, T_q)."""
+        return item.head_row.to(gl.int64) * self.query_axis + item.place.first_row
+
+    @gluon.jit
+    def tokens(self, item):
+        return item.head_row.to(gl.int64) * self.key_axis + item.place.first_token
+
+    @gluon.jit
+    def blocks(self, item):
+        return item.head_row * self.block_axis + item.place.first_block
+
+    @gluon.jit
+    def granules(self, item):
+        """Where those of a plan begin, as skipping.offset_of_head has them."""
+        place, granules = item.place, item.head_row * self.granule_axis
+        if self.PACKED:
+            sequence = place.first_block - place.first_token // KEYS
+            granules += place.first_row // ROWS + sequence
+        return granules
+
+
+@aggregate
+class Item:
+    """A tile of rows of a sequence, and the head that it is of."""
+
+    place: Place
+    head_row: gl.tensor
+    head: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, place, head_row, head):
+        self.place = place
+        self.head_row = head_row
+        self.head = head
 
     @gluon.jit
     def first_position(self):
-        return self.key_length - self.query_length
+        return self.place.key_length - self.place.query_length
 
     @gluon.jit
     def reference(self, start):
@@ -183,43 +263,75 @@ class Sizes:
     def tile_end(self, start, ROWS_: gl.constexpr):
         """End of the key tiles of the rows from `start`: at least 1, since rows that see no key also visit a tile,
         where everything is masked."""
-        final_row = gl.minimum(start + ROWS_, self.query_length) - 1
+        final_row = gl.minimum(start + ROWS_, self.place.query_length) - 1
         return gl.maximum(gl.cdiv(final_row + 1 + self.first_position(), KEYS), 1)
 
 
 @aggregate
 class Decay:
-    """Where the decay is in memory: rates of a constant one, the prefix of one per token."""
+    """Where the decay is in memory: rates of a constant one, the prefix of one per token; WINDOW, how many keys before
+    its own a row sees at most; PLANNED, where a granule's rows need not look for more (skipping.py)."""
 
     rates: gl.tensor
     rate_stride: gl.tensor
     local: gl.tensor
     bases: gl.tensor
     last_reset: gl.tensor
+    left: gl.tensor
+    plan: gl.tensor
     KIND: gl.constexpr
+    WINDOW: gl.constexpr
+    PLANNED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rates, rate_stride, local, bases, last_reset, KIND):
+    def __init__(self, rates, rate_stride, local, bases, last_reset, left, plan, KIND, WINDOW, PLANNED):
         self.rates = rates
         self.rate_stride = rate_stride
         self.local = local
         self.bases = bases
         self.last_reset = last_reset
+        self.left = left
+        self.plan = plan
         self.KIND = gl.constexpr(KIND)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.PLANNED = gl.constexpr(PLANNED)
 
     @gluon.jit
-    def of_head(self, head_row, key_length):
-        """The same, pointing at one head's tokens."""
-        tokens = head_row.to(gl.int64) * key_length
-        blocks = head_row.to(gl.int64) * gl.cdiv(key_length, KEYS)
+    def of(self, sizes, item):
+        """The same, pointing at the tokens, blocks and granules of an item's head."""
+        tokens = sizes.tokens(item)
         return Decay(
-            self.rates, self.rate_stride, self.local + tokens, self.bases + blocks, self.last_reset + tokens, self.KIND
-        )
+            self.rates, self.rate_stride, self.local + tokens, self.bases + sizes.blocks(item),
+            self.last_reset + tokens, self.left, self.plan + sizes.granules(item), self.KIND, self.WINDOW, self.PLANNED,
+        )  # fmt: skip
 
     @gluon.jit
     def first_key(self, position):
-        """The first key that a position sees: its last reset."""
-        first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, self.KIND == "scalar")
+        """The first key that a position sees: its last reset, or where its window begins."""
+        HAS_RESETS: gl.constexpr = self.KIND == "scalar"
+        if self.WINDOW:
+            first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS, self.left)
+        else:
+            first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS)
+        return first
+
+    @gluon.jit
+    def first_visited(self, position, row):
+        """The first key of the tiles that a row visits which is at this position: where a tile begins, or first_key."""
+        first = self.first_key(position)
+        if self.PLANNED:
+            first = gl.maximum(first, gl.load(self.plan + row // ROWS) * KEYS)
+        return first
+
+    @gluon.jit
+    def first_of_item(self, item, WARPGROUPS: gl.constexpr):
+        """The first key that any warpgroup of an item visits: a plan need not grow with the rows."""
+        start = item.place.start
+        first = self.first_visited(start + item.first_position(), start)
+        if self.PLANNED:
+            for w in gl.static_range(1, WARPGROUPS):
+                row = gl.minimum(start + w * ROWS, item.place.query_length - 1)
+                first = gl.minimum(first, self.first_visited(row + item.first_position(), row))
         return first
 
     @gluon.jit
@@ -260,6 +372,40 @@ class Decay:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# From the producer to the consumers: an item's number, and the line of the table that the consumers would wait for
+
+
+@gluon.jit
+def _first_word(count, RAGGED: gl.constexpr):
+    """Where the words of the count-th item are."""
+    return count % SLOTS * (LINE if RAGGED else 1)
+
+
+@gluon.jit
+def _store_word(words, n, value):
+    words.index(n).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
+
+
+@gluon.jit
+def _load_word(words, n):
+    return gl.max(words.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _hand_over(drawn, count, item, place, RAGGED: gl.constexpr):
+    first = _first_word(count, RAGGED)
+    _store_word(drawn.tiles, first, item)
+    if RAGGED:
+        _store_word(drawn.tiles, first + 1, place.start)
+        _store_word(drawn.tiles, first + 2, place.query_length)
+        _store_word(drawn.tiles, first + 3, place.key_length)
+        _store_word(drawn.tiles, first + 4, place.entry)
+        _store_word(drawn.tiles, first + 5, place.first_row)
+        _store_word(drawn.tiles, first + 6, place.first_token)
+        _store_word(drawn.tiles, first + 7, place.first_block)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The producer
 
 
@@ -275,21 +421,21 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
         following = sizes.items
         if gl.num_programs(0) < sizes.items:
             following = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        head_row, start = sizes.place(item, WARPGROUPS * ROWS)
-        batch = head_row // sizes.heads
-        head = head_row % sizes.heads
+        found = sizes.found(item, WARPGROUPS * ROWS)
+        place, head = found.place, found.head
+        start = place.start
         kv_head = head // sizes.group
-        head_decay = decay.of_head(head_row, sizes.key_length)
-        first = head_decay.first_key(start + sizes.first_position())
-        tile_end = sizes.tile_end(start, WARPGROUPS * ROWS)
+        head_decay = decay.of(sizes, found)
+        first = head_decay.first_of_item(found, WARPGROUPS)
+        tile_end = found.tile_end(start, WARPGROUPS * ROWS)
         if decay.KIND == "scalar":
             warpgroup_start = start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS
-            reference = gl.minimum(sizes.reference(warpgroup_start), sizes.key_length - 1)
+            reference = gl.minimum(found.reference(warpgroup_start), place.key_length - 1)
             reference_bases = head_decay.base(reference // KEYS)
             tile_base = head_decay.base(tile_end - 1)
 
         queries.wait_empty(count)
-        drawn.tile(count).store(gl.full([1], 0, gl.int32, LANES) + item)
+        _hand_over(drawn, count, item, place, sizes.RAGGED)
         mbarrier.arrive(drawn.arrival(count), count=1)
         arrival = queries.arrival(count)
         if decay.KIND == "constant":
@@ -300,9 +446,12 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
             mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes)
         for w in gl.static_range(WARPGROUPS):
             q = queries.tiles.index(count % SLOTS * WARPGROUPS + w)
-            copy_engine.load(q_desc, [batch, head, start + w * ROWS, 0], arrival, q)
+            at = coordinates(
+                place.entry, head, start + w * ROWS, place.first_row, place.query_length, sizes.query_axis, sizes.RAGGED
+            )
+            copy_engine.load(q_desc, at, arrival, q)
 
-        columns_row = head_row * gl.cdiv(sizes.key_length, KEYS) * KEYS
+        columns_row = sizes.blocks(found) * KEYS
         tiles = tile_end - first // KEYS
         for n in range(sent, sent + tiles):
             key = (tile_end - 1 - (n - sent)) * KEYS
@@ -316,15 +465,18 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
                 copy_engine.load(columns_desc, [columns_row + key, 0], keys.arrival(n), columns)
             else:
                 mbarrier.expect(keys.arrival(n), k_desc.block_type.nbytes)
-            copy_engine.load(k_desc, [batch, kv_head, key, 0], keys.arrival(n), keys.tile(n))
+            at = coordinates(
+                place.entry, kv_head, key, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED
+            )
+            copy_engine.load(k_desc, at, keys.arrival(n), keys.tile(n))
             values.wait_empty(n)
             mbarrier.expect(values.arrival(n), v_desc.block_type.nbytes)
-            copy_engine.load(v_desc, [batch, kv_head, key, 0], values.arrival(n), values.tile(n))
+            copy_engine.load(v_desc, at, values.arrival(n), values.tile(n))
         sent += tiles
         count += 1
         item = following
     queries.wait_empty(count)
-    drawn.tile(count).store(gl.full([1], 0, gl.int32, LANES) + sizes.items)
+    _store_word(drawn.tiles, _first_word(count, sizes.RAGGED), sizes.items)
     mbarrier.arrive(drawn.arrival(count), count=1)
 
 
@@ -333,16 +485,33 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
 
 
 @gluon.jit
-def _draw(drawn, count):
+def _draw(drawn, count, RAGGED: gl.constexpr):
     """The number of the count-th item of this program."""
     drawn.wait_ready(count)
-    return gl.max(drawn.tile(count).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return _load_word(drawn.tiles, _first_word(count, RAGGED))
+
+
+@gluon.jit
+def _drawn_item(drawn, count, item, sizes, TILE: gl.constexpr):
+    """The item that was drawn, until its queries are released."""
+    if sizes.RAGGED:
+        first = _first_word(count, True) + 1
+        words = drawn.tiles
+        place = Place(
+            _load_word(words, first), _load_word(words, first + 1), _load_word(words, first + 2),
+            _load_word(words, first + 3), _load_word(words, first + 4), _load_word(words, first + 5),
+            _load_word(words, first + 6), item * 0,
+        )  # fmt: skip
+        found = sizes.ragged_item(item, place)
+    else:
+        found = sizes.dense_item(item, TILE)
+    return found
 
 
 @gluon.jit
 def _start_scores(q, buffers, n, count, zero, KIND: gl.constexpr):
     """Issue q·kᵀ of the n-th tile, with the decay's bias; divided by the scale, like everything before the softmax."""
-    kT = _flat(buffers.keys.tile(n)).permute((1, 0))
+    kT = flat(buffers.keys.tile(n)).permute((1, 0))
     score = warpgroup_mma(q, kT, zero, use_acc=False, is_async=True)
     # after the products: a strong decay is large, and every instruction that adds to it rounds it
     if KIND == "scalar":
@@ -408,7 +577,7 @@ def _rescale(acc, correction, D: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(score, row_max, row_sum, difference, scale, tile, first, end, edge, HAS_RESETS: gl.constexpr):
+def _softmax(score, row_max, row_sum, difference, scale, tile, first, end, edge, HAS_FIRST: gl.constexpr):
     """Unnormalised p of a tile, the new (row_max, row_sum), and the factor for what was summed before.
 
     row_max is a maximum that lags behind: it moves when a row's scores grow by more than LAG, so that most tiles
@@ -418,7 +587,7 @@ def _softmax(score, row_max, row_sum, difference, scale, tile, first, end, edge,
     SUM: gl.constexpr = row_sum.type.layout
     key = gl.expand_dims(tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, SCORE)), 0)
     if edge:
-        if HAS_RESETS:
+        if HAS_FIRST:
             sees = visible(key, gl.expand_dims(first, 1), gl.expand_dims(end, 1))
         else:
             sees = key < gl.expand_dims(end, 1)
@@ -447,35 +616,36 @@ def _consume(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
     )
     KIND: gl.constexpr = decay.KIND
-    HAS_RESETS: gl.constexpr = KIND == "scalar"
+    # whether a row can have a first key other than 0
+    HAS_FIRST: gl.constexpr = KIND == "scalar" or decay.WINDOW
     queries, keys, values = buffers.queries, buffers.keys, buffers.values
     zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
     fence = buffers.fences.index(WARPGROUP)
-    first_position = sizes.first_position()
-    item = _draw(buffers.drawn, 0)
+    item = _draw(buffers.drawn, 0, sizes.RAGGED)
     count = item * 0
     sent = item * 0
     while item < sizes.items:
-        head_row, item_start = sizes.place(item, WARPGROUPS * ROWS)
-        batch = head_row // sizes.heads
-        head = head_row % sizes.heads
+        found = _drawn_item(buffers.drawn, count, item, sizes, WARPGROUPS * ROWS)
+        place, head = found.place, found.head
+        query_length, first_position = place.query_length, found.first_position()
+        item_start = place.start
         start = item_start + WARPGROUP * ROWS
-        head_decay = decay.of_head(head_row, sizes.key_length)
-        item_end = sizes.tile_end(item_start, WARPGROUPS * ROWS)
+        head_decay = decay.of(sizes, found)
+        item_end = found.tile_end(item_start, WARPGROUPS * ROWS)
         # nothing waits for these loads before the first scores are on their way
-        item_first = head_decay.first_key(item_start + first_position)
-        if start < sizes.query_length:
+        item_first = head_decay.first_of_item(found, WARPGROUPS)
+        if start < query_length:
             # rows past the end repeat the last one, and are never stored
-            final_row = gl.minimum(start + ROWS, sizes.query_length) - 1
+            final_row = gl.minimum(start + ROWS, query_length) - 1
             position = gl.minimum(start + gl.arange(0, ROWS, ROW), final_row) + first_position
             first = head_decay.first_key(position)
             end = gl.maximum(position + 1, 0)
             # both ends of what a row sees grow with the row, so the first and the last one know them all
-            first_min = head_decay.first_key(start + first_position)
-            first_max = head_decay.first_key(final_row + first_position)
+            first_min = head_decay.first_visited(start + first_position, start)
+            first_max = head_decay.first_visited(final_row + first_position, start)
             end_min = gl.maximum(start + first_position + 1, 0)
-            tile_end = sizes.tile_end(start, ROWS)
-            reference = sizes.reference(start)
+            tile_end = found.tile_end(start, ROWS)
+            reference = found.reference(start)
             rate = head_decay.rate(head)
 
             # n counts the tiles of all items; an item is walked from item_end down
@@ -486,7 +656,7 @@ def _consume(
             n = sent + n_begin
             queries.wait_ready(count)
             keys.wait_ready(n)
-            q = _flat(queries.tiles.index(count % SLOTS * WARPGROUPS + WARPGROUP))
+            q = flat(queries.tiles.index(count % SLOTS * WARPGROUPS + WARPGROUP))
             score = _start_scores(q, buffers, n, count, zero, KIND)
             difference = _base_difference(buffers, n, tile_end - 1, reference, rate, WARPGROUP, KIND)
             # out of the item before stood in its q
@@ -498,7 +668,7 @@ def _consume(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SUM)
             p, row_max, row_sum, _ = _softmax(
-                score, row_max, row_sum, difference, scale, tile_end - 1, first, end, True, HAS_RESETS
+                score, row_max, row_sum, difference, scale, tile_end - 1, first, end, True, HAS_FIRST
             )
             p = gl.convert_layout(p.to(q.dtype), P)
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
@@ -510,12 +680,12 @@ def _consume(
                 score = _start_scores(q, buffers, n, count, zero, KIND)
                 difference = _base_difference(buffers, n, tile, reference, rate, WARPGROUP, KIND)
                 values.wait_ready(n - 1)
-                acc = warpgroup_mma(p, _flat(values.tile(n - 1)), acc, is_async=True)
+                acc = warpgroup_mma(p, flat(values.tile(n - 1)), acc, is_async=True)
                 score = warpgroup_mma_wait(1, (score,))
                 keys.release(n)
                 edge = (tile >= whole_end) | (tile < whole_begin)
                 next_p, row_max, row_sum, correction = _softmax(
-                    score, row_max, row_sum, difference, scale, tile, first, end, edge, HAS_RESETS
+                    score, row_max, row_sum, difference, scale, tile, first, end, edge, HAS_FIRST
                 )
                 # ptxas would hoist the wait for P V above the exponentials; a store that needs their sum keeps it below
                 fence.store(row_sum)
@@ -526,7 +696,7 @@ def _consume(
                 p = gl.convert_layout(next_p.to(q.dtype), P)
             reference_base = head_decay.reference_base(reference)
             values.wait_ready(n_end - 1)
-            acc = warpgroup_mma(p, _flat(values.tile(n_end - 1)), acc, is_async=True)
+            acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
 
             total = gl.convert_layout(gl.sum(row_sum, 1), ROW, assert_trivial=True)
             # a row that saw no key: total 0 gives out 0 and lse −inf
@@ -535,8 +705,8 @@ def _consume(
             row_reference = row_max + gl.log2(total)
             row_lse = (row_reference + head_decay.row_alpha(position, reference, reference_base, rate)) * LN2
             row = start + gl.arange(0, ROWS, ROW)
-            here = head_row.to(gl.int64) * sizes.query_length + row
-            inside = row < sizes.query_length
+            here = sizes.rows(found) + row
+            inside = row < query_length
             gl.store(row_references + here, gl.where(seen, row_reference, float("inf")), mask=inside)
             gl.store(lse + here, gl.where(seen, row_lse, float("-inf")), mask=inside)
 
@@ -547,7 +717,8 @@ def _consume(
             q.store(acc.to(q.dtype))
             fence_async_shared()
             out = queries.tiles.index(count % SLOTS * WARPGROUPS + WARPGROUP)
-            copy_engine.store(out_desc, [batch, head, start, 0], out)
+            at = coordinates(place.entry, head, start, place.first_row, query_length, sizes.query_axis, sizes.RAGGED)
+            copy_engine.store(out_desc, at, out)
             for n in range(n_end, sent + item_end - item_first // KEYS):
                 keys.skip(n)
                 values.skip(n)
@@ -560,36 +731,48 @@ def _consume(
                 values.skip(n)
         sent += item_end - item_first // KEYS
         count += 1
-        item = _draw(buffers.drawn, count)
+        item = _draw(buffers.drawn, count, sizes.RAGGED)
     tma.store_wait(0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernel
 
-_INTEGERS = ["rate_stride", "items", "row_tiles", "heads", "group", "together", "query_length", "key_length"]
+_INTEGERS = [
+    "rate_stride", "left", "items", "row_tiles", "heads", "group", "together", "query_length", "key_length", "blocks",
+    "granules",
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, columns_desc, out_desc, lse, row_references, rates, local, bases, last_reset, counter,
-    scale, rate_stride, items, row_tiles, heads, group, together, query_length, key_length,
-    D: gl.constexpr, KIND: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    q_desc, k_desc, v_desc, columns_desc, out_desc, lse, row_references, rates, local, bases, last_reset, plan, counter,
+    table, scale, rate_stride, left, items, row_tiles, heads, group, together, query_length, key_length, blocks,
+    granules, KIND: gl.constexpr, RAGGED: gl.constexpr, PACKED: gl.constexpr, WINDOW: gl.constexpr,
+    PLANNED: gl.constexpr, D: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, causal.
 
     scale is s·log2(e), positive; counter is 0, and not read where every program has one item; columns_desc is not
-    read without a decay.
+    read without a decay; table, of tiles of rows, is not read unless RAGGED, left not unless WINDOW, and plan, the
+    first block of every granule, not unless PLANNED. query_length, key_length, blocks, those of the decay prefix, and
+    granules are of the axes on which the sequences lie.
     """
-    sizes = Sizes(items, row_tiles, heads, group, together, query_length, key_length)
-    decay = Decay(rates, rate_stride, local, bases, last_reset, KIND)
+    if RAGGED:
+        # the host only knows bounds
+        row_tiles = gl.load(table)
+        items = row_tiles * heads
+    sizes = Sizes(
+        items, row_tiles, heads, group, together, query_length, key_length, blocks, granules, table, RAGGED, PACKED
+    )
+    decay = Decay(rates, rate_stride, local, bases, last_reset, left, plan, KIND, WINDOW, PLANNED)
 
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, D], v_desc.layout)
+    q_tiles = allocate_tiles(q_desc, SLOTS * WARPGROUPS)
+    k_tiles = allocate_tiles(k_desc, STAGES)
+    v_tiles = allocate_tiles(v_desc, STAGES)
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    drawn = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], WORD)
+    drawn = gl.allocate_shared_memory(gl.int32, [SLOTS * (LINE if RAGGED else 1), 1], WORD)
     FENCE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
     differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], WORD)

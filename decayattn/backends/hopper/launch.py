@@ -2,69 +2,103 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends import COMPILER_OPTIONS, skipping
 from decayattn.backends import prefix as decay_prefix
-from decayattn.backends.hopper import config, descriptors
+from decayattn.backends import sequences as sequence_blocks
+from decayattn.backends.hopper import config, descriptors, tile_table
 from decayattn.backends.hopper.forward import forward_kernel
 from decayattn.backends.prefix import DecayPrefix
+from decayattn.backends.sequences import Sequences
 from decayattn.problem import AttentionProblem
 
 
 def forward(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float,
-    places: None = None, bias: None = None,
-) -> tuple[Tensor, Tensor, Tensor, DecayPrefix]:  # fmt: skip
-    """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q) and the decay prefix."""
+    places: Tensor | None = None, bias: None = None,
+) -> tuple[Tensor, Tensor, Tensor, DecayPrefix, Tensor]:  # fmt: skip
+    """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q), the decay prefix and the
+    first blocks of keys that were visited (skipping.plan)."""
     with torch.cuda.device(problem.device):
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
         lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=torch.float32)
         row_references = torch.empty_like(lse)
-        if 0 in (problem.batch, problem.query_length, problem.key_length):
+        if is_empty(problem):
             empty_rows = lse.fill_(-torch.inf), row_references.fill_(torch.inf)
-            return out.zero_(), *empty_rows, decay_prefix.allocate(problem, q)
+            return out.zero_(), *empty_rows, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
+        sequences = sequence_blocks.find(problem, places)
+        fills = [(out, 0.0), (_as_rows(lse), -torch.inf), (_as_rows(row_references), torch.inf)]
+        sequence_blocks.fill_outside(problem, sequences, fills)
         schedule = config.forward(problem.head_dim)
         score_scale = scale / math.log(2)  # base 2
         counter = torch.empty(1, dtype=torch.int32, device=q.device)
-        prefix, columns = _decay(problem, q, log_decay, score_scale, counter)
-        q_desc = descriptors.tokens(q, config.WARPGROUP_ROWS)
-        row_tiles = triton.cdiv(problem.query_length, schedule.rows)
-        items = row_tiles * problem.batch * problem.num_heads
+        prefix, columns = _decay(problem, q, log_decay, score_scale, counter, sequences)
+        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences)
+        tiles = tile_table.build(problem, places, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False)
+        source = source_of(problem)
+        q_desc = source(q, config.WARPGROUP_ROWS)
+        head_rows = problem.num_heads * (problem.batch if places is None else 1)
+        items = tiles.row_tiles * head_rows
         programs = min(items, _multiprocessors(problem.device))
         forward_kernel[(programs,)](
-            q_desc, descriptors.tokens(k, config.KEY_TILE), descriptors.tokens(v, config.KEY_TILE),
+            q_desc, source(k, config.KEY_TILE), source(v, config.KEY_TILE),
             q_desc if columns is None else descriptors.matrix(columns, config.KEY_TILE),
-            descriptors.tokens(out, config.WARPGROUP_ROWS),
+            source(out, config.WARPGROUP_ROWS),
             lse, row_references, log_decay if problem.decay == "constant" else lse,
-            prefix.local, prefix.base, prefix.last_reset, counter,
-            score_scale, log_decay.stride(0) if problem.decay == "constant" else 0,
-            items, row_tiles, problem.num_heads, problem.num_heads // problem.num_kv_heads, _heads_together(problem),
-            problem.query_length, problem.key_length,
-            D=problem.head_dim, KIND=problem.decay, WARPGROUPS=schedule.warpgroups, STAGES=schedule.stages,
-            REGISTERS=schedule.registers,
+            prefix.local, prefix.base, prefix.last_reset, first_block, counter,
+            lse if tiles.rows is None else tiles.rows,
+            score_scale, log_decay.stride(0) if problem.decay == "constant" else 0, left_of(problem),
+            items, tiles.row_tiles, problem.num_heads, problem.num_heads // problem.num_kv_heads,
+            _heads_together(problem, head_rows), problem.query_length, problem.key_length,
+            sequence_blocks.decay_blocks(problem), first_block.shape[-1],
+            KIND=problem.decay, RAGGED=places is not None, PACKED=problem.layout == "packed",
+            WINDOW=problem.window[0] >= 0, PLANNED=skipping.is_planned(problem),
+            D=problem.head_dim, WARPGROUPS=schedule.warpgroups, STAGES=schedule.stages, REGISTERS=schedule.registers,
             num_warps=4, maxnreg=schedule.launch_registers, **COMPILER_OPTIONS,
         )  # fmt: skip
-        return out, lse, row_references, prefix
+        return out, lse, row_references, prefix, first_block
+
+
+def is_empty(problem: AttentionProblem) -> bool:
+    """Whether no query can see a key, so that no kernel has anything to do."""
+    lengths = (problem.query_length, problem.key_length, problem.longest_query, problem.longest_key)
+    return 0 in (problem.sequences, *lengths)
+
+
+def left_of(problem: AttentionProblem) -> int:
+    """How many keys before its own a query sees at most; 0, which nothing reads, without a limit."""
+    return max(0, min(problem.window[0], problem.key_length))
+
+
+def source_of(problem: AttentionProblem) -> Callable[[Tensor, int], TensorDescriptor]:
+    """How the copy engine addresses tokens where the problem's sequences lie."""
+    return descriptors.tokens if problem.layout == "dense" else descriptors.slices
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """(B, H, T) as (B, T, H, 1)."""
+    return x.transpose(1, 2)[..., None]
 
 
 def _decay(
-    problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, counter: Tensor
-) -> tuple[DecayPrefix, Tensor | None]:
+    problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, counter: Tensor,
+    sequences: Sequences | None,
+) -> tuple[DecayPrefix, Tensor | None]:  # fmt: skip
     """The prefix, and the decay of the keys as columns of the products: −α_j / scale, relative to the key's block.
 
     Zeroes the counter on the way.
     """
     if problem.decay == "scalar":
-        blocks = triton.cdiv(problem.key_length, decay_prefix.DECAY_BLOCK)
         columns = q.new_empty(
-            problem.batch, problem.num_heads, blocks, decay_prefix.DECAY_BLOCK, decay_prefix.BIAS_COLUMNS,
-            dtype=torch.bfloat16,
+            problem.batch, problem.num_heads, sequence_blocks.decay_blocks(problem), decay_prefix.DECAY_BLOCK,
+            decay_prefix.BIAS_COLUMNS, dtype=torch.bfloat16,
         )  # fmt: skip
-        return decay_prefix.build(problem, log_decay, columns, -1.0 / score_scale, counter), columns
+        return decay_prefix.build(problem, log_decay, columns, -1.0 / score_scale, counter, sequences), columns
     prefix = decay_prefix.allocate(problem, q)
     if problem.decay == "constant":
         return prefix, decay_prefix.constant_columns(log_decay, -1.0 / score_scale, counter)
@@ -77,10 +111,9 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _heads_together(problem: AttentionProblem) -> int:
+def _heads_together(problem: AttentionProblem, head_rows: int) -> int:
     """Query heads whose rows are worked at together: a divisor of all of them, with keys and values that fit the L2."""
     group = problem.num_heads // problem.num_kv_heads
-    size = problem.key_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+    size = problem.longest_key * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
     together = max(1, config.CACHE_BYTES // size * group)
-    heads = problem.batch * problem.num_heads
-    return next(n for n in range(min(together, heads), 0, -1) if heads % n == 0)
+    return next(n for n in range(min(together, head_rows), 0, -1) if head_rows % n == 0)

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from decayattn.backends.portable.tiles import (
-    DECAY_BLOCK,
     add_bias_gradient,
     base_difference,
     from_pair,
@@ -28,7 +27,8 @@ from decayattn.backends.portable.tiles import (
     row_reference,
     store_tile,
 )
-from decayattn.backends.prefix import locate, offsets_of_head
+from decayattn.backends.sequences import offsets_of_head, tile_of_program
+from decayattn.backends.skipping import end_of_planned_rows, first_planned_key
 from decayattn.backends.tile_math import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
 from decayattn.backends.tile_range import edge_tile, keys_seen, rows_that_see, visited_tiles
 
@@ -63,7 +63,8 @@ def row_terms_kernel(
 def _add_rows(
     dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head, tile, query_length,
     delta, row_references, scale, row_scales, row_scale_strides, rate, local, base, key, key_start, key_side,
-    first_position, first, end, bias, bias_strides, key_length, EDGE: tl.constexpr,
+    first_position, first, end, bias, bias_strides, key_length, origin, q_edge, d_out_edge,
+    EDGE: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
     DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
@@ -92,7 +93,9 @@ def _add_rows(
     if ROW_SCALE:
         row_scale = row_scale[None, :]
 
-    q = load_tile(q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, EDGE, DESCRIPTOR)
+    q = load_tile(
+        q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, EDGE, DESCRIPTOR, origin, q_edge
+    )
     scoreT = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACCUMULATOR) * (row_scale * LOG2E)
     scoreT = decayed_score(
         scoreT, alpha[None, :], key_side[:, None], difference, rate, position[None, :], key[:, None],
@@ -105,8 +108,9 @@ def _add_rows(
         scoreT = tl.where(visible(index[None, :], first[:, None], end[:, None]), scoreT, float("-inf"))
     pT = probability(scoreT, row_reference_value[None, :])
     do = load_tile(
-        d_out_source, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, EDGE, DESCRIPTOR
-    )
+        d_out_source, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, EDGE, DESCRIPTOR, origin,
+        d_out_edge,
+    )  # fmt: skip
     dv = tl.dot(pT.to(do.dtype), do, dv, input_precision=PRECISION, out_dtype=ACCUMULATOR)
     dpT = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     dsT = score_gradient(pT, dpT, row_delta[None, :])
@@ -123,32 +127,27 @@ def _add_rows(
 
 @triton.jit
 def key_gradients_kernel(
-    q_source, k_source, v_source, d_out_source, delta, row_references, row_scales, rates, local, base, last_reset,
-    next_reset, dk_out, dv_out, column_sums, places, axes, left, right, bias, bias_strides,
+    q_source, k_source, v_source, d_out_source, q_edge, d_out_edge, delta, row_references, row_scales, rates, local,
+    base, last_reset, next_reset, dk_out, dv_out, column_sums, sequences, mirror, left, right, bias, bias_strides,
     q_strides, k_strides, v_strides, d_out_strides, dk_strides, dv_strides, row_scale_strides, rate_stride,
     scale: tl.float64, query_length, key_length, kv_heads,
-    PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DECAY: tl.constexpr, CAUSAL: tl.constexpr,
     ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk = Σ s dSᵀ q, dv = Σ Pᵀ dO of one key tile over its group of query heads; column sums of dS per query head."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
-    key_tiles = tl.cdiv(key_length, BLOCK_N)
-    kv_head_row = tl.program_id(0) // key_tiles
     # causal: the first key tiles are seen by the most rows, and come first
-    key_start = tl.program_id(0) % key_tiles * BLOCK_N
-    sequence, kv_head = kv_head_row // kv_heads, kv_head_row % kv_heads
-    batch, first_row, query_length, first_token, key_length = locate(
-        places, sequence, query_length, key_length, PACKED
+    key_start, sequence, kv_head, batch, first_row, query_length, first_token, key_length = tile_of_program(
+        sequences, kv_heads, query_length, key_length, BLOCK_N, True, False, PACKED, SEARCHES
     )
-    if places is not None:
+    row_origin, token_origin = None, None
+    if sequences is not None:
         if key_start >= key_length:
             return
-        q_source = from_token(q_source, q_strides, first_row)
-        k_source = from_token(k_source, k_strides, first_token)
-        v_source = from_token(v_source, v_strides, first_token)
-        d_out_source = from_token(d_out_source, d_out_strides, first_row)
+        row_origin, token_origin = first_row, first_token
         dk_out = from_token(dk_out, dk_strides, first_token)
         dv_out = from_token(dv_out, dv_strides, first_token)
         row_scales = from_token(row_scales, row_scale_strides, first_row)
@@ -158,16 +157,20 @@ def key_gradients_kernel(
     # keys past the end repeat the last one: they widen no interval, and are never stored
     key = tl.minimum(key_start + tl.arange(0, BLOCK_N), key_length - 1)
 
-    k = load_tile(k_source, k_strides, batch, kv_head, key_start, key_length, BLOCK_N, D, BLOCK_D, True, DESCRIPTOR)
-    v = load_tile(v_source, v_strides, batch, kv_head, key_start, key_length, BLOCK_N, D_V, BLOCK_DV, True, DESCRIPTOR)
+    k = load_tile(
+        k_source, k_strides, batch, kv_head, key_start, key_length, BLOCK_N, D, BLOCK_D, True, DESCRIPTOR, token_origin
+    )
+    v = load_tile(
+        v_source, v_strides, batch, kv_head, key_start, key_length, BLOCK_N, D_V, BLOCK_DV, True, DESCRIPTOR,
+        token_origin,
+    )  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACCUMULATOR)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACCUMULATOR)
     for member in range(0, GROUP):
         head = kv_head * GROUP + member
         head_rows, head_tokens, head_blocks = offsets_of_head(
-            axes, sequence, head, kv_heads * GROUP, first_row, query_length, first_token, key_length,
-            tl.cdiv(key_length, DECAY_BLOCK), PACKED, DECAY_BLOCK,
-        )  # fmt: skip
+            sequences, sequence, head, kv_heads * GROUP, first_row, query_length, first_token, key_length, PACKED
+        )
         head_local = local + head_tokens
         head_base = base + head_blocks
         head_delta = delta + head_rows
@@ -181,6 +184,10 @@ def key_gradients_kernel(
             key, query_length, first_position, last_reset + head_tokens, next_reset + head_tokens,
             CAUSAL, DECAY == "scalar", left, right,
         )  # fmt: skip
+        if mirror is not None:
+            end = tl.minimum(
+                end, end_of_planned_rows(mirror, sequence, head, kv_heads * GROUP, first_token, key_start, PACKED)
+            )
         tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_M)
         column_sum = tl.zeros([BLOCK_N], ACCUMULATOR)
         for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
@@ -188,7 +195,8 @@ def key_gradients_kernel(
                 dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head,
                 edge_tile(n, tile_begin, whole_begin, whole_end), query_length,
                 head_delta, head_references, scale, row_scales, row_scale_strides, rate, head_local, head_base, key,
-                key_start, key_side, first_position, first, end, head_bias, bias_strides, key_length, True,
+                key_start, key_side, first_position, first, end, head_bias, bias_strides, key_length, row_origin,
+                q_edge, d_out_edge, True,
                 D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, ROW_SCALE,
                 DECAY_GRADIENT, DESCRIPTOR, PRECISION,
             )  # fmt: skip
@@ -197,7 +205,8 @@ def key_gradients_kernel(
                 dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head,
                 tile, query_length,
                 head_delta, head_references, scale, row_scales, row_scale_strides, rate, head_local, head_base, key,
-                key_start, key_side, first_position, first, end, head_bias, bias_strides, key_length, False,
+                key_start, key_side, first_position, first, end, head_bias, bias_strides, key_length, row_origin,
+                q_edge, d_out_edge, False,
                 D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, ROW_SCALE,
                 DECAY_GRADIENT, DESCRIPTOR, PRECISION,
             )  # fmt: skip
@@ -214,16 +223,18 @@ def key_gradients_kernel(
 def _add_keys(
     dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head, tile, key_length,
     row_reference_value, row_delta, row_scale, rate, local, base, position, reference, alpha, first, end,
-    bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, SHARED_BIAS: tl.constexpr,
-    EDGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr,
-    DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+    bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, origin, k_edge, v_edge,
+    SHARED_BIAS: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
+    ROW_CANCELS: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One key tile into a query tile's (dq, decay_sum)."""
     ACCUMULATOR: tl.constexpr = dq.dtype
     start = tile * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)
-    k = load_tile(k_source, k_strides, batch, kv_head, start, key_length, BLOCK_N, D, BLOCK_D, EDGE, DESCRIPTOR)
+    k = load_tile(
+        k_source, k_strides, batch, kv_head, start, key_length, BLOCK_N, D, BLOCK_D, EDGE, DESCRIPTOR, origin, k_edge
+    )
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * row_scale
     difference = base_difference(reference, start, rate, base, local, DECAY)
     score = decayed_score(
@@ -237,7 +248,9 @@ def _add_keys(
     if ROW_CANCELS:
         row_reference_value -= difference
     p = probability(score, row_reference_value[:, None])
-    v = load_tile(v_source, v_strides, batch, kv_head, start, key_length, BLOCK_N, D_V, BLOCK_DV, EDGE, DESCRIPTOR)
+    v = load_tile(
+        v_source, v_strides, batch, kv_head, start, key_length, BLOCK_N, D_V, BLOCK_DV, EDGE, DESCRIPTOR, origin, v_edge
+    )
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     ds = score_gradient(p, dp, row_delta[:, None])
     if DECAY_GRADIENT:
@@ -257,37 +270,31 @@ def _add_keys(
 
 @triton.jit
 def query_gradients_kernel(
-    q_source, k_source, v_source, d_out_source, delta, row_references, row_scales, rates, local, base, last_reset,
-    next_reset, dq_out, decay_sums, d_row_scales, places, axes, left, right, bias, bias_strides, d_bias,
+    q_source, k_source, v_source, d_out_source, k_edge, v_edge, delta, row_references, row_scales, rates, local, base,
+    last_reset, next_reset, dq_out, decay_sums, d_row_scales, sequences, plan, left, right, bias, bias_strides, d_bias,
     d_bias_strides,
     q_strides, k_strides, v_strides, d_out_strides, dq_strides, row_scale_strides, rate_stride,
     scale: tl.float64, query_length, key_length, heads,
-    SHARED_BIAS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    SHARED_BIAS: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
     DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq = s Σ dS k of a query tile; per row Σ σ dS (per-token decay) or Σ dS |i − j| (constant), and ds = q·Σ dS k."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
-    row_tiles = tl.cdiv(query_length, BLOCK_M)
-    head_row = tl.program_id(0) // row_tiles
-    start = (row_tiles - 1 - tl.program_id(0) % row_tiles) * BLOCK_M
-    sequence, head = head_row // heads, head_row % heads
-    kv_head = head // GROUP
-    batch, first_row, query_length, first_token, key_length = locate(
-        places, sequence, query_length, key_length, PACKED
+    start, sequence, head, batch, first_row, query_length, first_token, key_length = tile_of_program(
+        sequences, heads, query_length, key_length, BLOCK_M, False, True, PACKED, SEARCHES
     )
+    kv_head = head // GROUP
     head_rows, head_tokens, head_blocks = offsets_of_head(
-        axes, sequence, head, heads, first_row, query_length, first_token, key_length,
-        tl.cdiv(key_length, DECAY_BLOCK), PACKED, DECAY_BLOCK,
-    )  # fmt: skip
-    if places is not None:
+        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
+    )
+    row_origin, token_origin = None, None
+    if sequences is not None:
         if (start >= query_length) | (key_length == 0):
             return
-        q_source = from_token(q_source, q_strides, first_row)
-        k_source = from_token(k_source, k_strides, first_token)
-        v_source = from_token(v_source, v_strides, first_token)
-        d_out_source = from_token(d_out_source, d_out_strides, first_row)
+        row_origin, token_origin = first_row, first_token
         dq_out = from_token(dq_out, dq_strides, first_row)
         row_scales = from_token(row_scales, row_scale_strides, first_row)
         if bias is not None:
@@ -316,11 +323,18 @@ def query_gradients_kernel(
         row_scale = row_scale[:, None]
     row_reference_value = tl.load(row_references + here)
     row_delta = tl.load(delta + here)
-    q = load_tile(q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, True, DESCRIPTOR)
-    do = load_tile(
-        d_out_source, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, True, DESCRIPTOR
+    q = load_tile(
+        q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, True, DESCRIPTOR, row_origin
     )
+    do = load_tile(
+        d_out_source, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, True, DESCRIPTOR,
+        row_origin,
+    )  # fmt: skip
     first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
+    if plan is not None:
+        first = tl.maximum(
+            first, first_planned_key(plan, sequence, head, heads, first_row, start, query_length, BLOCK_M, PACKED)
+        )
     tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_N)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR)
@@ -330,16 +344,18 @@ def query_gradients_kernel(
             dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
             edge_tile(n, tile_begin, whole_begin, whole_end), key_length,
             row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
-            end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, SHARED_BIAS, True, D, D_V,
-            BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT, DESCRIPTOR, PRECISION,
+            end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, token_origin, k_edge, v_edge,
+            SHARED_BIAS, True, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT,
+            DESCRIPTOR, PRECISION,
         )  # fmt: skip
     for tile in range(whole_begin, whole_end):
         dq, decay_sum = _add_keys(
             dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
             tile, key_length,
             row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
-            end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, SHARED_BIAS, False, D, D_V,
-            BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT, DESCRIPTOR, PRECISION,
+            end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, token_origin, k_edge, v_edge,
+            SHARED_BIAS, False, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT,
+            DESCRIPTOR, PRECISION,
         )  # fmt: skip
 
     here = head_rows + index

@@ -34,6 +34,9 @@ class Kernel:
 
     sm90_descriptors: tuple[TileConfig, TileConfig, TileConfig]
     sm90_pointers: tuple[TileConfig, TileConfig, TileConfig]
+    # packed or padded sequences in tensors that descriptors can address. Edge tiles come through pointers all the same,
+    # and what TMA tiles spill is spilt there, not in the loop over whole tiles. None of them has been timed
+    sm90_sequences: tuple[TileConfig, TileConfig, TileConfig]
     # other GPUs: not run on hardware; sized to the 99 KB of shared memory that the smallest of them have (float32 below
     # fits in it too, float64 up to D = 64: its gradients need up to 168 KB above)
     other: tuple[TileConfig, TileConfig, TileConfig]
@@ -62,6 +65,11 @@ FORWARD = Kernel(
         TileConfig(64, 64, 4, 3, spill_bytes=16),  # 2.71 ms; 128 × 64 with 8 warps 2.79, 128 × 128 2.97
         TileConfig(128, 64, 8, 2, spill_bytes=148),  # 4.40 ms; 64 × 32 6.47
     ),
+    sm90_sequences=(
+        TileConfig(64, 128, 4, 3, True),
+        TileConfig(64, 64, 4, 3, True),
+        TileConfig(64, 32, 4, 3, True, 144),
+    ),
     other=(TileConfig(128, 64, 4, 2), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 1)),
     float32=_FLOAT32,
     float64=_FLOAT64,
@@ -77,6 +85,11 @@ KEY_GRADIENTS = Kernel(
         TileConfig(64, 64, 4, 3, spill_bytes=28),  # 2.52 ms
         TileConfig(64, 128, 8, 3, spill_bytes=144),  # 4.36 ms; 32 × 64 with 4 warps 4.82
         TileConfig(64, 64, 8, 2, spill_bytes=864),  # 18.2 ms; 32 × 64 22.1
+    ),
+    sm90_sequences=(
+        TileConfig(64, 64, 4, 3, spill_bytes=48),
+        TileConfig(32, 64, 4, 3, True, 320),
+        TileConfig(64, 64, 8, 2, spill_bytes=1088),
     ),
     other=(TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2), TileConfig(32, 32, 4, 1)),
     float32=_FLOAT32,
@@ -94,17 +107,24 @@ QUERY_GRADIENTS = Kernel(
         TileConfig(64, 64, 4, 2, spill_bytes=148),  # 3.23 ms; a 3rd stage 4.34, 128 × 64 with 8 warps 3.27
         TileConfig(128, 32, 8, 2),  # 7.72 ms
     ),
+    sm90_sequences=(
+        TileConfig(64, 128, 4, 2, spill_bytes=256),
+        TileConfig(64, 64, 4, 3, True, 160),
+        TileConfig(128, 32, 8, 2, spill_bytes=16),
+    ),
     other=(TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 32, 4, 1)),
     float32=_FLOAT32,
     float64=_FLOAT64,
 )
 
 
-def choose(kernel: Kernel, arch: str, dim: int, dtype: torch.dtype, aligned: bool) -> TileConfig:
+def choose(
+    kernel: Kernel, arch: str, dim: int, dtype: torch.dtype, aligned: bool, sequences: bool = False
+) -> TileConfig:
     """The kernel's tiles.
 
     arch is "sm90", "other" or "interpreter"; dim the larger of the padded head and value dimensions; aligned says that
-    TMA descriptors can address every tensor that the kernel reads in tiles.
+    TMA descriptors can address every tensor that the kernel reads in tiles; sequences, that they do not fill them.
     """
     if arch == "interpreter":
         return _INTERPRETER
@@ -115,7 +135,7 @@ def choose(kernel: Kernel, arch: str, dim: int, dtype: torch.dtype, aligned: boo
     elif arch != "sm90":
         tiles = kernel.other
     elif aligned:
-        tiles = kernel.sm90_descriptors
+        tiles = kernel.sm90_sequences if sequences else kernel.sm90_descriptors
     else:
         tiles = kernel.sm90_pointers
     return tiles[0 if dim <= 64 else 1 if dim <= 128 else 2]

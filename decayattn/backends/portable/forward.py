@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from decayattn.backends.portable.tiles import (
-    DECAY_BLOCK,
     base_difference,
     from_pair,
     from_token,
@@ -22,7 +21,8 @@ from decayattn.backends.portable.tiles import (
     row_reference,
     store_tile,
 )
-from decayattn.backends.prefix import locate, offsets_of_head
+from decayattn.backends.sequences import offsets_of_head, tile_of_program
+from decayattn.backends.skipping import first_planned_key
 from decayattn.backends.tile_math import (
     LN2,
     LOG2E,
@@ -38,8 +38,8 @@ from decayattn.backends.tile_range import edge_tile, keys_seen, visited_tiles
 @triton.jit
 def _attend(
     acc, row_sum, row_max, q, k_source, v_source, k_strides, v_strides, batch, kv_head, tile, key_length,
-    row_scale, rate, local, base, position, reference, alpha, first, end, bias, bias_strides, row, query_length,
-    EDGE: tl.constexpr,
+    row_scale, rate, local, base, position, reference, alpha, first, end, bias, bias_strides, row, query_length, origin,
+    v_edge, EDGE: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -47,7 +47,7 @@ def _attend(
     """One key tile into the running (acc, row_sum, row_max)."""
     start = tile * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)
-    k = load_tile(k_source, k_strides, batch, kv_head, start, key_length, BLOCK_N, D, BLOCK_D, EDGE, DESCRIPTOR)
+    k = load_tile(k_source, k_strides, batch, kv_head, start, key_length, BLOCK_N, D, BLOCK_D, EDGE, DESCRIPTOR, origin)
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype) * row_scale
     key_side = key_alpha(key, start, key_length, rate, local, DECAY)
     difference = base_difference(reference, start, rate, base, local, DECAY)
@@ -68,43 +68,40 @@ def _attend(
     p = probability(score, tile_anchor[:, None])
     correction = rescale(row_max, anchor)
     row_sum = row_sum * correction + tl.sum(p, 1)
-    v = load_tile(v_source, v_strides, batch, kv_head, start, key_length, BLOCK_N, D_V, BLOCK_DV, EDGE, DESCRIPTOR)
+    v = load_tile(
+        v_source, v_strides, batch, kv_head, start, key_length, BLOCK_N, D_V, BLOCK_DV, EDGE, DESCRIPTOR, origin, v_edge
+    )
     acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION, out_dtype=acc.dtype)
     return acc, row_sum, new_max
 
 
 @triton.jit
 def forward_kernel(
-    q_source, k_source, v_source, out, lse, row_references, row_scales, rates, local, base, last_reset, next_reset,
-    places, axes, left, right, bias, bias_strides,
+    q_source, k_source, v_source, v_edge, out, lse, row_references, row_scales, rates, local, base, last_reset,
+    next_reset, sequences, plan, left, right, bias, bias_strides,
     q_strides, k_strides, v_strides, out_strides, row_scale_strides, rate_stride,
     scale: tl.float64, query_length, key_length, heads,
-    PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
-    ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence."""
     ACCUMULATOR: tl.constexpr = lse.dtype.element_ty
-    row_tiles = tl.cdiv(query_length, BLOCK_M)
-    head_row = tl.program_id(0) // row_tiles
-    # heads are outermost, so that neighbours share keys in the cache; the longest tiles of a head come first
-    start = (row_tiles - 1 - tl.program_id(0) % row_tiles) * BLOCK_M
-    sequence, head = head_row // heads, head_row % heads
-    kv_head = head // GROUP
-    batch, first_row, query_length, first_token, key_length = locate(
-        places, sequence, query_length, key_length, PACKED
+    # causal: the last row tiles see the most keys, and come first
+    start, sequence, head, batch, first_row, query_length, first_token, key_length = tile_of_program(
+        sequences, heads, query_length, key_length, BLOCK_M, False, True, PACKED, SEARCHES
     )
+    kv_head = head // GROUP
     head_rows, head_tokens, head_blocks = offsets_of_head(
-        axes, sequence, head, heads, first_row, query_length, first_token, key_length,
-        tl.cdiv(key_length, DECAY_BLOCK), PACKED, DECAY_BLOCK,
-    )  # fmt: skip
-    if places is not None:
-        # out of a sequence there is nothing to write, and one without a key has its zeros already
+        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
+    )
+    row_origin, token_origin = None, None
+    if sequences is not None:
+        # out of a sequence there is nothing to write, and fill_outside writes to one without a key
         if (start >= query_length) | (key_length == 0):
             return
-        q_source = from_token(q_source, q_strides, first_row)
-        k_source = from_token(k_source, k_strides, first_token)
-        v_source = from_token(v_source, v_strides, first_token)
+        row_origin, token_origin = first_row, first_token
         out = from_token(out, out_strides, first_row)
         row_scales = from_token(row_scales, row_scale_strides, first_row)
         if bias is not None:
@@ -126,8 +123,14 @@ def forward_kernel(
     row_scale = load_scale(scale, row_scales, row_scale_strides, batch, head, row, ROW_SCALE, ACCUMULATOR) * LOG2E
     if ROW_SCALE:
         row_scale = row_scale[:, None]
-    q = load_tile(q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, True, DESCRIPTOR)
+    q = load_tile(
+        q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, True, DESCRIPTOR, row_origin
+    )
     first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
+    if plan is not None:
+        first = tl.maximum(
+            first, first_planned_key(plan, sequence, head, heads, first_row, start, query_length, BLOCK_M, PACKED)
+        )
     tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_N)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACCUMULATOR)
@@ -137,14 +140,14 @@ def forward_kernel(
         acc, row_sum, row_max = _attend(
             acc, row_sum, row_max, q, k_source, v_source, k_strides, v_strides, batch, kv_head,
             edge_tile(n, tile_begin, whole_begin, whole_end), key_length, row_scale, rate, local, base, position,
-            reference, alpha, first, end, bias, bias_strides, row, query_length, True,
+            reference, alpha, first, end, bias, bias_strides, row, query_length, token_origin, v_edge, True,
             D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DESCRIPTOR, PRECISION,
         )  # fmt: skip
     for tile in range(whole_begin, whole_end):
         acc, row_sum, row_max = _attend(
             acc, row_sum, row_max, q, k_source, v_source, k_strides, v_strides, batch, kv_head,
             tile, key_length, row_scale, rate, local, base, position,
-            reference, alpha, first, end, bias, bias_strides, row, query_length, False,
+            reference, alpha, first, end, bias, bias_strides, row, query_length, token_origin, v_edge, False,
             D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DESCRIPTOR, PRECISION,
         )  # fmt: skip
 

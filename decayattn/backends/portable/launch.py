@@ -7,13 +7,15 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends import COMPILER_OPTIONS, skipping
 from decayattn.backends import prefix as decay_prefix
+from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.portable import config
 from decayattn.backends.portable.backward import key_gradients_kernel, query_gradients_kernel, row_terms_kernel
 from decayattn.backends.portable.config import TileConfig
 from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.prefix import DecayPrefix
+from decayattn.backends.sequences import Sequences, fill_outside, row_programs, token_programs
 from decayattn.problem import AttentionProblem
 
 _ROW_TERMS_BLOCK = 64
@@ -24,50 +26,53 @@ _NO_STRIDES = (0, 0, 0)
 def forward(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     places: Tensor | None = None, bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, DecayPrefix]:  # fmt: skip
-    """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q) and the decay prefix."""
+) -> tuple[Tensor, Tensor, Tensor, DecayPrefix, Tensor]:  # fmt: skip
+    """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q), the decay prefix and the
+    first blocks of keys that were visited (skipping.plan)."""
     with on_device(problem.device):
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
         lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=problem.accumulator_dtype)
         row_references = torch.empty_like(lse)
-        if places is not None or _is_empty(problem):
-            # of the rows that belong to no sequence, or to one without a key
-            out.zero_(), lse.fill_(-torch.inf), row_references.fill_(torch.inf)
         if _is_empty(problem):
-            return out, lse, row_references, decay_prefix.allocate(problem, q)
+            out.zero_(), lse.fill_(-torch.inf), row_references.fill_(torch.inf)
+            return out, lse, row_references, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
+        sequences = sequence_blocks.find(problem, places)
+        fills = [(out, 0.0), (_as_rows(lse), -torch.inf), (_as_rows(row_references), torch.inf)]
+        fill_outside(problem, sequences, fills)
         if problem.decay == "scalar":
-            prefix = decay_prefix.build(problem, log_decay, places=places)
+            prefix = decay_prefix.build(problem, log_decay, sequences=sequences)
         else:
             prefix = decay_prefix.allocate(problem, q)
+        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences)
         tile = _tiles(config.FORWARD, problem, q, k, v)
-        programs = triton.cdiv(problem.longest_query, tile.block_m) * problem.sequences * problem.num_heads
+        programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
         forward_kernel[(programs,)](
             _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
+            *_edges(sequences, tile, v),
             out, lse, row_references, _row_scales(scale, lse), _rates(problem, log_decay, lse),
-            *prefix, *_visibility(problem, places, prefix), *_bias(bias),
+            *prefix, sequences, skipping.as_argument(problem, first_block), *_window(problem), *_bias(bias),
             q.stride(), k.stride(), v.stride(), out.stride(), _row_scale_strides(scale),
             _rate_stride(problem, log_decay), _scale_number(scale),
-            problem.longest_query, problem.longest_key, problem.num_heads,
-            **_modes(problem), **_schedule(tile),
+            problem.query_length, problem.key_length, problem.num_heads,
+            **_modes(problem, sequences), **_schedule(tile),
         )  # fmt: skip
-        return out, lse, row_references, prefix
+        return out, lse, row_references, prefix, first_block
 
 
 def backward(
     problem: AttentionProblem, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     log_decay: Tensor | None, scale: Tensor | float, places: Tensor | None, bias: Tensor | None, out: Tensor,
-    row_references: Tensor, prefix: DecayPrefix, decay_gradient: bool, bias_gradient: bool,
+    row_references: Tensor, prefix: DecayPrefix, first_block: Tensor, decay_gradient: bool, bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dq, dk, dv, dλ (shape of log_decay; None if not asked for), ds (B, T_q, H; None for one number) and dbias (shape
     of bias; None if not asked for)."""
     with on_device(problem.device):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         row_scale_grad = torch.empty_like(row_references) if problem.row_scale else None
-        if places is not None or _is_empty(problem):
+        if _is_empty(problem):
             for gradient in (dq, dk, dv, row_scale_grad):
                 if gradient is not None:
                     gradient.zero_()
-        if _is_empty(problem):
             d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return dq, dk, dv, d_log_decay, d_scale, torch.zeros_like(bias) if bias_gradient else None
@@ -75,7 +80,15 @@ def backward(
         rates, rate_stride = _rates(problem, log_decay, row_references), _rate_stride(problem, log_decay)
         row_scales, row_scale_strides = _row_scales(scale, row_references), _row_scale_strides(scale)
         delta = torch.empty_like(row_references)
-        modes, visibility = _modes(problem), _visibility(problem, places, prefix)
+        decay_sums = torch.empty_like(row_references) if decay_gradient else delta
+        sequences = sequence_blocks.find(problem, places)
+        per_row = [_as_rows(x) for x in (row_scale_grad, decay_sums if decay_gradient else None) if x is not None]
+        fill_outside(problem, sequences, [(x, 0.0) for x in (dq, *per_row)])
+        fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True)
+        modes, window = _modes(problem, sequences), _window(problem)
+        plan = mirror = skipping.as_argument(problem, first_block)
+        if plan is not None:
+            mirror = skipping.as_argument(problem, skipping.last_granules(problem, first_block, sequences))
         head_rows = problem.batch * problem.num_heads
         row_terms_kernel[(triton.cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,)](
             out, d_out, delta if d_lse is None else d_lse, row_references, delta,
@@ -86,35 +99,33 @@ def backward(
 
         column_sums = torch.empty(prefix.local.shape, dtype=delta.dtype, device=delta.device)
         tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
-        programs = triton.cdiv(problem.longest_key, tile.block_n) * problem.sequences * problem.num_kv_heads
+        programs = token_programs(problem, sequences, tile.block_n, problem.num_kv_heads)
         key_gradients_kernel[(programs,)](
             _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
-            _source(d_out, tile.block_m, tile),
-            delta, row_references, row_scales, rates, *prefix, dk, dv, column_sums, *visibility, *_bias(bias),
+            _source(d_out, tile.block_m, tile), *_edges(sequences, tile, q, d_out),
+            delta, row_references, row_scales, rates, *prefix, dk, dv, column_sums, sequences, mirror, *window,
+            *_bias(bias),
             q.stride(), k.stride(), v.stride(), d_out.stride(), dk.stride(), dv.stride(), row_scale_strides,
-            rate_stride, _scale_number(scale), problem.longest_query, problem.longest_key, problem.num_kv_heads,
+            rate_stride, _scale_number(scale), problem.query_length, problem.key_length, problem.num_kv_heads,
             DECAY_GRADIENT=decay_gradient and problem.decay == "scalar", **modes, **_schedule(tile),
         )  # fmt: skip
 
-        decay_sums = torch.empty_like(row_references) if decay_gradient else delta
-        if decay_gradient and places is not None:
-            decay_sums.zero_()
         d_bias, shared_bias = _bias_gradient(problem, bias, row_references) if bias_gradient else (None, False)
         tile = _tiles(config.QUERY_GRADIENTS, problem, q, k, v, d_out)
-        programs = triton.cdiv(problem.longest_query, tile.block_m) * problem.sequences * problem.num_heads
+        programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
         query_gradients_kernel[(programs,)](
             _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
-            _source(d_out, tile.block_m, tile),
+            _source(d_out, tile.block_m, tile), *_edges(sequences, tile, k, v),
             delta, row_references, row_scales, rates, *prefix, dq, decay_sums,
-            delta if row_scale_grad is None else row_scale_grad, *visibility, *_bias(bias), *_bias(d_bias),
+            delta if row_scale_grad is None else row_scale_grad, sequences, plan, *window, *_bias(bias), *_bias(d_bias),
             q.stride(), k.stride(), v.stride(), d_out.stride(), dq.stride(), row_scale_strides, rate_stride,
-            _scale_number(scale), problem.longest_query, problem.longest_key, problem.num_heads,
+            _scale_number(scale), problem.query_length, problem.key_length, problem.num_heads,
             DECAY_GRADIENT=decay_gradient, SHARED_BIAS=shared_bias, **modes, **_schedule(tile),
         )  # fmt: skip
 
         d_log_decay = None
         if decay_gradient and problem.decay == "scalar":
-            d_log_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, log_decay, places)
+            d_log_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, log_decay, sequences)
         elif decay_gradient:
             d_log_decay = decay_sums.sum((0, 2), dtype=torch.float64).to(log_decay.dtype)
         d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
@@ -129,10 +140,15 @@ def _is_empty(problem: AttentionProblem) -> bool:
     return 0 in (problem.sequences, *lengths)
 
 
-def _visibility(problem: AttentionProblem, places: Tensor | None, prefix: DecayPrefix) -> tuple:
-    """Where the sequences lie and how far a query sees. None compiles to nothing: a plain call pays for neither."""
+def _window(problem: AttentionProblem) -> tuple[int | None, int | None]:
+    """How far a query sees. None compiles to nothing: a plain call does not pay for it."""
     left, right = (side if side >= 0 else None for side in problem.window)
-    return places, decay_prefix.axes_of(problem, prefix), left, right
+    return left, right
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """(B, H, T) as (B, T, H, 1)."""
+    return x.transpose(1, 2)[..., None]
 
 
 def _bias(bias: Tensor | None) -> tuple:
@@ -169,11 +185,10 @@ def _arch(problem: AttentionProblem) -> str:
 def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> TileConfig:
     """The tiles of a kernel that reads these tensors in tiles."""
     arch, dim = _arch(problem), max(padded(problem.head_dim), padded(problem.value_dim))
-    # a descriptor ends where its tensor does, and not where a sequence in it does; with a bias, the tiles that were
-    # chosen for descriptors have their matrix products serialised (compiled, not measured)
-    plain = problem.layout == "dense" and not problem.bias
-    descriptors = arch == "sm90" and plain and all(map(_fits_descriptor, tiled))
-    return config.choose(kernel, arch, dim, problem.dtype, descriptors)
+    # with a bias, the tiles that were chosen for descriptors have their matrix products serialised (compiled, not
+    # measured)
+    descriptors = arch == "sm90" and not problem.bias and all(map(_fits_descriptor, tiled))
+    return config.choose(kernel, arch, dim, problem.dtype, descriptors, problem.layout != "dense")
 
 
 def _schedule(tile: TileConfig) -> dict:
@@ -189,10 +204,10 @@ def padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def _modes(problem: AttentionProblem) -> dict:
+def _modes(problem: AttentionProblem, sequences: Sequences | None) -> dict:
     """The constants that the attention kernels are compiled for."""
     return dict(
-        PACKED=problem.layout == "packed",
+        **sequence_blocks.constants(problem, sequences),
         GROUP=problem.num_heads // problem.num_kv_heads,
         D=problem.head_dim,
         D_V=problem.value_dim,
@@ -220,6 +235,11 @@ def _source(x: Tensor, rows: int, tile: TileConfig) -> Tensor | TensorDescriptor
     # the stride of a dimension of size 1 is never used, but TMA wants one that it could use
     strides = [x.stride(d) if x.shape[d] > 1 else x.shape[3] * 16 for d in range(3)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, padded(x.shape[3])])
+
+
+def _edges(sequences: Sequences | None, tile: TileConfig, *tensors: Tensor) -> list[Tensor | None]:
+    """What load_tile reads tiles from that a descriptor would not cut where a sequence ends."""
+    return [x if tile.descriptors and sequences is not None else None for x in tensors]
 
 
 def _scale_number(scale: Tensor | float) -> float:

@@ -17,16 +17,23 @@ DECAY_BLOCK: tl.constexpr = tl.constexpr(_DECAY_BLOCK)
 @triton.jit
 def load_tile(
     source, strides, batch, head, start, length, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    MASK_ROWS: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    MASK_ROWS: tl.constexpr, DESCRIPTOR: tl.constexpr, origin=None, edge=None,
 ):  # fmt: skip
-    """(ROWS, COLUMNS) of a (B, T, H, DIM) tensor from token `start` on; zeros beyond the tensor.
+    """(ROWS, COLUMNS) of a (B, T, H, DIM) tensor from token `start` of a sequence on; zeros beyond its `length`.
 
-    One helper for both memory paths: `source` is a TMA descriptor or a pointer, as the launch found possible.
+    origin is the token where the sequence begins; None where it fills the tensor. One helper for both memory paths:
+    `source` is a TMA descriptor or a pointer, as the launch found possible. A descriptor ends where the tensor does, so
+    instead of zeros it gives what follows the sequence, which is good enough for rows that no sum meets; for others,
+    `edge` is the tensor's pointer, through which tiles come that may reach beyond the sequence.
     """
-    if DESCRIPTOR:
-        tile = source.load([batch, start, head, 0]).reshape([ROWS, COLUMNS])
+    there = start
+    if origin is not None:
+        there += origin
+    if DESCRIPTOR and (edge is None or not MASK_ROWS):
+        tile = source.load([batch, there, head, 0]).reshape([ROWS, COLUMNS])
     else:
-        pointers, row, column = _pointers(source, strides, batch, head, start, ROWS, COLUMNS)
+        pointer = edge if DESCRIPTOR else source
+        pointers, row, column = _pointers(pointer, strides, batch, head, there, ROWS, COLUMNS)
         if MASK_ROWS:
             tile = tl.load(pointers, mask=(start + row < length) & (column < DIM), other=0.0)
         elif DIM != COLUMNS:

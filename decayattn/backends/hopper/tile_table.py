@@ -1,0 +1,193 @@
+"""Which tiles the sequences have that do not fill their batch entries: a table, made on the device in every call.
+
+A program draws tiles, and sequences have different numbers of them. One launch writes down for every tile of rows, and
+of keys, where it begins and in which sequence: nobody searches, and nothing waits for the host, which only knows an
+upper bound of the tiles. A table is int32: first (number of tiles, …), then one line of WORDS numbers per tile.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.hopper.descriptors import SLICE_END
+from decayattn.backends.prefix import DECAY_BLOCK
+from decayattn.problem import AttentionProblem
+
+# of a line: the tile's start, then its sequence's rows, tokens, batch entry, first row and token there, first block of
+# the decay prefix among those of a head, and first tile of rows in the table
+WORDS = 8
+LINE: gl.constexpr = gl.constexpr(WORDS)
+_SLICE_END: gl.constexpr = gl.constexpr(SLICE_END)
+_CHUNK = 128
+
+
+class Tiles(NamedTuple):
+    """The tiles of a call. Dense, there are no tables, and the numbers of tiles are those of a batch entry."""
+
+    rows: Tensor | None
+    keys: Tensor | None
+    row_tiles: int  # per head, of all sequences, and no fewer than there are
+    key_tiles: int
+
+
+def build(
+    problem: AttentionProblem, places: Tensor | None, rows: int, keys: int, last_first: bool, of_keys: bool
+) -> Tiles:
+    """Tables of the tiles of `rows` rows, and, of_keys, of `keys` keys; last_first: a sequence's last rows come first.
+
+    A sequence without a key has no tiles of rows. Offsets that are not in order, which nobody may pass, give no tiles.
+    """
+    row_tiles = _most_tiles(problem, rows, problem.query_length, problem.longest_query)
+    key_tiles = _most_tiles(problem, keys, problem.key_length, problem.longest_key)
+    if places is None:
+        return Tiles(None, None, row_tiles, key_tiles)
+    row_table = places.new_empty(1 + row_tiles, WORDS)
+    key_table = places.new_empty(1 + key_tiles, WORDS) if of_keys else None
+    _list_tiles[(problem.sequences,)](
+        places, problem.sequences, row_table, key_table, row_tiles, key_tiles, ROWS=rows, KEYS=keys,
+        LAST_FIRST=last_first, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK, WORDS=WORDS,
+        **COMPILER_OPTIONS,
+    )  # fmt: skip
+    return Tiles(row_table, key_table, row_tiles, key_tiles)
+
+
+def _most_tiles(problem: AttentionProblem, tile: int, axis: int, longest: int) -> int:
+    if problem.layout == "dense":
+        return triton.cdiv(axis, tile)
+    tiles = problem.sequences * triton.cdiv(longest, tile)
+    return min(tiles, axis // tile + problem.sequences) if problem.layout == "packed" else tiles
+
+
+@triton.jit(do_not_specialize=["count", "most_rows", "most_keys"])
+def _list_tiles(
+    places, count, row_table, key_table, most_rows, most_keys, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LAST_FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The lines of one sequence, behind those of the sequences before it, whose tiles it counts itself."""
+    sequence = tl.program_id(0)
+    row_tile, key_tile = sequence * 0, sequence * 0
+    for start in range(0, sequence, CHUNK):
+        earlier = start + tl.arange(0, CHUNK)
+        there = earlier < sequence
+        rows = tl.load(places + earlier * 4 + 1, mask=there, other=0)
+        tokens = tl.load(places + earlier * 4 + 3, mask=there, other=0)
+        row_tile += tl.sum(tl.where(tokens > 0, tl.cdiv(rows, ROWS), 0), 0)
+        key_tile += tl.sum(tl.cdiv(tokens, KEYS), 0)
+    first_row, rows = tl.load(places + sequence * 4), tl.load(places + sequence * 4 + 1)
+    first_token, tokens = tl.load(places + sequence * 4 + 2), tl.load(places + sequence * 4 + 3)
+    row_tiles = tl.where(tokens > 0, tl.cdiv(rows, ROWS), 0)
+    key_tiles = tl.cdiv(tokens, KEYS)
+    entry, first_block = sequence, sequence * 0
+    if PACKED:
+        # where sequences.offsets_of_head says that the prefix has it
+        entry, first_block = sequence * 0, first_token // BLOCK + sequence
+    facts = (rows, tokens, entry, first_row, first_token, first_block, row_tile)
+    _write_lines(row_table, row_tile, row_tiles, most_rows, facts, ROWS, LAST_FIRST, CHUNK, WORDS)
+    in_order = row_tile + row_tiles <= most_rows
+    if key_table is not None:
+        _write_lines(key_table, key_tile, key_tiles, most_keys, facts, KEYS, False, CHUNK, WORDS)
+        in_order = in_order & (key_tile + key_tiles <= most_keys)
+    if sequence == count - 1:
+        tl.store(row_table, tl.where(in_order, row_tile + row_tiles, 0))
+        if key_table is not None:
+            tl.store(key_table, tl.where(in_order, key_tile + key_tiles, 0))
+
+
+@triton.jit
+def _write_lines(
+    table, first, tiles, most, facts, TILE: tl.constexpr, LAST_FIRST: tl.constexpr, CHUNK: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    for start in range(0, tiles, CHUNK):
+        tile = start + tl.arange(0, CHUNK)
+        here = table + (1 + first + tile) * WORDS
+        inside = (tile < tiles) & (first + tile < most)
+        tl.store(here, (tiles - 1 - tile if LAST_FIRST else tile) * TILE, mask=inside)
+        for i in tl.static_range(len(facts)):
+            tl.store(here + 1 + i, tl.zeros([CHUNK], tl.int32) + facts[i], mask=inside)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In Gluon kernels
+
+
+@aggregate
+class Place:
+    """A line of a table: where a tile begins, and where its sequence lies."""
+
+    start: gl.tensor
+    query_length: gl.tensor
+    key_length: gl.tensor
+    entry: gl.tensor
+    first_row: gl.tensor
+    first_token: gl.tensor
+    first_block: gl.tensor
+    first_tile: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, start, query_length, key_length, entry, first_row, first_token, first_block, first_tile):
+        self.start = start
+        self.query_length = query_length
+        self.key_length = key_length
+        self.entry = entry
+        self.first_row = first_row
+        self.first_token = first_token
+        self.first_block = first_block
+        self.first_tile = first_tile
+
+
+@gluon.jit
+def load_place(table, tile):
+    line = table + (1 + tile) * LINE
+    return Place(
+        gl.load(line), gl.load(line + 1), gl.load(line + 2), gl.load(line + 3), gl.load(line + 4), gl.load(line + 5),
+        gl.load(line + 6), gl.load(line + 7),
+    )  # fmt: skip
+
+
+@gluon.jit
+def dense_place(start, query_length, key_length, batch):
+    """The same where a sequence fills its batch entry."""
+    zero = start * 0
+    return Place(start, query_length, key_length, batch, zero, zero, zero, zero)
+
+
+@gluon.jit
+def coordinates(entry, head, row, first, length, axis, RAGGED: gl.constexpr):
+    """A tile for the copy engine: rows of a head, from `row` of a sequence that has `length` rows from `first` on.
+
+    For descriptors.tokens, or, RAGGED, for descriptors.slices, to which all batch entries are one axis.
+    """
+    if RAGGED:
+        at = (_SLICE_END, entry * axis + first + length, head, _SLICE_END - length + row, 0)
+    else:
+        at = (entry, head, row, 0)
+    return at
+
+
+@gluon.constexpr_function
+def _stacked(count, shape):
+    return [count, *shape]
+
+
+@gluon.jit
+def allocate_tiles(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT tiles of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, _stacked(COUNT, desc.block_shape), desc.layout)
+
+
+@gluon.constexpr_function
+def _matrix(shape):
+    return list(shape[-2:])
+
+
+@gluon.jit
+def flat(tile):
+    """A (1, …, rows, D) tile of shared memory as (rows, D)."""
+    return tile.reshape(_matrix(tile.shape))

@@ -1,0 +1,242 @@
+"""Where packed and padded sequences lie, which program works on which part of them, and what lies outside them.
+
+A launch has programs for the blocks of BLOCK rows (or tokens) that the sequences have, not for as many as the longest
+one would need in each: `ends` counts the blocks up to the end of every sequence, and a program finds its sequence by
+counting the ends that do not reach beyond its block. The lengths are on the device, so the host launches an upper bound
+of the blocks, and nothing waits.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decayattn.backends import COMPILER_OPTIONS
+from decayattn.problem import AttentionProblem
+
+# rows or tokens of a block: tiles of every size lie inside one, and so does one block of the decay prefix
+BLOCK = 128
+_BLOCK: tl.constexpr = tl.constexpr(BLOCK)
+# ends that one search compares at once, and sequences that are compared with a block's rows at once
+_CHUNK = 128
+_SEARCHED: tl.constexpr = tl.constexpr(_CHUNK)
+# sequences that one step of counting blocks reads
+_COUNTED = 1024
+
+
+class Sequences(NamedTuple):
+    """What the kernels read of sequences that do not fill their batch entries; where they do, it is None.
+
+    Triton compiles anew for a number that is a multiple of 16 where one was not: those that differ from batch to batch
+    are rounded up to such multiples.
+    """
+
+    places: Tensor  # AttentionProblem's
+    ends: Tensor  # (2, count) int32: blocks of rows, and blocks of tokens, up to the end of each sequence
+    count: int  # sequences, and empty ones behind them
+    query_axis: int  # rows, tokens and decay blocks of the axes on which they lie
+    key_axis: int
+    block_axis: int
+    row_blocks: int  # blocks that are launched per head, no fewer than there are
+    token_blocks: int
+
+
+def find(problem: AttentionProblem, places: Tensor | None) -> Sequences | None:
+    """The sequences at `places`: one launch. None without places."""
+    if places is None:
+        return None
+    count = _rounded_up(problem.sequences)
+    ends = places.new_empty(2, count)
+    _count_blocks[(2,)](places, ends, problem.sequences, count, BLOCK=BLOCK, CHUNK=_COUNTED, **COMPILER_OPTIONS)
+    return Sequences(
+        places, ends, count, problem.query_length, problem.key_length, decay_blocks(problem),
+        _most_blocks(problem, problem.query_length, problem.longest_query),
+        _most_blocks(problem, problem.key_length, problem.longest_key),
+    )  # fmt: skip
+
+
+def decay_blocks(problem: AttentionProblem) -> int:
+    """Blocks of the decay prefix per head and batch entry."""
+    if problem.layout == "packed":
+        return problem.key_length // BLOCK + problem.sequences  # every sequence may end in a block that is not full
+    return (problem.key_length + BLOCK - 1) // BLOCK  # symbolic lengths too
+
+
+def _most_blocks(problem: AttentionProblem, axis: int, longest: int) -> int:
+    blocks = problem.sequences * triton.cdiv(longest, BLOCK)
+    return _rounded_up(min(blocks, axis // BLOCK + problem.sequences) if problem.layout == "packed" else blocks)
+
+
+def _rounded_up(number: int) -> int:
+    return triton.cdiv(number, 16) * 16
+
+
+def row_programs(problem: AttentionProblem, sequences: Sequences | None, tile: int, heads: int) -> int:
+    """Programs of a launch with one per tile of rows and head."""
+    if sequences is None:
+        return triton.cdiv(problem.query_length, tile) * problem.batch * heads
+    return sequences.row_blocks * (BLOCK // tile) * heads
+
+
+def token_programs(problem: AttentionProblem, sequences: Sequences | None, tile: int, heads: int) -> int:
+    """Programs of a launch with one per tile of tokens and head."""
+    if sequences is None:
+        return triton.cdiv(problem.key_length, tile) * problem.batch * heads
+    return sequences.token_blocks * (BLOCK // tile) * heads
+
+
+def constants(problem: AttentionProblem, sequences: Sequences | None) -> dict[str, bool | int]:
+    """What kernels that call `tile_of_program` are compiled for.
+
+    PACKED: all sequences lie in one batch entry. SEARCHES: how many searches find one sequence among all.
+    """
+    searches = 1
+    while sequences is not None and _CHUNK**searches < sequences.count:
+        searches += 1
+    return {"PACKED": problem.layout == "packed", "SEARCHES": searches}
+
+
+def fill_outside(
+    problem: AttentionProblem, sequences: Sequences | None, fills: list[tuple[Tensor, float]], of_keys: bool = False
+) -> None:
+    """Fill the rows (or tokens) of tensors (B, T, H, D) that belong to no sequence; rows of one without a key, too."""
+    if sequences is None:
+        return
+    axis = sequences.key_axis if of_keys else sequences.query_axis
+    tensors, values = zip(*fills, strict=True)
+    _fill_outside[(triton.cdiv(axis, BLOCK) * problem.batch,)](
+        sequences, tensors, tuple(x.stride() for x in tensors), tuple(tuple(x.shape[2:]) for x in tensors), values,
+        problem.sequences, axis, OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=BLOCK, CHUNK=_CHUNK,
+        WIDTH=triton.next_power_of_2(max(x.shape[3] for x in tensors)), num_warps=8, **COMPILER_OPTIONS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["number"])
+def _count_blocks(places, ends, number, count, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Blocks of rows (program 0) or of tokens (program 1), of a number of sequences and of empty ones up to count."""
+    side = tl.program_id(0)
+    before = side * 0
+    for start in range(0, count, CHUNK):
+        sequence = start + tl.arange(0, CHUNK)
+        length = tl.load(places + sequence * 4 + 2 * side + 1, mask=sequence < number, other=0)
+        blocks = tl.cdiv(length, BLOCK)
+        tl.store(ends + side * count + sequence, before + tl.cumsum(blocks, 0), mask=sequence < count)
+        before += tl.sum(blocks, 0)
+
+
+@triton.jit
+def tile_of_program(
+    sequences, heads, query_length, key_length, TILE: tl.constexpr, OF_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr,
+):  # fmt: skip
+    """What a program works on: (start, sequence, head, batch entry, first row, rows, first token, tokens).
+
+    start is where its tile of TILE rows (OF_KEYS: tokens) begins in the sequence; where there is nothing to work on, it
+    is not before the sequence's end. Heads are outermost, so that neighbours share what they read. LAST_FIRST takes the
+    tiles of a sequence from its end. Dense, sequences is None, and the lengths are those given.
+    """
+    program = tl.program_id(0)
+    if sequences is None:
+        tiles = tl.cdiv(key_length if OF_KEYS else query_length, TILE)
+        tile, head_row = program % tiles, program // tiles
+        sequence, head = head_row // heads, head_row % heads
+        entry, first_row, first_token = sequence, 0, 0
+        if LAST_FIRST:
+            tile = tiles - 1 - tile
+    else:
+        tiles = (sequences.token_blocks if OF_KEYS else sequences.row_blocks) * (_BLOCK // TILE)
+        tile, head = program % tiles, program // tiles
+        ends = sequences.ends
+        if OF_KEYS:
+            ends += sequences.count
+        sequence, before = count_ends(ends, sequences.count, tile // (_BLOCK // TILE), SEARCHES)
+        tile -= before * (_BLOCK // TILE)
+        # behind the last sequence there are programs without one
+        there = sequence < sequences.count
+        place = sequences.places + sequence * 4
+        first_row = tl.load(place, mask=there, other=0)
+        query_length = tl.load(place + 1, mask=there, other=0)
+        first_token = tl.load(place + 2, mask=there, other=0)
+        key_length = tl.load(place + 3, mask=there, other=0)
+        entry = sequence
+        if PACKED:
+            entry = sequence * 0
+        if LAST_FIRST:
+            blocks = tl.cdiv(key_length if OF_KEYS else query_length, _BLOCK)
+            tile = tl.where(there, blocks * (_BLOCK // TILE) - 1 - tile, 0)
+    return tile * TILE, sequence, head, entry, first_row, query_length, first_token, key_length
+
+
+@triton.jit
+def count_ends(ends, count, block, SEARCHES: tl.constexpr):
+    """How many ends are not behind a block, and the last of them, or 0.
+
+    Ends never decrease, so a search compares the last ends of _SEARCHED groups, and the next one looks into one group.
+    """
+    found, before = block * 0, block * 0
+    for search in tl.static_range(SEARCHES):
+        group = _SEARCHED ** (SEARCHES - 1 - search)  # not annotated: a constexpr cannot be set anew
+        index = found + tl.arange(0, _SEARCHED) * group + group - 1
+        end = tl.load(ends + index, mask=index < count, other=2147483647)
+        passed = end <= block
+        before = tl.maximum(before, tl.max(tl.where(passed, end, 0), 0))
+        found += tl.sum(passed.to(tl.int32), 0) * group
+    return found, before
+
+
+@triton.jit
+def offsets_of_head(
+    sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED: tl.constexpr
+):
+    """Where the rows, the tokens and the decay blocks of a head of a sequence begin in the buffers (B, H, ·)."""
+    buffer_row = (sequence * heads + head).to(tl.int64)
+    if sequences is None:
+        rows, tokens = buffer_row * query_length, buffer_row * key_length
+        blocks = buffer_row * tl.cdiv(key_length, _BLOCK)
+    else:
+        if PACKED:
+            buffer_row = head.to(tl.int64)
+        rows = buffer_row * sequences.query_axis + first_row
+        tokens = buffer_row * sequences.key_axis + first_token
+        blocks = buffer_row * sequences.block_axis
+        if PACKED:
+            # behind those of all sequences before it, each of which has at most one block that is not full
+            blocks += first_token // _BLOCK + sequence
+    return rows, tokens, blocks
+
+
+@triton.jit(do_not_specialize=["number"])
+def _fill_outside(
+    sequences, tensors, strides, shapes, values, number, axis, OF_KEYS: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One block of rows (OF_KEYS: tokens) of a batch entry, whatever lies on it: most programs have nothing to fill."""
+    blocks = tl.cdiv(axis, BLOCK)
+    entry = tl.program_id(0) // blocks
+    row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    begin, end = entry, entry + 1
+    if PACKED:
+        begin, end = entry * 0, number
+    covered = tl.zeros([BLOCK], tl.int32)
+    for start in range(begin, end, CHUNK):
+        sequence = start + tl.arange(0, CHUNK)
+        there = sequence < end
+        place = sequences.places + sequence * 4
+        first = tl.load(place + 2 if OF_KEYS else place, mask=there, other=0)
+        length = tl.load(place + 3 if OF_KEYS else place + 1, mask=there, other=0)
+        if not OF_KEYS:
+            length = tl.where(tl.load(place + 3, mask=there, other=0) == 0, 0, length)
+        inside = (row[:, None] >= first[None, :]) & (row[:, None] < (first + length)[None, :])
+        covered = tl.maximum(covered, tl.max(inside.to(tl.int32), 1))
+    outside = (covered == 0) & (row < axis)
+    if tl.max(outside.to(tl.int32), 0) != 0:
+        column = tl.arange(0, WIDTH)
+        for i in tl.static_range(len(tensors)):
+            mask = outside[:, None] & (column < shapes[i][1])[None, :]
+            here = tensors[i] + entry.to(tl.int64) * strides[i][0]
+            here += row.to(tl.int64)[:, None] * strides[i][1] + column.to(tl.int64)[None, :] * strides[i][3]
+            value = tl.full([BLOCK, WIDTH], values[i], tl.float32).to(tensors[i].dtype.element_ty)
+            for _ in range(0, shapes[i][0]):
+                tl.store(here, value, mask=mask)
+                here += strides[i][2]

@@ -1,0 +1,359 @@
+"""Which tiles cannot matter: causal attention with a decay need not visit keys whose whole probability is negligible.
+
+Query rows are taken in granules of GRANULE, keys in blocks of DECAY_BLOCK. With s_i the scale and i the position of a
+row, whose own key it sees, in natural logarithm:
+
+    log P_ij ≤ S_ij − S_ii ≤ u_i |k_j| + e_i − α_j            u_i = |s_i| |q_i|     e_i = α_i − s_i q_i·k_i
+
+and so, with U and E the largest u_i and e_i of a granule, and K_J the longest key of a block J, the probability of all
+blocks up to J in any row of the granule is
+
+    Σ_{j ≤ end of J} P_ij ≤ Σ_{J' ≤ J} exp(U K_J' + E + W_J')              W_J = log Σ_{j in J} exp(−α_j)
+
+The sum grows with J whatever the signs of λ and s: a granule visits the keys from the first block on at which it
+exceeds the tolerance. Two launches make the plan; they read q and k only where α leaves anything to skip.
+
+Rounding: a sum of D ≤ 256 products is within 256·2⁻²⁴ = 2⁻¹⁶ of that of their sizes (float32, in any order), so a norm
+within 2⁻¹⁷, and |s||q||k| within 2⁻¹⁵: _MARGIN is twice that. Squares and products that underflow lose less than
+_LEAST_SQUARE adds. β of 16-bit inputs is a float32, within 2⁻²⁴: _BETA_MARGIN is twice that. α is a sum of float64 in
+two levels; for λ of one sign _ALPHA_MARGIN is its error up to 8 million tokens. The rest is the rounding of powers
+whose exponents are between −200 and 10, and of their sums, within 1e-4: _ALLOWED is short of 1 by more. A NaN or an
+infinity compares as "visit".
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends import prefix as decay_prefix
+from decayattn.backends import sequences as packing
+from decayattn.backends.prefix import DECAY_BLOCK, DecayPrefix
+from decayattn.backends.sequences import Sequences, offsets_of_head, tile_of_program
+from decayattn.backends.tile_math import LOG2E
+from decayattn.backends.tile_range import keys_seen
+from decayattn.problem import AttentionProblem
+
+GRANULE = 64
+# fewer rows or keys than this attend in about the time that two launches take, and few rows read the keys hardly more
+# often than the plan does (not measured)
+SHORTEST = 512
+# entries that one step of a sum over blocks, or of a search through granules, reads at once
+_CHUNK = 128
+
+ROWS: tl.constexpr = tl.constexpr(GRANULE)
+BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
+_MARGIN: tl.constexpr = tl.constexpr(2.0**-14)
+_BETA_MARGIN: tl.constexpr = tl.constexpr(2.0**-23)
+_ALPHA_MARGIN: tl.constexpr = tl.constexpr(2.0**-44)
+_LEAST_SQUARE: tl.constexpr = tl.constexpr(1e-30)
+_ALLOWED: tl.constexpr = tl.constexpr(0.999)
+
+
+def is_planned(problem: AttentionProblem) -> bool:
+    """Whether keys may be skipped, and it pays to look for them."""
+    return _can_skip(problem) and min(problem.longest_query, problem.longest_key) >= SHORTEST
+
+
+def _can_skip(problem: AttentionProblem) -> bool:
+    return problem.skip_tolerance > 0 and problem.causal and problem.decay != "none" and not problem.bias
+
+
+def allocate(problem: AttentionProblem, like: Tensor) -> Tensor:
+    """The buffer of a plan: (B, H, at least all granules) int32, or (B, H, 0) where no key may be skipped.
+
+    It says for every granule of a sequence the first block of the sequence's keys to visit, unless the problem is not
+    planned: then nobody reads it. Packed, the granules of a sequence begin at its first row // GRANULE + its number.
+    """
+    # two are never one: torch.compile need not compile short lengths, and long ones, on their own
+    more = problem.sequences + 1 if problem.layout == "packed" else 2
+    granules = problem.query_length // GRANULE + more if _can_skip(problem) else 0
+    return like.new_empty(problem.batch, problem.num_heads, granules, dtype=torch.int32)
+
+
+def plan(
+    problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    prefix: DecayPrefix, sequences: Sequences | None,
+) -> Tensor:  # fmt: skip
+    """`allocate`'s buffer, filled by two launches if the problem is planned."""
+    first_block = allocate(problem, q)
+    if not is_planned(problem):
+        return first_block
+    blocks = packing.decay_blocks(problem)
+    longest_keys = q.new_empty(problem.batch, problem.num_kv_heads, blocks, dtype=problem.accumulator_dtype)
+    weights = q.new_empty(problem.batch, problem.num_heads, blocks, dtype=torch.float64)
+    width = max(16, triton.next_power_of_2(problem.head_dim))
+    decay = (
+        log_decay if problem.decay == "constant" else weights,
+        log_decay.stride(0) if problem.decay == "constant" else 0,
+    )
+    modes = dict(
+        **packing.constants(problem, sequences), GROUP=problem.num_heads // problem.num_kv_heads, D=problem.head_dim,
+        WIDTH=width, DECAY=problem.decay, num_warps=4 if width <= 128 else 8, **COMPILER_OPTIONS,
+    )  # fmt: skip
+    log_tolerance = math.log2(problem.skip_tolerance)
+    _summarise_keys[(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_kv_heads),)](
+        k, k.stride(), *decay, prefix.local, prefix.base, longest_keys, weights, sequences, log_tolerance,
+        problem.query_length, problem.key_length, problem.num_kv_heads, blocks, **modes,
+    )  # fmt: skip
+    row_scale = scale if problem.row_scale else None
+    left = problem.window[0]
+    _find_first_blocks[(packing.row_programs(problem, sequences, GRANULE, problem.num_heads),)](
+        q, k, q.stride(), k.stride(), 1.0 if problem.row_scale else scale, row_scale,
+        None if row_scale is None else row_scale.stride(), *decay, prefix.local, prefix.base, prefix.last_reset,
+        prefix.next_reset, longest_keys, weights, first_block, sequences, left if left >= 0 else None, log_tolerance,
+        problem.query_length, problem.key_length, problem.num_heads, first_block.shape[-1], blocks, CHUNK=_CHUNK,
+        **modes,
+    )  # fmt: skip
+    return first_block
+
+
+def last_granules(problem: AttentionProblem, first_block: Tensor, sequences: Sequences | None) -> Tensor:
+    """The mirror of a plan: (B, H, blocks) int32, the last granule that visits a block of keys, −1 without one.
+
+    Granules between its own and the last one may not visit it: first_block need not increase.
+    """
+    blocks = packing.decay_blocks(problem)
+    last = torch.empty(problem.batch, problem.num_heads, blocks, dtype=torch.int32, device=first_block.device)
+    _find_last_granules[(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),)](
+        first_block, last, sequences, problem.query_length, problem.key_length, problem.num_heads,
+        first_block.shape[-1], blocks, **packing.constants(problem, sequences), CHUNK=_CHUNK, num_warps=1,
+        **COMPILER_OPTIONS,
+    )  # fmt: skip
+    return last
+
+
+def visited_fraction(
+    problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float
+) -> Tensor:
+    """(B, H): the tiles of GRANULE rows × DECAY_BLOCK keys that the plan of a dense problem visits, over those in which
+    a row sees a key."""
+    shape = (problem.batch, problem.num_heads)
+    if 0 in (*shape, problem.query_length, problem.key_length):
+        return torch.ones(shape, device=q.device)
+    scalar = problem.decay == "scalar"
+    prefix = decay_prefix.build(problem, log_decay) if scalar else decay_prefix.allocate(problem, q)
+    first_block = plan(problem, q, k, log_decay, scale, prefix, None)
+    row = torch.arange(0, problem.query_length, GRANULE, device=q.device)
+    position = row + problem.first_position
+    last_position = (row + GRANULE).clamp(max=problem.query_length) - 1 + problem.first_position
+    # both ends of what a row sees never decrease: the first row has the granule's first key, the last row its last one
+    first_key = prefix.last_reset[..., position.clamp(min=0)] if scalar else torch.zeros_like(position)
+    if problem.window[0] >= 0:
+        first_key = torch.maximum(first_key, position - problem.window[0])
+    begin, end = first_key // DECAY_BLOCK, last_position // DECAY_BLOCK + 1
+    seen = (end - begin).clamp(min=0)
+    visited = seen
+    if is_planned(problem):
+        visited = (end - torch.maximum(begin, first_block[..., : len(row)])).clamp(min=0)
+    return (visited.sum(-1) / seen.sum(-1).clamp(min=1)).expand(shape)
+
+
+def as_argument(problem: AttentionProblem, plan: Tensor) -> tuple[Tensor, int] | None:
+    """A plan or its mirror as kernels take it; None, which compiles to nothing, where nothing is planned."""
+    return (plan, plan.shape[-1]) if is_planned(problem) else None
+
+
+@triton.jit
+def offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZE: tl.constexpr):
+    """Where the parts of SIZE rows or tokens of a head of a sequence, which begins at `first`, begin in a (B, H, axis)
+    buffer of a plan."""
+    if PACKED:
+        offset = head.to(tl.int64) * axis + first // SIZE + sequence
+    else:
+        offset = (sequence * heads + head).to(tl.int64) * axis
+    return offset
+
+
+@triton.jit
+def first_planned_key(
+    plan, sequence, head, heads, first_row, start, query_length, TILE: tl.constexpr, PACKED: tl.constexpr
+):
+    """The first key that any granule of a tile of TILE rows visits; plan is `as_argument` of first_block."""
+    first_block = plan[0] + offset_of_head(plan[1], sequence, head, heads, first_row, PACKED, ROWS)
+    granule = start // ROWS
+    block = tl.load(first_block + granule)
+    for other in tl.static_range(1, TILE // ROWS):
+        block = tl.minimum(block, tl.load(first_block + tl.minimum(granule + other, (query_length - 1) // ROWS)))
+    return block * BLOCK
+
+
+@triton.jit
+def end_of_planned_rows(plan, sequence, head, heads, first_token, start, PACKED: tl.constexpr):
+    """The mirror: the end of the rows that visit the key tile at `start`; plan is `as_argument` of last_granules."""
+    last_granule = plan[0] + offset_of_head(plan[1], sequence, head, heads, first_token, PACKED, BLOCK)
+    return (tl.load(last_granule + start // BLOCK) + 1) * ROWS
+
+
+@triton.jit
+def _load_alpha(position, rates, rate_stride, head, local, base, DECAY: tl.constexpr):
+    """α in base 2 and float64, and how far it may be off; local and base point at one head's prefix."""
+    if DECAY == "scalar":
+        beta = tl.load(local + position).to(tl.float64)
+        alpha = tl.load(base + position // BLOCK) + beta
+        slack = tl.abs(beta) * _BETA_MARGIN + tl.abs(alpha) * _ALPHA_MARGIN
+    else:
+        alpha = position.to(tl.float64) * (tl.load(rates + head * rate_stride).to(tl.float64) * LOG2E)
+        slack = tl.abs(alpha) * _ALPHA_MARGIN
+    return alpha, slack
+
+
+@triton.jit
+def _load_rows(source, strides, entry, head, row, column, inside, D: tl.constexpr, ACCUMULATOR: tl.constexpr):
+    """(rows, WIDTH) of a (B, T, H, D) tensor; rows that are not inside, and what lies beyond D, are zeros."""
+    here = source + entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+    here += row.to(tl.int64)[:, None] * strides[1] + column.to(tl.int64)[None, :] * strides[3]
+    return tl.load(here, mask=inside[:, None] & (column < D)[None, :], other=0.0).to(ACCUMULATOR)
+
+
+@triton.jit
+def _norms(x):
+    """Of the rows of x, no shorter than they are by more than _MARGIN."""
+    return tl.sqrt(tl.sum(x * x, 1) + _LEAST_SQUARE)
+
+
+@triton.jit
+def _nan_is_infinite(x):
+    return tl.where(x == x, x, float("inf"))
+
+
+@triton.jit
+def _summarise_keys(
+    k, k_strides, rates, rate_stride, local, base, longest_keys, weights, sequences, log_tolerance: tl.float64,
+    query_length, key_length, kv_heads, block_axis,
+    D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+    SEARCHES: tl.constexpr,
+):  # fmt: skip
+    """K_J of a block of keys, +inf (never skip) where α keeps the last row from skipping it, and W_J of every query
+    head, in base 2.
+
+    The last row speaks for all: of λ ≤ 0 no row before it could skip the block if it cannot.
+    """
+    ACCUMULATOR: tl.constexpr = longest_keys.dtype.element_ty
+    start, sequence, kv_head, entry, first_row, query_length, first_token, key_length = tile_of_program(
+        sequences, kv_heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
+    )
+    if start >= key_length:
+        return
+    key = start + tl.arange(0, BLOCK)
+    inside = key < key_length
+    last = start * 0 + key_length - 1
+    can_skip = start < 0
+    for member in range(0, GROUP):
+        head = kv_head * GROUP + member
+        _, head_tokens, head_blocks = offsets_of_head(
+            sequences, sequence, head, kv_heads * GROUP, first_row, query_length, first_token, key_length, PACKED
+        )
+        head_local, head_base = local + head_tokens, base + head_blocks
+        alpha, slack = _load_alpha(
+            tl.minimum(key, key_length - 1), rates, rate_stride, head, head_local, head_base, DECAY
+        )
+        growth = tl.where(inside, slack - alpha, float("-inf"))
+        largest = tl.max(growth, 0)
+        weight = largest + tl.log2(tl.sum(tl.exp2((growth - largest).to(tl.float32)), 0)).to(tl.float64)
+        here = offset_of_head(block_axis, sequence, head, kv_heads * GROUP, first_token, PACKED, BLOCK) + start // BLOCK
+        tl.store(weights + here, weight)
+        lowest, _ = _load_alpha(last, rates, rate_stride, head, head_local, head_base, DECAY)
+        can_skip |= lowest + weight <= log_tolerance
+    longest = tl.full([], float("inf"), ACCUMULATOR)
+    if can_skip:
+        column = tl.arange(0, WIDTH)
+        rows = _load_rows(k, k_strides, entry, kv_head, first_token + key, column, inside, D, ACCUMULATOR)
+        longest = tl.max(_nan_is_infinite(_norms(rows)), 0)
+    here = offset_of_head(block_axis, sequence, kv_head, kv_heads, first_token, PACKED, BLOCK) + start // BLOCK
+    tl.store(longest_keys + here, longest)
+
+
+@triton.jit
+def _find_first_blocks(
+    q, k, q_strides, k_strides, scale: tl.float64, row_scales, row_scale_strides, rates, rate_stride, local, base,
+    last_reset, next_reset, longest_keys, weights, first_block, sequences, left, log_tolerance: tl.float64,
+    query_length, key_length, heads, granule_axis, block_axis,
+    D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+    SEARCHES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The first block that a granule visits."""
+    ACCUMULATOR: tl.constexpr = longest_keys.dtype.element_ty
+    start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
+        sequences, heads, query_length, key_length, ROWS, False, True, PACKED, SEARCHES
+    )
+    if (start >= query_length) | (key_length == 0):
+        return
+    _, head_tokens, head_blocks = offsets_of_head(
+        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
+    )
+    kv_head = head // GROUP
+    weights += offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK)
+    longest_keys += offset_of_head(block_axis, sequence, kv_head, heads // GROUP, first_token, PACKED, BLOCK)
+    first_block += offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS) + start // ROWS
+
+    local, base = local + head_tokens, base + head_blocks
+
+    # The first row speaks for all: no other has an earlier first key, or, of λ ≤ 0, a higher α. The block of its own
+    # key is always visited.
+    position = tl.maximum(start + key_length - query_length, 0)
+    first, _ = keys_seen(
+        position, key_length, last_reset + head_tokens, next_reset + head_tokens, True, DECAY == "scalar", left, None
+    )
+    begin, end = first // BLOCK, position // BLOCK
+    first_alpha, _ = _load_alpha(position, rates, rate_stride, head, local, base, DECAY)
+    planned = begin
+    can_skip = begin < end
+    can_skip &= first_alpha + tl.load(weights + begin) <= log_tolerance
+    can_skip &= tl.load(longest_keys + begin) < float("inf")
+    if can_skip:
+        # rows past the end repeat the last one; those before the first key see nothing
+        row = tl.minimum(start + tl.arange(0, ROWS), query_length - 1)
+        sees = row + key_length - query_length >= 0
+        own_key = tl.maximum(row + key_length - query_length, 0)
+        alpha, slack = _load_alpha(own_key, rates, rate_stride, head, local, base, DECAY)
+        column = tl.arange(0, WIDTH)
+        own_q = _load_rows(q, q_strides, entry, head, first_row + row, column, sees, D, ACCUMULATOR)
+        own_k = _load_rows(k, k_strides, entry, kv_head, first_token + own_key, column, sees, D, ACCUMULATOR)
+        if row_scales is None:
+            s = tl.full([ROWS], scale, ACCUMULATOR) * LOG2E
+        else:
+            here = row_scales + entry.to(tl.int64) * row_scale_strides[0] + head.to(tl.int64) * row_scale_strides[2]
+            s = tl.load(here + (first_row + row).to(tl.int64) * row_scale_strides[1]).to(ACCUMULATOR) * LOG2E
+        u = tl.abs(s) * _norms(own_q)
+        own_score = s * tl.sum(own_q * own_k, 1)
+        e = alpha + slack - own_score.to(tl.float64) + (u * _norms(own_k)).to(tl.float64) * _MARGIN
+        largest_u = tl.max(tl.where(sees, _nan_is_infinite(u), 0.0), 0).to(tl.float64) * (1 + _MARGIN)
+        largest_e = tl.max(tl.where(sees, _nan_is_infinite(e), float("-inf")), 0) - log_tolerance
+        mass = tl.full([], 0.0, tl.float32)
+        planned = end
+        for chunk in range(begin, end, CHUNK):
+            block = chunk + tl.arange(0, CHUNK)
+            there = block < end
+            longest = tl.load(longest_keys + block, mask=there, other=0.0).to(tl.float64)
+            exponent = largest_u * longest + largest_e + tl.load(weights + block, mask=there, other=0.0)
+            term = tl.where(there, tl.exp2(exponent.to(tl.float32)), 0.0)
+            negligible = mass + tl.cumsum(term, 0) <= _ALLOWED
+            planned = tl.minimum(planned, tl.min(tl.where(there & (negligible == 0), block, end), 0))
+            mass += tl.sum(term, 0)
+    tl.store(first_block, planned)
+
+
+@triton.jit
+def _find_last_granules(
+    first_block, last_granule, sequences, query_length, key_length, heads, granule_axis, block_axis,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    start, sequence, head, _, first_row, query_length, first_token, key_length = tile_of_program(
+        sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
+    )
+    if start >= key_length:
+        return
+    first_block += offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
+    # rows before the block see nothing of it
+    own = tl.maximum(start + query_length - key_length, 0) // ROWS
+    last = tl.zeros([CHUNK], tl.int32) - 1
+    for chunk in range(own, tl.cdiv(query_length, ROWS), CHUNK):
+        granule = chunk + tl.arange(0, CHUNK)
+        first = tl.load(first_block + granule, mask=granule * ROWS < query_length, other=2147483647)
+        last = tl.maximum(last, tl.where(first <= start // BLOCK, granule, -1))
+    here = offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK) + start // BLOCK
+    tl.store(last_granule + here, tl.max(last, 0))

@@ -1,0 +1,180 @@
+"""What a small call costs the host, and the device once it is captured in a CUDA graph.
+
+    python experiments/benchmark_overhead.py                        # on a GPU: a table and JSON
+    python experiments/benchmark_overhead.py --length 512 --peers fla
+
+At B1 H8 T256 the kernels take microseconds, so what a training step waits for is Python: checking arguments,
+allocating, launching. Host time is the clock over a series of forward and backward calls that nothing waits for; every
+call is made as training makes it. A CUDA graph replays the same launches without the host; its time is the device's.
+Interleaved rounds, medians with their range. Without a GPU the host times of the eager reference are printed, which
+says nothing about kernels.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention_benchmark import measure, peers
+from attention_benchmark.cases import DTYPES, Case, random_inputs
+from attention_benchmark.options import declare, positive
+from attention_benchmark.peers import BASELINE, Absent, reason
+from attention_benchmark.report import write
+from provenance import ROOT, provenance
+
+from decayattn import backends, decay_attention
+
+METHOD = {
+    "host_us": "microseconds of the clock per forward and backward, over a series of calls between two "
+    "synchronisations: median over interleaved rounds, and [least, largest]",
+    "graph_us": "microseconds of the device per replay of one captured forward and backward, by CUDA events, as above",
+    "ours": "with every default, skip_tolerance among them",
+}
+GPU_DEFAULTS = {
+    "dtype": "bfloat16", "head_dims": [64, 128], "backends": ["auto", "triton"], "calls": 50,
+    "output": ROOT / "results/benchmark_overhead.json",
+}  # fmt: skip
+CPU_DEFAULTS = {"dtype": "float32", "head_dims": [16], "backends": ["reference"], "calls": 2}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit status is 1 if a call of ours fails."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    cuda = torch.cuda.is_available()
+    options = parse(argv, cuda)
+    result = provenance("experiments/benchmark_overhead.py", argv, options.commit)
+    result |= {"method": METHOD, "rounds": options.rounds, "missing": [], "rows": []}
+    for head_dim in options.head_dims:
+        case = Case(options.batch, options.heads, options.length, head_dim, options.dtype, "scalar", -0.01)
+        print(f"\n{case}", flush=True)
+        result["rows"] += run(case, options, result["missing"], "cuda" if cuda else "cpu")
+    if options.output:
+        write(result, options.output)
+        print(f"\nwrote {options.output}")
+    return int(any(entry["ours"] for entry in result["missing"]))
+
+
+def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
+    """The options, defaults filled in for this machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = declare(parser, GPU_DEFAULTS if cuda else CPU_DEFAULTS)
+    option("--batch", "sequences B", type=positive, default=1)
+    option("--heads", "heads H", type=positive, default=8)
+    option("--length", "sequence length T", type=positive, default=256)
+    option("--head-dims", "head dimensions D = D_v", type=positive, nargs="+", metavar="D")
+    option("--dtype", "dtype of q, k, v", choices=tuple(DTYPES))
+    option("--backends", "our backends", choices=backends.NAMES, nargs="+")
+    option(
+        "--peers",
+        "calls to compare with",
+        choices=tuple(peers.OTHERS),
+        nargs="*",
+        default=[BASELINE, "flex-grad", "fla"],
+    )
+    option("--rounds", "interleaved rounds", type=positive, default=7)
+    option("--calls", "calls of a round", type=positive)
+    option("--commit", "commit of the code, for a copy of it without git", default=None)
+    option("--output", "JSON file; None writes none", type=Path)
+    return parser.parse_args(argv)
+
+
+def ours(backend: str) -> peers.Peer:
+    """decay_attention with every default but the backend."""
+
+    def build(case: Case, device: torch.device) -> peers.Attend:
+        return lambda q, k, v, log_decay: decay_attention(q, k, v, log_decay, backend=backend)
+
+    return peers.Peer(f"decayattn {backend}", "decay and its gradient", "BTHD", "learned", build, backend)
+
+
+def run(case: Case, options: argparse.Namespace, missing: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
+    """A row for every call that can be made."""
+    inputs = random_inputs(case, device, seed=0)
+    host, graphs = {}, {}
+    for peer in [*(peers.OTHERS[name] for name in options.peers), *map(ours, options.backends)]:
+        try:
+            call = measure.prepare(peer, case, inputs)
+            step = _step(call)
+            for _ in range(3):
+                step()
+            host[peer.name] = step
+            if device == "cuda":
+                graphs[peer.name] = captured(step)
+        except Exception as error:  # one call that fails must not take the others with it; ours fails the run
+            kind = "absent" if isinstance(error, Absent) else "failed"
+            entry = {"case": str(case), "peer": peer.name, "ours": peer.backend is not None}
+            missing.append(entry | {"kind": kind, "reason": reason(error)})
+            print(f"  {peer.name}: {kind}: {reason(error)}", flush=True)
+    host_times: dict[str, list[float]] = {name: [] for name in host}
+    graph_times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(options.rounds):
+        for name, step in host.items():
+            host_times[name].append(host_microseconds(step, options.calls, device))
+        for name, replay in graphs.items():
+            graph_times[name].append(measure.cuda_timer(2.0, 6.0)(replay) * 1e3)
+    rows = []
+    for name, times in host_times.items():
+        row = {"case": str(case), "head_dim": case.head_dim, "peer": name, "host_us": statistics.median(times)}
+        row |= {"host_us_range": [min(times), max(times)]}
+        if graph_times.get(name):
+            own = graph_times[name]
+            row |= {"graph_us": statistics.median(own), "graph_us_range": [min(own), max(own)]}
+        rows.append(row)
+    print(table(rows), flush=True)
+    return rows
+
+
+def _step(call: measure.Prepared) -> Callable[[], object]:
+    return lambda: call.backward(call.forward())
+
+
+def host_microseconds(step: Callable[[], object], calls: int, device: str) -> float:
+    """The clock per call of a series that nothing waits for."""
+
+    def synchronise() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    synchronise()
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    elapsed = time.perf_counter() - start
+    synchronise()
+    return elapsed / calls * 1e6
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """The launches of one call as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line per call."""
+    lines = [f"  {'':22}{'host µs':>9} {'[range]':>17} {'graph µs':>9} {'[range]':>17}"]
+    for row in rows:
+        line = f"  {row['peer']:22}{row['host_us']:9.0f} {_range(row['host_us_range']):>17}"
+        if "graph_us" in row:
+            line += f" {row['graph_us']:9.1f} {_range(row['graph_us_range']):>17}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _range(bounds: list[float]) -> str:
+    return f"[{bounds[0]:.0f}–{bounds[1]:.0f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

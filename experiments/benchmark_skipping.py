@@ -1,0 +1,164 @@
+"""What skip_tolerance gains and costs; correct first.
+
+    python experiments/benchmark_skipping.py                                # on a GPU: all of it; tables, JSON, a plot
+    python experiments/benchmark_skipping.py --studies pruning --head-dims 64       # part of it, quickly
+
+Four studies. planning: shapes where no tile can be skipped, which show what the plan costs. pruning: one decay per
+token at 32,768 tokens, beside cuDNN without a decay and the official Forgetting Transformer kernel, which prunes by
+another rule. constant: ALiBi slopes and RetNet rates at 131,072 tokens, beside what the visited tiles promise. lengths:
+time over T. Timed as in benchmark_attention.py. Results that leave their error budget get no speed, and the exit status
+is 1. Without a GPU there are no speeds: the kernels run in Triton's interpreter on small shapes, for their errors and
+for how much they skip.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention_benchmark import measure
+from attention_benchmark.cases import DTYPES
+from attention_benchmark.options import declare, positive
+from attention_benchmark.peers import Absent, reason
+from attention_benchmark.report import write
+from provenance import ROOT, provenance
+from skipping_benchmark import checks, figure, report
+from skipping_benchmark.workloads import SKIPPING, WHOLE, Workload, peers_of, studies
+
+from decayattn import backends, visited_fraction
+
+STUDIES = ("planning", "pruning", "constant", "lengths")
+GPU_DEFAULTS = {
+    "head_dims": [128, 64], "heads": 16, "dtype": "bfloat16", "backend": "auto", "planning": 8192, "tokens": 32768,
+    "pruning": 32768, "constant": 131072, "lengths": [2048, 8192, 32768, 131072, 524288], "whole_up_to": 131072,
+    "mean_log_decay": -0.01, "output": ROOT / "results/benchmark_skipping.json",
+}  # fmt: skip
+CPU_DEFAULTS = {
+    "head_dims": [16], "heads": 2, "dtype": "float32", "backend": "triton", "planning": 200, "tokens": 200,
+    "pruning": 700, "constant": 700, "lengths": [300], "whole_up_to": 300, "mean_log_decay": -0.5,
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit status is 1 if anything is wrong or fails."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    cuda = torch.cuda.is_available()
+    options = parse(argv, cuda)
+    if cuda:
+        timer = measure.cuda_timer(warmup=options.round_ms / 3, duration=options.round_ms)
+        return run(options, argv, "cuda", timer)
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is first asked for
+    print("No GPU, so no speeds: errors of the kernels in Triton's interpreter, and how much they skip.")
+    return run(options, argv, "cpu", None)
+
+
+def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
+    """The options, defaults filled in for this machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = declare(parser, GPU_DEFAULTS if cuda else CPU_DEFAULTS)
+    option("--studies", "what to run", choices=STUDIES, nargs="+", default=list(STUDIES))
+    option("--head-dims", "head dimensions D = D_v", type=positive, nargs="+", metavar="D")
+    option("--heads", "heads H", type=positive)
+    option("--dtype", "dtype of q, k, v", choices=tuple(DTYPES))
+    option("--backend", "our backend", choices=backends.NAMES)
+    option("--mean-log-decay", "mean log-decay per token, natural log (drawn from [2m, 0])", type=float)
+    option("--planning", "sequence length of the study", type=positive)
+    option("--tokens", "tokens in a batch of that study: B = max(1, tokens // T)", type=positive)
+    option("--pruning", "sequence length of the study", type=positive)
+    option("--constant", "sequence length of the study", type=positive)
+    option("--lengths", "sequence lengths of the study", type=positive, nargs="+", metavar="T")
+    option("--whole-up-to", "longest length at which nothing is skipped for comparison", type=positive)
+    option("--rounds", "interleaved rounds", type=positive, default=5)
+    option("--round-ms", "milliseconds that a round gives every call", type=float, default=15.0)
+    option("--seed", "seed of the random inputs", type=int, default=0)
+    option("--commit", "commit of the code, for a copy of it without git", default=None)
+    option("--output", "JSON file", type=Path)
+    option("--plot", "PNG file; None: beside the JSON file", type=Path)
+    options = parser.parse_args(argv)
+    if not cuda and options.dtype == "bfloat16":
+        parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
+    if not cuda and (options.output or options.plot):
+        parser.error("--output, --plot: no GPU here, so there is no speed to write")
+    if options.output and not options.plot:
+        options.plot = options.output.with_suffix(".png")
+    return options
+
+
+def run(
+    options: argparse.Namespace, argv: Sequence[str], device: str, timer: Callable[[Callable[[], object]], float] | None
+) -> int:
+    """Every study that was asked for; without a timer, no speeds."""
+    result: dict[str, Any] = provenance("experiments/benchmark_skipping.py", argv, options.commit)
+    result |= {"method": report.METHOD, "rounds": options.rounds, "checks": [], "missing": [], "rows": []}
+    chosen = studies(
+        options.head_dims, options.heads, options.dtype, options.mean_log_decay, options.planning, options.pruning,
+        options.constant, options.lengths, options.tokens,
+    )  # fmt: skip
+    for workload in chosen:
+        if workload.study in options.studies:
+            measure_one(workload, options, result, device, timer)
+            if options.output:
+                write(result, options.output)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    if options.plot and result["rows"]:
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
+        figure.draw(result).savefig(options.plot)
+        print(f"\nwrote {options.output} and {options.plot}")
+    return int(any(entry["ours"] for entry in result["missing"]))
+
+
+def measure_one(
+    workload: Workload, options: argparse.Namespace, result: dict[str, Any], device: str,
+    timer: Callable[[Callable[[], object]], float] | None,
+) -> None:  # fmt: skip
+    """Check one workload, then time everybody on it; rows and everything missing go into the report."""
+    print(f"\n{workload}", flush=True)
+
+    def missing(peer: str, kind: str, why: str) -> None:
+        ours = peer in (SKIPPING, WHOLE)
+        result["missing"].append({"case": str(workload), "peer": peer, "ours": ours, "kind": kind, "reason": why})
+        print(f"  {peer}: {kind}: {why}", flush=True)
+
+    inputs = workload.inputs(device, options.seed)
+    visited = visited_fraction(inputs["q"], inputs["k"], inputs["log_decay"])
+    print(f"  visits {float(visited.mean()):.3f} of the tiles (heads {visited.min():.3f} to {visited.max():.3f})")
+    why, compared = checks.objection(workload, inputs, options.backend)
+    result["checks"].append({"case": str(workload), "compared": compared})
+    if why is not None:
+        print("\n".join(compared))
+        missing(SKIPPING, "wrong", f"{why}: no speed is reported")
+        return
+    print("  right", flush=True)
+    if timer is None:
+        return
+    prepared = {}
+    for peer in peers_of(workload.study, options.backend):
+        if peer.name == WHOLE and workload.case.length > options.whole_up_to:
+            continue
+        try:
+            prepared[peer.name] = measure.prepare(peer, workload.case, inputs)
+            prepared[peer.name].backward(prepared[peer.name].forward())
+        except Absent as error:
+            missing(peer.name, "absent", str(error))
+        except Exception as error:  # one peer that fails must not take the others with it; ours fails the run
+            missing(peer.name, "failed", reason(error))
+    timings, failed = measure.time_rounds(
+        {name: call for name, call in prepared.items() if name not in _failed(result, workload)}, options.rounds, timer
+    )
+    for name, why in failed.items():
+        missing(name, "failed", why)
+    found = report.rows(workload, timings, visited)
+    result["rows"] += found
+    print(report.table(found), flush=True)
+
+
+def _failed(result: dict[str, Any], workload: Workload) -> set[str]:
+    return {entry["peer"] for entry in result["missing"] if entry["case"] == str(workload)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

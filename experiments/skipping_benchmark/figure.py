@@ -1,0 +1,77 @@
+"""Time over length, and what skipping gains where."""
+
+from typing import Any
+
+from attention_benchmark.cases import DIRECTIONS
+from matplotlib.figure import Figure
+
+from skipping_benchmark.workloads import SKIPPING, WHOLE
+
+# colour-blind safe (Okabe and Ito)
+_COLOURS = {WHOLE: "#000000", SKIPPING: "#d55e00"}
+_BARS = ("#0072b2", "#56b4e9")
+
+
+def draw(report: dict[str, Any]) -> Figure:
+    """A panel of times over T, and one of speeds over the kernel that visits every tile."""
+    figure = Figure(figsize=(13, 4.8), dpi=150, layout="constrained")
+    times, gains = figure.subplots(1, 2)
+    _times(times, [row for row in report["rows"] if row["study"] == "lengths"])
+    compared = [row for row in report["rows"] if row["peer"] == SKIPPING and row["speed_over_whole"] is not None]
+    _gains(gains, [row for row in compared if row["study"] != "lengths"])
+    for panel in (times, gains):
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{report['gpu']}, torch {report['torch']}, triton {report['triton']}", fontsize="medium")
+    return figure
+
+
+def _times(panel: Any, rows: list[dict[str, Any]]) -> None:
+    for name, colour in _COLOURS.items():
+        for direction, style in zip(DIRECTIONS, ("-", "--"), strict=True):
+            own = [row for row in rows if (row["peer"], row["direction"]) == (name, direction)]
+            own.sort(key=lambda row: row["length"])
+            if own:
+                lengths, times = zip(*((row["length"], row["ms"]) for row in own), strict=True)
+                panel.plot(lengths, times, style, marker="o", color=colour, label=f"{name}, {direction}")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    ticks = sorted({row["length"] for row in rows})
+    panel.set_xticks(ticks, [_count(length) for length in ticks])
+    panel.minorticks_off()
+    panel.set_xlabel("sequence length")
+    panel.set_ylabel("ms")
+    if rows:
+        first = rows[0]
+        title = f"H{first['heads']} D{first['head_dim']}, λ uniform with mean {first['mean_log_decay']:g}"
+        panel.set_title(title, fontsize="medium")
+        panel.legend(frameon=False)
+
+
+def _gains(panel: Any, rows: list[dict[str, Any]]) -> None:
+    def group_of(row: dict[str, Any]) -> tuple:
+        return row["rates"], row["gain"], row["head_dim"], row["length"]
+
+    groups = list(dict.fromkeys(map(group_of, rows)))
+    for at, direction in enumerate(DIRECTIONS):
+        own = {group_of(row): row for row in rows if row["direction"] == direction}
+        places = [n + 0.4 * at - 0.2 for n in range(len(groups))]
+        panel.bar(places, [own[group]["speed_over_whole"] for group in groups], 0.4, color=_BARS[at], label=direction)
+        if not at:
+            ideal = [own[group]["ideal"] for group in groups]
+            marks = {"marker": "_", "s": 400, "color": "#000000", "zorder": 3}
+            panel.scatter(range(len(groups)), ideal, label="visited tiles", **marks)
+    names = [
+        f"{rates}{f', q and k times {gain:g}' if gain != 1 else ''}\nD{dim} T{_count(length)}"
+        for rates, gain, dim, length in groups
+    ]
+    panel.set_xticks(range(len(groups)), names, fontsize="x-small", rotation=45, ha="right")
+    panel.set_yscale("log")
+    panel.axhline(1.0, color="#000000", linewidth=0.8)
+    panel.set_ylabel("speed over the kernel that visits every tile")
+    if groups:
+        panel.legend(frameon=False)
+
+
+def _count(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -1,0 +1,45 @@
+"""experiments/benchmark_overhead.py."""
+
+import json
+
+import benchmark_overhead
+import pytest
+import torch
+
+
+def test_a_run_leaves_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    output = tmp_path / "overhead.json"
+    argv = ["--length", "8", "--heads", "1", "--head-dims", "8", "--rounds", "2", "--peers", "fox"]
+    assert benchmark_overhead.main([*argv, "--output", str(output)]) == 0
+    read = json.loads(output.read_text())
+    assert [row["peer"] for row in read["rows"]] == ["decayattn reference"]
+    low, high = read["rows"][0]["host_us_range"]
+    assert 0 < low <= read["rows"][0]["host_us"] <= high
+    assert [(entry["peer"], entry["ours"]) for entry in read["missing"]] == [("fox", False)]
+    assert "host µs" in capsys.readouterr().out
+
+
+def test_a_call_of_ours_that_fails_fails_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def broken(*_, **__):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(benchmark_overhead, "decay_attention", broken)
+    assert benchmark_overhead.main(["--length", "8", "--head-dims", "8", "--rounds", "1", "--peers"]) == 1
+
+
+def test_host_time_counts_every_call():
+    calls = []
+    assert benchmark_overhead.host_microseconds(lambda: calls.append(1), 5, "cpu") > 0
+    assert len(calls) == 5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph: needs a GPU")
+def test_a_small_run_on_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.undo()  # filling fresh memory with NaN is the suite's
+    output = tmp_path / "overhead.json"
+    argv = ["--head-dims", "64", "--rounds", "1", "--calls", "3", "--peers", "cudnn"]
+    assert benchmark_overhead.main([*argv, "--output", str(output)]) == 0
+    assert all(row["graph_us"] > 0 for row in json.loads(output.read_text())["rows"])

@@ -1,0 +1,144 @@
+"""What the Hopper kernels know of sequences: tables of tiles, what stands around the attention, and the copy engine's
+addresses. Plain Triton, so that it runs everywhere."""
+
+import itertools
+
+import pytest
+import torch
+
+from decayattn.backends.hopper import descriptors, tile_table
+from decayattn.backends.hopper.backward import row_terms_kernel, unpack_dq_kernel
+from decayattn.problem import AttentionProblem
+
+HEADS, DIM = 2, 64
+PACKINGS = [
+    ([3, 0, 333, 1, 130], None),
+    ([256], [70]),
+    ([20, 0, 7, 300, 1, 0, 40], [5, 4, 0, 33, 129, 0, 256]),
+    ([0, 0], None),
+    ([1] * 150, [2] * 150),  # more than a program counts at once
+]
+
+
+def packed(device, rows, keys=None) -> tuple[AttentionProblem, torch.Tensor]:
+    """Sequences of so many rows and keys, and five of each that belong to none."""
+    columns = []
+    for lengths in (rows, keys or rows):
+        columns += [[0, *itertools.accumulate(lengths)][:-1], lengths]
+    places = torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous()
+    q, v = (torch.empty(1, sum(n) + 5, HEADS, DIM, dtype=torch.float16, device=device) for n in (rows, keys or rows))
+    return AttentionProblem.of(q, v, None, None, True, (-1, -1), places, (max(rows), max(keys or rows))), places
+
+
+def padded(device) -> tuple[AttentionProblem, torch.Tensor]:
+    places = torch.tensor([[0, 40, 3, 200], [7, 300, 0, 0], [100, 0, 5, 9], [5, 150, 0, 129]], dtype=torch.int32)
+    q, v = (torch.empty(4, n, HEADS, DIM, dtype=torch.float16, device=device) for n in (310, 210))
+    return AttentionProblem.of(q, v, None, None, True, (-1, -1), places), places.to(device)
+
+
+def lines(problem: AttentionProblem, places: torch.Tensor, tile: int, of_keys: bool, last_first: bool) -> list[list]:
+    """What a table of tiles of rows (or keys) has to say."""
+    found, row_tile = [], 0
+    for n, (first_row, rows, first_token, tokens) in enumerate(places.tolist()):
+        entry, first_block = (0, first_token // 128 + n) if problem.layout == "packed" else (n, 0)
+        starts = list(range(0, tokens if of_keys else rows if tokens else 0, 128 if of_keys else tile))
+        for start in reversed(starts) if last_first else starts:
+            found.append([start, rows, tokens, entry, first_row, first_token, first_block, row_tile])
+        row_tile += -(-rows // tile) if tokens else 0
+    return found
+
+
+@pytest.mark.parametrize("tile", [64, 128, 192])
+@pytest.mark.parametrize("lengths", [*PACKINGS, None])
+def test_tables_of_tiles(lengths, tile, device):
+    problem, places = padded(device) if lengths is None else packed(device, *lengths)
+    for last_first, of_keys in ((True, False), (False, True)):
+        tiles = tile_table.build(problem, places, tile, 128, last_first=last_first, of_keys=of_keys)
+        tables = [(tiles.rows, tiles.row_tiles, lines(problem, places, tile, False, last_first))]
+        if of_keys:
+            tables.append((tiles.keys, tiles.key_tiles, lines(problem, places, tile, True, False)))
+        assert (tiles.keys is not None) == of_keys
+        for table, bound, expected in tables:
+            assert table[0, 0] == len(expected) <= bound == len(table) - 1
+            assert table[1 : 1 + len(expected)].tolist() == expected
+
+
+def test_offsets_out_of_order_have_no_tiles(device):
+    """They are nobody's fault but the caller's, and must not reach beyond a table all the same."""
+    problem, _ = packed(device, [100] * 4)
+    places = torch.tensor([[0, 400, 0, 400]] * 4, dtype=torch.int32, device=device)
+    tiles = tile_table.build(problem, places, 64, 128, last_first=False, of_keys=True)
+    assert tiles.rows[0, 0] == tiles.keys[0, 0] == 0
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("lengths", [*PACKINGS[:3], None])
+def test_what_stands_around_the_gradients(lengths, rows, device):
+    """Row terms in the tiles of a table, zeros that are added to, and dq back in its place."""
+    problem, places = padded(device) if lengths is None else packed(device, *lengths)
+    axes = (problem.batch, problem.query_length)
+    out, d_out = torch.randn(2, *axes, HEADS, DIM, device=device).half()
+    d_lse, references = torch.randn(2, axes[0], HEADS, axes[1], device=device)
+    for part in (0, 5):
+        references[..., part::31] = torch.inf  # rows that see nothing
+    tiles = tile_table.build(problem, places, rows, 128, last_first=False, of_keys=True)
+    terms = references.new_empty(HEADS, tiles.row_tiles, 2, rows)
+    fragments = references.new_empty(HEADS * tiles.row_tiles * rows * DIM // 256, 256)
+    row_sums = torch.empty_like(references)
+    row_terms_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
+        out, d_out, d_lse, references, terms, row_sums, fragments, tiles.rows, out.stride(), d_out.stride(),
+        d_lse.stride(), problem.query_length, tiles.row_tiles, HEADS, D=DIM, ROWS=rows, BLOCK_M=64, HAS_D_LSE=True,
+        ROW_SUMS=True,
+    )  # fmt: skip
+
+    delta = (out.float() * d_out.float()).sum(-1).transpose(1, 2) - d_lse
+    delta = torch.where(references < torch.inf, delta, 0.0)
+    fragments = fragments.view(HEADS, tiles.row_tiles, -1)
+    dq = torch.full_like(out, 7)
+    expected = dq.clone()
+    gradient = torch.randn(HEADS, tiles.row_tiles, rows, DIM, device=device)
+    for n, (start, length, _, entry, first_row, *_) in enumerate(lines(problem, places, rows, False, False)):
+        inside, here = min(rows, length - start), slice(first_row + start, first_row + min(start + rows, length))
+        assert torch.equal(terms[:, n, 0, :inside], references[entry, :, here])
+        torch.testing.assert_close(terms[:, n, 1, :inside], delta[entry, :, here], rtol=1e-5, atol=1e-4)
+        assert (terms[:, n, 0, inside:] == torch.inf).all()
+        assert (terms[:, n, 1, inside:] == 0).all()
+        assert (fragments[:, n] == 0).all()
+        assert (row_sums[entry, :, here] == 0).all()
+        expected[entry, here] = (0.5 * gradient[:, n, :inside]).transpose(0, 1).half()
+
+    # as _add_dq_part leaves a part of 64 × 64
+    parts = gradient.view(HEADS, tiles.row_tiles, rows // 64, 4, 2, 8, 8, 4, 2)
+    fragments.copy_(parts.permute(0, 1, 2, 6, 3, 5, 7, 4, 8).reshape(fragments.shape))
+    unpack_dq_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
+        fragments, dq, tiles.rows, dq.stride(), 0.5, problem.query_length, tiles.row_tiles, HEADS, D=DIM, ROWS=rows,
+        PART=64,
+    )  # fmt: skip
+    assert torch.equal(dq, expected)  # and nothing outside was written
+
+
+@pytest.mark.parametrize("shape", [(1, 50, 3, 64), (3, 50, 1, 128), (2, 1, 2, 64), (1, 1, 1, 64)])
+def test_slices_end_where_they_say(shape, device):
+    """The copy engine's rule: an element outside of any axis is none, else its address is the sum of the strides."""
+    x = torch.empty(*shape[:2], 2, *shape[2:], dtype=torch.float16, device=device)[:, :, 1]
+    description = descriptors.slices(x, 64)
+    end, tokens = descriptors.SLICE_END, shape[0] * shape[1]
+    assert all(0 < stride * 2 < 2**40 and stride * 2 % 16 == 0 for stride in description.strides[:-1])
+    for first, length in {(0, tokens), (0, 0), (tokens // 3, tokens // 2), (tokens - 1, 1)}:
+        for head, token in itertools.product(range(shape[2]), {0, length // 2, length, length + 63}):
+            at = (end, first + length, head, end - length + token, 0)
+            inside = all(0 <= i < size for i, size in zip(at, description.shape, strict=True))
+            assert inside == (token < length)
+            if inside:
+                element = sum(i * stride for i, stride in zip(at, description.strides, strict=True))
+                batch, row = divmod(first + token, shape[1])
+                expected = batch * x.stride(0) + row * x.stride(1) + head * x.stride(2)
+                assert 2 * element % 2**64 == 2 * expected
+
+
+def test_slices_need_one_token_axis(device):
+    x = torch.zeros(2, 3, 4, 64, device=device)
+    assert descriptors.slices_misfit(x) is None
+    assert descriptors.slices_misfit(x.transpose(1, 2).contiguous().transpose(1, 2)) is not None
+    assert descriptors.slices_misfit(x[:, :2]) is not None
+    assert descriptors.slices_misfit(x[:1, :2]) is None

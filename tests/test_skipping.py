@@ -1,0 +1,533 @@
+"""Skipping tiles: what is skipped weighs no more than the tolerance by a float64 oracle, whatever the inputs are, and
+the results stay within the error budget."""
+
+import dataclasses
+import itertools
+import math
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, reference, visited_fraction
+from decayattn.backends import load, prefix, sequences, skipping
+from decayattn.backends.portable import config
+from decayattn.problem import AttentionProblem, tolerance_of, window_of
+from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
+
+ON_GPU = torch.cuda.is_available()
+COMPILER = "inductor" if ON_GPU else "aot_eager"
+INF = math.inf
+ROWS, BLOCK = skipping.GRANULE, prefix.DECAY_BLOCK
+HARMLESS = 1e-3  # a tolerance that is not too small to be reached within short sequences
+
+settings = hypothesis.settings(
+    max_examples=60 if ON_GPU else 40, deadline=None, derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
+)  # fmt: skip
+
+
+def make(
+    device, rows, keys, decay="gate", *, batch=1, heads=2, kv_heads=1, dim=16, dtype=torch.float32, row_scale=False
+) -> dict:
+    """q, k, v, log_decay and scale of decay_attention, by name."""
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    new = dict(device=device, dtype=accumulator)
+    gate = torch.rand(batch, keys, heads, **new)
+    log_decay = {
+        "constant": -torch.rand(heads, **new),
+        "growing constant": 0.1 * torch.randn(heads, **new),
+        "gate": -gate,
+        "weak": -1e-4 * gate,
+        "growth": 0.6 - gate,
+        "walk": 4 * gate - 2.5,
+        "bursts": torch.where(gate < 0.01, -40.0, 0.0),
+        "masks": torch.where(gate < 0.005, -1e9, -gate),  # what others write for a reset
+        "resets": torch.where(gate < 0.01, -INF, -gate),
+    }[decay]
+    return dict(
+        q=torch.randn(batch, rows, heads, dim, **new).to(dtype),
+        k=torch.randn(batch, keys, kv_heads, dim, **new).to(dtype),
+        v=torch.randn(batch, keys, kv_heads, 8, **new).to(dtype),
+        log_decay=log_decay,
+        scale=torch.randn(batch, rows, heads, **new) if row_scale else None,
+    )
+
+
+def problem_of(inputs, tolerance, window=None, places=None, longest=None) -> AttentionProblem:
+    q, v, log_decay, scale = (inputs[name] for name in ("q", "v", "log_decay", "scale"))
+    return AttentionProblem.of(
+        q, v, log_decay, scale if isinstance(scale, torch.Tensor) else None, True, window_of(window, True), places,
+        longest, skip_tolerance=tolerance_of(tolerance, q.dtype),
+    )  # fmt: skip
+
+
+def plan_of(inputs, tolerance, window=None, places=None, longest=None) -> torch.Tensor:
+    """The first block to visit, (B, H, granules)."""
+    problem = problem_of(inputs, tolerance, window, places, longest)
+    found = sequences.find(problem, places)
+    alpha = prefix.allocate(problem, inputs["q"])
+    if problem.decay == "scalar":
+        alpha = prefix.build(problem, inputs["log_decay"], sequences=found)
+    scale = 0.25 if inputs["scale"] is None else inputs["scale"]
+    planned = skipping.plan(problem, inputs["q"], inputs["k"], inputs["log_decay"], scale, alpha, found)
+    assert skipping.is_planned(problem)
+    return planned if places is not None else planned[..., : -(-problem.query_length // ROWS)]
+
+
+def probabilities(inputs, window=None) -> torch.Tensor:
+    """P (B, H, T_q, T_k) in float64."""
+    q, k, log_decay, scale = (inputs[name] for name in ("q", "k", "log_decay", "scale"))
+    problem = problem_of(inputs, None, window)
+    i, j = torch.arange(q.shape[1], device=q.device) + problem.first_position, torch.arange(k.shape[1], device=q.device)
+    i = i[None, None]
+    k = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = reference.scaled_products(q.double(), k, 0.25 if scale is None else scale.double())
+    scores = scores + reference.decay_bias(problem, log_decay, i, j)
+    return reference.masked_softmax(scores, reference.visible_pairs(problem, log_decay, i, j, None))[0]
+
+
+def skipped_mass(p: torch.Tensor, first_block: torch.Tensor) -> torch.Tensor:
+    """Σ_j P_ij over the keys before the first visited block of row i's granule: (B, H, T_q)."""
+    row, key = (torch.arange(length, device=p.device) for length in p.shape[2:])
+    skipped = key < first_block.long()[..., row // ROWS, None] * BLOCK
+    return torch.where(skipped, p, 0.0).sum(-1)
+
+
+def visits(first_block, rows, keys, window=None, log_decay=None) -> torch.Tensor:
+    """(B, H, granules, blocks): which tiles some row sees, and visits."""
+    i, j = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)
+    seen = (j <= i) & ((j >= i - window[0]) if window is not None and window[0] >= 0 else True)
+    seen = seen.expand(*first_block.shape[:2], rows, keys).clone()
+    if log_decay is not None:
+        segment = log_decay.cpu().isneginf().cumsum(1).transpose(1, 2)
+        seen &= segment[..., i[:, 0].clamp(min=0), None] == segment[..., None, :]
+    down, right = -rows % ROWS, -keys % BLOCK
+    tiles = torch.nn.functional.pad(seen, (0, right, 0, down)).unflatten(3, (-1, BLOCK)).unflatten(2, (-1, ROWS))
+    tiles = tiles.any(-1).any(3)
+    return tiles & (torch.arange(tiles.shape[-1]) >= first_block.cpu()[..., None])
+
+
+# The bound
+
+
+@st.composite
+def cases(draw):
+    choose = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    return dict(
+        rows=choose(512, 530, 700), keys=choose(512, 640, 700, 1000), heads=choose((2, 2), (2, 1), (3, 1)),
+        dim=choose(16, 3), dtype=choose(torch.float32, torch.float16, torch.float64),
+        decay=choose("gate", "growth", "walk", "bursts", "masks", "resets", "constant", "growing constant"),
+        window=choose(None, None, (300, 0), (40, -1)), tolerance=choose("auto", 1e-300, HARMLESS, 0.5, 0.99),
+        queries=choose("plain", "huge", "tiny", "outlier"),
+        all_keys=choose("plain", "huge", "tiny", "outlier", "shared"),
+        scale=choose("one", "per row", "zeros"), seed=draw(st.integers(0, 10**6)),
+    )  # fmt: skip
+
+
+def distort(x: torch.Tensor, how: str) -> torch.Tensor:
+    """q or k: far from what the norms of random numbers are."""
+    if how == "outlier":
+        x[:, torch.randint(len(x[0]), (3,))] *= 50
+    elif how == "shared":
+        x += 3  # most of all keys is the same: norms tell little
+    return x * {"huge": 100.0, "tiny": 1e-4}.get(how, 1.0)
+
+
+@settings
+@hypothesis.given(case=cases())
+def test_what_is_skipped_weighs_less_than_the_tolerance(case, device):
+    torch.manual_seed(case["seed"])
+    heads, kv_heads = case["heads"]
+    inputs = make(
+        device, case["rows"], case["keys"], case["decay"], heads=heads, kv_heads=kv_heads, dim=case["dim"],
+        dtype=case["dtype"], row_scale=case["scale"] != "one",
+    )  # fmt: skip
+    inputs["q"], inputs["k"] = distort(inputs["q"], case["queries"]), distort(inputs["k"], case["all_keys"])
+    if case["scale"] == "zeros":
+        inputs["scale"] = inputs["scale"] * (torch.rand_like(inputs["scale"]) < 0.5)
+    first_block = plan_of(inputs, case["tolerance"], case["window"])
+    mass = skipped_mass(probabilities(inputs, case["window"]), first_block)
+    assert (mass <= tolerance_of(case["tolerance"], case["dtype"])).all()
+
+
+@pytest.mark.parametrize("decay", ["gate", "resets", "walk"])
+def test_a_far_key_that_matters(decay, device):
+    """It is seen from far away by all rows, or by one row only, and is skipped by no row that sees much of it."""
+    inputs = make(device, 1000, 1000, decay, kv_heads=2)
+    inputs["q"] /= inputs["q"].norm(dim=-1, keepdim=True)
+    inputs["k"][:, 5, 0] = 2000 * inputs["q"][:, 700, 0]
+    inputs["q"][:, 900, 1] = 3000 * inputs["k"][:, 200, 1]
+    p = probabilities(inputs)
+    if decay == "gate":
+        assert p[0, 0, 700, 5] > 0.99
+        assert p[0, 1, 900, 200] > 0.99
+    first_block = plan_of(inputs, HARMLESS)
+    assert (skipped_mass(p, first_block) <= HARMLESS).all()
+    assert first_block[0, 1, 1:].max() > 0  # the other rows skip as they did
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0, None])
+def test_keys_that_point_where_the_queries_do(sign, device):
+    """D = 1: |q·k| is |q||k|, far keys have the greatest score there is and the row's own key the least one."""
+    inputs = make(device, 1000, 1000, "gate", heads=1, dim=1)
+    inputs["log_decay"].fill_(-0.5)
+    inputs["q"].fill_(18.0 if sign else 72.0)
+    inputs["k"].fill_(-9.0 * (sign or 1.0))[:, :400] *= -1
+    if sign:
+        inputs["scale"] = torch.full_like(inputs["log_decay"], sign)
+    inputs["k"][:, 450:500] /= 100  # a block's longest key counts, not its shortest
+    first_block = plan_of(inputs, HARMLESS)
+    assert (skipped_mass(probabilities(inputs), first_block) <= HARMLESS).all()
+    assert first_block.max() == 2
+
+
+def test_query_heads_of_one_key_head_skip_on_their_own(device):
+    inputs = make(device, 1000, 1000, "gate", heads=3)
+    inputs["log_decay"] = inputs["log_decay"] * torch.tensor([1e-4, 1.0, 1e-4], device=device)
+    first_block = plan_of(inputs, HARMLESS)
+    assert first_block.amax(2).tolist() == [[0, first_block[0, 1, -1], 0]]
+    assert first_block[0, 1, -1] > 3
+
+
+def test_many_blocks_add_up(device):
+    """A thousand keys that weigh e⁻¹⁸ each, which a block alone may be skipped for, and not three of them."""
+    inputs = make(device, 1024, 1024, "gate", heads=1)
+    inputs["q"].zero_()
+    inputs["log_decay"].zero_()[:, 896] = -18.0
+    first_block = plan_of(inputs, 300 * math.exp(-18))
+    mass = skipped_mass(probabilities(inputs), first_block)
+    assert first_block[0, 0].tolist() == [0] * 14 + [2, 2]
+    assert 0 < mass.max() <= 300 * math.exp(-18)
+
+
+@pytest.mark.parametrize("decay", ["gate", "constant", "walk", "bursts"])
+def test_without_norms_the_bound_is_the_decay_itself(decay, device):
+    """q = 0: P_ij ≤ exp(α_i − α_j), and a granule skips what its least forgetful row can skip."""
+    inputs = make(device, 700, 900, decay, dtype=torch.float64)
+    inputs["q"].zero_()
+    first_block = plan_of(inputs, HARMLESS)
+    log_decay = inputs["log_decay"]
+    alpha = (log_decay if log_decay.ndim == 3 else log_decay.expand(1, 900, 2)).cumsum(1).transpose(1, 2)
+    for head, granule in itertools.product(range(2), range(11)):
+        position = torch.arange(granule * ROWS, min(granule * ROWS + ROWS, 700), device=device) + 200
+        mass = (alpha[0, head, position].max() - alpha[0, head]).exp().cumsum(0)[BLOCK - 1 :: BLOCK]
+        blocks = int((mass[: int(position[0]) // BLOCK] <= HARMLESS).sum())
+        assert first_block[0, head, granule] == blocks, (head, granule)
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+def test_what_is_not_finite_is_visited(bad, device):
+    token, granule = 200, torch.arange(11, device=device) * ROWS
+    clean = make(device, 700, 700, kv_heads=2)
+    expected = plan_of(clean, HARMLESS)
+    assert (expected[:, :, 6:] > 1).all()  # block 1, the token's own, would be skipped
+    last_row = granule + ROWS - 1
+    for name in ("q", "k", "log_decay", "scale"):
+        inputs = make(device, 700, 700, kv_heads=2, row_scale=name == "scale")
+        inputs |= {key: x.clone() for key, x in clean.items() if x is not None}
+        if name == "scale":
+            inputs["scale"].fill_(0.25)
+        if name == "log_decay" and bad == -INF:
+            continue  # a reset
+        inputs[name][:, token, 0] = bad
+        first_block = plan_of(inputs, HARMLESS)
+        assert torch.equal(first_block[:, 1], expected[:, 1]), name
+        changed = first_block[:, 0]
+        if name in ("q", "scale"):
+            touched = granule == token // ROWS * ROWS
+            assert (changed[:, touched] == 0).all()
+            assert torch.equal(changed[:, ~touched], expected[:, 0, ~touched])
+        elif name == "k":
+            assert (changed[:, last_row >= token] * BLOCK <= token).all()
+        else:
+            assert (changed[:, last_row >= token] == 0).all()
+
+
+def test_norms_that_underflow_or_overflow(device):
+    """Squares of these are 0 or infinite in float32, and their products are not."""
+    for q_size, k_size in [(1e-25, 1e19), (1e-30, 1e25), (1e25, 1e-30), (1e30, 1e30)]:
+        inputs = make(device, 600, 600, "walk")
+        inputs["q"], inputs["k"] = inputs["q"] * q_size, inputs["k"] * k_size
+        mass = skipped_mass(probabilities(inputs), plan_of(inputs, HARMLESS))
+        assert (mass <= HARMLESS).all()
+
+
+# That it does something
+
+
+@pytest.mark.parametrize(("decay", "least"), [("gate", 0.2), ("constant", 0.3), ("bursts", 0.5)])
+def test_most_of_a_long_sequence_is_skipped(decay, least, device):
+    inputs = make(device, 4096, 4096, decay, heads=1)
+    fraction = visited_fraction(inputs["q"], inputs["k"], inputs["log_decay"])
+    assert fraction.shape == (1, 1)
+    assert 0 < fraction.item() < least
+
+
+@pytest.mark.parametrize(("rows", "keys", "decay", "window"), [
+    (700, 700, "gate", None), (512, 1000, "resets", None), (1000, 600, "gate", None), (700, 700, "gate", (300, 0)),
+    (600, 900, "constant", (200, -1)), (700, 700, "resets", (150, -1)),
+])  # fmt: skip
+def test_the_fraction_counts_tiles(rows, keys, decay, window, device):
+    inputs = make(device, rows, keys, decay, batch=2)
+    first_block = plan_of(inputs, HARMLESS, window)
+    log_decay = inputs["log_decay"] if inputs["log_decay"].ndim == 3 else None
+    visited = visits(first_block, rows, keys, window, log_decay).sum((2, 3))
+    seen = visits(torch.zeros_like(first_block), rows, keys, window, log_decay).sum((2, 3))
+    options = dict(scale=0.25, window_size=window)
+    arguments = inputs["q"], inputs["k"], inputs["log_decay"]
+    found = visited_fraction(*arguments, **options, skip_tolerance=HARMLESS).cpu()
+    torch.testing.assert_close(found, visited / seen)
+    assert (visited_fraction(*arguments, **options, skip_tolerance=None) == 1).all()
+
+
+def test_the_fraction_where_nothing_can_be_skipped(device):
+    inputs = make(device, 600, 600, batch=3)
+    assert torch.equal(visited_fraction(inputs["q"], inputs["k"], None).cpu(), torch.ones(3, 2))
+    assert torch.equal(visited_fraction(inputs["q"][:, :0], inputs["k"], -1.0).cpu(), torch.ones(3, 2))
+
+
+def test_nothing_is_planned_where_it_cannot_pay(device, monkeypatch):
+    inputs = make(device, 600, 600, "weak")
+    q, k, v, log_decay, _ = inputs.values()
+    short = (x[:, :400] for x in (q, k, v, log_decay))
+    plans = []
+    as_argument = skipping.as_argument
+    monkeypatch.setattr(skipping, "as_argument", lambda *given: plans.append(as_argument(*given)) or plans[-1])
+    options = dict(return_lse=True, backend="triton")
+    with torch.no_grad():
+        decay_attention(q, k, v, **options)
+        decay_attention(q, k, v, log_decay, causal=False, **options)
+        decay_attention(q, k, v, log_decay, bias=q.new_zeros(1), **options)
+        decay_attention(*short, **options)
+        everything = decay_attention(q, k, v, log_decay, skip_tolerance=None, **options)
+        assert plans == [None] * 5
+        # planned, and nothing found: the same instructions on the same tiles
+        found = decay_attention(q, k, v, log_decay, **options)
+    first_block, granules = plans[-1]
+    assert granules >= 10
+    assert not first_block[..., :10].any()
+    for a, b in zip(found, everything, strict=True):
+        assert torch.equal(a, b)
+
+
+# The mirror
+
+
+def brute_force_mirror(first_block: list[int], rows: int, keys: int) -> list[int]:
+    """Per block of keys the last granule that visits it, among those with a row that may see it."""
+    last = []
+    for block in range(-(-keys // BLOCK)):
+        own = max(block * BLOCK + rows - keys, 0) // ROWS
+        last.append(max((g for g in range(own, len(first_block)) if first_block[g] <= block), default=-1))
+    return last
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(700, 700), (512, 1000), (1000, 512)])
+def test_the_mirror(rows, keys, device):
+    inputs = make(device, rows, keys, batch=2)
+    problem = problem_of(inputs, HARMLESS)
+    first_block = torch.randint(0, 5, (2, 2, -(-rows // ROWS)), dtype=torch.int32, device=device)
+    last = skipping.last_granules(problem, first_block, None)
+    for entry, head in itertools.product(range(2), range(2)):
+        assert last[entry, head].tolist() == brute_force_mirror(first_block[entry, head].tolist(), rows, keys)
+
+
+# Packed and padded sequences
+
+
+def packed(device, rows, keys, **options) -> tuple[dict, dict]:
+    ends = [[0, *itertools.accumulate(lengths)] for lengths in (rows, keys)]
+    cu = [torch.tensor(end, dtype=torch.int32, device=device) for end in ends]
+    lengths = dict(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=max(rows), max_seqlen_k=max(keys))
+    return make(device, ends[0][-1] + 3, ends[1][-1] + 5, **options), lengths
+
+
+@pytest.mark.parametrize("decay", ["gate", "resets", "constant"])
+def test_packed_sequences_are_planned_one_by_one(decay, device):
+    rows, keys = [100, 0, 640, 1, 530], [130, 40, 640, 700, 800]
+    inputs, cu = packed(device, rows, keys, decay=decay, row_scale=True)
+    first_rows, first_keys = cu["cu_seqlens_q"].tolist(), cu["cu_seqlens_k"].tolist()
+    places = torch.tensor(list(zip(first_rows, rows, first_keys, keys, strict=False)), dtype=torch.int32, device=device)
+    planned = plan_of(inputs, HARMLESS, None, places, (max(rows), max(keys)))
+    problem = problem_of(inputs, HARMLESS, None, places, (max(rows), max(keys)))
+    mirror = skipping.last_granules(problem, planned, sequences.find(problem, places))
+    for n, (num_rows, num_keys) in enumerate(zip(rows, keys, strict=True)):
+        row, key = slice(first_rows[n], first_rows[n] + num_rows), slice(first_keys[n], first_keys[n] + num_keys)
+        alone = {name: x[:, row] if name in ("q", "scale") else x[:, key] for name, x in inputs.items() if x.ndim > 2}
+        alone["log_decay"] = alone.get("log_decay", inputs["log_decay"])
+        here = planned[..., first_rows[n] // ROWS + n :][..., : -(-num_rows // ROWS)]
+        if num_rows:
+            assert (skipped_mass(probabilities(alone), here) <= HARMLESS).all()
+        if min(num_rows, num_keys) >= skipping.SHORTEST:
+            assert torch.equal(here, plan_of(alone, HARMLESS))
+            assert here.any()
+        mirrored = mirror[..., first_keys[n] // BLOCK + n :][..., : -(-num_keys // BLOCK)]
+        for head in range(2):
+            assert mirrored[0, head].tolist() == brute_force_mirror(here[0, head].tolist(), num_rows, num_keys)
+
+
+# Results
+
+
+def verify(inputs, **options) -> None:
+    check = verify_attention_varlen if "cu_seqlens_q" in options else verify_attention
+    assert_within_budget(check(**inputs, **options, backend="triton"))
+
+
+@pytest.fixture
+def visited(monkeypatch):
+    """Whether calls in this test skipped something; else it would not test skipping."""
+    skipped = []
+    plan = skipping.plan
+
+    def spy(problem, *tensors):
+        first_block = plan(problem, *tensors)
+        nothing_skipped = plan(dataclasses.replace(problem, skip_tolerance=1e-300), *tensors)
+        skipped.append(not torch.equal(first_block, nothing_skipped))
+        return first_block
+
+    monkeypatch.setattr(skipping, "plan", spy)
+    yield
+    assert any(skipped)
+
+
+@pytest.mark.parametrize(("rows", "keys", "options", "call"), [
+    (600, 600, {}, {}),
+    (530, 530, dict(dtype=torch.float16, decay="walk", row_scale=True), {}),
+    (512, 600, dict(dtype=torch.float64, heads=1), {}),
+    (512, 700, dict(decay="constant", kv_heads=2), {}),
+    (600, 520, dict(decay="resets"), dict(window_size=(400, 0))),
+])  # fmt: skip
+def test_results_within_the_error_budget(rows, keys, options, call, device, visited):
+    inputs = make(device, rows, keys, **options)
+    if options.get("decay") == "walk":
+        inputs["log_decay"] -= 1.0
+    verify(inputs, **call)
+
+
+def test_packed_results_within_the_error_budget(device, visited):
+    inputs, lengths = packed(device, [40, 520], [40, 640])
+    verify({name: x[0] for name, x in inputs.items() if x is not None}, **lengths)
+
+
+def test_padded_results_within_the_error_budget(device, visited):
+    inputs = make(device, 530, 600, batch=2, heads=1)
+    int32 = dict(dtype=torch.int32, device=device)
+    verify(inputs, seqused_k=torch.tensor([600, 570], **int32), leftpad_q=torch.tensor([3, 100], **int32))
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the tiles are what the GPU's configuration says")
+def test_tiles_of_several_granules(device, visited, monkeypatch):
+    monkeypatch.setattr(config, "_INTERPRETER", config.TileConfig(128, 64, 4, 1))
+    inputs = make(device, 650, 650)
+    inputs["q"][:, 500:510] *= 8  # of the two granules in their tile one visits more
+    verify(inputs)
+
+
+def test_a_coarse_tolerance_is_kept(device):
+    """Every row's output loses no more of its weight than the tolerance: |out − out'| ≤ 2·tolerance·max |v|."""
+    inputs = make(device, 600, 600)
+    inputs["q"], inputs["log_decay"] = inputs["q"] / 10, inputs["log_decay"] / 20
+    exact = decay_attention(**inputs, backend="reference")
+    coarse = decay_attention(**inputs, backend="triton", skip_tolerance=0.05)
+    fine = decay_attention(**inputs, backend="triton", skip_tolerance=None)
+    assert not torch.equal(coarse, fine)
+    bound = 2 * 0.05 * inputs["v"].abs().max()
+    assert (coarse - exact).abs().max() <= bound
+
+
+# What PyTorch wraps around
+
+
+def test_opcheck(device):
+    inputs = make(device, 520, 520, heads=1, dim=8)
+    arguments = (*(inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay")), None, None, None)
+    torch.library.opcheck(
+        torch.ops.decayattn.forward.default,
+        (*arguments, 0.3, True, (-1, -1), None, HARMLESS, "triton"),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_one_graph_for_lengths_with_and_without_a_plan(device):
+    def attend(q, k, v, log_decay):
+        return decay_attention(q, k, v, log_decay, return_lse=True, backend="triton")
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=COMPILER, dynamic=True)
+    for length, stance in ((140, "default"), (530, "fail_on_recompile"), (200, "fail_on_recompile")):
+        values = [x for x in make(device, length, length, heads=1).values() if x is not None]
+        with torch.compiler.set_stance(stance), torch.no_grad():
+            found = compiled(*values)
+            expected = attend(*values)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(("value", "error", "message"), [
+    ("none", ValueError, "skip_tolerance: expected 'auto', None or a number between 0 and 1, got 'none'"),
+    (0.0, ValueError, "got 0.0"),
+    (-1e-3, ValueError, "got -0.001"),
+    (1, ValueError, "got 1"),
+    (math.nan, ValueError, "got nan"),
+    (INF, ValueError, "got inf"),
+    (True, TypeError, "got True of type bool"),
+    (torch.tensor(0.1), TypeError, "of type Tensor"),
+    ((0.1,), TypeError, "of type tuple"),
+])  # fmt: skip
+def test_bad_tolerances_are_refused(value, error, message):
+    q = torch.zeros(1, 4, 1, 8)
+    message = f"^skip_tolerance: .*{message.removeprefix('skip_tolerance: ')}"
+    with pytest.raises(error, match=message):
+        decay_attention(q, q, q, skip_tolerance=value)
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    lengths = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
+    with pytest.raises(error, match=message):
+        decay_attention_varlen(q[0], q[0], q[0], skip_tolerance=value, **lengths)
+    with pytest.raises(error, match=message):
+        visited_fraction(q, q, -1.0, skip_tolerance=value)
+    with pytest.raises(error, match=message):
+        DecayFlashAttention(8, 1, skip_tolerance=value)
+
+
+@pytest.mark.parametrize("value", ["auto", None, 1e-9, 0.5])
+def test_good_tolerances(value):
+    q = torch.randn(1, 4, 1, 8)
+    expected = decay_attention(q, q, q, -1.0)
+    assert torch.equal(decay_attention(q, q, q, -1.0, skip_tolerance=value), expected)
+    x = torch.randn(1, 4, 8)
+    assert DecayFlashAttention(8, 1, skip_tolerance=value)(x).shape == x.shape
+
+
+def test_auto_is_below_what_accumulators_resolve():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert tolerance_of("auto", dtype) < torch.finfo(torch.float32).eps
+    assert tolerance_of("auto", torch.float64) < torch.finfo(torch.float64).eps
+
+
+def test_the_layer_passes_its_tolerance_on(monkeypatch):
+    given = []
+    for name in ("decay_attention", "decay_attention_varlen"):
+        function = getattr(__import__("decayattn.nn.attention", fromlist=[name]), name)
+        monkeypatch.setattr(
+            f"decayattn.nn.attention.{name}",
+            lambda *arguments, function=function, **options: (
+                given.append(options["skip_tolerance"]) or function(*arguments, **options)
+            ),
+        )
+    layer = DecayFlashAttention(8, 1, skip_tolerance=0.25)
+    layer(torch.randn(1, 4, 8))
+    layer(torch.randn(1, 4, 8), cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
+    assert given == [0.25, 0.25]
+
+
+def test_the_kernels_are_needed_for_the_fraction(monkeypatch):
+    q = torch.zeros(1, 4, 1, 8)
+    monkeypatch.setattr(load("triton"), "refusal", lambda *arguments: "no GPU")
+    with pytest.raises(ValueError, match="backend: 'triton' cannot take this problem: no GPU"):
+        visited_fraction(q, q, -1.0)
