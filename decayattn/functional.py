@@ -158,7 +158,8 @@ def decay_attention_varlen(
         (max_seqlen_q, max_seqlen_k), skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
     out, lse = _attend(problem, q, k, v, log_decay, scale, places, None, sink, backend)
-    return (out[0], lse[0]) if return_lse else out[0]
+    out, lse = out.squeeze(0), lse.squeeze(0)  # not out[0], whose gradient would be copied into zeros
+    return (out, lse) if return_lse else out
 
 
 @torch.no_grad()

@@ -133,7 +133,7 @@ def test_a_wrong_packed_kernel_gets_no_speed(monkeypatch, capsys):
     report = new_report(rounds=2)
     packed.run(tiny_options("--backend", "reference"), "cpu", counting_timer(), report)
     assert [(entry["case"].split(":")[0], entry["kind"]) for entry in report["missing"]] == [("packed", "wrong")]
-    assert {row["workload"] for row in report["packed"]} == {"dense", "window"}
+    assert {row["workload"] for row in report["packed"]} == {"dense", "dense alike", "window"}
     assert "VIOLATED" in capsys.readouterr().out
 
 
@@ -141,12 +141,26 @@ def test_rows_compare_with_the_dense_call():
     report = new_report(rounds=2)
     packed.run(tiny_options("--backend", "reference"), "cpu", counting_timer(), report)
     rows = {(row["workload"], row["direction"]): row for row in report["packed"]}
-    assert len(rows) == 6
+    assert len(rows) == 8
+    documents = packed.document_lengths(3, 2, 20, 0)
+    length = round(sum(n**2 for n in documents) / sum(documents))
+    tokens = {"packed": sum(documents), "dense alike": length * round(sum(documents) / length)}
     for (name, direction), row in rows.items():
         assert row["tflops"] == pytest.approx(row["flops"] / row["ms"] / 1e9)
         assert row["ratio_to_dense"] == pytest.approx(row["tflops"] / rows["dense", direction]["tflops"])
         assert row["tflops_range"][0] < row["tflops"] < row["tflops_range"][1]
-        assert row["tokens"] == (48 if name != "packed" else sum(packed.document_lengths(3, 2, 20, 0)))
+        assert row["tokens"] == tokens.get(name, 48)
+    ratio = rows["packed", "forward"]["tflops"] / rows["dense alike", "forward"]["tflops"]
+    assert rows["packed", "forward"]["ratio_to_alike"] == pytest.approx(ratio)
+    assert rows["window", "forward"]["ratio_to_alike"] is None
+
+
+def test_the_dense_batch_alike_has_the_work_of_the_documents():
+    options = benchmark_sequences.parse([], cuda=True)
+    chosen = {workload.name: workload for workload in packed.workloads(options, head_dim=64)}
+    documents, alike = chosen["packed"], chosen["dense alike"]
+    assert sum(alike.lengths) == pytest.approx(sum(documents.lengths), rel=0.02)
+    assert alike.flops("forward") == pytest.approx(documents.flops("forward"), rel=0.02)
 
 
 # --------------------------------------------------------------------------------------------------------------- decode
@@ -269,7 +283,7 @@ def test_a_cpu_checks_everything_and_times_the_text(tmp_path, capsys):
     read = json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(f"not strict JSON: {name}"))
     assert {"gpu", "driver", "torch", "triton", "python", "commit", "dirty", "command", "date", "method"} <= set(read)
     assert (read["rounds"], read["missing"], read["packed"], read["decode"]) == (2, [], [], [])
-    assert [check["section"] for check in read["checks"]] == ["packed"] * 3 + ["decode"] * 3 + ["generate"]
+    assert [check["section"] for check in read["checks"]] == ["packed"] * 4 + ["decode"] * 3 + ["generate"]
     assert not any("VIOLATED" in line for check in read["checks"] for line in check["table"])
     assert read["device"].startswith("CPU ")
     assert [(row["mode"], row["device"]) for row in read["generate"]] == [
@@ -295,14 +309,14 @@ def test_a_timed_run_reports_every_part(tmp_path, capsys):
     options = benchmark_sequences.parse(argv, cuda=True)
     assert benchmark_sequences.run(options, argv, DEVICE, counting_timer()) == 0
     read = json.loads(output.read_text())
-    assert len(read["packed"]) == 6
+    assert len(read["packed"]) == 8
     assert [row["decay"] for row in read["decode"]] == ["copy", "scalar", "constant", "none"]
     assert plot.stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert "TFLOP/s" in printed
     assert "GB/s" in printed
     drawn = figure.draw(read)
-    assert [len(axes.containers) for axes in drawn.axes] == [2 * 3, 2, 2, 0]  # bars, and their ranges
+    assert [len(axes.containers) for axes in drawn.axes] == [2 * 4, 2, 2, 0]  # bars, and their ranges
     heights = sorted(bar.get_height() for bar in drawn.axes[0].patches)
     assert heights == pytest.approx(sorted(row["tflops"] for row in read["packed"]))
     assert drawn.axes[3].lines[1].get_ydata().tolist() == read["stream"]["after"]
@@ -315,7 +329,7 @@ def test_a_gpu_times_everything(tmp_path):
     output = tmp_path / "results.json"
     assert benchmark_sequences.main([*TINY, "--round-ms", "1", "--output", str(output)]) == 0
     read = json.loads(output.read_text())
-    assert [len(read[part]) for part in ("packed", "decode", "generate")] == [6, 4, 3]
+    assert [len(read[part]) for part in ("packed", "decode", "generate")] == [8, 4, 3]
     assert read["missing"] == []
     assert output.with_suffix(".png").stat().st_size > 10_000
 
@@ -331,7 +345,7 @@ def test_what_fails_is_listed_and_leaves_the_others_alone(monkeypatch, tmp_path)
     output = tmp_path / "results.json"
     assert benchmark_sequences.main([*TINY, "--what", "decode", "packed", "generate", "--output", str(output)]) == 1
     read = json.loads(output.read_text())
-    assert [entry["section"] for entry in read["missing"]] == ["decode", *["packed"] * 3, "generate"]
+    assert [entry["section"] for entry in read["missing"]] == ["decode", *["packed"] * 4, "generate"]
     assert {(entry["kind"], entry["reason"]) for entry in read["missing"]} == {("failed", "OutOfMemoryError: too big")}
     assert not output.with_suffix(".png").exists()
 

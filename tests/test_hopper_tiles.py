@@ -39,7 +39,8 @@ def padded(device) -> tuple[AttentionProblem, torch.Tensor]:
 def lines(problem: AttentionProblem, places: torch.Tensor, tile: int, of_keys: bool, last_first: bool) -> list[list]:
     """What a table of tiles of rows (or keys) has to say."""
     found, row_tile = [], 0
-    for n, (first_row, rows, first_token, tokens) in enumerate(places.tolist()):
+    longest_first = sorted(enumerate(places.tolist()), key=lambda sequence: -sequence[1][3])
+    for n, (first_row, rows, first_token, tokens) in longest_first:
         entry, first_block = (0, first_token // 128 + n) if problem.layout == "packed" else (n, 0)
         starts = list(range(0, tokens if of_keys else rows if tokens else 0, 128 if of_keys else tile))
         for start in reversed(starts) if last_first else starts:

@@ -194,10 +194,11 @@ class DecayFlashAttention(nn.Module):
         elif cu_seqlens is not None:
             longest = x.shape[1] if max_seqlen is None else max_seqlen
             per_token = log_decay is not None and log_decay.ndim == 3
+            # squeezed, not indexed: the gradient of an index is copied into zeros
             out = decay_attention_varlen(
-                q[0], k[0], v[0], log_decay[0] if per_token else log_decay, cu_seqlens_q=cu_seqlens,
-                cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, causal=self.causal,
-                skip_tolerance=self.skip_tolerance, **options,
+                q.squeeze(0), k.squeeze(0), v.squeeze(0), log_decay.squeeze(0) if per_token else log_decay,
+                cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
+                causal=self.causal, skip_tolerance=self.skip_tolerance, **options,
             )[None]  # fmt: skip
         else:
             places = {} if padding_mask is None else _places(padding_mask)

@@ -17,7 +17,9 @@ from decayattn.testing import Comparison, verify_attention, verify_attention_var
 from sequence_benchmark.report import missing, passed, spread
 
 SECTION = "packed"
-DENSE = "dense"  # the workload that the others are compared with
+# the workloads that the others are compared with: a dense batch of long sequences, and one of as many tokens with as
+# many visible pairs as the packed documents have
+DENSE, ALIKE = "dense", "dense alike"
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,16 @@ def document_lengths(count: int, shortest: int, longest: int, seed: int) -> tupl
 
 
 def workloads(options: argparse.Namespace, head_dim: int) -> list[Workload]:
-    """The dense call, the packed one, and the one with a window."""
+    """The dense call, the packed one beside a dense one of the same work, and the one with a window."""
     shape = (options.packed_heads, head_dim, options.dtype, options.mean_log_decay)
     dense = (options.packed_length,) * options.packed_batch
     documents = document_lengths(options.packed_documents, *options.packed_document_lengths, options.seed)
+    length = round(sum(length**2 for length in documents) / sum(documents))
+    alike = (length,) * max(1, round(sum(documents) / length))
     return [
         Workload(DENSE, dense, *shape),
         Workload("packed", documents, *shape, packed=True),
+        Workload(ALIKE, alike, *shape),
         Workload("window", dense, *shape, left=options.packed_window),
     ]
 
@@ -146,21 +151,27 @@ def run(
 
 
 def rows(chosen: dict[str, Workload], timings: dict[tuple[str, str], Timing]) -> list[dict[str, Any]]:
-    """One row per workload and direction; ratio_to_dense compares TFLOP/s, above 1 is faster than the dense call."""
+    """One row per workload and direction; ratios compare TFLOP/s, above 1 is faster than the dense call."""
+
+    def speed_of(name: str, direction: str) -> float | None:
+        timing = timings.get((name, direction))
+        return chosen[name].flops(direction) / timing.median / 1e9 if timing else None
+
     result = []
     for (name, direction), timing in timings.items():
-        workload, dense = chosen[name], timings.get((DENSE, direction))
+        workload = chosen[name]
         flops = workload.flops(direction)
         ms, ms_range = spread(timing.rounds)
         speed = flops / ms / 1e9
-        dense_speed = chosen[DENSE].flops(direction) / dense.median / 1e9 if dense else None
+        dense, alike = speed_of(DENSE, direction), speed_of(ALIKE, direction)
         result.append(
             {
                 "workload": name, "case": str(workload), "direction": direction, "heads": workload.heads,
                 "head_dim": workload.head_dim, "dtype": workload.dtype, "sequences": len(workload.lengths),
                 "tokens": sum(workload.lengths), "left": workload.left, "flops": flops, "ms": ms, "ms_range": ms_range,
                 "tflops": speed, "tflops_range": [flops / bound / 1e9 for bound in reversed(ms_range)],
-                "ratio_to_dense": speed / dense_speed if dense_speed else None,
+                "ratio_to_dense": speed / dense if dense else None,
+                "ratio_to_alike": speed / alike if alike and workload.packed else None,
             }
         )  # fmt: skip
     return result
@@ -168,14 +179,16 @@ def rows(chosen: dict[str, Workload], timings: dict[tuple[str, str], Timing]) ->
 
 def table(found: list[dict[str, Any]]) -> str:
     """A line per workload and direction."""
-    lines = [f"  {'':20}{'ms':>10} {'[range]':>19} {'TFLOP/s':>8} {'/dense':>7}"]
+    lines = [f"  {'':22}{'ms':>10} {'[range]':>19} {'TFLOP/s':>8} {'/dense':>7} {'/alike':>7}"]
     for direction in DIRECTIONS:
         for row in found:
             if row["direction"] == direction:
                 low, high = row["ms_range"]
-                ratio = "–" if row["ratio_to_dense"] is None else f"{row['ratio_to_dense']:.2f}"
-                where = f"{row['workload']} {direction}"
-                lines.append(
-                    f"  {where:20}{row['ms']:10.3f} {f'[{low:.3f}–{high:.3f}]':>19} {row['tflops']:8.1f} {ratio:>7}"
-                )
+                dense, alike = _ratio(row["ratio_to_dense"]), _ratio(row["ratio_to_alike"])
+                where, ms_range = f"{row['workload']} {direction}", f"[{low:.3f}–{high:.3f}]"
+                lines.append(f"  {where:22}{row['ms']:10.3f} {ms_range:>19} {row['tflops']:8.1f} {dense:>7} {alike:>7}")
     return "\n".join(lines)
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

@@ -13,8 +13,9 @@ from decayattn.testing.table import Row
 METHOD = {
     "packed": "forward: a whole call on tensors that require gradients; backward: torch.autograd.grad of that call for "
     "all of them; both with their preparation kernels and allocations. dense: decay_attention; packed: "
-    "decay_attention_varlen of documents of mixed length; window: decay_attention with window_size=(left, 0); all with "
-    "skip_tolerance=None, which does all the work that is counted",
+    "decay_attention_varlen of documents of mixed length; dense alike: decay_attention on a batch of as many tokens "
+    "with as many visible pairs; window: decay_attention with window_size=(left, 0); all with skip_tolerance=None, "
+    "which does all the work that is counted",
     "tflops": "4·D·H operations forward per visible pair of query and key, the pairs counted exactly, 2.5 times that "
     "backward",
     "decode": "one call for one new token per batch entry. gigabytes_per_second: the bytes of the cached keys and "

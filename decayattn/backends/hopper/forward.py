@@ -325,13 +325,15 @@ class Decay:
 
     @gluon.jit
     def first_of_item(self, item, WARPGROUPS: gl.constexpr):
-        """The first key that any warpgroup of an item visits: a plan need not grow with the rows."""
+        """A key that no warpgroup of an item visits a tile before: a plan need not grow with the rows."""
         start = item.place.start
-        first = self.first_visited(start + item.first_position(), start)
+        first = self.first_key(start + item.first_position())
         if self.PLANNED:
+            planned = gl.load(self.plan + start // ROWS)
             for w in gl.static_range(1, WARPGROUPS):
                 row = gl.minimum(start + w * ROWS, item.place.query_length - 1)
-                first = gl.minimum(first, self.first_visited(row + item.first_position(), row))
+                planned = gl.minimum(planned, gl.load(self.plan + row // ROWS))
+            first = gl.maximum(first, planned * KEYS)
         return first
 
     @gluon.jit

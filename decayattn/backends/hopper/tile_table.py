@@ -41,6 +41,8 @@ def build(
 ) -> Tiles:
     """Tables of the tiles of `rows` rows, and, of_keys, of `keys` keys; last_first: a sequence's last rows come first.
 
+    Sequences stand in them by their number of keys, the longest first.
+
     A sequence without a key has no tiles of rows. Offsets that are not in order, which nobody may pass, give no tiles.
     """
     row_tiles = _most_tiles(problem, rows, problem.query_length, problem.longest_query)
@@ -69,34 +71,38 @@ def _list_tiles(
     places, count, row_table, key_table, most_rows, most_keys, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LAST_FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The lines of one sequence, behind those of the sequences before it, whose tiles it counts itself."""
+    """The lines of one sequence. The longest come first, so that the last programs to finish have little to do."""
     sequence = tl.program_id(0)
-    row_tile, key_tile = sequence * 0, sequence * 0
-    for start in range(0, sequence, CHUNK):
-        earlier = start + tl.arange(0, CHUNK)
-        there = earlier < sequence
-        rows = tl.load(places + earlier * 4 + 1, mask=there, other=0)
-        tokens = tl.load(places + earlier * 4 + 3, mask=there, other=0)
-        row_tile += tl.sum(tl.where(tokens > 0, tl.cdiv(rows, ROWS), 0), 0)
-        key_tile += tl.sum(tl.cdiv(tokens, KEYS), 0)
     first_row, rows = tl.load(places + sequence * 4), tl.load(places + sequence * 4 + 1)
     first_token, tokens = tl.load(places + sequence * 4 + 2), tl.load(places + sequence * 4 + 3)
-    row_tiles = tl.where(tokens > 0, tl.cdiv(rows, ROWS), 0)
-    key_tiles = tl.cdiv(tokens, KEYS)
+    row_tile, key_tile, all_rows, all_keys = sequence * 0, sequence * 0, sequence * 0, sequence * 0
+    for start in range(0, count, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        there = other < count
+        other_rows = tl.load(places + other * 4 + 1, mask=there, other=0)
+        other_tokens = tl.load(places + other * 4 + 3, mask=there, other=0)
+        before = (other_tokens > tokens) | ((other_tokens == tokens) & (other < sequence))
+        row_tiles = tl.where(other_tokens > 0, tl.cdiv(other_rows, ROWS), 0)
+        key_tiles = tl.cdiv(other_tokens, KEYS)
+        row_tile += tl.sum(tl.where(before, row_tiles, 0), 0)
+        key_tile += tl.sum(tl.where(before, key_tiles, 0), 0)
+        all_rows += tl.sum(row_tiles, 0)
+        all_keys += tl.sum(key_tiles, 0)
     entry, first_block = sequence, sequence * 0
     if PACKED:
         # where sequences.offsets_of_head says that the prefix has it
         entry, first_block = sequence * 0, first_token // BLOCK + sequence
     facts = (rows, tokens, entry, first_row, first_token, first_block, row_tile)
+    row_tiles = tl.where(tokens > 0, tl.cdiv(rows, ROWS), 0)
     _write_lines(row_table, row_tile, row_tiles, most_rows, facts, ROWS, LAST_FIRST, CHUNK, WORDS)
-    in_order = row_tile + row_tiles <= most_rows
+    in_order = all_rows <= most_rows
     if key_table is not None:
-        _write_lines(key_table, key_tile, key_tiles, most_keys, facts, KEYS, False, CHUNK, WORDS)
-        in_order = in_order & (key_tile + key_tiles <= most_keys)
-    if sequence == count - 1:
-        tl.store(row_table, tl.where(in_order, row_tile + row_tiles, 0))
+        _write_lines(key_table, key_tile, tl.cdiv(tokens, KEYS), most_keys, facts, KEYS, False, CHUNK, WORDS)
+        in_order = in_order & (all_keys <= most_keys)
+    if sequence == 0:
+        tl.store(row_table, tl.where(in_order, all_rows, 0))
         if key_table is not None:
-            tl.store(key_table, tl.where(in_order, key_tile + key_tiles, 0))
+            tl.store(key_table, tl.where(in_order, all_keys, 0))
 
 
 @triton.jit
