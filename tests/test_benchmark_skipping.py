@@ -10,7 +10,7 @@ import benchmark_skipping
 import pytest
 import torch
 from attention_benchmark.cases import Case
-from skipping_benchmark import checks, report
+from skipping_benchmark import checks, figure, report
 from skipping_benchmark.workloads import PRUNED, SKIPPING, WHOLE, Workload, peers_of, studies
 
 from decayattn import decay_attention
@@ -103,6 +103,10 @@ def test_a_run_leaves_rows_json_and_a_plot(tmp_path, capsys, monkeypatch):
     # cuDNN and the official kernel do not run on a CPU; that is told, and fails nothing of ours
     assert {entry["peer"] for entry in read["missing"]} == {"cudnn", PRUNED}
     assert "/fox pruned" in capsys.readouterr().out
+    assert len(figure.draw(read).axes) == 2
+    assert len(figure.draw(read | {"rows": [row for row in read["rows"] if row["study"] != "lengths"]}).axes) == 1
+    with pytest.raises(ValueError, match="no rows"):
+        figure.draw(read | {"rows": []})
 
 
 def test_wrong_results_get_no_speed(tmp_path, monkeypatch):

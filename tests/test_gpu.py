@@ -45,16 +45,19 @@ def device_events(function) -> list[str]:
     return [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
-def test_launches_of_dense_scalar_decay(monkeypatch):
+@pytest.mark.parametrize(("skip_tolerance", "most"), [(None, (3, 6)), ("auto", (5, 7))])
+def test_launches_of_dense_scalar_decay(skip_tolerance, most, monkeypatch):
+    """A plan of what to skip takes two more, and its mirror one."""
     monkeypatch.undo()  # filling fresh memory with NaN is the suite's, not the library's
     leaves = make()
     values = list(leaves.values())
-    forward = device_events(lambda: decay_attention(**leaves, backend="triton"))
-    assert 1 <= len(forward) <= 3, forward
-    out = decay_attention(**leaves, backend="triton")
+    options = dict(skip_tolerance=skip_tolerance, backend="triton")
+    forward = device_events(lambda: decay_attention(**leaves, **options))
+    assert 1 <= len(forward) <= most[0], forward
+    out = decay_attention(**leaves, **options)
     grad_out = torch.randn_like(out)
     backward = device_events(lambda: torch.autograd.grad(out, values, grad_out, retain_graph=True))
-    assert 1 <= len(backward) <= 6, backward
+    assert 1 <= len(backward) <= most[1], backward
 
 
 # Sizes

@@ -13,15 +13,18 @@ _BARS = ("#0072b2", "#56b4e9")
 
 
 def draw(report: dict[str, Any]) -> Figure:
-    """A panel of times over T, and one of speeds over the kernel that visits every tile."""
-    figure = Figure(figsize=(13, 4.8), dpi=150, layout="constrained")
-    times, gains = figure.subplots(1, 2)
-    _times(times, [row for row in report["rows"] if row["study"] == "lengths"])
+    """A panel of times over T, and one of speeds over the kernel that visits every tile, where they were measured."""
+    over_length = [row for row in report["rows"] if row["study"] == "lengths"]
     compared = [row for row in report["rows"] if row["peer"] == SKIPPING and row["speed_over_whole"] is not None]
-    _gains(gains, [row for row in compared if row["study"] != "lengths"])
-    for panel in (times, gains):
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
+    compared = [row for row in compared if row["study"] != "lengths"]
+    panels = [(panel, rows) for panel, rows in ((_times, over_length), (_gains, compared)) if rows]
+    if not panels:
+        raise ValueError("report: has no rows to draw")
+    figure = Figure(figsize=(1.0 + 6.0 * len(panels), 4.8), dpi=150, layout="constrained")
+    for (panel, rows), axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        panel(axes, rows)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{report['gpu']}, torch {report['torch']}, triton {report['triton']}", fontsize="medium")
     return figure
 
@@ -41,11 +44,10 @@ def _times(panel: Any, rows: list[dict[str, Any]]) -> None:
     panel.minorticks_off()
     panel.set_xlabel("sequence length")
     panel.set_ylabel("ms")
-    if rows:
-        first = rows[0]
-        title = f"H{first['heads']} D{first['head_dim']}, λ uniform with mean {first['mean_log_decay']:g}"
-        panel.set_title(title, fontsize="medium")
-        panel.legend(frameon=False)
+    first = rows[0]
+    title = f"H{first['heads']} D{first['head_dim']}, λ uniform with mean {first['mean_log_decay']:g}"
+    panel.set_title(title, fontsize="medium")
+    panel.legend(frameon=False)
 
 
 def _gains(panel: Any, rows: list[dict[str, Any]]) -> None:
@@ -69,8 +71,7 @@ def _gains(panel: Any, rows: list[dict[str, Any]]) -> None:
     panel.set_yscale("log")
     panel.axhline(1.0, color="#000000", linewidth=0.8)
     panel.set_ylabel("speed over the kernel that visits every tile")
-    if groups:
-        panel.legend(frameon=False)
+    panel.legend(frameon=False)
 
 
 def _count(length: int) -> str:
