@@ -128,3 +128,11 @@ def test_an_import_error_of_our_own_is_not_mistaken_for_a_missing_triton(monkeyp
             backends.load("triton")
     finally:
         backends.load.cache_clear()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 127, 128, 129, 2**20 - 1, 2**20])
+def test_sizes_round_up(number):
+    assert backends.next_power_of_2(number) == min(2**n for n in range(25) if 2**n >= number)
+    for divisor in (1, 2, 7, 128):
+        assert (backends.cdiv(number, divisor) - 1) * divisor < number <= backends.cdiv(number, divisor) * divisor
+    assert backends.cdiv(0, 7) == 0

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends import COMPILER_OPTIONS, cdiv, next_power_of_2
 from decayattn.problem import AttentionProblem
 
 # rows or tokens of a block: tiles of every size lie inside one, and so does one block of the decay prefix
@@ -64,25 +64,25 @@ def decay_blocks(problem: AttentionProblem) -> int:
 
 
 def _most_blocks(problem: AttentionProblem, axis: int, longest: int) -> int:
-    blocks = problem.sequences * triton.cdiv(longest, BLOCK)
+    blocks = problem.sequences * cdiv(longest, BLOCK)
     return _rounded_up(min(blocks, axis // BLOCK + problem.sequences) if problem.layout == "packed" else blocks)
 
 
 def _rounded_up(number: int) -> int:
-    return triton.cdiv(number, 16) * 16
+    return cdiv(number, 16) * 16
 
 
 def row_programs(problem: AttentionProblem, sequences: Sequences | None, tile: int, heads: int) -> int:
     """Programs of a launch with one per tile of rows and head."""
     if sequences is None:
-        return triton.cdiv(problem.query_length, tile) * problem.batch * heads
+        return cdiv(problem.query_length, tile) * problem.batch * heads
     return sequences.row_blocks * (BLOCK // tile) * heads
 
 
 def token_programs(problem: AttentionProblem, sequences: Sequences | None, tile: int, heads: int) -> int:
     """Programs of a launch with one per tile of tokens and head."""
     if sequences is None:
-        return triton.cdiv(problem.key_length, tile) * problem.batch * heads
+        return cdiv(problem.key_length, tile) * problem.batch * heads
     return sequences.token_blocks * (BLOCK // tile) * heads
 
 
@@ -105,10 +105,10 @@ def fill_outside(
         return
     axis = sequences.key_axis if of_keys else sequences.query_axis
     tensors, values = zip(*fills, strict=True)
-    _fill_outside[(triton.cdiv(axis, BLOCK) * problem.batch,)](
+    _fill_outside[(cdiv(axis, BLOCK) * problem.batch,)](
         sequences, tensors, tuple(x.stride() for x in tensors), tuple(tuple(x.shape[2:]) for x in tensors), values,
         problem.sequences, axis, OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=BLOCK, CHUNK=_CHUNK,
-        WIDTH=triton.next_power_of_2(max(x.shape[3] for x in tensors)), num_warps=8, **COMPILER_OPTIONS,
+        WIDTH=next_power_of_2(max(x.shape[3] for x in tensors)), num_warps=8, **COMPILER_OPTIONS,
     )  # fmt: skip
 
 

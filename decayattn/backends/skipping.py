@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends import COMPILER_OPTIONS, next_power_of_2
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as packing
 from decayattn.backends.prefix import DECAY_BLOCK, DecayPrefix
@@ -85,7 +85,7 @@ def plan(
     blocks = packing.decay_blocks(problem)
     longest_keys = q.new_empty(problem.batch, problem.num_kv_heads, blocks, dtype=problem.accumulator_dtype)
     weights = q.new_empty(problem.batch, problem.num_heads, blocks, dtype=torch.float64)
-    width = max(16, triton.next_power_of_2(problem.head_dim))
+    width = max(16, next_power_of_2(problem.head_dim))
     decay = (
         log_decay if problem.decay == "constant" else weights,
         log_decay.stride(0) if problem.decay == "constant" else 0,

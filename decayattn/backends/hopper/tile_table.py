@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends import COMPILER_OPTIONS, cdiv
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.descriptors import SLICE_END
 from decayattn.backends.prefix import DECAY_BLOCK
@@ -61,8 +61,8 @@ def build(
 
 def _most_tiles(problem: AttentionProblem, tile: int, axis: int, longest: int) -> int:
     if problem.layout == "dense":
-        return triton.cdiv(axis, tile)
-    tiles = problem.sequences * triton.cdiv(longest, tile)
+        return cdiv(axis, tile)
+    tiles = problem.sequences * cdiv(longest, tile)
     return min(tiles, axis // tile + problem.sequences) if problem.layout == "packed" else tiles
 
 

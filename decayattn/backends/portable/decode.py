@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends import COMPILER_OPTIONS, cdiv, next_power_of_2
 from decayattn.backends.portable.launch import on_device, padded
 from decayattn.backends.portable.tiles import load_rate, load_scale, load_tile
 from decayattn.backends.tile_math import (
@@ -67,8 +67,8 @@ def choose(dim: int, dtype: torch.dtype) -> DecodeTile:
 
 def number_of_splits(programs: int, key_tiles: int, multiprocessors: int) -> int:
     """Into how many parts to divide the keys, when there are so many programs without a division."""
-    wanted = triton.cdiv(_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, programs)
-    return max(1, min(wanted, triton.cdiv(key_tiles, _TILES_PER_SPLIT), _MAX_SPLITS))
+    wanted = cdiv(_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, programs)
+    return max(1, min(wanted, cdiv(key_tiles, _TILES_PER_SPLIT), _MAX_SPLITS))
 
 
 def decode(
@@ -108,13 +108,13 @@ def decode(
         rows = query_length * group
         tile = choose(max(padded(head_dim), padded(value_dim)), q.dtype)
         block_m = min(padded(rows), tile.max_block_m)
-        row_tiles = triton.cdiv(rows, block_m)
+        row_tiles = cdiv(rows, block_m)
         programs = row_tiles * batch * kv_heads
         most_keys = max_length if longest is None else longest
         if left is not None:
             left = min(left, max_length)  # positions minus it stay in 32 bits
             most_keys = min(most_keys, left + query_length)
-        splits = number_of_splits(programs, triton.cdiv(most_keys, tile.block_n), _multiprocessors(q.device))
+        splits = number_of_splits(programs, cdiv(most_keys, tile.block_n), _multiprocessors(q.device))
         parts = q.new_empty(batch * kv_heads * rows, splits, value_dim, dtype=accumulator)
         part_max, part_sum = (q.new_empty(batch * kv_heads * rows, splits, dtype=accumulator) for _ in range(2))
         row_scale = isinstance(scale, Tensor)
@@ -135,7 +135,7 @@ def decode(
         )  # fmt: skip
         combine_kernel[(batch * kv_heads * rows,)](
             parts, part_max, part_sum, out, lse, query_length, kv_heads, splits,
-            GROUP=group, D_V=value_dim, BLOCK_DV=padded(value_dim), BLOCK_SPLITS=triton.next_power_of_2(splits),
+            GROUP=group, D_V=value_dim, BLOCK_DV=padded(value_dim), BLOCK_SPLITS=next_power_of_2(splits),
             **COMPILER_OPTIONS,
         )  # fmt: skip
         return out, lse

@@ -3,11 +3,10 @@
 import contextlib
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from decayattn.backends import COMPILER_OPTIONS, skipping
+from decayattn.backends import COMPILER_OPTIONS, cdiv, next_power_of_2, skipping
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.portable import config
@@ -90,7 +89,7 @@ def backward(
         if plan is not None:
             mirror = skipping.as_argument(problem, skipping.last_granules(problem, first_block, sequences))
         head_rows = problem.batch * problem.num_heads
-        row_terms_kernel[(triton.cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,)](
+        row_terms_kernel[(cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,)](
             out, d_out, delta if d_lse is None else d_lse, row_references, delta,
             out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
             problem.query_length, problem.num_heads, D_V=modes["D_V"], BLOCK_M=_ROW_TERMS_BLOCK,
@@ -201,7 +200,7 @@ def _schedule(tile: TileConfig) -> dict:
 
 def padded(dim: int) -> int:
     """Tile width of a head dimension: a power of two, and no narrower than a matrix instruction."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, next_power_of_2(dim))
 
 
 def _modes(problem: AttentionProblem, sequences: Sequences | None) -> dict:
