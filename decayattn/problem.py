@@ -54,6 +54,12 @@ class AttentionProblem:
         return self.key_length - self.query_length
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no query can see a key, so that no kernel has anything to do."""
+        lengths = (self.query_length, self.key_length, self.longest_query, self.longest_key)
+        return 0 in (self.sequences, *lengths)
+
+    @property
     def accumulator_dtype(self) -> torch.dtype:
         """The dtype of scores, softmax state, lse and accumulated gradients."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32

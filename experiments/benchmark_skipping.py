@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from attention_benchmark import measure
 from attention_benchmark.cases import DTYPES
-from attention_benchmark.options import declare, positive
+from attention_benchmark.options import declare, parse_speeds, positive
 from attention_benchmark.peers import Absent, reason
 from attention_benchmark.report import write
 from provenance import ROOT, provenance
@@ -77,14 +77,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--commit", "commit of the code, for a copy of it without git", default=None)
     option("--output", "JSON file", type=Path)
     option("--plot", "PNG file; None: beside the JSON file", type=Path)
-    options = parser.parse_args(argv)
-    if not cuda and options.dtype == "bfloat16":
-        parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
-    if not cuda and (options.output or options.plot):
-        parser.error("--output, --plot: no GPU here, so there is no speed to write")
-    if options.output and not options.plot:
-        options.plot = options.output.with_suffix(".png")
-    return options
+    return parse_speeds(parser, argv, cuda)
 
 
 def run(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from decayattn.backends.hopper import descriptors, tile_table
-from decayattn.backends.hopper.backward import row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
 from decayattn.problem import AttentionProblem
 
 HEADS, DIM = 2, 64

@@ -112,6 +112,11 @@ def fill_outside(
     )  # fmt: skip
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """(B, H, T) as (B, T, H, 1), as fill_outside takes it."""
+    return x.transpose(1, 2)[..., None]
+
+
 @triton.jit(do_not_specialize=["number"])
 def _count_blocks(places, ends, number, count, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Blocks of rows (program 0) or of tokens (program 1), of a number of sequences and of empty ones up to count."""

@@ -1,7 +1,7 @@
 """How the benchmarks declare their options."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,18 @@ def declare(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> Cal
         parser.add_argument(name, help=f"{help} (default: {default})", **settings)
 
     return option
+
+
+def parse_speeds(parser: argparse.ArgumentParser, argv: Sequence[str], cuda: bool) -> argparse.Namespace:
+    """The options of a benchmark that has no speeds without a GPU, its plot beside its JSON."""
+    options = parser.parse_args(argv)
+    if not cuda and options.dtype == "bfloat16":
+        parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
+    if not cuda and (options.output or options.plot):
+        parser.error("--output, --plot: no GPU here, so there is no speed to write")
+    if options.output and not options.plot:
+        options.plot = options.output.with_suffix(".png")
+    return options
 
 
 def positive(text: str) -> int:

@@ -10,14 +10,11 @@ Row and column sums of dS are taken of the same rounded dSᵀ that the products 
 so do they. One loop serves edge tiles and whole ones, with a branch around the comparison: two loops cost registers,
 and spills slow the shared memory that this kernel lives on (3 % at D = 128).
 
-Three kernels: `row_terms_kernel` prepares what is one number per row and zeroes what is added to, `gradients_kernel`
-does the work, `unpack_dq_kernel` brings dq from fragments to its layout and dtype.
+rows.py prepares what is one number per row before it, and brings dq to its layout after it.
 
 Tiles, per warpgroup: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · scoreT, pT, dpT, dsT (64, ROWS) · dq part (64, 64).
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper import copy_engine
-from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
+from decayattn.backends.hopper.config import KEY_TILE
 from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.hopper.sums import SHARE, summed_row, sums
 from decayattn.backends.hopper.tile_table import (
-    WORDS,
     Place,
     allocate_tiles,
     coordinates,
@@ -48,78 +45,10 @@ from decayattn.backends.tile_range import edge_tile, rows_that_see, tiles_betwee
 BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
 KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
 GRANULE_ROWS: gl.constexpr = gl.constexpr(GRANULE)
-# keys of one consumer warpgroup
-SHARE: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
 # one part of dq: what a warpgroup multiplies of a tile, 64 rows × 64 columns, and its shape as fragments
 PART: gl.constexpr = gl.constexpr(64)
 FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
 FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
-LINE: tl.constexpr = tl.constexpr(WORDS)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One number per row
-
-
-@triton.jit
-def _place_of_tile(table, tile, entry, query_length):
-    """(batch entry, first row, rows) of the sequence of a tile of rows; dense, table is None, and the others are."""
-    first_row = 0
-    if table is not None:
-        line = table + (1 + tile) * LINE
-        query_length, entry, first_row = tl.load(line + 1), tl.load(line + 3).to(tl.int64), tl.load(line + 4)
-    return entry, first_row, query_length
-
-
-@triton.jit(do_not_specialize=["row_tiles"])
-def row_terms_kernel(
-    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, table, out_strides, d_out_strides, d_lse_strides,
-    query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
-    HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
-):  # fmt: skip
-    """Per row Δ = Σ dO·O − dLSE, beside the reference that the forward saved, in tiles that one copy can fetch.
-
-    terms is (head rows, row tiles, 2, ROWS), or (heads, tiles of the table, 2, ROWS): references, then Δ. Rows past the
-    end get the reference +∞ of a row that sees nothing, so that their P is 0 without a mask. dq and the row sums, which
-    the next kernel adds to, become 0.
-    """
-    blocks = row_tiles * (ROWS // BLOCK_M)
-    tile_row = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
-    tile, start = block // (ROWS // BLOCK_M), block * BLOCK_M
-    head = tile_row % heads
-    axis = query_length
-    if table is not None:
-        if tile >= tl.load(table):
-            return
-        start = tl.load(table + (1 + tile) * LINE) + start % ROWS
-    entry, first_row, query_length = _place_of_tile(table, tile, tile_row // heads, query_length)
-    row = start + tl.arange(0, BLOCK_M)
-    inside = row < query_length
-    here = (entry * heads + head) * axis + first_row + row
-
-    column = tl.arange(0, D)[None, :]
-    token = (first_row + row).to(tl.int64)
-    at = token[:, None]
-    o = out + entry * out_strides[0] + head * out_strides[2] + at * out_strides[1] + column
-    do = d_out + entry * d_out_strides[0] + head * d_out_strides[2] + at * d_out_strides[1] + column
-    o = tl.load(o, mask=inside[:, None], other=0.0).to(tl.float32)
-    do = tl.load(do, mask=inside[:, None], other=0.0).to(tl.float32)
-    delta = tl.sum(o * do, 1)
-    if HAS_D_LSE:
-        offset = entry * d_lse_strides[0] + head * d_lse_strides[1] + token * d_lse_strides[2]
-        delta -= tl.load(d_lse + offset, mask=inside, other=0.0)
-    reference = tl.load(row_references + here, mask=inside, other=float("inf"))
-    tile_terms = terms + (tile_row * row_tiles + tile) * 2 * ROWS + block % (ROWS // BLOCK_M) * BLOCK_M
-    in_block = tl.arange(0, BLOCK_M)
-    tl.store(tile_terms + in_block, reference)
-    # a row that sees nothing has no gradient, whatever dLSE is
-    tl.store(tile_terms + ROWS + in_block, tl.where(reference < float("inf"), delta, 0.0))
-
-    SIZE: tl.constexpr = BLOCK_M * D
-    tl.store(dq_fragments + (tile_row * blocks + block) * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
-    if ROW_SUMS:
-        tl.store(row_sums + here, tl.zeros([BLOCK_M], tl.float32), mask=inside)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -383,87 +312,6 @@ def _widened(x):
     return x
 
 
-def _sums_ptx(blocks: int, bfloat: bool) -> str:
-    """PTX that sums a warp's 16 keys × 8·blocks rows of dSᵀ in both directions: products with ones, of one warp each.
-
-    A thread holds, of every block of 8 rows, rows 2 (lane % 4) + {0, 1} as a pair: one pair of key lane / 4 and one of
-    key lane / 4 + 8. Two blocks are the left operand of an m16n8k16 product as they are; with its 8 × 8 matrices
-    transposed, they are the left operand of the sums over keys. A product leaves each sum in the four threads that have
-    lane / 4 in common; of the sums over keys, thread t of the four keeps the block pairs t, t + 4, …, that is rows
-    16 t + lane / 4 (+ 8, + 64, + 72).
-
-    Results: per block four registers, (first key, second key) × 2; inputs: per block a pair of either key. Sums over
-    keys stand in the first key's registers of block 0 (and 1), sums over rows in the second key's of block 0.
-    """
-    dtype, one = ("bf16", "0x3f803f80") if bfloat else ("f16", "0x3c003c00")
-    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
-    results = 4 * blocks
-    ptx = [".reg .f32 key<4>, row<4>, zero;", ".reg .b32 turned<4>, one, lane;", ".reg .pred mine;"]
-    ptx += [f"mov.b32 one, {one};", "mov.f32 zero, 0f00000000;", "mov.u32 lane, %laneid;", "and.b32 lane, lane, 3;"]
-    ptx += [f"mov.f32 key{i}, zero;" for i in range(4)]
-    for pair in range(blocks // 2):
-        inputs = [f"${results + 4 * pair + i}" for i in range(4)]
-        keys = "{key0, key1, key2, key3}"
-        ptx.append(f"{mma} {keys}, {{{', '.join(inputs)}}}, {{one, one}}, {keys};")
-        for i, source in enumerate((0, 2, 1, 3)):
-            ptx.append(f"movmatrix.sync.aligned.m8n8.trans.b16 turned{i}, {inputs[source]};")
-        turned = "{turned0, turned1, turned2, turned3}"
-        ptx.append(f"{mma} {{row0, row1, row2, row3}}, {turned}, {{one, one}}, {{zero, zero, zero, zero}};")
-        kept = [f"${4 * (pair // 4)}", f"${4 * (pair // 4) + 1}"]
-        if pair % 4 == 0:
-            ptx += [f"mov.f32 {kept[0]}, row0;", f"mov.f32 {kept[1]}, row2;"]
-        else:
-            ptx += [f"setp.eq.u32 mine, lane, {pair % 4};"]
-            ptx += [f"selp.f32 {kept[0]}, row0, {kept[0]}, mine;", f"selp.f32 {kept[1]}, row2, {kept[1]}, mine;"]
-    ptx += ["mov.f32 $2, key0;", "mov.f32 $3, key2;"]
-    return "{" + "\n".join(ptx) + "}"
-
-
-def _sums_operands(blocks: int) -> str:
-    return ",".join(["=&f"] * (4 * blocks) + ["r"] * (2 * blocks))
-
-
-_SUMS_BF16_8: gl.constexpr = gl.constexpr(_sums_ptx(8, True))
-_SUMS_BF16_16: gl.constexpr = gl.constexpr(_sums_ptx(16, True))
-_SUMS_FP16_8: gl.constexpr = gl.constexpr(_sums_ptx(8, False))
-_SUMS_FP16_16: gl.constexpr = gl.constexpr(_sums_ptx(16, False))
-_SUMS_OPERANDS_8: gl.constexpr = gl.constexpr(_sums_operands(8))
-_SUMS_OPERANDS_16: gl.constexpr = gl.constexpr(_sums_operands(16))
-
-
-@gluon.jit
-def _sums(dsT):
-    """Sums of dSᵀ (64, ROWS), per key (64, 4 copies) and per row and warp (4 · ROWS,), in the order of _summed_row."""
-    ROWS: gl.constexpr = dsT.shape[1]
-    LEFT: gl.constexpr = ROWS // 64
-    if ROWS == 64:
-        PTX: gl.constexpr = _SUMS_BF16_8 if dsT.dtype == gl.bfloat16 else _SUMS_FP16_8
-        OPERANDS: gl.constexpr = _SUMS_OPERANDS_8
-    else:
-        PTX: gl.constexpr = _SUMS_BF16_16 if dsT.dtype == gl.bfloat16 else _SUMS_FP16_16
-        OPERANDS: gl.constexpr = _SUMS_OPERANDS_16
-    x = gl.inline_asm_elementwise(PTX, OPERANDS, [dsT], dtype=gl.float32, is_pure=False, pack=ROWS // 2)
-    # (warp, first or second key, lane / 4, blocks: 2 · 2 · 2 · LEFT, lane % 4, c); results are in the first LEFT blocks
-    x = gl.reshape(x, [4, 2, 8, 2, 2, 2, LEFT, 4, 2])
-    x, _ = gl.split(gl.permute(x, [0, 2, 6, 7, 8, 1, 5, 4, 3]))
-    x, _ = gl.split(x)
-    x, _ = gl.split(x)
-    per_row, per_key = gl.split(x)
-    # (warp, lane / 4, LEFT, lane % 4, c), where c is which of the keys
-    if LEFT == 2:
-        per_key, _ = gl.split(gl.permute(per_key, [0, 1, 3, 4, 2]))
-    per_key = gl.permute(gl.reshape(per_key, [4, 8, 4, 2]), [0, 3, 1, 2])
-    return gl.reshape(per_key, [SHARE, 4]), gl.reshape(per_row, [4 * ROWS])
-
-
-@gluon.jit
-def _summed_row(x):
-    """Which row of the tile an entry of _sums's second result is of: (warp, lane / 4, LEFT, lane % 4, c) in order."""
-    LEFT: gl.constexpr = x.shape[0] // 256
-    i = gl.arange(0, x.shape[0], x.type.layout)
-    return i // (8 * LEFT) % 8 + i % 2 * 8 + i // 2 % 4 * 16 + i // 8 % LEFT * 64
-
-
 @gluon.jit
 def _start_dq_part(buffers, slot, zero, PART_OF: gl.constexpr, D: gl.constexpr):
     """Issue dS k of the tile in a slot of dSᵀ: columns (D = 128) or rows (D = 64) of one half of dq."""
@@ -553,9 +401,9 @@ def _add_rows(
     dq = _start_dq_part(buffers, slot ^ 1, gl.zeros([PART, PART], gl.float32, DQ), WARPGROUP, D)
     if work.DECAY_GRADIENT:
         PARTIAL: gl.constexpr = column_sum.type.layout
-        per_key, row_sum = _sums(dsT)
+        per_key, row_sum = sums(dsT)
         column_sum += gl.convert_layout(per_key, PARTIAL, assert_trivial=True)
-        row = start + _summed_row(row_sum)
+        row = start + summed_row(row_sum)
         if DECAY == "constant":
             distance = row + (work.first_position() - work.place.start)
             rate_sum += gl.convert_layout(row_sum * distance.to(gl.float32), rate_sum.type.layout, assert_trivial=True)
@@ -586,7 +434,7 @@ def _consume(
     PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [SHARE, 4]
     )
-    # what _sums leaves of the rows in a thread: 2 or 4
+    # what sums leaves of the rows in a thread: 2 or 4
     ROW_SUM: gl.constexpr = gl.DistributedLinearLayout(
         [[1]] if ROWS == 64 else [[1], [8]],
         [[2], [4], [ROWS // 8], [ROWS // 4], [ROWS // 2]], [[ROWS], [2 * ROWS]], [], [4 * ROWS],
@@ -751,34 +599,3 @@ def gradients_kernel(
         [4, 1],
         [REGISTERS, 24],
     )  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# dq
-
-
-@triton.jit(do_not_specialize=["row_tiles"])
-def unpack_dq_kernel(
-    dq_fragments, dq, table, dq_strides, scale, query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr,
-    PART: tl.constexpr,
-):  # fmt: skip
-    """dq = s · fragments, one part of 64 rows × 64 columns per program."""
-    PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # of a tile
-    parts = row_tiles * PARTS
-    tile_row = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
-    tile, start = part // PARTS, part // (D // PART) * PART
-    head = tile_row % heads
-    if table is not None:
-        if tile >= tl.load(table):
-            return
-        start = tl.load(table + (1 + tile) * LINE) + start % ROWS
-    entry, first_row, query_length = _place_of_tile(table, tile, tile_row // heads, query_length)
-    x = tl.load(dq_fragments + (tile_row * parts + part) * PART * PART + tl.arange(0, PART * PART))
-    # the inverse of _add_dq_part's order
-    x = tl.permute(tl.reshape(x * scale, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-    x = tl.reshape(x, (PART, PART)).to(dq.dtype.element_ty)
-    row = start + tl.arange(0, PART)[:, None]
-    column = part % (D // PART) * PART + tl.arange(0, PART)[None, :]
-    origin = dq + entry * dq_strides[0] + head * dq_strides[2]
-    tl.store(origin + (first_row + row).to(tl.int64) * dq_strides[1] + column, x, mask=row < query_length)

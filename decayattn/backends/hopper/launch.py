@@ -28,11 +28,15 @@ def forward(
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
         lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=torch.float32)
         row_references = torch.empty_like(lse)
-        if is_empty(problem):
+        if problem.is_empty:
             empty_rows = lse.fill_(-torch.inf), row_references.fill_(torch.inf)
             return out.zero_(), *empty_rows, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
         sequences = sequence_blocks.find(problem, places)
-        fills = [(out, 0.0), (_as_rows(lse), -torch.inf), (_as_rows(row_references), torch.inf)]
+        fills = [
+            (out, 0.0),
+            (sequence_blocks.as_rows(lse), -torch.inf),
+            (sequence_blocks.as_rows(row_references), torch.inf),
+        ]
         sequence_blocks.fill_outside(problem, sequences, fills)
         schedule = config.forward(problem.head_dim)
         score_scale = scale / math.log(2)  # base 2
@@ -64,12 +68,6 @@ def forward(
         return out, lse, row_references, prefix, first_block
 
 
-def is_empty(problem: AttentionProblem) -> bool:
-    """Whether no query can see a key, so that no kernel has anything to do."""
-    lengths = (problem.query_length, problem.key_length, problem.longest_query, problem.longest_key)
-    return 0 in (problem.sequences, *lengths)
-
-
 def left_of(problem: AttentionProblem) -> int:
     """How many keys before its own a query sees at most; 0, which nothing reads, without a limit."""
     return max(0, min(problem.window[0], problem.key_length))
@@ -78,11 +76,6 @@ def left_of(problem: AttentionProblem) -> int:
 def source_of(problem: AttentionProblem) -> Callable[[Tensor, int], TensorDescriptor]:
     """How the copy engine addresses tokens where the problem's sequences lie."""
     return descriptors.tokens if problem.layout == "dense" else descriptors.slices
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """(B, H, T) as (B, T, H, 1)."""
-    return x.transpose(1, 2)[..., None]
 
 
 def _decay(

@@ -7,8 +7,9 @@ from decayattn.backends import COMPILER_OPTIONS, skipping
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.hopper import config, descriptors, tile_table
-from decayattn.backends.hopper.backward import gradients_kernel, row_terms_kernel, unpack_dq_kernel
-from decayattn.backends.hopper.launch import is_empty, left_of, source_of
+from decayattn.backends.hopper.backward import gradients_kernel
+from decayattn.backends.hopper.launch import left_of, source_of
+from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.prefix import DecayPrefix
 from decayattn.problem import AttentionProblem
 
@@ -30,7 +31,7 @@ def backward(
     they have no gradient here."""
     with torch.cuda.device(problem.device):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        if is_empty(problem):
+        if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None
         sequences = sequence_blocks.find(problem, places)

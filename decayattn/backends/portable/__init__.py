@@ -9,7 +9,7 @@ from decayattn.problem import AttentionProblem
 
 __all__ = ["DETERMINISTIC", "backward", "forward", "misfit", "refusal"]
 
-# no gradient is added up by atomics
+# only the gradient of a bias is ever added up by atomics, and under deterministic algorithms it is not
 DETERMINISTIC = True
 
 

@@ -33,7 +33,8 @@ from decayattn.backends.tile_math import (
 )
 from decayattn.backends.tile_range import keys_seen, visited_tiles
 
-# Times below: one H200, bfloat16, H32 H_kv8 D128 over 32,768 tokens, a decay per token.
+# Times below: one H200, bfloat16, H32 H_kv8 D128 over 32,768 tokens, a decay per token; from a sweep made once.
+# `python experiments/benchmark_sequences.py --what decode` measures what was chosen.
 # Programs to aim for, per multiprocessor: they wait for memory in turn, and the last round is not left half empty (B64:
 # 2.78 ms with one split, 2.10 with three; B1: 0.20 ms with 32 splits, 0.12 with 64).
 _PROGRAMS_PER_MULTIPROCESSOR = 8

@@ -14,7 +14,7 @@ from decayattn.backends.portable.backward import key_gradients_kernel, query_gra
 from decayattn.backends.portable.config import TileConfig
 from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.prefix import DecayPrefix
-from decayattn.backends.sequences import Sequences, fill_outside, row_programs, token_programs
+from decayattn.backends.sequences import Sequences, as_rows, fill_outside, row_programs, token_programs
 from decayattn.problem import AttentionProblem
 
 _ROW_TERMS_BLOCK = 64
@@ -32,11 +32,11 @@ def forward(
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
         lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=problem.accumulator_dtype)
         row_references = torch.empty_like(lse)
-        if _is_empty(problem):
+        if problem.is_empty:
             out.zero_(), lse.fill_(-torch.inf), row_references.fill_(torch.inf)
             return out, lse, row_references, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
         sequences = sequence_blocks.find(problem, places)
-        fills = [(out, 0.0), (_as_rows(lse), -torch.inf), (_as_rows(row_references), torch.inf)]
+        fills = [(out, 0.0), (as_rows(lse), -torch.inf), (as_rows(row_references), torch.inf)]
         fill_outside(problem, sequences, fills)
         if problem.decay == "scalar":
             prefix = decay_prefix.build(problem, log_decay, sequences=sequences)
@@ -68,7 +68,7 @@ def backward(
     with on_device(problem.device):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         row_scale_grad = torch.empty_like(row_references) if problem.row_scale else None
-        if _is_empty(problem):
+        if problem.is_empty:
             for gradient in (dq, dk, dv, row_scale_grad):
                 if gradient is not None:
                     gradient.zero_()
@@ -81,7 +81,7 @@ def backward(
         delta = torch.empty_like(row_references)
         decay_sums = torch.empty_like(row_references) if decay_gradient else delta
         sequences = sequence_blocks.find(problem, places)
-        per_row = [_as_rows(x) for x in (row_scale_grad, decay_sums if decay_gradient else None) if x is not None]
+        per_row = [as_rows(x) for x in (row_scale_grad, decay_sums if decay_gradient else None) if x is not None]
         fill_outside(problem, sequences, [(x, 0.0) for x in (dq, *per_row)])
         fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True)
         modes, window = _modes(problem, sequences), _window(problem)
@@ -133,21 +133,10 @@ def backward(
         return dq, dk, dv, d_log_decay, d_scale, d_bias
 
 
-def _is_empty(problem: AttentionProblem) -> bool:
-    """Whether no query can see a key, so that no kernel has anything to do."""
-    lengths = (problem.query_length, problem.key_length, problem.longest_query, problem.longest_key)
-    return 0 in (problem.sequences, *lengths)
-
-
 def _window(problem: AttentionProblem) -> tuple[int | None, int | None]:
     """How far a query sees. None compiles to nothing: a plain call does not pay for it."""
     left, right = (side if side >= 0 else None for side in problem.window)
     return left, right
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """(B, H, T) as (B, T, H, 1)."""
-    return x.transpose(1, 2)[..., None]
 
 
 def _bias(bias: Tensor | None) -> tuple:

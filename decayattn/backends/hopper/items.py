@@ -1,0 +1,245 @@
+"""What the Hopper forward works on: tiles of rows in their order, and where the decay of their keys is.
+
+An item is a tile of rows of a sequence and a head, 64 rows per consumer warpgroup.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
+from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.hopper.tile_table import Place, dense_place, load_place
+from decayattn.backends.tile_math import LOG2E
+from decayattn.backends.tile_range import keys_seen
+
+ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
+KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
+
+
+@aggregate
+class Sizes:
+    """The call's lengths and heads, and the order of its items.
+
+    Dense, an item is a tile of rows of one of all batch entries' heads, and the axes are the sequences. With a table
+    (RAGGED), all sequences have their tiles of rows there, and an item is one of them and a head.
+    """
+
+    items: gl.tensor
+    row_tiles: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    together: gl.tensor
+    query_axis: gl.tensor
+    key_axis: gl.tensor
+    block_axis: gl.tensor
+    granule_axis: gl.tensor
+    table: gl.tensor
+    RAGGED: gl.constexpr
+    PACKED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, items, row_tiles, heads, group, together, query_axis, key_axis, block_axis, granule_axis, table, RAGGED,
+        PACKED,
+    ):  # fmt: skip
+        self.items = items
+        self.row_tiles = row_tiles
+        self.heads = heads
+        self.group = group
+        self.together = together
+        self.query_axis = query_axis
+        self.key_axis = key_axis
+        self.block_axis = block_axis
+        self.granule_axis = granule_axis
+        self.table = table
+        self.RAGGED = gl.constexpr(RAGGED)
+        self.PACKED = gl.constexpr(PACKED)
+
+    @gluon.jit
+    def place(self, item):
+        """(head_row, tile): so many heads `together` that their keys fit the cache, tile after tile."""
+        chunk = self.together * self.row_tiles
+        rest = item % chunk
+        return item // chunk * self.together + rest % self.together, rest // self.together
+
+    @gluon.jit
+    def dense_item(self, item, TILE: gl.constexpr):
+        """The longest rows come first."""
+        head_row, tile = self.place(item)
+        start = (self.row_tiles - 1 - tile) * TILE
+        place = dense_place(start, self.query_axis, self.key_axis, head_row // self.heads)
+        return Item(place, head_row, head_row % self.heads)
+
+    @gluon.jit
+    def ragged_item(self, item, place):
+        head, _ = self.place(item)
+        return Item(place, place.entry * self.heads + head, head)
+
+    @gluon.jit
+    def found(self, item, TILE: gl.constexpr):
+        """An item by its number."""
+        if self.RAGGED:
+            _, tile = self.place(item)
+            found = self.ragged_item(item, load_place(self.table, tile))
+        else:
+            found = self.dense_item(item, TILE)
+        return found
+
+    @gluon.jit
+    def rows(self, item):
+        """Where the rows of an item's head begin in buffers (B, H, T_q)."""
+        return item.head_row.to(gl.int64) * self.query_axis + item.place.first_row
+
+    @gluon.jit
+    def tokens(self, item):
+        return item.head_row.to(gl.int64) * self.key_axis + item.place.first_token
+
+    @gluon.jit
+    def blocks(self, item):
+        return item.head_row * self.block_axis + item.place.first_block
+
+    @gluon.jit
+    def granules(self, item):
+        """Where those of a plan begin, as skipping.offset_of_head has them."""
+        place, granules = item.place, item.head_row * self.granule_axis
+        if self.PACKED:
+            sequence = place.first_block - place.first_token // KEYS
+            granules += place.first_row // ROWS + sequence
+        return granules
+
+
+@aggregate
+class Item:
+    """A tile of rows of a sequence, and the head that it is of."""
+
+    place: Place
+    head_row: gl.tensor
+    head: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, place, head_row, head):
+        self.place = place
+        self.head_row = head_row
+        self.head = head
+
+    @gluon.jit
+    def first_position(self):
+        return self.place.key_length - self.place.query_length
+
+    @gluon.jit
+    def reference(self, start):
+        """What row references count from, in every backend: the position of the first row of a block of rows."""
+        return start // KEYS * KEYS + self.first_position()
+
+    @gluon.jit
+    def tile_end(self, start, ROWS_: gl.constexpr):
+        """End of the key tiles of the rows from `start`: at least 1, since rows that see no key also visit a tile,
+        where everything is masked."""
+        final_row = gl.minimum(start + ROWS_, self.place.query_length) - 1
+        return gl.maximum(gl.cdiv(final_row + 1 + self.first_position(), KEYS), 1)
+
+
+@aggregate
+class Decay:
+    """Where the decay is in memory: rates of a constant one, the prefix of one per token; WINDOW, how many keys before
+    its own a row sees at most; PLANNED, where a granule's rows need not look for more (skipping.py)."""
+
+    rates: gl.tensor
+    rate_stride: gl.tensor
+    local: gl.tensor
+    bases: gl.tensor
+    last_reset: gl.tensor
+    left: gl.tensor
+    plan: gl.tensor
+    KIND: gl.constexpr
+    WINDOW: gl.constexpr
+    PLANNED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, rates, rate_stride, local, bases, last_reset, left, plan, KIND, WINDOW, PLANNED):
+        self.rates = rates
+        self.rate_stride = rate_stride
+        self.local = local
+        self.bases = bases
+        self.last_reset = last_reset
+        self.left = left
+        self.plan = plan
+        self.KIND = gl.constexpr(KIND)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.PLANNED = gl.constexpr(PLANNED)
+
+    @gluon.jit
+    def of(self, sizes, item):
+        """The same, pointing at the tokens, blocks and granules of an item's head."""
+        tokens = sizes.tokens(item)
+        return Decay(
+            self.rates, self.rate_stride, self.local + tokens, self.bases + sizes.blocks(item),
+            self.last_reset + tokens, self.left, self.plan + sizes.granules(item), self.KIND, self.WINDOW, self.PLANNED,
+        )  # fmt: skip
+
+    @gluon.jit
+    def first_key(self, position):
+        """The first key that a position sees: its last reset, or where its window begins."""
+        HAS_RESETS: gl.constexpr = self.KIND == "scalar"
+        if self.WINDOW:
+            first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS, self.left)
+        else:
+            first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS)
+        return first
+
+    @gluon.jit
+    def first_visited(self, position, row):
+        """The first key of the tiles that a row visits which is at this position: where a tile begins, or first_key."""
+        first = self.first_key(position)
+        if self.PLANNED:
+            first = gl.maximum(first, gl.load(self.plan + row // ROWS) * KEYS)
+        return first
+
+    @gluon.jit
+    def first_of_item(self, item, WARPGROUPS: gl.constexpr):
+        """A key that no warpgroup of an item visits a tile before: a plan need not grow with the rows."""
+        start = item.place.start
+        first = self.first_key(start + item.first_position())
+        if self.PLANNED:
+            planned = gl.load(self.plan + start // ROWS)
+            for w in gl.static_range(1, WARPGROUPS):
+                row = gl.minimum(start + w * ROWS, item.place.query_length - 1)
+                planned = gl.minimum(planned, gl.load(self.plan + row // ROWS))
+            first = gl.maximum(first, planned * KEYS)
+        return first
+
+    @gluon.jit
+    def rate(self, head):
+        """γ of a head in base 2."""
+        if self.KIND == "constant":
+            rate = (gl.load(self.rates + head * self.rate_stride) * LOG2E).to(gl.float32)
+        else:
+            rate = 0.0
+        return rate
+
+    @gluon.jit
+    def base(self, tile):
+        """α at the start of a tile's block."""
+        return gl.load(self.bases + gl.maximum(tile, 0))
+
+    @gluon.jit
+    def reference_base(self, reference):
+        """α at the start of a reference position's block."""
+        if self.KIND == "scalar":
+            base = self.base(reference // KEYS)
+        else:
+            base = 0.0
+        return base
+
+    @gluon.jit
+    def row_alpha(self, position, reference, reference_base, rate):
+        """α of positions relative to the reference."""
+        if self.KIND == "scalar":
+            token = gl.maximum(position, 0)
+            between_blocks = gl.load(self.bases + token // KEYS) - reference_base
+            alpha = (between_blocks + gl.load(self.local + token)).to(gl.float32)
+        elif self.KIND == "constant":
+            alpha = (position - reference).to(gl.float32) * rate
+        else:
+            alpha = 0.0
+        return alpha

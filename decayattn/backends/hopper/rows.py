@@ -1,0 +1,100 @@
+"""What stands around the gradients of the Hopper backward, in plain Triton.
+
+`row_terms_kernel` prepares what is one number per row and zeroes what is added to; `unpack_dq_kernel` brings dq from
+fragments to its layout and dtype.
+"""
+
+import triton
+import triton.language as tl
+
+from decayattn.backends.hopper.tile_table import WORDS
+
+LINE: tl.constexpr = tl.constexpr(WORDS)
+
+
+@triton.jit
+def _place_of_tile(table, tile, entry, query_length):
+    """(batch entry, first row, rows) of the sequence of a tile of rows; dense, table is None, and the others are."""
+    first_row = 0
+    if table is not None:
+        line = table + (1 + tile) * LINE
+        query_length, entry, first_row = tl.load(line + 1), tl.load(line + 3).to(tl.int64), tl.load(line + 4)
+    return entry, first_row, query_length
+
+
+@triton.jit(do_not_specialize=["row_tiles"])
+def row_terms_kernel(
+    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, table, out_strides, d_out_strides, d_lse_strides,
+    query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Per row Δ = Σ dO·O − dLSE, beside the reference that the forward saved, in tiles that one copy can fetch.
+
+    terms is (head rows, row tiles, 2, ROWS), or (heads, tiles of the table, 2, ROWS): references, then Δ. Rows past the
+    end get the reference +∞ of a row that sees nothing, so that their P is 0 without a mask. dq and the row sums, which
+    the next kernel adds to, become 0.
+    """
+    blocks = row_tiles * (ROWS // BLOCK_M)
+    tile_row = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    tile, start = block // (ROWS // BLOCK_M), block * BLOCK_M
+    head = tile_row % heads
+    axis = query_length
+    if table is not None:
+        if tile >= tl.load(table):
+            return
+        start = tl.load(table + (1 + tile) * LINE) + start % ROWS
+    entry, first_row, query_length = _place_of_tile(table, tile, tile_row // heads, query_length)
+    row = start + tl.arange(0, BLOCK_M)
+    inside = row < query_length
+    here = (entry * heads + head) * axis + first_row + row
+
+    column = tl.arange(0, D)[None, :]
+    token = (first_row + row).to(tl.int64)
+    at = token[:, None]
+    o = out + entry * out_strides[0] + head * out_strides[2] + at * out_strides[1] + column
+    do = d_out + entry * d_out_strides[0] + head * d_out_strides[2] + at * d_out_strides[1] + column
+    o = tl.load(o, mask=inside[:, None], other=0.0).to(tl.float32)
+    do = tl.load(do, mask=inside[:, None], other=0.0).to(tl.float32)
+    delta = tl.sum(o * do, 1)
+    if HAS_D_LSE:
+        offset = entry * d_lse_strides[0] + head * d_lse_strides[1] + token * d_lse_strides[2]
+        delta -= tl.load(d_lse + offset, mask=inside, other=0.0)
+    reference = tl.load(row_references + here, mask=inside, other=float("inf"))
+    tile_terms = terms + (tile_row * row_tiles + tile) * 2 * ROWS + block % (ROWS // BLOCK_M) * BLOCK_M
+    in_block = tl.arange(0, BLOCK_M)
+    tl.store(tile_terms + in_block, reference)
+    # a row that sees nothing has no gradient, whatever dLSE is
+    tl.store(tile_terms + ROWS + in_block, tl.where(reference < float("inf"), delta, 0.0))
+
+    SIZE: tl.constexpr = BLOCK_M * D
+    tl.store(dq_fragments + (tile_row * blocks + block) * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+    if ROW_SUMS:
+        tl.store(row_sums + here, tl.zeros([BLOCK_M], tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["row_tiles"])
+def unpack_dq_kernel(
+    dq_fragments, dq, table, dq_strides, scale, query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    """dq = s · fragments, one part of 64 rows × 64 columns per program."""
+    PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # of a tile
+    parts = row_tiles * PARTS
+    tile_row = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    tile, start = part // PARTS, part // (D // PART) * PART
+    head = tile_row % heads
+    if table is not None:
+        if tile >= tl.load(table):
+            return
+        start = tl.load(table + (1 + tile) * LINE) + start % ROWS
+    entry, first_row, query_length = _place_of_tile(table, tile, tile_row // heads, query_length)
+    x = tl.load(dq_fragments + (tile_row * parts + part) * PART * PART + tl.arange(0, PART * PART))
+    # the inverse of _add_dq_part's order
+    x = tl.permute(tl.reshape(x * scale, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    x = tl.reshape(x, (PART, PART)).to(dq.dtype.element_ty)
+    row = start + tl.arange(0, PART)[:, None]
+    column = part % (D // PART) * PART + tl.arange(0, PART)[None, :]
+    origin = dq + entry * dq_strides[0] + head * dq_strides[2]
+    tl.store(origin + (first_row + row).to(tl.int64) * dq_strides[1] + column, x, mask=row < query_length)
