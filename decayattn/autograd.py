@@ -4,6 +4,8 @@ Operators rather than an autograd.Function, because torch.compile, CUDA graphs, 
 then see one node with known shapes, and the launches behind it stay ordinary Python.
 """
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -50,7 +52,7 @@ def attention(
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
     row_scale, scale = (scale, 1.0) if problem.row_scale else (None, scale)
     longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
-    out, lse, *_ = torch.ops.decayattn.forward(
+    out, lse, *_ = torch.ops.decayattn.forward.default(
         q, k, v, log_decay, row_scale, places, bias, scale, problem.causal, problem.window, longest,
         problem.skip_tolerance, backend,
     )  # fmt: skip
@@ -133,10 +135,12 @@ def _differentiate(ctx, d_out, d_lse, *_):
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     decay_gradient, bias_gradient = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
-    dq, dk, dv, d_log_decay, d_row_scale, d_bias = torch.ops.decayattn.backward(
-        d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, *ctx.modes, out, *saved,
-        decay_gradient, bias_gradient,
-    )  # fmt: skip
+    backward = torch.ops.decayattn.backward.default
+    with contextlib.nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+        dq, dk, dv, d_log_decay, d_row_scale, d_bias = backward(
+            d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, *ctx.modes, out, *saved,
+            decay_gradient, bias_gradient,
+        )  # fmt: skip
     return (
         dq, dk, dv, d_log_decay if decay_gradient else None, d_row_scale if row_scale is not None else None,
         None, d_bias if bias_gradient else None, *(None for _ in ctx.modes),
@@ -172,7 +176,8 @@ def _below_autograd(*inputs):
 
 @torch.library.impl("decayattn::forward", "Autograd")
 def _forward_with_gradient(*inputs):
-    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    # q, k, v, log_decay, row_scale, places, bias
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:7])
     return _Differentiable.apply(*inputs) if wanted else _below_autograd(*inputs)
 
 

@@ -3,12 +3,12 @@
     python experiments/benchmark_skipping.py                                # on a GPU: all of it; tables, JSON, a plot
     python experiments/benchmark_skipping.py --studies pruning --head-dims 64       # part of it, quickly
 
-Four studies. planning: shapes where no tile can be skipped, which show what the plan costs. pruning: one decay per
-token at 32,768 tokens, beside cuDNN without a decay and the official Forgetting Transformer kernel, which prunes by
-another rule. constant: ALiBi slopes and RetNet rates at 131,072 tokens, beside what the visited tiles promise. lengths:
-time over T. Timed as in benchmark_attention.py. Results that leave their error budget get no speed, and the exit status
-is 1. Without a GPU there are no speeds: the kernels run in Triton's interpreter on small shapes, for their errors and
-for how much they skip.
+Four studies. planning: shapes where no tile can be skipped, which show what the plan costs; the plan alone is timed
+too. pruning: one decay per token at 32,768 tokens, beside cuDNN without a decay and the official Forgetting Transformer
+kernel, which prunes by another rule. constant: ALiBi slopes and RetNet rates at 131,072 tokens, beside what the visited
+tiles promise. lengths: time over T. Timed as in benchmark_attention.py. Results that leave their error budget get no
+speed, and the exit status is 1. Without a GPU there are no speeds: the kernels run in Triton's interpreter on small
+shapes, for their errors and for how much they skip.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from attention_benchmark.options import declare, parse_speeds, positive
 from attention_benchmark.peers import Absent, reason
 from attention_benchmark.report import write
 from provenance import ROOT, provenance
-from skipping_benchmark import checks, figure, report
+from skipping_benchmark import checks, figure, planning, report
 from skipping_benchmark.workloads import SKIPPING, WHOLE, Workload, peers_of, studies
 
 from decayattn import backends, visited_fraction
@@ -144,7 +144,10 @@ def measure_one(
     )
     for name, why in failed.items():
         missing(name, "failed", why)
-    found = report.rows(workload, timings, visited)
+    # without a GPU there is no graph of the plan alone, and the reference makes no plan
+    planned = workload.study == "planning" and device == "cuda" and options.backend != "reference"
+    plan_us = planning.times(workload, inputs, options.rounds, timer) if planned else {}
+    found = report.rows(workload, timings, visited, plan_us)
     result["rows"] += found
     print(report.table(found), flush=True)
 

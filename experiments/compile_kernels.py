@@ -130,7 +130,8 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
 
 def compiled_kernels(backend: str, dim: int, decay: str, dtype: torch.dtype, path: str) -> list:
     """The kernels of a forward and a backward (or of a decoding step), compiled and not launched."""
-    shape = (1 if path == "packed" else 2, 1024, 4, dim)
+    # long, the decay prefix takes two launches, and short only one of them
+    shape = (1 if path == "packed" else 2, 4096 if path == "TMA" else 1024, 4, dim)
     # without a stride between the batch entries TMA cannot address a tensor
     filled = 2 if path == "TMA" else 1
     q, k, v, d_out = (torch.empty(filled, *shape[1:], dtype=dtype).expand(shape) for _ in range(4))

@@ -9,8 +9,9 @@ from pathlib import Path
 import benchmark_skipping
 import pytest
 import torch
-from attention_benchmark.cases import Case
-from skipping_benchmark import checks, figure, report
+from attention_benchmark import measure
+from attention_benchmark.cases import DIRECTIONS, Case
+from skipping_benchmark import checks, figure, planning, report
 from skipping_benchmark.workloads import PRUNED, SKIPPING, WHOLE, Workload, peers_of, studies
 
 from decayattn import decay_attention
@@ -63,6 +64,59 @@ def test_inputs_are_what_the_workload_says(rates, decay):
 def test_only_the_pruning_study_has_competitors():
     assert [peer.name for peer in peers_of("lengths", "auto")] == [WHOLE, SKIPPING]
     assert [peer.name for peer in peers_of("pruning", "auto")] == ["cudnn", PRUNED, WHOLE, SKIPPING]
+
+
+PLANNED = Workload("planning", Case(1, 2, 640, 16, "float32", "scalar", -0.5))
+
+
+def test_what_is_timed_is_the_plan_and_its_mirror(interpreter):
+    inputs = PLANNED.inputs("cpu", 0)
+    calls = planning.launches(PLANNED, inputs)
+    first_block, last_granule = calls["forward"](), calls["backward"]()
+    assert first_block.shape[:2] == last_granule.shape[:2] == (1, 2)
+    assert (first_block[..., :10] > 0).any()
+    assert last_granule.shape[2] == 5
+    assert (last_granule < 9).any()
+    assert planning.launches(SMALL, SMALL.inputs("cpu", 0)) == {}  # too short to be planned
+
+
+def test_the_time_of_a_plan_is_that_of_one_copy(monkeypatch):
+    class Graph:
+        def replay(self):
+            return "replayed"
+
+    monkeypatch.setattr(planning, "launches", lambda *_: {"forward": "plan", "backward": "mirror"})
+    monkeypatch.setattr(planning, "_captured", lambda call: Graph())
+    milliseconds = iter([0.5, 0.3, 0.4, 0.1, 0.2, 9.0])
+
+    def timer(call):
+        assert call() == "replayed"
+        return next(milliseconds)
+
+    found = planning.times(PLANNED, {}, 3, timer)
+    assert found == {"forward": pytest.approx(400 / planning.COPIES), "backward": pytest.approx(200 / planning.COPIES)}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_plan_is_captured_in_a_graph():
+    found = planning.times(PLANNED, PLANNED.inputs("cuda", 0), 1, measure.cuda_timer(warmup=1, duration=2))
+    assert 0 < found["backward"] < found["forward"] < 1000
+
+
+def test_the_share_of_the_plan_is_of_its_direction():
+    timings = {
+        (peer, direction): measure.Timing([2.0 if direction == "forward" else 4.0])
+        for peer in (WHOLE, SKIPPING)
+        for direction in DIRECTIONS
+    }
+    found = report.rows(PLANNED, timings, torch.ones(1, 2), {"forward": 20.0, "backward": 4.0})
+    own = {row["direction"]: (row["plan_us"], row["plan_share"]) for row in found if row["peer"] == SKIPPING}
+    assert own == {"forward": (20.0, 0.01), "backward": (4.0, 0.001)}
+    assert all(row["plan_us"] is row["plan_share"] is None for row in found if row["peer"] == WHOLE)
+    assert "20.0 (1.0%)" in report.table(found)
+    assert "4.0 (0.1%)" in report.table(found)
+    assert "plan_us" in report.METHOD
+    assert all(row["plan_us"] is None for row in report.rows(PLANNED, timings, torch.ones(1, 2), {}))
 
 
 def options(tmp_path, *argv: str):

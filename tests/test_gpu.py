@@ -45,9 +45,10 @@ def device_events(function) -> list[str]:
     return [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
-@pytest.mark.parametrize(("skip_tolerance", "most"), [(None, (3, 6)), ("auto", (5, 7))])
+@pytest.mark.parametrize(("skip_tolerance", "most"), [(None, (2, 5)), ("auto", (4, 6))])
 def test_launches_of_dense_scalar_decay(skip_tolerance, most, monkeypatch):
-    """A plan of what to skip takes two more, and its mirror one."""
+    """The decay prefix of 1024 tokens takes one, and so does its reverse; a plan of what to skip two more, and its
+    mirror one."""
     monkeypatch.undo()  # filling fresh memory with NaN is the suite's, not the library's
     leaves = make()
     values = list(leaves.values())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from decayattn.backends import prefix
+from decayattn.backends import prefix, sequences
 from decayattn.problem import AttentionProblem
 
 ON_GPU = torch.cuda.is_available()
@@ -17,6 +17,12 @@ LOG2E = math.log2(math.e)
 BLOCK = prefix.DECAY_BLOCK
 # in the interpreter every token of a block's scan is a Python step
 LONG = 2**20 + 5 if ON_GPU else 20 * BLOCK + 5
+
+
+@pytest.fixture(params=[False, True], ids=["one launch", "two launches"])
+def launches(request, monkeypatch) -> None:
+    """Blocks read the tokens around them, or what a launch before has summed per block."""
+    monkeypatch.setattr(prefix, "_needs_block_sums", lambda problem, programs: request.param)
 
 
 def problem_of(log_decay, query_length=None, dtype=torch.float32) -> AttentionProblem:
@@ -61,7 +67,10 @@ def differences(built: prefix.DecayPrefix, i, j):
 
 
 def check_build(log_decay):
-    built = prefix.build(problem_of(log_decay), log_decay)
+    assert_prefix_of(log_decay, prefix.build(problem_of(log_decay), log_decay))
+
+
+def assert_prefix_of(log_decay, built: prefix.DecayPrefix):
     alpha, last, coming = plain_prefix(log_decay)
     assert torch.equal(built.last_reset.long(), last)
     assert torch.equal(built.next_reset.long(), coming)
@@ -77,33 +86,73 @@ def check_gradient(log_decay, query_length):
     row_sums = torch.randn(batch, heads, query_length, device=log_decay.device)
     column_sums = torch.randn(batch, heads, length, device=log_decay.device)
     grad = prefix.gradient(problem, built, row_sums, column_sums, log_decay)
+    assert grad.dtype == log_decay.dtype
+    assert_gradient_of(log_decay, row_sums, column_sums, grad)
+
+
+def assert_gradient_of(log_decay, row_sums, column_sums, grad):
     expected = plain_gradient(log_decay, row_sums, column_sums)
     assert grad.shape == log_decay.shape
-    assert grad.dtype == log_decay.dtype
     # added in float64 in another order, then rounded once
     summed = row_sums.abs().double().sum() + column_sums.abs().double().sum()
-    assert ((grad - expected).abs() <= EPS32 * expected.abs() + length * EPS64 * summed).all()
+    assert ((grad - expected).abs() <= EPS32 * expected.abs() + log_decay.shape[1] * EPS64 * summed).all()
     assert (grad[expected == 0] == 0).all()  # literal zeros
 
 
 @pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 300])
-def test_lengths_that_divide_nothing(length, device):
+def test_lengths_that_divide_nothing(length, launches, device):
     log_decay = torch.randn(2, length, 2, device=device)
     check_build(log_decay)
     check_gradient(log_decay, length)
 
 
+@pytest.mark.parametrize(("most_tokens", "most_reads", "two_launches"), [
+    (300, 1800, False), (299, 1800, True), (300, 1799, True),
+])  # fmt: skip
+@pytest.mark.parametrize("resets", [[], [5, 290]], ids=str)
+def test_long_or_many_sequences_take_two_launches(most_tokens, most_reads, two_launches, resets, monkeypatch, device):
+    """Six blocks of a sequence of 300 tokens, that is."""
+    kernels = {name: Counted(getattr(prefix, name)) for name in ("_block_totals", "_segment_heads")}
+    for name, value in {"_MOST_TOKENS": most_tokens, "_MOST_READS": most_reads, **kernels}.items():
+        monkeypatch.setattr(prefix, name, value)
+    log_decay = torch.randn(1, 300, 2, device=device)
+    log_decay[0, resets, 1] = -torch.inf
+    check_build(log_decay)
+    assert kernels["_block_totals"].launches == two_launches
+    check_gradient(log_decay, 300)
+    assert kernels["_segment_heads"].launches == two_launches
+
+
+class Counted:
+    """A kernel that counts how often it is launched."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        return self.kernel[grid]
+
+
+def test_a_length_on_each_side_of_the_bound(device):
+    for length in (prefix._MOST_TOKENS, prefix._MOST_TOKENS + 1):
+        log_decay = torch.randn(1, length, 1, device=device)
+        log_decay[0, [700, 1300], 0] = -torch.inf
+        check_build(log_decay)
+        check_gradient(log_decay, length)
+
+
 @pytest.mark.parametrize("resets", [
     [0], [1], [127], [128], [129], [0, 127, 128, 129], [255, 256], [126, 127], [299], [5, 290], list(range(300)),
 ], ids=str)  # fmt: skip
-def test_resets_at_the_edges_of_blocks(resets, device):
+def test_resets_at_the_edges_of_blocks(resets, launches, device):
     log_decay = torch.randn(1, 300, 2, device=device)
     log_decay[0, resets, 1] = -torch.inf
     check_build(log_decay)
     check_gradient(log_decay, 300)
 
 
-def test_the_first_log_decay_is_never_used(device):
+def test_the_first_log_decay_is_never_used(launches, device):
     log_decay = torch.randn(1, 130, 1, device=device)
     built = prefix.build(problem_of(log_decay), log_decay)
     for value in (torch.nan, torch.inf, -torch.inf):
@@ -112,26 +161,74 @@ def test_the_first_log_decay_is_never_used(device):
 
 
 @pytest.mark.parametrize("query_length", [1, 40, 170, 200])
-def test_queries_are_the_last_rows(query_length, device):
+def test_queries_are_the_last_rows(query_length, launches, device):
     """Tokens before the first query have no row sum, and rows before the first token count nowhere."""
     log_decay = torch.randn(1, 170, 2, device=device)
     log_decay[0, [129, 150], 0] = -torch.inf
     check_gradient(log_decay, query_length)
 
 
-def test_strides(device):
+def test_strides(launches, device):
     log_decay = torch.randn(2, 3, 150, device=device).permute(0, 2, 1)
     check_build(log_decay)
     check_gradient(log_decay, 150)
     check_build(log_decay[:1, :, :1].expand(2, 150, 3))
 
 
-def test_more_blocks_than_one_step_of_a_scan_reads(monkeypatch, device):
+def test_more_than_one_step_reads(launches, monkeypatch, device):
     monkeypatch.setattr(prefix, "_SCAN_CHUNK", 2)
-    log_decay = torch.randn(1, 7 * BLOCK - 3, 2, device=device)
-    log_decay[0, [130, 131, 700], 1] = -torch.inf
+    monkeypatch.setattr(prefix, "_TOKEN_CHUNK", 64)
+    length = 6 * BLOCK + 1
+    log_decay = torch.randn(1, length, 2, device=device)
+    log_decay[0, [130, 131, 700, length - 1], 1] = -torch.inf
     check_build(log_decay)
-    check_gradient(log_decay, 7 * BLOCK - 3)
+    check_gradient(log_decay, length)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_sequences(packed, launches, device):
+    """Each has the prefix and the gradient that it has alone, whatever lies outside."""
+    tokens, rows = [130, 0, 1, 300, 128, 200], [130, 5, 1, 260, 128, 215]
+    if packed:
+        first_tokens, first_rows = ([*itertools.accumulate(lengths, initial=3)][:-1] for lengths in (tokens, rows))
+        shape, query_length, longest = (1, 3 + sum(tokens) + 9, 2), 3 + sum(rows) + 9, (260, 300)
+    else:
+        first_tokens, first_rows = [1, 7, 130, 20, 192, 0], [0, 3, 259, 0, 11, 45]
+        shape, query_length, longest = (6, 320, 2), 260, None
+    places = torch.tensor([*zip(first_rows, rows, first_tokens, tokens, strict=True)], dtype=torch.int32, device=device)
+    log_decay = torch.full(shape, torch.nan, device=device)
+    row_sums = torch.full((shape[0], 2, query_length), torch.nan, device=device)
+    column_sums = torch.full((shape[0], 2, shape[1]), torch.nan, device=device)
+    parts = []
+    for i, (row, row_count, token, count) in enumerate(places.tolist()):
+        entry, block = (0, token // BLOCK + i) if packed else (i, 0)  # where offsets_of_head has its blocks begin
+        entry, own_rows, own_tokens = slice(entry, entry + 1), slice(row, row + row_count), slice(token, token + count)
+        log_decay[entry, own_tokens] = torch.randn(1, count, 2, device=device)
+        log_decay[entry, own_tokens][torch.rand(1, count, 2, device=device) < 0.01] = -torch.inf
+        row_sums[entry, :, own_rows] = torch.randn(1, 2, row_count, device=device)
+        column_sums[entry, :, own_tokens] = torch.randn(1, 2, count, device=device)
+        parts.append((entry, own_rows, own_tokens, slice(block, block - (-count // BLOCK))))
+    q, v = log_decay.new_empty(shape[0], query_length, 2, 1), log_decay.new_empty(*shape, 1)
+    problem = AttentionProblem.of(q, v, log_decay, None, True, places=places, longest=longest)
+    found = sequences.find(problem, places)
+    built = prefix.build(problem, log_decay, sequences=found)
+    grad = prefix.gradient(problem, built, row_sums, column_sums, log_decay, found)
+    outside = torch.ones(shape, dtype=torch.bool, device=device)
+    for entry, own_rows, own_tokens, own_blocks in parts:
+        outside[entry, own_tokens] = False
+        own = log_decay[entry, own_tokens]
+        if own.shape[1]:
+            own_built = (x[entry, :, own_blocks if x is built.base else own_tokens] for x in built)
+            assert_prefix_of(own, prefix.DecayPrefix(*own_built))
+            own_sums = row_sums[entry, :, own_rows], column_sums[entry, :, own_tokens]
+            assert_gradient_of(own, *own_sums, grad[entry, own_tokens])
+    assert (grad[outside] == 0).all()
+
+
+def test_the_counter_is_zeroed(launches, device):
+    counter, log_decay = torch.ones(1, dtype=torch.int32, device=device), torch.randn(1, 300, 2, device=device)
+    prefix.build(problem_of(log_decay), log_decay, counter=counter)
+    assert counter.item() == 0
 
 
 @hypothesis.settings(
@@ -141,7 +238,7 @@ def test_more_blocks_than_one_step_of_a_scan_reads(monkeypatch, device):
 @hypothesis.given(
     length=st.integers(1, 400), query_length=st.integers(1, 400), density=st.sampled_from([0.0, 0.01, 0.3])
 )
-def test_anything(length, query_length, density, device):
+def test_anything(length, query_length, density, launches, device):
     log_decay = torch.randn(1, length, 2, device=device)
     log_decay[torch.rand_like(log_decay) < density] = -torch.inf
     check_build(log_decay)

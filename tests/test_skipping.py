@@ -254,6 +254,42 @@ def test_norms_that_underflow_or_overflow(device):
         assert (mass <= HARMLESS).all()
 
 
+# Which programs plan
+
+
+@pytest.mark.parametrize(("rows", "keys", "decay", "options", "window"), [
+    (1300, 1300, "gate", dict(heads=1), None), (513, 1025, "resets", dict(row_scale=True), (600, 0)),
+    (1000, 600, "walk", dict(heads=1, batch=2, dtype=torch.float16, dim=128), None), (700, 700, "constant", {}, None),
+])  # fmt: skip
+def test_granules_that_share_a_program_plan_as_they_do_alone(rows, keys, decay, options, window, device, monkeypatch):
+    """Some of a program's granules may skip and some may not, and the last program has fewer than others."""
+    inputs = make(device, rows, keys, decay, **options)
+    alone = plan_of(inputs, HARMLESS, window)
+    assert alone.any()
+    monkeypatch.setattr(skipping, "_PROGRAMS", 1)
+    for most in (2, 4, 8):
+        monkeypatch.setattr(skipping, "_MOST_TOGETHER", most)
+        assert torch.equal(plan_of(inputs, HARMLESS, window), alone)
+
+
+def test_packed_granules_that_share_a_program(device, monkeypatch):
+    rows, keys = [100, 0, 640, 1, 530], [130, 40, 640, 700, 800]
+    inputs, cu = packed(device, rows, keys)
+    first_rows, first_keys = cu["cu_seqlens_q"].tolist(), cu["cu_seqlens_k"].tolist()
+    places = torch.tensor(list(zip(first_rows, rows, first_keys, keys, strict=False)), dtype=torch.int32, device=device)
+    alone = plan_of(inputs, HARMLESS, None, places, (max(rows), max(keys)))
+    monkeypatch.setattr(skipping, "_PROGRAMS", 1)
+    shared = plan_of(inputs, HARMLESS, None, places, (max(rows), max(keys)))
+    for n, num_rows in enumerate(rows):
+        here = slice(first_rows[n] // ROWS + n, first_rows[n] // ROWS + n - (-num_rows // ROWS))
+        assert torch.equal(shared[..., here], alone[..., here])
+
+
+def test_programs_are_shared_where_many_are_left():
+    assert [skipping._together(programs, 4) for programs in (1, 2047, 2048, 4096, 10**6)] == [1, 1, 2, 4, 4]
+    assert skipping._together(10**6, 1) == 1
+
+
 # That it does something
 
 

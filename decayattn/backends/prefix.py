@@ -6,6 +6,9 @@ exceeds a whole λ. Blocks of DECAY_BLOCK tokens carry it instead: `base` (float
 
 A reset (λ = −inf) is visibility, not arithmetic: it counts as λ = 0, and every token records its segment, the last
 reset at or before it (0 without one) and the next one after it (T_k without one).
+
+No block waits for another. Where sequences are short and few, each reads all that it needs of the others' tokens, and
+there is one launch; else it reads what a launch before has summed per block. The reverse does the same.
 """
 
 from typing import NamedTuple
@@ -15,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS
+from decayattn.backends import COMPILER_OPTIONS, launching
+from decayattn.backends.launching import Launch
 from decayattn.backends.sequences import (
     BLOCK,
     Sequences,
@@ -34,8 +38,16 @@ DECAY_BLOCK = BLOCK
 # high, middle and low bits of a float32
 BIAS_COLUMNS = 16
 BIAS_PARTS = 3
-# blocks that one step of a scan over block totals reads at once
+# blocks that one step of a scan over block sums reads at once
 _SCAN_CHUNK = 128
+# tokens that one step reads at once where there are no block sums
+_TOKEN_CHUNK = 512
+# Without block sums there is a launch less, but every block reads the λ of its whole sequence: T/128 × T reads per
+# head. A launch costs the GPU two or three microseconds, and the host more. About as long take, estimated and not
+# measured, the few steps in which one warp reads _MOST_TOKENS, and _MOST_READS of all warps: the λ of a head lie apart,
+# so that each read takes 32 bytes, of which L2 gives some 5 TB/s. The reverse reads no more, and without gaps.
+_MOST_TOKENS = 2048
+_MOST_READS = 2**19
 # one warp scans a block of tokens without meeting others
 _WARPS = 1
 
@@ -69,59 +81,70 @@ def allocate(problem: AttentionProblem, like: Tensor) -> DecayPrefix:
 
 def build(
     problem: AttentionProblem, log_decay: Tensor, columns: Tensor | None = None, factor: float = 1.0,
-    counter: Tensor | None = None, sequences: Sequences | None = None,
+    counter: Tensor | None = None, sequences: Sequences | None = None, launch: Launch = launching.anew,
 ) -> DecayPrefix:  # fmt: skip
-    """The prefix of log_decay (B, T_k, H): two launches, whatever the length. Tokens outside the sequences have none.
+    """The prefix of log_decay (B, T_k, H): one launch or two. Tokens outside the sequences have none.
 
     columns, if given, is filled on the way: (B, H, blocks, DECAY_BLOCK, BIAS_COLUMNS), the parts of factor · β.
     counter, if given, is one int32 that is zeroed, which saves the attention that draws from it a launch.
     """
     prefix = allocate(problem, log_decay)
-    grid = (token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),)
-    totals = torch.empty_like(prefix.base)
-    resets = torch.empty_like(prefix.base, dtype=torch.int32), torch.empty_like(prefix.base, dtype=torch.int32)
+    programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
     sizes = (problem.key_length, problem.num_heads, sequences)
-    modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
-    _block_totals[grid](
-        log_decay, log_decay.stride(), totals, *resets, resets[0] if counter is None else counter, *sizes,
-        ZERO_COUNTER=counter is not None, num_warps=_WARPS, **modes,
-    )  # fmt: skip
-    _scan_blocks[grid](
-        log_decay, log_decay.stride(), totals, *resets, *prefix, totals if columns is None else columns, factor,
-        *sizes, CHUNK=_SCAN_CHUNK, COLUMNS=0 if columns is None else BIAS_COLUMNS, num_warps=_WARPS, **modes,
+    modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, num_warps=_WARPS, **COMPILER_OPTIONS)
+    sums, chunk = None, _TOKEN_CHUNK
+    if _needs_block_sums(problem, programs):
+        chunk = _SCAN_CHUNK
+        sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
+        launch(_block_totals, programs, log_decay, log_decay.stride(), *sums, *sizes, **modes)
+    launch(
+        _scan_blocks, programs,
+        log_decay, log_decay.stride(), sums, *prefix, prefix.base if columns is None else columns, factor,
+        prefix.last_reset if counter is None else counter, *sizes, CHUNK=chunk,
+        COLUMNS=0 if columns is None else BIAS_COLUMNS, ZERO_COUNTER=counter is not None, **modes,
     )  # fmt: skip
     return prefix
 
 
-def constant_columns(rates: Tensor, factor: float, counter: Tensor) -> Tensor:
+def constant_columns(rates: Tensor, factor: float, counter: Tensor, launch: Launch = launching.anew) -> Tensor:
     """(H, DECAY_BLOCK, BIAS_COLUMNS): the parts of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
     columns = rates.new_empty(rates.shape[0], DECAY_BLOCK, BIAS_COLUMNS, dtype=torch.bfloat16)
-    _constant_columns[(rates.shape[0],)](
-        rates, rates.stride(0), columns, factor, counter, BLOCK=DECAY_BLOCK, COLUMNS=BIAS_COLUMNS, **COMPILER_OPTIONS
-    )
+    launch(
+        _constant_columns, rates.shape[0],
+        rates, rates.stride(0), columns, factor, counter, BLOCK=DECAY_BLOCK, COLUMNS=BIAS_COLUMNS, **COMPILER_OPTIONS,
+    )  # fmt: skip
     return columns
 
 
 def gradient(
     problem: AttentionProblem, prefix: DecayPrefix, row_sums: Tensor, column_sums: Tensor, like: Tensor,
-    sequences: Sequences | None = None,
+    sequences: Sequences | None = None, launch: Launch = launching.anew,
 ) -> Tensor:  # fmt: skip
     """dλ_t = Σ dα_u over the rest of t's segment, with dα = row sums − column sums of dS; (B, T_k, H) in like's dtype.
 
     row_sums is (B, H, T_q), column_sums (B, H, T_k), both float. The first λ of a segment acts on nothing: literal 0.
     """
     grad = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    fill_outside(problem, sequences, [(grad[..., None], 0.0)], of_keys=True)
-    grid = (token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),)
-    heads = torch.empty_like(prefix.base)
+    if sequences is not None:
+        fill_outside(problem, sequences, [(grad[..., None], 0.0)], of_keys=True, launch=launch)
+    programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
     sizes = (problem.query_length, problem.key_length, problem.num_heads, sequences)
     segments = (prefix.last_reset, prefix.next_reset)
     modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
-    _segment_heads[grid](row_sums, column_sums, *segments, heads, *sizes, **modes)
-    _reverse_sums[grid](
-        row_sums, column_sums, *segments, heads, grad, grad.stride(), *sizes, CHUNK=_SCAN_CHUNK, **modes
-    )
+    heads, chunk = None, _TOKEN_CHUNK
+    if _needs_block_sums(problem, programs):
+        heads, chunk = torch.empty_like(prefix.base), _SCAN_CHUNK
+        launch(_segment_heads, programs, row_sums, column_sums, *segments, heads, *sizes, **modes)
+    launch(
+        _reverse_sums, programs,
+        row_sums, column_sums, *segments, heads, grad, grad.stride(), *sizes, CHUNK=chunk, **modes,
+    )  # fmt: skip
     return grad
+
+
+def _needs_block_sums(problem: AttentionProblem, programs: int) -> bool:
+    """Whether there are too many tokens for every block to read its whole sequence."""
+    return problem.longest_key > _MOST_TOKENS or programs * problem.longest_key > _MOST_READS
 
 
 @triton.jit
@@ -141,8 +164,8 @@ def _add_in_segment(sum_a, ended_a, sum_b, ended_b):
 
 
 @triton.jit
-def _load_block(log_decay, strides, batch, head, first_token, tokens, length):
-    """A block's λ in base 2 and float64, resets as 0, and where the resets are. The first λ is never used."""
+def _load_log_decay(log_decay, strides, batch, head, first_token, tokens, length):
+    """λ of tokens in base 2 and float64, resets as 0, and where the resets are. The first λ is never used."""
     tokens_there = (first_token + tokens).to(tl.int64)
     pointers = log_decay + batch.to(tl.int64) * strides[0] + tokens_there * strides[1] + head * strides[2]
     value = tl.load(pointers, mask=(tokens > 0) & (tokens < length), other=0.0).to(tl.float64)
@@ -152,13 +175,10 @@ def _load_block(log_decay, strides, batch, head, first_token, tokens, length):
 
 @triton.jit
 def _block_totals(
-    log_decay, strides, totals, last_resets, first_resets, counter, length, heads, sequences,
+    log_decay, strides, totals, last_resets, first_resets, length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
-    ZERO_COUNTER: tl.constexpr,
 ):  # fmt: skip
     """Per block: the sum of λ, its last reset (−1 without one) and its first one (T_k without one)."""
-    if ZERO_COUNTER:
-        tl.store(counter, 0, mask=tl.program_id(0) == 0)
     start, sequence, head, entry, _, _, first_token, length = tile_of_program(
         sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES
     )
@@ -167,7 +187,7 @@ def _block_totals(
         if start >= length:
             return
     tokens = start + tl.arange(0, BLOCK)
-    value, is_reset = _load_block(log_decay, strides, entry, head, first_token, tokens, length)
+    value, is_reset = _load_log_decay(log_decay, strides, entry, head, first_token, tokens, length)
     here = block_row + start // BLOCK
     tl.store(totals + here, tl.sum(value, 0))
     tl.store(last_resets + here, tl.max(tl.where(is_reset, tokens, -1), 0))
@@ -175,20 +195,27 @@ def _block_totals(
 
 
 @triton.jit
-def _scan_blocks(
-    log_decay, strides, totals, last_resets, first_resets, local, base, last_reset, next_reset, columns,
-    factor: tl.float64, length, heads, sequences,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Each block sums its predecessors' totals itself: T²/128² short reads in all, and no block waits for another."""
-    start, sequence, head, entry, _, _, first_token, length = tile_of_program(
-        sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES
-    )
-    _, token_row, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
-    if sequences is not None:  # noqa: SIM102
-        if start >= length:
-            return
+def _around_by_tokens(
+    log_decay, strides, batch, head, first_token, start, length, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The sum of λ and the last reset before a block (0 without one), the first reset after it (T_k without one)."""
+    alpha = tl.zeros([CHUNK], tl.float64)
+    before = tl.zeros([CHUNK], tl.int32)
+    after = tl.zeros([CHUNK], tl.int32) + length
+    for first in range(0, length, CHUNK):
+        tokens = first + tl.arange(0, CHUNK)
+        value, is_reset = _load_log_decay(log_decay, strides, batch, head, first_token, tokens, length)
+        earlier = tokens < start
+        alpha += tl.where(earlier, value, 0.0)
+        before = tl.maximum(before, tl.where(is_reset & earlier, tokens, 0))
+        after = tl.minimum(after, tl.where(is_reset & (tokens >= start + BLOCK), tokens, length))
+    return tl.sum(alpha, 0), tl.max(before, 0), tl.min(after, 0)
+
+
+@triton.jit
+def _around_by_blocks(sums, block_row, start, length, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """The same from the sums of `_block_totals`: T²/128² short reads in all."""
+    totals, last_resets, first_resets = sums
     block, blocks = start // BLOCK, tl.cdiv(length, BLOCK)
     alpha = tl.zeros([CHUNK], tl.float64)
     before = tl.zeros([CHUNK], tl.int32)
@@ -200,11 +227,38 @@ def _scan_blocks(
         alpha += tl.load(totals + block_row + index, mask=earlier, other=0.0)
         before = tl.maximum(before, tl.load(last_resets + block_row + index, mask=earlier, other=0))
         after = tl.minimum(after, tl.load(first_resets + block_row + index, mask=later, other=length))
-    tl.store(base + block_row + block, tl.sum(alpha, 0))
+    return tl.sum(alpha, 0), tl.max(before, 0), tl.min(after, 0)
 
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    value, is_reset = _load_block(log_decay, strides, entry, head, first_token, tokens, length)
-    last = tl.associative_scan(tl.where(is_reset, tokens, tl.max(before, 0)), 0, _larger)
+
+@triton.jit
+def _scan_blocks(
+    log_decay, strides, sums, local, base, last_reset, next_reset, columns, factor: tl.float64, counter,
+    length, heads, sequences,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    ZERO_COUNTER: tl.constexpr,
+):  # fmt: skip
+    """The prefix of one block. sums: the three of `_block_totals`, or None where the tokens around it are read."""
+    if ZERO_COUNTER:
+        tl.store(counter, 0, mask=tl.program_id(0) == 0)
+    start, sequence, head, entry, _, _, first_token, length = tile_of_program(
+        sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES
+    )
+    _, token_row, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
+    if sequences is not None:  # noqa: SIM102
+        if start >= length:
+            return
+    if sums is None:
+        alpha, before, after = _around_by_tokens(
+            log_decay, strides, entry, head, first_token, start, length, BLOCK, CHUNK
+        )
+    else:
+        alpha, before, after = _around_by_blocks(sums, block_row, start, length, BLOCK, CHUNK)
+    block = start // BLOCK
+    tl.store(base + block_row + block, alpha)
+
+    tokens = start + tl.arange(0, BLOCK)
+    value, is_reset = _load_log_decay(log_decay, strides, entry, head, first_token, tokens, length)
+    last = tl.associative_scan(tl.where(is_reset, tokens, before), 0, _larger)
     here = token_row + tokens
     inside = tokens < length
     beta = tl.cumsum(value, 0)
@@ -213,10 +267,10 @@ def _scan_blocks(
         _store_columns(columns + (block_row + block) * BLOCK * COLUMNS, beta * factor, BLOCK, COLUMNS)
     tl.store(last_reset + here, last, mask=inside)
     # the next reset strictly after t: seen from t + 1, so the scan's result moves back by one token
-    coming = tl.associative_scan(tl.where(is_reset, tokens, tl.min(after, 0)), 0, _smaller, reverse=True)
-    tl.store(next_reset + here - 1, coming, mask=inside & (tokens > block * BLOCK))
-    final = tl.minimum(block * BLOCK + BLOCK, length) - 1
-    tl.store(next_reset + token_row + final, tl.min(after, 0))
+    coming = tl.associative_scan(tl.where(is_reset, tokens, after), 0, _smaller, reverse=True)
+    tl.store(next_reset + here - 1, coming, mask=inside & (tokens > start))
+    final = tl.minimum(start + BLOCK, length) - 1
+    tl.store(next_reset + token_row + final, after)
 
 
 @triton.jit
@@ -280,11 +334,36 @@ def _segment_heads(
 
 
 @triton.jit
+def _after_by_tokens(row_sums, column_sums, begin, end, first_position, CHUNK: tl.constexpr):
+    """The sum of dα from one token up to another."""
+    total = tl.zeros([CHUNK], tl.float64)
+    for first in range(begin, end, CHUNK):
+        tokens = first + tl.arange(0, CHUNK)
+        total += _load_alpha_gradient(row_sums, column_sums, tokens, tokens < end, first_position)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _after_by_blocks(heads_in, begin, end, key_length, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """The same, where one token starts a block and the other a segment, from the heads of the blocks between."""
+    last_block, blocks = end // BLOCK, tl.cdiv(key_length, BLOCK)
+    total = tl.zeros([CHUNK], tl.float64)
+    for first in range(begin // BLOCK, tl.minimum(last_block + 1, blocks), CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        reached = (index <= last_block) & (index < blocks)
+        total += tl.load(heads_in + index, mask=reached, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def _reverse_sums(
     row_sums, column_sums, last_reset, next_reset, heads_in, grad, strides, query_length, key_length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """dλ of one block: its own later dα of the segment, plus the heads of the blocks that it reaches into."""
+    """dλ of one block: its own later dα of the segment, plus those in the blocks that its last segment reaches into.
+
+    heads_in: those blocks' `_segment_heads`, or None where their tokens are read.
+    """
     start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
         sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
     )
@@ -294,24 +373,22 @@ def _reverse_sums(
     if sequences is not None:  # noqa: SIM102
         if start >= key_length:
             return
-    block, blocks = start // BLOCK, tl.cdiv(key_length, BLOCK)
-    final = tl.minimum(block * BLOCK + BLOCK, key_length) - 1
-    last_block = tl.load(next_reset + token_row + final) // BLOCK
-    carried = tl.zeros([CHUNK], tl.float64)
-    for first in range(block + 1, tl.minimum(last_block + 1, blocks), CHUNK):
-        index = first + tl.arange(0, CHUNK)
-        reached = (index <= last_block) & (index < blocks)
-        carried += tl.load(heads_in + block_row + index, mask=reached, other=0.0)
+    row_sums, column_sums = row_sums + query_row, column_sums + token_row
+    first_position = key_length - query_length
+    final = tl.minimum(start + BLOCK, key_length) - 1
+    end = tl.load(next_reset + token_row + final)
+    if heads_in is None:
+        carried = _after_by_tokens(row_sums, column_sums, final + 1, end, first_position, CHUNK)
+    else:
+        carried = _after_by_blocks(heads_in + block_row, start + BLOCK, end, key_length, BLOCK, CHUNK)
 
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    tokens = start + tl.arange(0, BLOCK)
     inside = tokens < key_length
-    value = _load_alpha_gradient(
-        row_sums + query_row, column_sums + token_row, tokens, inside, key_length - query_length
-    )
+    value = _load_alpha_gradient(row_sums, column_sums, tokens, inside, first_position)
     segment_start = tl.load(last_reset + token_row + tokens, mask=inside, other=0)
     segment_end = tl.load(next_reset + token_row + tokens, mask=inside, other=0)
     total, _ = tl.associative_scan((value, (segment_end == tokens + 1).to(tl.int32)), 0, _add_in_segment, reverse=True)
-    total += tl.where(segment_end > final, tl.sum(carried, 0), 0.0)
+    total += tl.where(segment_end > final, carried, 0.0)
     total = tl.where(segment_start == tokens, 0.0, total)
     tokens_there = (first_token + tokens).to(tl.int64)
     pointers = grad + entry.to(tl.int64) * strides[0] + tokens_there * strides[1] + head * strides[2]

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, next_power_of_2
+from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
+from decayattn.backends.launching import Launch
 from decayattn.problem import AttentionProblem
 
 # rows or tokens of a block: tiles of every size lie inside one, and so does one block of the decay prefix
@@ -42,13 +43,16 @@ class Sequences(NamedTuple):
     token_blocks: int
 
 
-def find(problem: AttentionProblem, places: Tensor | None) -> Sequences | None:
+def find(problem: AttentionProblem, places: Tensor | None, launch: Launch = launching.anew) -> Sequences | None:
     """The sequences at `places`: one launch. None without places."""
     if places is None:
         return None
     count = _rounded_up(problem.sequences)
     ends = places.new_empty(2, count)
-    _count_blocks[(2,)](places, ends, problem.sequences, count, BLOCK=BLOCK, CHUNK=_COUNTED, **COMPILER_OPTIONS)
+    launch(
+        _count_blocks, 2,
+        places, ends, problem.sequences, count, BLOCK=BLOCK, CHUNK=_COUNTED, **COMPILER_OPTIONS,
+    )  # fmt: skip
     return Sequences(
         places, ends, count, problem.query_length, problem.key_length, decay_blocks(problem),
         _most_blocks(problem, problem.query_length, problem.longest_query),
@@ -98,23 +102,22 @@ def constants(problem: AttentionProblem, sequences: Sequences | None) -> dict[st
 
 
 def fill_outside(
-    problem: AttentionProblem, sequences: Sequences | None, fills: list[tuple[Tensor, float]], of_keys: bool = False
-) -> None:
-    """Fill the rows (or tokens) of tensors (B, T, H, D) that belong to no sequence; rows of one without a key, too."""
+    problem: AttentionProblem, sequences: Sequences | None, fills: list[tuple[Tensor, float]], of_keys: bool = False,
+    launch: Launch = launching.anew,
+) -> None:  # fmt: skip
+    """Fill the rows (or tokens) of tensors (B, T, H, D) or (B, H, T) that belong to no sequence; rows of one without a
+    key, too."""
     if sequences is None:
         return
     axis = sequences.key_axis if of_keys else sequences.query_axis
     tensors, values = zip(*fills, strict=True)
-    _fill_outside[(cdiv(axis, BLOCK) * problem.batch,)](
+    tensors = tuple(x if x.ndim == 4 else x.transpose(1, 2)[..., None] for x in tensors)
+    launch(
+        _fill_outside, cdiv(axis, BLOCK) * problem.batch,
         sequences, tensors, tuple(x.stride() for x in tensors), tuple(tuple(x.shape[2:]) for x in tensors), values,
         problem.sequences, axis, OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=BLOCK, CHUNK=_CHUNK,
-        WIDTH=next_power_of_2(max(x.shape[3] for x in tensors)), num_warps=8, **COMPILER_OPTIONS,
+        WIDTH=next_power_of_2(max(x.shape[3] for x in tensors)), TENSORS=len(tensors), num_warps=8, **COMPILER_OPTIONS,
     )  # fmt: skip
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """(B, H, T) as (B, T, H, 1), as fill_outside takes it."""
-    return x.transpose(1, 2)[..., None]
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -214,7 +217,7 @@ def offsets_of_head(
 @triton.jit(do_not_specialize=["number"])
 def _fill_outside(
     sequences, tensors, strides, shapes, values, number, axis, OF_KEYS: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
     """One block of rows (OF_KEYS: tokens) of a batch entry, whatever lies on it: most programs have nothing to fill."""
     blocks = tl.cdiv(axis, BLOCK)
@@ -237,7 +240,7 @@ def _fill_outside(
     outside = (covered == 0) & (row < axis)
     if tl.max(outside.to(tl.int32), 0) != 0:
         column = tl.arange(0, WIDTH)
-        for i in tl.static_range(len(tensors)):
+        for i in tl.static_range(TENSORS):
             mask = outside[:, None] & (column < shapes[i][1])[None, :]
             here = tensors[i] + entry.to(tl.int64) * strides[i][0]
             here += row.to(tl.int64)[:, None] * strides[i][1] + column.to(tl.int64)[None, :] * strides[i][3]

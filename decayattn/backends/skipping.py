@@ -28,9 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, next_power_of_2
+from decayattn.backends import COMPILER_OPTIONS, launching, next_power_of_2
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as packing
+from decayattn.backends.launching import Launch
 from decayattn.backends.prefix import DECAY_BLOCK, DecayPrefix
 from decayattn.backends.sequences import Sequences, offsets_of_head, tile_of_program
 from decayattn.backends.tile_math import LOG2E
@@ -43,6 +44,15 @@ GRANULE = 64
 SHORTEST = 512
 # entries that one step of a sum over blocks, or of a search through granules, reads at once
 _CHUNK = 128
+# Neighbouring blocks of keys (or granules) of a head share a program. It asks α about all of them at once, for little
+# more than one of them costs, and reads the norms of those that need them one after the other. No more share one than
+# leave this many programs, about as many as a GPU holds at once (8 on each of 132 multiprocessors): a short problem
+# keeps its parallelism. Powers of two, so that there are few kernels to compile
+_MOST_TOGETHER = 4
+_PROGRAMS = 1024
+# bytes of a row of q or k above which norms are taken of half as many rows at once: with more in registers, a
+# multiprocessor holds fewer programs, also of those that read no row
+_WIDE_ROW = 128
 
 ROWS: tl.constexpr = tl.constexpr(GRANULE)
 BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
@@ -51,6 +61,7 @@ _BETA_MARGIN: tl.constexpr = tl.constexpr(2.0**-23)
 _ALPHA_MARGIN: tl.constexpr = tl.constexpr(2.0**-44)
 _LEAST_SQUARE: tl.constexpr = tl.constexpr(1e-30)
 _ALLOWED: tl.constexpr = tl.constexpr(0.999)
+_LANES: tl.constexpr = tl.constexpr(32)
 
 
 def is_planned(problem: AttentionProblem) -> bool:
@@ -76,7 +87,7 @@ def allocate(problem: AttentionProblem, like: Tensor) -> Tensor:
 
 def plan(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    prefix: DecayPrefix, sequences: Sequences | None,
+    prefix: DecayPrefix, sequences: Sequences | None, launch: Launch = launching.anew,
 ) -> Tensor:  # fmt: skip
     """`allocate`'s buffer, filled by two launches if the problem is planned."""
     first_block = allocate(problem, q)
@@ -92,33 +103,52 @@ def plan(
     )
     modes = dict(
         **packing.constants(problem, sequences), GROUP=problem.num_heads // problem.num_kv_heads, D=problem.head_dim,
-        WIDTH=width, DECAY=problem.decay, num_warps=4 if width <= 128 else 8, **COMPILER_OPTIONS,
+        WIDTH=width, PARTS=1 if width * q.element_size() <= _WIDE_ROW else 2, DECAY=problem.decay,
+        num_warps=4 if width <= 128 else 8, **COMPILER_OPTIONS,
     )  # fmt: skip
     log_tolerance = math.log2(problem.skip_tolerance)
-    _summarise_keys[(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_kv_heads),)](
+    # packed and padded, what lies in one block belongs to one sequence, and what lies in two need not
+    most = (_MOST_TOGETHER, _MOST_TOGETHER) if sequences is None else (1, DECAY_BLOCK // GRANULE)
+    together = _together(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_kv_heads), most[0])
+    launch(
+        _summarise_keys,
+        packing.token_programs(problem, sequences, DECAY_BLOCK * together, problem.num_kv_heads),
         k, k.stride(), *decay, prefix.local, prefix.base, longest_keys, weights, sequences, log_tolerance,
-        problem.query_length, problem.key_length, problem.num_kv_heads, blocks, **modes,
+        problem.query_length, problem.key_length, problem.num_kv_heads, blocks, TOGETHER=together, **modes,
     )  # fmt: skip
+    together = _together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most[1])
     row_scale = scale if problem.row_scale else None
     left = problem.window[0]
-    _find_first_blocks[(packing.row_programs(problem, sequences, GRANULE, problem.num_heads),)](
+    launch(
+        _find_first_blocks, packing.row_programs(problem, sequences, GRANULE * together, problem.num_heads),
         q, k, q.stride(), k.stride(), 1.0 if problem.row_scale else scale, row_scale,
         None if row_scale is None else row_scale.stride(), *decay, prefix.local, prefix.base, prefix.last_reset,
         prefix.next_reset, longest_keys, weights, first_block, sequences, left if left >= 0 else None, log_tolerance,
         problem.query_length, problem.key_length, problem.num_heads, first_block.shape[-1], blocks, CHUNK=_CHUNK,
-        **modes,
+        TOGETHER=together, **modes,
     )  # fmt: skip
     return first_block
 
 
-def last_granules(problem: AttentionProblem, first_block: Tensor, sequences: Sequences | None) -> Tensor:
+def _together(programs: int, most: int) -> int:
+    """How many share a program of a launch that would have this many programs of one."""
+    together = 1
+    while 2 * together <= most and programs >= 2 * together * _PROGRAMS:
+        together *= 2
+    return together
+
+
+def last_granules(
+    problem: AttentionProblem, first_block: Tensor, sequences: Sequences | None, launch: Launch = launching.anew
+) -> Tensor:
     """The mirror of a plan: (B, H, blocks) int32, the last granule that visits a block of keys, −1 without one.
 
     Granules between its own and the last one may not visit it: first_block need not increase.
     """
     blocks = packing.decay_blocks(problem)
     last = torch.empty(problem.batch, problem.num_heads, blocks, dtype=torch.int32, device=first_block.device)
-    _find_last_granules[(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),)](
+    launch(
+        _find_last_granules, packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),
         first_block, last, sequences, problem.query_length, problem.key_length, problem.num_heads,
         first_block.shape[-1], blocks, **packing.constants(problem, sequences), CHUNK=_CHUNK, num_warps=1,
         **COMPILER_OPTIONS,
@@ -189,11 +219,14 @@ def end_of_planned_rows(plan, sequence, head, heads, first_token, start, PACKED:
 
 
 @triton.jit
-def _load_alpha(position, rates, rate_stride, head, local, base, DECAY: tl.constexpr):
-    """α in base 2 and float64, and how far it may be off; local and base point at one head's prefix."""
+def _load_alpha(position, block, rates, rate_stride, head, local, base, DECAY: tl.constexpr, inside=None):
+    """α in base 2 and float64, and how far it may be off, at positions in these blocks; anything where not inside.
+
+    local and base point at one head's prefix.
+    """
     if DECAY == "scalar":
-        beta = tl.load(local + position).to(tl.float64)
-        alpha = tl.load(base + position // BLOCK) + beta
+        beta = tl.load(local + position, mask=inside).to(tl.float64)
+        alpha = tl.load(base + block) + beta
         slack = tl.abs(beta) * _BETA_MARGIN + tl.abs(alpha) * _ALPHA_MARGIN
     else:
         alpha = position.to(tl.float64) * (tl.load(rates + head * rate_stride).to(tl.float64) * LOG2E)
@@ -224,47 +257,59 @@ def _nan_is_infinite(x):
 def _summarise_keys(
     k, k_strides, rates, rate_stride, local, base, longest_keys, weights, sequences, log_tolerance: tl.float64,
     query_length, key_length, kv_heads, block_axis,
-    D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
-    SEARCHES: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """K_J of a block of keys, +inf (never skip) where α keeps the last row from skipping it, and W_J of every query
-    head, in base 2.
+    """K_J of TOGETHER blocks of keys, +inf (never skip) where α keeps the last row from skipping one, and W_J of every
+    query head, in base 2.
 
     The last row speaks for all: of λ ≤ 0 no row before it could skip the block if it cannot.
     """
     ACCUMULATOR: tl.constexpr = longest_keys.dtype.element_ty
     start, sequence, kv_head, entry, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, kv_heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
+        sequences, kv_heads, query_length, key_length, BLOCK * TOGETHER, True, False, PACKED, SEARCHES
     )
     if start >= key_length:
         return
-    key = start + tl.arange(0, BLOCK)
+    # blocks past the end repeat the last one
+    own, last = tl.arange(0, TOGETHER), key_length - 1
+    block = tl.minimum(start // BLOCK + own, last // BLOCK)
+    # (keys, blocks): this way round the sums over keys cross few lanes
+    key = block[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
     inside = key < key_length
-    last = start * 0 + key_length - 1
-    can_skip = start < 0
+    can_skip = block < 0
     for member in range(0, GROUP):
         head = kv_head * GROUP + member
         _, head_tokens, head_blocks = offsets_of_head(
             sequences, sequence, head, kv_heads * GROUP, first_row, query_length, first_token, key_length, PACKED
         )
         head_local, head_base = local + head_tokens, base + head_blocks
-        alpha, slack = _load_alpha(
-            tl.minimum(key, key_length - 1), rates, rate_stride, head, head_local, head_base, DECAY
-        )
+        lowest, _ = _load_alpha(last, last // BLOCK, rates, rate_stride, head, head_local, head_base, DECAY)
+        alpha, slack = _load_alpha(key, block[None, :], rates, rate_stride, head, head_local, head_base, DECAY, inside)
         growth = tl.where(inside, slack - alpha, float("-inf"))
         largest = tl.max(growth, 0)
-        weight = largest + tl.log2(tl.sum(tl.exp2((growth - largest).to(tl.float32)), 0)).to(tl.float64)
-        here = offset_of_head(block_axis, sequence, head, kv_heads * GROUP, first_token, PACKED, BLOCK) + start // BLOCK
-        tl.store(weights + here, weight)
-        lowest, _ = _load_alpha(last, rates, rate_stride, head, head_local, head_base, DECAY)
+        mass = tl.sum(tl.exp2((growth - largest[None, :]).to(tl.float32)), 0)
+        weight = largest + tl.log2(mass).to(tl.float64)
+        here = offset_of_head(block_axis, sequence, head, kv_heads * GROUP, first_token, PACKED, BLOCK)
+        tl.store(weights + here + block, weight)
         can_skip |= lowest + weight <= log_tolerance
-    longest = tl.full([], float("inf"), ACCUMULATOR)
-    if can_skip:
-        column = tl.arange(0, WIDTH)
-        rows = _load_rows(k, k_strides, entry, kv_head, first_token + key, column, inside, D, ACCUMULATOR)
-        longest = tl.max(_nan_is_infinite(_norms(rows)), 0)
-    here = offset_of_head(block_axis, sequence, kv_head, kv_heads, first_token, PACKED, BLOCK) + start // BLOCK
-    tl.store(longest_keys + here, longest)
+    longest_keys += offset_of_head(block_axis, sequence, kv_head, kv_heads, first_token, PACKED, BLOCK)
+    tl.store(longest_keys + block, float("inf"), mask=can_skip == 0)
+    # one bit for each block whose norms are needed
+    needed = tl.sum((can_skip & (start // BLOCK + own <= last // BLOCK)).to(tl.int32) << own, 0)
+    if needed == 0:
+        return
+    PART: tl.constexpr = BLOCK // PARTS
+    column = tl.arange(0, WIDTH)
+    for n in range(0, TOGETHER):
+        if (needed >> n) & 1:
+            longest = tl.full([], 0.0, ACCUMULATOR)
+            for part in range(0, BLOCK, PART):
+                token = start + n * BLOCK + part + tl.arange(0, PART)
+                there = token < key_length
+                rows = _load_rows(k, k_strides, entry, kv_head, first_token + token, column, there, D, ACCUMULATOR)
+                longest = tl.maximum(longest, tl.max(_nan_is_infinite(_norms(rows)), 0))
+            tl.store(longest_keys + start // BLOCK + n, longest)
 
 
 @triton.jit
@@ -272,13 +317,13 @@ def _find_first_blocks(
     q, k, q_strides, k_strides, scale: tl.float64, row_scales, row_scale_strides, rates, rate_stride, local, base,
     last_reset, next_reset, longest_keys, weights, first_block, sequences, left, log_tolerance: tl.float64,
     query_length, key_length, heads, granule_axis, block_axis,
-    D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
-    SEARCHES: tl.constexpr, CHUNK: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """The first block that a granule visits."""
+    """The first blocks that TOGETHER granules visit."""
     ACCUMULATOR: tl.constexpr = longest_keys.dtype.element_ty
     start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, ROWS, False, True, PACKED, SEARCHES
+        sequences, heads, query_length, key_length, ROWS * TOGETHER, False, True, PACKED, SEARCHES
     )
     if (start >= query_length) | (key_length == 0):
         return
@@ -288,53 +333,69 @@ def _find_first_blocks(
     kv_head = head // GROUP
     weights += offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK)
     longest_keys += offset_of_head(block_axis, sequence, kv_head, heads // GROUP, first_token, PACKED, BLOCK)
-    first_block += offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS) + start // ROWS
+    first_block += offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
 
     local, base = local + head_tokens, base + head_blocks
 
+    # A lane asks for a granule, and lanes without one repeat the last one: a sum over all lanes of a warp is one
+    # instruction, and the compiler knows that branches on it are taken together.
     # The first row speaks for all: no other has an earlier first key, or, of λ ≤ 0, a higher α. The block of its own
     # key is always visited.
-    position = tl.maximum(start + key_length - query_length, 0)
+    own = tl.arange(0, _LANES)
+    granules = tl.minimum(tl.cdiv(query_length - start, ROWS), TOGETHER)
+    granule = start // ROWS + tl.minimum(own, granules - 1)
+    position = tl.maximum(granule * ROWS + key_length - query_length, 0)
     first, _ = keys_seen(
         position, key_length, last_reset + head_tokens, next_reset + head_tokens, True, DECAY == "scalar", left, None
     )
-    begin, end = first // BLOCK, position // BLOCK
-    first_alpha, _ = _load_alpha(position, rates, rate_stride, head, local, base, DECAY)
-    planned = begin
-    can_skip = begin < end
-    can_skip &= first_alpha + tl.load(weights + begin) <= log_tolerance
-    can_skip &= tl.load(longest_keys + begin) < float("inf")
-    if can_skip:
-        # rows past the end repeat the last one; those before the first key see nothing
-        row = tl.minimum(start + tl.arange(0, ROWS), query_length - 1)
-        sees = row + key_length - query_length >= 0
-        own_key = tl.maximum(row + key_length - query_length, 0)
-        alpha, slack = _load_alpha(own_key, rates, rate_stride, head, local, base, DECAY)
-        column = tl.arange(0, WIDTH)
-        own_q = _load_rows(q, q_strides, entry, head, first_row + row, column, sees, D, ACCUMULATOR)
-        own_k = _load_rows(k, k_strides, entry, kv_head, first_token + own_key, column, sees, D, ACCUMULATOR)
-        if row_scales is None:
-            s = tl.full([ROWS], scale, ACCUMULATOR) * LOG2E
-        else:
-            here = row_scales + entry.to(tl.int64) * row_scale_strides[0] + head.to(tl.int64) * row_scale_strides[2]
-            s = tl.load(here + (first_row + row).to(tl.int64) * row_scale_strides[1]).to(ACCUMULATOR) * LOG2E
-        u = tl.abs(s) * _norms(own_q)
-        own_score = s * tl.sum(own_q * own_k, 1)
-        e = alpha + slack - own_score.to(tl.float64) + (u * _norms(own_k)).to(tl.float64) * _MARGIN
-        largest_u = tl.max(tl.where(sees, _nan_is_infinite(u), 0.0), 0).to(tl.float64) * (1 + _MARGIN)
-        largest_e = tl.max(tl.where(sees, _nan_is_infinite(e), float("-inf")), 0) - log_tolerance
-        mass = tl.full([], 0.0, tl.float32)
-        planned = end
-        for chunk in range(begin, end, CHUNK):
-            block = chunk + tl.arange(0, CHUNK)
-            there = block < end
-            longest = tl.load(longest_keys + block, mask=there, other=0.0).to(tl.float64)
-            exponent = largest_u * longest + largest_e + tl.load(weights + block, mask=there, other=0.0)
-            term = tl.where(there, tl.exp2(exponent.to(tl.float32)), 0.0)
-            negligible = mass + tl.cumsum(term, 0) <= _ALLOWED
-            planned = tl.minimum(planned, tl.min(tl.where(there & (negligible == 0), block, end), 0))
-            mass += tl.sum(term, 0)
-    tl.store(first_block, planned)
+    begins, ends = first // BLOCK, position // BLOCK
+    first_alpha, _ = _load_alpha(position, ends, rates, rate_stride, head, local, base, DECAY)
+    can_skip = begins < ends
+    can_skip &= first_alpha + tl.load(weights + begins) <= log_tolerance
+    can_skip &= tl.load(longest_keys + begins) < float("inf")
+    tl.store(first_block + granule, begins, mask=can_skip == 0)
+    # one bit for each granule that may skip
+    undecided = tl.sum((can_skip & (own < granules)).to(tl.int32) << own, 0)
+    if undecided == 0:
+        return
+    PART: tl.constexpr = ROWS // PARTS
+    column = tl.arange(0, WIDTH)
+    for n in range(0, TOGETHER):
+        if (undecided >> n) & 1:
+            largest_u, largest_e = tl.full([], 0.0, ACCUMULATOR), tl.full([], float("-inf"), tl.float64)
+            for part in range(0, ROWS, PART):
+                # rows past the end repeat the last one; those before the first key see nothing
+                row = tl.minimum(start + n * ROWS + part + tl.arange(0, PART), query_length - 1)
+                sees = row + key_length - query_length >= 0
+                own_key = tl.maximum(row + key_length - query_length, 0)
+                alpha, slack = _load_alpha(own_key, own_key // BLOCK, rates, rate_stride, head, local, base, DECAY)
+                own_q = _load_rows(q, q_strides, entry, head, first_row + row, column, sees, D, ACCUMULATOR)
+                own_k = _load_rows(k, k_strides, entry, kv_head, first_token + own_key, column, sees, D, ACCUMULATOR)
+                if row_scales is None:
+                    s = tl.full([PART], scale, ACCUMULATOR) * LOG2E
+                else:
+                    here = row_scales + entry.to(tl.int64) * row_scale_strides[0]
+                    here += head.to(tl.int64) * row_scale_strides[2]
+                    s = tl.load(here + (first_row + row).to(tl.int64) * row_scale_strides[1]).to(ACCUMULATOR) * LOG2E
+                u = tl.abs(s) * _norms(own_q)
+                own_score = s * tl.sum(own_q * own_k, 1)
+                e = alpha + slack - own_score.to(tl.float64) + (u * _norms(own_k)).to(tl.float64) * _MARGIN
+                largest_u = tl.maximum(largest_u, tl.max(tl.where(sees, _nan_is_infinite(u), 0.0), 0))
+                largest_e = tl.maximum(largest_e, tl.max(tl.where(sees, _nan_is_infinite(e), float("-inf")), 0))
+            slope, offset = largest_u.to(tl.float64) * (1 + _MARGIN), largest_e - log_tolerance
+            mass = tl.full([], 0.0, tl.float32)
+            begin, end = tl.sum(tl.where(own == n, begins, 0), 0), tl.sum(tl.where(own == n, ends, 0), 0)
+            planned = end
+            for chunk in range(begin, end, CHUNK):
+                block = chunk + tl.arange(0, CHUNK)
+                there = block < end
+                longest = tl.load(longest_keys + block, mask=there, other=0.0).to(tl.float64)
+                exponent = slope * longest + offset + tl.load(weights + block, mask=there, other=0.0)
+                term = tl.where(there, tl.exp2(exponent.to(tl.float32)), 0.0)
+                negligible = mass + tl.cumsum(term, 0) <= _ALLOWED
+                planned = tl.minimum(planned, tl.min(tl.where(there & (negligible == 0), block, end), 0))
+                mass += tl.sum(term, 0)
+            tl.store(first_block + start // ROWS + n, planned)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from attention_benchmark.measure import Timing
 from attention_benchmark.peers import BASELINE
 from torch import Tensor
 
+from skipping_benchmark.planning import COPIES
 from skipping_benchmark.workloads import PRUNED, SKIPPING, WHOLE, Workload
 
 METHOD = {
@@ -15,6 +16,9 @@ METHOD = {
     "allocations",
     "backward": "torch.autograd.grad of that call for all of them, with its preparation kernels and allocations",
     "ms": "median over interleaved rounds, each a median by CUDA events with a cleared L2 cache; ms_range: min, max",
+    "plan_us": "of the study planning, microseconds of the plan alone (forward) and of its mirror alone (backward): a "
+    f"CUDA graph of {COPIES} in a row, which begins with a cleared L2 cache, median over rounds, for one of them; the "
+    "decay prefix is there. plan_share: over ms",
     "visited": "decayattn.visited_fraction: tiles of 64 rows × 128 keys that are visited, per head; ideal is what the "
     "whole kernel would gain if its time were in proportion to them",
     "studies": "planning: nothing can be skipped (because of the decay alone; because of the norms), so that only the "
@@ -25,11 +29,17 @@ METHOD = {
 }
 
 
-def rows(workload: Workload, timings: dict[tuple[str, str], Timing], visited: Tensor) -> list[dict[str, Any]]:
-    """One row per call and direction; speeds are ratios of medians, above 1 is faster than the one it names."""
+def rows(
+    workload: Workload, timings: dict[tuple[str, str], Timing], visited: Tensor, plan_us: dict[str, float]
+) -> list[dict[str, Any]]:
+    """One row per call and direction; speeds are ratios of medians, above 1 is faster than the one it names.
+
+    plan_us: planning.times, or empty.
+    """
     found = []
     for (name, direction), timing in timings.items():
         ms = timing.median
+        of_plan = plan_us.get(direction) if name == SKIPPING else None
 
         def speed_over(other: str, direction: str = direction, ms: float = ms) -> float | None:
             against = timings.get((other, direction))
@@ -41,6 +51,7 @@ def rows(workload: Workload, timings: dict[tuple[str, str], Timing], visited: Te
                 "peer": name, "direction": direction, "ms": ms, "ms_range": [min(timing.rounds), max(timing.rounds)],
                 "speed_over_whole": speed_over(WHOLE), "speed_over_cudnn": speed_over(BASELINE),
                 "speed_over_fox_pruned": speed_over(PRUNED),
+                "plan_us": of_plan, "plan_share": None if of_plan is None else of_plan / (1e3 * ms),
                 "visited": [float(x) for x in visited.mean(0)] if name == SKIPPING else None,
                 "ideal": 1 / float(visited.mean()) if name == SKIPPING else None,
             }
@@ -50,7 +61,8 @@ def rows(workload: Workload, timings: dict[tuple[str, str], Timing], visited: Te
 
 def table(found: list[dict[str, Any]]) -> str:
     """A line per call and direction."""
-    lines = [f"  {'':22}{'ms':>10} {'[range]':>21} {'/whole':>7} {'ideal':>6} {'/cuDNN':>7} {'/fox pruned':>12}"]
+    headings = f"{'/whole':>7} {'ideal':>6} {'/cuDNN':>7} {'/fox pruned':>12} {'plan µs (share)':>16}"
+    lines = [f"  {'':22}{'ms':>10} {'[range]':>21} {headings}"]
     for direction in DIRECTIONS:
         for row in found:
             if row["direction"] == direction:
@@ -58,9 +70,10 @@ def table(found: list[dict[str, Any]]) -> str:
                 name, ms_range = f"{row['peer']} {direction}", f"[{low:.3f}–{high:.3f}]"
                 whole, ideal = _ratio(row["speed_over_whole"]), _ratio(row["ideal"])
                 cudnn, pruned = _ratio(row["speed_over_cudnn"]), _ratio(row["speed_over_fox_pruned"])
-                lines.append(
-                    f"  {name:22}{row['ms']:10.3f} {ms_range:>21} {whole:>7} {ideal:>6} {cudnn:>7} {pruned:>12}"
-                )
+                us = row["plan_us"]
+                plan = "–" if us is None else f"{us:.1f} ({row['plan_share']:.1%})"
+                figures = f"{whole:>7} {ideal:>6} {cudnn:>7} {pruned:>12} {plan:>16}"
+                lines.append(f"  {name:22}{row['ms']:10.3f} {ms_range:>21} {figures}")
     return "\n".join(lines)
 
 

@@ -59,7 +59,7 @@ FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
 class Buffers:
     """Shared memory: tiles, and the barriers that say which of them may be read or written."""
 
-    keys: gl.shared_memory_descriptor  # (2, 1, …, 64, D), as are values; then the place of dk and dv on their way out
+    keys: gl.shared_memory_descriptor  # (2, 1, …, 64, D), as are values; then the places of dk and dv on their way out
     values: gl.shared_memory_descriptor
     queries: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D), as are d_outs
     d_outs: gl.shared_memory_descriptor
@@ -69,6 +69,7 @@ class Buffers:
     d_scores: gl.shared_memory_descriptor  # (2 tiles · 2 warpgroups, 64, ROWS)
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
     keys_ready: gl.shared_memory_descriptor
+    keys_read: gl.shared_memory_descriptor
     queries_ready: gl.shared_memory_descriptor
     d_outs_ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -77,8 +78,8 @@ class Buffers:
 
     @gluon.constexpr_function
     def __init__(
-        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, keys_ready, queries_ready,
-        d_outs_ready, empty, d_scores_ready, STAGES,
+        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, keys_ready, keys_read,
+        queries_ready, d_outs_ready, empty, d_scores_ready, STAGES,
     ):  # fmt: skip
         self.keys = keys
         self.values = values
@@ -90,6 +91,7 @@ class Buffers:
         self.d_scores = d_scores
         self.dq_parts = dq_parts
         self.keys_ready = keys_ready
+        self.keys_read = keys_read
         self.queries_ready = queries_ready
         self.d_outs_ready = d_outs_ready
         self.empty = empty
@@ -445,7 +447,6 @@ def _consume(
     dk = gl.zeros([SHARE, D], gl.float32, ACC)
     dv = gl.zeros([SHARE, D], gl.float32, ACC)
     n = 0
-    mbarrier.wait(buffers.keys_ready, 0)
     for member in range(work.GROUP):
         tokens = work.first_token(member)
         first_part = work.first_tile(member) * 2 + WARPGROUP
@@ -461,6 +462,8 @@ def _consume(
         column_sum = gl.zeros([SHARE, 4], gl.float32, PARTIAL)
         rate_sum = gl.zeros([4 * ROWS], gl.float32, ROW_SUM)
 
+        # what is read of memory before is on its way while the keys are
+        mbarrier.wait(buffers.keys_ready, 0)
         previous = -1
         edges = tile_end - begin - (whole_end - whole_begin)
         for m in range(tile_end - begin):
@@ -492,20 +495,19 @@ def _consume(
                 tile = work.first_block(member) + work.place.start // KEYS
                 gl.store(rate_sums + tile * 2 + WARPGROUP, total)
 
-    # both warpgroups read all keys, but each only its own values: they make room for dv, then dk
-    staged = flat(buffers.values.index(WARPGROUP))
-    staged.store(dv.to(buffers.values.dtype))
+    # values make room for dv, and keys, which both warpgroups have read, for dk
+    mbarrier.arrive(buffers.keys_read, count=1)
+    at = work.key_at(WARPGROUP)
+    flat(buffers.values.index(WARPGROUP)).store(dv.to(buffers.values.dtype))
     fence_async_shared()
     copy_engine.thread_barrier()
-    at = work.key_at(WARPGROUP)
     copy_engine.store(dv_desc, at, buffers.values.index(WARPGROUP))
     dk = dk * scale
-    tma.store_wait(0)
-    copy_engine.thread_barrier()
-    staged.store(dk.to(buffers.values.dtype))
+    mbarrier.wait(buffers.keys_read, 0)
+    flat(buffers.keys.index(WARPGROUP)).store(dk.to(buffers.keys.dtype))
     fence_async_shared()
     copy_engine.thread_barrier()
-    copy_engine.store(dk_desc, at, buffers.values.index(WARPGROUP))
+    copy_engine.store(dk_desc, at, buffers.keys.index(WARPGROUP))
     tma.store_wait(0)
 
 
@@ -530,7 +532,8 @@ def gradients_kernel(
         key_tiles = gl.cdiv(key_length, KEYS)
     # causal: the first key tiles are seen by the most rows, and come first
     tile = gl.program_id(0) % key_tiles
-    kv_head = gl.program_id(0) // key_tiles
+    # ALiBi and RetNet give the last heads the longest memory: they come first where keys are skipped
+    kv_head = gl.num_programs(0) // key_tiles - 1 - gl.program_id(0) // key_tiles
     if RAGGED:
         # the host only knows a bound
         if tile >= gl.load(key_table):
@@ -558,6 +561,7 @@ def gradients_kernel(
         gl.allocate_shared_memory(DTYPE, [4, SHARE, ROWS], gl.NVMMASharedLayout.get_default_for([SHARE, ROWS], DTYPE)),
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -565,6 +569,7 @@ def gradients_kernel(
         STAGES,
     )
     mbarrier.init(buffers.keys_ready, count=1)
+    mbarrier.init(buffers.keys_read, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(buffers.queries_ready.index(stage), count=1)
         mbarrier.init(buffers.d_outs_ready.index(stage), count=1)

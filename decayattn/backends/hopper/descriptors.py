@@ -33,12 +33,17 @@ class _Memory(NamedTuple):
 
 def misfit(x: Tensor) -> str | None:
     """Why the copy engine cannot address a (B, T, H, D) tensor; None if it can."""
-    if x.stride(-1) != 1:
-        return f"its last dimension is not contiguous (stride {x.stride(-1)})"
     if x.data_ptr() % ALIGNMENT:
         return f"its address is not a multiple of {ALIGNMENT} bytes"
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if size > 1 and (stride <= 0 or stride * x.element_size() % ALIGNMENT):
+    return _strides_misfit(x.shape, x.stride(), x.dtype)
+
+
+@functools.lru_cache(_CACHED)
+def _strides_misfit(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    if strides[-1] != 1:
+        return f"its last dimension is not contiguous (stride {strides[-1]})"
+    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if size > 1 and (stride <= 0 or stride * dtype.itemsize % ALIGNMENT):
             return f"stride {stride} is not a positive multiple of {ALIGNMENT} bytes"
     return None
 

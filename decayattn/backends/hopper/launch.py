@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends import COMPILER_OPTIONS, skipping
+from decayattn.backends import COMPILER_OPTIONS, launching, skipping
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.hopper import config, descriptors, tile_table
 from decayattn.backends.hopper.forward import forward_kernel
+from decayattn.backends.launching import Launch
 from decayattn.backends.prefix import DecayPrefix
 from decayattn.backends.sequences import Sequences
 from decayattn.problem import AttentionProblem
@@ -31,25 +32,25 @@ def forward(
         if problem.is_empty:
             empty_rows = lse.fill_(-torch.inf), row_references.fill_(torch.inf)
             return out.zero_(), *empty_rows, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
-        sequences = sequence_blocks.find(problem, places)
-        fills = [
-            (out, 0.0),
-            (sequence_blocks.as_rows(lse), -torch.inf),
-            (sequence_blocks.as_rows(row_references), torch.inf),
-        ]
-        sequence_blocks.fill_outside(problem, sequences, fills)
+        launch = launching.of_call(problem.device, (q, k, v, log_decay, places), problem, skipping.is_planned(problem))
+        sequences = sequence_blocks.find(problem, places, launch)
+        fills = [(out, 0.0), (lse, -torch.inf), (row_references, torch.inf)]
+        sequence_blocks.fill_outside(problem, sequences, fills, launch=launch)
         schedule = config.forward(problem.head_dim)
         score_scale = scale / math.log(2)  # base 2
         counter = torch.empty(1, dtype=torch.int32, device=q.device)
-        prefix, columns = _decay(problem, q, log_decay, score_scale, counter, sequences)
-        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences)
-        tiles = tile_table.build(problem, places, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False)
+        prefix, columns = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
+        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
+        tiles = tile_table.build(
+            problem, places, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
+        )
         source = source_of(problem)
         q_desc = source(q, config.WARPGROUP_ROWS)
         head_rows = problem.num_heads * (problem.batch if places is None else 1)
         items = tiles.row_tiles * head_rows
         programs = min(items, _multiprocessors(problem.device))
-        forward_kernel[(programs,)](
+        launch(
+            forward_kernel, programs,
             q_desc, source(k, config.KEY_TILE), source(v, config.KEY_TILE),
             q_desc if columns is None else descriptors.matrix(columns, config.KEY_TILE),
             source(out, config.WARPGROUP_ROWS),
@@ -80,7 +81,7 @@ def source_of(problem: AttentionProblem) -> Callable[[Tensor, int], TensorDescri
 
 def _decay(
     problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, counter: Tensor,
-    sequences: Sequences | None,
+    sequences: Sequences | None, launch: Launch,
 ) -> tuple[DecayPrefix, Tensor | None]:  # fmt: skip
     """The prefix, and the decay of the keys as columns of the products: −α_j / scale, relative to the key's block.
 
@@ -91,10 +92,10 @@ def _decay(
             problem.batch, problem.num_heads, sequence_blocks.decay_blocks(problem), decay_prefix.DECAY_BLOCK,
             decay_prefix.BIAS_COLUMNS, dtype=torch.bfloat16,
         )  # fmt: skip
-        return decay_prefix.build(problem, log_decay, columns, -1.0 / score_scale, counter, sequences), columns
+        return decay_prefix.build(problem, log_decay, columns, -1.0 / score_scale, counter, sequences, launch), columns
     prefix = decay_prefix.allocate(problem, q)
     if problem.decay == "constant":
-        return prefix, decay_prefix.constant_columns(log_decay, -1.0 / score_scale, counter)
+        return prefix, decay_prefix.constant_columns(log_decay, -1.0 / score_scale, counter, launch)
     counter.zero_()
     return prefix, None
 

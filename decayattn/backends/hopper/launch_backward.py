@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, skipping
+from decayattn.backends import COMPILER_OPTIONS, launching, skipping
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.hopper import config, descriptors, tile_table
@@ -34,14 +34,20 @@ def backward(
         if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None
-        sequences = sequence_blocks.find(problem, places)
-        sequence_blocks.fill_outside(problem, sequences, [(dq, 0.0)])
-        sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True)
         if descriptors.misfit(d_out) or (places is not None and descriptors.slices_misfit(d_out)):
             d_out = d_out.contiguous()  # autograd may hand over any strides, such as an expanded sum's
 
+        saved = (out, row_references, *prefix, first_block)
+        given = (q, k, v, log_decay, places, d_out, d_lse)
+        modes = (problem, skipping.is_planned(problem), decay_gradient)
+        launch = launching.of_call(problem.device, (*given, *saved), *modes)
+        sequences = sequence_blocks.find(problem, places, launch)
+        sequence_blocks.fill_outside(problem, sequences, [(dq, 0.0)], launch=launch)
+        sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
         tile = config.backward(problem.head_dim)
-        tiles = tile_table.build(problem, places, tile.rows, config.KEY_TILE, last_first=False, of_keys=True)
+        tiles = tile_table.build(
+            problem, places, tile.rows, config.KEY_TILE, last_first=False, of_keys=True, launch=launch
+        )
         entries = problem.batch if places is None else 1  # whose tiles are counted apart
         head_rows = entries * problem.num_heads
         row_blocks = tiles.row_tiles * tile.rows // _ROW_TERMS_BLOCK
@@ -51,7 +57,8 @@ def backward(
         terms = new(head_rows, tiles.row_tiles, 2, tile.rows)
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * problem.head_dim // _FRAGMENTS[1], _FRAGMENTS[1])
         row_sums = torch.empty_like(row_references) if decay_gradient and scalar else unused
-        row_terms_kernel[(row_blocks * head_rows,)](
+        launch(
+            row_terms_kernel, row_blocks * head_rows,
             out, d_out, unused if d_lse is None else d_lse, row_references, terms, row_sums, dq_fragments, tiles.rows,
             out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
             problem.query_length, tiles.row_tiles, problem.num_heads,
@@ -60,7 +67,7 @@ def backward(
         )  # fmt: skip
 
         planned = skipping.is_planned(problem)
-        mirror = skipping.last_granules(problem, first_block, sequences) if planned else first_block
+        mirror = skipping.last_granules(problem, first_block, sequences, launch) if planned else first_block
         source = source_of(problem)
         blocks = sequence_blocks.decay_blocks(problem)
         column_sums = torch.empty_like(prefix.local) if decay_gradient and scalar else unused
@@ -69,7 +76,8 @@ def backward(
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
             if places is not None:
                 rate_sums.zero_()  # there are more blocks than tiles
-        gradients_kernel[(tiles.key_tiles * entries * problem.num_kv_heads,)](
+        launch(
+            gradients_kernel, tiles.key_tiles * entries * problem.num_kv_heads,
             source(q, tile.rows), source(k, config.WARPGROUP_ROWS), source(v, config.WARPGROUP_ROWS),
             source(d_out, tile.rows), descriptors.plain(terms, 1), source(dk, config.WARPGROUP_ROWS),
             source(dv, config.WARPGROUP_ROWS), descriptors.plain(dq_fragments, _FRAGMENTS[0]),
@@ -84,14 +92,15 @@ def backward(
         )  # fmt: skip
 
         parts = tiles.row_tiles * (tile.rows // _PART) * (problem.head_dim // _PART)
-        unpack_dq_kernel[(parts * head_rows,)](
+        launch(
+            unpack_dq_kernel, parts * head_rows,
             dq_fragments, dq, tiles.rows, dq.stride(), scale, problem.query_length, tiles.row_tiles, problem.num_heads,
             D=problem.head_dim, ROWS=tile.rows, PART=_PART, num_warps=4, **COMPILER_OPTIONS,
         )  # fmt: skip
 
         d_log_decay = None
         if decay_gradient and scalar:
-            d_log_decay = decay_prefix.gradient(problem, prefix, row_sums, column_sums, log_decay, sequences)
+            d_log_decay = decay_prefix.gradient(problem, prefix, row_sums, column_sums, log_decay, sequences, launch)
         elif decay_gradient:
             d_log_decay = rate_sums.sum((0, 2, 3), dtype=torch.float64).to(log_decay.dtype)
         return dq, dk, dv, d_log_decay, None, None

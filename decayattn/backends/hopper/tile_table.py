@@ -13,9 +13,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv
+from decayattn.backends import COMPILER_OPTIONS, cdiv, launching
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.descriptors import SLICE_END
+from decayattn.backends.launching import Launch
 from decayattn.backends.prefix import DECAY_BLOCK
 from decayattn.problem import AttentionProblem
 
@@ -37,8 +38,9 @@ class Tiles(NamedTuple):
 
 
 def build(
-    problem: AttentionProblem, places: Tensor | None, rows: int, keys: int, last_first: bool, of_keys: bool
-) -> Tiles:
+    problem: AttentionProblem, places: Tensor | None, rows: int, keys: int, last_first: bool, of_keys: bool,
+    launch: Launch = launching.anew,
+) -> Tiles:  # fmt: skip
     """Tables of the tiles of `rows` rows, and, of_keys, of `keys` keys; last_first: a sequence's last rows come first.
 
     Sequences stand in them by their number of keys, the longest first.
@@ -51,7 +53,8 @@ def build(
         return Tiles(None, None, row_tiles, key_tiles)
     row_table = places.new_empty(1 + row_tiles, WORDS)
     key_table = places.new_empty(1 + key_tiles, WORDS) if of_keys else None
-    _list_tiles[(problem.sequences,)](
+    launch(
+        _list_tiles, problem.sequences,
         places, problem.sequences, row_table, key_table, row_tiles, key_tiles, ROWS=rows, KEYS=keys,
         LAST_FIRST=last_first, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK, WORDS=WORDS,
         **COMPILER_OPTIONS,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, next_power_of_2
+from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
 from decayattn.backends.portable.launch import on_device, padded
 from decayattn.backends.portable.tiles import load_rate, load_scale, load_tile
 from decayattn.backends.tile_math import (
@@ -120,7 +120,10 @@ def decode(
         part_max, part_sum = (q.new_empty(batch * kv_heads * rows, splits, dtype=accumulator) for _ in range(2))
         row_scale = isinstance(scale, Tensor)
         no_strides = (0, 0, 0)
-        split_kernel[(programs * splits,)](
+        tensors = (q, keys, values, lengths, log_decay, alpha, first, scale if row_scale else None)
+        launch = launching.of_call(q.device, tensors, q.shape, values.shape, left, splits)
+        launch(
+            split_kernel, programs * splits,
             q, keys, values, lengths, lse if first is None else first, lse if alpha is None else alpha,
             lse if log_decay is None else log_decay, scale if row_scale else lse, parts, part_max, part_sum,
             q.stride(), keys.stride(), values.stride(), no_strides if first is None else first.stride(),
@@ -134,7 +137,8 @@ def decode(
             PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
             num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS,
         )  # fmt: skip
-        combine_kernel[(batch * kv_heads * rows,)](
+        launch(
+            combine_kernel, batch * kv_heads * rows,
             parts, part_max, part_sum, out, lse, query_length, kv_heads, splits,
             GROUP=group, D_V=value_dim, BLOCK_DV=padded(value_dim), BLOCK_SPLITS=next_power_of_2(splits),
             **COMPILER_OPTIONS,

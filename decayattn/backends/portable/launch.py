@@ -1,12 +1,13 @@
 """From tensors to launches: buffers, memory paths, grids. The kernels' only callers."""
 
 import contextlib
+import functools
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, next_power_of_2, skipping
+from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2, skipping
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.portable import config
@@ -14,7 +15,7 @@ from decayattn.backends.portable.backward import key_gradients_kernel, query_gra
 from decayattn.backends.portable.config import TileConfig
 from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.prefix import DecayPrefix
-from decayattn.backends.sequences import Sequences, as_rows, fill_outside, row_programs, token_programs
+from decayattn.backends.sequences import Sequences, fill_outside, row_programs, token_programs
 from decayattn.problem import AttentionProblem
 
 _ROW_TERMS_BLOCK = 64
@@ -35,17 +36,19 @@ def forward(
         if problem.is_empty:
             out.zero_(), lse.fill_(-torch.inf), row_references.fill_(torch.inf)
             return out, lse, row_references, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
-        sequences = sequence_blocks.find(problem, places)
-        fills = [(out, 0.0), (as_rows(lse), -torch.inf), (as_rows(row_references), torch.inf)]
-        fill_outside(problem, sequences, fills)
+        given = (q, k, v, log_decay, _tensor(scale), places, bias)
+        launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), _shape(bias))
+        sequences = sequence_blocks.find(problem, places, launch)
+        fill_outside(problem, sequences, [(out, 0.0), (lse, -torch.inf), (row_references, torch.inf)], launch=launch)
         if problem.decay == "scalar":
-            prefix = decay_prefix.build(problem, log_decay, sequences=sequences)
+            prefix = decay_prefix.build(problem, log_decay, sequences=sequences, launch=launch)
         else:
             prefix = decay_prefix.allocate(problem, q)
-        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences)
+        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
         tile = _tiles(config.FORWARD, problem, q, k, v)
         programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
-        forward_kernel[(programs,)](
+        launch(
+            forward_kernel, programs,
             _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
             *_edges(sequences, tile, v),
             out, lse, row_references, _row_scales(scale, lse), _rates(problem, log_decay, lse),
@@ -80,16 +83,23 @@ def backward(
         row_scales, row_scale_strides = _row_scales(scale, row_references), _row_scale_strides(scale)
         delta = torch.empty_like(row_references)
         decay_sums = torch.empty_like(row_references) if decay_gradient else delta
-        sequences = sequence_blocks.find(problem, places)
-        per_row = [as_rows(x) for x in (row_scale_grad, decay_sums if decay_gradient else None) if x is not None]
-        fill_outside(problem, sequences, [(x, 0.0) for x in (dq, *per_row)])
-        fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True)
+        given = (q, k, v, log_decay, _tensor(scale), places, bias, d_out, d_lse)
+        saved = (out, row_references, *prefix, first_block)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        asked = (decay_gradient, bias_gradient, deterministic)
+        modes = (problem, skipping.is_planned(problem), _shape(bias), *asked)
+        launch = launching.of_call(problem.device, (*given, *saved), *modes)
+        sequences = sequence_blocks.find(problem, places, launch)
+        per_row = [x for x in (row_scale_grad, decay_sums if decay_gradient else None) if x is not None]
+        fill_outside(problem, sequences, [(x, 0.0) for x in (dq, *per_row)], launch=launch)
+        fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
         modes, window = _modes(problem, sequences), _window(problem)
         plan = mirror = skipping.as_argument(problem, first_block)
         if plan is not None:
-            mirror = skipping.as_argument(problem, skipping.last_granules(problem, first_block, sequences))
+            mirror = skipping.as_argument(problem, skipping.last_granules(problem, first_block, sequences, launch))
         head_rows = problem.batch * problem.num_heads
-        row_terms_kernel[(cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,)](
+        launch(
+            row_terms_kernel, cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,
             out, d_out, delta if d_lse is None else d_lse, row_references, delta,
             out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
             problem.query_length, problem.num_heads, D_V=modes["D_V"], BLOCK_M=_ROW_TERMS_BLOCK,
@@ -99,7 +109,8 @@ def backward(
         column_sums = torch.empty(prefix.local.shape, dtype=delta.dtype, device=delta.device)
         tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
         programs = token_programs(problem, sequences, tile.block_n, problem.num_kv_heads)
-        key_gradients_kernel[(programs,)](
+        launch(
+            key_gradients_kernel, programs,
             _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
             _source(d_out, tile.block_m, tile), *_edges(sequences, tile, q, d_out),
             delta, row_references, row_scales, rates, *prefix, dk, dv, column_sums, sequences, mirror, *window,
@@ -109,10 +120,13 @@ def backward(
             DECAY_GRADIENT=decay_gradient and problem.decay == "scalar", **modes, **_schedule(tile),
         )  # fmt: skip
 
-        d_bias, shared_bias = _bias_gradient(problem, bias, row_references) if bias_gradient else (None, False)
+        d_bias, shared_bias = None, False
+        if bias_gradient:
+            d_bias, shared_bias = _bias_gradient(problem, bias, row_references, deterministic)
         tile = _tiles(config.QUERY_GRADIENTS, problem, q, k, v, d_out)
         programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
-        query_gradients_kernel[(programs,)](
+        launch(
+            query_gradients_kernel, programs,
             _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
             _source(d_out, tile.block_m, tile), *_edges(sequences, tile, k, v),
             delta, row_references, row_scales, rates, *prefix, dq, decay_sums,
@@ -124,7 +138,7 @@ def backward(
 
         d_log_decay = None
         if decay_gradient and problem.decay == "scalar":
-            d_log_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, log_decay, sequences)
+            d_log_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, log_decay, sequences, launch)
         elif decay_gradient:
             d_log_decay = decay_sums.sum((0, 2), dtype=torch.float64).to(log_decay.dtype)
         d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
@@ -147,14 +161,14 @@ def _bias(bias: Tensor | None) -> tuple:
     return bias.view(torch.uint8) if bias.dtype == torch.bool else bias, (0,) * (4 - bias.ndim) + tuple(strides)
 
 
-def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor) -> tuple[Tensor, bool]:
+def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor, deterministic: bool) -> tuple[Tensor, bool]:
     """A zero buffer for dbias in like's dtype, and whether scores share entries of it, which are added up then.
 
     Atomics add in no fixed order: deterministic algorithms have every score's own entry, and sum afterwards.
     """
     full = (problem.batch, problem.num_heads, problem.query_length, problem.key_length)
     shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    if torch.are_deterministic_algorithms_enabled():
+    if deterministic:
         shape = full
     return like.new_zeros(shape), shape != full
 
@@ -211,9 +225,13 @@ def _modes(problem: AttentionProblem, sequences: Sequences | None) -> dict:
 
 def _fits_descriptor(x: Tensor) -> bool:
     """Whether the TMA engine can address a (B, T, H, D) tensor: 16-byte aligned, the last dimension contiguous."""
-    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
-    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
-    return aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    return x.data_ptr() % 16 == 0 and _strides_fit(x.shape, x.stride(), x.dtype.itemsize)
+
+
+@functools.lru_cache
+def _strides_fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
+    used = [stride for stride, size in zip(strides[:3], shape[:3], strict=True) if size > 1]
+    return strides[3] == 1 and all(stride > 0 and stride * itemsize % 16 == 0 for stride in used)
 
 
 def _source(x: Tensor, rows: int, tile: TileConfig) -> Tensor | TensorDescriptor:
@@ -228,6 +246,14 @@ def _source(x: Tensor, rows: int, tile: TileConfig) -> Tensor | TensorDescriptor
 def _edges(sequences: Sequences | None, tile: TileConfig, *tensors: Tensor) -> list[Tensor | None]:
     """What load_tile reads tiles from that a descriptor would not cut where a sequence ends."""
     return [x if tile.descriptors and sequences is not None else None for x in tensors]
+
+
+def _tensor(scale: Tensor | float) -> Tensor | None:
+    return scale if isinstance(scale, Tensor) else None
+
+
+def _shape(bias: Tensor | None) -> torch.Size | None:
+    return None if bias is None else bias.shape
 
 
 def _scale_number(scale: Tensor | float) -> float:
