@@ -28,7 +28,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from decayattn.backends import hopper, portable
+from decayattn.backends import hopper, launching, portable
 from decayattn.backends.portable import decode as decoding
 from decayattn.problem import AttentionProblem
 
@@ -172,8 +172,7 @@ def collecting() -> Iterator[list]:
     with (
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(portable.launch, "_arch", return_value="sm90"),
-        mock.patch.object(hopper.launch, "_multiprocessors", return_value=MULTIPROCESSORS),
-        mock.patch.object(decoding, "_multiprocessors", return_value=MULTIPROCESSORS),
+        mock.patch.object(launching, "multiprocessors", return_value=MULTIPROCESSORS),
         mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
     ):
         yield kernels

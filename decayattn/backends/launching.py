@@ -18,8 +18,16 @@ Launch = Callable[..., None]
 
 # pointers that are multiples of this are compiled for
 _ALIGNMENT = 16
+# what is divided among multiprocessors is divided in the interpreter too
+_OF_A_CPU = 8
 # kinds of calls that are remembered: training has one or two, of packed sequences one for every total length
 _REMEMBERED = 256
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; a CPU, which interprets, has one program at a time and gets a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _OF_A_CPU
 
 
 def anew(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:

@@ -1,10 +1,11 @@
 """Backward for sm_90: one pass over the scores with five matrix products, warp-specialised.
 
-A program owns a tile of 128 keys and walks the query tiles that see it, over the query heads of the group. A producer
-warp streams q, dO and the row terms through shared memory by TMA. Two consumer warpgroups own 64 keys each: they
-recompute Pᵀ from the saved row references and add to dk and dv in registers. dq needs all keys of a tile, so dSᵀ goes
-through shared memory, where each warpgroup multiplies one half of dq, a tile later (then neither waits for the other),
-and the copy engine adds it in float32 to a buffer in the order in which registers hold it ("fragments").
+An item of work is a tile of 128 keys with the query tiles that see it, over the query heads of the group; programs
+stay, and draw items from a counter. A producer warp streams q, dO and the row terms through shared memory by TMA, those
+of the next item while dk and dv leave. Two consumer warpgroups own 64 keys of an item each: they recompute Pᵀ from the
+saved row references and add to dk and dv in registers. dq needs all keys of a tile, so dSᵀ goes through shared memory,
+where each warpgroup multiplies one half of dq, a tile later (then neither waits for the other), and the copy engine
+adds it in float32 to a buffer in the order in which registers hold it ("fragments").
 
 Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where a decay's gradient cancels,
 so do they. One loop serves edge tiles and whole ones, with a branch around the comparison: two loops cost registers,
@@ -28,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.config import KEY_TILE
 from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, store_word
 from decayattn.backends.hopper.sums import SHARE, summed_row, sums
 from decayattn.backends.hopper.tile_table import (
     Place,
@@ -57,7 +59,7 @@ FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
 
 @aggregate
 class Buffers:
-    """Shared memory: tiles, and the barriers that say which of them may be read or written."""
+    """Shared memory: tiles, numbers, and the barriers that say which of them may be read or written."""
 
     keys: gl.shared_memory_descriptor  # (2, 1, …, 64, D), as are values; then the places of dk and dv on their way out
     values: gl.shared_memory_descriptor
@@ -68,18 +70,20 @@ class Buffers:
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
     d_scores: gl.shared_memory_descriptor  # (2 tiles · 2 warpgroups, 64, ROWS)
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
-    keys_ready: gl.shared_memory_descriptor
-    keys_read: gl.shared_memory_descriptor
     queries_ready: gl.shared_memory_descriptor
     d_outs_ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     d_scores_ready: gl.shared_memory_descriptor
+    keys_ready: gl.shared_memory_descriptor
+    keys_read: gl.shared_memory_descriptor
+    gradients_ready: gl.shared_memory_descriptor  # dk and dv stand where the keys and values were
+    drawn: Ring  # the number of the item
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, keys_ready, keys_read,
-        queries_ready, d_outs_ready, empty, d_scores_ready, STAGES,
+        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, queries_ready,
+        d_outs_ready, empty, d_scores_ready, keys_ready, keys_read, gradients_ready, drawn, STAGES,
     ):  # fmt: skip
         self.keys = keys
         self.values = values
@@ -90,12 +94,14 @@ class Buffers:
         self.starts = starts
         self.d_scores = d_scores
         self.dq_parts = dq_parts
-        self.keys_ready = keys_ready
-        self.keys_read = keys_read
         self.queries_ready = queries_ready
         self.d_outs_ready = d_outs_ready
         self.empty = empty
         self.d_scores_ready = d_scores_ready
+        self.keys_ready = keys_ready
+        self.keys_read = keys_read
+        self.gradients_ready = gradients_ready
+        self.drawn = drawn
         self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
@@ -106,10 +112,25 @@ class Buffers:
     def phase(self, n):
         return (n // self.STAGES) & 1
 
+    @gluon.jit
+    def hand_over(self, count, item):
+        """The producer's count-th item."""
+        self.drawn.wait_empty(count)
+        store_word(self.drawn.tiles, 0, item)
+        mbarrier.arrive(self.drawn.arrival(count), count=1)
+
+    @gluon.jit
+    def draw(self, count):
+        """The number of the count-th item, for the consumers."""
+        self.drawn.wait_ready(count)
+        item = load_word(self.drawn.tiles, 0)
+        self.drawn.release(count)
+        return item
+
 
 @aggregate
 class Work:
-    """The sizes of the call, and the key tile that this program has.
+    """An item: a key tile of a head of keys, and the sizes of the call.
 
     RAGGED: place is a line of the table of key tiles, all sequences lie on the axes, and tiles of rows are those of the
     table of all sequences. Dense, the axes are the sequences.
@@ -236,6 +257,70 @@ class Work:
         return tiles_between(first_min, first_max, end_min, end_max, self.ROWS)
 
 
+@aggregate
+class Items:
+    """All items of the call, by their numbers.
+
+    Causal, the first key tiles are seen by the most rows, and come first. ALiBi and RetNet give the last heads the
+    longest memory: where keys are skipped, these have most to do, and come first.
+    """
+
+    number: gl.tensor
+    key_table: gl.tensor
+    key_tiles: gl.tensor
+    heads: gl.tensor
+    query_axis: gl.tensor
+    key_axis: gl.tensor
+    block_axis: gl.tensor
+    row_tiles: gl.tensor
+    left: gl.tensor
+    mirror: gl.tensor
+    ROWS: gl.constexpr
+    GROUP: gl.constexpr
+    DECAY: gl.constexpr
+    DECAY_GRADIENT: gl.constexpr
+    RAGGED: gl.constexpr
+    WINDOW: gl.constexpr
+    PLANNED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, number, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles, left, mirror, ROWS,
+        GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
+    ):  # fmt: skip
+        self.number = number
+        self.key_table = key_table
+        self.key_tiles = key_tiles
+        self.heads = heads
+        self.query_axis = query_axis
+        self.key_axis = key_axis
+        self.block_axis = block_axis
+        self.row_tiles = row_tiles
+        self.left = left
+        self.mirror = mirror
+        self.ROWS = gl.constexpr(ROWS)
+        self.GROUP = gl.constexpr(GROUP)
+        self.DECAY = gl.constexpr(DECAY)
+        self.DECAY_GRADIENT = gl.constexpr(DECAY_GRADIENT)
+        self.RAGGED = gl.constexpr(RAGGED)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.PLANNED = gl.constexpr(PLANNED)
+
+    @gluon.jit
+    def found(self, item):
+        tile, kv_head = item % self.key_tiles, (self.number - 1 - item) // self.key_tiles
+        if self.RAGGED:
+            place = load_place(self.key_table, tile)
+        else:
+            kv_heads = self.heads // self.GROUP
+            place = dense_place(tile * KEYS, self.query_axis, self.key_axis, kv_head // kv_heads)
+            kv_head = kv_head % kv_heads
+        return Work(
+            place, kv_head, self.heads, self.query_axis, self.key_axis, self.block_axis, self.row_tiles, self.left,
+            self.mirror, self.ROWS, self.GROUP, self.DECAY, self.DECAY_GRADIENT, self.RAGGED, self.WINDOW, self.PLANNED,
+        )  # fmt: skip
+
+
 @gluon.jit
 def _load_rate(rates, rate_stride, head):
     """γ of a head in base 2."""
@@ -257,48 +342,91 @@ def _base_difference(work, tile, bases, key_base, rate):
 
 
 @gluon.jit
-def _produce(
-    work, buffers, q_desc, k_desc, v_desc, d_out_desc, terms_desc, rates, rate_stride, base, last_reset, next_reset
-):
-    """The producer warp: keys and values once, then the query tiles of each head, edge tiles first."""
-    ROWS: gl.constexpr = work.ROWS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    n = 0
+def _store_gradients(items, item, buffers, count, dk_desc, dv_desc):
+    """dk and dv of an item, which is the count-th, from shared memory."""
+    mbarrier.wait(buffers.gradients_ready, count & 1)
+    work = items.found(item)
+    for w in gl.static_range(2):
+        copy_engine.store(dv_desc, work.key_at(w), buffers.values.index(w))
+        copy_engine.store(dk_desc, work.key_at(w), buffers.keys.index(w))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_keys(work, buffers, k_desc, v_desc):
     mbarrier.expect(buffers.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
         copy_engine.load(k_desc, work.key_at(w), buffers.keys_ready, buffers.keys.index(w))
     for w in gl.static_range(2):
         copy_engine.load(v_desc, work.key_at(w), buffers.keys_ready, buffers.values.index(w))
-    for member in range(work.GROUP):
-        tokens = work.first_token(member)
-        bases = base + work.first_block(member)
-        key_base = 0.0
-        rate = 0.0
-        if work.DECAY == "scalar":
-            key_base = gl.load(bases + work.place.start // BLOCK)
-        elif work.DECAY == "constant":
-            rate = _load_rate(rates, rate_stride, work.head(member))
-        begin, whole_begin, whole_end, end = work.visited(member, last_reset + tokens, next_reset + tokens)
-        edges = end - begin - (whole_end - whole_begin)
-        for m in range(end - begin):
-            tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
-            stage = buffers.stage(n)
-            # loaded before the wait: the tile's copies start right after it
-            difference = _base_difference(work, tile, bases, key_base, rate)
-            mbarrier.wait(buffers.empty.index(stage), buffers.phase(n) ^ 1)
-            buffers.differences.index(stage).store(gl.full([1], difference, gl.float32, LAYOUT))
-            buffers.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
-            ready = buffers.queries_ready.index(stage)
-            terms_row = (work.first_tile(member) + tile) * 2
-            mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
-            at = work.query_at(member, tile * ROWS)
-            copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
-            copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage * 2))
-            ready = buffers.d_outs_ready.index(stage)
-            mbarrier.expect(ready, d_out_desc.block_type.nbytes + terms_desc.block_type.nbytes)
-            copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
-            copy_engine.load(terms_desc, [terms_row + 1, 0], ready, buffers.terms.index(stage * 2 + 1))
-            n += 1
+
+
+@gluon.jit
+def _produce(
+    items, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates, rate_stride,
+    base, last_reset, next_reset,
+):  # fmt: skip
+    """The producer warp: keys and values of an item, and the query tiles of each of its heads, edge tiles first.
+
+    Between an item's first query tile and its keys, dk and dv of the item before leave the keys' place.
+    """
+    ROWS: gl.constexpr = items.ROWS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    item = gl.program_id(0)
+    previous = item * 0  # not item itself: Triton would take the assignment below for no change
+    count = item * 0
+    n = item * 0
+    while item < items.number:
+        following = items.number
+        if gl.num_programs(0) < items.number:
+            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        work = items.found(item)
+        buffers.hand_over(count, item)
+        n_begin = n
+        for member in range(items.GROUP):
+            tokens = work.first_token(member)
+            bases = base + work.first_block(member)
+            key_base = 0.0
+            rate = 0.0
+            if items.DECAY == "scalar":
+                key_base = gl.load(bases + work.place.start // BLOCK)
+            elif items.DECAY == "constant":
+                rate = _load_rate(rates, rate_stride, work.head(member))
+            begin, whole_begin, whole_end, end = work.visited(member, last_reset + tokens, next_reset + tokens)
+            edges = end - begin - (whole_end - whole_begin)
+            for m in range(end - begin):
+                tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
+                stage = buffers.stage(n)
+                # loaded before the wait: the tile's copies start right after it
+                difference = _base_difference(work, tile, bases, key_base, rate)
+                mbarrier.wait(buffers.empty.index(stage), buffers.phase(n) ^ 1)
+                buffers.differences.index(stage).store(gl.full([1], difference, gl.float32, LAYOUT))
+                buffers.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
+                ready = buffers.queries_ready.index(stage)
+                terms_row = (work.first_tile(member) + tile) * 2
+                mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
+                at = work.query_at(member, tile * ROWS)
+                copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
+                copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage * 2))
+                if n == n_begin:
+                    if count > 0:
+                        _store_gradients(items, previous, buffers, count - 1, dk_desc, dv_desc)
+                    _load_keys(work, buffers, k_desc, v_desc)
+                ready = buffers.d_outs_ready.index(stage)
+                mbarrier.expect(ready, d_out_desc.block_type.nbytes + terms_desc.block_type.nbytes)
+                copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
+                copy_engine.load(terms_desc, [terms_row + 1, 0], ready, buffers.terms.index(stage * 2 + 1))
+                n += 1
+        if n == n_begin:
+            if count > 0:
+                _store_gradients(items, previous, buffers, count - 1, dk_desc, dv_desc)
+            _load_keys(work, buffers, k_desc, v_desc)
+        count += 1
+        previous = item
+        item = following
+    buffers.hand_over(count, items.number)
+    if count > 0:
+        _store_gradients(items, previous, buffers, count - 1, dk_desc, dv_desc)
 
 
 @gluon.jit
@@ -315,18 +443,26 @@ def _widened(x):
 
 
 @gluon.jit
-def _start_dq_part(buffers, slot, zero, PART_OF: gl.constexpr, D: gl.constexpr):
+def _nothing(n):
+    """0 for the number of a tile, but the compiler does not know: where it stands in an address, matrix descriptors are
+    made anew for every tile, and do not stay in 20 registers, which makes the loop spill."""
+    return n >> 31
+
+
+@gluon.jit
+def _start_dq_part(buffers, n, slot, zero, PART_OF: gl.constexpr, D: gl.constexpr):
     """Issue dS k of the tile in a slot of dSᵀ: columns (D = 128) or rows (D = 64) of one half of dq."""
+    first = _nothing(n)
     if D == 128:
         left_a = buffers.d_scores.index(slot * 2).permute((1, 0))
         left_b = buffers.d_scores.index(slot * 2 + 1).permute((1, 0))
-        right_a = flat(buffers.keys.index(0)).slice(PART * PART_OF, PART, 1)
-        right_b = flat(buffers.keys.index(1)).slice(PART * PART_OF, PART, 1)
+        right_a = flat(buffers.keys.index(first)).slice(PART * PART_OF, PART, 1)
+        right_b = flat(buffers.keys.index(first + 1)).slice(PART * PART_OF, PART, 1)
     else:
         left_a = buffers.d_scores.index(slot * 2).slice(PART * PART_OF, PART, 1).permute((1, 0))
         left_b = buffers.d_scores.index(slot * 2 + 1).slice(PART * PART_OF, PART, 1).permute((1, 0))
-        right_a = flat(buffers.keys.index(0))
-        right_b = flat(buffers.keys.index(1))
+        right_a = flat(buffers.keys.index(first))
+        right_b = flat(buffers.keys.index(first + 1))
     dq = warpgroup_mma(left_a, right_a, zero, use_acc=False, is_async=True)
     return warpgroup_mma(left_b, right_b, dq, is_async=True)
 
@@ -364,11 +500,13 @@ def _add_rows(
     query = flat(buffers.queries.index(stage))
     d_out = flat(buffers.d_outs.index(stage))
 
+    own = WARPGROUP + _nothing(n)
+
     mbarrier.wait(buffers.queries_ready.index(stage), phase)
-    key = flat(buffers.keys.index(WARPGROUP))
+    key = flat(buffers.keys.index(own))
     scoreT = warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(buffers.d_outs_ready.index(stage), phase)
-    value = flat(buffers.values.index(WARPGROUP))
+    value = flat(buffers.values.index(own))
     dpT = warpgroup_mma(value, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
     scoreT = warpgroup_mma_wait(1, (scoreT,))
     row_reference = buffers.terms.index(stage * 2).reshape([ROWS]).load(ROW)
@@ -394,13 +532,12 @@ def _add_rows(
     # the slot was last read by the products for dq two tiles ago, which both warpgroups had finished a tile ago
     before = n + buffers.STAGES - 1  # the stage of tile n − 1, one round later
     mbarrier.wait(buffers.empty.index(buffers.stage(before)), buffers.phase(before) ^ 1, pred=n > 1)
-    own = buffers.d_scores.index(slot * 2 + WARPGROUP)
-    own.store(dsT)
+    buffers.d_scores.index(slot * 2 + WARPGROUP).store(dsT)
     fence_async_shared()
     mbarrier.arrive(buffers.d_scores_ready.index(slot), count=1)
     dk = warpgroup_mma(gl.convert_layout(dsT, OPERAND), query, dk, is_async=True)
     mbarrier.wait(buffers.d_scores_ready.index(slot ^ 1), ((n - 1) // 2) & 1, pred=n > 0)
-    dq = _start_dq_part(buffers, slot ^ 1, gl.zeros([PART, PART], gl.float32, DQ), WARPGROUP, D)
+    dq = _start_dq_part(buffers, n, slot ^ 1, gl.zeros([PART, PART], gl.float32, DQ), WARPGROUP, D)
     if work.DECAY_GRADIENT:
         PARTIAL: gl.constexpr = column_sum.type.layout
         per_key, row_sum = sums(dsT)
@@ -422,12 +559,12 @@ def _add_rows(
 
 @gluon.jit
 def _consume(
-    work, buffers, dk_desc, dv_desc, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums,
-    column_sums, rate_sums, scale, WARPGROUP: gl.constexpr, D: gl.constexpr,
+    items, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums, rate_sums, scale,
+    WARPGROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """One consumer warpgroup: its 64 keys through the query tiles that see the program's key tile."""
-    ROWS: gl.constexpr = work.ROWS
-    DECAY: gl.constexpr = work.DECAY
+    """One consumer warpgroup: its 64 keys of every item through the query tiles that see the item's keys."""
+    ROWS: gl.constexpr = items.ROWS
+    DECAY: gl.constexpr = items.DECAY
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -441,111 +578,104 @@ def _consume(
         [[1]] if ROWS == 64 else [[1], [8]],
         [[2], [4], [ROWS // 8], [ROWS // 4], [ROWS // 2]], [[ROWS], [2 * ROWS]], [], [4 * ROWS],
     )  # fmt: skip
-    own_start = work.place.start + WARPGROUP * SHARE
-    key = own_start + gl.arange(0, SHARE, KEY)
-    inside = gl.minimum(key, work.place.key_length - 1)
-    dk = gl.zeros([SHARE, D], gl.float32, ACC)
-    dv = gl.zeros([SHARE, D], gl.float32, ACC)
-    n = 0
-    for member in range(work.GROUP):
-        tokens = work.first_token(member)
-        first_part = work.first_tile(member) * 2 + WARPGROUP
-        first_row = work.first_row(member)
-        key_alpha = inside.to(gl.float32)
-        if DECAY == "scalar":
-            key_alpha = gl.load(local + tokens + inside)
-        elif DECAY == "constant":
-            rate = _load_rate(rates, rate_stride, work.head(member))
-            key_alpha = (key - work.place.start).to(gl.float32) * rate
-        first, end = work.rows_of(key, last_reset + tokens, next_reset + tokens)
-        begin, whole_begin, whole_end, tile_end = work.visited(member, last_reset + tokens, next_reset + tokens)
-        column_sum = gl.zeros([SHARE, 4], gl.float32, PARTIAL)
-        rate_sum = gl.zeros([4 * ROWS], gl.float32, ROW_SUM)
-
-        # what is read of memory before is on its way while the keys are
-        mbarrier.wait(buffers.keys_ready, 0)
-        previous = -1
-        edges = tile_end - begin - (whole_end - whole_begin)
-        for m in range(tile_end - begin):
-            tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
-            dk, dv, column_sum, rate_sum = _add_rows(
-                n, tile, m < edges, previous, dk, dv, column_sum, rate_sum, key_alpha, first, end, work, buffers,
-                dq_desc, first_part, row_sums, first_row, scale * LOG2E, WARPGROUP, D,
-            )  # fmt: skip
-            previous = tile
-            n += 1
-        if previous >= 0:
-            # dq of the head's last tile
-            slot = (n - 1) % 2
-            mbarrier.wait(buffers.d_scores_ready.index(slot), ((n - 1) // 2) & 1)
-            dq = _start_dq_part(buffers, slot, gl.zeros([PART, PART], gl.float32, DQ), WARPGROUP, D)
-            dq = warpgroup_mma_wait(0, (dq,))
-            tma.store_wait(0)
-            copy_engine.thread_barrier()
-            _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
-        if work.DECAY_GRADIENT:
-            sums = gl.sum(column_sum, 1) * 0.25
-            share = gl.arange(0, SHARE, sums.type.layout)
+    item = buffers.draw(0)
+    count = item * 0
+    n = item * 0
+    while item < items.number:
+        work = items.found(item)
+        own_start = work.place.start + WARPGROUP * SHARE
+        key = own_start + gl.arange(0, SHARE, KEY)
+        inside = gl.minimum(key, work.place.key_length - 1)
+        dk = gl.zeros([SHARE, D], gl.float32, ACC)
+        dv = gl.zeros([SHARE, D], gl.float32, ACC)
+        for member in range(work.GROUP):
+            tokens = work.first_token(member)
+            first_part = work.first_tile(member) * 2 + WARPGROUP
+            first_row = work.first_row(member)
+            key_alpha = inside.to(gl.float32)
             if DECAY == "scalar":
-                gl.store(column_sums + tokens + own_start + share, sums, mask=own_start + share < work.place.key_length)
-            else:
-                # Σ dS (i − j), with i and j counted from the tile's first key
-                total = gl.sum(rate_sum, 0)
-                total -= gl.sum(sums * (WARPGROUP * SHARE + share).to(gl.float32), 0)
-                tile = work.first_block(member) + work.place.start // KEYS
-                gl.store(rate_sums + tile * 2 + WARPGROUP, total)
+                key_alpha = gl.load(local + tokens + inside)
+            elif DECAY == "constant":
+                rate = _load_rate(rates, rate_stride, work.head(member))
+                key_alpha = (key - work.place.start).to(gl.float32) * rate
+            first, end = work.rows_of(key, last_reset + tokens, next_reset + tokens)
+            begin, whole_begin, whole_end, tile_end = work.visited(member, last_reset + tokens, next_reset + tokens)
+            column_sum = gl.zeros([SHARE, 4], gl.float32, PARTIAL)
+            rate_sum = gl.zeros([4 * ROWS], gl.float32, ROW_SUM)
 
-    # values make room for dv, and keys, which both warpgroups have read, for dk
-    mbarrier.arrive(buffers.keys_read, count=1)
-    at = work.key_at(WARPGROUP)
-    flat(buffers.values.index(WARPGROUP)).store(dv.to(buffers.values.dtype))
-    fence_async_shared()
-    copy_engine.thread_barrier()
-    copy_engine.store(dv_desc, at, buffers.values.index(WARPGROUP))
-    dk = dk * scale
-    mbarrier.wait(buffers.keys_read, 0)
-    flat(buffers.keys.index(WARPGROUP)).store(dk.to(buffers.keys.dtype))
-    fence_async_shared()
-    copy_engine.thread_barrier()
-    copy_engine.store(dk_desc, at, buffers.keys.index(WARPGROUP))
-    tma.store_wait(0)
+            # what is read of memory before is on its way while the keys are
+            mbarrier.wait(buffers.keys_ready, count & 1)
+            previous = -1
+            edges = tile_end - begin - (whole_end - whole_begin)
+            for m in range(tile_end - begin):
+                tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
+                dk, dv, column_sum, rate_sum = _add_rows(
+                    n, tile, m < edges, previous, dk, dv, column_sum, rate_sum, key_alpha, first, end, work, buffers,
+                    dq_desc, first_part, row_sums, first_row, scale * LOG2E, WARPGROUP, D,
+                )  # fmt: skip
+                previous = tile
+                n += 1
+            if previous >= 0:
+                # dq of the head's last tile
+                slot = (n - 1) % 2
+                mbarrier.wait(buffers.d_scores_ready.index(slot), ((n - 1) // 2) & 1)
+                dq = _start_dq_part(buffers, n, slot, gl.zeros([PART, PART], gl.float32, DQ), WARPGROUP, D)
+                dq = warpgroup_mma_wait(0, (dq,))
+                tma.store_wait(0)
+                copy_engine.thread_barrier()
+                _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
+            if items.DECAY_GRADIENT:
+                done = items.found(item)
+                tokens, own_start = done.first_token(member), done.place.start + WARPGROUP * SHARE
+                sums = gl.sum(column_sum, 1) * 0.25
+                share = gl.arange(0, SHARE, sums.type.layout)
+                if DECAY == "scalar":
+                    here = column_sums + tokens + own_start + share
+                    gl.store(here, sums, mask=own_start + share < done.place.key_length)
+                else:
+                    # Σ dS (i − j), with i and j counted from the tile's first key
+                    total = gl.sum(rate_sum, 0)
+                    total -= gl.sum(sums * (WARPGROUP * SHARE + share).to(gl.float32), 0)
+                    tile = done.first_block(member) + done.place.start // KEYS
+                    gl.store(rate_sums + tile * 2 + WARPGROUP, total)
+
+        # values make room for dv, and keys, which both warpgroups have read, for dk
+        mbarrier.arrive(buffers.keys_read, count=1)
+        flat(buffers.values.index(WARPGROUP)).store(dv.to(buffers.values.dtype))
+        dk = dk * scale
+        mbarrier.wait(buffers.keys_read, count & 1)
+        flat(buffers.keys.index(WARPGROUP)).store(dk.to(buffers.keys.dtype))
+        fence_async_shared()
+        mbarrier.arrive(buffers.gradients_ready, count=1)
+        count += 1
+        item = buffers.draw(count)
 
 
-_INTEGERS = ["rate_stride", "left", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "heads"]
+_INTEGERS = [
+    "rate_stride", "left", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "entries", "heads",
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def gradients_kernel(
     q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, rates, local, base, last_reset,
-    next_reset, mirror, row_sums, column_sums, rate_sums, key_table, rate_stride, scale, left, query_length, key_length,
-    blocks, row_tiles, key_tiles, heads, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    DECAY: gl.constexpr, DECAY_GRADIENT: gl.constexpr, RAGGED: gl.constexpr, WINDOW: gl.constexpr,
+    next_reset, mirror, row_sums, column_sums, rate_sums, key_table, counter, rate_stride, scale, left, query_length,
+    key_length, blocks, row_tiles, key_tiles, entries, heads, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, DECAY: gl.constexpr, DECAY_GRADIENT: gl.constexpr, RAGGED: gl.constexpr, WINDOW: gl.constexpr,
     PLANNED: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv of one key tile over its group of query heads, and its addition to dq, row sums and a rate's gradient.
+    """dk, dv of all key tiles over their groups of query heads; added up, dq, row sums and a rate's gradient.
 
-    key_table is not read unless RAGGED, left not unless WINDOW, and mirror (skipping.last_granules) not unless PLANNED.
-    query_length, key_length and blocks, those of the decay prefix, are of the axes on which the sequences lie.
+    counter is 0, and not read where every program has one item; key_table is not read unless RAGGED, left not unless
+    WINDOW, and mirror (skipping.last_granules) not unless PLANNED. query_length, key_length and blocks, those of the
+    decay prefix, are of the axes on which the sequences lie; key_tiles are those of an entry.
     """
-    if not RAGGED:
-        # not the parameter, which would cost registers
-        key_tiles = gl.cdiv(key_length, KEYS)
-    # causal: the first key tiles are seen by the most rows, and come first
-    tile = gl.program_id(0) % key_tiles
-    # ALiBi and RetNet give the last heads the longest memory: they come first where keys are skipped
-    kv_head = gl.num_programs(0) // key_tiles - 1 - gl.program_id(0) // key_tiles
     if RAGGED:
         # the host only knows a bound
-        if tile >= gl.load(key_table):
-            return
-        place = load_place(key_table, tile)
-    else:
-        kv_heads = heads // GROUP
-        place = dense_place(tile * KEYS, query_length, key_length, kv_head // kv_heads)
-        kv_head = kv_head % kv_heads
-    work = Work(
-        place, kv_head, heads, query_length, key_length, blocks, row_tiles, left, mirror, ROWS, GROUP, DECAY,
-        DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
+        key_tiles = gl.load(key_table)
+    items = Items(
+        key_tiles * entries * (heads // GROUP), key_table, key_tiles, heads, query_length, key_length, blocks,
+        row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
     )  # fmt: skip
 
     DTYPE: gl.constexpr = q_desc.dtype
@@ -556,48 +686,51 @@ def gradients_kernel(
         allocate_tiles(q_desc, STAGES),
         allocate_tiles(d_out_desc, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES * 2, 1, ROWS], terms_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        allocate_words(STAGES, gl.float32),
+        allocate_words(STAGES),
         gl.allocate_shared_memory(DTYPE, [4, SHARE, ROWS], gl.NVMMASharedLayout.get_default_for([SHARE, ROWS], DTYPE)),
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        make_ring(allocate_words(1), 1, 2),
         STAGES,
     )
-    mbarrier.init(buffers.keys_ready, count=1)
-    mbarrier.init(buffers.keys_read, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(buffers.queries_ready.index(stage), count=1)
         mbarrier.init(buffers.d_outs_ready.index(stage), count=1)
         mbarrier.init(buffers.empty.index(stage), count=2)
     for slot in gl.static_range(2):
         mbarrier.init(buffers.d_scores_ready.index(slot), count=2)
+    mbarrier.init(buffers.keys_ready, count=1)
+    mbarrier.init(buffers.keys_read, count=2)
+    mbarrier.init(buffers.gradients_ready, count=2)
 
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    work, buffers, dk_desc, dv_desc, dq_desc, rates, rate_stride, local, last_reset, next_reset,
-                    row_sums, column_sums, rate_sums, scale, 0, D,
+                    items, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums,
+                    rate_sums, scale, 0, D,
                 ),
             ),
             (
                 _consume,
                 (
-                    work, buffers, dk_desc, dv_desc, dq_desc, rates, rate_stride, local, last_reset, next_reset,
-                    row_sums, column_sums, rate_sums, scale, 1, D,
+                    items, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums,
+                    rate_sums, scale, 1, D,
                 ),
             ),
             (
                 _produce,
                 (
-                    work, buffers, q_desc, k_desc, v_desc, d_out_desc, terms_desc, rates, rate_stride, base, last_reset,
-                    next_reset,
+                    items, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates,
+                    rate_stride, base, last_reset, next_reset,
                 ),
             ),
         ],

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Sizes
+from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, store_word
 from decayattn.backends.hopper.tile_table import (
     LINE,
     Place,
@@ -50,60 +51,6 @@ SLOTS: gl.constexpr = gl.constexpr(2)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shared memory
-
-
-@aggregate
-class Ring:
-    """Buffers that the producer fills in turn, and that every consumer releases after reading; n counts all fills."""
-
-    tiles: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, ready, empty, STAGES):
-        self.tiles = tiles
-        self.ready = ready
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
-
-    @gluon.jit
-    def tile(self, n):
-        return self.tiles.index(n % self.STAGES)
-
-    @gluon.jit
-    def arrival(self, n):
-        """The barrier on which the n-th fill's copies complete."""
-        return self.ready.index(n % self.STAGES)
-
-    @gluon.jit
-    def wait_empty(self, n):
-        mbarrier.wait(self.empty.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
-
-    @gluon.jit
-    def wait_ready(self, n, pred=True):
-        mbarrier.wait(self.ready.index(n % self.STAGES), (n // self.STAGES) & 1, pred=pred)
-
-    @gluon.jit
-    def release(self, n, pred=True):
-        mbarrier.arrive(self.empty.index(n % self.STAGES), count=1, pred=pred)
-
-    @gluon.jit
-    def skip(self, n):
-        """Release a tile unread. Not before it has come: an early arrival would count for the tile before it."""
-        self.wait_ready(n)
-        self.release(n)
-
-
-@gluon.jit
-def _ring(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ready.index(n), count=1)
-        mbarrier.init(empty.index(n), count=CONSUMERS)
-    return Ring(tiles, ready, empty, STAGES)
 
 
 @aggregate
@@ -148,27 +95,17 @@ def _first_word(count, RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def _store_word(words, n, value):
-    words.index(n).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
-
-
-@gluon.jit
-def _load_word(words, n):
-    return gl.max(words.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def _hand_over(drawn, count, item, place, RAGGED: gl.constexpr):
     first = _first_word(count, RAGGED)
-    _store_word(drawn.tiles, first, item)
+    store_word(drawn.tiles, first, item)
     if RAGGED:
-        _store_word(drawn.tiles, first + 1, place.start)
-        _store_word(drawn.tiles, first + 2, place.query_length)
-        _store_word(drawn.tiles, first + 3, place.key_length)
-        _store_word(drawn.tiles, first + 4, place.entry)
-        _store_word(drawn.tiles, first + 5, place.first_row)
-        _store_word(drawn.tiles, first + 6, place.first_token)
-        _store_word(drawn.tiles, first + 7, place.first_block)
+        store_word(drawn.tiles, first + 1, place.start)
+        store_word(drawn.tiles, first + 2, place.query_length)
+        store_word(drawn.tiles, first + 3, place.key_length)
+        store_word(drawn.tiles, first + 4, place.entry)
+        store_word(drawn.tiles, first + 5, place.first_row)
+        store_word(drawn.tiles, first + 6, place.first_token)
+        store_word(drawn.tiles, first + 7, place.first_block)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -242,7 +179,7 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
         count += 1
         item = following
     queries.wait_empty(count)
-    _store_word(drawn.tiles, _first_word(count, sizes.RAGGED), sizes.items)
+    store_word(drawn.tiles, _first_word(count, sizes.RAGGED), sizes.items)
     mbarrier.arrive(drawn.arrival(count), count=1)
 
 
@@ -254,7 +191,7 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
 def _draw(drawn, count, RAGGED: gl.constexpr):
     """The number of the count-th item of this program."""
     drawn.wait_ready(count)
-    return _load_word(drawn.tiles, _first_word(count, RAGGED))
+    return load_word(drawn.tiles, _first_word(count, RAGGED))
 
 
 @gluon.jit
@@ -264,9 +201,9 @@ def _drawn_item(drawn, count, item, sizes, TILE: gl.constexpr):
         first = _first_word(count, True) + 1
         words = drawn.tiles
         place = Place(
-            _load_word(words, first), _load_word(words, first + 1), _load_word(words, first + 2),
-            _load_word(words, first + 3), _load_word(words, first + 4), _load_word(words, first + 5),
-            _load_word(words, first + 6), item * 0,
+            load_word(words, first), load_word(words, first + 1), load_word(words, first + 2),
+            load_word(words, first + 3), load_word(words, first + 4), load_word(words, first + 5),
+            load_word(words, first + 6), item * 0,
         )  # fmt: skip
         found = sizes.ragged_item(item, place)
     else:
@@ -538,7 +475,7 @@ def forward_kernel(
     k_tiles = allocate_tiles(k_desc, STAGES)
     v_tiles = allocate_tiles(v_desc, STAGES)
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    drawn = gl.allocate_shared_memory(gl.int32, [SLOTS * (LINE if RAGGED else 1), 1], WORD)
+    drawn = allocate_words(SLOTS * (LINE if RAGGED else 1))
     FENCE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
     differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], WORD)
@@ -556,8 +493,8 @@ def forward_kernel(
         ones = gl.allocate_shared_memory(columns_desc.dtype, [ROWS, COLUMNS], columns_desc.layout, value)
         fence_async_shared()
     buffers = Buffers(
-        _ring(q_tiles, SLOTS, WARPGROUPS), _ring(k_tiles, STAGES, WARPGROUPS), _ring(v_tiles, STAGES, WARPGROUPS),
-        _ring(drawn, SLOTS, WARPGROUPS), columns, differences, ones, fences,
+        make_ring(q_tiles, SLOTS, WARPGROUPS), make_ring(k_tiles, STAGES, WARPGROUPS),
+        make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, WARPGROUPS), columns, differences, ones, fences,
     )  # fmt: skip
 
     if WARPGROUPS == 2:

@@ -1,6 +1,5 @@
 """From tensors to the forward's launches: buffers, descriptors, grid."""
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -48,7 +47,7 @@ def forward(
         q_desc = source(q, config.WARPGROUP_ROWS)
         head_rows = problem.num_heads * (problem.batch if places is None else 1)
         items = tiles.row_tiles * head_rows
-        programs = min(items, _multiprocessors(problem.device))
+        programs = min(items, launching.multiprocessors(problem.device))
         launch(
             forward_kernel, programs,
             q_desc, source(k, config.KEY_TILE), source(v, config.KEY_TILE),
@@ -98,11 +97,6 @@ def _decay(
         return prefix, decay_prefix.constant_columns(log_decay, -1.0 / score_scale, counter, launch)
     counter.zero_()
     return prefix, None
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _heads_together(problem: AttentionProblem, head_rows: int) -> int:

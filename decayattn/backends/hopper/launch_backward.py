@@ -57,10 +57,11 @@ def backward(
         terms = new(head_rows, tiles.row_tiles, 2, tile.rows)
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * problem.head_dim // _FRAGMENTS[1], _FRAGMENTS[1])
         row_sums = torch.empty_like(row_references) if decay_gradient and scalar else unused
+        counter = new(1, dtype=torch.int32)
         launch(
             row_terms_kernel, row_blocks * head_rows,
-            out, d_out, unused if d_lse is None else d_lse, row_references, terms, row_sums, dq_fragments, tiles.rows,
-            out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
+            out, d_out, unused if d_lse is None else d_lse, row_references, terms, row_sums, dq_fragments, counter,
+            tiles.rows, out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
             problem.query_length, tiles.row_tiles, problem.num_heads,
             D=problem.head_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, HAS_D_LSE=d_lse is not None,
             ROW_SUMS=decay_gradient and scalar, num_warps=4, **COMPILER_OPTIONS,
@@ -76,18 +77,19 @@ def backward(
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
             if places is not None:
                 rate_sums.zero_()  # there are more blocks than tiles
+        items = tiles.key_tiles * entries * problem.num_kv_heads
         launch(
-            gradients_kernel, tiles.key_tiles * entries * problem.num_kv_heads,
+            gradients_kernel, min(items, launching.multiprocessors(problem.device)),
             source(q, tile.rows), source(k, config.WARPGROUP_ROWS), source(v, config.WARPGROUP_ROWS),
             source(d_out, tile.rows), descriptors.plain(terms, 1), source(dk, config.WARPGROUP_ROWS),
             source(dv, config.WARPGROUP_ROWS), descriptors.plain(dq_fragments, _FRAGMENTS[0]),
             log_decay if constant else unused, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset,
-            mirror, row_sums, column_sums, rate_sums, unused if tiles.keys is None else tiles.keys,
+            mirror, row_sums, column_sums, rate_sums, unused if tiles.keys is None else tiles.keys, counter,
             log_decay.stride(0) if constant else 0, scale, left_of(problem),
-            problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, problem.num_heads,
-            D=problem.head_dim, ROWS=tile.rows, STAGES=tile.stages, GROUP=problem.num_heads // problem.num_kv_heads,
-            DECAY=problem.decay, DECAY_GRADIENT=decay_gradient, RAGGED=places is not None,
-            WINDOW=problem.window[0] >= 0, PLANNED=planned, REGISTERS=tile.registers,
+            problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
+            problem.num_heads, D=problem.head_dim, ROWS=tile.rows, STAGES=tile.stages,
+            GROUP=problem.num_heads // problem.num_kv_heads, DECAY=problem.decay, DECAY_GRADIENT=decay_gradient,
+            RAGGED=places is not None, WINDOW=problem.window[0] >= 0, PLANNED=planned, REGISTERS=tile.registers,
             num_warps=4, maxnreg=tile.launch_registers, **COMPILER_OPTIONS,
         )  # fmt: skip
 

@@ -24,16 +24,17 @@ def _place_of_tile(table, tile, entry, query_length):
 
 @triton.jit(do_not_specialize=["row_tiles"])
 def row_terms_kernel(
-    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, table, out_strides, d_out_strides, d_lse_strides,
-    query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, counter, table, out_strides, d_out_strides,
+    d_lse_strides, query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Per row Δ = Σ dO·O − dLSE, beside the reference that the forward saved, in tiles that one copy can fetch.
 
     terms is (head rows, row tiles, 2, ROWS), or (heads, tiles of the table, 2, ROWS): references, then Δ. Rows past the
     end get the reference +∞ of a row that sees nothing, so that their P is 0 without a mask. dq and the row sums, which
-    the next kernel adds to, become 0.
+    the next kernel adds to, become 0, and so does the counter that it draws from.
     """
+    tl.store(counter, 0, mask=tl.program_id(0) == 0)
     blocks = row_tiles * (ROWS // BLOCK_M)
     tile_row = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks

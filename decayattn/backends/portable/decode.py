@@ -11,7 +11,6 @@ scale, the score of key j is s q·k_j + (α_i − α_j), or + γ (i − j) for a
 Tiles: q (BLOCK_M, D) · k (BLOCK_N, D) · v (BLOCK_N, D_v) · score, p (BLOCK_M, BLOCK_N) · acc (BLOCK_M, D_v)
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -115,7 +114,7 @@ def decode(
         if left is not None:
             left = min(left, max_length)  # positions minus it stay in 32 bits
             most_keys = min(most_keys, left + query_length)
-        splits = number_of_splits(programs, cdiv(most_keys, tile.block_n), _multiprocessors(q.device))
+        splits = number_of_splits(programs, cdiv(most_keys, tile.block_n), launching.multiprocessors(q.device))
         parts = q.new_empty(batch * kv_heads * rows, splits, value_dim, dtype=accumulator)
         part_max, part_sum = (q.new_empty(batch * kv_heads * rows, splits, dtype=accumulator) for _ in range(2))
         row_scale = isinstance(scale, Tensor)
@@ -144,13 +143,6 @@ def decode(
             **COMPILER_OPTIONS,
         )  # fmt: skip
         return out, lse
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

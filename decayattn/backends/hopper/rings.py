@@ -1,0 +1,77 @@
+"""Rings of buffers in shared memory between the producer warp and the consumer warpgroups, and numbers handed over."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from decayattn.backends.hopper.copy_engine import aggregate
+
+
+@aggregate
+class Ring:
+    """Buffers that the producer fills in turn, and that every consumer releases after reading; n counts all fills."""
+
+    tiles: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, ready, empty, STAGES):
+        self.tiles = tiles
+        self.ready = ready
+        self.empty = empty
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def tile(self, n):
+        return self.tiles.index(n % self.STAGES)
+
+    @gluon.jit
+    def arrival(self, n):
+        """The barrier on which the n-th fill's copies complete."""
+        return self.ready.index(n % self.STAGES)
+
+    @gluon.jit
+    def wait_empty(self, n):
+        mbarrier.wait(self.empty.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def wait_ready(self, n, pred=True):
+        mbarrier.wait(self.ready.index(n % self.STAGES), (n // self.STAGES) & 1, pred=pred)
+
+    @gluon.jit
+    def release(self, n, pred=True):
+        mbarrier.arrive(self.empty.index(n % self.STAGES), count=1, pred=pred)
+
+    @gluon.jit
+    def skip(self, n):
+        """Release a tile unread. Not before it has come: an early arrival would count for the tile before it."""
+        self.wait_ready(n)
+        self.release(n)
+
+
+@gluon.jit
+def make_ring(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(STAGES):
+        mbarrier.init(ready.index(n), count=1)
+        mbarrier.init(empty.index(n), count=CONSUMERS)
+    return Ring(tiles, ready, empty, STAGES)
+
+
+@gluon.jit
+def allocate_words(COUNT: gl.constexpr, DTYPE: gl.constexpr = gl.int32):
+    """Shared memory for COUNT numbers."""
+    return gl.allocate_shared_memory(DTYPE, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+
+
+@gluon.jit
+def store_word(words, n, value):
+    words.index(n).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
+
+
+@gluon.jit
+def load_word(words, n):
+    return gl.max(words.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
