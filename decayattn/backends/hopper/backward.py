@@ -353,7 +353,10 @@ def _store_gradients(items, item, buffers, count, dk_desc, dv_desc):
 
 
 @gluon.jit
-def _load_keys(work, buffers, k_desc, v_desc):
+def _exchange_keys(items, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc):
+    """dk and dv of the item before leave, then keys and values of the count-th come to their place."""
+    if count > 0:
+        _store_gradients(items, previous, buffers, count - 1, dk_desc, dv_desc)
     mbarrier.expect(buffers.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
         copy_engine.load(k_desc, work.key_at(w), buffers.keys_ready, buffers.keys.index(w))
@@ -368,7 +371,7 @@ def _produce(
 ):  # fmt: skip
     """The producer warp: keys and values of an item, and the query tiles of each of its heads, edge tiles first.
 
-    Between an item's first query tile and its keys, dk and dv of the item before leave the keys' place.
+    An item's first query tile comes before its keys, which wait until dk and dv of the item before have left.
     """
     ROWS: gl.constexpr = items.ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -409,18 +412,14 @@ def _produce(
                 copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
                 copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage * 2))
                 if n == n_begin:
-                    if count > 0:
-                        _store_gradients(items, previous, buffers, count - 1, dk_desc, dv_desc)
-                    _load_keys(work, buffers, k_desc, v_desc)
+                    _exchange_keys(items, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
                 ready = buffers.d_outs_ready.index(stage)
                 mbarrier.expect(ready, d_out_desc.block_type.nbytes + terms_desc.block_type.nbytes)
                 copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
                 copy_engine.load(terms_desc, [terms_row + 1, 0], ready, buffers.terms.index(stage * 2 + 1))
                 n += 1
         if n == n_begin:
-            if count > 0:
-                _store_gradients(items, previous, buffers, count - 1, dk_desc, dv_desc)
-            _load_keys(work, buffers, k_desc, v_desc)
+            _exchange_keys(items, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
         count += 1
         previous = item
         item = following
