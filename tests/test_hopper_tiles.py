@@ -86,12 +86,14 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
     terms = references.new_empty(HEADS, tiles.row_tiles, 2, rows)
     fragments = references.new_empty(HEADS * tiles.row_tiles * rows * DIM // 256, 256)
     row_sums = torch.empty_like(references)
+    counter = torch.empty(1, dtype=torch.int32, device=device)
     row_terms_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
-        out, d_out, d_lse, references, terms, row_sums, fragments, tiles.rows, out.stride(), d_out.stride(),
-        d_lse.stride(), problem.query_length, tiles.row_tiles, HEADS, D=DIM, ROWS=rows, BLOCK_M=64, HAS_D_LSE=True,
-        ROW_SUMS=True,
+        out, d_out, d_lse, references, terms, row_sums, fragments, counter, tiles.rows, out.stride(),
+        d_out.stride(), d_lse.stride(), problem.query_length, tiles.row_tiles, HEADS, D=DIM, ROWS=rows, BLOCK_M=64,
+        HAS_D_LSE=True, ROW_SUMS=True,
     )  # fmt: skip
 
+    assert counter == 0
     delta = (out.float() * d_out.float()).sum(-1).transpose(1, 2) - d_lse
     delta = torch.where(references < torch.inf, delta, 0.0)
     fragments = fragments.view(HEADS, tiles.row_tiles, -1)
