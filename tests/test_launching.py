@@ -19,11 +19,11 @@ class Kernel:
         self.fn, self.log = object(), []
 
     def __getitem__(self, grid):
-        return lambda *args, **constants: self.log.append(("anew", grid, args, constants))
+        def launch(*args, **constants):
+            self.log.append(("asked", grid, args, constants))
+            return {(*grid, 1, 1): lambda *all_args: self.log.append(("launched", *grid, all_args))}
 
-    def warmup(self, *args, grid, **constants):
-        self.log.append(("compiled", constants))
-        return {(n, 1, 1): lambda *all_args, n=n: self.log.append(("launched", n, all_args)) for n in range(9)}
+        return launch
 
 
 GPU = torch.device("cuda")
@@ -35,7 +35,7 @@ def test_second_launch_asks_nothing():
         launching.of_call(GPU, (x, None), "first test")(kernel, 3, x, 7, MODE="a", WIDTH=16, num_warps=4)
     constants = {"MODE": "a", "WIDTH": 16, "num_warps": 4}
     # all parameters in the order of the kernel's, the constants among them
-    expected = [("compiled", constants), ("launched", 3, (x, 7, 16, "a")), ("launched", 3, (x, 7, 16, "a"))]
+    expected = [("asked", (3,), (x, 7), constants), ("launched", 3, (x, 7, 16, "a"))]
     assert kernel.log == expected
 
 
@@ -49,19 +49,19 @@ def test_second_launch_asks_nothing():
     ],
     ids=["strides", "dtype", "none", "modes"],
 )
-def test_other_kinds_are_compiled_anew(change):
+def test_other_kinds_are_asked_anew(change):
     kernel, x = Kernel(), torch.zeros(2, 8)
     for tensors, mode in (((x,), 1), change(x, 1)):
         launching.of_call(GPU, tensors, kernel, mode)(kernel, 1, x, 7, WIDTH=16, MODE="a")
-    assert [entry[0] for entry in kernel.log] == ["compiled", "launched", "compiled", "launched"]
+    assert [entry[0] for entry in kernel.log] == ["asked", "asked"]
 
 
-def test_other_constants_are_compiled_anew():
+def test_other_constants_are_asked_anew():
     kernel, x = Kernel(), torch.zeros(2, 8)
     launch = launching.of_call(GPU, (x,), kernel)
     for width in (16, 32, 16):
         launch(kernel, 1, x, 7, WIDTH=width, MODE="a")
-    assert [entry[0] for entry in kernel.log] == ["compiled", "launched", "compiled", "launched", "launched"]
+    assert [entry[0] for entry in kernel.log] == ["asked", "asked", "launched"]
 
 
 def test_misaligned_tensors_and_cpus_are_launched_anew():

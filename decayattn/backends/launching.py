@@ -64,12 +64,13 @@ class _Remembering:
         key = (kernel.fn, programs, *constants.values())
         known = self.known.get(key)
         if known is None:
-            compiled = kernel.warmup(*args, grid=(programs,), **constants)
+            compiled = kernel[(programs,)](*args, **constants)
             # a compiled kernel is launched with all parameters in their order, those that it was compiled for too
             rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-            known = self.known[key] = compiled[(programs, 1, 1)], rest
-        run, rest = known
-        run(*args, *rest)
+            self.known[key] = compiled[(programs, 1, 1)], rest
+        else:
+            run, rest = known
+            run(*args, *rest)
 
 
 @functools.lru_cache(_REMEMBERED)
