@@ -129,137 +129,8 @@ class Buffers:
 
 
 @aggregate
-class Work:
-    """An item: a key tile of a head of keys, and the sizes of the call.
-
-    RAGGED: place is a line of the table of key tiles, all sequences lie on the axes, and tiles of rows are those of the
-    table of all sequences. Dense, the axes are the sequences.
-    """
-
-    place: Place
-    kv_head: gl.tensor
-    heads: gl.tensor
-    query_axis: gl.tensor
-    key_axis: gl.tensor
-    block_axis: gl.tensor
-    row_tiles: gl.tensor
-    left: gl.tensor
-    mirror: gl.tensor
-    ROWS: gl.constexpr
-    GROUP: gl.constexpr
-    DECAY: gl.constexpr
-    DECAY_GRADIENT: gl.constexpr
-    RAGGED: gl.constexpr
-    WINDOW: gl.constexpr
-    PLANNED: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, place, kv_head, heads, query_axis, key_axis, block_axis, row_tiles, left, mirror, ROWS, GROUP, DECAY,
-        DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
-    ):  # fmt: skip
-        self.place = place
-        self.kv_head = kv_head
-        self.heads = heads
-        self.query_axis = query_axis
-        self.key_axis = key_axis
-        self.block_axis = block_axis
-        self.row_tiles = row_tiles
-        self.left = left
-        self.mirror = mirror
-        self.ROWS = gl.constexpr(ROWS)
-        self.GROUP = gl.constexpr(GROUP)
-        self.DECAY = gl.constexpr(DECAY)
-        self.DECAY_GRADIENT = gl.constexpr(DECAY_GRADIENT)
-        self.RAGGED = gl.constexpr(RAGGED)
-        self.WINDOW = gl.constexpr(WINDOW)
-        self.PLANNED = gl.constexpr(PLANNED)
-
-    @gluon.jit
-    def first_position(self):
-        return self.place.key_length - self.place.query_length
-
-    @gluon.jit
-    def head(self, member):
-        return self.kv_head * self.GROUP + member
-
-    @gluon.jit
-    def head_row(self, member):
-        return self.place.entry * self.heads + self.head(member)
-
-    @gluon.jit
-    def first_row(self, member):
-        """Where the rows of a head begin in buffers (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
-        return self.head_row(member) * self.query_axis + self.place.first_row
-
-    @gluon.jit
-    def first_token(self, member):
-        return self.head_row(member).to(gl.int64) * self.key_axis + self.place.first_token
-
-    @gluon.jit
-    def first_block(self, member):
-        return self.head_row(member) * self.block_axis + self.place.first_block
-
-    @gluon.jit
-    def first_tile(self, member):
-        """A head's first query tile, where tiles of all heads are counted through."""
-        if self.RAGGED:
-            first = self.head(member) * self.row_tiles + self.place.first_tile
-        else:
-            first = self.head_row(member) * self.row_tiles
-        return first
-
-    @gluon.jit
-    def query_at(self, member, row):
-        """The rows of a head from `row` on, for the copy engine."""
-        place = self.place
-        return coordinates(
-            place.entry, self.head(member), row, place.first_row, place.query_length, self.query_axis, self.RAGGED
-        )
-
-    @gluon.jit
-    def key_at(self, WARPGROUP: gl.constexpr):
-        """The keys of a warpgroup, for the copy engine."""
-        place = self.place
-        return coordinates(
-            place.entry, self.kv_head, place.start + WARPGROUP * SHARE, place.first_token, place.key_length,
-            self.key_axis, self.RAGGED,
-        )  # fmt: skip
-
-    @gluon.jit
-    def rows_of(self, key, last_reset, next_reset):
-        """[first, end) of the rows that see a key; a key past the end is seen by none."""
-        HAS_RESETS: gl.constexpr = self.DECAY == "scalar"
-        rows = self.place.query_length
-        inside = gl.minimum(key, self.place.key_length - 1)
-        if self.WINDOW:
-            _, end = rows_that_see(
-                inside, rows, self.first_position(), last_reset, next_reset, True, HAS_RESETS, self.left
-            )
-        else:
-            _, end = rows_that_see(inside, rows, self.first_position(), last_reset, next_reset, True, HAS_RESETS)
-        # causal: counted on beyond the last row, this alone leaves keys past the end without rows
-        return gl.maximum(key - self.first_position(), 0), end
-
-    @gluon.jit
-    def visited(self, member, last_reset, next_reset):
-        """The query tiles of one head that see a key of the tile, as tiles_between orders them.
-
-        Both ends of the rows that see a key grow with the key, so the first and the last key know them all. PLANNED,
-        rows behind the last granule that visits the tile do not (skipping.py).
-        """
-        first_min, end_min = self.rows_of(self.place.start, last_reset, next_reset)
-        first_max, end_max = self.rows_of(self.place.start + KEYS - 1, last_reset, next_reset)
-        if self.PLANNED:
-            last_granule = gl.load(self.mirror + self.first_block(member) + self.place.start // KEYS)
-            planned = (last_granule + 1) * GRANULE_ROWS
-            end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
-        return tiles_between(first_min, first_max, end_min, end_max, self.ROWS)
-
-
-@aggregate
-class Items:
-    """All items of the call, by their numbers.
+class Sizes:
+    """The call's lengths and heads, and the number of its items.
 
     Causal, the first key tiles are seen by the most rows, and come first. ALiBi and RetNet give the last heads the
     longest memory: where keys are skipped, these have most to do, and come first.
@@ -306,19 +177,119 @@ class Items:
         self.WINDOW = gl.constexpr(WINDOW)
         self.PLANNED = gl.constexpr(PLANNED)
 
+
+@aggregate
+class Item:
+    """An item: a key tile of a head of keys.
+
+    RAGGED: place is a line of the table of key tiles, all sequences lie on the axes, and tiles of rows are those of the
+    table of all sequences. Dense, the axes are the sequences.
+    """
+
+    sizes: Sizes
+    place: Place
+    kv_head: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, sizes, place, kv_head):
+        self.sizes = sizes
+        self.place = place
+        self.kv_head = kv_head
+
     @gluon.jit
-    def found(self, item):
-        tile, kv_head = item % self.key_tiles, (self.number - 1 - item) // self.key_tiles
-        if self.RAGGED:
-            place = load_place(self.key_table, tile)
+    def first_position(self):
+        return self.place.key_length - self.place.query_length
+
+    @gluon.jit
+    def head(self, member):
+        return self.kv_head * self.sizes.GROUP + member
+
+    @gluon.jit
+    def head_row(self, member):
+        return self.place.entry * self.sizes.heads + self.head(member)
+
+    @gluon.jit
+    def first_row(self, member):
+        """Where the rows of a head begin in buffers (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
+        return self.head_row(member) * self.sizes.query_axis + self.place.first_row
+
+    @gluon.jit
+    def first_token(self, member):
+        return self.head_row(member).to(gl.int64) * self.sizes.key_axis + self.place.first_token
+
+    @gluon.jit
+    def first_block(self, member):
+        return self.head_row(member) * self.sizes.block_axis + self.place.first_block
+
+    @gluon.jit
+    def first_tile(self, member):
+        """A head's first query tile, where tiles of all heads are counted through."""
+        if self.sizes.RAGGED:
+            first = self.head(member) * self.sizes.row_tiles + self.place.first_tile
         else:
-            kv_heads = self.heads // self.GROUP
-            place = dense_place(tile * KEYS, self.query_axis, self.key_axis, kv_head // kv_heads)
-            kv_head = kv_head % kv_heads
-        return Work(
-            place, kv_head, self.heads, self.query_axis, self.key_axis, self.block_axis, self.row_tiles, self.left,
-            self.mirror, self.ROWS, self.GROUP, self.DECAY, self.DECAY_GRADIENT, self.RAGGED, self.WINDOW, self.PLANNED,
+            first = self.head_row(member) * self.sizes.row_tiles
+        return first
+
+    @gluon.jit
+    def query_at(self, member, row):
+        """The rows of a head from `row` on, for the copy engine."""
+        place = self.place
+        return coordinates(
+            place.entry, self.head(member), row, place.first_row, place.query_length, self.sizes.query_axis,
+            self.sizes.RAGGED,
         )  # fmt: skip
+
+    @gluon.jit
+    def key_at(self, WARPGROUP: gl.constexpr):
+        """The keys of a warpgroup, for the copy engine."""
+        place = self.place
+        return coordinates(
+            place.entry, self.kv_head, place.start + WARPGROUP * SHARE, place.first_token, place.key_length,
+            self.sizes.key_axis, self.sizes.RAGGED,
+        )  # fmt: skip
+
+    @gluon.jit
+    def rows_of(self, key, last_reset, next_reset):
+        """[first, end) of the rows that see a key; a key past the end is seen by none."""
+        HAS_RESETS: gl.constexpr = self.sizes.DECAY == "scalar"
+        rows = self.place.query_length
+        inside = gl.minimum(key, self.place.key_length - 1)
+        if self.sizes.WINDOW:
+            _, end = rows_that_see(
+                inside, rows, self.first_position(), last_reset, next_reset, True, HAS_RESETS, self.sizes.left
+            )
+        else:
+            _, end = rows_that_see(inside, rows, self.first_position(), last_reset, next_reset, True, HAS_RESETS)
+        # causal: counted on beyond the last row, this alone leaves keys past the end without rows
+        return gl.maximum(key - self.first_position(), 0), end
+
+    @gluon.jit
+    def visited(self, member, last_reset, next_reset):
+        """The query tiles of one head that see a key of the tile, as tiles_between orders them.
+
+        Both ends of the rows that see a key grow with the key, so the first and the last key know them all. PLANNED,
+        rows behind the last granule that visits the tile do not (skipping.py).
+        """
+        first_min, end_min = self.rows_of(self.place.start, last_reset, next_reset)
+        first_max, end_max = self.rows_of(self.place.start + KEYS - 1, last_reset, next_reset)
+        if self.sizes.PLANNED:
+            last_granule = gl.load(self.sizes.mirror + self.first_block(member) + self.place.start // KEYS)
+            planned = (last_granule + 1) * GRANULE_ROWS
+            end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
+        return tiles_between(first_min, first_max, end_min, end_max, self.sizes.ROWS)
+
+
+@gluon.jit
+def _found(sizes, item):
+    """An item by its number."""
+    tile, kv_head = item % sizes.key_tiles, (sizes.number - 1 - item) // sizes.key_tiles
+    if sizes.RAGGED:
+        place = load_place(sizes.key_table, tile)
+    else:
+        kv_heads = sizes.heads // sizes.GROUP
+        place = dense_place(tile * KEYS, sizes.query_axis, sizes.key_axis, kv_head // kv_heads)
+        kv_head = kv_head % kv_heads
+    return Item(sizes, place, kv_head)
 
 
 @gluon.jit
@@ -330,11 +301,11 @@ def _load_rate(rates, rate_stride, head):
 @gluon.jit
 def _base_difference(work, tile, bases, key_base, rate):
     """α at the reference of a tile's rows minus α at the start of the key tile."""
-    reference = tile * work.ROWS // BLOCK * BLOCK + work.first_position()
-    if work.DECAY == "scalar":
+    reference = tile * work.sizes.ROWS // BLOCK * BLOCK + work.first_position()
+    if work.sizes.DECAY == "scalar":
         # formed in float64 and rounded once
         difference = (gl.load(bases + gl.maximum(reference, 0) // BLOCK) - key_base).to(gl.float32)
-    elif work.DECAY == "constant":
+    elif work.sizes.DECAY == "constant":
         difference = (reference - work.place.start).to(gl.float32) * rate
     else:
         difference = 0.0
@@ -342,10 +313,10 @@ def _base_difference(work, tile, bases, key_base, rate):
 
 
 @gluon.jit
-def _store_gradients(items, item, buffers, count, dk_desc, dv_desc):
+def _store_gradients(sizes, item, buffers, count, dk_desc, dv_desc):
     """dk and dv of an item, which is the count-th, from shared memory."""
     mbarrier.wait(buffers.gradients_ready, count & 1)
-    work = items.found(item)
+    work = _found(sizes, item)
     for w in gl.static_range(2):
         copy_engine.store(dv_desc, work.key_at(w), buffers.values.index(w))
         copy_engine.store(dk_desc, work.key_at(w), buffers.keys.index(w))
@@ -353,10 +324,10 @@ def _store_gradients(items, item, buffers, count, dk_desc, dv_desc):
 
 
 @gluon.jit
-def _exchange_keys(items, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc):
+def _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc):
     """dk and dv of the item before leave, then keys and values of the count-th come to their place."""
     if count > 0:
-        _store_gradients(items, previous, buffers, count - 1, dk_desc, dv_desc)
+        _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)
     mbarrier.expect(buffers.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
         copy_engine.load(k_desc, work.key_at(w), buffers.keys_ready, buffers.keys.index(w))
@@ -366,34 +337,34 @@ def _exchange_keys(items, previous, work, buffers, count, k_desc, v_desc, dk_des
 
 @gluon.jit
 def _produce(
-    items, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates, rate_stride,
+    sizes, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates, rate_stride,
     base, last_reset, next_reset,
 ):  # fmt: skip
     """The producer warp: keys and values of an item, and the query tiles of each of its heads, edge tiles first.
 
     An item's first query tile comes before its keys, which wait until dk and dv of the item before have left.
     """
-    ROWS: gl.constexpr = items.ROWS
+    ROWS: gl.constexpr = sizes.ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     item = gl.program_id(0)
     previous = item * 0  # not item itself: Triton would take the assignment below for no change
     count = item * 0
     n = item * 0
-    while item < items.number:
-        following = items.number
-        if gl.num_programs(0) < items.number:
+    while item < sizes.number:
+        following = sizes.number
+        if gl.num_programs(0) < sizes.number:
             following = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        work = items.found(item)
+        work = _found(sizes, item)
         buffers.hand_over(count, item)
         n_begin = n
-        for member in range(items.GROUP):
+        for member in range(sizes.GROUP):
             tokens = work.first_token(member)
             bases = base + work.first_block(member)
             key_base = 0.0
             rate = 0.0
-            if items.DECAY == "scalar":
+            if sizes.DECAY == "scalar":
                 key_base = gl.load(bases + work.place.start // BLOCK)
-            elif items.DECAY == "constant":
+            elif sizes.DECAY == "constant":
                 rate = _load_rate(rates, rate_stride, work.head(member))
             begin, whole_begin, whole_end, end = work.visited(member, last_reset + tokens, next_reset + tokens)
             edges = end - begin - (whole_end - whole_begin)
@@ -412,20 +383,20 @@ def _produce(
                 copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
                 copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage * 2))
                 if n == n_begin:
-                    _exchange_keys(items, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
+                    _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
                 ready = buffers.d_outs_ready.index(stage)
                 mbarrier.expect(ready, d_out_desc.block_type.nbytes + terms_desc.block_type.nbytes)
                 copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
                 copy_engine.load(terms_desc, [terms_row + 1, 0], ready, buffers.terms.index(stage * 2 + 1))
                 n += 1
         if n == n_begin:
-            _exchange_keys(items, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
+            _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
         count += 1
         previous = item
         item = following
-    buffers.hand_over(count, items.number)
+    buffers.hand_over(count, sizes.number)
     if count > 0:
-        _store_gradients(items, previous, buffers, count - 1, dk_desc, dv_desc)
+        _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)
 
 
 @gluon.jit
@@ -484,8 +455,8 @@ def _add_rows(
     row_sums, first_row, score_scale, WARPGROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """The n-th query tile into dk, dv and the sums; and dq of the tile before it (−1: there is none in this head)."""
-    ROWS: gl.constexpr = work.ROWS
-    DECAY: gl.constexpr = work.DECAY
+    ROWS: gl.constexpr = work.sizes.ROWS
+    DECAY: gl.constexpr = work.sizes.DECAY
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, SCORE)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -537,7 +508,7 @@ def _add_rows(
     dk = warpgroup_mma(gl.convert_layout(dsT, OPERAND), query, dk, is_async=True)
     mbarrier.wait(buffers.d_scores_ready.index(slot ^ 1), ((n - 1) // 2) & 1, pred=n > 0)
     dq = _start_dq_part(buffers, n, slot ^ 1, gl.zeros([PART, PART], gl.float32, DQ), WARPGROUP, D)
-    if work.DECAY_GRADIENT:
+    if work.sizes.DECAY_GRADIENT:
         PARTIAL: gl.constexpr = column_sum.type.layout
         per_key, row_sum = sums(dsT)
         column_sum += gl.convert_layout(per_key, PARTIAL, assert_trivial=True)
@@ -550,7 +521,7 @@ def _add_rows(
     mbarrier.arrive(buffers.empty.index(stage), count=1)  # begins with a barrier of the warpgroup
     if previous >= 0:
         _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
-    if work.DECAY_GRADIENT and DECAY == "scalar":
+    if work.sizes.DECAY_GRADIENT and DECAY == "scalar":
         # after the fence, which would wait for it to reach memory (2 % at D = 128)
         gl.atomic_add(row_sums + (first_row + row), row_sum, mask=row < work.place.query_length, sem="relaxed")
     return dk, dv, column_sum, rate_sum
@@ -558,12 +529,12 @@ def _add_rows(
 
 @gluon.jit
 def _consume(
-    items, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums, rate_sums, scale,
+    sizes, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums, rate_sums, scale,
     WARPGROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """One consumer warpgroup: its 64 keys of every item through the query tiles that see the item's keys."""
-    ROWS: gl.constexpr = items.ROWS
-    DECAY: gl.constexpr = items.DECAY
+    ROWS: gl.constexpr = sizes.ROWS
+    DECAY: gl.constexpr = sizes.DECAY
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -580,14 +551,14 @@ def _consume(
     item = buffers.draw(0)
     count = item * 0
     n = item * 0
-    while item < items.number:
-        work = items.found(item)
+    while item < sizes.number:
+        work = _found(sizes, item)
         own_start = work.place.start + WARPGROUP * SHARE
         key = own_start + gl.arange(0, SHARE, KEY)
         inside = gl.minimum(key, work.place.key_length - 1)
         dk = gl.zeros([SHARE, D], gl.float32, ACC)
         dv = gl.zeros([SHARE, D], gl.float32, ACC)
-        for member in range(work.GROUP):
+        for member in range(sizes.GROUP):
             tokens = work.first_token(member)
             first_part = work.first_tile(member) * 2 + WARPGROUP
             first_row = work.first_row(member)
@@ -623,8 +594,8 @@ def _consume(
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
                 _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
-            if items.DECAY_GRADIENT:
-                done = items.found(item)
+            if sizes.DECAY_GRADIENT:
+                done = _found(sizes, item)
                 tokens, own_start = done.first_token(member), done.place.start + WARPGROUP * SHARE
                 sums = gl.sum(column_sum, 1) * 0.25
                 share = gl.arange(0, SHARE, sums.type.layout)
@@ -672,7 +643,7 @@ def gradients_kernel(
     if RAGGED:
         # the host only knows a bound
         key_tiles = gl.load(key_table)
-    items = Items(
+    sizes = Sizes(
         key_tiles * entries * (heads // GROUP), key_table, key_tiles, heads, query_length, key_length, blocks,
         row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
     )  # fmt: skip
@@ -714,21 +685,21 @@ def gradients_kernel(
             (
                 _consume,
                 (
-                    items, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums,
+                    sizes, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums,
                     rate_sums, scale, 0, D,
                 ),
             ),
             (
                 _consume,
                 (
-                    items, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums,
+                    sizes, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums,
                     rate_sums, scale, 1, D,
                 ),
             ),
             (
                 _produce,
                 (
-                    items, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates,
+                    sizes, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates,
                     rate_stride, base, last_reset, next_reset,
                 ),
             ),
