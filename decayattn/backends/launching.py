@@ -1,8 +1,8 @@
 """Launching kernels, the second time without asking Triton which compiled kernel is meant.
 
-`kernel[grid](...)` works that out from the kind of every argument in every launch: 20 to 30 µs of Python for an
-attention kernel, more than all the rest of a call. What the kinds depend on is the same for all launches of one call of
-ours, so it is looked up once per call, and what was compiled for it is launched from then on.
+`kernel[grid](...)` works that out from the kind of every argument in every launch, which takes an attention kernel five
+times as long as the launch. What the kinds depend on is the same for all launches of one call of ours, so it is looked
+up once per call, and what was compiled for it is launched from then on.
 """
 
 import functools

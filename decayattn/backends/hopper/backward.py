@@ -27,26 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper import copy_engine
-from decayattn.backends.hopper.config import KEY_TILE
 from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, store_word
+from decayattn.backends.hopper.key_items import KEYS, Sizes, found_item
+from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, store_word
 from decayattn.backends.hopper.sums import SHARE, summed_row, sums
-from decayattn.backends.hopper.tile_table import (
-    Place,
-    allocate_tiles,
-    coordinates,
-    dense_place,
-    flat,
-    load_place,
-)
+from decayattn.backends.hopper.tile_table import allocate_tiles, flat
 from decayattn.backends.prefix import DECAY_BLOCK
-from decayattn.backends.skipping import GRANULE
 from decayattn.backends.tile_math import LOG2E, decayed_score, probability, score_gradient, visible
-from decayattn.backends.tile_range import edge_tile, rows_that_see, tiles_between
+from decayattn.backends.tile_range import edge_tile
 
 BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
-KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
-GRANULE_ROWS: gl.constexpr = gl.constexpr(GRANULE)
 # one part of dq: what a warpgroup multiplies of a tile, 64 rows × 64 columns, and its shape as fragments
 PART: gl.constexpr = gl.constexpr(64)
 FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
@@ -128,170 +118,6 @@ class Buffers:
         return item
 
 
-@aggregate
-class Sizes:
-    """The call's lengths and heads, and the number of its items.
-
-    Causal, the first key tiles are seen by the most rows, and come first. ALiBi and RetNet give the last heads the
-    longest memory: where keys are skipped, these have most to do, and come first.
-    """
-
-    number: gl.tensor
-    key_table: gl.tensor
-    key_tiles: gl.tensor
-    heads: gl.tensor
-    query_axis: gl.tensor
-    key_axis: gl.tensor
-    block_axis: gl.tensor
-    row_tiles: gl.tensor
-    left: gl.tensor
-    mirror: gl.tensor
-    ROWS: gl.constexpr
-    GROUP: gl.constexpr
-    DECAY: gl.constexpr
-    DECAY_GRADIENT: gl.constexpr
-    RAGGED: gl.constexpr
-    WINDOW: gl.constexpr
-    PLANNED: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, number, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles, left, mirror, ROWS,
-        GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
-    ):  # fmt: skip
-        self.number = number
-        self.key_table = key_table
-        self.key_tiles = key_tiles
-        self.heads = heads
-        self.query_axis = query_axis
-        self.key_axis = key_axis
-        self.block_axis = block_axis
-        self.row_tiles = row_tiles
-        self.left = left
-        self.mirror = mirror
-        self.ROWS = gl.constexpr(ROWS)
-        self.GROUP = gl.constexpr(GROUP)
-        self.DECAY = gl.constexpr(DECAY)
-        self.DECAY_GRADIENT = gl.constexpr(DECAY_GRADIENT)
-        self.RAGGED = gl.constexpr(RAGGED)
-        self.WINDOW = gl.constexpr(WINDOW)
-        self.PLANNED = gl.constexpr(PLANNED)
-
-
-@aggregate
-class Item:
-    """An item: a key tile of a head of keys.
-
-    RAGGED: place is a line of the table of key tiles, all sequences lie on the axes, and tiles of rows are those of the
-    table of all sequences. Dense, the axes are the sequences.
-    """
-
-    sizes: Sizes
-    place: Place
-    kv_head: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, sizes, place, kv_head):
-        self.sizes = sizes
-        self.place = place
-        self.kv_head = kv_head
-
-    @gluon.jit
-    def first_position(self):
-        return self.place.key_length - self.place.query_length
-
-    @gluon.jit
-    def head(self, member):
-        return self.kv_head * self.sizes.GROUP + member
-
-    @gluon.jit
-    def head_row(self, member):
-        return self.place.entry * self.sizes.heads + self.head(member)
-
-    @gluon.jit
-    def first_row(self, member):
-        """Where the rows of a head begin in buffers (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
-        return self.head_row(member) * self.sizes.query_axis + self.place.first_row
-
-    @gluon.jit
-    def first_token(self, member):
-        return self.head_row(member).to(gl.int64) * self.sizes.key_axis + self.place.first_token
-
-    @gluon.jit
-    def first_block(self, member):
-        return self.head_row(member) * self.sizes.block_axis + self.place.first_block
-
-    @gluon.jit
-    def first_tile(self, member):
-        """A head's first query tile, where tiles of all heads are counted through."""
-        if self.sizes.RAGGED:
-            first = self.head(member) * self.sizes.row_tiles + self.place.first_tile
-        else:
-            first = self.head_row(member) * self.sizes.row_tiles
-        return first
-
-    @gluon.jit
-    def query_at(self, member, row):
-        """The rows of a head from `row` on, for the copy engine."""
-        place = self.place
-        return coordinates(
-            place.entry, self.head(member), row, place.first_row, place.query_length, self.sizes.query_axis,
-            self.sizes.RAGGED,
-        )  # fmt: skip
-
-    @gluon.jit
-    def key_at(self, WARPGROUP: gl.constexpr):
-        """The keys of a warpgroup, for the copy engine."""
-        place = self.place
-        return coordinates(
-            place.entry, self.kv_head, place.start + WARPGROUP * SHARE, place.first_token, place.key_length,
-            self.sizes.key_axis, self.sizes.RAGGED,
-        )  # fmt: skip
-
-    @gluon.jit
-    def rows_of(self, key, last_reset, next_reset):
-        """[first, end) of the rows that see a key; a key past the end is seen by none."""
-        HAS_RESETS: gl.constexpr = self.sizes.DECAY == "scalar"
-        rows = self.place.query_length
-        inside = gl.minimum(key, self.place.key_length - 1)
-        if self.sizes.WINDOW:
-            _, end = rows_that_see(
-                inside, rows, self.first_position(), last_reset, next_reset, True, HAS_RESETS, self.sizes.left
-            )
-        else:
-            _, end = rows_that_see(inside, rows, self.first_position(), last_reset, next_reset, True, HAS_RESETS)
-        # causal: counted on beyond the last row, this alone leaves keys past the end without rows
-        return gl.maximum(key - self.first_position(), 0), end
-
-    @gluon.jit
-    def visited(self, member, last_reset, next_reset):
-        """The query tiles of one head that see a key of the tile, as tiles_between orders them.
-
-        Both ends of the rows that see a key grow with the key, so the first and the last key know them all. PLANNED,
-        rows behind the last granule that visits the tile do not (skipping.py).
-        """
-        first_min, end_min = self.rows_of(self.place.start, last_reset, next_reset)
-        first_max, end_max = self.rows_of(self.place.start + KEYS - 1, last_reset, next_reset)
-        if self.sizes.PLANNED:
-            last_granule = gl.load(self.sizes.mirror + self.first_block(member) + self.place.start // KEYS)
-            planned = (last_granule + 1) * GRANULE_ROWS
-            end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
-        return tiles_between(first_min, first_max, end_min, end_max, self.sizes.ROWS)
-
-
-@gluon.jit
-def _found(sizes, item):
-    """An item by its number."""
-    tile, kv_head = item % sizes.key_tiles, (sizes.number - 1 - item) // sizes.key_tiles
-    if sizes.RAGGED:
-        place = load_place(sizes.key_table, tile)
-    else:
-        kv_heads = sizes.heads // sizes.GROUP
-        place = dense_place(tile * KEYS, sizes.query_axis, sizes.key_axis, kv_head // kv_heads)
-        kv_head = kv_head % kv_heads
-    return Item(sizes, place, kv_head)
-
-
 @gluon.jit
 def _load_rate(rates, rate_stride, head):
     """γ of a head in base 2."""
@@ -316,7 +142,7 @@ def _base_difference(work, tile, bases, key_base, rate):
 def _store_gradients(sizes, item, buffers, count, dk_desc, dv_desc):
     """dk and dv of an item, which is the count-th, from shared memory."""
     mbarrier.wait(buffers.gradients_ready, count & 1)
-    work = _found(sizes, item)
+    work = found_item(sizes, item)
     for w in gl.static_range(2):
         copy_engine.store(dv_desc, work.key_at(w), buffers.values.index(w))
         copy_engine.store(dk_desc, work.key_at(w), buffers.keys.index(w))
@@ -351,10 +177,8 @@ def _produce(
     count = item * 0
     n = item * 0
     while item < sizes.number:
-        following = sizes.number
-        if gl.num_programs(0) < sizes.number:
-            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        work = _found(sizes, item)
+        following = next_item(counter, sizes.number)
+        work = found_item(sizes, item)
         buffers.hand_over(count, item)
         n_begin = n
         for member in range(sizes.GROUP):
@@ -552,7 +376,7 @@ def _consume(
     count = item * 0
     n = item * 0
     while item < sizes.number:
-        work = _found(sizes, item)
+        work = found_item(sizes, item)
         own_start = work.place.start + WARPGROUP * SHARE
         key = own_start + gl.arange(0, SHARE, KEY)
         inside = gl.minimum(key, work.place.key_length - 1)
@@ -595,7 +419,8 @@ def _consume(
                 copy_engine.thread_barrier()
                 _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
             if sizes.DECAY_GRADIENT:
-                done = _found(sizes, item)
+                # found again, which keeps a line of the table out of the registers of the loop
+                done = found_item(sizes, item)
                 tokens, own_start = done.first_token(member), done.place.start + WARPGROUP * SHARE
                 sums = gl.sum(column_sum, 1) * 0.25
                 share = gl.arange(0, SHARE, sums.type.layout)

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Sizes
-from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, store_word
+from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, store_word
 from decayattn.backends.hopper.tile_table import (
     LINE,
     Place,
@@ -121,9 +121,7 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
     count = item * 0
     sent = item * 0
     while item < sizes.items:
-        following = sizes.items
-        if gl.num_programs(0) < sizes.items:
-            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        following = next_item(counter, sizes.items)
         found = sizes.found(item, WARPGROUPS * ROWS)
         place, head = found.place, found.head
         start = place.start

@@ -1,4 +1,4 @@
-"""Rings of buffers in shared memory between the producer warp and the consumer warpgroups, and numbers handed over."""
+"""Between the producer warp and the consumer warpgroups: rings of buffers in shared memory, and the items' numbers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -75,3 +75,12 @@ def store_word(words, n, value):
 @gluon.jit
 def load_word(words, n):
     return gl.max(words.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def next_item(counter, items):
+    """The number of the item after this one; `items`, after the last. Where every program has one, none is drawn."""
+    following = items
+    if gl.num_programs(0) < items:
+        following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+    return following
