@@ -94,38 +94,34 @@ def plan(
     if not is_planned(problem):
         return first_block
     blocks = packing.decay_blocks(problem)
-    longest_keys = q.new_empty(problem.batch, problem.num_kv_heads, blocks, dtype=problem.accumulator_dtype)
-    weights = q.new_empty(problem.batch, problem.num_heads, blocks, dtype=torch.float64)
+    # pairs (K, W) and (U, E), each side by side
+    of_blocks = q.new_empty(problem.batch, problem.num_heads, blocks, 2, dtype=torch.float64)
+    of_granules = q.new_empty(*first_block.shape, 2, dtype=torch.float64)
     width = max(16, next_power_of_2(problem.head_dim))
-    decay = (
-        log_decay if problem.decay == "constant" else weights,
-        log_decay.stride(0) if problem.decay == "constant" else 0,
-    )
-    modes = dict(
-        **packing.constants(problem, sequences), GROUP=problem.num_heads // problem.num_kv_heads, D=problem.head_dim,
-        WIDTH=width, PARTS=1 if width * q.element_size() <= _WIDE_ROW else 2, DECAY=problem.decay,
-        num_warps=4 if width <= 128 else 8, **COMPILER_OPTIONS,
-    )  # fmt: skip
+    constants = dict(DECAY=problem.decay, **packing.constants(problem, sequences))
     log_tolerance = math.log2(problem.skip_tolerance)
+    row_scale = scale if problem.row_scale else None
+    left = problem.window[0] if problem.window[0] >= 0 else None
+    sizes = problem.query_length, problem.key_length, problem.num_heads, first_block.shape[-1], blocks
     # packed and padded, what lies in one block belongs to one sequence, and what lies in two need not
     most = (_MOST_TOGETHER, _MOST_TOGETHER) if sequences is None else (1, DECAY_BLOCK // GRANULE)
-    together = _together(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_kv_heads), most[0])
+    together = _together(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads), most[0])
     launch(
-        _summarise_keys,
-        packing.token_programs(problem, sequences, DECAY_BLOCK * together, problem.num_kv_heads),
-        k, k.stride(), *decay, prefix.local, prefix.base, longest_keys, weights, sequences, log_tolerance,
-        problem.query_length, problem.key_length, problem.num_kv_heads, blocks, TOGETHER=together, **modes,
+        _summarise, packing.token_programs(problem, sequences, DECAY_BLOCK * together, problem.num_heads),
+        q, k, q.stride(), k.stride(), 1.0 if problem.row_scale else scale, row_scale,
+        None if row_scale is None else row_scale.stride(),
+        log_decay if problem.decay == "constant" else of_blocks,
+        log_decay.stride(0) if problem.decay == "constant" else 0, prefix.local, prefix.base, prefix.last_reset,
+        prefix.next_reset, of_blocks, of_granules, sequences, left, log_tolerance, *sizes, D=problem.head_dim,
+        WIDTH=width, PARTS=1 if width * q.element_size() <= _WIDE_ROW else 2,
+        GROUP=problem.num_heads // problem.num_kv_heads, TOGETHER=together, num_warps=4 if width <= 128 else 8,
+        **constants, **COMPILER_OPTIONS,
     )  # fmt: skip
     together = _together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most[1])
-    row_scale = scale if problem.row_scale else None
-    left = problem.window[0]
     launch(
         _find_first_blocks, packing.row_programs(problem, sequences, GRANULE * together, problem.num_heads),
-        q, k, q.stride(), k.stride(), 1.0 if problem.row_scale else scale, row_scale,
-        None if row_scale is None else row_scale.stride(), *decay, prefix.local, prefix.base, prefix.last_reset,
-        prefix.next_reset, longest_keys, weights, first_block, sequences, left if left >= 0 else None, log_tolerance,
-        problem.query_length, problem.key_length, problem.num_heads, first_block.shape[-1], blocks, CHUNK=_CHUNK,
-        TOGETHER=together, **modes,
+        prefix.last_reset, prefix.next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance,
+        *sizes, CHUNK=_CHUNK, TOGETHER=together, num_warps=4, **constants, **COMPILER_OPTIONS,
     )  # fmt: skip
     return first_block
 
@@ -254,125 +250,97 @@ def _nan_is_infinite(x):
 
 
 @triton.jit
-def _summarise_keys(
-    k, k_strides, rates, rate_stride, local, base, longest_keys, weights, sequences, log_tolerance: tl.float64,
-    query_length, key_length, kv_heads, block_axis,
+def _summarise(
+    q, k, q_strides, k_strides, scale: tl.float64, row_scales, row_scale_strides, rates, rate_stride, local, base,
+    last_reset, next_reset, of_blocks, of_granules, sequences, left, log_tolerance: tl.float64,
+    query_length, key_length, heads, granule_axis, block_axis,
     D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """K_J of TOGETHER blocks of keys, +inf (never skip) where α keeps the last row from skipping one, and W_J of every
-    query head, in base 2.
+    """K_J and W_J of TOGETHER blocks of keys, U and E of the granules whose first row has its own key in them; W and E
+    in base 2.
 
-    The last row speaks for all: of λ ≤ 0 no row before it could skip the block if it cannot.
+    K is +inf (never skip) where α keeps the last row from skipping the block, and U where it keeps a granule's first
+    row from skipping the first block that it sees. They speak for all: of λ ≤ 0 no row before the last one could skip
+    the block if that cannot, and no other row of a granule has an earlier first key or a higher α.
     """
-    ACCUMULATOR: tl.constexpr = longest_keys.dtype.element_ty
-    start, sequence, kv_head, entry, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, kv_heads, query_length, key_length, BLOCK * TOGETHER, True, False, PACKED, SEARCHES
+    ACCUMULATOR: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
+    start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
+        sequences, heads, query_length, key_length, BLOCK * TOGETHER, True, False, PACKED, SEARCHES
     )
     if start >= key_length:
         return
+    _, head_tokens, head_blocks = offsets_of_head(
+        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
+    )
+    kv_head = head // GROUP
+    local, base = local + head_tokens, base + head_blocks
+    of_blocks += 2 * offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK)
+    of_granules += 2 * offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
+
     # blocks past the end repeat the last one
     own, last = tl.arange(0, TOGETHER), key_length - 1
     block = tl.minimum(start // BLOCK + own, last // BLOCK)
     # (keys, blocks): this way round the sums over keys cross few lanes
     key = block[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
     inside = key < key_length
-    can_skip = block < 0
-    for member in range(0, GROUP):
-        head = kv_head * GROUP + member
-        _, head_tokens, head_blocks = offsets_of_head(
-            sequences, sequence, head, kv_heads * GROUP, first_row, query_length, first_token, key_length, PACKED
-        )
-        head_local, head_base = local + head_tokens, base + head_blocks
-        lowest, _ = _load_alpha(last, last // BLOCK, rates, rate_stride, head, head_local, head_base, DECAY)
-        alpha, slack = _load_alpha(key, block[None, :], rates, rate_stride, head, head_local, head_base, DECAY, inside)
-        growth = tl.where(inside, slack - alpha, float("-inf"))
-        largest = tl.max(growth, 0)
-        mass = tl.sum(tl.exp2((growth - largest[None, :]).to(tl.float32)), 0)
-        weight = largest + tl.log2(mass).to(tl.float64)
-        here = offset_of_head(block_axis, sequence, head, kv_heads * GROUP, first_token, PACKED, BLOCK)
-        tl.store(weights + here + block, weight)
-        can_skip |= lowest + weight <= log_tolerance
-    longest_keys += offset_of_head(block_axis, sequence, kv_head, kv_heads, first_token, PACKED, BLOCK)
-    tl.store(longest_keys + block, float("inf"), mask=can_skip == 0)
-    # one bit for each block whose norms are needed
-    needed = tl.sum((can_skip & (start // BLOCK + own <= last // BLOCK)).to(tl.int32) << own, 0)
-    if needed == 0:
-        return
-    PART: tl.constexpr = BLOCK // PARTS
-    column = tl.arange(0, WIDTH)
-    for n in range(0, TOGETHER):
-        if (needed >> n) & 1:
-            longest = tl.full([], 0.0, ACCUMULATOR)
-            for part in range(0, BLOCK, PART):
-                token = start + n * BLOCK + part + tl.arange(0, PART)
-                there = token < key_length
-                rows = _load_rows(k, k_strides, entry, kv_head, first_token + token, column, there, D, ACCUMULATOR)
-                longest = tl.maximum(longest, tl.max(_nan_is_infinite(_norms(rows)), 0))
-            tl.store(longest_keys + start // BLOCK + n, longest)
-
-
-@triton.jit
-def _find_first_blocks(
-    q, k, q_strides, k_strides, scale: tl.float64, row_scales, row_scale_strides, rates, rate_stride, local, base,
-    last_reset, next_reset, longest_keys, weights, first_block, sequences, left, log_tolerance: tl.float64,
-    query_length, key_length, heads, granule_axis, block_axis,
-    D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """The first blocks that TOGETHER granules visit."""
-    ACCUMULATOR: tl.constexpr = longest_keys.dtype.element_ty
-    start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, ROWS * TOGETHER, False, True, PACKED, SEARCHES
-    )
-    if (start >= query_length) | (key_length == 0):
-        return
-    _, head_tokens, head_blocks = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
-    kv_head = head // GROUP
-    weights += offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK)
-    longest_keys += offset_of_head(block_axis, sequence, kv_head, heads // GROUP, first_token, PACKED, BLOCK)
-    first_block += offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
-
-    local, base = local + head_tokens, base + head_blocks
+    alpha, slack = _load_alpha(key, block[None, :], rates, rate_stride, head, local, base, DECAY, inside)
+    growth = tl.where(inside, slack - alpha, float("-inf"))
+    largest = tl.max(growth, 0)
+    weight = largest + tl.log2(tl.sum(tl.exp2((growth - largest[None, :]).to(tl.float32)), 0)).to(tl.float64)
+    tl.store(of_blocks + 2 * block + 1, weight)
+    lowest, _ = _load_alpha(last, last // BLOCK, rates, rate_stride, head, local, base, DECAY)
+    can_skip = lowest + weight <= log_tolerance
+    tl.store(of_blocks + 2 * block, float("inf"), mask=can_skip == 0)
+    # one bit for each block whose norms are needed, and one for each granule
+    blocks = tl.sum((can_skip & (start // BLOCK + own <= last // BLOCK)).to(tl.int32) << own, 0)
 
     # A lane asks for a granule, and lanes without one repeat the last one: a sum over all lanes of a warp is one
-    # instruction, and the compiler knows that branches on it are taken together.
-    # The first row speaks for all: no other has an earlier first key, or, of λ ≤ 0, a higher α. The block of its own
-    # key is always visited.
-    own = tl.arange(0, _LANES)
-    granules = tl.minimum(tl.cdiv(query_length - start, ROWS), TOGETHER)
-    granule = start // ROWS + tl.minimum(own, granules - 1)
-    position = tl.maximum(granule * ROWS + key_length - query_length, 0)
+    # instruction, and the compiler knows that branches on it are taken together
+    lane, first_position = tl.arange(0, _LANES), key_length - query_length
+    first_granule = tl.cdiv(tl.maximum(start - first_position, 0), ROWS)
+    granule = first_granule + tl.minimum(lane, 2 * TOGETHER - 1)
+    position = granule * ROWS + first_position
+    there = (granule * ROWS < query_length) & (position < start + BLOCK * TOGETHER)
+    position = tl.where(there, position, 0)
     first, _ = keys_seen(
         position, key_length, last_reset + head_tokens, next_reset + head_tokens, True, DECAY == "scalar", left, None
     )
-    begins, ends = first // BLOCK, position // BLOCK
-    first_alpha, _ = _load_alpha(position, ends, rates, rate_stride, head, local, base, DECAY)
-    can_skip = begins < ends
-    can_skip &= first_alpha + tl.load(weights + begins) <= log_tolerance
-    can_skip &= tl.load(longest_keys + begins) < float("inf")
-    tl.store(first_block + granule, begins, mask=can_skip == 0)
-    # one bit for each granule that may skip
-    undecided = tl.sum((can_skip & (own < granules)).to(tl.int32) << own, 0)
-    if undecided == 0:
+    begin, end = first // BLOCK, position // BLOCK
+    # of all keys of the block one: no other program's W is known here
+    first_key = tl.minimum(begin * BLOCK + BLOCK - 1, last)
+    first_alpha, _ = _load_alpha(position, end, rates, rate_stride, head, local, base, DECAY)
+    key_alpha, _ = _load_alpha(first_key, begin, rates, rate_stride, head, local, base, DECAY)
+    can_skip = there & (begin < end) & (first_alpha - key_alpha <= log_tolerance)
+    tl.store(of_granules + 2 * granule, float("inf"), mask=there & (can_skip == 0))
+    granules = tl.sum((can_skip & (lane < 2 * TOGETHER)).to(tl.int32) << lane, 0)
+    if (blocks | granules) == 0:
         return
-    PART: tl.constexpr = ROWS // PARTS
+
     column = tl.arange(0, WIDTH)
     for n in range(0, TOGETHER):
-        if (undecided >> n) & 1:
-            largest_u, largest_e = tl.full([], 0.0, ACCUMULATOR), tl.full([], float("-inf"), tl.float64)
-            for part in range(0, ROWS, PART):
-                # rows past the end repeat the last one; those before the first key see nothing
-                row = tl.minimum(start + n * ROWS + part + tl.arange(0, PART), query_length - 1)
-                sees = row + key_length - query_length >= 0
-                own_key = tl.maximum(row + key_length - query_length, 0)
+        if (blocks >> n) & 1:
+            PART: tl.constexpr = BLOCK // PARTS
+            longest = tl.full([], 0.0, ACCUMULATOR)
+            for part in range(0, BLOCK, PART):
+                token = start + n * BLOCK + part + tl.arange(0, PART)
+                rows = _load_rows(
+                    k, k_strides, entry, kv_head, first_token + token, column, token < key_length, D, ACCUMULATOR
+                )
+                longest = tl.maximum(longest, tl.max(_nan_is_infinite(_norms(rows)), 0))
+            tl.store(of_blocks + 2 * (start // BLOCK + n), longest.to(tl.float64))
+        # their own keys are those of the block, or the first ones behind it: in the cache, or soon wanted there
+        for m in range(2 * n, 2 * n + 2):
+            if (granules >> m) & 1:
+                # rows past the end repeat the last one
+                row = tl.minimum((first_granule + m) * ROWS + tl.arange(0, ROWS), query_length - 1)
+                own_key = row + first_position
                 alpha, slack = _load_alpha(own_key, own_key // BLOCK, rates, rate_stride, head, local, base, DECAY)
-                own_q = _load_rows(q, q_strides, entry, head, first_row + row, column, sees, D, ACCUMULATOR)
-                own_k = _load_rows(k, k_strides, entry, kv_head, first_token + own_key, column, sees, D, ACCUMULATOR)
+                every = row >= 0
+                own_q = _load_rows(q, q_strides, entry, head, first_row + row, column, every, D, ACCUMULATOR)
+                own_k = _load_rows(k, k_strides, entry, kv_head, first_token + own_key, column, every, D, ACCUMULATOR)
                 if row_scales is None:
-                    s = tl.full([PART], scale, ACCUMULATOR) * LOG2E
+                    s = tl.full([ROWS], scale, ACCUMULATOR) * LOG2E
                 else:
                     here = row_scales + entry.to(tl.int64) * row_scale_strides[0]
                     here += head.to(tl.int64) * row_scale_strides[2]
@@ -380,22 +348,56 @@ def _find_first_blocks(
                 u = tl.abs(s) * _norms(own_q)
                 own_score = s * tl.sum(own_q * own_k, 1)
                 e = alpha + slack - own_score.to(tl.float64) + (u * _norms(own_k)).to(tl.float64) * _MARGIN
-                largest_u = tl.maximum(largest_u, tl.max(tl.where(sees, _nan_is_infinite(u), 0.0), 0))
-                largest_e = tl.maximum(largest_e, tl.max(tl.where(sees, _nan_is_infinite(e), float("-inf")), 0))
-            slope, offset = largest_u.to(tl.float64) * (1 + _MARGIN), largest_e - log_tolerance
-            mass = tl.full([], 0.0, tl.float32)
-            begin, end = tl.sum(tl.where(own == n, begins, 0), 0), tl.sum(tl.where(own == n, ends, 0), 0)
-            planned = end
-            for chunk in range(begin, end, CHUNK):
-                block = chunk + tl.arange(0, CHUNK)
-                there = block < end
-                longest = tl.load(longest_keys + block, mask=there, other=0.0).to(tl.float64)
-                exponent = slope * longest + offset + tl.load(weights + block, mask=there, other=0.0)
-                term = tl.where(there, tl.exp2(exponent.to(tl.float32)), 0.0)
-                negligible = mass + tl.cumsum(term, 0) <= _ALLOWED
-                planned = tl.minimum(planned, tl.min(tl.where(there & (negligible == 0), block, end), 0))
-                mass += tl.sum(term, 0)
-            tl.store(first_block + start // ROWS + n, planned)
+                here = of_granules + 2 * (first_granule + m)
+                tl.store(here, tl.max(_nan_is_infinite(u), 0).to(tl.float64))
+                tl.store(here + 1, tl.max(_nan_is_infinite(e), 0))
+
+
+@triton.jit
+def _find_first_blocks(
+    last_reset, next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance: tl.float64,
+    query_length, key_length, heads, granule_axis, block_axis,
+    DECAY: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """The first blocks that TOGETHER granules visit."""
+    start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
+        sequences, heads, query_length, key_length, ROWS * TOGETHER, False, True, PACKED, SEARCHES
+    )
+    if (start >= query_length) | (key_length == 0):
+        return
+    _, head_tokens, _ = offsets_of_head(
+        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
+    )
+    of_blocks += 2 * offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK)
+    here = offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
+    of_granules, first_block = of_granules + 2 * here, first_block + here
+
+    # granules past the end repeat the last one
+    granule = tl.minimum(start // ROWS + tl.arange(0, TOGETHER), (query_length - 1) // ROWS)
+    position = tl.maximum(granule * ROWS + key_length - query_length, 0)
+    first, _ = keys_seen(
+        position, key_length, last_reset + head_tokens, next_reset + head_tokens, True, DECAY == "scalar", left, None
+    )
+    # the block of its first row's own key is always visited
+    begin, end = first // BLOCK, position // BLOCK
+    slope = tl.load(of_granules + 2 * granule, mask=begin < end, other=float("inf")) * (1 + _MARGIN)
+    may_skip = slope < float("inf")
+    offset = tl.load(of_granules + 2 * granule + 1, mask=may_skip, other=0.0) - log_tolerance
+    found = tl.where(may_skip, end, begin)
+    end = tl.where(may_skip, end, 0)
+    mass = tl.zeros([TOGETHER], tl.float32)
+    for chunk in range(tl.min(begin, 0), tl.max(end, 0), CHUNK):
+        block = chunk + tl.arange(0, CHUNK)
+        within = block < tl.max(end, 0)
+        longest = tl.load(of_blocks + 2 * block, mask=within, other=0.0)
+        weight = tl.load(of_blocks + 2 * block + 1, mask=within, other=0.0)
+        exponent = slope[:, None] * longest[None, :] + offset[:, None] + weight[None, :]
+        counts = (block[None, :] >= begin[:, None]) & (block[None, :] < end[:, None])
+        term = tl.where(counts, tl.exp2(exponent.to(tl.float32)), 0.0)
+        visited = counts & ((mass[:, None] + tl.cumsum(term, 1) <= _ALLOWED) == 0)
+        found = tl.minimum(found, tl.min(tl.where(visited, block[None, :], 2147483647), 1))
+        mass += tl.sum(term, 1)
+    tl.store(first_block + granule, found)
 
 
 @triton.jit
