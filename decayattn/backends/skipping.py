@@ -320,14 +320,9 @@ def _summarise(
     column = tl.arange(0, WIDTH)
     for n in range(0, TOGETHER):
         if (blocks >> n) & 1:
-            PART: tl.constexpr = BLOCK // PARTS
-            longest = tl.full([], 0.0, ACCUMULATOR)
-            for part in range(0, BLOCK, PART):
-                token = start + n * BLOCK + part + tl.arange(0, PART)
-                rows = _load_rows(
-                    k, k_strides, entry, kv_head, first_token + token, column, token < key_length, D, ACCUMULATOR
-                )
-                longest = tl.maximum(longest, tl.max(_nan_is_infinite(_norms(rows)), 0))
+            longest = _longest_key(
+                k, k_strides, entry, kv_head, first_token, start + n * BLOCK, key_length, column, D, PARTS, ACCUMULATOR
+            )
             tl.store(of_blocks + 2 * (start // BLOCK + n), longest.to(tl.float64))
         # their own keys are those of the block, or the first ones behind it: in the cache, or soon wanted there
         for m in range(2 * n, 2 * n + 2):
@@ -335,7 +330,9 @@ def _summarise(
                 # rows past the end repeat the last one
                 row = tl.minimum((first_granule + m) * ROWS + tl.arange(0, ROWS), query_length - 1)
                 own_key = row + first_position
-                alpha, slack = _load_alpha(own_key, own_key // BLOCK, rates, rate_stride, head, local, base, DECAY)
+                row_alpha, row_slack = _load_alpha(
+                    own_key, own_key // BLOCK, rates, rate_stride, head, local, base, DECAY
+                )
                 every = row >= 0
                 own_q = _load_rows(q, q_strides, entry, head, first_row + row, column, every, D, ACCUMULATOR)
                 own_k = _load_rows(k, k_strides, entry, kv_head, first_token + own_key, column, every, D, ACCUMULATOR)
@@ -347,10 +344,25 @@ def _summarise(
                     s = tl.load(here + (first_row + row).to(tl.int64) * row_scale_strides[1]).to(ACCUMULATOR) * LOG2E
                 u = tl.abs(s) * _norms(own_q)
                 own_score = s * tl.sum(own_q * own_k, 1)
-                e = alpha + slack - own_score.to(tl.float64) + (u * _norms(own_k)).to(tl.float64) * _MARGIN
-                here = of_granules + 2 * (first_granule + m)
-                tl.store(here, tl.max(_nan_is_infinite(u), 0).to(tl.float64))
-                tl.store(here + 1, tl.max(_nan_is_infinite(e), 0))
+                e = row_alpha + row_slack - own_score.to(tl.float64) + (u * _norms(own_k)).to(tl.float64) * _MARGIN
+                granule_terms = of_granules + 2 * (first_granule + m)
+                tl.store(granule_terms, tl.max(_nan_is_infinite(u), 0).to(tl.float64))
+                tl.store(granule_terms + 1, tl.max(_nan_is_infinite(e), 0))
+
+
+@triton.jit
+def _longest_key(
+    k, k_strides, entry, kv_head, first_token, start, key_length, column, D: tl.constexpr, PARTS: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):  # fmt: skip
+    """K_J of the block at `start`."""
+    longest = tl.full([], 0.0, ACCUMULATOR)
+    for part in range(0, BLOCK, BLOCK // PARTS):
+        token = start + part + tl.arange(0, BLOCK // PARTS)
+        inside = token < key_length
+        rows = _load_rows(k, k_strides, entry, kv_head, first_token + token, column, inside, D, ACCUMULATOR)
+        longest = tl.maximum(longest, tl.max(_nan_is_infinite(_norms(rows)), 0))
+    return longest
 
 
 @triton.jit
