@@ -136,25 +136,31 @@ def _count_blocks(places, ends, number, count, BLOCK: tl.constexpr, CHUNK: tl.co
 @triton.jit
 def tile_of_program(
     sequences, heads, query_length, key_length, TILE: tl.constexpr, OF_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, HEADS_INNERMOST: tl.constexpr = False,
 ):  # fmt: skip
     """What a program works on: (start, sequence, head, batch entry, first row, rows, first token, tokens).
 
     start is where its tile of TILE rows (OF_KEYS: tokens) begins in the sequence; where there is nothing to work on, it
-    is not before the sequence's end. Heads are outermost, so that neighbours share what they read. LAST_FIRST takes the
-    tiles of a sequence from its end. Dense, sequences is None, and the lengths are those given.
+    is not before the sequence's end. Heads are outermost, so that neighbours share the keys that they read; those that
+    read tokens once have them innermost, as memory has. LAST_FIRST takes the tiles of a sequence from its end. Dense,
+    sequences is None, and the lengths are those given.
     """
     program = tl.program_id(0)
     if sequences is None:
         tiles = tl.cdiv(key_length if OF_KEYS else query_length, TILE)
-        tile, head_row = program % tiles, program // tiles
-        sequence, head = head_row // heads, head_row % heads
+        if HEADS_INNERMOST:
+            head, tile, sequence = program % heads, program // heads % tiles, program // heads // tiles
+        else:
+            tile, head, sequence = program % tiles, program // tiles % heads, program // tiles // heads
         entry, first_row, first_token = sequence, 0, 0
         if LAST_FIRST:
             tile = tiles - 1 - tile
     else:
         tiles = (sequences.token_blocks if OF_KEYS else sequences.row_blocks) * (_BLOCK // TILE)
-        tile, head = program % tiles, program // tiles
+        if HEADS_INNERMOST:
+            head, tile = program % heads, program // heads
+        else:
+            tile, head = program % tiles, program // tiles
         ends = sequences.ends
         if OF_KEYS:
             ends += sequences.count

@@ -50,9 +50,8 @@ _CHUNK = 128
 # keeps its parallelism. Powers of two, so that there are few kernels to compile
 _MOST_TOGETHER = 4
 _PROGRAMS = 1024
-# bytes of a row of q or k above which norms are taken of half as many rows at once: with more in registers, a
-# multiprocessor holds fewer programs, also of those that read no row
-_WIDE_ROW = 128
+# columns of q and k that are read, and whose squares are added up, side by side: measured
+_COLUMNS = 64
 
 ROWS: tl.constexpr = tl.constexpr(GRANULE)
 BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
@@ -113,15 +112,15 @@ def plan(
         log_decay if problem.decay == "constant" else of_blocks,
         log_decay.stride(0) if problem.decay == "constant" else 0, prefix.local, prefix.base, prefix.last_reset,
         prefix.next_reset, of_blocks, of_granules, sequences, left, log_tolerance, *sizes, D=problem.head_dim,
-        WIDTH=width, PARTS=1 if width * q.element_size() <= _WIDE_ROW else 2,
-        GROUP=problem.num_heads // problem.num_kv_heads, TOGETHER=together, num_warps=4 if width <= 128 else 8,
+        WIDTH=width, PART=min(width, _COLUMNS), GROUP=problem.num_heads // problem.num_kv_heads, TOGETHER=together,
+        ALIGNED=sequences is None and problem.first_position % GRANULE == 0, num_warps=2 if width <= _COLUMNS else 4,
         **constants, **COMPILER_OPTIONS,
     )  # fmt: skip
     together = _together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most[1])
     launch(
         _find_first_blocks, packing.row_programs(problem, sequences, GRANULE * together, problem.num_heads),
         prefix.last_reset, prefix.next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance,
-        *sizes, CHUNK=_CHUNK, TOGETHER=together, num_warps=4, **constants, **COMPILER_OPTIONS,
+        *sizes, CHUNK=_CHUNK, TOGETHER=together, num_warps=1, **constants, **COMPILER_OPTIONS,
     )  # fmt: skip
     return first_block
 
@@ -231,17 +230,16 @@ def _load_alpha(position, block, rates, rate_stride, head, local, base, DECAY: t
 
 
 @triton.jit
-def _load_rows(source, strides, entry, head, row, column, inside, D: tl.constexpr, ACCUMULATOR: tl.constexpr):
-    """(rows, WIDTH) of a (B, T, H, D) tensor; rows that are not inside, and what lies beyond D, are zeros."""
-    here = source + entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
-    here += row.to(tl.int64)[:, None] * strides[1] + column.to(tl.int64)[None, :] * strides[3]
-    return tl.load(here, mask=inside[:, None] & (column < D)[None, :], other=0.0).to(ACCUMULATOR)
+def _row_pointers(source, strides, entry, head, row):
+    """Where rows of a head of a (B, T, H, D) tensor begin."""
+    return source + entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2] + row.to(tl.int64) * strides[1]
 
 
 @triton.jit
-def _norms(x):
-    """Of the rows of x, no shorter than they are by more than _MARGIN."""
-    return tl.sqrt(tl.sum(x * x, 1) + _LEAST_SQUARE)
+def _load_columns(rows, stride, column, inside, D: tl.constexpr, ACCUMULATOR: tl.constexpr):
+    """(rows, columns); zeros in rows that are not inside, and beyond D."""
+    here = rows[:, None] + column.to(tl.int64)[None, :] * stride
+    return tl.load(here, mask=inside[:, None] & (column < D)[None, :], other=0.0).to(ACCUMULATOR)
 
 
 @triton.jit
@@ -250,12 +248,18 @@ def _nan_is_infinite(x):
 
 
 @triton.jit
+def _longest(squares):
+    """The largest norm of those with these squares, too small by no more than _MARGIN says."""
+    return tl.sqrt(tl.max(_nan_is_infinite(squares), 0) + _LEAST_SQUARE)
+
+
+@triton.jit
 def _summarise(
     q, k, q_strides, k_strides, scale: tl.float64, row_scales, row_scale_strides, rates, rate_stride, local, base,
     last_reset, next_reset, of_blocks, of_granules, sequences, left, log_tolerance: tl.float64,
     query_length, key_length, heads, granule_axis, block_axis,
-    D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, TOGETHER: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, TOGETHER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """K_J and W_J of TOGETHER blocks of keys, U and E of the granules whose first row has its own key in them; W and E
     in base 2.
@@ -266,7 +270,7 @@ def _summarise(
     """
     ACCUMULATOR: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
     start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK * TOGETHER, True, False, PACKED, SEARCHES
+        sequences, heads, query_length, key_length, BLOCK * TOGETHER, True, False, PACKED, SEARCHES, True
     )
     if start >= key_length:
         return
@@ -317,52 +321,64 @@ def _summarise(
     if (blocks | granules) == 0:
         return
 
-    column = tl.arange(0, WIDTH)
-    for n in range(0, TOGETHER):
-        if (blocks >> n) & 1:
-            longest = _longest_key(
-                k, k_strides, entry, kv_head, first_token, start + n * BLOCK, key_length, column, D, PARTS, ACCUMULATOR
-            )
-            tl.store(of_blocks + 2 * (start // BLOCK + n), longest.to(tl.float64))
-        # their own keys are those of the block, or the first ones behind it: in the cache, or soon wanted there
-        for m in range(2 * n, 2 * n + 2):
-            if (granules >> m) & 1:
-                # rows past the end repeat the last one
-                row = tl.minimum((first_granule + m) * ROWS + tl.arange(0, ROWS), query_length - 1)
-                own_key = row + first_position
-                row_alpha, row_slack = _load_alpha(
-                    own_key, own_key // BLOCK, rates, rate_stride, head, local, base, DECAY
-                )
-                every = row >= 0
-                own_q = _load_rows(q, q_strides, entry, head, first_row + row, column, every, D, ACCUMULATOR)
-                own_k = _load_rows(k, k_strides, entry, kv_head, first_token + own_key, column, every, D, ACCUMULATOR)
-                if row_scales is None:
-                    s = tl.full([ROWS], scale, ACCUMULATOR) * LOG2E
-                else:
-                    here = row_scales + entry.to(tl.int64) * row_scale_strides[0]
-                    here += head.to(tl.int64) * row_scale_strides[2]
-                    s = tl.load(here + (first_row + row).to(tl.int64) * row_scale_strides[1]).to(ACCUMULATOR) * LOG2E
-                u = tl.abs(s) * _norms(own_q)
-                own_score = s * tl.sum(own_q * own_k, 1)
-                e = row_alpha + row_slack - own_score.to(tl.float64) + (u * _norms(own_k)).to(tl.float64) * _MARGIN
-                granule_terms = of_granules + 2 * (first_granule + m)
-                tl.store(granule_terms, tl.max(_nan_is_infinite(u), 0).to(tl.float64))
-                tl.store(granule_terms + 1, tl.max(_nan_is_infinite(e), 0))
+    longest = tl.full([], 0.0, ACCUMULATOR)
+    # Half a block and a granule at a time, and what both read is on its way before anything waits for it. A granule's
+    # own keys are those of the half (ALIGNED), or the first ones behind it, too: in the cache, or soon wanted there
+    for n in tl.range(0, 2 * TOGETHER, num_stages=2):
+        of_block, of_granule = ((blocks >> (n // 2)) & 1) != 0, ((granules >> n) & 1) != 0
+        token = start + n * ROWS + tl.arange(0, ROWS)
+        row = (first_granule + n) * ROWS + tl.arange(0, ROWS)
+        own_key = row + first_position
+        is_row = row < tl.where(of_granule, query_length, 0)
+        is_key = token < tl.where(of_block | (of_granule & ALIGNED), key_length, 0)
+        keys = _row_pointers(k, k_strides, entry, kv_head, first_token + token)
+        queries = _row_pointers(q, q_strides, entry, head, first_row + row)
+        own_keys = _row_pointers(k, k_strides, entry, kv_head, first_token + own_key)
+        k_squares, q_squares, own_squares, products = _sums(
+            keys, queries, own_keys, k_strides[3], q_strides[3], is_key, is_row, D, WIDTH, PART, ALIGNED, ACCUMULATOR
+        )
+        block_of_row = tl.minimum(own_key, last) // BLOCK
+        alpha_of_row, slack_of_row = _load_alpha(
+            own_key, block_of_row, rates, rate_stride, head, local, base, DECAY, is_row
+        )
+        if row_scales is None:
+            s = tl.full([ROWS], scale, ACCUMULATOR) * LOG2E
+        else:
+            here = row_scales + entry.to(tl.int64) * row_scale_strides[0] + head.to(tl.int64) * row_scale_strides[2]
+            here += (first_row + row).to(tl.int64) * row_scale_strides[1]
+            s = tl.load(here, mask=is_row, other=0.0).to(ACCUMULATOR) * LOG2E
+        longest = tl.maximum(tl.where(n % 2 == 0, 0.0, longest), _longest(k_squares))
+        both_halves = ((blocks >> (n // 2)) & (n % 2)) != 0
+        tl.store(of_blocks + 2 * (start // BLOCK + n // 2), longest.to(tl.float64), mask=both_halves)
+        u = tl.max(_nan_is_infinite(tl.abs(s) * tl.sqrt(q_squares + _LEAST_SQUARE)), 0)
+        own_score = (s * products).to(tl.float64)
+        e = tl.where(is_row, _nan_is_infinite(alpha_of_row + slack_of_row - own_score), float("-inf"))
+        margin = (u * _longest(own_squares)).to(tl.float64) * _MARGIN
+        granule_terms = of_granules + 2 * (first_granule + n)
+        tl.store(granule_terms, u.to(tl.float64), mask=of_granule)
+        tl.store(granule_terms + 1, tl.max(e, 0) + margin, mask=of_granule)
 
 
 @triton.jit
-def _longest_key(
-    k, k_strides, entry, kv_head, first_token, start, key_length, column, D: tl.constexpr, PARTS: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
+def _sums(
+    keys, queries, own_keys, k_stride, q_stride, is_key, is_row,
+    D: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATOR: tl.constexpr,
 ):  # fmt: skip
-    """K_J of the block at `start`."""
-    longest = tl.full([], 0.0, ACCUMULATOR)
-    for part in range(0, BLOCK, BLOCK // PARTS):
-        token = start + part + tl.arange(0, BLOCK // PARTS)
-        inside = token < key_length
-        rows = _load_rows(k, k_strides, entry, kv_head, first_token + token, column, inside, D, ACCUMULATOR)
-        longest = tl.maximum(longest, tl.max(_nan_is_infinite(_norms(rows)), 0))
-    return longest
+    """Of rows of D columns: |k|², |q|², |own k|² and q·(own k); 0 where it is no key or row. ALIGNED: each k is its
+    row's own one."""
+    nothing = tl.zeros([ROWS, PART], ACCUMULATOR)
+    k_squares, q_squares, own_squares, products = nothing, nothing, nothing, nothing
+    # columns PART apart are added up first, so that few lanes have to add theirs
+    for begin in tl.static_range(0, WIDTH, PART):
+        column = begin + tl.arange(0, PART)
+        k = _load_columns(keys, k_stride, column, is_key, D, ACCUMULATOR)
+        q = _load_columns(queries, q_stride, column, is_row, D, ACCUMULATOR)
+        own_k = k if ALIGNED else _load_columns(own_keys, k_stride, column, is_row, D, ACCUMULATOR)
+        k_squares += k * k
+        q_squares += q * q
+        own_squares += own_k * own_k
+        products += q * own_k
+    return tl.sum(k_squares, 1), tl.sum(q_squares, 1), tl.sum(own_squares, 1), tl.sum(products, 1)
 
 
 @triton.jit
