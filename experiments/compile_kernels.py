@@ -35,10 +35,10 @@ from decayattn.problem import AttentionProblem
 SHARED_MEMORY = 232_448  # bytes that a block of sm_90 can have
 MULTIPROCESSORS = 132
 SKIP_TOLERANCE = 2.0**-24  # decay_attention's
-PATHS = ["TMA", "pointers", "packed", "bias", "decode"]
+PATHS = ["TMA", "pointers", "small", "packed", "bias", "decode"]
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
-MORE_SPILLS = {"TMA": 4, "pointers": 8, "packed": 0, "bias": 448, "decode": 0}
+MORE_SPILLS = {"TMA": 4, "pointers": 8, "small": 0, "packed": 0, "bias": 448, "decode": 0}
 # the same of the Hopper backend, whose loops are those of the TMA path: where a sequence begins takes registers
 HOPPER_MORE_SPILLS = {"TMA": 0, "packed": 40}
 # the Triton of the measurements in config.py
@@ -82,7 +82,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--paths", nargs="+", choices=PATHS, default=PATHS,
-        help="how tiles are read; packed: from packed sequences, with a window; bias: through "
+        help="how tiles are read; small: so few that the gradients of keys and queries share a launch; packed: from packed sequences, with a window; bias: through "
         "pointers, with a bias and its gradient; decode: one query row over a key cache",
     )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16")
@@ -122,16 +122,18 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
     """Bytes that config.py grants a kernel; the small ones around the attention have none."""
     if backend == "hopper":
         return HOPPER_TABLES[kernel](dim).spill_bytes + HOPPER_MORE_SPILLS[path] if kernel in HOPPER_TABLES else 0
+    if kernel == "gradients_kernel":
+        return portable.config.both_gradients("sm90", dim, dtype).spill_bytes
     if kernel not in TABLES:
         return 0
-    tile = portable.config.choose(TABLES[kernel], "sm90", dim, dtype, path in ("TMA", "packed"), path == "packed")
+    tile = portable.config.choose(TABLES[kernel], "sm90", dim, dtype, path in ("TMA", "small", "packed"), path == "packed")
     return tile.spill_bytes + MORE_SPILLS[path]
 
 
 def compiled_kernels(backend: str, dim: int, decay: str, dtype: torch.dtype, path: str) -> list:
     """The kernels of a forward and a backward (or of a decoding step), compiled and not launched."""
     # long, the decay prefix takes two launches, and short only one of them
-    shape = (1 if path == "packed" else 2, 4096 if path == "TMA" else 1024, 4, dim)
+    shape = (1 if path in ("packed", "small") else 2, {"TMA": 4096, "small": 256}.get(path, 1024), 4, dim)
     # without a stride between the batch entries TMA cannot address a tensor
     filled = 2 if path == "TMA" else 1
     q, k, v, d_out = (torch.empty(filled, *shape[1:], dtype=dtype).expand(shape) for _ in range(4))

@@ -1,5 +1,7 @@
 """Launches: what is remembered of them, and that it is what Triton would have chosen."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import ON_GPU
@@ -13,7 +15,9 @@ gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the interpreter compil
 class Kernel:
     """What launching asks of a kernel of Triton's."""
 
-    arg_names = ("x", "count", "WIDTH", "MODE")
+    arg_names = ("x", "count", "WIDTH", "MODE", "rest")
+    params = (SimpleNamespace(name="x", has_default=False, default=None), SimpleNamespace(
+        name="rest", has_default=True, default=None))  # fmt: skip
 
     def __init__(self):
         self.fn, self.log = object(), []
@@ -35,7 +39,7 @@ def test_second_launch_asks_nothing():
         launching.of_call(GPU, (x, None), "first test")(kernel, 3, x, 7, MODE="a", WIDTH=16, num_warps=4)
     constants = {"MODE": "a", "WIDTH": 16, "num_warps": 4}
     # all parameters in the order of the kernel's, the constants among them
-    expected = [("asked", (3,), (x, 7), constants), ("launched", 3, (x, 7, 16, "a"))]
+    expected = [("asked", (3,), (x, 7), constants), ("launched", 3, (x, 7, 16, "a", None))]
     assert kernel.log == expected
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from decayattn.problem import AttentionProblem
 
-# kernel backends; each is a package with refusal(dtype, device), misfit(problem, q, k, v, scale), forward(...),
-# backward(...) and DETERMINISTIC, whether that backward repeats bit by bit. What one's forward saves, another's
-# backward can read
+# kernel backends; each is a package with refusal(dtype, device), misfit(problem, q, k, v, scale), pays(problem), whether
+# no other one is known to be faster, forward(...), backward(...) and DETERMINISTIC, whether that backward repeats bit by
+# bit. What one's forward saves, another's backward can read
 KERNELS = {"triton": "decayattn.backends.portable", "hopper": "decayattn.backends.hopper"}
-# those that "auto" considers, fastest first
+# those that "auto" considers, fastest first where they pay
 AUTOMATIC = ("hopper", "triton")
 # how every kernel is compiled, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
@@ -82,13 +82,14 @@ def resolve(
     problem: AttentionProblem, name: str, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float,
     deterministic: bool = False,
 ) -> str:  # fmt: skip
-    """The kernel backend that launches: the named one or an error; for "auto" the first that takes these very tensors.
+    """The kernel backend that launches: the named one or an error; for "auto" the first that pays and takes these very
+    tensors.
 
     deterministic asks for a backward that repeats bit by bit.
     """
     if name == "auto":
-        found = (kernel for kernel in AUTOMATIC if not _objection(problem, kernel, q, k, v, scale, deterministic))
-        return next(found)
+        taking = (kernel for kernel in AUTOMATIC if not _objection(problem, kernel, q, k, v, scale, deterministic))
+        return next(kernel for kernel in taking if load(kernel).pays(problem))
     reason = _objection(problem, name, q, k, v, scale, deterministic)
     if reason is not None:
         raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")

@@ -7,7 +7,7 @@ up once per call, and what was compiled for it is launched from then on.
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,16 @@ _ALIGNMENT = 16
 _OF_A_CPU = 8
 # kinds of calls that are remembered: training has one or two, of packed sequences one for every total length
 _REMEMBERED = 256
+
+
+class Memory(NamedTuple):
+    """What a launch reads of a descriptor's tensor: descriptors are cached by value, and must keep no tensor alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 @functools.cache
@@ -66,7 +76,9 @@ class _Remembering:
         if known is None:
             compiled = kernel[(programs,)](*args, **constants)
             # a compiled kernel is launched with all parameters in their order, those that it was compiled for too
-            rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+            given = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default}
+            given |= constants
+            rest = tuple(given[name] for name in kernel.arg_names[len(args) :])
             self.known[key] = compiled[(programs, 1, 1)], rest
         else:
             run, rest = known

@@ -136,16 +136,17 @@ def _count_blocks(places, ends, number, count, BLOCK: tl.constexpr, CHUNK: tl.co
 @triton.jit
 def tile_of_program(
     sequences, heads, query_length, key_length, TILE: tl.constexpr, OF_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, HEADS_INNERMOST: tl.constexpr = False,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, HEADS_INNERMOST: tl.constexpr = False, program=None,
 ):  # fmt: skip
-    """What a program works on: (start, sequence, head, batch entry, first row, rows, first token, tokens).
+    """What a program (this one) works on: (start, sequence, head, batch entry, first row, rows, first token, tokens).
 
     start is where its tile of TILE rows (OF_KEYS: tokens) begins in the sequence; where there is nothing to work on, it
     is not before the sequence's end. Heads are outermost, so that neighbours share the keys that they read; those that
     read tokens once have them innermost, as memory has. LAST_FIRST takes the tiles of a sequence from its end. Dense,
     sequences is None, and the lengths are those given.
     """
-    program = tl.program_id(0)
+    if program is None:
+        program = tl.program_id(0)
     if sequences is None:
         tiles = tl.cdiv(key_length if OF_KEYS else query_length, TILE)
         if HEADS_INNERMOST:

@@ -5,12 +5,13 @@ no memory alive and a new tensor at an old address finds the right descriptor.
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from decayattn.backends.launching import Memory
 
 # what the copy engine needs of addresses and strides, in bytes
 ALIGNMENT = 16
@@ -19,16 +20,6 @@ SLICE_END = 2**30
 # more than any coordinate
 _FAR = 0x7FFF0000
 _CACHED = 4096
-
-
-class _Memory(NamedTuple):
-    """What a launch reads of a descriptor's tensor."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 def misfit(x: Tensor) -> str | None:
@@ -108,4 +99,4 @@ def _describe(
         layout = gl.NVMMASharedLayout.get_default_for(list(tile), getattr(gl, str(dtype).removeprefix("torch.")))
     else:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(tile))
-    return TensorDescriptor(_Memory(address, dtype), list(shape), [*usable[:-1], 1], list(tile), layout)
+    return TensorDescriptor(Memory(address, dtype), list(shape), [*usable[:-1], 1], list(tile), layout)

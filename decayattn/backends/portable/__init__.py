@@ -7,7 +7,7 @@ from torch import Tensor
 from decayattn.backends.portable.launch import backward, forward
 from decayattn.problem import AttentionProblem
 
-__all__ = ["DETERMINISTIC", "backward", "forward", "misfit", "refusal"]
+__all__ = ["DETERMINISTIC", "backward", "forward", "misfit", "pays", "refusal"]
 
 # only the gradient of a bias is ever added up by atomics, and under deterministic algorithms it is not
 DETERMINISTIC = True
@@ -29,3 +29,8 @@ def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
 def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float) -> None:
     """They take every problem."""
     return None
+
+
+def pays(problem: AttentionProblem) -> bool:
+    """There is none that is slower."""
+    return True

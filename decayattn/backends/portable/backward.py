@@ -135,13 +135,13 @@ def key_gradients_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DECAY: tl.constexpr, CAUSAL: tl.constexpr,
     ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, program=None,
 ):  # fmt: skip
     """dk = Σ s dSᵀ q, dv = Σ Pᵀ dO of one key tile over its group of query heads; column sums of dS per query head."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
     # causal: the first key tiles are seen by the most rows, and come first
     key_start, sequence, kv_head, batch, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, kv_heads, query_length, key_length, BLOCK_N, True, False, PACKED, SEARCHES
+        sequences, kv_heads, query_length, key_length, BLOCK_N, True, False, PACKED, SEARCHES, program=program
     )
     row_origin, token_origin = None, None
     if sequences is not None:
@@ -279,12 +279,12 @@ def query_gradients_kernel(
     D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr, program=None,
 ):  # fmt: skip
     """dq = s Σ dS k of a query tile; per row Σ σ dS (per-token decay) or Σ dS |i − j| (constant), and ds = q·Σ dS k."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
     start, sequence, head, batch, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK_M, False, True, PACKED, SEARCHES
+        sequences, heads, query_length, key_length, BLOCK_M, False, True, PACKED, SEARCHES, program=program
     )
     kv_head = head // GROUP
     head_rows, head_tokens, head_blocks = offsets_of_head(
@@ -364,3 +364,37 @@ def query_gradients_kernel(
     if ROW_SCALE:
         tl.store(d_row_scales + here, tl.sum(q.to(ACCUMULATOR) * dq, 1), mask=index < query_length)
     store_tile(dq_out, dq_strides, batch, head, start, query_length, dq * row_scale, BLOCK_M, D, BLOCK_D)
+
+
+@triton.jit
+def gradients_kernel(
+    q, k, v, d_out, delta, row_references, row_scales, rates, local, base, last_reset, next_reset, dq, dk, dv,
+    decay_sums, column_sums, d_row_scales, plan, mirror, left, right,
+    q_strides, k_strides, v_strides, d_out_strides, dq_strides, dk_strides, dv_strides, row_scale_strides, rate_stride,
+    scale: tl.float64, query_length, key_length, kv_heads, key_programs,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both gradients in one launch, of sequences that fill their batch entries and without a bias: key_programs
+    programs of key tiles, then those of query tiles, which would otherwise wait for them."""
+    program = tl.program_id(0)
+    if program < key_programs:
+        key_gradients_kernel(
+            q, k, v, d_out, None, None, delta, row_references, row_scales, rates, local, base, last_reset, next_reset,
+            dk, dv, column_sums, None, mirror, left, right, None, None,
+            q_strides, k_strides, v_strides, d_out_strides, dk_strides, dv_strides, row_scale_strides, rate_stride,
+            scale, query_length, key_length, kv_heads,
+            PACKED, SEARCHES, GROUP, D, D_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, ROW_SCALE,
+            DECAY_GRADIENT and DECAY == "scalar", DESCRIPTOR, PRECISION, program,
+        )  # fmt: skip
+    else:
+        query_gradients_kernel(
+            q, k, v, d_out, None, None, delta, row_references, row_scales, rates, local, base, last_reset, next_reset,
+            dq, decay_sums, d_row_scales, None, plan, left, right, None, None, None, None,
+            q_strides, k_strides, v_strides, d_out_strides, dq_strides, row_scale_strides, rate_stride,
+            scale, query_length, key_length, kv_heads * GROUP,
+            False, PACKED, SEARCHES, GROUP, D, D_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS,
+            ROW_SCALE, DECAY_GRADIENT, DESCRIPTOR, PRECISION, program - key_programs,
+        )  # fmt: skip
