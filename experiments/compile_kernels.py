@@ -82,8 +82,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--paths", nargs="+", choices=PATHS, default=PATHS,
-        help="how tiles are read; small: so few that the gradients of keys and queries share a launch; packed: from packed sequences, with a window; bias: through "
-        "pointers, with a bias and its gradient; decode: one query row over a key cache",
+        help="how tiles are read; small: so few that the gradients of keys and queries share a launch; "
+        "packed: from packed sequences, with a window; bias: through pointers, with a bias and its gradient; "
+        "decode: one query row over a key cache",
     )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
@@ -126,7 +127,8 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
         return portable.config.both_gradients("sm90", dim, dtype).spill_bytes
     if kernel not in TABLES:
         return 0
-    tile = portable.config.choose(TABLES[kernel], "sm90", dim, dtype, path in ("TMA", "small", "packed"), path == "packed")
+    aligned = path in ("TMA", "small", "packed")
+    tile = portable.config.choose(TABLES[kernel], "sm90", dim, dtype, aligned, path == "packed")
     return tile.spill_bytes + MORE_SPILLS[path]
 
 

@@ -10,7 +10,9 @@ It takes a GPU and the sanitizer, which comes with the CUDA toolkit.
 """
 
 import argparse
+import collections
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,9 @@ TOOLS = {
     "memcheck": ["--tool", "memcheck"],
     "racecheck": ["--tool", "racecheck", "--racecheck-report", "all"],
 }
+QUIETLY = ["--error-exitcode", "1", "--show-backtrace", "no"]
+# every message once, without the threads and addresses that differ
+_DIFFERENT = re.compile(r"\(\d+,\d+,\d+\)|0x[0-9a-f]+|Current Value.*|^=+ *")
 CHILD = """
 import torch
 from decayattn import decay_attention, decay_attention_varlen
@@ -72,7 +77,7 @@ def main() -> int:
         child = [sys.executable, "-c", CHILD.format(backend=backend, dims=options.head_dims)]
         subprocess.run(child, check=True)  # compiles, so that the sanitizer waits for kernels only
         for tool in options.tools:
-            clean &= run(tool, [sanitizer, *TOOLS[tool], "--error-exitcode", "1", *child], backend)
+            clean &= run(tool, [sanitizer, *TOOLS[tool], *QUIETLY, *child], backend)
     return int(not clean)
 
 
@@ -85,7 +90,9 @@ def run(tool: str, command: list[str], backend: str) -> bool:
     clean = done.returncode == 0 and "computed" in done.stdout
     print(f"{tool} {backend}: {'clean' if clean else 'NOT clean'}", flush=True)
     if not clean:
-        print("\n".join((done.stdout + done.stderr).splitlines()[:60]), flush=True)
+        lines = (done.stdout + done.stderr).splitlines()
+        said = collections.Counter(_DIFFERENT.sub("", line).strip() for line in lines)
+        print("\n".join(f"  {count:6d} × {line}" for line, count in said.most_common(40) if line), flush=True)
     return clean
 
 

@@ -22,8 +22,12 @@ def test_both_backends_compile_for_sm90():
     for backend, kernels in {
         "hopper": ["forward_kernel", "gradients_kernel"],
         "triton": [
-            "forward_kernel", "key_gradients_kernel", "query_gradients_kernel", "gradients_kernel", "split_kernel",
-        ],  # fmt: skip
+            "forward_kernel",
+            "key_gradients_kernel",
+            "query_gradients_kernel",
+            "gradients_kernel",
+            "split_kernel",
+        ],
     }.items():
         for dim in (64, 128):
             for kernel in kernels:

@@ -388,7 +388,7 @@ def _find_first_blocks(
     DECAY: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """The first blocks that TOGETHER granules visit."""
-    start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
+    start, sequence, head, _, first_row, query_length, first_token, key_length = tile_of_program(
         sequences, heads, query_length, key_length, ROWS * TOGETHER, False, True, PACKED, SEARCHES
     )
     if (start >= query_length) | (key_length == 0):

@@ -28,8 +28,8 @@ _ROW_TERMS_BLOCK = 64
 # expected by the kernels where a problem has no such tensor; never read
 _NO_STRIDES = (0, 0, 0)
 _CACHED_DESCRIPTORS = 4096
-# one launch makes the gradients of keys and queries up to so many programs per multiprocessor: measured at 8 heads up to
-# T2048, where it is still faster, by 6 % at D = 64 and 9 % at D = 128
+# one launch makes the gradients of keys and queries up to so many programs per multiprocessor: measured at 8 heads up
+# to T2048, where it is still faster, by 6 % at D = 64 and 9 % at D = 128
 _MOST_PROGRAMS_OF_BOTH = 4
 
 
@@ -216,7 +216,8 @@ def _tile_of_both(problem: AttentionProblem) -> TileConfig | None:
 
     None where either fills the GPU alone: there they are launched one after the other, each with its own tiles.
     """
-    tile = config.both_gradients(_arch(problem), max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype)
+    dim = max(padded(problem.head_dim), padded(problem.value_dim))
+    tile = config.both_gradients(_arch(problem), dim, problem.dtype)
     if tile is None or problem.layout != "dense" or problem.bias:
         return None
     programs = row_programs(problem, None, tile.block_m, problem.num_heads)
