@@ -10,8 +10,8 @@ from torch import Tensor
 from decayattn.problem import AttentionProblem
 
 # kernel backends; each is a package with refusal(dtype, device), misfit(problem, q, k, v, scale), forward(...),
-# backward(...), DETERMINISTIC, whether that backward repeats bit by bit, and pays(problem), whether no other one is known
-# to be faster. What one's forward saves, another's backward can read
+# backward(...), DETERMINISTIC, whether that backward repeats bit by bit, and pays(problem), whether no other one is
+# known to be faster. What one's forward saves, another's backward can read
 KERNELS = {"triton": "decayattn.backends.portable", "hopper": "decayattn.backends.hopper"}
 # those that "auto" considers, fastest first where they pay
 AUTOMATIC = ("hopper", "triton")
