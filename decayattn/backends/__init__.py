@@ -88,12 +88,20 @@ def resolve(
     deterministic asks for a backward that repeats bit by bit.
     """
     if name == "auto":
-        taking = (kernel for kernel in AUTOMATIC if not _objection(problem, kernel, q, k, v, scale, deterministic))
-        return next(kernel for kernel in taking if load(kernel).pays(problem))
+        found = (
+            kernel for kernel in AUTOMATIC
+            if _pays(problem, kernel) and not _objection(problem, kernel, q, k, v, scale, deterministic)
+        )  # fmt: skip
+        return next(found)
     reason = _objection(problem, name, q, k, v, scale, deterministic)
     if reason is not None:
         raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
     return name
+
+
+def _pays(problem: AttentionProblem, name: str) -> bool:
+    backend = load(name)
+    return isinstance(backend, str) or backend.pays(problem)
 
 
 def _objection(
