@@ -1,5 +1,6 @@
 """Which backend takes a call: the one that was named, or a refusal that says why. Never another one in its place."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from decayattn import backends, decay_attention
+from decayattn.backends import launching
 from decayattn.problem import AttentionProblem
 
 ON_GPU = torch.cuda.is_available()
@@ -136,3 +138,19 @@ def test_sizes_round_up(number):
     for divisor in (1, 2, 7, 128):
         assert (backends.cdiv(number, divisor) - 1) * divisor < number <= backends.cdiv(number, divisor) * divisor
     assert backends.cdiv(0, 7) == 0
+
+
+@pytest.mark.parametrize(("length", "heads", "chosen"), [(1024, 8, "triton"), (2048, 8, "hopper"), (256, 64, "hopper")])
+def test_auto_takes_what_pays(length, heads, chosen, monkeypatch):
+    """On a GPU whose every backend takes the problem."""
+    hopper = backends.load("hopper")
+    if isinstance(hopper, str):
+        pytest.skip(hopper)
+    monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(backends, "_objection", lambda *arguments: None)
+    q = torch.zeros(1, length, heads, 64)
+    asked_for = AttentionProblem.of(q, q, torch.zeros(heads), None, True)
+    assert backends.resolve(asked_for, "auto", q, q, q, 0.125) == chosen
+    assert backends.resolve(asked_for, "hopper", q, q, q, 0.125) == "hopper"
+    packed = dataclasses.replace(asked_for, layout="packed", sequences=3)  # of which nothing was measured
+    assert backends.resolve(packed, "auto", q, q, q, 0.125) == "hopper"
