@@ -201,6 +201,13 @@ def count_ends(ends, count, block, SEARCHES: tl.constexpr):
 
 
 @triton.jit
+def parts_before(first, sequence, SIZE: tl.constexpr):
+    """How many parts of SIZE rows or tokens come before those of a packed sequence that begins at `first`: every
+    sequence before it has at most one part that is not full."""
+    return first // SIZE + sequence
+
+
+@triton.jit
 def offsets_of_head(
     sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED: tl.constexpr
 ):
@@ -216,8 +223,7 @@ def offsets_of_head(
         tokens = buffer_row * sequences.key_axis + first_token
         blocks = buffer_row * sequences.block_axis
         if PACKED:
-            # behind those of all sequences before it, each of which has at most one block that is not full
-            blocks += first_token // _BLOCK + sequence
+            blocks += parts_before(first_token, sequence, _BLOCK)
     return rows, tokens, blocks
 
 

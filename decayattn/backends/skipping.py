@@ -33,7 +33,7 @@ from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as packing
 from decayattn.backends.launching import Launch
 from decayattn.backends.prefix import DECAY_BLOCK, DecayPrefix
-from decayattn.backends.sequences import Sequences, offsets_of_head, tile_of_program
+from decayattn.backends.sequences import Sequences, offsets_of_head, parts_before, tile_of_program
 from decayattn.backends.tile_math import LOG2E
 from decayattn.backends.tile_range import keys_seen
 from decayattn.problem import AttentionProblem
@@ -76,7 +76,7 @@ def allocate(problem: AttentionProblem, like: Tensor) -> Tensor:
     """The buffer of a plan: (B, H, at least all granules) int32, or (B, H, 0) where no key may be skipped.
 
     It says for every granule of a sequence the first block of the sequence's keys to visit, unless the problem is not
-    planned: then nobody reads it. Packed, the granules of a sequence begin at its first row // GRANULE + its number.
+    planned: then nobody reads it. Packed, the granules of a sequence begin where sequences.parts_before says.
     """
     # two are never one: torch.compile need not compile short lengths, and long ones, on their own
     more = problem.sequences + 1 if problem.layout == "packed" else 2
@@ -187,7 +187,7 @@ def offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZ
     """Where the parts of SIZE rows or tokens of a head of a sequence, which begins at `first`, begin in a (B, H, axis)
     buffer of a plan."""
     if PACKED:
-        offset = head.to(tl.int64) * axis + first // SIZE + sequence
+        offset = head.to(tl.int64) * axis + parts_before(first, sequence, SIZE)
     else:
         offset = (sequence * heads + head).to(tl.int64) * axis
     return offset

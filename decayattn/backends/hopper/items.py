@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.tile_table import Place, dense_place, load_place
+from decayattn.backends.sequences import parts_before
 from decayattn.backends.tile_math import LOG2E
 from decayattn.backends.tile_range import keys_seen
 
@@ -103,8 +104,9 @@ class Sizes:
         """Where those of a plan begin, as skipping.offset_of_head has them."""
         place, granules = item.place, item.head_row * self.granule_axis
         if self.PACKED:
+            # the sequence's number, of which the table has this much
             sequence = place.first_block - place.first_token // KEYS
-            granules += place.first_row // ROWS + sequence
+            granules += parts_before(place.first_row, sequence, ROWS)
         return granules
 
 

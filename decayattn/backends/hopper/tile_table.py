@@ -18,6 +18,7 @@ from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.descriptors import SLICE_END
 from decayattn.backends.launching import Launch
 from decayattn.backends.prefix import DECAY_BLOCK
+from decayattn.backends.sequences import parts_before
 from decayattn.problem import AttentionProblem
 
 # of a line: the tile's start, then its sequence's rows, tokens, batch entry, first row and token there, first block of
@@ -93,8 +94,7 @@ def _list_tiles(
         all_keys += tl.sum(key_tiles, 0)
     entry, first_block = sequence, sequence * 0
     if PACKED:
-        # where sequences.offsets_of_head says that the prefix has it
-        entry, first_block = sequence * 0, first_token // BLOCK + sequence
+        entry, first_block = sequence * 0, parts_before(first_token, sequence, BLOCK)
     facts = (rows, tokens, entry, first_row, first_token, first_block, row_tile)
     row_tiles = tl.where(tokens > 0, tl.cdiv(rows, ROWS), 0)
     _write_lines(row_table, row_tile, row_tiles, most_rows, facts, ROWS, LAST_FIRST, CHUNK, WORDS)
