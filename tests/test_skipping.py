@@ -116,7 +116,7 @@ def visits(first_block, rows, keys, window=None, log_decay=None) -> torch.Tensor
 def cases(draw):
     choose = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     return dict(
-        rows=choose(512, 530, 700), keys=choose(512, 640, 700, 1000), heads=choose((2, 2), (2, 1), (3, 1)),
+        rows=choose(512, 530, 700), keys=choose(512, 640, 700, 704, 1000), heads=choose((2, 2), (2, 1), (3, 1)),
         dim=choose(16, 3), dtype=choose(torch.float32, torch.float16, torch.float64),
         decay=choose("gate", "growth", "walk", "bursts", "masks", "resets", "constant", "growing constant"),
         window=choose(None, None, (300, 0), (40, -1)), tolerance=choose("auto", 1e-300, HARMLESS, 0.5, 0.99),
@@ -270,6 +270,23 @@ def test_granules_that_share_a_program_plan_as_they_do_alone(rows, keys, decay, 
     for most in (2, 4, 8):
         monkeypatch.setattr(skipping, "_MOST_TOGETHER", most)
         assert torch.equal(plan_of(inputs, HARMLESS, window), alone)
+
+
+@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("before", [64, 128, 192, 576, 640])
+@pytest.mark.parametrize("decay", ["gate", "constant"])
+def test_the_last_rows_plan_as_they_do_among_all(decay, before, together, device, monkeypatch):
+    """Wherever the first row's own key lies in its block: granules of the same rows, and the same keys."""
+    monkeypatch.setattr(skipping, "_PROGRAMS", 1)
+    monkeypatch.setattr(skipping, "_MOST_TOGETHER", together)
+    inputs = make(device, 1200, 1200, decay, heads=1)
+    # a row's own key has a much greater score than others, and little is forgotten from block to block
+    inputs["q"] *= 4 / inputs["q"].norm(dim=-1, keepdim=True)
+    inputs["k"], inputs["log_decay"] = 3 * inputs["q"], 0.05 * inputs["log_decay"]
+    among_all = plan_of(inputs, HARMLESS)
+    last_rows = plan_of(inputs | dict(q=inputs["q"][:, before:].contiguous()), HARMLESS)
+    assert last_rows.max() > 3
+    assert torch.equal(last_rows, among_all[..., before // ROWS :])
 
 
 def test_packed_granules_that_share_a_program(device, monkeypatch):

@@ -302,10 +302,13 @@ def _summarise(
     # A lane asks for a granule, and lanes without one repeat the last one: a sum over all lanes of a warp is one
     # instruction, and the compiler knows that branches on it are taken together
     lane, first_position = tl.arange(0, _LANES), key_length - query_length
-    first_granule = tl.cdiv(tl.maximum(start - first_position, 0), ROWS)
+    if ALIGNED:
+        first_granule = (start - first_position) // ROWS  # exact; before the first row it is negative
+    else:
+        first_granule = tl.cdiv(tl.maximum(start - first_position, 0), ROWS)
     granule = first_granule + tl.minimum(lane, 2 * TOGETHER - 1)
     position = granule * ROWS + first_position
-    there = (granule * ROWS < query_length) & (position < start + BLOCK * TOGETHER)
+    there = (granule >= 0) & (granule * ROWS < query_length) & (position < start + BLOCK * TOGETHER)
     position = tl.where(there, position, 0)
     first, _ = keys_seen(
         position, key_length, last_reset + head_tokens, next_reset + head_tokens, True, DECAY == "scalar", left, None
