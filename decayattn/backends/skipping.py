@@ -50,8 +50,10 @@ _CHUNK = 128
 # keeps its parallelism. Powers of two, so that there are few kernels to compile
 _MOST_TOGETHER = 4
 _PROGRAMS = 1024
-# columns of q and k that are read, and whose squares are added up, side by side: measured
+# columns of q and k whose squares are added up side by side: measured
 _COLUMNS = 64
+# bytes of a row of q or k up to which the next rows are on their way, to shared memory, while these are added up
+_PREFETCHED_ROW = 256
 
 ROWS: tl.constexpr = tl.constexpr(GRANULE)
 BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
@@ -97,6 +99,7 @@ def plan(
     of_blocks = q.new_empty(problem.batch, problem.num_heads, blocks, 2, dtype=torch.float64)
     of_granules = q.new_empty(*first_block.shape, 2, dtype=torch.float64)
     width = max(16, next_power_of_2(problem.head_dim))
+    row_bytes = width * q.element_size()
     constants = dict(DECAY=problem.decay, **packing.constants(problem, sequences))
     log_tolerance = math.log2(problem.skip_tolerance)
     row_scale = scale if problem.row_scale else None
@@ -113,7 +116,9 @@ def plan(
         log_decay.stride(0) if problem.decay == "constant" else 0, prefix.local, prefix.base, prefix.last_reset,
         prefix.next_reset, of_blocks, of_granules, sequences, left, log_tolerance, *sizes, D=problem.head_dim,
         WIDTH=width, PART=min(width, _COLUMNS), GROUP=problem.num_heads // problem.num_kv_heads, TOGETHER=together,
-        ALIGNED=sequences is None and problem.first_position % GRANULE == 0, num_warps=2 if width <= _COLUMNS else 4,
+        ALIGNED=sequences is None and problem.first_position % GRANULE == 0,
+        STAGES=2 if row_bytes <= _PREFETCHED_ROW else 1,
+        num_warps=2 if width <= _COLUMNS else 4 if row_bytes <= 2 * _PREFETCHED_ROW else 8,
         **constants, **COMPILER_OPTIONS,
     )  # fmt: skip
     together = _together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most[1])
@@ -260,6 +265,7 @@ def _summarise(
     query_length, key_length, heads, granule_axis, block_axis,
     D: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, TOGETHER: tl.constexpr, ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """K_J and W_J of TOGETHER blocks of keys, U and E of the granules whose first row has its own key in them; W and E
     in base 2.
@@ -327,7 +333,7 @@ def _summarise(
     longest = tl.full([], 0.0, ACCUMULATOR)
     # Half a block and a granule at a time, and what both read is on its way before anything waits for it. A granule's
     # own keys are those of the half (ALIGNED), or the first ones behind it, too: in the cache, or soon wanted there
-    for n in tl.range(0, 2 * TOGETHER, num_stages=2):
+    for n in tl.range(0, 2 * TOGETHER, num_stages=STAGES):
         of_block, of_granule = ((blocks >> (n // 2)) & 1) != 0, ((granules >> n) & 1) != 0
         token = start + n * ROWS + tl.arange(0, ROWS)
         row = (first_granule + n) * ROWS + tl.arange(0, ROWS)
