@@ -118,7 +118,7 @@ def plan(
         WIDTH=width, PART=min(width, _COLUMNS), GROUP=problem.num_heads // problem.num_kv_heads, TOGETHER=together,
         ALIGNED=sequences is None and problem.first_position % GRANULE == 0,
         STAGES=2 if row_bytes <= _PREFETCHED_ROW else 1,
-        num_warps=2 if width <= _COLUMNS else 4 if row_bytes <= 2 * _PREFETCHED_ROW else 8,
+        num_warps=2 if row_bytes < _PREFETCHED_ROW else 4 if row_bytes <= 2 * _PREFETCHED_ROW else 8,
         **constants, **COMPILER_OPTIONS,
     )  # fmt: skip
     together = _together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most[1])
