@@ -18,10 +18,15 @@ Launch = Callable[..., None]
 
 # pointers that are multiples of this are compiled for
 _ALIGNMENT = 16
-# what is divided among multiprocessors is divided in the interpreter too
+# what is divided among multiprocessors is divided in the interpreter too: so few that short problems already have
+# programs with several parts of the work
 _OF_A_CPU = 8
 # kinds of calls that are remembered: training has one or two, of packed sequences one for every total length
 _REMEMBERED = 256
+
+
+# TMA descriptors of one kind that are kept, by value
+CACHED_DESCRIPTORS = 4096
 
 
 class Memory(NamedTuple):

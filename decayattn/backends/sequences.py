@@ -138,8 +138,9 @@ def tile_of_program(
     sequences, heads, query_length, key_length, TILE: tl.constexpr, OF_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, HEADS_INNERMOST: tl.constexpr = False, program=None,
 ):  # fmt: skip
-    """What a program (this one) works on: (start, sequence, head, batch entry, first row, rows, first token, tokens).
+    """What a program works on: (start, sequence, head, batch entry, first row, rows, first token, tokens).
 
+    program is its number, this one's unless another kernel shares the launch.
     start is where its tile of TILE rows (OF_KEYS: tokens) begins in the sequence; where there is nothing to work on, it
     is not before the sequence's end. Heads are outermost, so that neighbours share the keys that they read; those that
     read tokens once have them innermost, as memory has. LAST_FIRST takes the tiles of a sequence from its end. Dense,

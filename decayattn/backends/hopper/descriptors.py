@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends.launching import Memory
+from decayattn.backends.launching import CACHED_DESCRIPTORS, Memory
 
 # what the copy engine needs of addresses and strides, in bytes
 ALIGNMENT = 16
@@ -19,7 +19,6 @@ ALIGNMENT = 16
 SLICE_END = 2**30
 # more than any coordinate
 _FAR = 0x7FFF0000
-_CACHED = 4096
 
 
 def misfit(x: Tensor) -> str | None:
@@ -29,7 +28,7 @@ def misfit(x: Tensor) -> str | None:
     return _strides_misfit(x.shape, x.stride(), x.dtype)
 
 
-@functools.lru_cache(_CACHED)
+@functools.lru_cache(CACHED_DESCRIPTORS)
 def _strides_misfit(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> str | None:
     if strides[-1] != 1:
         return f"its last dimension is not contiguous (stride {strides[-1]})"
@@ -88,7 +87,7 @@ def plain(x: Tensor, rows: int) -> TensorDescriptor:
     return _describe(x.data_ptr(), x.dtype, (x.numel() // width, width), (width, 1), (rows, width), swizzled=False)
 
 
-@functools.lru_cache(_CACHED)
+@functools.lru_cache(CACHED_DESCRIPTORS)
 def _describe(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: tuple[int, ...],
     swizzled: bool = True,

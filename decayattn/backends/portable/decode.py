@@ -41,8 +41,6 @@ _PROGRAMS_PER_MULTIPROCESSOR = 8
 _TILES_PER_SPLIT = 2
 # combine_kernel holds the parts of a row at once.
 _MAX_SPLITS = 64
-# Stands for a GPU's number in the interpreter: so few that short caches already have programs with several tiles.
-_INTERPRETED_MULTIPROCESSORS = 8
 
 
 @dataclass(frozen=True)

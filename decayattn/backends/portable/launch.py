@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2, skipping
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
-from decayattn.backends.launching import Memory
+from decayattn.backends.launching import CACHED_DESCRIPTORS, Memory
 from decayattn.backends.portable import config
 from decayattn.backends.portable.backward import (
     gradients_kernel,
@@ -27,7 +27,6 @@ from decayattn.problem import AttentionProblem
 _ROW_TERMS_BLOCK = 64
 # expected by the kernels where a problem has no such tensor; never read
 _NO_STRIDES = (0, 0, 0)
-_CACHED_DESCRIPTORS = 4096
 # one launch makes the gradients of keys and queries up to so many programs per multiprocessor: measured at 8 heads up
 # to T2048, where it is still faster, by 6 % at D = 64 and 9 % at D = 128
 _MOST_PROGRAMS_OF_BOTH = 4
@@ -272,7 +271,7 @@ def _source(x: Tensor, rows: int, tile: TileConfig) -> Tensor | TensorDescriptor
     return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), rows) if tile.descriptors else x
 
 
-@functools.lru_cache(_CACHED_DESCRIPTORS)
+@functools.lru_cache(CACHED_DESCRIPTORS)
 def _descriptor(
     address: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], rows: int
 ) -> TensorDescriptor:
