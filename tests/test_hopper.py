@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from decayattn import backends, decay_attention, decay_attention_varlen, visited_fraction
+from decayattn.backends.hopper import config
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -81,6 +82,15 @@ def test_grouped_queries(heads, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("cache", [1, 2 << 20, 3 << 20])  # for 1, 2 and 3 heads of keys
+def test_heads_that_are_worked_at_together(cache, monkeypatch):
+    monkeypatch.setattr(config, "CACHE_BYTES", cache)
+    for decay in ("scalar", "constant"):
+        verify(make(1000, heads=6, kv_heads=3, decay=decay))
+        verify(make(1000, heads=6, kv_heads=3, decay=decay, strength=2.0), skip_tolerance=1e-6)
+    verify(make_packed([300, 1, 1000, 77], heads=6, kv_heads=3))
+
+
 @pytest.mark.parametrize("share", [0.003, 0.03, 0.5, 1.0])
 def test_resets(share, dim):
     inputs = make(1025, dim=dim)

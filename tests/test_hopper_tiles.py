@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from decayattn.backends.hopper import descriptors, tile_table
+from decayattn.backends.hopper import config, descriptors, launch, tile_table
 from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
 from decayattn.problem import AttentionProblem
 
@@ -118,6 +118,15 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
         PART=64,
     )  # fmt: skip
     assert torch.equal(dq, expected)  # and nothing outside was written
+
+
+def test_heads_together_divide_all_heads(monkeypatch):
+    monkeypatch.setattr(config, "CACHE_BYTES", 1000)
+    assert [launch.heads_together(12, size) for size in (50, 84, 130, 200, 333, 999, 1001)] == [12, 6, 6, 4, 3, 1, 1]
+    assert launch.heads_together(12, 500, sharing=3) == 6
+    assert launch.heads_together(12, 1001, sharing=3) == 3
+    assert launch.heads_together(7, 200) == 1
+    assert launch.heads_together(7, 0) == 7
 
 
 @pytest.mark.parametrize("shape", [(1, 50, 3, 64), (3, 50, 1, 128), (2, 1, 2, 64), (1, 1, 1, 64)])

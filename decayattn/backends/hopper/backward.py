@@ -8,8 +8,9 @@ where each warpgroup multiplies one half of dq, a tile later (then neither waits
 adds it in float32 to a buffer in the order in which registers hold it ("fragments").
 
 Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where a decay's gradient cancels,
-so do they. One loop serves edge tiles and whole ones, with a branch around the comparison: two loops cost registers,
-and spills slow the shared memory that this kernel lives on (3 % at D = 128).
+so do they. Those of the rows, which all threads share, are products with ones beside dq; a thread adds up itself what
+it has of a key. One loop serves edge tiles and whole ones, with a branch around the comparison: two loops cost
+registers, and spills slow the shared memory that this kernel lives on (3 % at D = 128).
 
 rows.py prepares what is one number per row before it, and brings dq to its layout after it.
 
@@ -28,9 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.key_items import KEYS, Sizes, found_item
+from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item
 from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, store_word
-from decayattn.backends.hopper.sums import SHARE, summed_row, sums
 from decayattn.backends.hopper.tile_table import allocate_tiles, flat
 from decayattn.backends.prefix import DECAY_BLOCK
 from decayattn.backends.tile_math import LOG2E, decayed_score, probability, score_gradient, visible
@@ -41,6 +41,8 @@ BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
 PART: gl.constexpr = gl.constexpr(64)
 FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
 FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
+# columns of ones that sum up the rows of dS: as few as a product can have
+COPIES: gl.constexpr = gl.constexpr(8)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -60,6 +62,7 @@ class Buffers:
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
     d_scores: gl.shared_memory_descriptor  # (2 tiles · 2 warpgroups, 64, ROWS)
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
+    ones: gl.shared_memory_descriptor  # (8, 64)
     queries_ready: gl.shared_memory_descriptor
     d_outs_ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -72,7 +75,7 @@ class Buffers:
 
     @gluon.constexpr_function
     def __init__(
-        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, queries_ready,
+        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, ones, queries_ready,
         d_outs_ready, empty, d_scores_ready, keys_ready, keys_read, gradients_ready, drawn, STAGES,
     ):  # fmt: skip
         self.keys = keys
@@ -84,6 +87,7 @@ class Buffers:
         self.starts = starts
         self.d_scores = d_scores
         self.dq_parts = dq_parts
+        self.ones = ones
         self.queries_ready = queries_ready
         self.d_outs_ready = d_outs_ready
         self.empty = empty
@@ -244,8 +248,13 @@ def _nothing(n):
 
 
 @gluon.jit
-def _start_dq_part(buffers, n, slot, zero, PART_OF: gl.constexpr, D: gl.constexpr):
-    """Issue dS k of the tile in a slot of dSᵀ: columns (D = 128) or rows (D = 64) of one half of dq."""
+def _start_dq_part(buffers, n, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr):
+    """Issue dS k of the tile in a slot of dSᵀ: columns (D = 128) or rows (D = 64) of one half of dq; and the sums of
+    rows of dS (64, 8 copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both."""
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COPIES, 16])
+    zero = gl.zeros([PART, PART], gl.float32, DQ)
+    row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
     first = _nothing(n)
     if D == 128:
         left_a = buffers.d_scores.index(slot * 2).permute((1, 0))
@@ -258,7 +267,16 @@ def _start_dq_part(buffers, n, slot, zero, PART_OF: gl.constexpr, D: gl.constexp
         right_a = flat(buffers.keys.index(first))
         right_b = flat(buffers.keys.index(first + 1))
     dq = warpgroup_mma(left_a, right_a, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(left_b, right_b, dq, is_async=True)
+    dq = warpgroup_mma(left_b, right_b, dq, is_async=True)
+    if ROW_SUMS:
+        ones = buffers.ones.permute((1, 0))
+        if D == 128:
+            own = buffers.d_scores.index(slot * 2 + PART_OF).permute((1, 0))
+            row_sum = warpgroup_mma(own, ones, row_sum, use_acc=False, is_async=True)
+        else:
+            row_sum = warpgroup_mma(left_a, ones, row_sum, use_acc=False, is_async=True)
+            row_sum = warpgroup_mma(left_b, ones, row_sum, is_async=True)
+    return dq, row_sum
 
 
 @gluon.jit
@@ -274,6 +292,27 @@ def _add_dq_part(dq_desc, part, buffers, dq, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
+def _add_row_sums(row_sum, tile, rate_sum, work, row_sums, first_row, WARPGROUP: gl.constexpr, D: gl.constexpr):
+    """Sums of rows of dS to memory, or weighted by their positions into a rate's gradient (64, 4 copies)."""
+    LAYOUT: gl.constexpr = rate_sum.type.layout
+    # a thread has two neighbouring copies
+    row_sum, _ = gl.split(gl.reshape(row_sum, [PART, COPIES // 2, 2]))
+    row_sum = gl.convert_layout(row_sum, LAYOUT, assert_trivial=True)
+    row = tile * work.sizes.ROWS + gl.arange(0, PART, gl.SliceLayout(1, LAYOUT))
+    if D == 64:
+        row += WARPGROUP * PART
+    if work.sizes.DECAY == "scalar":
+        copy = gl.expand_dims(gl.arange(0, COPIES // 2, gl.SliceLayout(0, LAYOUT)), 0)
+        here = row_sums + (first_row + gl.expand_dims(row, 1) + copy * 0)
+        inside = gl.expand_dims(row < work.place.query_length, 1) & (copy == 0)
+        gl.atomic_add(here, row_sum, mask=inside, sem="relaxed")
+    else:
+        distance = row + (work.first_position() - work.place.start)
+        rate_sum += row_sum * gl.expand_dims(distance.to(gl.float32), 1)
+    return rate_sum
+
+
+@gluon.jit
 def _add_rows(
     n, tile, edge, previous, dk, dv, column_sum, rate_sum, key_alpha, first, end, work, buffers, dq_desc, first_part,
     row_sums, first_row, score_scale, WARPGROUP: gl.constexpr, D: gl.constexpr,
@@ -284,13 +323,11 @@ def _add_rows(
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, SCORE)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     DTYPE: gl.constexpr = buffers.queries.dtype
     zero = gl.zeros([SHARE, ROWS], gl.float32, SCORE)
     stage = buffers.stage(n)
     phase = buffers.phase(n)
     slot = n % 2
-    start = tile * ROWS
     query = flat(buffers.queries.index(stage))
     d_out = flat(buffers.d_outs.index(stage))
 
@@ -331,23 +368,19 @@ def _add_rows(
     mbarrier.arrive(buffers.d_scores_ready.index(slot), count=1)
     dk = warpgroup_mma(gl.convert_layout(dsT, OPERAND), query, dk, is_async=True)
     mbarrier.wait(buffers.d_scores_ready.index(slot ^ 1), ((n - 1) // 2) & 1, pred=n > 0)
-    dq = _start_dq_part(buffers, n, slot ^ 1, gl.zeros([PART, PART], gl.float32, DQ), WARPGROUP, D)
+    dq, row_sum = _start_dq_part(buffers, n, slot ^ 1, WARPGROUP, D, work.sizes.DECAY_GRADIENT)
     if work.sizes.DECAY_GRADIENT:
-        PARTIAL: gl.constexpr = column_sum.type.layout
-        per_key, row_sum = sums(dsT)
-        column_sum += gl.convert_layout(per_key, PARTIAL, assert_trivial=True)
-        row = start + summed_row(row_sum)
-        if DECAY == "constant":
-            distance = row + (work.first_position() - work.place.start)
-            rate_sum += gl.convert_layout(row_sum * distance.to(gl.float32), rate_sum.type.layout, assert_trivial=True)
-    dv, dk, dq = warpgroup_mma_wait(0, (dv, dk, dq))
+        # what a thread has of a key; the four threads that share it add up at the end
+        per_key = gl.sum(gl.sum(_widened(dsT).reshape([SHARE, ROWS // 8, 4, 2]), 3), 1)
+        column_sum += gl.convert_layout(per_key, column_sum.type.layout, assert_trivial=True)
+    dv, dk, dq, row_sum = warpgroup_mma_wait(0, (dv, dk, dq, row_sum))
     tma.store_wait(0)
     mbarrier.arrive(buffers.empty.index(stage), count=1)  # begins with a barrier of the warpgroup
     if previous >= 0:
         _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
-    if work.sizes.DECAY_GRADIENT and DECAY == "scalar":
-        # after the fence, which would wait for it to reach memory (2 % at D = 128)
-        gl.atomic_add(row_sums + (first_row + row), row_sum, mask=row < work.place.query_length, sem="relaxed")
+        if work.sizes.DECAY_GRADIENT:
+            # after the fence, which would wait until they have reached memory
+            rate_sum = _add_row_sums(row_sum, previous, rate_sum, work, row_sums, first_row, WARPGROUP, D)
     return dk, dv, column_sum, rate_sum
 
 
@@ -362,16 +395,10 @@ def _consume(
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    # the four threads that share a key
+    # four threads share a key, or a row of dq
     PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [SHARE, 4]
     )
-    # what sums leaves of the rows in a thread: 2 or 4
-    ROW_SUM: gl.constexpr = gl.DistributedLinearLayout(
-        [[1]] if ROWS == 64 else [[1], [8]],
-        [[2], [4], [ROWS // 8], [ROWS // 4], [ROWS // 2]], [[ROWS], [2 * ROWS]], [], [4 * ROWS],
-    )  # fmt: skip
     item = buffers.draw(0)
     count = item * 0
     n = item * 0
@@ -395,7 +422,7 @@ def _consume(
             first, end = work.rows_of(key, last_reset + tokens, next_reset + tokens)
             begin, whole_begin, whole_end, tile_end = work.visited(member, last_reset + tokens, next_reset + tokens)
             column_sum = gl.zeros([SHARE, 4], gl.float32, PARTIAL)
-            rate_sum = gl.zeros([4 * ROWS], gl.float32, ROW_SUM)
+            rate_sum = gl.zeros([PART, 4], gl.float32, PARTIAL)
 
             # what is read of memory before is on its way while the keys are
             mbarrier.wait(buffers.keys_ready, count & 1)
@@ -413,23 +440,25 @@ def _consume(
                 # dq of the head's last tile
                 slot = (n - 1) % 2
                 mbarrier.wait(buffers.d_scores_ready.index(slot), ((n - 1) // 2) & 1)
-                dq = _start_dq_part(buffers, n, slot, gl.zeros([PART, PART], gl.float32, DQ), WARPGROUP, D)
-                dq = warpgroup_mma_wait(0, (dq,))
+                dq, row_sum = _start_dq_part(buffers, n, slot, WARPGROUP, D, sizes.DECAY_GRADIENT)
+                dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
                 _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
+                if sizes.DECAY_GRADIENT:
+                    rate_sum = _add_row_sums(row_sum, previous, rate_sum, work, row_sums, first_row, WARPGROUP, D)
             if sizes.DECAY_GRADIENT:
                 # found again, which keeps a line of the table out of the registers of the loop
                 done = found_item(sizes, item)
                 tokens, own_start = done.first_token(member), done.place.start + WARPGROUP * SHARE
-                sums = gl.sum(column_sum, 1) * 0.25
+                sums = gl.sum(column_sum, 1)
                 share = gl.arange(0, SHARE, sums.type.layout)
                 if DECAY == "scalar":
                     here = column_sums + tokens + own_start + share
                     gl.store(here, sums, mask=own_start + share < done.place.key_length)
                 else:
                     # Σ dS (i − j), with i and j counted from the tile's first key
-                    total = gl.sum(rate_sum, 0)
+                    total = gl.sum(gl.sum(rate_sum, 1), 0) * 0.25
                     total -= gl.sum(sums * (WARPGROUP * SHARE + share).to(gl.float32), 0)
                     tile = done.first_block(member) + done.place.start // KEYS
                     gl.store(rate_sums + tile * 2 + WARPGROUP, total)
@@ -448,6 +477,7 @@ def _consume(
 
 _INTEGERS = [
     "rate_stride", "left", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "entries", "heads",
+    "together",
 ]  # fmt: skip
 
 
@@ -455,9 +485,9 @@ _INTEGERS = [
 def gradients_kernel(
     q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, rates, local, base, last_reset,
     next_reset, mirror, row_sums, column_sums, rate_sums, key_table, counter, rate_stride, scale, left, query_length,
-    key_length, blocks, row_tiles, key_tiles, entries, heads, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, DECAY: gl.constexpr, DECAY_GRADIENT: gl.constexpr, RAGGED: gl.constexpr, WINDOW: gl.constexpr,
-    PLANNED: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    key_length, blocks, row_tiles, key_tiles, entries, heads, together, D: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, DECAY: gl.constexpr, DECAY_GRADIENT: gl.constexpr, RAGGED: gl.constexpr,
+    WINDOW: gl.constexpr, PLANNED: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dk, dv of all key tiles over their groups of query heads; added up, dq, row sums and a rate's gradient.
 
@@ -469,12 +499,16 @@ def gradients_kernel(
         # the host only knows a bound
         key_tiles = gl.load(key_table)
     sizes = Sizes(
-        key_tiles * entries * (heads // GROUP), key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
+        key_tiles * entries * (heads // GROUP), together, key_table, key_tiles, heads, query_length, key_length,
+        blocks, row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
     )  # fmt: skip
 
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    ones = gl.full([COPIES, PART], 1.0, DTYPE, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+    ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, PART], DTYPE)
+    ones = gl.allocate_shared_memory(DTYPE, [COPIES, PART], ONES, ones)
+    fence_async_shared()
     buffers = Buffers(
         allocate_tiles(k_desc, 2),
         allocate_tiles(v_desc, 2),
@@ -485,6 +519,7 @@ def gradients_kernel(
         allocate_words(STAGES),
         gl.allocate_shared_memory(DTYPE, [4, SHARE, ROWS], gl.NVMMASharedLayout.get_default_for([SHARE, ROWS], DTYPE)),
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
+        ones,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),

@@ -6,14 +6,15 @@ An item is a tile of keys of a sequence and a head of keys, with the rows of all
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.config import KEY_TILE
+from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
 from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.sums import SHARE
 from decayattn.backends.hopper.tile_table import Place, coordinates, dense_place, load_place
 from decayattn.backends.skipping import GRANULE
 from decayattn.backends.tile_range import rows_that_see, tiles_between
 
 KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
+# keys of one consumer warpgroup
+SHARE: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
 GRANULE_ROWS: gl.constexpr = gl.constexpr(GRANULE)
 
 
@@ -21,11 +22,13 @@ GRANULE_ROWS: gl.constexpr = gl.constexpr(GRANULE)
 class Sizes:
     """The call's lengths and heads, and the number of its items.
 
-    Causal, the first key tiles are seen by the most rows, and come first. ALiBi and RetNet give the last heads the
-    longest memory: where keys are skipped, these have most to do, and come first.
+    `together` heads are worked at together, tile by tile: so many that their rows stay in the cache. Causal, the first
+    key tiles are seen by the most rows, and come first; the last ones of several heads then end at the same time. ALiBi
+    and RetNet give the last heads the longest memory: where keys are skipped, these have most to do, and come first.
     """
 
     number: gl.tensor
+    together: gl.tensor
     key_table: gl.tensor
     key_tiles: gl.tensor
     heads: gl.tensor
@@ -45,10 +48,11 @@ class Sizes:
 
     @gluon.constexpr_function
     def __init__(
-        self, number, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles, left, mirror, ROWS,
-        GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
+        self, number, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles, left, mirror,
+        ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
     ):  # fmt: skip
         self.number = number
+        self.together = together
         self.key_table = key_table
         self.key_tiles = key_tiles
         self.heads = heads
@@ -171,7 +175,10 @@ class Item:
 @gluon.jit
 def found_item(sizes, item):
     """An item by its number."""
-    tile, kv_head = item % sizes.key_tiles, (sizes.number - 1 - item) // sizes.key_tiles
+    chunk = sizes.together * sizes.key_tiles
+    rest = item % chunk
+    tile = rest // sizes.together
+    kv_head = (sizes.number - 1 - item) // chunk * sizes.together + sizes.together - 1 - rest % sizes.together
     if sizes.RAGGED:
         place = load_place(sizes.key_table, tile)
     else:

@@ -47,6 +47,8 @@ def forward(
         q_desc = source(q, config.WARPGROUP_ROWS)
         head_rows = problem.num_heads * (problem.batch if places is None else 1)
         items = tiles.row_tiles * head_rows
+        group = problem.num_heads // problem.num_kv_heads
+        keys_and_values = problem.longest_key * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         programs = min(items, launching.multiprocessors(problem.device))
         launch(
             forward_kernel, programs,
@@ -57,8 +59,8 @@ def forward(
             prefix.local, prefix.base, prefix.last_reset, first_block, counter,
             lse if tiles.rows is None else tiles.rows,
             score_scale, log_decay.stride(0) if problem.decay == "constant" else 0, left_of(problem),
-            items, tiles.row_tiles, problem.num_heads, problem.num_heads // problem.num_kv_heads,
-            _heads_together(problem, head_rows), problem.query_length, problem.key_length,
+            items, tiles.row_tiles, problem.num_heads, group,
+            heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
             sequence_blocks.decay_blocks(problem), first_block.shape[-1],
             KIND=problem.decay, RAGGED=places is not None, PACKED=problem.layout == "packed",
             WINDOW=problem.window[0] >= 0, PLANNED=skipping.is_planned(problem),
@@ -99,9 +101,8 @@ def _decay(
     return prefix, None
 
 
-def _heads_together(problem: AttentionProblem, head_rows: int) -> int:
-    """Query heads whose rows are worked at together: a divisor of all of them, with keys and values that fit the L2."""
-    group = problem.num_heads // problem.num_kv_heads
-    size = problem.longest_key * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-    together = max(1, config.CACHE_BYTES // size * group)
-    return next(n for n in range(min(together, head_rows), 0, -1) if head_rows % n == 0)
+def heads_together(heads: int, size: int, sharing: int = 1) -> int:
+    """So many heads that what they read again and again, `size` bytes for `sharing` of them, fits the L2: a divisor of
+    all heads."""
+    together = max(1, config.CACHE_BYTES // max(size, 1)) * sharing
+    return next(n for n in range(min(together, heads), 0, -1) if heads % n == 0)

@@ -8,7 +8,7 @@ from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.hopper import config, descriptors, tile_table
 from decayattn.backends.hopper.backward import gradients_kernel
-from decayattn.backends.hopper.launch import left_of, source_of
+from decayattn.backends.hopper.launch import heads_together, left_of, source_of
 from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.prefix import DecayPrefix
 from decayattn.problem import AttentionProblem
@@ -77,7 +77,11 @@ def backward(
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
             if places is not None:
                 rate_sums.zero_()  # there are more blocks than tiles
-        items = tiles.key_tiles * entries * problem.num_kv_heads
+        kv_heads = entries * problem.num_kv_heads
+        items = tiles.key_tiles * kv_heads
+        group = problem.num_heads // problem.num_kv_heads
+        # of a head of keys: q and dO of its group, and dq in float32
+        rows_size = problem.longest_query * group * problem.head_dim * (2 * problem.dtype.itemsize + 4)
         launch(
             gradients_kernel, min(items, launching.multiprocessors(problem.device)),
             source(q, tile.rows), source(k, config.WARPGROUP_ROWS), source(v, config.WARPGROUP_ROWS),
@@ -87,8 +91,8 @@ def backward(
             mirror, row_sums, column_sums, rate_sums, unused if tiles.keys is None else tiles.keys, counter,
             log_decay.stride(0) if constant else 0, scale, left_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
-            problem.num_heads, D=problem.head_dim, ROWS=tile.rows, STAGES=tile.stages,
-            GROUP=problem.num_heads // problem.num_kv_heads, DECAY=problem.decay, DECAY_GRADIENT=decay_gradient,
+            problem.num_heads, heads_together(kv_heads, rows_size), D=problem.head_dim, ROWS=tile.rows,
+            STAGES=tile.stages, GROUP=group, DECAY=problem.decay, DECAY_GRADIENT=decay_gradient,
             RAGGED=places is not None, WINDOW=problem.window[0] >= 0, PLANNED=planned, REGISTERS=tile.registers,
             num_warps=4, maxnreg=tile.launch_registers, **COMPILER_OPTIONS,
         )  # fmt: skip

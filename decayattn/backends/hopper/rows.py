@@ -22,6 +22,13 @@ def _place_of_tile(table, tile, entry, query_length):
     return entry, first_row, query_length
 
 
+@triton.jit
+def _of_program(heads, parts):
+    """(batch entry · heads + head, head, part) of a program: heads innermost, as in the memory that is read once."""
+    head, rest = tl.program_id(0) % heads, tl.program_id(0) // heads
+    return (rest // parts * heads + head).to(tl.int64), head.to(tl.int64), rest % parts
+
+
 @triton.jit(do_not_specialize=["row_tiles"])
 def row_terms_kernel(
     out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, counter, table, out_strides, d_out_strides,
@@ -36,10 +43,8 @@ def row_terms_kernel(
     """
     tl.store(counter, 0, mask=tl.program_id(0) == 0)
     blocks = row_tiles * (ROWS // BLOCK_M)
-    tile_row = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
+    tile_row, head, block = _of_program(heads, blocks)
     tile, start = block // (ROWS // BLOCK_M), block * BLOCK_M
-    head = tile_row % heads
     axis = query_length
     if table is not None:
         if tile >= tl.load(table):
@@ -82,10 +87,8 @@ def unpack_dq_kernel(
     """dq = s · fragments, one part of 64 rows × 64 columns per program."""
     PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # of a tile
     parts = row_tiles * PARTS
-    tile_row = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
+    tile_row, head, part = _of_program(heads, parts)
     tile, start = part // PARTS, part // (D // PART) * PART
-    head = tile_row % heads
     if table is not None:
         if tile >= tl.load(table):
             return
