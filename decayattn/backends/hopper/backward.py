@@ -8,9 +8,10 @@ where each warpgroup multiplies one half of dq, a tile later (then neither waits
 adds it in float32 to a buffer in the order in which registers hold it ("fragments").
 
 Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where a decay's gradient cancels,
-so do they. Those of the rows, which all threads share, are products with ones beside dq; a thread adds up itself what
-it has of a key. One loop serves edge tiles and whole ones, with a branch around the comparison: two loops cost
-registers, and spills slow the shared memory that this kernel lives on (3 % at D = 128).
+so do they. A thread adds up itself what it has of a key, and all of a constant decay's gradient; the sums of rows,
+which all threads share, are products with ones beside dq. One loop serves edge tiles and whole ones, with a branch
+around the comparison: two loops cost registers, and spills slow the shared memory that this kernel lives on (3 % at
+D = 128).
 
 rows.py prepares what is one number per row before it, and brings dq to its layout after it.
 
@@ -292,30 +293,51 @@ def _add_dq_part(dq_desc, part, buffers, dq, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def _add_row_sums(row_sum, tile, rate_sum, work, row_sums, first_row, WARPGROUP: gl.constexpr, D: gl.constexpr):
-    """Sums of rows of dS to memory, or weighted by their positions into a rate's gradient (64, 4 copies)."""
-    LAYOUT: gl.constexpr = rate_sum.type.layout
-    # a thread has two neighbouring copies
+def _add_row_sums(row_sum, row_sums, first_row, tile, work, WARPGROUP: gl.constexpr, D: gl.constexpr):
+    """Add what _start_dq_part summed of the rows of a tile to the sums in memory."""
+    # a thread has two neighbouring copies of a sum, and the first of the four threads that share a row adds one
     row_sum, _ = gl.split(gl.reshape(row_sum, [PART, COPIES // 2, 2]))
-    row_sum = gl.convert_layout(row_sum, LAYOUT, assert_trivial=True)
-    row = tile * work.sizes.ROWS + gl.arange(0, PART, gl.SliceLayout(1, LAYOUT))
+    LAYOUT: gl.constexpr = row_sum.type.layout
+    row = gl.expand_dims(tile * work.sizes.ROWS + gl.arange(0, PART, gl.SliceLayout(1, LAYOUT)), 1)
     if D == 64:
         row += WARPGROUP * PART
-    if work.sizes.DECAY == "scalar":
-        copy = gl.expand_dims(gl.arange(0, COPIES // 2, gl.SliceLayout(0, LAYOUT)), 0)
-        here = row_sums + (first_row + gl.expand_dims(row, 1) + copy * 0)
-        inside = gl.expand_dims(row < work.place.query_length, 1) & (copy == 0)
-        gl.atomic_add(here, row_sum, mask=inside, sem="relaxed")
-    else:
-        distance = row + (work.first_position() - work.place.start)
-        rate_sum += row_sum * gl.expand_dims(distance.to(gl.float32), 1)
-    return rate_sum
+    copy = gl.expand_dims(gl.arange(0, COPIES // 2, gl.SliceLayout(0, LAYOUT)), 0)
+    inside = (row < work.place.query_length) & (copy == 0)
+    gl.atomic_add(row_sums + (first_row + row + copy * 0), row_sum, mask=inside, sem="relaxed")
+
+
+@gluon.jit
+def _sum_of_thread(x):
+    """(64 keys, 4): of x (64, blocks of 8 rows, 4, 2), what each of the four threads that share a key has."""
+    return gl.sum(gl.sum(x, 3), 1)
+
+
+@gluon.jit
+def _key_sum(dsT, distance, DECAY: gl.constexpr, LAYOUT: gl.constexpr):
+    """(64 keys, 4 shares): Σ dS of the rows of a tile, or Σ dS (i − j) for a constant decay.
+
+    distance is i − j of the tile's first row, and not read unless the decay is constant.
+    """
+    x = _widened(dsT).reshape([SHARE, dsT.shape[1] // 8, 4, 2])
+    total = gl.convert_layout(_sum_of_thread(x), LAYOUT, assert_trivial=True)
+    if DECAY == "constant":
+        # i − j is distance + 2 · share, plus what is the same for every thread: constants in its instructions
+        UNSHARED: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+        block = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, UNSHARED)))
+        pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, UNSHARED)))
+        row = gl.expand_dims(gl.expand_dims(block * 8, 0), 2) + gl.expand_dims(gl.expand_dims(pair, 0), 1)
+        row = gl.expand_dims(row, 2).to(gl.float32)
+        share = gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))
+        distance = gl.convert_layout(distance, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+        first = gl.expand_dims(distance, 1) + gl.expand_dims(share * 2, 0)
+        total = total * first.to(gl.float32) + gl.convert_layout(_sum_of_thread(x * row), LAYOUT, assert_trivial=True)
+    return total
 
 
 @gluon.jit
 def _add_rows(
-    n, tile, edge, previous, dk, dv, column_sum, rate_sum, key_alpha, first, end, work, buffers, dq_desc, first_part,
-    row_sums, first_row, score_scale, WARPGROUP: gl.constexpr, D: gl.constexpr,
+    n, tile, edge, previous, dk, dv, key_sum, key_position, key_alpha, first, end, work, buffers, dq_desc,
+    first_part, row_sums, first_row, score_scale, WARPGROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """The n-th query tile into dk, dv and the sums; and dq of the tile before it (−1: there is none in this head)."""
     ROWS: gl.constexpr = work.sizes.ROWS
@@ -368,20 +390,20 @@ def _add_rows(
     mbarrier.arrive(buffers.d_scores_ready.index(slot), count=1)
     dk = warpgroup_mma(gl.convert_layout(dsT, OPERAND), query, dk, is_async=True)
     mbarrier.wait(buffers.d_scores_ready.index(slot ^ 1), ((n - 1) // 2) & 1, pred=n > 0)
-    dq, row_sum = _start_dq_part(buffers, n, slot ^ 1, WARPGROUP, D, work.sizes.DECAY_GRADIENT)
+    dq, row_sum = _start_dq_part(buffers, n, slot ^ 1, WARPGROUP, D, work.sizes.ROW_SUMS)
     if work.sizes.DECAY_GRADIENT:
-        # what a thread has of a key; the four threads that share it add up at the end
-        per_key = gl.sum(gl.sum(_widened(dsT).reshape([SHARE, ROWS // 8, 4, 2]), 3), 1)
-        column_sum += gl.convert_layout(per_key, column_sum.type.layout, assert_trivial=True)
+        KEY_SUM: gl.constexpr = key_sum.type.layout
+        distance = tile * ROWS + work.first_position() - key_position
+        key_sum += _key_sum(dsT, distance, DECAY, KEY_SUM)
     dv, dk, dq, row_sum = warpgroup_mma_wait(0, (dv, dk, dq, row_sum))
     tma.store_wait(0)
     mbarrier.arrive(buffers.empty.index(stage), count=1)  # begins with a barrier of the warpgroup
     if previous >= 0:
         _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
-        if work.sizes.DECAY_GRADIENT:
+        if work.sizes.ROW_SUMS:
             # after the fence, which would wait until they have reached memory
-            rate_sum = _add_row_sums(row_sum, previous, rate_sum, work, row_sums, first_row, WARPGROUP, D)
-    return dk, dv, column_sum, rate_sum
+            _add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
+    return dk, dv, key_sum
 
 
 @gluon.jit
@@ -395,8 +417,8 @@ def _consume(
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    # four threads share a key, or a row of dq
-    PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
+    # four threads share a key
+    KEY_SUM: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [SHARE, 4]
     )
     item = buffers.draw(0)
@@ -421,8 +443,7 @@ def _consume(
                 key_alpha = (key - work.place.start).to(gl.float32) * rate
             first, end = work.rows_of(key, last_reset + tokens, next_reset + tokens)
             begin, whole_begin, whole_end, tile_end = work.visited(member, last_reset + tokens, next_reset + tokens)
-            column_sum = gl.zeros([SHARE, 4], gl.float32, PARTIAL)
-            rate_sum = gl.zeros([PART, 4], gl.float32, PARTIAL)
+            key_sum = gl.zeros([SHARE, 4], gl.float32, KEY_SUM)
 
             # what is read of memory before is on its way while the keys are
             mbarrier.wait(buffers.keys_ready, count & 1)
@@ -430,9 +451,9 @@ def _consume(
             edges = tile_end - begin - (whole_end - whole_begin)
             for m in range(tile_end - begin):
                 tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
-                dk, dv, column_sum, rate_sum = _add_rows(
-                    n, tile, m < edges, previous, dk, dv, column_sum, rate_sum, key_alpha, first, end, work, buffers,
-                    dq_desc, first_part, row_sums, first_row, scale * LOG2E, WARPGROUP, D,
+                dk, dv, key_sum = _add_rows(
+                    n, tile, m < edges, previous, dk, dv, key_sum, key, key_alpha, first, end, work, buffers, dq_desc,
+                    first_part, row_sums, first_row, scale * LOG2E, WARPGROUP, D,
                 )  # fmt: skip
                 previous = tile
                 n += 1
@@ -440,28 +461,25 @@ def _consume(
                 # dq of the head's last tile
                 slot = (n - 1) % 2
                 mbarrier.wait(buffers.d_scores_ready.index(slot), ((n - 1) // 2) & 1)
-                dq, row_sum = _start_dq_part(buffers, n, slot, WARPGROUP, D, sizes.DECAY_GRADIENT)
+                dq, row_sum = _start_dq_part(buffers, n, slot, WARPGROUP, D, sizes.ROW_SUMS)
                 dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
                 _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
-                if sizes.DECAY_GRADIENT:
-                    rate_sum = _add_row_sums(row_sum, previous, rate_sum, work, row_sums, first_row, WARPGROUP, D)
+                if sizes.ROW_SUMS:
+                    _add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
             if sizes.DECAY_GRADIENT:
                 # found again, which keeps a line of the table out of the registers of the loop
                 done = found_item(sizes, item)
                 tokens, own_start = done.first_token(member), done.place.start + WARPGROUP * SHARE
-                sums = gl.sum(column_sum, 1)
-                share = gl.arange(0, SHARE, sums.type.layout)
+                sums = gl.sum(key_sum, 1)
                 if DECAY == "scalar":
+                    share = gl.arange(0, SHARE, sums.type.layout)
                     here = column_sums + tokens + own_start + share
                     gl.store(here, sums, mask=own_start + share < done.place.key_length)
                 else:
-                    # Σ dS (i − j), with i and j counted from the tile's first key
-                    total = gl.sum(gl.sum(rate_sum, 1), 0) * 0.25
-                    total -= gl.sum(sums * (WARPGROUP * SHARE + share).to(gl.float32), 0)
                     tile = done.first_block(member) + done.place.start // KEYS
-                    gl.store(rate_sums + tile * 2 + WARPGROUP, total)
+                    gl.store(rate_sums + tile * 2 + WARPGROUP, gl.sum(sums, 0))
 
         # values make room for dv, and keys, which both warpgroups have read, for dk
         mbarrier.arrive(buffers.keys_read, count=1)

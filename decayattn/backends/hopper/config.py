@@ -56,5 +56,5 @@ def backward(dim: int) -> BackwardConfig:
     """
     if dim == 64:
         # the loop over a group's heads costs the most of them
-        return BackwardConfig(rows=128, stages=2, registers=240, launch_registers=168, spill_bytes=212)
-    return BackwardConfig(rows=64, stages=2, registers=240, launch_registers=168, spill_bytes=80)
+        return BackwardConfig(rows=128, stages=2, registers=240, launch_registers=168, spill_bytes=188)
+    return BackwardConfig(rows=64, stages=2, registers=240, launch_registers=168, spill_bytes=72)

@@ -42,6 +42,7 @@ class Sizes:
     GROUP: gl.constexpr
     DECAY: gl.constexpr
     DECAY_GRADIENT: gl.constexpr
+    ROW_SUMS: gl.constexpr
     RAGGED: gl.constexpr
     WINDOW: gl.constexpr
     PLANNED: gl.constexpr
@@ -66,6 +67,7 @@ class Sizes:
         self.GROUP = gl.constexpr(GROUP)
         self.DECAY = gl.constexpr(DECAY)
         self.DECAY_GRADIENT = gl.constexpr(DECAY_GRADIENT)
+        self.ROW_SUMS = gl.constexpr(DECAY_GRADIENT and DECAY == "scalar")
         self.RAGGED = gl.constexpr(RAGGED)
         self.WINDOW = gl.constexpr(WINDOW)
         self.PLANNED = gl.constexpr(PLANNED)
