@@ -7,7 +7,7 @@ up once per call, and what was compiled for it is launched from then on.
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -23,20 +23,6 @@ _ALIGNMENT = 16
 _OF_A_CPU = 8
 # kinds of calls that are remembered: training has one or two, of packed sequences one for every total length
 _REMEMBERED = 256
-
-
-# TMA descriptors of one kind that are kept, by value
-CACHED_DESCRIPTORS = 4096
-
-
-class Memory(NamedTuple):
-    """What a launch reads of a descriptor's tensor: descriptors are cached by value, and must keep no tensor alive."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from decayattn.backends import cdiv, launching
+from decayattn.backends import cdiv, launching, tma
 from decayattn.backends.hopper import config, descriptors
 from decayattn.backends.hopper.launch import forward
 from decayattn.backends.hopper.launch_backward import backward
@@ -46,7 +46,7 @@ def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Te
     if scale < _LEAST_SCALE:
         return f"it takes a scale of at least {_LEAST_SCALE}, not {scale}"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if (reason := descriptors.misfit(x)) is not None:
+        if (reason := tma.misfit(x)) is not None:
             return f"TMA cannot address {name}: {reason}"
         if problem.layout != "dense" and (reason := descriptors.slices_misfit(x)) is not None:
             return f"TMA cannot address sequences in {name}: {reason}"

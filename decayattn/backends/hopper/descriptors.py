@@ -11,31 +11,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends.launching import CACHED_DESCRIPTORS, Memory
+from decayattn.backends.tma import CACHED_DESCRIPTORS, Memory, usable_strides
 
-# what the copy engine needs of addresses and strides, in bytes
-ALIGNMENT = 16
 # where every slice of `slices` ends, on an axis of its own; no tensor has as many rows
 SLICE_END = 2**30
 # more than any coordinate
 _FAR = 0x7FFF0000
-
-
-def misfit(x: Tensor) -> str | None:
-    """Why the copy engine cannot address a (B, T, H, D) tensor; None if it can."""
-    if x.data_ptr() % ALIGNMENT:
-        return f"its address is not a multiple of {ALIGNMENT} bytes"
-    return _strides_misfit(x.shape, x.stride(), x.dtype)
-
-
-@functools.lru_cache(CACHED_DESCRIPTORS)
-def _strides_misfit(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    if strides[-1] != 1:
-        return f"its last dimension is not contiguous (stride {strides[-1]})"
-    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
-        if size > 1 and (stride <= 0 or stride * dtype.itemsize % ALIGNMENT):
-            return f"stride {stride} is not a positive multiple of {ALIGNMENT} bytes"
-    return None
 
 
 def tokens(x: Tensor, rows: int) -> TensorDescriptor:
@@ -92,10 +73,8 @@ def _describe(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: tuple[int, ...],
     swizzled: bool = True,
 ) -> TensorDescriptor:  # fmt: skip
-    # the stride of a dimension of size 1 is never used, but the copy engine wants one that it could use
-    usable = [stride if size > 1 else tile[-1] * ALIGNMENT for size, stride in zip(shape, strides, strict=True)]
     if swizzled:
         layout = gl.NVMMASharedLayout.get_default_for(list(tile), getattr(gl, str(dtype).removeprefix("torch.")))
     else:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(tile))
-    return TensorDescriptor(Memory(address, dtype), list(shape), [*usable[:-1], 1], list(tile), layout)
+    return TensorDescriptor(Memory(address, dtype), list(shape), usable_strides(shape, strides), list(tile), layout)

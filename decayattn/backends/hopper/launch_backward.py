@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, launching, skipping
+from decayattn.backends import COMPILER_OPTIONS, launching, skipping, tma
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.hopper import config, descriptors, tile_table
@@ -34,7 +34,7 @@ def backward(
         if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None
-        if descriptors.misfit(d_out) or (places is not None and descriptors.slices_misfit(d_out)):
+        if tma.misfit(d_out) or (places is not None and descriptors.slices_misfit(d_out)):
             d_out = d_out.contiguous()  # autograd may hand over any strides, such as an expanded sum's
 
         saved = (out, row_references, *prefix, first_block)

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2, skipping
+from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2, skipping, tma
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
-from decayattn.backends.launching import CACHED_DESCRIPTORS, Memory
 from decayattn.backends.portable import config
 from decayattn.backends.portable.backward import (
     gradients_kernel,
@@ -206,7 +205,7 @@ def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> 
     arch, dim = _arch(problem), max(padded(problem.head_dim), padded(problem.value_dim))
     # with a bias, the tiles that were chosen for descriptors have their matrix products serialised (compiled, not
     # measured)
-    descriptors = arch == "sm90" and not problem.bias and all(map(_fits_descriptor, tiled))
+    descriptors = arch == "sm90" and not problem.bias and not any(map(tma.misfit, tiled))
     return config.choose(kernel, arch, dim, problem.dtype, descriptors, problem.layout != "dense")
 
 
@@ -255,29 +254,17 @@ def _modes(problem: AttentionProblem, sequences: Sequences | None) -> dict:
     )
 
 
-def _fits_descriptor(x: Tensor) -> bool:
-    """Whether the TMA engine can address a (B, T, H, D) tensor: 16-byte aligned, the last dimension contiguous."""
-    return x.data_ptr() % 16 == 0 and _strides_fit(x.shape, x.stride(), x.dtype.itemsize)
-
-
-@functools.lru_cache
-def _strides_fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
-    used = [stride for stride, size in zip(strides[:3], shape[:3], strict=True) if size > 1]
-    return strides[3] == 1 and all(stride > 0 and stride * itemsize % 16 == 0 for stride in used)
-
-
 def _source(x: Tensor, rows: int, tile: TileConfig) -> Tensor | TensorDescriptor:
     """What load_tile reads tiles of `rows` tokens from."""
     return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), rows) if tile.descriptors else x
 
 
-@functools.lru_cache(CACHED_DESCRIPTORS)
+@functools.lru_cache(tma.CACHED_DESCRIPTORS)
 def _descriptor(
     address: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], rows: int
 ) -> TensorDescriptor:
-    # the stride of a dimension of size 1 is never used, but TMA wants one that it could use
-    usable = [strides[d] if shape[d] > 1 else shape[3] * 16 for d in range(3)]
-    return TensorDescriptor(Memory(address, dtype), list(shape), [*usable, 1], [1, rows, 1, padded(shape[3])])
+    tile = [1, rows, 1, padded(shape[3])]
+    return TensorDescriptor(tma.Memory(address, dtype), list(shape), tma.usable_strides(shape, strides), tile)
 
 
 def _edges(sequences: Sequences | None, tile: TileConfig, *tensors: Tensor) -> list[Tensor | None]:

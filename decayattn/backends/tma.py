@@ -1,0 +1,45 @@
+"""What the tensor memory accelerator, Hopper's copy engine, needs of a tensor that a descriptor shall address."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# of addresses and strides, in bytes
+ALIGNMENT = 16
+# descriptors of one kind that are kept, by value
+CACHED_DESCRIPTORS = 4096
+
+
+class Memory(NamedTuple):
+    """What a launch reads of a descriptor's tensor: descriptors are cached by value, and must keep no tensor alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def misfit(x: Tensor) -> str | None:
+    """Why the copy engine cannot address a (B, T, H, D) tensor; None if it can."""
+    if x.data_ptr() % ALIGNMENT:
+        return f"its address is not a multiple of {ALIGNMENT} bytes"
+    return _strides_misfit(x.shape, x.stride(), x.dtype)
+
+
+@functools.lru_cache(CACHED_DESCRIPTORS)
+def _strides_misfit(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    if strides[-1] != 1:
+        return f"its last dimension is not contiguous (stride {strides[-1]})"
+    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if size > 1 and (stride <= 0 or stride * dtype.itemsize % ALIGNMENT):
+            return f"stride {stride} is not a positive multiple of {ALIGNMENT} bytes"
+    return None
+
+
+def usable_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """Strides for a descriptor. That of a dimension of size 1 is never used, but must be one that could be."""
+    usable = [stride if size > 1 else shape[-1] * ALIGNMENT for size, stride in zip(shape, strides, strict=True)]
+    return [*usable[:-1], 1]
