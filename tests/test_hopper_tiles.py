@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from decayattn.backends import tma
 from decayattn.backends.hopper import config, descriptors, launch, tile_table
 from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
 from decayattn.problem import AttentionProblem
@@ -127,6 +128,24 @@ def test_heads_together_divide_all_heads(monkeypatch):
     assert launch.heads_together(12, 1001, sharing=3) == 3
     assert launch.heads_together(7, 200) == 1
     assert launch.heads_together(7, 0) == 7
+
+
+def test_what_the_copy_engine_can_address(device):
+    """Strides that are never used, of dimensions of size 1, do not matter, and a descriptor gets others for them."""
+    x = torch.empty(2, 40, 3, 64, dtype=torch.float16, device=device)
+    odd = torch.empty(2 * 40 * 3 * 65, dtype=torch.float16, device=device)
+    addressed = [x, x.transpose(1, 2), x[:, ::2], x[..., :24], odd[:64].as_strided((1, 1, 1, 64), (7, 5, 3, 1))]
+    assert [tma.misfit(y) for y in addressed] == [None] * 5
+    refused = {
+        "address": odd[1 : 1 + 64 * 4].view(1, 4, 1, 64),
+        "last dimension": x[..., ::2],
+        "stride 195": odd.view(2, 40, 3, 65)[..., :64],
+        "stride 0": x[:, :1].expand(2, 40, 3, 64),
+    }
+    for reason, y in refused.items():
+        assert reason in tma.misfit(y)
+    assert tma.usable_strides(x.shape, x.stride()) == list(x.stride())
+    assert tma.usable_strides((1, 40, 1, 24), (3, 64, 5, 7)) == [384, 64, 384, 1]
 
 
 @pytest.mark.parametrize("shape", [(1, 50, 3, 64), (3, 50, 1, 128), (2, 1, 2, 64), (1, 1, 1, 64)])
