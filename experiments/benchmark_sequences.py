@@ -15,7 +15,6 @@ that CPU's. The JSON is written after every part, so that a run cut short keeps 
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,14 +56,9 @@ CPU_DEFAULTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 1 if anything is wrong or fails."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    cuda = torch.cuda.is_available()
-    options = parse(argv, cuda)
-    if cuda:
-        timer = measure.cuda_timer(warmup=options.round_ms / 3, duration=options.round_ms)
-        return run(options, argv, "cuda", timer)
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is first asked for
-    print("No GPU, so no speeds of kernels: their errors in Triton's interpreter. Text is timed on this CPU.")
-    return run(options, argv, "cpu", None)
+    options = parse(argv, torch.cuda.is_available())
+    without_gpu = "No GPU, so no speeds of kernels: their errors in Triton's interpreter. Text is timed on this CPU."
+    return run(options, argv, *measure.device_and_timer(options.round_ms, without_gpu))
 
 
 def run(

@@ -12,7 +12,6 @@ shapes, for their errors and for how much they skip.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,14 +44,9 @@ CPU_DEFAULTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 1 if anything is wrong or fails."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    cuda = torch.cuda.is_available()
-    options = parse(argv, cuda)
-    if cuda:
-        timer = measure.cuda_timer(warmup=options.round_ms / 3, duration=options.round_ms)
-        return run(options, argv, "cuda", timer)
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is first asked for
-    print("No GPU, so no speeds: errors of the kernels in Triton's interpreter, and how much they skip.")
-    return run(options, argv, "cpu", None)
+    options = parse(argv, torch.cuda.is_available())
+    without_gpu = "No GPU, so no speeds: errors of the kernels in Triton's interpreter, and how much they skip."
+    return run(options, argv, *measure.device_and_timer(options.round_ms, without_gpu))
 
 
 def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:

@@ -1,6 +1,7 @@
 """Calls on a device: a peer set up with its tensors, timed in interleaved rounds, its kernel launches counted."""
 
 import json
+import os
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -90,6 +91,16 @@ def time_rounds(
             except Exception as error:  # out of memory, say: the other peers go on
                 failed[name] = reason(error)
     return {key: timing for key, timing in timings.items() if key[0] not in failed}, failed
+
+
+def device_and_timer(round_ms: float, without_gpu: str) -> tuple[str, Callable[[Callable[[], object]], float] | None]:
+    """Where a benchmark runs, and its timer; without a GPU the kernels are interpreted, nothing is timed, and it says
+    so."""
+    if torch.cuda.is_available():
+        return "cuda", cuda_timer(warmup=round_ms / 3, duration=round_ms)
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is first asked for
+    print(without_gpu)
+    return "cpu", None
 
 
 def cuda_timer(warmup: float, duration: float) -> Callable[[Callable[[], object]], float]:
