@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.hopper.fragments import SHARES, by_threads, shares
 from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item
 from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, store_word
 from decayattn.backends.hopper.tile_table import allocate_tiles, flat
@@ -307,19 +308,13 @@ def _add_row_sums(row_sum, row_sums, first_row, tile, work, WARPGROUP: gl.conste
 
 
 @gluon.jit
-def _sum_of_thread(x):
-    """(64 keys, 4): of x (64, blocks of 8 rows, 4, 2), what each of the four threads that share a key has."""
-    return gl.sum(gl.sum(x, 3), 1)
-
-
-@gluon.jit
-def _key_sum(dsT, distance, DECAY: gl.constexpr, LAYOUT: gl.constexpr):
-    """(64 keys, 4 shares): Σ dS of the rows of a tile, or Σ dS (i − j) for a constant decay.
+def _key_sum(dsT, distance, DECAY: gl.constexpr):
+    """Shares (64 keys, 4) of Σ dS of the rows of a tile, or Σ dS (i − j) for a constant decay.
 
     distance is i − j of the tile's first row, and not read unless the decay is constant.
     """
-    x = _widened(dsT).reshape([SHARE, dsT.shape[1] // 8, 4, 2])
-    total = gl.convert_layout(_sum_of_thread(x), LAYOUT, assert_trivial=True)
+    x = by_threads(_widened(dsT))
+    total = shares(x)
     if DECAY == "constant":
         # i − j is distance + 2 · share, plus what is the same for every thread: constants in its instructions
         UNSHARED: gl.constexpr = gl.SliceLayout(2, x.type.layout)
@@ -327,10 +322,10 @@ def _key_sum(dsT, distance, DECAY: gl.constexpr, LAYOUT: gl.constexpr):
         pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, UNSHARED)))
         row = gl.expand_dims(gl.expand_dims(block * 8, 0), 2) + gl.expand_dims(gl.expand_dims(pair, 0), 1)
         row = gl.expand_dims(row, 2).to(gl.float32)
-        share = gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))
-        distance = gl.convert_layout(distance, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+        share = gl.arange(0, 4, gl.SliceLayout(0, SHARES))
+        distance = gl.convert_layout(distance, gl.SliceLayout(1, SHARES), assert_trivial=True)
         first = gl.expand_dims(distance, 1) + gl.expand_dims(share * 2, 0)
-        total = total * first.to(gl.float32) + gl.convert_layout(_sum_of_thread(x * row), LAYOUT, assert_trivial=True)
+        total = total * first.to(gl.float32) + shares(x * row)
     return total
 
 
@@ -392,9 +387,8 @@ def _add_rows(
     mbarrier.wait(buffers.d_scores_ready.index(slot ^ 1), ((n - 1) // 2) & 1, pred=n > 0)
     dq, row_sum = _start_dq_part(buffers, n, slot ^ 1, WARPGROUP, D, work.sizes.ROW_SUMS)
     if work.sizes.DECAY_GRADIENT:
-        KEY_SUM: gl.constexpr = key_sum.type.layout
         distance = tile * ROWS + work.first_position() - key_position
-        key_sum += _key_sum(dsT, distance, DECAY, KEY_SUM)
+        key_sum += _key_sum(dsT, distance, DECAY)
     dv, dk, dq, row_sum = warpgroup_mma_wait(0, (dv, dk, dq, row_sum))
     tma.store_wait(0)
     mbarrier.arrive(buffers.empty.index(stage), count=1)  # begins with a barrier of the warpgroup
@@ -417,10 +411,6 @@ def _consume(
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    # four threads share a key
-    KEY_SUM: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [SHARE, 4]
-    )
     item = buffers.draw(0)
     count = item * 0
     n = item * 0
@@ -443,7 +433,7 @@ def _consume(
                 key_alpha = (key - work.place.start).to(gl.float32) * rate
             first, end = work.rows_of(key, last_reset + tokens, next_reset + tokens)
             begin, whole_begin, whole_end, tile_end = work.visited(member, last_reset + tokens, next_reset + tokens)
-            key_sum = gl.zeros([SHARE, 4], gl.float32, KEY_SUM)
+            key_sum = gl.zeros([SHARE, 4], gl.float32, SHARES)
 
             # what is read of memory before is on its way while the keys are
             mbarrier.wait(buffers.keys_ready, count & 1)

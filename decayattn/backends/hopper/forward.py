@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.hopper.fragments import SHARES, by_threads, shares
 from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Sizes
 from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, store_word
 from decayattn.backends.hopper.tile_table import (
@@ -285,7 +286,6 @@ def _softmax(score, row_max, row_sum, difference, scale, tile, first, end, edge,
     correct nothing. p is at most 2^LAG then.
     """
     SCORE: gl.constexpr = score.type.layout
-    SUM: gl.constexpr = row_sum.type.layout
     key = gl.expand_dims(tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, SCORE)), 0)
     if edge:
         if HAS_FIRST:
@@ -298,8 +298,8 @@ def _softmax(score, row_max, row_sum, difference, scale, tile, first, end, edge,
     anchor = finite_or_zero(new_max)
     p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
     correction = rescale(row_max, anchor)
-    row_sum = row_sum * gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SUM), assert_trivial=True), 1)
-    row_sum += gl.convert_layout(gl.sum(gl.sum(p.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1), SUM)
+    row_sum = row_sum * gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
+    row_sum += shares(by_threads(p))
     return p, new_max, row_sum, correction
 
 
@@ -313,9 +313,6 @@ def _consume(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
-    SUM: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
-    )
     KIND: gl.constexpr = decay.KIND
     # whether a row can have a first key other than 0
     HAS_FIRST: gl.constexpr = KIND == "scalar" or decay.WINDOW
@@ -367,7 +364,7 @@ def _consume(
             keys.release(n)
             begin, whole_begin, whole_end, _ = tiles_between(first_min, first_max, end_min, tile_end * KEYS, KEYS)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-            row_sum = gl.zeros([ROWS, 4], gl.float32, SUM)
+            row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
             p, row_max, row_sum, _ = _softmax(
                 score, row_max, row_sum, difference, scale, tile_end - 1, first, end, True, HAS_FIRST
             )
