@@ -68,7 +68,7 @@ def test_lengths_that_divide_nothing(length, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("lengths", [(1, 1000), (37, 150), (130, 140), (150, 37), (300, 130), (200, 1), (200, 1000)])
+@pytest.mark.parametrize("lengths", [(1, 1000), (37, 150), (300, 427), (150, 37), (300, 130), (200, 1), (200, 1000)])
 def test_queries_are_the_last_rows(lengths, dim):
     for decay in ("none", "constant", "scalar"):
         verify(make(*lengths, decay=decay, dim=dim))
@@ -106,6 +106,30 @@ def test_strong_decay_and_growth(dim):
     inputs = make(600, dim=dim)
     verify(inputs | dict(log_decay=-inputs["log_decay"]))
     verify(inputs | dict(log_decay=torch.randn_like(inputs["log_decay"])))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("far", [slice(1), slice(640, 641), slice(None, None, 97)])
+def test_far_keys_that_outweigh_the_own(far, dim):
+    """By 0 to 120 in some heads: sums of some items overflow, which are sent again; of the last ones, too."""
+    for decay in ("none", "constant", "scalar"):
+        inputs = make(1500, batch=3, heads=8, kv_heads=4, dim=dim, decay=decay, strength=1e-3)
+        inputs["q"][..., 0] = 8.0
+        there = inputs["k"][:, far, ::3, 0]
+        there.copy_(120 * dim**0.5 / 8 * torch.rand_like(there))
+        verify(inputs)
+    verify(make_packed([700, 1, 300, 77], dim=dim) | dict(scale=3.0))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_nan_stays_in_its_row(dim):
+    inputs = make(1500, dim=dim, decay="none")
+    expected = decay_attention(**inputs, backend="hopper")
+    inputs["q"][1, 1200, 2, 5] = math.nan
+    out = decay_attention(**inputs, backend="hopper")
+    assert out[1, 1200, 2].isnan().all()
+    out[1, 1200, 2] = expected[1, 1200, 2]
+    torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -30,7 +30,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.fragments import SHARES, by_threads, shares
+from decayattn.backends.hopper.fragments import (
+    SHARES,
+    among_columns,
+    by_threads,
+    common_columns,
+    from_threads,
+    less_own,
+    shares,
+)
 from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item
 from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, store_word
 from decayattn.backends.hopper.tile_table import allocate_tiles, flat
@@ -316,16 +324,7 @@ def _key_sum(dsT, distance, DECAY: gl.constexpr):
     x = by_threads(_widened(dsT))
     total = shares(x)
     if DECAY == "constant":
-        # i − j is distance + 2 · share, plus what is the same for every thread: constants in its instructions
-        UNSHARED: gl.constexpr = gl.SliceLayout(2, x.type.layout)
-        block = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, UNSHARED)))
-        pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, UNSHARED)))
-        row = gl.expand_dims(gl.expand_dims(block * 8, 0), 2) + gl.expand_dims(gl.expand_dims(pair, 0), 1)
-        row = gl.expand_dims(row, 2).to(gl.float32)
-        share = gl.arange(0, 4, gl.SliceLayout(0, SHARES))
-        distance = gl.convert_layout(distance, gl.SliceLayout(1, SHARES), assert_trivial=True)
-        first = gl.expand_dims(distance, 1) + gl.expand_dims(share * 2, 0)
-        total = total * first.to(gl.float32) + shares(x * row)
+        total = shares(x * common_columns(x).to(gl.float32)) - total * less_own(-distance, SHARES).to(gl.float32)
     return total
 
 
@@ -367,9 +366,9 @@ def _add_rows(
     if edge:
         # the tile's first row comes from memory, so that nothing is compared, and kept, before the scores are there
         here = buffers.starts.index(stage).load(key_alpha.type.layout)
-        row = gl.expand_dims(gl.arange(0, ROWS, ROW), 0)
-        sees = visible(row, gl.expand_dims(first - here, 1), gl.expand_dims(end - here, 1))
-        scoreT = gl.where(sees, scoreT, float("-inf"))
+        x = by_threads(scoreT)
+        sees = visible(common_columns(x), among_columns(first - here, x), among_columns(end - here, x))
+        scoreT = from_threads(gl.where(sees, x, float("-inf")), SCORE)
     pT = probability(scoreT, gl.expand_dims(row_reference, 0)).to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))

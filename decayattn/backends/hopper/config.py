@@ -28,6 +28,11 @@ class ForwardConfig:
     def rows(self) -> int:
         return self.warpgroups * WARPGROUP_ROWS
 
+    @property
+    def producer_registers(self) -> int:
+        """What the consumers leave of the launch's: the producer has a warpgroup's share."""
+        return (self.warpgroups + 1) * self.launch_registers - self.warpgroups * self.registers
+
 
 def forward(dim: int) -> ForwardConfig:
     """The forward's schedule for D = D_v = dim."""

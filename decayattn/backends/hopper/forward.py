@@ -6,6 +6,11 @@ item's tiles arrive while this one's results leave. Every consumer warpgroup wal
 last tile to the first, with an online softmax whose exponentials overlap the product P V of the tile before
 (FlashAttention 3's order, Shah et al., arXiv 2407.08608).
 
+A row's maximum is that of its edge tiles, among them the last one, which has its own key. In bfloat16, whose exponents
+are float32's, whole tiles do not look for another: their exponentials begin as soon as the scores are there, and a
+fifth of the instructions is not needed. What was summed tells at the end of an item whether that went well; if not (a
+far key outweighs a row's edge tiles by 2^64), the producer sends the item again, and every tile is taken for an edge.
+
 The decay costs no instruction per score: −α_j of a key, relative to its block and divided by the scale, stands in three
 bfloat16 columns beside the keys (high, middle and low bits), and one more matrix instruction adds ones × columns to
 Q Kᵀ. What a row and a tile share, α_i and the difference of two block bases, joins the row maximum and the log-sum-exp.
@@ -26,28 +31,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.fragments import SHARES, by_threads, shares
-from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Sizes
-from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, store_word
-from decayattn.backends.hopper.tile_table import (
-    LINE,
-    Place,
-    allocate_tiles,
-    coordinates,
-    flat,
-)
+from decayattn.backends.hopper.fragments import SHARES, among_columns, by_threads, common_columns, from_threads, shares
+from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Item, Sizes
+from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, stage, store_word
+from decayattn.backends.hopper.tile_table import Place, allocate_tiles, coordinates, dense_place, flat
 from decayattn.backends.prefix import BIAS_COLUMNS, BIAS_PARTS
-from decayattn.backends.tile_math import LN2, finite_or_zero, probability, rescale, visible
+from decayattn.backends.tile_math import LN2, finite_or_zero, probability, rescale
 from decayattn.backends.tile_range import tiles_between
 
 COLUMNS: gl.constexpr = gl.constexpr(BIAS_COLUMNS)
 PARTS: gl.constexpr = gl.constexpr(BIAS_PARTS)
 # powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
 LAG: gl.constexpr = gl.constexpr(8.0)
+# what a row sums up to at most where nothing moved its maximum: far from float32's 2^128, with room for large values
+MOST: gl.constexpr = gl.constexpr(2.0**64)
+WARPS: gl.constexpr = gl.constexpr(4)
 # consumer warpgroups, as a width that a tensor can have
 WARPGROUPS_PADDED: gl.constexpr = gl.constexpr(4)
 # items whose queries are in shared memory at once: one at work, one that arrives
 SLOTS: gl.constexpr = gl.constexpr(2)
+# what consumers are told of an item: its state, and more in `_hand_over`
+WORDS: gl.constexpr = gl.constexpr(12)
+ITEM: gl.constexpr = gl.constexpr(1)
+NORMAL: gl.constexpr = gl.constexpr(0)
+CAREFUL: gl.constexpr = gl.constexpr(1)
+END: gl.constexpr = gl.constexpr(2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -58,10 +66,11 @@ SLOTS: gl.constexpr = gl.constexpr(2)
 class Buffers:
     """Everything in shared memory.
 
-    queries is a ring of items, and its tiles are the warpgroups' q: tile (slot · warpgroups + warpgroup). drawn holds
-    the items' numbers, each followed by its line of the table if there is one. columns and differences (of bases, one
-    per warpgroup) follow the ring of the keys; a constant decay has the same columns for all keys of a head, which
-    follow the ring of the queries.
+    queries is a ring of items, and its tiles are the warpgroups' q: tile (slot · warpgroups + warpgroup). In the same
+    slots, drawn holds WORDS about each item, firsts the smallest and the largest first key of each warpgroup's rows:
+    (slot · 2) and (slot · 2 + 1), and overflows, which consumers write, whether a warp's sums did: (slot · 4 +
+    warpgroup). columns and differences (of bases, one per warpgroup) follow the ring of the keys; a constant decay has
+    the same columns for all keys of a head, which follow the ring of the queries.
     """
 
     queries: Ring
@@ -70,43 +79,83 @@ class Buffers:
     drawn: Ring
     columns: gl.shared_memory_descriptor
     differences: gl.shared_memory_descriptor
+    firsts: gl.shared_memory_descriptor
+    overflows: gl.shared_memory_descriptor
     ones: gl.shared_memory_descriptor
     fences: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, values, drawn, columns, differences, ones, fences):
+    def __init__(self, queries, keys, values, drawn, columns, differences, firsts, overflows, ones, fences):
         self.queries = queries
         self.keys = keys
         self.values = values
         self.drawn = drawn
         self.columns = columns
         self.differences = differences
+        self.firsts = firsts
+        self.overflows = overflows
         self.ones = ones
         self.fences = fences
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# From the producer to the consumers: an item's number, and the line of the table that the consumers would wait for
+# From the producer to the consumers, who would wait for memory, and back
 
 
 @gluon.jit
-def _first_word(count, RAGGED: gl.constexpr):
-    """Where the words of the count-th item are."""
-    return count % SLOTS * (LINE if RAGGED else 1)
-
-
-@gluon.jit
-def _hand_over(drawn, count, item, place, RAGGED: gl.constexpr):
-    first = _first_word(count, RAGGED)
-    store_word(drawn.tiles, first, item)
+def _hand_over(buffers, count, state, item, found, tiles, tile_end, first_min, first_max, RAGGED: gl.constexpr):
+    """The count-th item of this program: `tiles` tiles of keys, walked from tile_end down."""
+    words, word, place = buffers.drawn.tiles, stage(count, SLOTS) * WORDS, found.place
+    store_word(words, word, state)
+    store_word(words, word + ITEM, item)
+    store_word(words, word + 2, tiles)
+    store_word(words, word + 3, tile_end)
+    store_word(words, word + 6, found.head_row)
+    # an item without tiles has no rows either
+    store_word(words, word + 4, gl.where(tiles > 0, place.start, place.query_length))
+    store_word(words, word + 5, place.entry)
     if RAGGED:
-        store_word(drawn.tiles, first + 1, place.start)
-        store_word(drawn.tiles, first + 2, place.query_length)
-        store_word(drawn.tiles, first + 3, place.key_length)
-        store_word(drawn.tiles, first + 4, place.entry)
-        store_word(drawn.tiles, first + 5, place.first_row)
-        store_word(drawn.tiles, first + 6, place.first_token)
-        store_word(drawn.tiles, first + 7, place.first_block)
+        store_word(words, word + 7, place.query_length)
+        store_word(words, word + 8, place.key_length)
+        store_word(words, word + 9, place.first_row)
+        store_word(words, word + 10, place.first_token)
+        store_word(words, word + 11, place.first_block)
+    buffers.firsts.index(stage(count, SLOTS) * 2).store(first_min)
+    buffers.firsts.index(stage(count, SLOTS) * 2 + 1).store(first_max)
+    mbarrier.arrive(buffers.drawn.arrival(count), count=1)
+
+
+@gluon.jit
+def _draw(drawn, count):
+    """The state of the count-th item."""
+    drawn.wait_ready(count)
+    return load_word(drawn.tiles, stage(count, SLOTS) * WORDS)
+
+
+@gluon.jit
+def _drawn_item(drawn, count, sizes):
+    """The item that was drawn, until its queries are released; its tiles, and where they end."""
+    words, word = drawn.tiles, stage(count, SLOTS) * WORDS
+    start, entry, head_row = load_word(words, word + 4), load_word(words, word + 5), load_word(words, word + 6)
+    if sizes.RAGGED:
+        place = Place(
+            start, load_word(words, word + 7), load_word(words, word + 8), entry, load_word(words, word + 9),
+            load_word(words, word + 10), load_word(words, word + 11), start * 0,
+        )  # fmt: skip
+    else:
+        place = dense_place(start, sizes.query_axis, sizes.key_axis, entry)
+    found = Item(place, head_row, head_row - entry * sizes.heads)
+    return found, load_word(words, word + 2), load_word(words, word + 3)
+
+
+@gluon.jit
+def _own(values, WARPGROUP: gl.constexpr):
+    """Of one number per warpgroup in shared memory, this one's."""
+    # every thread reads all of them and keeps one
+    EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0])
+    every = values.load(EVERY)
+    mine = gl.arange(0, WARPGROUPS_PADDED, EVERY) == WARPGROUP
+    return gl.sum(gl.where(mine, every, 0), 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -115,99 +164,117 @@ def _hand_over(drawn, count, item, place, RAGGED: gl.constexpr):
 
 @gluon.jit
 def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, WARPGROUPS: gl.constexpr):
-    """One warp: q of an item, then k (with its bias columns) and v of every tile, the last one first."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    queries, keys, values, drawn = buffers.queries, buffers.keys, buffers.values, buffers.drawn
-    item = gl.program_id(0)
-    count = item * 0
-    sent = item * 0
-    while item < sizes.items:
-        following = next_item(counter, sizes.items)
-        found = sizes.found(item, WARPGROUPS * ROWS)
-        place, head = found.place, found.head
-        start = place.start
-        kv_head = head // sizes.group
-        head_decay = decay.of(sizes, found)
-        first = head_decay.first_of_item(found, WARPGROUPS)
-        tile_end = found.tile_end(start, WARPGROUPS * ROWS)
-        if decay.KIND == "scalar":
-            warpgroup_start = start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS
-            reference = gl.minimum(found.reference(warpgroup_start), place.key_length - 1)
-            reference_bases = head_decay.base(reference // KEYS)
-            tile_base = head_decay.base(tile_end - 1)
+    """One warp, ahead of the consumers: draws items, and sends them.
 
-        queries.wait_empty(count)
-        _hand_over(drawn, count, item, place, sizes.RAGGED)
-        mbarrier.arrive(drawn.arrival(count), count=1)
+    It learns of an item's overflow when it sends the one after the next: the last ones are followed by empty ones until
+    that is known.
+    """
+    following = gl.program_id(0)
+    count = following * 0
+    sent = following * 0
+    state = following * 0
+    # when so many items have been sent, it is known of all before whether their sums overflowed
+    known = following * 0
+    while state != END:
+        buffers.queries.wait_empty(count)
+        again = _overflowed(buffers, count, WARPGROUPS)
+        words, word = buffers.drawn.tiles, stage(count, SLOTS) * WORDS
+        item = gl.where(again, load_word(words, word + ITEM, 1), following)
+        if (again == 0) & (item < sizes.items):
+            following = next_item(counter, sizes.items)
+            known = count + SLOTS
+        state = gl.where(again, CAREFUL, gl.where(count < known, NORMAL, END))
+        if state == END:
+            store_word(words, word, state)
+            mbarrier.arrive(buffers.drawn.arrival(count), count=1)
+        else:
+            sent += _send(
+                buffers, sizes, decay, count, sent, state, item, q_desc, k_desc, v_desc, columns_desc, WARPGROUPS
+            )
+        count += 1
+
+
+@gluon.jit
+def _overflowed(buffers, count, WARPGROUPS: gl.constexpr):
+    """Whether the sums of any warp did in the item that was in this one's slot."""
+    EVERY: gl.constexpr = gl.BlockedLayout([WARPS], [32], [1], [0])
+    some = 0
+    for w in gl.static_range(WARPGROUPS):
+        some |= gl.max(buffers.overflows.index(stage(count, SLOTS) * WARPGROUPS_PADDED + w).load(EVERY), 0)
+    return some != 0
+
+
+@gluon.jit
+def _send(
+    buffers, sizes, decay, count, sent, state, item, q_desc, k_desc, v_desc, columns_desc, WARPGROUPS: gl.constexpr
+):
+    """q of an item, then k (with its bias columns) and v of every tile, the last one first: how many tiles.
+
+    An item beyond all items has none.
+    """
+    # on which the loop depends, every thread has: numbers that went through a shuffle, the compiler would not take for
+    # the same in all threads, and not keep in registers that a warp has once
+    EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [1], [0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    queries, keys, values = buffers.queries, buffers.keys, buffers.values
+    found = sizes.found(gl.minimum(item, sizes.items - 1), WARPGROUPS * ROWS)
+    place, head = found.place, found.head
+    start = place.start
+    kv_head = head // sizes.group
+    head_decay = decay.of(sizes, found)
+    first_rows = start + gl.minimum(gl.arange(0, WARPGROUPS_PADDED, EVERY), WARPGROUPS - 1) * ROWS
+    first_rows = gl.minimum(first_rows, place.query_length - 1)
+    final_rows = gl.minimum(first_rows + ROWS, place.query_length) - 1
+    # both ends of what a row sees grow with the row, so the first and the last one know them all
+    first_min = head_decay.first_visited(first_rows + found.first_position(), first_rows)
+    first_max = head_decay.first_visited(final_rows + found.first_position(), first_rows)
+    tile_end = found.tile_end(start, WARPGROUPS * ROWS)
+    tiles = gl.where(item < sizes.items, tile_end - gl.min(first_min, 0) // KEYS, 0)
+    if decay.KIND == "scalar":
+        warpgroup_start = start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS
+        reference = gl.minimum(found.reference(warpgroup_start), place.key_length - 1)
+        reference_bases = head_decay.base(reference // KEYS)
+        tile_base = head_decay.base(tile_end - 1)
+
+    _hand_over(buffers, count, state, item, found, tiles, tile_end, first_min, first_max, sizes.RAGGED)
+    if tiles > 0:
         arrival = queries.arrival(count)
         if decay.KIND == "constant":
             # the columns of a constant decay are the same for every tile of the head
             mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes + columns_desc.block_type.nbytes)
-            copy_engine.load(columns_desc, [head * KEYS, 0], arrival, buffers.columns.index(count % SLOTS))
+            copy_engine.load(columns_desc, [head * KEYS, 0], arrival, buffers.columns.index(stage(count, SLOTS)))
         else:
             mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes)
         for w in gl.static_range(WARPGROUPS):
-            q = queries.tiles.index(count % SLOTS * WARPGROUPS + w)
+            q = queries.tiles.index(stage(count, SLOTS) * WARPGROUPS + w)
             at = coordinates(
                 place.entry, head, start + w * ROWS, place.first_row, place.query_length, sizes.query_axis, sizes.RAGGED
             )
             copy_engine.load(q_desc, at, arrival, q)
 
-        columns_row = sizes.blocks(found) * KEYS
-        tiles = tile_end - first // KEYS
-        for n in range(sent, sent + tiles):
-            key = (tile_end - 1 - (n - sent)) * KEYS
-            keys.wait_empty(n)
-            if decay.KIND == "scalar":
-                # formed exactly and rounded once; here, where a load and float64 arithmetic keep nobody waiting
-                buffers.differences.index(n % keys.STAGES).store((reference_bases - tile_base).to(gl.float32))
-                tile_base = head_decay.base(key // KEYS - 1)
-                mbarrier.expect(keys.arrival(n), k_desc.block_type.nbytes + columns_desc.block_type.nbytes)
-                columns = buffers.columns.index(n % keys.STAGES)
-                copy_engine.load(columns_desc, [columns_row + key, 0], keys.arrival(n), columns)
-            else:
-                mbarrier.expect(keys.arrival(n), k_desc.block_type.nbytes)
-            at = coordinates(
-                place.entry, kv_head, key, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED
-            )
-            copy_engine.load(k_desc, at, keys.arrival(n), keys.tile(n))
-            values.wait_empty(n)
-            mbarrier.expect(values.arrival(n), v_desc.block_type.nbytes)
-            copy_engine.load(v_desc, at, values.arrival(n), values.tile(n))
-        sent += tiles
-        count += 1
-        item = following
-    queries.wait_empty(count)
-    store_word(drawn.tiles, _first_word(count, sizes.RAGGED), sizes.items)
-    mbarrier.arrive(drawn.arrival(count), count=1)
+    columns_row = sizes.blocks(found) * KEYS
+    for n in range(sent, sent + tiles):
+        key = (tile_end - 1 - (n - sent)) * KEYS
+        keys.wait_empty(n)
+        if decay.KIND == "scalar":
+            # formed exactly and rounded once; here, where a load and float64 arithmetic keep nobody waiting
+            buffers.differences.index(stage(n, keys.STAGES)).store((reference_bases - tile_base).to(gl.float32))
+            tile_base = head_decay.base(key // KEYS - 1)
+            mbarrier.expect(keys.arrival(n), k_desc.block_type.nbytes + columns_desc.block_type.nbytes)
+            columns = buffers.columns.index(stage(n, keys.STAGES))
+            copy_engine.load(columns_desc, [columns_row + key, 0], keys.arrival(n), columns)
+        else:
+            mbarrier.expect(keys.arrival(n), k_desc.block_type.nbytes)
+        at = coordinates(place.entry, kv_head, key, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED)
+        copy_engine.load(k_desc, at, keys.arrival(n), keys.tile(n))
+        values.wait_empty(n)
+        mbarrier.expect(values.arrival(n), v_desc.block_type.nbytes)
+        copy_engine.load(v_desc, at, values.arrival(n), values.tile(n))
+    return tiles
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The consumers
-
-
-@gluon.jit
-def _draw(drawn, count, RAGGED: gl.constexpr):
-    """The number of the count-th item of this program."""
-    drawn.wait_ready(count)
-    return load_word(drawn.tiles, _first_word(count, RAGGED))
-
-
-@gluon.jit
-def _drawn_item(drawn, count, item, sizes, TILE: gl.constexpr):
-    """The item that was drawn, until its queries are released."""
-    if sizes.RAGGED:
-        first = _first_word(count, True) + 1
-        words = drawn.tiles
-        place = Place(
-            load_word(words, first), load_word(words, first + 1), load_word(words, first + 2),
-            load_word(words, first + 3), load_word(words, first + 4), load_word(words, first + 5),
-            load_word(words, first + 6), item * 0,
-        )  # fmt: skip
-        found = sizes.ragged_item(item, place)
-    else:
-        found = sizes.dense_item(item, TILE)
-    return found
 
 
 @gluon.jit
@@ -217,10 +284,10 @@ def _start_scores(q, buffers, n, count, zero, KIND: gl.constexpr):
     score = warpgroup_mma(q, kT, zero, use_acc=False, is_async=True)
     # after the products: a strong decay is large, and every instruction that adds to it rounds it
     if KIND == "scalar":
-        columns = buffers.columns.index(n % buffers.keys.STAGES)
+        columns = buffers.columns.index(stage(n, buffers.keys.STAGES))
         score = warpgroup_mma(buffers.ones, columns.permute((1, 0)), score, is_async=True)
     elif KIND == "constant":
-        columns = buffers.columns.index(count % SLOTS)
+        columns = buffers.columns.index(stage(count, SLOTS))
         score = warpgroup_mma(buffers.ones, columns.permute((1, 0)), score, is_async=True)
     return score
 
@@ -229,11 +296,7 @@ def _start_scores(q, buffers, n, count, zero, KIND: gl.constexpr):
 def _base_difference(buffers, n, tile, reference, rate, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
     """α at the warpgroup's reference minus α at the start of the n-th tile: one number."""
     if KIND == "scalar":
-        # every thread reads all of them and keeps one
-        EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0])
-        differences = buffers.differences.index(n % buffers.keys.STAGES).load(EVERY)
-        mine = gl.arange(0, WARPGROUPS_PADDED, EVERY) == WARPGROUP
-        difference = gl.sum(gl.where(mine, differences, 0.0), 0)
+        difference = _own(buffers.differences.index(stage(n, buffers.keys.STAGES)), WARPGROUP)
     elif KIND == "constant":
         difference = (reference - tile * KEYS).to(gl.float32) * rate
     else:
@@ -279,23 +342,53 @@ def _rescale(acc, correction, D: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(score, row_max, row_sum, difference, scale, tile, first, end, edge, HAS_FIRST: gl.constexpr):
-    """Unnormalised p of a tile, the new (row_max, row_sum), and the factor for what was summed before.
+def _masked(score, tile, first, first_max, position, HAS_FIRST: gl.constexpr):
+    """Scores of an edge tile, −inf where a row does not see the key; first_max, the largest first key of the rows."""
+    SCORE: gl.constexpr = score.type.layout
+    x = by_threads(score)
+    key = common_columns(x)
+    x = gl.where(key <= among_columns(position - tile * KEYS, x), x, float("-inf"))
+    if HAS_FIRST:
+        seldom = tile * KEYS < first_max
+        if seldom:
+            # a copy that the compiler must leave in its branch, and with it what it is for
+            first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], gl.int32, is_pure=False, pack=1)
+            x = gl.where(key >= among_columns(first - tile * KEYS, x), x, float("-inf"))
+    return from_threads(x, SCORE)
+
+
+@gluon.jit
+def _anchored(score, row_max, difference, scale):
+    """The new row_max, and what exponents are taken relative to.
 
     row_max is a maximum that lags behind: it moves when a row's scores grow by more than LAG, so that most tiles
     correct nothing. p is at most 2^LAG then.
     """
-    SCORE: gl.constexpr = score.type.layout
-    key = gl.expand_dims(tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, SCORE)), 0)
-    if edge:
-        if HAS_FIRST:
-            sees = visible(key, gl.expand_dims(first, 1), gl.expand_dims(end, 1))
-        else:
-            sees = key < gl.expand_dims(end, 1)
-        score = gl.where(sees, score, float("-inf"))
     tile_max = gl.max(score, 1) * scale + difference
     new_max = gl.where(tile_max > row_max + LAG, tile_max, row_max)
-    anchor = finite_or_zero(new_max)
+    return new_max, finite_or_zero(new_max)
+
+
+@gluon.jit
+def _softmax(
+    score, row_max, row_sum, difference, scale, tile, first, first_max, position, edge, HAS_FIRST: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
+    """Unnormalised p of a tile, the new (row_max, row_sum), and the factor for what was summed before.
+
+    WIDE: p has the exponents of float32, so that only edge tiles look for a maximum. A row that has none yet gets
+    p = inf, an overflow.
+    """
+    new_max = row_max
+    anchor = row_max
+    if WIDE:
+        if edge:
+            score = _masked(score, tile, first, first_max, position, HAS_FIRST)
+            new_max, anchor = _anchored(score, row_max, difference, scale)
+    else:
+        if edge:
+            score = _masked(score, tile, first, first_max, position, HAS_FIRST)
+        new_max, anchor = _anchored(score, row_max, difference, scale)
     p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
     correction = rescale(row_max, anchor)
     row_sum = row_sum * gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
@@ -317,32 +410,31 @@ def _consume(
     # whether a row can have a first key other than 0
     HAS_FIRST: gl.constexpr = KIND == "scalar" or decay.WINDOW
     queries, keys, values = buffers.queries, buffers.keys, buffers.values
+    WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
     zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
     fence = buffers.fences.index(WARPGROUP)
-    item = _draw(buffers.drawn, 0, sizes.RAGGED)
-    count = item * 0
-    sent = item * 0
-    while item < sizes.items:
-        found = _drawn_item(buffers.drawn, count, item, sizes, WARPGROUPS * ROWS)
+    state = _draw(buffers.drawn, 0)
+    count = state * 0
+    sent = state * 0
+    while state != END:
+        found, tiles, item_end = _drawn_item(buffers.drawn, count, sizes)
         place, head = found.place, found.head
         query_length, first_position = place.query_length, found.first_position()
-        item_start = place.start
-        start = item_start + WARPGROUP * ROWS
-        head_decay = decay.of(sizes, found)
-        item_end = found.tile_end(item_start, WARPGROUPS * ROWS)
-        # nothing waits for these loads before the first scores are on their way
-        item_first = head_decay.first_of_item(found, WARPGROUPS)
+        start = place.start + WARPGROUP * ROWS
+        overflows = buffers.overflows.index(stage(count, SLOTS) * WARPGROUPS_PADDED + WARPGROUP)
         if start < query_length:
+            head_decay = decay.of(sizes, found)
             # rows past the end repeat the last one, and are never stored
             final_row = gl.minimum(start + ROWS, query_length) - 1
             position = gl.minimum(start + gl.arange(0, ROWS, ROW), final_row) + first_position
             first = head_decay.first_key(position)
-            end = gl.maximum(position + 1, 0)
-            # both ends of what a row sees grow with the row, so the first and the last one know them all
-            first_min = head_decay.first_visited(start + first_position, start)
-            first_max = head_decay.first_visited(final_row + first_position, start)
-            end_min = gl.maximum(start + first_position + 1, 0)
+            first_min = _own(buffers.firsts.index(stage(count, SLOTS) * 2), WARPGROUP)
+            first_max = _own(buffers.firsts.index(stage(count, SLOTS) * 2 + 1), WARPGROUP)
             tile_end = found.tile_end(start, ROWS)
+            # a tile that ends with the first row's own key is an edge tile too: no row is without a maximum after them
+            own_min = gl.maximum(start + first_position, 0)
+            begin, whole_begin, whole_end, _ = tiles_between(first_min, first_max, own_min, tile_end * KEYS, KEYS)
+            whole_end = gl.where(state == CAREFUL, whole_begin, whole_end)
             reference = found.reference(start)
             rate = head_decay.rate(head)
 
@@ -354,7 +446,7 @@ def _consume(
             n = sent + n_begin
             queries.wait_ready(count)
             keys.wait_ready(n)
-            q = flat(queries.tiles.index(count % SLOTS * WARPGROUPS + WARPGROUP))
+            q = flat(queries.tiles.index(stage(count, SLOTS) * WARPGROUPS + WARPGROUP))
             score = _start_scores(q, buffers, n, count, zero, KIND)
             difference = _base_difference(buffers, n, tile_end - 1, reference, rate, WARPGROUP, KIND)
             # out of the item before stood in its q
@@ -362,12 +454,12 @@ def _consume(
             queries.release(count - 1, count > 0)
             score = warpgroup_mma_wait(0, (score,))
             keys.release(n)
-            begin, whole_begin, whole_end, _ = tiles_between(first_min, first_max, end_min, tile_end * KEYS, KEYS)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
             p, row_max, row_sum, _ = _softmax(
-                score, row_max, row_sum, difference, scale, tile_end - 1, first, end, True, HAS_FIRST
-            )
+                score, row_max, row_sum, difference, scale, tile_end - 1, first, first_max, position, True,
+                HAS_FIRST, WIDE,
+            )  # fmt: skip
             p = gl.convert_layout(p.to(q.dtype), P)
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
             n_end = sent + item_end - begin
@@ -383,8 +475,9 @@ def _consume(
                 keys.release(n)
                 edge = (tile >= whole_end) | (tile < whole_begin)
                 next_p, row_max, row_sum, correction = _softmax(
-                    score, row_max, row_sum, difference, scale, tile, first, end, edge, HAS_FIRST
-                )
+                    score, row_max, row_sum, difference, scale, tile, first, first_max, position, edge, HAS_FIRST,
+                    WIDE,
+                )  # fmt: skip
                 # ptxas would hoist the wait for P V above the exponentials; a store that needs their sum keeps it below
                 fence.store(row_sum)
                 keys.wait_ready(n + 1, n + 1 < n_end)
@@ -397,6 +490,10 @@ def _consume(
             acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
 
             total = gl.convert_layout(gl.sum(row_sum, 1), ROW, assert_trivial=True)
+            # of each warp, whether it has a sum that is not below MOST: large, infinite, or a NaN
+            high = gl.max(gl.where(total < MOST, 0, 1).reshape([WARPS, ROWS // WARPS]), 1)
+            if WIDE:
+                overflows.store(gl.where(state == CAREFUL, 0, high))
             # a row that saw no key: total 0 gives out 0 and lse −inf
             seen = total > 0
             total = gl.where(seen, total, 1.0)
@@ -414,22 +511,26 @@ def _consume(
             # this warpgroup's q is read, and out has its shape
             q.store(acc.to(q.dtype))
             fence_async_shared()
-            out = queries.tiles.index(count % SLOTS * WARPGROUPS + WARPGROUP)
-            at = coordinates(place.entry, head, start, place.first_row, query_length, sizes.query_axis, sizes.RAGGED)
-            copy_engine.store(out_desc, at, out)
-            for n in range(n_end, sent + item_end - item_first // KEYS):
+            if gl.max(overflows.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0])), 0) == 0:
+                out = queries.tiles.index(stage(count, SLOTS) * WARPGROUPS + WARPGROUP)
+                at = coordinates(
+                    place.entry, head, start, place.first_row, query_length, sizes.query_axis, sizes.RAGGED
+                )
+                copy_engine.store(out_desc, at, out)
+            for n in range(n_end, sent + tiles):
                 keys.skip(n)
                 values.skip(n)
         else:
             # no rows here: let the other warpgroups have their tiles
+            overflows.store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
             tma.store_wait(0)
             queries.release(count - 1, count > 0)
-            for n in range(sent, sent + item_end - item_first // KEYS):
+            for n in range(sent, sent + tiles):
                 keys.skip(n)
                 values.skip(n)
-        sent += item_end - item_first // KEYS
+        sent += tiles
         count += 1
-        item = _draw(buffers.drawn, count, sizes.RAGGED)
+        state = _draw(buffers.drawn, count)
     tma.store_wait(0)
 
 
@@ -448,7 +549,7 @@ def forward_kernel(
     table, scale, rate_stride, left, items, row_tiles, heads, group, together, query_length, key_length, blocks,
     granules, KIND: gl.constexpr, RAGGED: gl.constexpr, PACKED: gl.constexpr, WINDOW: gl.constexpr,
     PLANNED: gl.constexpr, D: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    num_warps: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, causal.
 
@@ -470,10 +571,14 @@ def forward_kernel(
     k_tiles = allocate_tiles(k_desc, STAGES)
     v_tiles = allocate_tiles(v_desc, STAGES)
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    drawn = allocate_words(SLOTS * (LINE if RAGGED else 1))
+    drawn = allocate_words(SLOTS * WORDS)
+    overflows = gl.allocate_shared_memory(gl.int32, [SLOTS * WARPGROUPS_PADDED, WARPS], WORD)
+    for n in gl.static_range(SLOTS * WARPGROUPS_PADDED):
+        overflows.index(n).store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
     FENCE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
     differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], WORD)
+    firsts = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, WARPGROUPS_PADDED], WORD)
     if KIND == "none":
         columns = q_tiles
         ones = q_tiles
@@ -489,7 +594,8 @@ def forward_kernel(
         fence_async_shared()
     buffers = Buffers(
         make_ring(q_tiles, SLOTS, WARPGROUPS), make_ring(k_tiles, STAGES, WARPGROUPS),
-        make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, WARPGROUPS), columns, differences, ones, fences,
+        make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, WARPGROUPS), columns, differences, firsts,
+        overflows, ones, fences,
     )  # fmt: skip
 
     if WARPGROUPS == 2:
@@ -500,7 +606,7 @@ def forward_kernel(
                 (_produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, 2)),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -511,5 +617,5 @@ def forward_kernel(
                 (_produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, 3)),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )

@@ -23,3 +23,34 @@ def by_threads(x):
 def shares(x):
     """(64 rows, 4), in the layout SHARES: of x by threads, the sum of what each has of a row."""
     return gl.convert_layout(gl.sum(gl.sum(x, 3), 1), SHARES, assert_trivial=True)
+
+
+@gluon.jit
+def from_threads(x, LAYOUT: gl.constexpr):
+    """x by threads as it was, in the layout of the product."""
+    return gl.convert_layout(x.reshape([x.shape[0], x.shape[1] * 8]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def common_columns(x):
+    """Of x by threads, a column's number less 2 · thread: it is the same in all of them, a constant in an instruction
+    where the number would need a register."""
+    UNSHARED: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+    block = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, UNSHARED)))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, UNSHARED)))
+    column = gl.expand_dims(gl.expand_dims(block * 8, 0), 2) + gl.expand_dims(gl.expand_dims(pair, 0), 1)
+    return gl.expand_dims(column, 2)
+
+
+@gluon.jit
+def less_own(column, LAYOUT: gl.constexpr):
+    """(rows, 4): a column's number, one per row, less 2 · thread."""
+    column = gl.convert_layout(column, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    return gl.expand_dims(column, 1) - gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)) * 2, 0)
+
+
+@gluon.jit
+def among_columns(column, x):
+    """A column's number, one per row, to be compared with common_columns(x)."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
+    return gl.expand_dims(gl.expand_dims(less_own(column, LAYOUT), 1), 3)

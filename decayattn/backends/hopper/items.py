@@ -198,19 +198,6 @@ class Decay:
         return first
 
     @gluon.jit
-    def first_of_item(self, item, WARPGROUPS: gl.constexpr):
-        """A key that no warpgroup of an item visits a tile before: a plan need not grow with the rows."""
-        start = item.place.start
-        first = self.first_key(start + item.first_position())
-        if self.PLANNED:
-            planned = gl.load(self.plan + start // ROWS)
-            for w in gl.static_range(1, WARPGROUPS):
-                row = gl.minimum(start + w * ROWS, item.place.query_length - 1)
-                planned = gl.minimum(planned, gl.load(self.plan + row // ROWS))
-            first = gl.maximum(first, planned * KEYS)
-        return first
-
-    @gluon.jit
     def rate(self, head):
         """γ of a head in base 2."""
         if self.KIND == "constant":

@@ -65,7 +65,8 @@ def forward(
             KIND=problem.decay, RAGGED=places is not None, PACKED=problem.layout == "packed",
             WINDOW=problem.window[0] >= 0, PLANNED=skipping.is_planned(problem),
             D=problem.head_dim, WARPGROUPS=schedule.warpgroups, STAGES=schedule.stages, REGISTERS=schedule.registers,
-            num_warps=4, maxnreg=schedule.launch_registers, **COMPILER_OPTIONS,
+            PRODUCER_REGISTERS=schedule.producer_registers, num_warps=4, maxnreg=schedule.launch_registers,
+            **COMPILER_OPTIONS,
         )  # fmt: skip
         return out, lse, row_references, prefix, first_block
 

@@ -7,6 +7,23 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from decayattn.backends.hopper.copy_engine import aggregate
 
 
+@gluon.constexpr_function
+def _exponent(power):
+    return power.bit_length() - 1
+
+
+@gluon.jit
+def stage(n, STAGES: gl.constexpr):
+    """n % STAGES, a power of two, of an n that is not negative, which the compiler does not know: one instruction."""
+    return n & (STAGES - 1)
+
+
+@gluon.jit
+def phase(n, STAGES: gl.constexpr):
+    """n // STAGES % 2: what a barrier of the stage waits for."""
+    return (n >> _exponent(STAGES)) & 1
+
+
 @aggregate
 class Ring:
     """Buffers that the producer fills in turn, and that every consumer releases after reading; n counts all fills."""
@@ -25,24 +42,24 @@ class Ring:
 
     @gluon.jit
     def tile(self, n):
-        return self.tiles.index(n % self.STAGES)
+        return self.tiles.index(stage(n, self.STAGES))
 
     @gluon.jit
     def arrival(self, n):
         """The barrier on which the n-th fill's copies complete."""
-        return self.ready.index(n % self.STAGES)
+        return self.ready.index(stage(n, self.STAGES))
 
     @gluon.jit
     def wait_empty(self, n):
-        mbarrier.wait(self.empty.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
+        mbarrier.wait(self.empty.index(stage(n, self.STAGES)), phase(n, self.STAGES) ^ 1)
 
     @gluon.jit
     def wait_ready(self, n, pred=True):
-        mbarrier.wait(self.ready.index(n % self.STAGES), (n // self.STAGES) & 1, pred=pred)
+        mbarrier.wait(self.ready.index(stage(n, self.STAGES)), phase(n, self.STAGES), pred=pred)
 
     @gluon.jit
     def release(self, n, pred=True):
-        mbarrier.arrive(self.empty.index(n % self.STAGES), count=1, pred=pred)
+        mbarrier.arrive(self.empty.index(stage(n, self.STAGES)), count=1, pred=pred)
 
     @gluon.jit
     def skip(self, n):
@@ -68,13 +85,13 @@ def allocate_words(COUNT: gl.constexpr, DTYPE: gl.constexpr = gl.int32):
 
 
 @gluon.jit
-def store_word(words, n, value):
-    words.index(n).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
+def store_word(words, n, value, WARPS: gl.constexpr = 1):
+    words.index(n).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])) + value)
 
 
 @gluon.jit
-def load_word(words, n):
-    return gl.max(words.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def load_word(words, n, WARPS: gl.constexpr = 4):
+    return gl.max(words.index(n).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
