@@ -180,17 +180,18 @@ def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_des
         again = _overflowed(buffers, count, WARPGROUPS)
         words, word = buffers.drawn.tiles, stage(count, SLOTS) * WORDS
         item = gl.where(again, load_word(words, word + ITEM, 1), following)
-        if (again == 0) & (item < sizes.items):
-            following = next_item(counter, sizes.items)
-            known = count + SLOTS
+        fresh = (again == 0) & (item < sizes.items)
+        known = gl.where(fresh, count + SLOTS, known)
         state = gl.where(again, CAREFUL, gl.where(count < known, NORMAL, END))
         if state == END:
             store_word(words, word, state)
             mbarrier.arrive(buffers.drawn.arrival(count), count=1)
         else:
-            sent += _send(
-                buffers, sizes, decay, count, sent, state, item, q_desc, k_desc, v_desc, columns_desc, WARPGROUPS
-            )
+            tiles, following = _send(
+                buffers, sizes, decay, count, sent, state, item, fresh, following, counter, q_desc, k_desc, v_desc,
+                columns_desc, WARPGROUPS,
+            )  # fmt: skip
+            sent += tiles
         count += 1
 
 
@@ -206,11 +207,13 @@ def _overflowed(buffers, count, WARPGROUPS: gl.constexpr):
 
 @gluon.jit
 def _send(
-    buffers, sizes, decay, count, sent, state, item, q_desc, k_desc, v_desc, columns_desc, WARPGROUPS: gl.constexpr
-):
-    """q of an item, then k (with its bias columns) and v of every tile, the last one first: how many tiles.
+    buffers, sizes, decay, count, sent, state, item, fresh, following, counter, q_desc, k_desc, v_desc, columns_desc,
+    WARPGROUPS: gl.constexpr,
+):  # fmt: skip
+    """q of an item, then k (with its bias columns) and v of every tile, the last one first.
 
-    An item beyond all items has none.
+    How many tiles (of an item beyond all items: none), and the following item, which is drawn on the way if this one is
+    `fresh`.
     """
     # on which the loop depends, every thread has: numbers that went through a shuffle, the compiler would not take for
     # the same in all threads, and not keep in registers that a warp has once
@@ -221,6 +224,22 @@ def _send(
     place, head = found.place, found.head
     start = place.start
     kv_head = head // sizes.group
+    if item < sizes.items:
+        # before anything that waits for memory
+        arrival = queries.arrival(count)
+        if decay.KIND == "constant":
+            # the columns of a constant decay are the same for every tile of the head
+            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes + columns_desc.block_type.nbytes)
+            copy_engine.load(columns_desc, [head * KEYS, 0], arrival, buffers.columns.index(stage(count, SLOTS)))
+        else:
+            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes)
+        for w in gl.static_range(WARPGROUPS):
+            q = queries.tiles.index(stage(count, SLOTS) * WARPGROUPS + w)
+            at = coordinates(
+                place.entry, head, start + w * ROWS, place.first_row, place.query_length, sizes.query_axis, sizes.RAGGED
+            )
+            copy_engine.load(q_desc, at, arrival, q)
+
     head_decay = decay.of(sizes, found)
     first_rows = start + gl.minimum(gl.arange(0, WARPGROUPS_PADDED, EVERY), WARPGROUPS - 1) * ROWS
     first_rows = gl.minimum(first_rows, place.query_length - 1)
@@ -237,40 +256,30 @@ def _send(
         tile_base = head_decay.base(tile_end - 1)
 
     _hand_over(buffers, count, state, item, found, tiles, tile_end, first_min, first_max, sizes.RAGGED)
-    if tiles > 0:
-        arrival = queries.arrival(count)
-        if decay.KIND == "constant":
-            # the columns of a constant decay are the same for every tile of the head
-            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes + columns_desc.block_type.nbytes)
-            copy_engine.load(columns_desc, [head * KEYS, 0], arrival, buffers.columns.index(stage(count, SLOTS)))
-        else:
-            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes)
-        for w in gl.static_range(WARPGROUPS):
-            q = queries.tiles.index(stage(count, SLOTS) * WARPGROUPS + w)
-            at = coordinates(
-                place.entry, head, start + w * ROWS, place.first_row, place.query_length, sizes.query_axis, sizes.RAGGED
-            )
-            copy_engine.load(q_desc, at, arrival, q)
-
     columns_row = sizes.blocks(found) * KEYS
     for n in range(sent, sent + tiles):
         key = (tile_end - 1 - (n - sent)) * KEYS
         keys.wait_empty(n)
+        arrival = keys.arrival(n)
+        at = coordinates(place.entry, kv_head, key, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED)
+        copy_engine.load(k_desc, at, arrival, keys.tile(n))
         if decay.KIND == "scalar":
+            copy_engine.load(
+                columns_desc, [columns_row + key, 0], arrival, buffers.columns.index(stage(n, keys.STAGES))
+            )
             # formed exactly and rounded once; here, where a load and float64 arithmetic keep nobody waiting
             buffers.differences.index(stage(n, keys.STAGES)).store((reference_bases - tile_base).to(gl.float32))
             tile_base = head_decay.base(key // KEYS - 1)
-            mbarrier.expect(keys.arrival(n), k_desc.block_type.nbytes + columns_desc.block_type.nbytes)
-            columns = buffers.columns.index(stage(n, keys.STAGES))
-            copy_engine.load(columns_desc, [columns_row + key, 0], keys.arrival(n), columns)
+            mbarrier.expect(arrival, k_desc.block_type.nbytes + columns_desc.block_type.nbytes)
         else:
-            mbarrier.expect(keys.arrival(n), k_desc.block_type.nbytes)
-        at = coordinates(place.entry, kv_head, key, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED)
-        copy_engine.load(k_desc, at, keys.arrival(n), keys.tile(n))
+            mbarrier.expect(arrival, k_desc.block_type.nbytes)
+        if fresh & (n == sent + tiles - 1):
+            # the following item, while there is time
+            following = next_item(counter, sizes.items)
         values.wait_empty(n)
         mbarrier.expect(values.arrival(n), v_desc.block_type.nbytes)
         copy_engine.load(v_desc, at, values.arrival(n), values.tile(n))
-    return tiles
+    return tiles, following
 
 
 # ----------------------------------------------------------------------------------------------------------------------
