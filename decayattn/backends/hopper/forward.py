@@ -210,7 +210,7 @@ def _send(
     buffers, sizes, decay, count, sent, state, item, fresh, following, counter, q_desc, k_desc, v_desc, columns_desc,
     WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
-    """q of an item, then k (with its bias columns) and v of every tile, the last one first.
+    """q of an item, then k and v of every tile, the last one first.
 
     How many tiles (of an item beyond all items: none), and the following item, which is drawn on the way if this one is
     `fresh`.
@@ -219,7 +219,7 @@ def _send(
     # the same in all threads, and not keep in registers that a warp has once
     EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [1], [0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    queries, keys, values = buffers.queries, buffers.keys, buffers.values
+    queries, values = buffers.queries, buffers.values
     found = sizes.found(gl.minimum(item, sizes.items - 1), WARPGROUPS * ROWS)
     place, head = found.place, found.head
     start = place.start
@@ -253,33 +253,52 @@ def _send(
         warpgroup_start = start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS
         reference = gl.minimum(found.reference(warpgroup_start), place.key_length - 1)
         reference_bases = head_decay.base(reference // KEYS)
-        tile_base = head_decay.base(tile_end - 1)
+        next_base = head_decay.base(tile_end - 2)
+        difference = (reference_bases - head_decay.base(tile_end - 1)).to(gl.float32)
+    else:
+        reference_bases = 0.0
+        next_base = 0.0
+        difference = 0.0
 
     _hand_over(buffers, count, state, item, found, tiles, tile_end, first_min, first_max, sizes.RAGGED)
-    columns_row = sizes.blocks(found) * KEYS
-    for n in range(sent, sent + tiles):
+    # k of a tile before v of the tile before it: in this order consumers release them
+    for n in range(sent, sent + tiles + (tiles > 0)):
         key = (tile_end - 1 - (n - sent)) * KEYS
-        keys.wait_empty(n)
-        arrival = keys.arrival(n)
-        at = coordinates(place.entry, kv_head, key, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED)
-        copy_engine.load(k_desc, at, arrival, keys.tile(n))
-        if decay.KIND == "scalar":
-            copy_engine.load(
-                columns_desc, [columns_row + key, 0], arrival, buffers.columns.index(stage(n, keys.STAGES))
-            )
-            # formed exactly and rounded once; here, where a load and float64 arithmetic keep nobody waiting
-            buffers.differences.index(stage(n, keys.STAGES)).store((reference_bases - tile_base).to(gl.float32))
-            tile_base = head_decay.base(key // KEYS - 1)
-            mbarrier.expect(arrival, k_desc.block_type.nbytes + columns_desc.block_type.nbytes)
-        else:
-            mbarrier.expect(arrival, k_desc.block_type.nbytes)
+        if n < sent + tiles:
+            _send_keys(buffers, sizes, decay, found, n, key, kv_head, difference, k_desc, columns_desc)
         if fresh & (n == sent + tiles - 1):
             # the following item, while there is time
             following = next_item(counter, sizes.items)
-        values.wait_empty(n)
-        mbarrier.expect(values.arrival(n), v_desc.block_type.nbytes)
-        copy_engine.load(v_desc, at, values.arrival(n), values.tile(n))
+        if n > sent:
+            values.wait_empty(n - 1)
+            mbarrier.expect(values.arrival(n - 1), v_desc.block_type.nbytes)
+            at = coordinates(
+                place.entry, kv_head, key + KEYS, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED
+            )
+            copy_engine.load(v_desc, at, values.arrival(n - 1), values.tile(n - 1))
+        if decay.KIND == "scalar":
+            # Formed exactly and rounded once, and a tile ahead: float64 arithmetic waits until the matrix products of
+            # the consumers leave its pipe, a third of a tile's time
+            difference = (reference_bases - next_base).to(gl.float32)
+            next_base = head_decay.base(key // KEYS - 2)
     return tiles, following
+
+
+@gluon.jit
+def _send_keys(buffers, sizes, decay, found, n, key, kv_head, difference, k_desc, columns_desc):
+    """k of the n-th tile, with its bias columns and the difference of bases."""
+    keys, place = buffers.keys, found.place
+    keys.wait_empty(n)
+    arrival = keys.arrival(n)
+    if decay.KIND == "scalar":
+        columns = buffers.columns.index(stage(n, keys.STAGES))
+        buffers.differences.index(stage(n, keys.STAGES)).store(difference)
+        mbarrier.expect(arrival, k_desc.block_type.nbytes + columns_desc.block_type.nbytes)
+        copy_engine.load(columns_desc, [sizes.blocks(found) * KEYS + key, 0], arrival, columns)
+    else:
+        mbarrier.expect(arrival, k_desc.block_type.nbytes)
+    at = coordinates(place.entry, kv_head, key, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED)
+    copy_engine.load(k_desc, at, arrival, keys.tile(n))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
