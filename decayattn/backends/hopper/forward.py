@@ -413,6 +413,8 @@ def _softmax(
         if edge:
             score = _masked(score, tile, first, first_max, position, HAS_FIRST)
             new_max, anchor = _anchored(score, row_max, difference, scale)
+            # an overflow stays one, whatever this tile moves the maximum by
+            row_sum = gl.where(row_sum >= MOST, float("inf"), row_sum)
     else:
         if edge:
             score = _masked(score, tile, first, first_max, position, HAS_FIRST)
