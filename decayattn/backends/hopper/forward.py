@@ -1,10 +1,10 @@
 """Forward for sm_90: warp-specialised and persistent.
 
-An item of work is 64 query rows per consumer warpgroup of one head. A producer warp draws items from a counter, and
-streams their queries and their key and value tiles through rings of shared-memory buffers by TMA, so that the next
-item's tiles arrive while this one's results leave. Every consumer warpgroup walks the keys that its rows see, from the
-last tile to the first, with an online softmax whose exponentials overlap the product P V of the tile before
-(FlashAttention 3's order, Shah et al., arXiv 2407.08608).
+An item of work is 64 query rows per consumer warpgroup of one head. A producer warp (producer.py) draws items from a
+counter, and streams their queries and their key and value tiles through rings of shared-memory buffers by TMA, so that
+the next item's tiles arrive while this one's results leave. Every consumer warpgroup walks the keys that its rows see,
+from the last tile to the first, with an online softmax whose exponentials overlap the product P V of the tile before
+(FlashAttention 3's order, Shah et al., arXiv 2407.08608). What passes between them is in exchange.py.
 
 A row's maximum is that of its edge tiles, among them the last one, which has its own key. In bfloat16, whose exponents
 are float32's, whole tiles do not look for another: their exponentials begin as soon as the scores are there, and a
@@ -23,18 +23,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from decayattn.backends.hopper import copy_engine
-from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.hopper.exchange import (
+    CAREFUL,
+    END,
+    SLOTS,
+    WARPGROUPS_PADDED,
+    WARPS,
+    WORDS,
+    Buffers,
+    draw,
+    drawn_item,
+    own,
+)
 from decayattn.backends.hopper.fragments import SHARES, among_columns, by_threads, common_columns, from_threads, shares
-from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Item, Sizes
-from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, stage, store_word
-from decayattn.backends.hopper.tile_table import Place, allocate_tiles, coordinates, dense_place, flat
+from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Sizes
+from decayattn.backends.hopper.producer import produce
+from decayattn.backends.hopper.rings import allocate_words, make_ring, stage
+from decayattn.backends.hopper.tile_table import allocate_tiles, coordinates, flat
 from decayattn.backends.prefix import BIAS_COLUMNS, BIAS_PARTS
 from decayattn.backends.tile_math import LN2, finite_or_zero, probability, rescale
 from decayattn.backends.tile_range import tiles_between
@@ -45,260 +56,6 @@ PARTS: gl.constexpr = gl.constexpr(BIAS_PARTS)
 LAG: gl.constexpr = gl.constexpr(8.0)
 # what a row sums up to at most where nothing moved its maximum: far from float32's 2^128, with room for large values
 MOST: gl.constexpr = gl.constexpr(2.0**64)
-WARPS: gl.constexpr = gl.constexpr(4)
-# consumer warpgroups, as a width that a tensor can have
-WARPGROUPS_PADDED: gl.constexpr = gl.constexpr(4)
-# items whose queries are in shared memory at once: one at work, one that arrives
-SLOTS: gl.constexpr = gl.constexpr(2)
-# what consumers are told of an item: its state, and more in `_hand_over`
-WORDS: gl.constexpr = gl.constexpr(12)
-ITEM: gl.constexpr = gl.constexpr(1)
-NORMAL: gl.constexpr = gl.constexpr(0)
-CAREFUL: gl.constexpr = gl.constexpr(1)
-END: gl.constexpr = gl.constexpr(2)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Shared memory
-
-
-@aggregate
-class Buffers:
-    """Everything in shared memory.
-
-    queries is a ring of items, and its tiles are the warpgroups' q: tile (slot · warpgroups + warpgroup). In the same
-    slots, drawn holds WORDS about each item, firsts the smallest and the largest first key of each warpgroup's rows:
-    (slot · 2) and (slot · 2 + 1), and overflows, which consumers write, whether a warp's sums did: (slot · 4 +
-    warpgroup). columns and differences (of bases, one per warpgroup) follow the ring of the keys; a constant decay has
-    the same columns for all keys of a head, which follow the ring of the queries.
-    """
-
-    queries: Ring
-    keys: Ring
-    values: Ring
-    drawn: Ring
-    columns: gl.shared_memory_descriptor
-    differences: gl.shared_memory_descriptor
-    firsts: gl.shared_memory_descriptor
-    overflows: gl.shared_memory_descriptor
-    ones: gl.shared_memory_descriptor
-    fences: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, queries, keys, values, drawn, columns, differences, firsts, overflows, ones, fences):
-        self.queries = queries
-        self.keys = keys
-        self.values = values
-        self.drawn = drawn
-        self.columns = columns
-        self.differences = differences
-        self.firsts = firsts
-        self.overflows = overflows
-        self.ones = ones
-        self.fences = fences
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# From the producer to the consumers, who would wait for memory, and back
-
-
-@gluon.jit
-def _hand_over(buffers, count, state, item, found, tiles, tile_end, first_min, first_max, RAGGED: gl.constexpr):
-    """The count-th item of this program: `tiles` tiles of keys, walked from tile_end down."""
-    words, word, place = buffers.drawn.tiles, stage(count, SLOTS) * WORDS, found.place
-    store_word(words, word, state)
-    store_word(words, word + ITEM, item)
-    store_word(words, word + 2, tiles)
-    store_word(words, word + 3, tile_end)
-    store_word(words, word + 6, found.head_row)
-    # an item without tiles has no rows either
-    store_word(words, word + 4, gl.where(tiles > 0, place.start, place.query_length))
-    store_word(words, word + 5, place.entry)
-    if RAGGED:
-        store_word(words, word + 7, place.query_length)
-        store_word(words, word + 8, place.key_length)
-        store_word(words, word + 9, place.first_row)
-        store_word(words, word + 10, place.first_token)
-        store_word(words, word + 11, place.first_block)
-    buffers.firsts.index(stage(count, SLOTS) * 2).store(first_min)
-    buffers.firsts.index(stage(count, SLOTS) * 2 + 1).store(first_max)
-    mbarrier.arrive(buffers.drawn.arrival(count), count=1)
-
-
-@gluon.jit
-def _draw(drawn, count):
-    """The state of the count-th item."""
-    drawn.wait_ready(count)
-    return load_word(drawn.tiles, stage(count, SLOTS) * WORDS)
-
-
-@gluon.jit
-def _drawn_item(drawn, count, sizes):
-    """The item that was drawn, until its queries are released; its tiles, and where they end."""
-    words, word = drawn.tiles, stage(count, SLOTS) * WORDS
-    start, entry, head_row = load_word(words, word + 4), load_word(words, word + 5), load_word(words, word + 6)
-    if sizes.RAGGED:
-        place = Place(
-            start, load_word(words, word + 7), load_word(words, word + 8), entry, load_word(words, word + 9),
-            load_word(words, word + 10), load_word(words, word + 11), start * 0,
-        )  # fmt: skip
-    else:
-        place = dense_place(start, sizes.query_axis, sizes.key_axis, entry)
-    found = Item(place, head_row, head_row - entry * sizes.heads)
-    return found, load_word(words, word + 2), load_word(words, word + 3)
-
-
-@gluon.jit
-def _own(values, WARPGROUP: gl.constexpr):
-    """Of one number per warpgroup in shared memory, this one's."""
-    # every thread reads all of them and keeps one
-    EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0])
-    every = values.load(EVERY)
-    mine = gl.arange(0, WARPGROUPS_PADDED, EVERY) == WARPGROUP
-    return gl.sum(gl.where(mine, every, 0), 0)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The producer
-
-
-@gluon.jit
-def _produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, WARPGROUPS: gl.constexpr):
-    """One warp, ahead of the consumers: draws items, and sends them.
-
-    It learns of an item's overflow when it sends the one after the next: the last ones are followed by empty ones until
-    that is known.
-    """
-    following = gl.program_id(0)
-    count = following * 0
-    sent = following * 0
-    state = following * 0
-    # when so many items have been sent, it is known of all before whether their sums overflowed
-    known = following * 0
-    while state != END:
-        buffers.queries.wait_empty(count)
-        again = _overflowed(buffers, count, WARPGROUPS)
-        words, word = buffers.drawn.tiles, stage(count, SLOTS) * WORDS
-        item = gl.where(again, load_word(words, word + ITEM, 1), following)
-        fresh = (again == 0) & (item < sizes.items)
-        known = gl.where(fresh, count + SLOTS, known)
-        state = gl.where(again, CAREFUL, gl.where(count < known, NORMAL, END))
-        if state == END:
-            store_word(words, word, state)
-            mbarrier.arrive(buffers.drawn.arrival(count), count=1)
-        else:
-            tiles, following = _send(
-                buffers, sizes, decay, count, sent, state, item, fresh, following, counter, q_desc, k_desc, v_desc,
-                columns_desc, WARPGROUPS,
-            )  # fmt: skip
-            sent += tiles
-        count += 1
-
-
-@gluon.jit
-def _overflowed(buffers, count, WARPGROUPS: gl.constexpr):
-    """Whether the sums of any warp did in the item that was in this one's slot."""
-    EVERY: gl.constexpr = gl.BlockedLayout([WARPS], [32], [1], [0])
-    some = 0
-    for w in gl.static_range(WARPGROUPS):
-        some |= gl.max(buffers.overflows.index(stage(count, SLOTS) * WARPGROUPS_PADDED + w).load(EVERY), 0)
-    return some != 0
-
-
-@gluon.jit
-def _send(
-    buffers, sizes, decay, count, sent, state, item, fresh, following, counter, q_desc, k_desc, v_desc, columns_desc,
-    WARPGROUPS: gl.constexpr,
-):  # fmt: skip
-    """q of an item, then k and v of every tile, the last one first.
-
-    How many tiles (of an item beyond all items: none), and the following item, which is drawn on the way if this one is
-    `fresh`.
-    """
-    # on which the loop depends, every thread has: numbers that went through a shuffle, the compiler would not take for
-    # the same in all threads, and not keep in registers that a warp has once
-    EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [1], [0])
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    queries, values = buffers.queries, buffers.values
-    found = sizes.found(gl.minimum(item, sizes.items - 1), WARPGROUPS * ROWS)
-    place, head = found.place, found.head
-    start = place.start
-    kv_head = head // sizes.group
-    if item < sizes.items:
-        # before anything that waits for memory
-        arrival = queries.arrival(count)
-        if decay.KIND == "constant":
-            # the columns of a constant decay are the same for every tile of the head
-            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes + columns_desc.block_type.nbytes)
-            copy_engine.load(columns_desc, [head * KEYS, 0], arrival, buffers.columns.index(stage(count, SLOTS)))
-        else:
-            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes)
-        for w in gl.static_range(WARPGROUPS):
-            q = queries.tiles.index(stage(count, SLOTS) * WARPGROUPS + w)
-            at = coordinates(
-                place.entry, head, start + w * ROWS, place.first_row, place.query_length, sizes.query_axis, sizes.RAGGED
-            )
-            copy_engine.load(q_desc, at, arrival, q)
-
-    head_decay = decay.of(sizes, found)
-    first_rows = start + gl.minimum(gl.arange(0, WARPGROUPS_PADDED, EVERY), WARPGROUPS - 1) * ROWS
-    first_rows = gl.minimum(first_rows, place.query_length - 1)
-    final_rows = gl.minimum(first_rows + ROWS, place.query_length) - 1
-    # both ends of what a row sees grow with the row, so the first and the last one know them all
-    first_min = head_decay.first_visited(first_rows + found.first_position(), first_rows)
-    first_max = head_decay.first_visited(final_rows + found.first_position(), first_rows)
-    tile_end = found.tile_end(start, WARPGROUPS * ROWS)
-    tiles = gl.where(item < sizes.items, tile_end - gl.min(first_min, 0) // KEYS, 0)
-    if decay.KIND == "scalar":
-        warpgroup_start = start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS
-        reference = gl.minimum(found.reference(warpgroup_start), place.key_length - 1)
-        reference_bases = head_decay.base(reference // KEYS)
-        next_base = head_decay.base(tile_end - 2)
-        difference = (reference_bases - head_decay.base(tile_end - 1)).to(gl.float32)
-    else:
-        reference_bases = 0.0
-        next_base = 0.0
-        difference = 0.0
-
-    _hand_over(buffers, count, state, item, found, tiles, tile_end, first_min, first_max, sizes.RAGGED)
-    # k of a tile before v of the tile before it: in this order consumers release them
-    for n in range(sent, sent + tiles + (tiles > 0)):
-        key = (tile_end - 1 - (n - sent)) * KEYS
-        if n < sent + tiles:
-            _send_keys(buffers, sizes, decay, found, n, key, kv_head, difference, k_desc, columns_desc)
-        if fresh & (n == sent + tiles - 1):
-            # the following item, while there is time
-            following = next_item(counter, sizes.items)
-        if n > sent:
-            values.wait_empty(n - 1)
-            mbarrier.expect(values.arrival(n - 1), v_desc.block_type.nbytes)
-            at = coordinates(
-                place.entry, kv_head, key + KEYS, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED
-            )
-            copy_engine.load(v_desc, at, values.arrival(n - 1), values.tile(n - 1))
-        if decay.KIND == "scalar":
-            # Formed exactly and rounded once, and a tile ahead: float64 arithmetic waits until the matrix products of
-            # the consumers leave its pipe, a third of a tile's time
-            difference = (reference_bases - next_base).to(gl.float32)
-            next_base = head_decay.base(key // KEYS - 2)
-    return tiles, following
-
-
-@gluon.jit
-def _send_keys(buffers, sizes, decay, found, n, key, kv_head, difference, k_desc, columns_desc):
-    """k of the n-th tile, with its bias columns and the difference of bases."""
-    keys, place = buffers.keys, found.place
-    keys.wait_empty(n)
-    arrival = keys.arrival(n)
-    if decay.KIND == "scalar":
-        columns = buffers.columns.index(stage(n, keys.STAGES))
-        buffers.differences.index(stage(n, keys.STAGES)).store(difference)
-        mbarrier.expect(arrival, k_desc.block_type.nbytes + columns_desc.block_type.nbytes)
-        copy_engine.load(columns_desc, [sizes.blocks(found) * KEYS + key, 0], arrival, columns)
-    else:
-        mbarrier.expect(arrival, k_desc.block_type.nbytes)
-    at = coordinates(place.entry, kv_head, key, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED)
-    copy_engine.load(k_desc, at, arrival, keys.tile(n))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -324,7 +81,7 @@ def _start_scores(q, buffers, n, count, zero, KIND: gl.constexpr):
 def _base_difference(buffers, n, tile, reference, rate, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
     """α at the warpgroup's reference minus α at the start of the n-th tile: one number."""
     if KIND == "scalar":
-        difference = _own(buffers.differences.index(stage(n, buffers.keys.STAGES)), WARPGROUP)
+        difference = own(buffers.differences.index(stage(n, buffers.keys.STAGES)), WARPGROUP)
     elif KIND == "constant":
         difference = (reference - tile * KEYS).to(gl.float32) * rate
     else:
@@ -443,11 +200,11 @@ def _consume(
     WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
     zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
     fence = buffers.fences.index(WARPGROUP)
-    state = _draw(buffers.drawn, 0)
+    state = draw(buffers.drawn, 0)
     count = state * 0
     sent = state * 0
     while state != END:
-        found, tiles, item_end = _drawn_item(buffers.drawn, count, sizes)
+        found, tiles, item_end = drawn_item(buffers.drawn, count, sizes)
         place, head = found.place, found.head
         query_length, first_position = place.query_length, found.first_position()
         start = place.start + WARPGROUP * ROWS
@@ -458,8 +215,8 @@ def _consume(
             final_row = gl.minimum(start + ROWS, query_length) - 1
             position = gl.minimum(start + gl.arange(0, ROWS, ROW), final_row) + first_position
             first = head_decay.first_key(position)
-            first_min = _own(buffers.firsts.index(stage(count, SLOTS) * 2), WARPGROUP)
-            first_max = _own(buffers.firsts.index(stage(count, SLOTS) * 2 + 1), WARPGROUP)
+            first_min = own(buffers.firsts.index(stage(count, SLOTS) * 2), WARPGROUP)
+            first_max = own(buffers.firsts.index(stage(count, SLOTS) * 2 + 1), WARPGROUP)
             tile_end = found.tile_end(start, ROWS)
             # a tile that ends with the first row's own key is an edge tile too: no row is without a maximum after them
             own_min = gl.maximum(start + first_position, 0)
@@ -560,7 +317,7 @@ def _consume(
                 values.skip(n)
         sent += tiles
         count += 1
-        state = _draw(buffers.drawn, count)
+        state = draw(buffers.drawn, count)
     tma.store_wait(0)
 
 
@@ -633,7 +390,7 @@ def forward_kernel(
             [
                 (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 0, 2, D)),
                 (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 1, 2, D)),
-                (_produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, 2)),
+                (produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, 2)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -644,7 +401,7 @@ def forward_kernel(
                 (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 0, 3, D)),
                 (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 1, 3, D)),
                 (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 2, 3, D)),
-                (_produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, 3)),
+                (produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, 3)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
