@@ -126,8 +126,8 @@ def _send(
             )
             copy_engine.load(v_desc, at, values.arrival(n - 1), values.tile(n - 1))
         if decay.KIND == "scalar":
-            # Formed exactly and rounded once, and a tile ahead: float64 arithmetic waits until the matrix products of
-            # the consumers leave its pipe, a third of a tile's time
+            # Formed exactly and rounded once, and here, where no copy waits for it: float64 arithmetic waits until the
+            # matrix products of the consumers leave its pipe, a third of a tile's time
             difference = (reference_bases - next_base).to(gl.float32)
             next_base = head_decay.base(key // KEYS - 2)
     return tiles, following
