@@ -373,6 +373,11 @@ def test_every_parameter_learns(decay):
     assert frozen == (decay in ("frozen", "none"))
 
 
+# Never freed: a process group that is freed waits for its thread with the GIL held, and that thread may need it to let
+# go of its last piece of work. It happened once
+PARALLEL = []
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 def test_distributed_data_parallel(decay, tmp_path):
     try:
@@ -385,6 +390,7 @@ def test_distributed_data_parallel(decay, tmp_path):
         layer = build(decay=DECAYS[decay](), **EVERYTHING)
         expected = gradients(layer, tokens(), grad := torch.randn_like(tokens()))
         parallel = nn.parallel.DistributedDataParallel(layer)
+        PARALLEL.append(parallel)
         for _ in range(2):  # a second forward raises if the first left a parameter without its gradient
             parallel.zero_grad()
             parallel(tokens()).backward(grad)
