@@ -15,7 +15,7 @@ class ForwardConfig:
     """Consumer warpgroups of 64 rows, key and value tiles in flight, registers per thread, bytes it may spill.
 
     `registers` is what a consumer's thread gets, `launch_registers` what every thread of the launch gets before the
-    producer gives its share away; both fill the register file of 65,536.
+    producer gives its share away; both are what the register file of 65,536 has room for.
     """
 
     warpgroups: int

@@ -277,9 +277,9 @@ def _consume(
             acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
 
             total = gl.convert_layout(gl.sum(row_sum, 1), ROW, assert_trivial=True)
-            # of each warp, whether it has a sum that is not below MOST: large, infinite, or a NaN
-            high = gl.max(gl.where(total < MOST, 0, 1).reshape([WARPS, ROWS // WARPS]), 1)
             if WIDE:
+                # of each warp, whether it has a sum that is not below MOST: large, infinite, or a NaN
+                high = gl.max(gl.where(total < MOST, 0, 1).reshape([WARPS, ROWS // WARPS]), 1)
                 overflows.store(gl.where(state == CAREFUL, 0, high))
             # a row that saw no key: total 0 gives out 0 and lse −inf
             seen = total > 0
