@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from decayattn.backends import tma
+from decayattn.backends import parts, tma
 from decayattn.backends.hopper import config, descriptors, launch, tile_table
 from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
 from decayattn.problem import AttentionProblem
@@ -84,14 +84,14 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
     for part in (0, 5):
         references[..., part::31] = torch.inf  # rows that see nothing
     tiles = tile_table.build(problem, places, rows, 128, last_first=False, of_keys=True)
-    terms = references.new_empty(HEADS, tiles.row_tiles, 2, rows)
+    terms = references.new_empty(HEADS, tiles.row_tiles, rows, parts.COLUMNS, dtype=torch.bfloat16)
     fragments = references.new_empty(HEADS * tiles.row_tiles * rows * DIM // 256, 256)
     row_sums = torch.empty_like(references)
     counter = torch.empty(1, dtype=torch.int32, device=device)
     row_terms_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
         out, d_out, d_lse, references, terms, row_sums, fragments, counter, tiles.rows, out.stride(),
-        d_out.stride(), d_lse.stride(), problem.query_length, tiles.row_tiles, HEADS, D=DIM, ROWS=rows, BLOCK_M=64,
-        HAS_D_LSE=True, ROW_SUMS=True,
+        d_out.stride(), d_lse.stride(), -8.0, problem.query_length, tiles.row_tiles, HEADS, D=DIM, ROWS=rows,
+        BLOCK_M=64, HAS_D_LSE=True, ROW_SUMS=True,
     )  # fmt: skip
 
     assert counter == 0
@@ -103,17 +103,25 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
     gradient = torch.randn(HEADS, tiles.row_tiles, rows, DIM, device=device)
     for n, (start, length, _, entry, first_row, *_) in enumerate(lines(problem, places, rows, False, False)):
         inside, here = min(rows, length - start), slice(first_row + start, first_row + min(start + rows, length))
-        assert torch.equal(terms[:, n, 0, :inside], references[entry, :, here])
-        torch.testing.assert_close(terms[:, n, 1, :inside], delta[entry, :, here], rtol=1e-5, atol=1e-4)
-        assert (terms[:, n, 0, inside:] == torch.inf).all()
-        assert (terms[:, n, 1, inside:] == 0).all()
+        columns = terms[:, n].float()
+        added, taken = columns[..., : parts.PARTS].sum(-1), columns[..., parts.PARTS : 2 * parts.PARTS].sum(-1)
+        here_references = references[entry, :, here]
+        sees = here_references < torch.inf
+        assert torch.equal(added[:, :inside][sees], -8.0 * here_references[sees])
+        torch.testing.assert_close(-taken[:, :inside], delta[entry, :, here], rtol=1e-5, atol=1e-4)
+        # finite, and far below all scores
+        assert (added[:, :inside][~sees] < -1e38).all()
+        assert (added[:, inside:] < -1e38).all()
+        assert added.isfinite().all()
+        assert (taken[:, inside:] == 0).all()
+        assert (columns[..., 2 * parts.PARTS :] == 0).all()
         assert (fragments[:, n] == 0).all()
         assert (row_sums[entry, :, here] == 0).all()
         expected[entry, here] = (0.5 * gradient[:, n, :inside]).transpose(0, 1).half()
 
     # as _add_dq_part leaves a part of 64 × 64
-    parts = gradient.view(HEADS, tiles.row_tiles, rows // 64, 4, 2, 8, 8, 4, 2)
-    fragments.copy_(parts.permute(0, 1, 2, 6, 3, 5, 7, 4, 8).reshape(fragments.shape))
+    pieces = gradient.view(HEADS, tiles.row_tiles, rows // 64, 4, 2, 8, 8, 4, 2)
+    fragments.copy_(pieces.permute(0, 1, 2, 6, 3, 5, 7, 4, 8).reshape(fragments.shape))
     unpack_dq_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
         fragments, dq, tiles.rows, dq.stride(), 0.5, problem.query_length, tiles.row_tiles, HEADS, D=DIM, ROWS=rows,
         PART=64,

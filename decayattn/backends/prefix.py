@@ -2,7 +2,8 @@
 
 α_t = λ_0 + … + λ_t over a whole sequence cannot be stored in float32: at a million tokens of strong decay its spacing
 exceeds a whole λ. Blocks of DECAY_BLOCK tokens carry it instead: `base` (float64), α at the block's start, and `local`
-(β), the sum from there. Inside a tile the difference of two bases is one scalar, formed in float64 and rounded once.
+(β), the sum from there. Inside a tile the difference of two bases is one scalar, formed in float64 and rounded once, or
+of the two halves of each in float32 (SplitPrefix), where only a large difference is rounded.
 
 A reset (λ = −inf) is visibility, not arithmetic: it counts as λ = 0, and every token records its segment, the last
 reset at or before it (0 without one) and the next one after it (T_k without one).
@@ -18,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, launching
+from decayattn.backends import COMPILER_OPTIONS, launching, parts
 from decayattn.backends.launching import Launch
+from decayattn.backends.parts import with_parts
 from decayattn.backends.sequences import (
     BLOCK,
     Sequences,
@@ -34,10 +36,6 @@ from decayattn.backends.tile_math import LOG2E
 from decayattn.problem import AttentionProblem
 
 DECAY_BLOCK = BLOCK
-# columns beside a key that hold its bias: a matrix instruction's depth, of which three bfloat16 numbers are used, the
-# high, middle and low bits of a float32
-BIAS_COLUMNS = 16
-BIAS_PARTS = 3
 # blocks that one step of a scan over block sums reads at once
 _SCAN_CHUNK = 128
 # tokens that one step reads at once where there are no block sums
@@ -66,6 +64,16 @@ class DecayPrefix(NamedTuple):
     next_reset: Tensor  # (B, H, T_k) int32
 
 
+class SplitPrefix(NamedTuple):
+    """The prefix in numbers that products and float32 arithmetic add exactly: what the Hopper forward reads.
+
+    Its float64 instructions would wait until the matrix products beside them have left the pipe.
+    """
+
+    columns: Tensor  # (B, H, blocks, DECAY_BLOCK, parts.COLUMNS) bfloat16: the parts of factor · β
+    bases: Tensor  # (B, H, blocks, 2) float32: the high and the low bits of base
+
+
 def allocate(problem: AttentionProblem, like: Tensor) -> DecayPrefix:
     """Uninitialised buffers of the prefix's shapes (of size 0 where the decay is not per token)."""
     tokens, blocks = (problem.key_length, decay_blocks(problem)) if problem.decay == "scalar" else (0, 0)
@@ -79,13 +87,21 @@ def allocate(problem: AttentionProblem, like: Tensor) -> DecayPrefix:
     )
 
 
+def allocate_split(problem: AttentionProblem, like: Tensor) -> SplitPrefix:
+    blocks = problem.batch, problem.num_heads, decay_blocks(problem)
+    return SplitPrefix(
+        like.new_empty(*blocks, DECAY_BLOCK, parts.COLUMNS, dtype=torch.bfloat16),
+        like.new_empty(*blocks, 2, dtype=torch.float32),
+    )
+
+
 def build(
-    problem: AttentionProblem, log_decay: Tensor, columns: Tensor | None = None, factor: float = 1.0,
+    problem: AttentionProblem, log_decay: Tensor, split: SplitPrefix | None = None, factor: float = 1.0,
     counter: Tensor | None = None, sequences: Sequences | None = None, launch: Launch = launching.anew,
 ) -> DecayPrefix:  # fmt: skip
     """The prefix of log_decay (B, T_k, H): one launch or two. Tokens outside the sequences have none.
 
-    columns, if given, is filled on the way: (B, H, blocks, DECAY_BLOCK, BIAS_COLUMNS), the parts of factor · β.
+    split, if given, is filled on the way, its columns with factor times β.
     counter, if given, is one int32 that is zeroed, which saves the attention that draws from it a launch.
     """
     prefix = allocate(problem, log_decay)
@@ -99,19 +115,19 @@ def build(
         launch(_block_totals, programs, log_decay, log_decay.stride(), *sums, *sizes, **modes)
     launch(
         _scan_blocks, programs,
-        log_decay, log_decay.stride(), sums, *prefix, prefix.base if columns is None else columns, factor,
+        log_decay, log_decay.stride(), sums, *prefix, *(split or (prefix.base, prefix.base)), factor,
         prefix.last_reset if counter is None else counter, *sizes, CHUNK=chunk,
-        COLUMNS=0 if columns is None else BIAS_COLUMNS, ZERO_COUNTER=counter is not None, **modes,
+        COLUMNS=0 if split is None else parts.COLUMNS, ZERO_COUNTER=counter is not None, **modes,
     )  # fmt: skip
     return prefix
 
 
 def constant_columns(rates: Tensor, factor: float, counter: Tensor, launch: Launch = launching.anew) -> Tensor:
-    """(H, DECAY_BLOCK, BIAS_COLUMNS): the parts of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
-    columns = rates.new_empty(rates.shape[0], DECAY_BLOCK, BIAS_COLUMNS, dtype=torch.bfloat16)
+    """(H, DECAY_BLOCK, parts.COLUMNS): the parts of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
+    columns = rates.new_empty(rates.shape[0], DECAY_BLOCK, parts.COLUMNS, dtype=torch.bfloat16)
     launch(
         _constant_columns, rates.shape[0],
-        rates, rates.stride(0), columns, factor, counter, BLOCK=DECAY_BLOCK, COLUMNS=BIAS_COLUMNS, **COMPILER_OPTIONS,
+        rates, rates.stride(0), columns, factor, counter, BLOCK=DECAY_BLOCK, COLUMNS=parts.COLUMNS, **COMPILER_OPTIONS,
     )  # fmt: skip
     return columns
 
@@ -232,7 +248,7 @@ def _around_by_blocks(sums, block_row, start, length, BLOCK: tl.constexpr, CHUNK
 
 @triton.jit
 def _scan_blocks(
-    log_decay, strides, sums, local, base, last_reset, next_reset, columns, factor: tl.float64, counter,
+    log_decay, strides, sums, local, base, last_reset, next_reset, columns, split_base, factor: tl.float64, counter,
     length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
     ZERO_COUNTER: tl.constexpr,
@@ -265,6 +281,9 @@ def _scan_blocks(
     tl.store(local + here, beta.to(local.dtype.element_ty), mask=inside)
     if COLUMNS > 0:
         _store_columns(columns + (block_row + block) * BLOCK * COLUMNS, beta * factor, BLOCK, COLUMNS)
+        high = alpha.to(tl.float32)
+        tl.store(split_base + (block_row + block) * 2, high)
+        tl.store(split_base + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32))
     tl.store(last_reset + here, last, mask=inside)
     # the next reset strictly after t: seen from t + 1, so the scan's result moves back by one token
     coming = tl.associative_scan(tl.where(is_reset, tokens, after), 0, _smaller, reverse=True)
@@ -275,17 +294,10 @@ def _scan_blocks(
 
 @triton.jit
 def _store_columns(columns, value, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The high, middle and low bits of one block's values as (BLOCK, COLUMNS) bfloat16, the other columns 0."""
-    value = value.to(tl.float32)
-    high = value.to(tl.bfloat16)
-    rest = value - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-    column = tl.arange(0, COLUMNS)[None, :]
-    parts = tl.where(column == 2, low[:, None], tl.zeros([BLOCK, COLUMNS], tl.bfloat16))
-    parts = tl.where(column == 1, middle[:, None], parts)
-    parts = tl.where(column == 0, high[:, None], parts)
-    tl.store(columns + tl.arange(0, BLOCK)[:, None] * COLUMNS + column, parts)
+    """The parts of one block's values as (BLOCK, COLUMNS) bfloat16, the other columns 0."""
+    tile = with_parts(tl.zeros([BLOCK, COLUMNS], tl.bfloat16), value, 0)
+    here = tl.arange(0, BLOCK)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(columns + here, tile)
 
 
 @triton.jit

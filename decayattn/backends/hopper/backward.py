@@ -7,15 +7,18 @@ saved row references and add to dk and dv in registers. dq needs all keys of a t
 where each warpgroup multiplies one half of dq, a tile later (then neither waits for the other), and the copy engine
 adds it in float32 to a buffer in the order in which registers hold it ("fragments").
 
+What is one number per row, its reference and Δ, costs no instruction per score: three bfloat16 columns each (parts.py)
+come with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ and to V dOᵀ.
+
 Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where a decay's gradient cancels,
-so do they. A thread adds up itself what it has of a key, and all of a constant decay's gradient; the sums of rows,
-which all threads share, are products with ones beside dq. One loop serves edge tiles and whole ones, with a branch
-around the comparison: two loops cost registers, and spills slow the shared memory that this kernel lives on (3 % at
-D = 128).
+so do they. Both are products with eight columns: of keys beside dk, with the row's number in every second column for a
+constant decay's Σ dS (i − j), and of rows beside dq. One loop serves edge tiles and whole ones, with a branch around
+the comparison: two loops cost registers, and spills slow the shared memory that this kernel lives on (3 % at D = 128).
 
 rows.py prepares what is one number per row before it, and brings dq to its layout after it.
 
-Tiles, per warpgroup: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · scoreT, pT, dpT, dsT (64, ROWS) · dq part (64, 64).
+Tiles, per warpgroup: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · terms (ROWS, 16) · scoreT, pT, dpT, dsT (64, ROWS) ·
+dq part (64, 64).
 """
 
 from triton.experimental import gluon
@@ -31,16 +34,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.fragments import (
+    DEPTH,
     SHARES,
     among_columns,
     by_threads,
     common_columns,
     from_threads,
-    less_own,
-    shares,
+    ones_of_parts,
 )
 from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item
 from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, store_word
+from decayattn.backends.hopper.rows import DELTA
 from decayattn.backends.hopper.tile_table import allocate_tiles, flat
 from decayattn.backends.prefix import DECAY_BLOCK
 from decayattn.backends.tile_math import LOG2E, decayed_score, probability, score_gradient, visible
@@ -51,7 +55,7 @@ BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
 PART: gl.constexpr = gl.constexpr(64)
 FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
 FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
-# columns of ones that sum up the rows of dS: as few as a product can have
+# columns that sum up dS: as few as a product can have
 COPIES: gl.constexpr = gl.constexpr(8)
 
 
@@ -67,12 +71,13 @@ class Buffers:
     values: gl.shared_memory_descriptor
     queries: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D), as are d_outs
     d_outs: gl.shared_memory_descriptor
-    terms: gl.shared_memory_descriptor  # (STAGES · 2, 1, ROWS)
+    terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
     differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the reference of the rows minus α at the key tile's
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
     d_scores: gl.shared_memory_descriptor  # (2 tiles · 2 warpgroups, 64, ROWS)
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
-    ones: gl.shared_memory_descriptor  # (8, 64)
+    ones: gl.shared_memory_descriptor  # (1, 8, 64)
+    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): 1 and the row's number, by turns
     queries_ready: gl.shared_memory_descriptor
     d_outs_ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -85,8 +90,8 @@ class Buffers:
 
     @gluon.constexpr_function
     def __init__(
-        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, ones, queries_ready,
-        d_outs_ready, empty, d_scores_ready, keys_ready, keys_read, gradients_ready, drawn, STAGES,
+        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, ones, weights,
+        queries_ready, d_outs_ready, empty, d_scores_ready, keys_ready, keys_read, gradients_ready, drawn, STAGES,
     ):  # fmt: skip
         self.keys = keys
         self.values = values
@@ -98,6 +103,7 @@ class Buffers:
         self.d_scores = d_scores
         self.dq_parts = dq_parts
         self.ones = ones
+        self.weights = weights
         self.queries_ready = queries_ready
         self.d_outs_ready = d_outs_ready
         self.empty = empty
@@ -191,7 +197,6 @@ def _produce(
     count = item * 0
     n = item * 0
     while item < sizes.number:
-        following = next_item(counter, sizes.number)
         work = found_item(sizes, item)
         buffers.hand_over(count, item)
         n_begin = n
@@ -215,23 +220,23 @@ def _produce(
                 buffers.differences.index(stage).store(gl.full([1], difference, gl.float32, LAYOUT))
                 buffers.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
                 ready = buffers.queries_ready.index(stage)
-                terms_row = (work.first_tile(member) + tile) * 2
+                terms_row = (work.first_tile(member) + tile) * ROWS
                 mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
                 at = work.query_at(member, tile * ROWS)
                 copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
-                copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage * 2))
+                copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage))
                 if n == n_begin:
                     _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
                 ready = buffers.d_outs_ready.index(stage)
-                mbarrier.expect(ready, d_out_desc.block_type.nbytes + terms_desc.block_type.nbytes)
+                mbarrier.expect(ready, d_out_desc.block_type.nbytes)
                 copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
-                copy_engine.load(terms_desc, [terms_row + 1, 0], ready, buffers.terms.index(stage * 2 + 1))
                 n += 1
         if n == n_begin:
             _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
         count += 1
         previous = item
-        item = following
+        # drawn late: the last ones go to those who are done
+        item = next_item(counter, sizes.number)
     buffers.hand_over(count, sizes.number)
     if count > 0:
         _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)
@@ -279,7 +284,7 @@ def _start_dq_part(buffers, n, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW
     dq = warpgroup_mma(left_a, right_a, zero, use_acc=False, is_async=True)
     dq = warpgroup_mma(left_b, right_b, dq, is_async=True)
     if ROW_SUMS:
-        ones = buffers.ones.permute((1, 0))
+        ones = buffers.ones.index(first).permute((1, 0))
         if D == 128:
             own = buffers.d_scores.index(slot * 2 + PART_OF).permute((1, 0))
             row_sum = warpgroup_mma(own, ones, row_sum, use_acc=False, is_async=True)
@@ -316,16 +321,16 @@ def _add_row_sums(row_sum, row_sums, first_row, tile, work, WARPGROUP: gl.conste
 
 
 @gluon.jit
-def _key_sum(dsT, distance, DECAY: gl.constexpr):
-    """Shares (64 keys, 4) of Σ dS of the rows of a tile, or Σ dS (i − j) for a constant decay.
+def _key_sum(of_keys, distance, DECAY: gl.constexpr):
+    """Σ dS of the rows of a tile, or Σ dS (i − j) for a constant decay: (64 keys, 4 copies).
 
-    distance is i − j of the tile's first row, and not read unless the decay is constant.
+    of_keys is dSᵀ times the weights, distance i − j of the tile's first row, not read unless the decay is constant.
     """
-    x = by_threads(_widened(dsT))
-    total = shares(x)
+    total, moment = gl.split(gl.reshape(of_keys, [SHARE, COPIES // 2, 2]))
     if DECAY == "constant":
-        total = shares(x * common_columns(x).to(gl.float32)) - total * less_own(-distance, SHARES).to(gl.float32)
-    return total
+        distance = gl.convert_layout(distance.to(gl.float32), gl.SliceLayout(1, total.type.layout), assert_trivial=True)
+        total = moment + total * gl.expand_dims(distance, 1)
+    return gl.convert_layout(total, SHARES, assert_trivial=True)
 
 
 @gluon.jit
@@ -337,8 +342,8 @@ def _add_rows(
     ROWS: gl.constexpr = work.sizes.ROWS
     DECAY: gl.constexpr = work.sizes.DECAY
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    ROW: gl.constexpr = gl.SliceLayout(0, SCORE)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COPIES, 16])
     DTYPE: gl.constexpr = buffers.queries.dtype
     zero = gl.zeros([SHARE, ROWS], gl.float32, SCORE)
     stage = buffers.stage(n)
@@ -352,11 +357,13 @@ def _add_rows(
     mbarrier.wait(buffers.queries_ready.index(stage), phase)
     key = flat(buffers.keys.index(own))
     scoreT = warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
+    terms = buffers.terms.index(stage).permute((1, 0))
+    scoreT = warpgroup_mma(ones_of_parts(0, SCORE), terms, scoreT, is_async=True)
     mbarrier.wait(buffers.d_outs_ready.index(stage), phase)
     value = flat(buffers.values.index(own))
     dpT = warpgroup_mma(value, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
-    scoreT = warpgroup_mma_wait(1, (scoreT,))
-    row_reference = buffers.terms.index(stage * 2).reshape([ROWS]).load(ROW)
+    dpT = warpgroup_mma(ones_of_parts(DELTA, SCORE), terms, dpT, is_async=True)
+    scoreT = warpgroup_mma_wait(2, (scoreT,))
     if DECAY != "none":
         # what the tile's rows share joins what a key has
         key_alpha = key_alpha - buffers.differences.index(stage).load(key_alpha.type.layout)
@@ -369,12 +376,14 @@ def _add_rows(
         x = by_threads(scoreT)
         sees = visible(common_columns(x), among_columns(first - here, x), among_columns(end - here, x))
         scoreT = from_threads(gl.where(sees, x, float("-inf")), SCORE)
-    pT = probability(scoreT, gl.expand_dims(row_reference, 0)).to(DTYPE)
+    p = probability(scoreT, 0)
+    pT = p.to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
-    row_delta = buffers.terms.index(stage * 2 + 1).reshape([ROWS]).load(ROW)
-    # P in its 16-bit form: its float32 form would stay in registers beside dP
-    dsT = score_gradient(_widened(pT), dpT, gl.expand_dims(row_delta, 0)).to(DTYPE)
+    if D == 64:
+        # from its 16-bit form: its float32 form would stay in registers beside dP, where both have 64
+        p = _widened(pT)
+    dsT = score_gradient(p, dpT, 0).to(DTYPE)
 
     # the slot was last read by the products for dq two tiles ago, which both warpgroups had finished a tile ago
     before = n + buffers.STAGES - 1  # the stage of tile n − 1, one round later
@@ -382,13 +391,15 @@ def _add_rows(
     buffers.d_scores.index(slot * 2 + WARPGROUP).store(dsT)
     fence_async_shared()
     mbarrier.arrive(buffers.d_scores_ready.index(slot), count=1)
-    dk = warpgroup_mma(gl.convert_layout(dsT, OPERAND), query, dk, is_async=True)
+    dsT = gl.convert_layout(dsT, OPERAND)
+    dk = warpgroup_mma(dsT, query, dk, is_async=True)
+    of_keys = gl.zeros([SHARE, COPIES], gl.float32, SUMS)
+    if work.sizes.DECAY_GRADIENT:
+        weights = buffers.weights.index(_nothing(n)).permute((1, 0))
+        of_keys = warpgroup_mma(dsT, weights, of_keys, use_acc=False, is_async=True)
     mbarrier.wait(buffers.d_scores_ready.index(slot ^ 1), ((n - 1) // 2) & 1, pred=n > 0)
     dq, row_sum = _start_dq_part(buffers, n, slot ^ 1, WARPGROUP, D, work.sizes.ROW_SUMS)
-    if work.sizes.DECAY_GRADIENT:
-        distance = tile * ROWS + work.first_position() - key_position
-        key_sum += _key_sum(dsT, distance, DECAY)
-    dv, dk, dq, row_sum = warpgroup_mma_wait(0, (dv, dk, dq, row_sum))
+    dv, dk, of_keys, dq, row_sum = warpgroup_mma_wait(0, (dv, dk, of_keys, dq, row_sum))
     tma.store_wait(0)
     mbarrier.arrive(buffers.empty.index(stage), count=1)  # begins with a barrier of the warpgroup
     if previous >= 0:
@@ -396,6 +407,8 @@ def _add_rows(
         if work.sizes.ROW_SUMS:
             # after the fence, which would wait until they have reached memory
             _add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
+    if work.sizes.DECAY_GRADIENT:
+        key_sum += _key_sum(of_keys, tile * ROWS + work.first_position() - key_position, DECAY)
     return dk, dv, key_sum
 
 
@@ -461,7 +474,8 @@ def _consume(
                 # found again, which keeps a line of the table out of the registers of the loop
                 done = found_item(sizes, item)
                 tokens, own_start = done.first_token(member), done.place.start + WARPGROUP * SHARE
-                sums = gl.sum(key_sum, 1)
+                # of 4 copies
+                sums = gl.sum(key_sum, 1) * 0.25
                 if DECAY == "scalar":
                     share = gl.arange(0, SHARE, sums.type.layout)
                     here = column_sums + tokens + own_start + share
@@ -512,21 +526,28 @@ def gradients_kernel(
 
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    ones = gl.full([COPIES, PART], 1.0, DTYPE, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, PART], DTYPE)
-    ones = gl.allocate_shared_memory(DTYPE, [COPIES, PART], ONES, ones)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, ROWS], DTYPE)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    ones = gl.allocate_shared_memory(DTYPE, [1, COPIES, PART], ONES)
+    ones.index(0).store(gl.full([COPIES, PART], 1.0, DTYPE, LAYOUT))
+    copy = gl.expand_dims(gl.arange(0, COPIES, gl.SliceLayout(1, LAYOUT)), 1)
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
+    weights = gl.allocate_shared_memory(DTYPE, [1, COPIES, ROWS], WEIGHTS)
+    weights.index(0).store(gl.where(copy % 2 == 0, 1, row).to(DTYPE))
     fence_async_shared()
     buffers = Buffers(
         allocate_tiles(k_desc, 2),
         allocate_tiles(v_desc, 2),
         allocate_tiles(q_desc, STAGES),
         allocate_tiles(d_out_desc, STAGES),
-        gl.allocate_shared_memory(gl.float32, [STAGES * 2, 1, ROWS], terms_desc.layout),
+        gl.allocate_shared_memory(terms_desc.dtype, [STAGES, ROWS, DEPTH], terms_desc.layout),
         allocate_words(STAGES, gl.float32),
         allocate_words(STAGES),
         gl.allocate_shared_memory(DTYPE, [4, SHARE, ROWS], gl.NVMMASharedLayout.get_default_for([SHARE, ROWS], DTYPE)),
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
         ones,
+        weights,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from decayattn.backends.parts import DEPTH
 from decayattn.backends.tma import CACHED_DESCRIPTORS, Memory, usable_strides
 
 # where every slice of `slices` ends, on an axis of its own; no tensor has as many rows
@@ -56,14 +57,15 @@ def slices(x: Tensor, rows: int) -> TensorDescriptor:
     )  # fmt: skip
 
 
-def matrix(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` whole rows of a contiguous tensor, seen as (all other dimensions, last dimension)."""
+def columns(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` rows of a contiguous tensor, seen as (all other dimensions, last dimension), filled up with zeros
+    to the depth of a matrix instruction."""
     width = x.shape[-1]
-    return _describe(x.data_ptr(), x.dtype, (x.numel() // width, width), (width, 1), (rows, width))
+    return _describe(x.data_ptr(), x.dtype, (x.numel() // width, width), (width, 1), (rows, DEPTH))
 
 
 def plain(x: Tensor, rows: int) -> TensorDescriptor:
-    """As `matrix`, but rows lie one after the other in shared memory: for tiles that no matrix product reads."""
+    """Tiles of `rows` whole rows, which lie one after the other in shared memory: no matrix product reads them."""
     width = x.shape[-1]
     return _describe(x.data_ptr(), x.dtype, (x.numel() // width, width), (width, 1), (rows, width), swizzled=False)
 

@@ -45,11 +45,10 @@ class Buffers:
     differences: gl.shared_memory_descriptor
     firsts: gl.shared_memory_descriptor
     overflows: gl.shared_memory_descriptor
-    ones: gl.shared_memory_descriptor
     fences: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, values, drawn, columns, differences, firsts, overflows, ones, fences):
+    def __init__(self, queries, keys, values, drawn, columns, differences, firsts, overflows, fences):
         self.queries = queries
         self.keys = keys
         self.values = values
@@ -58,7 +57,6 @@ class Buffers:
         self.differences = differences
         self.firsts = firsts
         self.overflows = overflows
-        self.ones = ones
         self.fences = fences
 
 

@@ -15,7 +15,7 @@ The decay costs no instruction per score: −α_j of a key, relative to its bloc
 bfloat16 columns beside the keys (high, middle and low bits), and one more matrix instruction adds ones × columns to
 Q Kᵀ. What a row and a tile share, α_i and the difference of two block bases, joins the row maximum and the log-sum-exp.
 
-Tiles, per warpgroup: q, out (64, D) · k, v (KEYS, D) · columns (KEYS, 16) · ones (64, 16) · score, p (64, KEYS) ·
+Tiles, per warpgroup: q, out (64, D) · k, v (KEYS, D) · columns (KEYS, 16) · score, p (64, KEYS) ·
 acc (64, D) · row_sum (64, 4), the partial sums of the four threads that share a row.
 """
 
@@ -41,17 +41,23 @@ from decayattn.backends.hopper.exchange import (
     drawn_item,
     own,
 )
-from decayattn.backends.hopper.fragments import SHARES, among_columns, by_threads, common_columns, from_threads, shares
+from decayattn.backends.hopper.fragments import (
+    DEPTH,
+    SHARES,
+    among_columns,
+    by_threads,
+    common_columns,
+    from_threads,
+    ones_of_parts,
+    shares,
+)
 from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Sizes
 from decayattn.backends.hopper.producer import produce
 from decayattn.backends.hopper.rings import allocate_words, make_ring, stage
 from decayattn.backends.hopper.tile_table import allocate_tiles, coordinates, flat
-from decayattn.backends.prefix import BIAS_COLUMNS, BIAS_PARTS
 from decayattn.backends.tile_math import LN2, finite_or_zero, probability, rescale
 from decayattn.backends.tile_range import tiles_between
 
-COLUMNS: gl.constexpr = gl.constexpr(BIAS_COLUMNS)
-PARTS: gl.constexpr = gl.constexpr(BIAS_PARTS)
 # powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
 LAG: gl.constexpr = gl.constexpr(8.0)
 # what a row sums up to at most where nothing moved its maximum: far from float32's 2^128, with room for large values
@@ -65,15 +71,16 @@ MOST: gl.constexpr = gl.constexpr(2.0**64)
 @gluon.jit
 def _start_scores(q, buffers, n, count, zero, KIND: gl.constexpr):
     """Issue q·kᵀ of the n-th tile, with the decay's bias; divided by the scale, like everything before the softmax."""
+    SCORE: gl.constexpr = zero.type.layout
     kT = flat(buffers.keys.tile(n)).permute((1, 0))
     score = warpgroup_mma(q, kT, zero, use_acc=False, is_async=True)
     # after the products: a strong decay is large, and every instruction that adds to it rounds it
     if KIND == "scalar":
         columns = buffers.columns.index(stage(n, buffers.keys.STAGES))
-        score = warpgroup_mma(buffers.ones, columns.permute((1, 0)), score, is_async=True)
+        score = warpgroup_mma(ones_of_parts(0, SCORE), columns.permute((1, 0)), score, is_async=True)
     elif KIND == "constant":
         columns = buffers.columns.index(stage(count, SLOTS))
-        score = warpgroup_mma(buffers.ones, columns.permute((1, 0)), score, is_async=True)
+        score = warpgroup_mma(ones_of_parts(0, SCORE), columns.permute((1, 0)), score, is_async=True)
     return score
 
 
@@ -272,7 +279,6 @@ def _consume(
                 values.release(n - 1)
                 acc = _rescale(acc, correction, D)
                 p = gl.convert_layout(next_p.to(q.dtype), P)
-            reference_base = head_decay.reference_base(reference)
             values.wait_ready(n_end - 1)
             acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
 
@@ -285,7 +291,7 @@ def _consume(
             seen = total > 0
             total = gl.where(seen, total, 1.0)
             row_reference = row_max + gl.log2(total)
-            row_lse = (row_reference + head_decay.row_alpha(position, reference, reference_base, rate)) * LN2
+            row_lse = (row_reference + head_decay.row_alpha(position, reference, rate)) * LN2
             row = start + gl.arange(0, ROWS, ROW)
             here = sizes.rows(found) + row
             inside = row < query_length
@@ -368,21 +374,13 @@ def forward_kernel(
     firsts = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, WARPGROUPS_PADDED], WORD)
     if KIND == "none":
         columns = q_tiles
-        ones = q_tiles
     else:
         COLUMN_TILES: gl.constexpr = STAGES if KIND == "scalar" else SLOTS
-        columns = gl.allocate_shared_memory(columns_desc.dtype, [COLUMN_TILES, KEYS, COLUMNS], columns_desc.layout)
-        # ones in the columns that hold the bias
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-        value = gl.expand_dims((column < PARTS).to(columns_desc.dtype), 0)
-        value, _ = gl.broadcast(value, gl.full([ROWS, COLUMNS], 0.0, columns_desc.dtype, LAYOUT))
-        ones = gl.allocate_shared_memory(columns_desc.dtype, [ROWS, COLUMNS], columns_desc.layout, value)
-        fence_async_shared()
+        columns = gl.allocate_shared_memory(columns_desc.dtype, [COLUMN_TILES, KEYS, DEPTH], columns_desc.layout)
     buffers = Buffers(
         make_ring(q_tiles, SLOTS, WARPGROUPS), make_ring(k_tiles, STAGES, WARPGROUPS),
         make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, WARPGROUPS), columns, differences, firsts,
-        overflows, ones, fences,
+        overflows, fences,
     )  # fmt: skip
 
     if WARPGROUPS == 2:

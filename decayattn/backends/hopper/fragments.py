@@ -1,9 +1,14 @@
-"""A product's result as its threads hold it: four threads share a row, and have every fourth pair of its columns."""
+"""Products as threads hold them: four threads share a row of a result, and have every fourth pair of its columns."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from decayattn.backends import parts
 from decayattn.backends.hopper.config import WARPGROUP_ROWS
+
+SHARE: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
+PARTS: gl.constexpr = gl.constexpr(parts.PARTS)
+DEPTH: gl.constexpr = gl.constexpr(parts.DEPTH)
 
 # of a warpgroup's rows, a number for each of the four threads that share one
 SHARES: gl.constexpr = gl.constexpr(
@@ -54,3 +59,14 @@ def among_columns(column, x):
     """A column's number, one per row, to be compared with common_columns(x)."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
     return gl.expand_dims(gl.expand_dims(less_own(column, LAYOUT), 1), 3)
+
+
+@gluon.jit
+def ones_of_parts(FIRST: gl.constexpr, RESULT: gl.constexpr):
+    """Ones (64, DEPTH) where the parts of a number stand, in columns from FIRST on: as left operand of a product with
+    such columns, whose result has the layout RESULT, they add the number (parts.py)."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
+    column = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT)), 0)
+    ones = ((column >= FIRST) & (column < FIRST + PARTS)).to(gl.bfloat16)
+    ones, _ = gl.broadcast(ones, gl.full([SHARE, DEPTH], 0.0, gl.bfloat16, LAYOUT))
+    return ones

@@ -142,6 +142,24 @@ class Item:
 
 
 @aggregate
+class Base:
+    """α at the start of a block, as the sum of two float32 numbers."""
+
+    high: gl.tensor
+    low: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, high, low):
+        self.high = high
+        self.low = low
+
+    @gluon.jit
+    def minus(self, other):
+        """One number, rounded where the high ones do not cancel."""
+        return (self.high - other.high) + (self.low - other.low)
+
+
+@aggregate
 class Decay:
     """Where the decay is in memory: rates of a constant one, the prefix of one per token; WINDOW, how many keys before
     its own a row sees at most; PLANNED, where a granule's rows need not look for more (skipping.py)."""
@@ -175,7 +193,7 @@ class Decay:
         """The same, pointing at the tokens, blocks and granules of an item's head."""
         tokens = sizes.tokens(item)
         return Decay(
-            self.rates, self.rate_stride, self.local + tokens, self.bases + sizes.blocks(item),
+            self.rates, self.rate_stride, self.local + tokens, self.bases + sizes.blocks(item) * 2,
             self.last_reset + tokens, self.left, self.plan + sizes.granules(item), self.KIND, self.WINDOW, self.PLANNED,
         )  # fmt: skip
 
@@ -209,24 +227,16 @@ class Decay:
     @gluon.jit
     def base(self, tile):
         """α at the start of a tile's block."""
-        return gl.load(self.bases + gl.maximum(tile, 0))
+        here = self.bases + gl.maximum(tile, 0) * 2
+        return Base(gl.load(here), gl.load(here + 1))
 
     @gluon.jit
-    def reference_base(self, reference):
-        """α at the start of a reference position's block."""
-        if self.KIND == "scalar":
-            base = self.base(reference // KEYS)
-        else:
-            base = 0.0
-        return base
-
-    @gluon.jit
-    def row_alpha(self, position, reference, reference_base, rate):
+    def row_alpha(self, position, reference, rate):
         """α of positions relative to the reference."""
         if self.KIND == "scalar":
             token = gl.maximum(position, 0)
-            between_blocks = gl.load(self.bases + token // KEYS) - reference_base
-            alpha = (between_blocks + gl.load(self.local + token)).to(gl.float32)
+            between_blocks = self.base(token // KEYS).minus(self.base(reference // KEYS))
+            alpha = between_blocks + gl.load(self.local + token)
         elif self.KIND == "constant":
             alpha = (position - reference).to(gl.float32) * rate
         else:

@@ -38,7 +38,7 @@ def forward(
         schedule = config.forward(problem.head_dim)
         score_scale = scale / math.log(2)  # base 2
         counter = torch.empty(1, dtype=torch.int32, device=q.device)
-        prefix, columns = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
+        prefix, columns, bases = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
         first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
         tiles = tile_table.build(
             problem, places, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
@@ -53,10 +53,10 @@ def forward(
         launch(
             forward_kernel, programs,
             q_desc, source(k, config.KEY_TILE), source(v, config.KEY_TILE),
-            q_desc if columns is None else descriptors.matrix(columns, config.KEY_TILE),
+            q_desc if columns is None else descriptors.columns(columns, config.KEY_TILE),
             source(out, config.WARPGROUP_ROWS),
             lse, row_references, log_decay if problem.decay == "constant" else lse,
-            prefix.local, prefix.base, prefix.last_reset, first_block, counter,
+            prefix.local, bases, prefix.last_reset, first_block, counter,
             lse if tiles.rows is None else tiles.rows,
             score_scale, log_decay.stride(0) if problem.decay == "constant" else 0, left_of(problem),
             items, tiles.row_tiles, problem.num_heads, group,
@@ -84,22 +84,21 @@ def source_of(problem: AttentionProblem) -> Callable[[Tensor, int], TensorDescri
 def _decay(
     problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, counter: Tensor,
     sequences: Sequences | None, launch: Launch,
-) -> tuple[DecayPrefix, Tensor | None]:  # fmt: skip
-    """The prefix, and the decay of the keys as columns of the products: −α_j / scale, relative to the key's block.
+) -> tuple[DecayPrefix, Tensor | None, Tensor]:  # fmt: skip
+    """The prefix, the decay of the keys as columns of the products: −α_j / scale, relative to the key's block, and the
+    bases of the blocks, not read unless the decay is per token.
 
     Zeroes the counter on the way.
     """
     if problem.decay == "scalar":
-        columns = q.new_empty(
-            problem.batch, problem.num_heads, sequence_blocks.decay_blocks(problem), decay_prefix.DECAY_BLOCK,
-            decay_prefix.BIAS_COLUMNS, dtype=torch.bfloat16,
-        )  # fmt: skip
-        return decay_prefix.build(problem, log_decay, columns, -1.0 / score_scale, counter, sequences, launch), columns
+        split = decay_prefix.allocate_split(problem, q)
+        return decay_prefix.build(problem, log_decay, split, -1.0 / score_scale, counter, sequences, launch), *split
     prefix = decay_prefix.allocate(problem, q)
     if problem.decay == "constant":
-        return prefix, decay_prefix.constant_columns(log_decay, -1.0 / score_scale, counter, launch)
+        columns = decay_prefix.constant_columns(log_decay, -1.0 / score_scale, counter, launch)
+        return prefix, columns, prefix.local
     counter.zero_()
-    return prefix, None
+    return prefix, None, prefix.local
 
 
 def heads_together(heads: int, size: int, sharing: int = 1) -> int:

@@ -1,9 +1,11 @@
 """From tensors to the launches of the backward: buffers, descriptors, grids."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, launching, skipping, tma
+from decayattn.backends import COMPILER_OPTIONS, launching, parts, skipping, tma
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.hopper import config, descriptors, tile_table
@@ -54,7 +56,7 @@ def backward(
         scalar = problem.decay == "scalar"
         constant = problem.decay == "constant"
         new, unused = row_references.new_empty, row_references
-        terms = new(head_rows, tiles.row_tiles, 2, tile.rows)
+        terms = new(head_rows, tiles.row_tiles, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * problem.head_dim // _FRAGMENTS[1], _FRAGMENTS[1])
         row_sums = torch.empty_like(row_references) if decay_gradient and scalar else unused
         counter = new(1, dtype=torch.int32)
@@ -62,7 +64,7 @@ def backward(
             row_terms_kernel, row_blocks * head_rows,
             out, d_out, unused if d_lse is None else d_lse, row_references, terms, row_sums, dq_fragments, counter,
             tiles.rows, out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
-            problem.query_length, tiles.row_tiles, problem.num_heads,
+            -math.log(2) / scale, problem.query_length, tiles.row_tiles, problem.num_heads,
             D=problem.head_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, HAS_D_LSE=d_lse is not None,
             ROW_SUMS=decay_gradient and scalar, num_warps=4, **COMPILER_OPTIONS,
         )  # fmt: skip
@@ -85,7 +87,7 @@ def backward(
         launch(
             gradients_kernel, min(items, launching.multiprocessors(problem.device)),
             source(q, tile.rows), source(k, config.WARPGROUP_ROWS), source(v, config.WARPGROUP_ROWS),
-            source(d_out, tile.rows), descriptors.plain(terms, 1), source(dk, config.WARPGROUP_ROWS),
+            source(d_out, tile.rows), descriptors.columns(terms, tile.rows), source(dk, config.WARPGROUP_ROWS),
             source(dv, config.WARPGROUP_ROWS), descriptors.plain(dq_fragments, _FRAGMENTS[0]),
             log_decay if constant else unused, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset,
             mirror, row_sums, column_sums, rate_sums, unused if tiles.keys is None else tiles.keys, counter,
@@ -97,9 +99,9 @@ def backward(
             num_warps=4, maxnreg=tile.launch_registers, **COMPILER_OPTIONS,
         )  # fmt: skip
 
-        parts = tiles.row_tiles * (tile.rows // _PART) * (problem.head_dim // _PART)
+        dq_parts = tiles.row_tiles * (tile.rows // _PART) * (problem.head_dim // _PART)
         launch(
-            unpack_dq_kernel, parts * head_rows,
+            unpack_dq_kernel, dq_parts * head_rows,
             dq_fragments, dq, tiles.rows, dq.stride(), scale, problem.query_length, tiles.row_tiles, problem.num_heads,
             D=problem.head_dim, ROWS=tile.rows, PART=_PART, num_warps=4, **COMPILER_OPTIONS,
         )  # fmt: skip

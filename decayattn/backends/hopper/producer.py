@@ -103,7 +103,7 @@ def _send(
         reference = gl.minimum(found.reference(warpgroup_start), place.key_length - 1)
         reference_bases = head_decay.base(reference // KEYS)
         next_base = head_decay.base(tile_end - 2)
-        difference = (reference_bases - head_decay.base(tile_end - 1)).to(gl.float32)
+        difference = reference_bases.minus(head_decay.base(tile_end - 1))
     else:
         reference_bases = 0.0
         next_base = 0.0
@@ -126,9 +126,7 @@ def _send(
             )
             copy_engine.load(v_desc, at, values.arrival(n - 1), values.tile(n - 1))
         if decay.KIND == "scalar":
-            # Formed exactly and rounded once, and here, where no copy waits for it: float64 arithmetic waits until the
-            # matrix products of the consumers leave its pipe, a third of a tile's time
-            difference = (reference_bases - next_base).to(gl.float32)
+            difference = reference_bases.minus(next_base)
             next_base = head_decay.base(key // KEYS - 2)
     return tiles, following
 

@@ -7,9 +7,16 @@ fragments to its layout and dtype.
 import triton
 import triton.language as tl
 
+from decayattn.backends import parts
 from decayattn.backends.hopper.tile_table import WORDS
+from decayattn.backends.parts import with_parts
 
 LINE: tl.constexpr = tl.constexpr(WORDS)
+COLUMNS: tl.constexpr = tl.constexpr(parts.COLUMNS)
+# where the parts of Δ begin, after those of the reference
+DELTA: tl.constexpr = tl.constexpr(parts.PARTS)
+# a score below all others whatever the scale; finite, because a product multiplies it by 0, too
+NEVER: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 @triton.jit
@@ -32,14 +39,15 @@ def _of_program(heads, parts):
 @triton.jit(do_not_specialize=["row_tiles"])
 def row_terms_kernel(
     out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, counter, table, out_strides, d_out_strides,
-    d_lse_strides, query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
-    HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
+    d_lse_strides, score_factor, query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Per row Δ = Σ dO·O − dLSE, beside the reference that the forward saved, in tiles that one copy can fetch.
+    """Per row what is added to its scores and to its dP: the reference that the forward saved, and Δ = Σ dO·O − dLSE.
 
-    terms is (head rows, row tiles, 2, ROWS), or (heads, tiles of the table, 2, ROWS): references, then Δ. Rows past the
-    end get the reference +∞ of a row that sees nothing, so that their P is 0 without a mask. dq and the row sums, which
-    the next kernel adds to, become 0, and so does the counter that it draws from.
+    terms is (head rows, row tiles, ROWS, COLUMNS), or (heads, tiles of the table, …): the parts of score_factor times
+    the reference, divided by the scale like all that is added to products of q and k, then those of −Δ. Rows past the
+    end and those that see nothing get a reference with which their P is 0 without a mask, and no gradient whatever dLSE
+    is. dq and the row sums, which the next kernel adds to, become 0, and so does the counter that it draws from.
     """
     tl.store(counter, 0, mask=tl.program_id(0) == 0)
     blocks = row_tiles * (ROWS // BLOCK_M)
@@ -67,11 +75,14 @@ def row_terms_kernel(
         offset = entry * d_lse_strides[0] + head * d_lse_strides[1] + token * d_lse_strides[2]
         delta -= tl.load(d_lse + offset, mask=inside, other=0.0)
     reference = tl.load(row_references + here, mask=inside, other=float("inf"))
-    tile_terms = terms + (tile_row * row_tiles + tile) * 2 * ROWS + block % (ROWS // BLOCK_M) * BLOCK_M
-    in_block = tl.arange(0, BLOCK_M)
-    tl.store(tile_terms + in_block, reference)
-    # a row that sees nothing has no gradient, whatever dLSE is
-    tl.store(tile_terms + ROWS + in_block, tl.where(reference < float("inf"), delta, 0.0))
+    seen = reference < float("inf")
+    tile_terms = with_parts(
+        tl.zeros([BLOCK_M, COLUMNS], tl.bfloat16), tl.where(seen, score_factor * reference, NEVER), 0
+    )
+    tile_terms = with_parts(tile_terms, tl.where(seen, -delta, 0.0), DELTA)
+    in_tile = block % (ROWS // BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)
+    terms_row = (tile_row * row_tiles + tile) * ROWS + in_tile
+    tl.store(terms + terms_row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile_terms)
 
     SIZE: tl.constexpr = BLOCK_M * D
     tl.store(dq_fragments + (tile_row * blocks + block) * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
