@@ -103,12 +103,12 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
     gradient = torch.randn(HEADS, tiles.row_tiles, rows, DIM, device=device)
     for n, (start, length, _, entry, first_row, *_) in enumerate(lines(problem, places, rows, False, False)):
         inside, here = min(rows, length - start), slice(first_row + start, first_row + min(start + rows, length))
-        columns = terms[:, n].float()
+        columns = terms[:, n].double()
         added, taken = columns[..., : parts.PARTS].sum(-1), columns[..., parts.PARTS : 2 * parts.PARTS].sum(-1)
-        here_references = references[entry, :, here]
+        here_references = references[entry, :, here].double()
         sees = here_references < torch.inf
         assert torch.equal(added[:, :inside][sees], -8.0 * here_references[sees])
-        torch.testing.assert_close(-taken[:, :inside], delta[entry, :, here], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(-taken[:, :inside], delta[entry, :, here].double(), rtol=1e-5, atol=1e-4)
         # finite, and far below all scores
         assert (added[:, :inside][~sees] < -1e38).all()
         assert (added[:, inside:] < -1e38).all()
