@@ -397,6 +397,10 @@ def _add_rows(
     if work.sizes.DECAY_GRADIENT:
         weights = buffers.weights.index(_nothing(n)).permute((1, 0))
         of_keys = warpgroup_mma(dsT, weights, of_keys, use_acc=False, is_async=True)
+    if copy_engine.LATER:
+        # dv is done by now: with its operand still in registers, the ptxas of later Tritons has too few for products
+        # at D = 128, and makes every one wait for the one before
+        dv = warpgroup_mma_wait(2 if work.sizes.DECAY_GRADIENT else 1, (dv,))
     mbarrier.wait(buffers.d_scores_ready.index(slot ^ 1), ((n - 1) // 2) & 1, pred=n > 0)
     dq, row_sum = _start_dq_part(buffers, n, slot ^ 1, WARPGROUP, D, work.sizes.ROW_SUMS)
     dv, dk, of_keys, dq, row_sum = warpgroup_mma_wait(0, (dv, dk, of_keys, dq, row_sum))

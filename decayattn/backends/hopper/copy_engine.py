@@ -1,4 +1,4 @@
-"""The names of Gluon that changed between Triton 3.6 and later versions, once.
+"""What changed of Gluon between Triton 3.6 and later versions, once.
 
 `load`, `store` and `reduce_add` start asynchronous copies of a tile between device and shared memory.
 """
@@ -30,6 +30,7 @@ else:
 
 
 # renamed before the others, in 3.7
-thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+LATER = gl.constexpr(hasattr(gl, "barrier"))
+thread_barrier = gl.barrier if LATER.value else gl.thread_barrier
 
-__all__ = ["aggregate", "load", "reduce_add", "store", "thread_barrier"]
+__all__ = ["LATER", "aggregate", "load", "reduce_add", "store", "thread_barrier"]
