@@ -15,7 +15,8 @@ so do they. Both are products with eight columns: of keys beside dk, with the ro
 constant decay's Σ dS (i − j), and of rows beside dq. One loop serves edge tiles and whole ones, with a branch around
 the comparison: two loops cost registers, and spills slow the shared memory that this kernel lives on (3 % at D = 128).
 
-rows.py prepares what is one number per row before it, and brings dq to its layout after it.
+What passes between the warps is in key_exchange.py, the producer in key_producer.py. rows.py prepares what is one
+number per row before it, and brings dq to its layout after it.
 
 Tiles, per warpgroup: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · terms (ROWS, 16) · scoreT, pT, dpT, dsT (64, ROWS) ·
 dq part (64, 64).
@@ -32,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper import copy_engine
-from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.fragments import (
     DEPTH,
     SHARES,
@@ -42,204 +42,22 @@ from decayattn.backends.hopper.fragments import (
     from_threads,
     ones_of_parts,
 )
-from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item
-from decayattn.backends.hopper.rings import Ring, allocate_words, load_word, make_ring, next_item, store_word
+from decayattn.backends.hopper.key_exchange import Buffers
+from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item, load_rate
+from decayattn.backends.hopper.key_producer import produce
+from decayattn.backends.hopper.rings import allocate_words, make_ring
 from decayattn.backends.hopper.rows import DELTA
 from decayattn.backends.hopper.tile_table import allocate_tiles, flat
-from decayattn.backends.prefix import DECAY_BLOCK
 from decayattn.backends.tile_math import LOG2E, decayed_score, probability, score_gradient, visible
 from decayattn.backends.tile_range import edge_tile
 
-BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
 # one part of dq: what a warpgroup multiplies of a tile, 64 rows × 64 columns, and its shape as fragments
 PART: gl.constexpr = gl.constexpr(64)
 FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
 FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
-# columns that sum up dS: as few as a product can have
+# columns that sum up dS: as few as a product can have, and the sums' layout
 COPIES: gl.constexpr = gl.constexpr(8)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The gradients
-
-
-@aggregate
-class Buffers:
-    """Shared memory: tiles, numbers, and the barriers that say which of them may be read or written."""
-
-    keys: gl.shared_memory_descriptor  # (2, 1, …, 64, D), as are values; then the places of dk and dv on their way out
-    values: gl.shared_memory_descriptor
-    queries: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D), as are d_outs
-    d_outs: gl.shared_memory_descriptor
-    terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
-    differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the reference of the rows minus α at the key tile's
-    starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
-    d_scores: gl.shared_memory_descriptor  # (2 tiles · 2 warpgroups, 64, ROWS)
-    dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
-    ones: gl.shared_memory_descriptor  # (1, 8, 64)
-    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): 1 and the row's number, by turns
-    queries_ready: gl.shared_memory_descriptor
-    d_outs_ready: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    d_scores_ready: gl.shared_memory_descriptor
-    keys_ready: gl.shared_memory_descriptor
-    keys_read: gl.shared_memory_descriptor
-    gradients_ready: gl.shared_memory_descriptor  # dk and dv stand where the keys and values were
-    drawn: Ring  # the number of the item
-    STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, ones, weights,
-        queries_ready, d_outs_ready, empty, d_scores_ready, keys_ready, keys_read, gradients_ready, drawn, STAGES,
-    ):  # fmt: skip
-        self.keys = keys
-        self.values = values
-        self.queries = queries
-        self.d_outs = d_outs
-        self.terms = terms
-        self.differences = differences
-        self.starts = starts
-        self.d_scores = d_scores
-        self.dq_parts = dq_parts
-        self.ones = ones
-        self.weights = weights
-        self.queries_ready = queries_ready
-        self.d_outs_ready = d_outs_ready
-        self.empty = empty
-        self.d_scores_ready = d_scores_ready
-        self.keys_ready = keys_ready
-        self.keys_read = keys_read
-        self.gradients_ready = gradients_ready
-        self.drawn = drawn
-        self.STAGES = gl.constexpr(STAGES)
-
-    @gluon.jit
-    def stage(self, n):
-        return n % self.STAGES
-
-    @gluon.jit
-    def phase(self, n):
-        return (n // self.STAGES) & 1
-
-    @gluon.jit
-    def hand_over(self, count, item):
-        """The producer's count-th item."""
-        self.drawn.wait_empty(count)
-        store_word(self.drawn.tiles, 0, item)
-        mbarrier.arrive(self.drawn.arrival(count), count=1)
-
-    @gluon.jit
-    def draw(self, count):
-        """The number of the count-th item, for the consumers."""
-        self.drawn.wait_ready(count)
-        item = load_word(self.drawn.tiles, 0)
-        self.drawn.release(count)
-        return item
-
-
-@gluon.jit
-def _load_rate(rates, rate_stride, head):
-    """γ of a head in base 2."""
-    return (gl.load(rates + head * rate_stride) * LOG2E).to(gl.float32)
-
-
-@gluon.jit
-def _base_difference(work, tile, bases, key_base, rate):
-    """α at the reference of a tile's rows minus α at the start of the key tile."""
-    reference = tile * work.sizes.ROWS // BLOCK * BLOCK + work.first_position()
-    if work.sizes.DECAY == "scalar":
-        # formed in float64 and rounded once
-        difference = (gl.load(bases + gl.maximum(reference, 0) // BLOCK) - key_base).to(gl.float32)
-    elif work.sizes.DECAY == "constant":
-        difference = (reference - work.place.start).to(gl.float32) * rate
-    else:
-        difference = 0.0
-    return difference
-
-
-@gluon.jit
-def _store_gradients(sizes, item, buffers, count, dk_desc, dv_desc):
-    """dk and dv of an item, which is the count-th, from shared memory."""
-    mbarrier.wait(buffers.gradients_ready, count & 1)
-    work = found_item(sizes, item)
-    for w in gl.static_range(2):
-        copy_engine.store(dv_desc, work.key_at(w), buffers.values.index(w))
-        copy_engine.store(dk_desc, work.key_at(w), buffers.keys.index(w))
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc):
-    """dk and dv of the item before leave, then keys and values of the count-th come to their place."""
-    if count > 0:
-        _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)
-    mbarrier.expect(buffers.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    for w in gl.static_range(2):
-        copy_engine.load(k_desc, work.key_at(w), buffers.keys_ready, buffers.keys.index(w))
-    for w in gl.static_range(2):
-        copy_engine.load(v_desc, work.key_at(w), buffers.keys_ready, buffers.values.index(w))
-
-
-@gluon.jit
-def _produce(
-    sizes, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates, rate_stride,
-    base, last_reset, next_reset,
-):  # fmt: skip
-    """The producer warp: keys and values of an item, and the query tiles of each of its heads, edge tiles first.
-
-    An item's first query tile comes before its keys, which wait until dk and dv of the item before have left.
-    """
-    ROWS: gl.constexpr = sizes.ROWS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    item = gl.program_id(0)
-    previous = item * 0  # not item itself: Triton would take the assignment below for no change
-    count = item * 0
-    n = item * 0
-    while item < sizes.number:
-        work = found_item(sizes, item)
-        buffers.hand_over(count, item)
-        n_begin = n
-        for member in range(sizes.GROUP):
-            tokens = work.first_token(member)
-            bases = base + work.first_block(member)
-            key_base = 0.0
-            rate = 0.0
-            if sizes.DECAY == "scalar":
-                key_base = gl.load(bases + work.place.start // BLOCK)
-            elif sizes.DECAY == "constant":
-                rate = _load_rate(rates, rate_stride, work.head(member))
-            begin, whole_begin, whole_end, end = work.visited(member, last_reset + tokens, next_reset + tokens)
-            edges = end - begin - (whole_end - whole_begin)
-            for m in range(end - begin):
-                tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
-                stage = buffers.stage(n)
-                # loaded before the wait: the tile's copies start right after it
-                difference = _base_difference(work, tile, bases, key_base, rate)
-                mbarrier.wait(buffers.empty.index(stage), buffers.phase(n) ^ 1)
-                buffers.differences.index(stage).store(gl.full([1], difference, gl.float32, LAYOUT))
-                buffers.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
-                ready = buffers.queries_ready.index(stage)
-                terms_row = (work.first_tile(member) + tile) * ROWS
-                mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
-                at = work.query_at(member, tile * ROWS)
-                copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
-                copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage))
-                if n == n_begin:
-                    _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
-                ready = buffers.d_outs_ready.index(stage)
-                mbarrier.expect(ready, d_out_desc.block_type.nbytes)
-                copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
-                n += 1
-        if n == n_begin:
-            _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
-        count += 1
-        previous = item
-        # drawn late: the last ones go to those who are done
-        item = next_item(counter, sizes.number)
-    buffers.hand_over(count, sizes.number)
-    if count > 0:
-        _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)
+SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COPIES.value, 16]))
 
 
 @gluon.jit
@@ -267,7 +85,6 @@ def _start_dq_part(buffers, n, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW
     """Issue dS k of the tile in a slot of dSᵀ: columns (D = 128) or rows (D = 64) of one half of dq; and the sums of
     rows of dS (64, 8 copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both."""
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COPIES, 16])
     zero = gl.zeros([PART, PART], gl.float32, DQ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
     first = _nothing(n)
@@ -343,7 +160,6 @@ def _add_rows(
     DECAY: gl.constexpr = work.sizes.DECAY
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COPIES, 16])
     DTYPE: gl.constexpr = buffers.queries.dtype
     zero = gl.zeros([SHARE, ROWS], gl.float32, SCORE)
     stage = buffers.stage(n)
@@ -445,7 +261,7 @@ def _consume(
             if DECAY == "scalar":
                 key_alpha = gl.load(local + tokens + inside)
             elif DECAY == "constant":
-                rate = _load_rate(rates, rate_stride, work.head(member))
+                rate = load_rate(rates, rate_stride, work.head(member))
                 key_alpha = (key - work.place.start).to(gl.float32) * rate
             first, end = work.rows_of(key, last_reset + tokens, next_reset + tokens)
             begin, whole_begin, whole_end, tile_end = work.visited(member, last_reset + tokens, next_reset + tokens)
@@ -589,7 +405,7 @@ def gradients_kernel(
                 ),
             ),
             (
-                _produce,
+                produce,
                 (
                     sizes, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates,
                     rate_stride, base, last_reset, next_reset,

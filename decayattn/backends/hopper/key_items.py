@@ -10,6 +10,7 @@ from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.tile_table import Place, coordinates, dense_place, load_place
 from decayattn.backends.skipping import GRANULE
+from decayattn.backends.tile_math import LOG2E
 from decayattn.backends.tile_range import rows_that_see, tiles_between
 
 KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
@@ -188,3 +189,9 @@ def found_item(sizes, item):
         place = dense_place(tile * KEYS, sizes.query_axis, sizes.key_axis, kv_head // kv_heads)
         kv_head = kv_head % kv_heads
     return Item(sizes, place, kv_head)
+
+
+@gluon.jit
+def load_rate(rates, rate_stride, head):
+    """γ of a head in base 2."""
+    return (gl.load(rates + head * rate_stride) * LOG2E).to(gl.float32)

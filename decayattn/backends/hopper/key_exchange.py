@@ -1,0 +1,83 @@
+"""What the producer and the consumers of the Hopper backward share."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from decayattn.backends.hopper.copy_engine import aggregate
+from decayattn.backends.hopper.rings import Ring, load_word, store_word
+
+
+@aggregate
+class Buffers:
+    """Shared memory: tiles, numbers, and the barriers that say which of them may be read or written."""
+
+    keys: gl.shared_memory_descriptor  # (2, 1, …, 64, D), as are values; then the places of dk and dv on their way out
+    values: gl.shared_memory_descriptor
+    queries: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D), as are d_outs
+    d_outs: gl.shared_memory_descriptor
+    terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
+    differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the reference of the rows minus α at the key tile's
+    starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
+    d_scores: gl.shared_memory_descriptor  # (2 tiles · 2 warpgroups, 64, ROWS)
+    dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
+    ones: gl.shared_memory_descriptor  # (1, 8, 64)
+    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): 1 and the row's number, by turns
+    queries_ready: gl.shared_memory_descriptor
+    d_outs_ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    d_scores_ready: gl.shared_memory_descriptor
+    keys_ready: gl.shared_memory_descriptor
+    keys_read: gl.shared_memory_descriptor
+    gradients_ready: gl.shared_memory_descriptor  # dk and dv stand where the keys and values were
+    drawn: Ring  # the number of the item
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, ones, weights,
+        queries_ready, d_outs_ready, empty, d_scores_ready, keys_ready, keys_read, gradients_ready, drawn, STAGES,
+    ):  # fmt: skip
+        self.keys = keys
+        self.values = values
+        self.queries = queries
+        self.d_outs = d_outs
+        self.terms = terms
+        self.differences = differences
+        self.starts = starts
+        self.d_scores = d_scores
+        self.dq_parts = dq_parts
+        self.ones = ones
+        self.weights = weights
+        self.queries_ready = queries_ready
+        self.d_outs_ready = d_outs_ready
+        self.empty = empty
+        self.d_scores_ready = d_scores_ready
+        self.keys_ready = keys_ready
+        self.keys_read = keys_read
+        self.gradients_ready = gradients_ready
+        self.drawn = drawn
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def stage(self, n):
+        return n % self.STAGES
+
+    @gluon.jit
+    def phase(self, n):
+        return (n // self.STAGES) & 1
+
+    @gluon.jit
+    def hand_over(self, count, item):
+        """The producer's count-th item."""
+        self.drawn.wait_empty(count)
+        store_word(self.drawn.tiles, 0, item)
+        mbarrier.arrive(self.drawn.arrival(count), count=1)
+
+    @gluon.jit
+    def draw(self, count):
+        """The number of the count-th item, for the consumers."""
+        self.drawn.wait_ready(count)
+        item = load_word(self.drawn.tiles, 0)
+        self.drawn.release(count)
+        return item

@@ -1,0 +1,111 @@
+"""The Hopper backward's producer: one warp that draws items and sends them, and takes their dk and dv away."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from decayattn.backends.hopper import copy_engine
+from decayattn.backends.hopper.key_items import found_item, load_rate
+from decayattn.backends.hopper.rings import next_item
+from decayattn.backends.prefix import DECAY_BLOCK
+from decayattn.backends.tile_range import edge_tile
+
+BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
+
+
+@gluon.jit
+def _base_difference(work, tile, bases, key_base, rate):
+    """α at the reference of a tile's rows minus α at the start of the key tile."""
+    reference = tile * work.sizes.ROWS // BLOCK * BLOCK + work.first_position()
+    if work.sizes.DECAY == "scalar":
+        # formed in float64 and rounded once
+        difference = (gl.load(bases + gl.maximum(reference, 0) // BLOCK) - key_base).to(gl.float32)
+    elif work.sizes.DECAY == "constant":
+        difference = (reference - work.place.start).to(gl.float32) * rate
+    else:
+        difference = 0.0
+    return difference
+
+
+@gluon.jit
+def _store_gradients(sizes, item, buffers, count, dk_desc, dv_desc):
+    """dk and dv of an item, which is the count-th, from shared memory."""
+    mbarrier.wait(buffers.gradients_ready, count & 1)
+    work = found_item(sizes, item)
+    for w in gl.static_range(2):
+        copy_engine.store(dv_desc, work.key_at(w), buffers.values.index(w))
+        copy_engine.store(dk_desc, work.key_at(w), buffers.keys.index(w))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc):
+    """dk and dv of the item before leave, then keys and values of the count-th come to their place."""
+    if count > 0:
+        _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)
+    mbarrier.expect(buffers.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for w in gl.static_range(2):
+        copy_engine.load(k_desc, work.key_at(w), buffers.keys_ready, buffers.keys.index(w))
+    for w in gl.static_range(2):
+        copy_engine.load(v_desc, work.key_at(w), buffers.keys_ready, buffers.values.index(w))
+
+
+@gluon.jit
+def produce(
+    sizes, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates, rate_stride,
+    base, last_reset, next_reset,
+):  # fmt: skip
+    """The producer warp: keys and values of an item, and the query tiles of each of its heads, edge tiles first.
+
+    An item's first query tile comes before its keys, which wait until dk and dv of the item before have left.
+    """
+    ROWS: gl.constexpr = sizes.ROWS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    item = gl.program_id(0)
+    previous = item * 0  # not item itself: Triton would take the assignment below for no change
+    count = item * 0
+    n = item * 0
+    while item < sizes.number:
+        work = found_item(sizes, item)
+        buffers.hand_over(count, item)
+        n_begin = n
+        for member in range(sizes.GROUP):
+            tokens = work.first_token(member)
+            bases = base + work.first_block(member)
+            key_base = 0.0
+            rate = 0.0
+            if sizes.DECAY == "scalar":
+                key_base = gl.load(bases + work.place.start // BLOCK)
+            elif sizes.DECAY == "constant":
+                rate = load_rate(rates, rate_stride, work.head(member))
+            begin, whole_begin, whole_end, end = work.visited(member, last_reset + tokens, next_reset + tokens)
+            edges = end - begin - (whole_end - whole_begin)
+            for m in range(end - begin):
+                tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
+                stage = buffers.stage(n)
+                # loaded before the wait: the tile's copies start right after it
+                difference = _base_difference(work, tile, bases, key_base, rate)
+                mbarrier.wait(buffers.empty.index(stage), buffers.phase(n) ^ 1)
+                buffers.differences.index(stage).store(gl.full([1], difference, gl.float32, LAYOUT))
+                buffers.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
+                ready = buffers.queries_ready.index(stage)
+                terms_row = (work.first_tile(member) + tile) * ROWS
+                mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
+                at = work.query_at(member, tile * ROWS)
+                copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
+                copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage))
+                if n == n_begin:
+                    _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
+                ready = buffers.d_outs_ready.index(stage)
+                mbarrier.expect(ready, d_out_desc.block_type.nbytes)
+                copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
+                n += 1
+        if n == n_begin:
+            _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
+        count += 1
+        previous = item
+        # drawn late: the last ones go to those who are done
+        item = next_item(counter, sizes.number)
+    buffers.hand_over(count, sizes.number)
+    if count > 0:
+        _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)
