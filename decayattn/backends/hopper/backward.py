@@ -5,7 +5,8 @@ stay, and draw items from a counter. A producer warp streams q, dO and the row t
 of the next item while dk and dv leave. Two consumer warpgroups own 64 keys of an item each: they recompute Pᵀ from the
 saved row references and add to dk and dv in registers. dq needs all keys of a tile, so dSᵀ goes through shared memory,
 where each warpgroup multiplies one half of dq, a tile later (then neither waits for the other), and the copy engine
-adds it in float32 to a buffer in the order in which registers hold it ("fragments").
+adds it in float32 to a buffer in the order in which registers hold it ("fragments"). The second warpgroup begins a tile
+when the first has its scores: one multiplies while the other computes, where in step both would do either.
 
 What is one number per row, its reference and Δ, costs no instruction per score: three bfloat16 columns each (parts.py)
 come with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ and to V dOᵀ.
@@ -45,7 +46,7 @@ from decayattn.backends.hopper.fragments import (
 from decayattn.backends.hopper.key_exchange import Buffers
 from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item, load_rate
 from decayattn.backends.hopper.key_producer import produce
-from decayattn.backends.hopper.rings import allocate_words, make_ring
+from decayattn.backends.hopper.rings import allocate_words, arrive, make_ring, signal
 from decayattn.backends.hopper.rows import DELTA
 from decayattn.backends.hopper.tile_table import allocate_tiles, flat
 from decayattn.backends.tile_math import LOG2E, decayed_score, probability, score_gradient, visible
@@ -112,15 +113,17 @@ def _start_dq_part(buffers, n, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW
 
 
 @gluon.jit
-def _add_dq_part(dq_desc, part, buffers, dq, WARPGROUP: gl.constexpr):
-    """Add a part to its place in the fragments; store_wait and a barrier since the last one, which used the memory."""
-    staged = buffers.dq_parts.index(WARPGROUP)
+def _stage_dq_part(buffers, dq, WARPGROUP: gl.constexpr):
+    """A part as fragments to shared memory, where the copy engine adds it from."""
     # (warp, row / 8, row % 8, column / 8, column % 8 / 2, column % 2) → every thread's registers side by side
     fragments = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), [3, 0, 2, 4, 1, 5])
-    staged.store(gl.reshape(fragments, [FRAGMENT_ROWS, FRAGMENT_COLUMNS]))
-    fence_async_shared()
-    copy_engine.thread_barrier()
-    copy_engine.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], staged)
+    buffers.dq_parts.index(WARPGROUP).store(gl.reshape(fragments, [FRAGMENT_ROWS, FRAGMENT_COLUMNS]))
+
+
+@gluon.jit
+def _add_dq_part(dq_desc, part, buffers, WARPGROUP: gl.constexpr):
+    """Add what _stage_dq_part stored, a fence and a barrier ago, to its place in the fragments."""
+    copy_engine.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], buffers.dq_parts.index(WARPGROUP))
 
 
 @gluon.jit
@@ -164,12 +167,15 @@ def _add_rows(
     zero = gl.zeros([SHARE, ROWS], gl.float32, SCORE)
     stage = buffers.stage(n)
     phase = buffers.phase(n)
-    slot = n % 2
     query = flat(buffers.queries.index(stage))
     d_out = flat(buffers.d_outs.index(stage))
 
     own = WARPGROUP + _nothing(n)
+    KEY_SUMS: gl.constexpr = 1 if work.sizes.DECAY_GRADIENT else 0
 
+    if WARPGROUP == 1:
+        # in step with the first it is 1 to 3 % slower
+        mbarrier.wait(buffers.first_scores.index(stage), phase)
     mbarrier.wait(buffers.queries_ready.index(stage), phase)
     key = flat(buffers.keys.index(own))
     scoreT = warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -180,6 +186,8 @@ def _add_rows(
     dpT = warpgroup_mma(value, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
     dpT = warpgroup_mma(ones_of_parts(DELTA, SCORE), terms, dpT, is_async=True)
     scoreT = warpgroup_mma_wait(2, (scoreT,))
+    if WARPGROUP == 0:
+        signal(buffers.first_scores.index(stage))
     if DECAY != "none":
         # what the tile's rows share joins what a key has
         key_alpha = key_alpha - buffers.differences.index(stage).load(key_alpha.type.layout)
@@ -201,31 +209,35 @@ def _add_rows(
         p = _widened(pT)
     dsT = score_gradient(p, dpT, 0).to(DTYPE)
 
-    # the slot was last read by the products for dq two tiles ago, which both warpgroups had finished a tile ago
-    before = n + buffers.STAGES - 1  # the stage of tile n − 1, one round later
-    mbarrier.wait(buffers.empty.index(buffers.stage(before)), buffers.phase(before) ^ 1, pred=n > 1)
-    buffers.d_scores.index(slot * 2 + WARPGROUP).store(dsT)
+    # for dq below; there, after an arrival at a neighbouring barrier, Triton would have the warps wait for each other
+    buffers.wait_d_scores(n - 1, pred=n > 0)
+    if buffers.SLOTS == 2:
+        # both have read the slot, for dq of tile n − 2; of three slots, they had before q of this tile could come
+        mbarrier.wait(buffers.d_scores_read, (n - 1) & 1, pred=n > 0)
+    buffers.d_scores.index(buffers.slot(n) * 2 + WARPGROUP).store(dsT)
     fence_async_shared()
-    mbarrier.arrive(buffers.d_scores_ready.index(slot), count=1)
+    tma.store_wait(0)  # the copy engine has read what _stage_dq_part stored a tile ago
+    arrive(buffers.d_scores_ready.index(buffers.slot(n)))
+    # done by now: were its operand still in registers, later ptxas would have too few for the products at D = 128, and
+    # make every one wait for the one before
+    dv = warpgroup_mma_wait(0, (dv,))
+    dq, row_sum = _start_dq_part(buffers, n, buffers.slot(n - 1), WARPGROUP, D, work.sizes.ROW_SUMS)
     dsT = gl.convert_layout(dsT, OPERAND)
     dk = warpgroup_mma(dsT, query, dk, is_async=True)
     of_keys = gl.zeros([SHARE, COPIES], gl.float32, SUMS)
     if work.sizes.DECAY_GRADIENT:
         weights = buffers.weights.index(_nothing(n)).permute((1, 0))
         of_keys = warpgroup_mma(dsT, weights, of_keys, use_acc=False, is_async=True)
-    if copy_engine.LATER:
-        # dv is done by now: with its operand still in registers, the ptxas of later Tritons has too few for products
-        # at D = 128, and makes every one wait for the one before
-        dv = warpgroup_mma_wait(2 if work.sizes.DECAY_GRADIENT else 1, (dv,))
-    mbarrier.wait(buffers.d_scores_ready.index(slot ^ 1), ((n - 1) // 2) & 1, pred=n > 0)
-    dq, row_sum = _start_dq_part(buffers, n, slot ^ 1, WARPGROUP, D, work.sizes.ROW_SUMS)
-    dv, dk, of_keys, dq, row_sum = warpgroup_mma_wait(0, (dv, dk, of_keys, dq, row_sum))
-    tma.store_wait(0)
-    mbarrier.arrive(buffers.empty.index(stage), count=1)  # begins with a barrier of the warpgroup
+    dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums go on
+    if buffers.SLOTS == 2:
+        arrive(buffers.d_scores_read)
+    _stage_dq_part(buffers, dq, WARPGROUP)
+    dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
+    fence_async_shared()  # not before: with products on their way ptxas crashes
+    arrive(buffers.empty.index(stage))
     if previous >= 0:
-        _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
+        _add_dq_part(dq_desc, first_part + previous * 2, buffers, WARPGROUP)
         if work.sizes.ROW_SUMS:
-            # after the fence, which would wait until they have reached memory
             _add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
     if work.sizes.DECAY_GRADIENT:
         key_sum += _key_sum(of_keys, tile * ROWS + work.first_position() - key_position, DECAY)
@@ -281,13 +293,15 @@ def _consume(
                 n += 1
             if previous >= 0:
                 # dq of the head's last tile
-                slot = (n - 1) % 2
-                mbarrier.wait(buffers.d_scores_ready.index(slot), ((n - 1) // 2) & 1)
-                dq, row_sum = _start_dq_part(buffers, n, slot, WARPGROUP, D, sizes.ROW_SUMS)
+                buffers.wait_d_scores(n - 1)
+                dq, row_sum = _start_dq_part(buffers, n, buffers.slot(n - 1), WARPGROUP, D, sizes.ROW_SUMS)
                 dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
-                _add_dq_part(dq_desc, first_part + previous * 2, buffers, dq, WARPGROUP)
+                _stage_dq_part(buffers, dq, WARPGROUP)
+                fence_async_shared()
+                copy_engine.thread_barrier()
+                _add_dq_part(dq_desc, first_part + previous * 2, buffers, WARPGROUP)
                 if sizes.ROW_SUMS:
                     _add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
             if sizes.DECAY_GRADIENT:
@@ -305,13 +319,13 @@ def _consume(
                     gl.store(rate_sums + tile * 2 + WARPGROUP, gl.sum(sums, 0))
 
         # values make room for dv, and keys, which both warpgroups have read, for dk
-        mbarrier.arrive(buffers.keys_read, count=1)
+        arrive(buffers.keys_read)
         flat(buffers.values.index(WARPGROUP)).store(dv.to(buffers.values.dtype))
         dk = dk * scale
         mbarrier.wait(buffers.keys_read, count & 1)
         flat(buffers.keys.index(WARPGROUP)).store(dk.to(buffers.keys.dtype))
         fence_async_shared()
-        mbarrier.arrive(buffers.gradients_ready, count=1)
+        arrive(buffers.gradients_ready)
         count += 1
         item = buffers.draw(count)
 
@@ -327,8 +341,8 @@ def gradients_kernel(
     q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, rates, local, base, last_reset,
     next_reset, mirror, row_sums, column_sums, rate_sums, key_table, counter, rate_stride, scale, left, query_length,
     key_length, blocks, row_tiles, key_tiles, entries, heads, together, D: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, DECAY: gl.constexpr, DECAY_GRADIENT: gl.constexpr, RAGGED: gl.constexpr,
-    WINDOW: gl.constexpr, PLANNED: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, DECAY: gl.constexpr, DECAY_GRADIENT: gl.constexpr,
+    RAGGED: gl.constexpr, WINDOW: gl.constexpr, PLANNED: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dk, dv of all key tiles over their groups of query heads; added up, dq, row sums and a rate's gradient.
 
@@ -364,26 +378,33 @@ def gradients_kernel(
         gl.allocate_shared_memory(terms_desc.dtype, [STAGES, ROWS, DEPTH], terms_desc.layout),
         allocate_words(STAGES, gl.float32),
         allocate_words(STAGES),
-        gl.allocate_shared_memory(DTYPE, [4, SHARE, ROWS], gl.NVMMASharedLayout.get_default_for([SHARE, ROWS], DTYPE)),
+        gl.allocate_shared_memory(
+            DTYPE, [SLOTS * 2, SHARE, ROWS], gl.NVMMASharedLayout.get_default_for([SHARE, ROWS], DTYPE)
+        ),
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
         ones,
         weights,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         make_ring(allocate_words(1), 1, 2),
         STAGES,
+        SLOTS,
     )
     for stage in gl.static_range(STAGES):
         mbarrier.init(buffers.queries_ready.index(stage), count=1)
         mbarrier.init(buffers.d_outs_ready.index(stage), count=1)
         mbarrier.init(buffers.empty.index(stage), count=2)
-    for slot in gl.static_range(2):
+        mbarrier.init(buffers.first_scores.index(stage), count=1)
+    for slot in gl.static_range(SLOTS):
         mbarrier.init(buffers.d_scores_ready.index(slot), count=2)
+    mbarrier.init(buffers.d_scores_read, count=2)
     mbarrier.init(buffers.keys_ready, count=1)
     mbarrier.init(buffers.keys_read, count=2)
     mbarrier.init(buffers.gradients_ready, count=2)

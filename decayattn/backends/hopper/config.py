@@ -45,10 +45,12 @@ def forward(dim: int) -> ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Rows of a query tile, query tiles in flight, registers per thread and spills (as in ForwardConfig)."""
+    """Rows of a query tile, query tiles in flight, slots for their dSᵀ, registers per thread and spills (as in
+    ForwardConfig)."""
 
     rows: int
     stages: int
+    slots: int
     registers: int
     launch_registers: int
     spill_bytes: int
@@ -58,9 +60,10 @@ def backward(dim: int) -> BackwardConfig:
     """The backward's schedule for D = D_v = dim; two consumer warpgroups of 64 keys each.
 
     dk and dv take 128 registers of a thread at D = 128, leaving room for scores of 64 rows; two stages of q and dO,
-    with dSᵀ and dq on their way out, fill the shared memory (205 KB).
+    with dSᵀ and dq on their way out, fill the shared memory (204 and 215 KB).
     """
     if dim == 64:
         # in edge tiles and between items, not in the loop over whole tiles
-        return BackwardConfig(rows=128, stages=2, registers=240, launch_registers=168, spill_bytes=24)
-    return BackwardConfig(rows=64, stages=2, registers=240, launch_registers=168, spill_bytes=48)
+        return BackwardConfig(rows=128, stages=2, slots=2, registers=240, launch_registers=168, spill_bytes=24)
+    # for a constant decay; 48 bytes for others
+    return BackwardConfig(rows=64, stages=2, slots=3, registers=240, launch_registers=168, spill_bytes=68)

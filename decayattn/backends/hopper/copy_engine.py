@@ -29,8 +29,7 @@ else:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
-# whether Triton is later than 3.6
-LATER = gl.constexpr(hasattr(gl, "barrier"))
-thread_barrier = gl.barrier if LATER.value else gl.thread_barrier
+# renamed before the others, in 3.7
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-__all__ = ["LATER", "aggregate", "load", "reduce_add", "store", "thread_barrier"]
+__all__ = ["aggregate", "load", "reduce_add", "store", "thread_barrier"]

@@ -19,24 +19,28 @@ class Buffers:
     terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
     differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the reference of the rows minus α at the key tile's
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
-    d_scores: gl.shared_memory_descriptor  # (2 tiles · 2 warpgroups, 64, ROWS)
+    d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS)
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
     ones: gl.shared_memory_descriptor  # (1, 8, 64)
     weights: gl.shared_memory_descriptor  # (1, 8, ROWS): 1 and the row's number, by turns
     queries_ready: gl.shared_memory_descriptor
     d_outs_ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    first_scores: gl.shared_memory_descriptor  # the first warpgroup has its scores
     d_scores_ready: gl.shared_memory_descriptor
+    d_scores_read: gl.shared_memory_descriptor  # dSᵀ of the tile before has been, by both; with two slots only
     keys_ready: gl.shared_memory_descriptor
     keys_read: gl.shared_memory_descriptor
     gradients_ready: gl.shared_memory_descriptor  # dk and dv stand where the keys and values were
     drawn: Ring  # the number of the item
     STAGES: gl.constexpr
+    SLOTS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, ones, weights,
-        queries_ready, d_outs_ready, empty, d_scores_ready, keys_ready, keys_read, gradients_ready, drawn, STAGES,
+        queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, d_scores_read, keys_ready, keys_read,
+        gradients_ready, drawn, STAGES, SLOTS,
     ):  # fmt: skip
         self.keys = keys
         self.values = values
@@ -52,12 +56,15 @@ class Buffers:
         self.queries_ready = queries_ready
         self.d_outs_ready = d_outs_ready
         self.empty = empty
+        self.first_scores = first_scores
         self.d_scores_ready = d_scores_ready
+        self.d_scores_read = d_scores_read
         self.keys_ready = keys_ready
         self.keys_read = keys_read
         self.gradients_ready = gradients_ready
         self.drawn = drawn
         self.STAGES = gl.constexpr(STAGES)
+        self.SLOTS = gl.constexpr(SLOTS)
 
     @gluon.jit
     def stage(self, n):
@@ -66,6 +73,16 @@ class Buffers:
     @gluon.jit
     def phase(self, n):
         return (n // self.STAGES) & 1
+
+    @gluon.jit
+    def slot(self, n):
+        """Where dSᵀ of the n-th tile is; n may be −1."""
+        return (n + self.SLOTS) % self.SLOTS
+
+    @gluon.jit
+    def wait_d_scores(self, n, pred=True):
+        """Until both warpgroups' dSᵀ of the n-th tile is there."""
+        mbarrier.wait(self.d_scores_ready.index(self.slot(n)), (n // self.SLOTS) & 1, pred=pred)
 
     @gluon.jit
     def hand_over(self, count, item):

@@ -94,7 +94,7 @@ def backward(
             log_decay.stride(0) if constant else 0, scale, left_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
             problem.num_heads, heads_together(kv_heads, rows_size), D=problem.head_dim, ROWS=tile.rows,
-            STAGES=tile.stages, GROUP=group, DECAY=problem.decay, DECAY_GRADIENT=decay_gradient,
+            STAGES=tile.stages, SLOTS=tile.slots, GROUP=group, DECAY=problem.decay, DECAY_GRADIENT=decay_gradient,
             RAGGED=places is not None, WINDOW=problem.window[0] >= 0, PLANNED=planned, REGISTERS=tile.registers,
             num_warps=4, maxnreg=tile.launch_registers, **COMPILER_OPTIONS,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
 
 
@@ -22,6 +23,23 @@ def stage(n, STAGES: gl.constexpr):
 def phase(n, STAGES: gl.constexpr):
     """n // STAGES % 2: what a barrier of the stage waits for."""
     return (n >> _exponent(STAGES)) & 1
+
+
+@gluon.jit
+def signal(barrier, pred=True):
+    """Arrive at a barrier, for a warpgroup whose warps need not have come here. Expecting 0 bytes is an arrival.
+
+    mbarrier.arrive has a barrier of the warpgroup on either side, because Triton takes it for an access to all shared
+    memory, and warps that wait for each other let the matrix products wait.
+    """
+    mbarrier.expect(barrier, 0, pred)
+
+
+@gluon.jit
+def arrive(barrier, pred=True):
+    """Arrive at a barrier, for a warpgroup, when all its warps have come here."""
+    copy_engine.thread_barrier()
+    signal(barrier, pred)
 
 
 @aggregate
@@ -59,7 +77,7 @@ class Ring:
 
     @gluon.jit
     def release(self, n, pred=True):
-        mbarrier.arrive(self.empty.index(stage(n, self.STAGES)), count=1, pred=pred)
+        arrive(self.empty.index(stage(n, self.STAGES)), pred)
 
     @gluon.jit
     def skip(self, n):
