@@ -1,10 +1,11 @@
 """The only autograd bridge of the kernels: two opaque operators, decayattn::forward and decayattn::backward.
 
-Operators rather than an autograd.Function, because torch.compile, CUDA graphs, fake tensors and selective checkpointing
-then see one node with known shapes, and the launches behind it stay ordinary Python.
+Operators, because torch.compile, fake tensors and selective checkpointing then see one node with known shapes, and the
+launches behind it stay ordinary Python. Where nobody looks at operators, what is behind them is called as it is:
+passing through them takes a small call a sixth of the host's time.
 """
 
-import contextlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -52,30 +53,46 @@ def attention(
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
     row_scale, scale = (scale, 1.0) if problem.row_scale else (None, scale)
     longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
-    out, lse, *_ = torch.ops.decayattn.forward.default(
+    inputs = (
         q, k, v, log_decay, row_scale, places, bias, scale, problem.causal, problem.window, longest,
         problem.skip_tolerance, backend,
     )  # fmt: skip
+    watched = _watched(x for x in (*tensors, places) if x is not None)
+    out, lse, *_ = torch.ops.decayattn.forward.default(*inputs) if watched else _with_gradient(problem, inputs)
     return out, lse
 
 
-@torch.library.impl("decayattn::forward", "CompositeExplicitAutograd")
-def _forward(q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend):
-    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
+def _watched(tensors: Iterable[Tensor]) -> bool:
+    """Whether somebody looks at the operators: a tracer, a dispatch mode, a transform of torch.func, or a subclass of
+    Tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+    )
+
+
+def _forward(
+    q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend, problem=None
+):  # fmt: skip
+    if problem is None:
+        problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
     scale = scale if row_scale is None else row_scale
     launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale))
     out, lse, row_references, prefix, first_block = launcher.forward(problem, q, k, v, log_decay, scale, places, bias)
     return out, lse, row_references, *prefix, first_block
 
 
-@torch.library.impl("decayattn::backward", "CompositeExplicitAutograd")
 def _backward(
     d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend,
-    out, row_references, local, base, last_reset, next_reset, first_block, decay_gradient, bias_gradient,
+    out, row_references, local, base, last_reset, next_reset, first_block, decay_gradient, bias_gradient, problem=None,
 ):  # fmt: skip
     from decayattn.backends.prefix import DecayPrefix  # imports Triton, so not before a kernel backend has run
 
-    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
+    if problem is None:
+        problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
     scale = scale if row_scale is None else row_scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale, deterministic))
@@ -84,6 +101,10 @@ def _backward(
         DecayPrefix(local, base, last_reset, next_reset), first_block, decay_gradient, bias_gradient,
     )  # fmt: skip
     return dq, dk, dv, *(_or_empty(gradient, row_references) for gradient in rest)
+
+
+torch.library.impl("decayattn::forward", "CompositeExplicitAutograd", _forward)
+torch.library.impl("decayattn::backward", "CompositeExplicitAutograd", _backward)
 
 
 @torch.library.register_fake("decayattn::forward")
@@ -122,29 +143,28 @@ def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if gradient is None else gradient
 
 
-def _save(ctx, inputs, output):
-    q, k, v, log_decay, row_scale, places, bias, *ctx.modes = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2:])
-    out, _, *saved = output
-    ctx.save_for_backward(q, k, v, log_decay, row_scale, places, bias, out, *saved)
-
-
 def _differentiate(ctx, d_out, d_lse, *_):
     q, k, v, log_decay, row_scale, places, bias, out, *saved = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-    decay_gradient, bias_gradient = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
-    backward = torch.ops.decayattn.backward.default
-    # where nobody differentiates this, the operator that refuses to be differentiated need not be passed through
-    with contextlib.nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
-        dq, dk, dv, d_log_decay, d_row_scale, d_bias = backward(
-            d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, *ctx.modes, out, *saved,
-            decay_gradient, bias_gradient,
-        )  # fmt: skip
+    # the problem and the modes come first
+    _, _, _, _, _, decay_gradient, _, _, bias_gradient = ctx.needs_input_grad
+    inputs = (
+        d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, *ctx.modes, out, *saved, decay_gradient,
+        bias_gradient,
+    )  # fmt: skip
+    if torch.is_grad_enabled():
+        # to be differentiated, which this operator refuses
+        gradients = torch.ops.decayattn.backward.default(*inputs)
+    elif ctx.problem is not None and not _watched((d_out,)):
+        gradients = _backward(*inputs, ctx.problem)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            gradients = torch.ops.decayattn.backward.default(*inputs)
+    dq, dk, dv, d_log_decay, d_row_scale, d_bias = gradients
     return (
-        dq, dk, dv, d_log_decay if decay_gradient else None, d_row_scale if row_scale is not None else None,
-        None, d_bias if bias_gradient else None, *(None for _ in ctx.modes),
+        None, None, dq, dk, dv, d_log_decay if decay_gradient else None,
+        d_row_scale if row_scale is not None else None, None, d_bias if bias_gradient else None,
     )  # fmt: skip
 
 
@@ -155,31 +175,41 @@ def _refuse_second_derivative(ctx, *_):
 
 
 class _Differentiable(torch.autograd.Function):
-    """decayattn::forward with its gradient.
+    """decayattn::forward with its gradient; with a problem, what is behind the operator.
 
     What torch.library.register_autograd makes, but for a pass over the schema in every call, which took a sixth of the
     host's time.
     """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _below_autograd(*inputs)
-        _save(ctx, inputs, output)
+    def forward(ctx, problem, modes, *tensors):
+        output = _without_gradient(problem, (*tensors, *modes))
+        ctx.problem, ctx.modes = problem, modes
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+        out, _, *saved = output
+        ctx.save_for_backward(*tensors, out, *saved)
         return output
 
     backward = staticmethod(_differentiate)
 
 
-def _below_autograd(*inputs):
+def _with_gradient(problem, inputs):
+    tensors, modes = inputs[:7], inputs[7:]  # the first mode is the scale
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return _Differentiable.apply(problem, modes, *tensors) if wanted else _without_gradient(problem, inputs)
+
+
+def _without_gradient(problem, inputs):
+    if problem is not None:
+        return _forward(*inputs, problem)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.decayattn.forward.default(*inputs)
 
 
 @torch.library.impl("decayattn::forward", "Autograd")
-def _forward_with_gradient(*inputs):
-    # q, k, v, log_decay, row_scale, places, bias
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:7])
-    return _Differentiable.apply(*inputs) if wanted else _below_autograd(*inputs)
+def _operator_with_gradient(*inputs):
+    return _with_gradient(None, inputs)
 
 
 torch.library.register_autograd("decayattn::backward", _refuse_second_derivative)

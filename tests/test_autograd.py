@@ -1,13 +1,17 @@
 """The two operators behind the kernels, in everything that PyTorch wraps around an operator."""
 
+import functools
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from decayattn import decay_attention
+from decayattn import backends, decay_attention
 
 ON_GPU = torch.cuda.is_available()
 # the tests are about one graph that is right; what inductor adds needs a C++ compiler on a CPU
@@ -194,6 +198,92 @@ def test_vmap_is_a_loop_over_calls(device):
     over_all = torch.vmap(lambda x: attend(**x))
     found = outputs_and_gradients(lambda **x: over_all(x), stacked)
     assert_equal(found, [torch.stack(parts) for parts in zip(*expected, strict=True)])
+
+
+# Who looks at operators sees them; nobody else's calls pass through them
+
+
+class Names(TorchDispatchMode):
+    """The library's operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "decayattn":
+            self.seen.append(function._opname)
+        return function(*args, **(kwargs or {}))
+
+
+class Wrapper(Tensor):
+    """A tensor without memory of its own, which operators alone can ask for what it holds."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held):
+        self.held = held
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*tree_map_only(Wrapper, lambda x: x.held, args), **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_both_operators(device):
+    leaves = make(device)
+    expected = outputs_and_gradients(attend, leaves)
+    with Names() as whole:
+        assert_equal(outputs_and_gradients(attend, leaves), expected)
+    assert whole.seen == ["forward", "backward"]
+    out, lse = attend(**leaves)
+    with Names() as later:
+        assert_equal(torch.autograd.grad(loss(out, lse), list(leaves.values())), expected[2:])
+    assert later.seen == ["backward"]
+    with Names() as earlier:
+        out, lse = attend(**leaves)
+    assert_equal(torch.autograd.grad(loss(out, lse), list(leaves.values())), expected[2:])
+    assert earlier.seen == ["forward"]
+
+
+@pytest.mark.parametrize(("kept", "runs"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)])
+def test_selective_checkpointing_decides_about_the_operator(kept, runs, device, monkeypatch):
+    """Whose results are kept, or whose kernels run again."""
+    leaves = make(device)
+    expected = outputs_and_gradients(attend, leaves)
+    kernels = backends.load("triton")
+    launched = mock.Mock(wraps=kernels.forward)
+    monkeypatch.setattr(kernels, "forward", launched)
+    policies = {torch.ops.decayattn.forward.default: kept}
+
+    def policy(context, function, *args, **kwargs):
+        return policies.get(function, CheckpointPolicy.PREFER_RECOMPUTE)
+
+    def checkpointed(**leaves):
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(lambda **x: attend(**x), use_reentrant=False, context_fn=contexts, **leaves)
+
+    assert_equal(outputs_and_gradients(checkpointed, leaves), expected)
+    assert launched.call_count == runs
+
+
+def test_a_subclass_of_tensor_gets_the_operator(device):
+    leaves = make(device, requires_grad=False)
+    expected = attend(**leaves)
+    for name in ("q", "log_decay"):
+        assert_equal(attend(**leaves | {name: Wrapper(leaves[name])}), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_records_the_operator(device):
+    leaves = make(device, requires_grad=False)
+    traced = torch.jit.trace(lambda q: attend(**leaves | {"q": q}), leaves["q"])
+    assert "decayattn::forward" in str(traced.graph)
+    other = torch.randn_like(leaves["q"])
+    assert_equal(traced(other), attend(**leaves | {"q": other}))
 
 
 # What PyTorch wraps around a call
