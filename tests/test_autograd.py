@@ -277,7 +277,7 @@ def test_a_subclass_of_tensor_gets_the_operator(device):
         assert_equal(attend(**leaves | {name: Wrapper(leaves[name])}), expected)
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every shape that Python looks at
 def test_a_trace_records_the_operator(device):
     leaves = make(device, requires_grad=False)
     traced = torch.jit.trace(lambda q: attend(**leaves | {"q": q}), leaves["q"])

@@ -65,5 +65,5 @@ def backward(dim: int) -> BackwardConfig:
     if dim == 64:
         # in edge tiles and between items, not in the loop over whole tiles
         return BackwardConfig(rows=128, stages=2, slots=2, registers=240, launch_registers=168, spill_bytes=24)
-    # for a constant decay; 48 bytes for others
+    # in the same places; of a constant decay, the others spill 48
     return BackwardConfig(rows=64, stages=2, slots=3, registers=240, launch_registers=168, spill_bytes=68)
