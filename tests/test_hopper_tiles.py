@@ -85,16 +85,16 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
         references[..., part::31] = torch.inf  # rows that see nothing
     tiles = tile_table.build(problem, places, rows, 128, last_first=False, of_keys=True)
     terms = references.new_empty(HEADS, tiles.row_tiles, rows, parts.COLUMNS, dtype=torch.bfloat16)
-    fragments = references.new_empty(HEADS * tiles.row_tiles * rows * DIM // 256, 256)
+    fragments = references.new_full((HEADS * tiles.row_tiles * rows * DIM // 256, 256), 7)
     row_sums = torch.empty_like(references)
-    counter = torch.empty(1, dtype=torch.int32, device=device)
+    counters = torch.full([4], 7, dtype=torch.int32, device=device)
     row_terms_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
-        out, d_out, d_lse, references, terms, row_sums, fragments, counter, tiles.rows, out.stride(),
-        d_out.stride(), d_lse.stride(), -8.0, problem.query_length, tiles.row_tiles, HEADS, D=DIM, ROWS=rows,
+        out, d_out, d_lse, references, terms, row_sums, fragments, counters, tiles.rows, out.stride(),
+        d_out.stride(), d_lse.stride(), -8.0, problem.query_length, tiles.row_tiles, HEADS, 1, 3, D=DIM, ROWS=rows,
         BLOCK_M=64, HAS_D_LSE=True, ROW_SUMS=True,
     )  # fmt: skip
 
-    assert counter == 0
+    assert counters.tolist() == [0, 0, 0, 7]
     delta = (out.float() * d_out.float()).sum(-1).transpose(1, 2) - d_lse
     delta = torch.where(references < torch.inf, delta, 0.0)
     fragments = fragments.view(HEADS, tiles.row_tiles, -1)
@@ -115,7 +115,8 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
         assert added.isfinite().all()
         assert (taken[:, inside:] == 0).all()
         assert (columns[..., 2 * parts.PARTS :] == 0).all()
-        assert (fragments[:, n] == 0).all()
+        assert (fragments[1:, n] == 0).all()
+        assert (fragments[0, n] == 7).all()
         assert (row_sums[entry, :, here] == 0).all()
         expected[entry, here] = (0.5 * gradient[:, n, :inside]).transpose(0, 1).half()
 

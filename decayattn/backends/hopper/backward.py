@@ -16,8 +16,8 @@ so do they. Both are products with eight columns: of keys beside dk, with the ro
 constant decay's Σ dS (i − j), and of rows beside dq. One loop serves edge tiles and whole ones, with a branch around
 the comparison: two loops cost registers, and spills slow the shared memory that this kernel lives on (3 % at D = 128).
 
-What passes between the warps is in key_exchange.py, the producer in key_producer.py. rows.py prepares what is one
-number per row before it, and brings dq to its layout after it.
+What passes between the warps is in key_exchange.py, the producer in key_producer.py; zeroing.py makes 0 what dq is
+added to. rows.py prepares what is one number per row before it, and brings dq to its layout after it.
 
 Tiles, per warpgroup: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · terms (ROWS, 16) · scoreT, pT, dpT, dsT (64, ROWS) ·
 dq part (64, 64).
@@ -49,6 +49,7 @@ from decayattn.backends.hopper.key_producer import produce
 from decayattn.backends.hopper.rings import allocate_words, arrive, make_ring, signal
 from decayattn.backends.hopper.rows import DELTA
 from decayattn.backends.hopper.tile_table import allocate_tiles, flat
+from decayattn.backends.hopper.zeroing import allocate_zeros
 from decayattn.backends.tile_math import LOG2E, decayed_score, probability, score_gradient, visible
 from decayattn.backends.tile_range import edge_tile
 
@@ -338,24 +339,26 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def gradients_kernel(
-    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, rates, local, base, last_reset,
-    next_reset, mirror, row_sums, column_sums, rate_sums, key_table, counter, rate_stride, scale, left, query_length,
-    key_length, blocks, row_tiles, key_tiles, entries, heads, together, D: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, DECAY: gl.constexpr, DECAY_GRADIENT: gl.constexpr,
-    RAGGED: gl.constexpr, WINDOW: gl.constexpr, PLANNED: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, zeros_desc, rates, local, base,
+    last_reset, next_reset, mirror, row_sums, column_sums, rate_sums, key_table, counters, rate_stride, scale, left,
+    query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together, D: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, DECAY: gl.constexpr,
+    DECAY_GRADIENT: gl.constexpr, RAGGED: gl.constexpr, WINDOW: gl.constexpr, PLANNED: gl.constexpr,
+    REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dk, dv of all key tiles over their groups of query heads; added up, dq, row sums and a rate's gradient.
 
-    counter is 0, and not read where every program has one item; key_table is not read unless RAGGED, left not unless
-    WINDOW, and mirror (skipping.last_granules) not unless PLANNED. query_length, key_length and blocks, those of the
-    decay prefix, are of the axes on which the sequences lie; key_tiles are those of an entry.
+    counters (zeroing.py) are 0; key_table is not read unless RAGGED, left not unless WINDOW, and mirror
+    (skipping.last_granules) not unless PLANNED. query_length, key_length and blocks, those of the decay prefix, are of
+    the axes on which the sequences lie; key_tiles are those of an entry.
     """
     if RAGGED:
         # the host only knows a bound
         key_tiles = gl.load(key_table)
+    kv_heads = entries * (heads // GROUP)
     sizes = Sizes(
-        key_tiles * entries * (heads // GROUP), together, key_table, key_tiles, heads, query_length, key_length,
-        blocks, row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
+        key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
+        row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
     )  # fmt: skip
 
     DTYPE: gl.constexpr = q_desc.dtype
@@ -369,6 +372,7 @@ def gradients_kernel(
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
     weights = gl.allocate_shared_memory(DTYPE, [1, COPIES, ROWS], WEIGHTS)
     weights.index(0).store(gl.where(copy % 2 == 0, 1, row).to(DTYPE))
+    zeros = allocate_zeros(zeros_desc)
     fence_async_shared()
     buffers = Buffers(
         allocate_tiles(k_desc, 2),
@@ -382,6 +386,7 @@ def gradients_kernel(
             DTYPE, [SLOTS * 2, SHARE, ROWS], gl.NVMMASharedLayout.get_default_for([SHARE, ROWS], DTYPE)
         ),
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
+        zeros,
         ones,
         weights,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -428,8 +433,8 @@ def gradients_kernel(
             (
                 produce,
                 (
-                    sizes, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates,
-                    rate_stride, base, last_reset, next_reset,
+                    sizes, buffers, counters, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc,
+                    zeros_desc, rates, rate_stride, base, last_reset, next_reset, D,
                 ),
             ),
         ],

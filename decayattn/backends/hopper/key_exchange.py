@@ -21,6 +21,7 @@ class Buffers:
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
     d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS)
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
+    zeros: gl.shared_memory_descriptor  # (8, 256)
     ones: gl.shared_memory_descriptor  # (1, 8, 64)
     weights: gl.shared_memory_descriptor  # (1, 8, ROWS): 1 and the row's number, by turns
     queries_ready: gl.shared_memory_descriptor
@@ -38,7 +39,7 @@ class Buffers:
 
     @gluon.constexpr_function
     def __init__(
-        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, ones, weights,
+        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, zeros, ones, weights,
         queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, d_scores_read, keys_ready, keys_read,
         gradients_ready, drawn, STAGES, SLOTS,
     ):  # fmt: skip
@@ -51,6 +52,7 @@ class Buffers:
         self.starts = starts
         self.d_scores = d_scores
         self.dq_parts = dq_parts
+        self.zeros = zeros
         self.ones = ones
         self.weights = weights
         self.queries_ready = queries_ready

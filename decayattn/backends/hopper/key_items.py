@@ -29,6 +29,7 @@ class Sizes:
     """
 
     number: gl.tensor
+    kv_heads: gl.tensor  # of all entries
     together: gl.tensor
     key_table: gl.tensor
     key_tiles: gl.tensor
@@ -50,10 +51,11 @@ class Sizes:
 
     @gluon.constexpr_function
     def __init__(
-        self, number, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles, left, mirror,
-        ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
+        self, number, kv_heads, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles,
+        left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
     ):  # fmt: skip
         self.number = number
+        self.kv_heads = kv_heads
         self.together = together
         self.key_table = key_table
         self.key_tiles = key_tiles
@@ -72,6 +74,25 @@ class Sizes:
         self.RAGGED = gl.constexpr(RAGGED)
         self.WINDOW = gl.constexpr(WINDOW)
         self.PLANNED = gl.constexpr(PLANNED)
+
+    @gluon.jit
+    def chunks(self):
+        """How often heads are worked at together; the last heads are the first chunk."""
+        return self.kv_heads // self.together
+
+    @gluon.jit
+    def chunk_items(self):
+        return self.together * self.key_tiles
+
+    @gluon.jit
+    def chunk(self, item):
+        return item // self.chunk_items()
+
+    @gluon.jit
+    def tiles_of_chunk(self, chunk):
+        """The first and the number of its query tiles, where tiles of all heads are counted through."""
+        tiles = self.together * self.GROUP * self.row_tiles
+        return (self.chunks() - 1 - chunk) * tiles, tiles
 
 
 @aggregate
@@ -178,10 +199,9 @@ class Item:
 @gluon.jit
 def found_item(sizes, item):
     """An item by its number."""
-    chunk = sizes.together * sizes.key_tiles
-    rest = item % chunk
+    rest = item % sizes.chunk_items()
     tile = rest // sizes.together
-    kv_head = (sizes.number - 1 - item) // chunk * sizes.together + sizes.together - 1 - rest % sizes.together
+    kv_head = sizes.kv_heads - 1 - sizes.chunk(item) * sizes.together - rest % sizes.together
     if sizes.RAGGED:
         place = load_place(sizes.key_table, tile)
     else:

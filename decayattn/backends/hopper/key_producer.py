@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.key_items import found_item, load_rate
 from decayattn.backends.hopper.rings import next_item
+from decayattn.backends.hopper.zeroing import start_zeroing, tell_zeroed, wait_zeroed
 from decayattn.backends.prefix import DECAY_BLOCK
 from decayattn.backends.tile_range import edge_tile
 
@@ -52,10 +53,11 @@ def _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_des
 
 @gluon.jit
 def produce(
-    sizes, buffers, counter, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, rates, rate_stride,
-    base, last_reset, next_reset,
+    sizes, buffers, counters, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, zeros_desc, rates,
+    rate_stride, base, last_reset, next_reset, D: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: keys and values of an item, and the query tiles of each of its heads, edge tiles first.
+    """The producer warp: keys and values of an item, and the query tiles of each of its heads, edge tiles first; and
+    zeros where dq of other heads will be added up.
 
     An item's first query tile comes before its keys, which wait until dk and dv of the item before have left.
     """
@@ -65,10 +67,15 @@ def produce(
     previous = item * 0  # not item itself: Triton would take the assignment below for no change
     count = item * 0
     n = item * 0
+    zeroed = item * 0  # chunks after the first, whose zeros have been waited for
     while item < sizes.number:
         work = found_item(sizes, item)
         buffers.hand_over(count, item)
         n_begin = n
+        owed = start_zeroing(sizes, buffers.zeros, zeros_desc, item, D)
+        if sizes.chunk(item) > zeroed:
+            wait_zeroed(sizes, counters, item)
+            zeroed = sizes.chunk(item)
         for member in range(sizes.GROUP):
             tokens = work.first_token(member)
             bases = base + work.first_block(member)
@@ -100,12 +107,18 @@ def produce(
                 mbarrier.expect(ready, d_out_desc.block_type.nbytes)
                 copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
                 n += 1
+                if owed & (n == n_begin + 2):
+                    # they have been there for long, and others will wait for them
+                    tell_zeroed(sizes, counters, item)
+                    owed = False
         if n == n_begin:
             _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
+        if owed:
+            tell_zeroed(sizes, counters, item)
         count += 1
         previous = item
         # drawn late: the last ones go to those who are done
-        item = next_item(counter, sizes.number)
+        item = next_item(counters, sizes.number)
     buffers.hand_over(count, sizes.number)
     if count > 0:
         _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)

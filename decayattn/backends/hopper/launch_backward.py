@@ -12,6 +12,7 @@ from decayattn.backends.hopper import config, descriptors, tile_table
 from decayattn.backends.hopper.backward import gradients_kernel
 from decayattn.backends.hopper.launch import heads_together, left_of, source_of
 from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.zeroing import LINES
 from decayattn.backends.prefix import DecayPrefix
 from decayattn.problem import AttentionProblem
 
@@ -59,12 +60,18 @@ def backward(
         terms = new(head_rows, tiles.row_tiles, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * problem.head_dim // _FRAGMENTS[1], _FRAGMENTS[1])
         row_sums = torch.empty_like(row_references) if decay_gradient and scalar else unused
-        counter = new(1, dtype=torch.int32)
+        kv_heads = entries * problem.num_kv_heads
+        group = problem.num_heads // problem.num_kv_heads
+        # of a head of keys: q and dO of its group, and dq in float32
+        rows_size = problem.longest_query * group * problem.head_dim * (2 * problem.dtype.itemsize + 4)
+        together = heads_together(kv_heads, rows_size)
+        counters = new(kv_heads // together, dtype=torch.int32)
         launch(
             row_terms_kernel, row_blocks * head_rows,
-            out, d_out, unused if d_lse is None else d_lse, row_references, terms, row_sums, dq_fragments, counter,
+            out, d_out, unused if d_lse is None else d_lse, row_references, terms, row_sums, dq_fragments, counters,
             tiles.rows, out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
             -math.log(2) / scale, problem.query_length, tiles.row_tiles, problem.num_heads,
+            head_rows - together * group, counters.numel(),
             D=problem.head_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, HAS_D_LSE=d_lse is not None,
             ROW_SUMS=decay_gradient and scalar, num_warps=4, **COMPILER_OPTIONS,
         )  # fmt: skip
@@ -79,21 +86,17 @@ def backward(
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
             if places is not None:
                 rate_sums.zero_()  # there are more blocks than tiles
-        kv_heads = entries * problem.num_kv_heads
-        items = tiles.key_tiles * kv_heads
-        group = problem.num_heads // problem.num_kv_heads
-        # of a head of keys: q and dO of its group, and dq in float32
-        rows_size = problem.longest_query * group * problem.head_dim * (2 * problem.dtype.itemsize + 4)
         launch(
-            gradients_kernel, min(items, launching.multiprocessors(problem.device)),
+            gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
             source(q, tile.rows), source(k, config.WARPGROUP_ROWS), source(v, config.WARPGROUP_ROWS),
             source(d_out, tile.rows), descriptors.columns(terms, tile.rows), source(dk, config.WARPGROUP_ROWS),
             source(dv, config.WARPGROUP_ROWS), descriptors.plain(dq_fragments, _FRAGMENTS[0]),
+            descriptors.plain(dq_fragments, LINES.value),
             log_decay if constant else unused, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset,
-            mirror, row_sums, column_sums, rate_sums, unused if tiles.keys is None else tiles.keys, counter,
+            mirror, row_sums, column_sums, rate_sums, unused if tiles.keys is None else tiles.keys, counters,
             log_decay.stride(0) if constant else 0, scale, left_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
-            problem.num_heads, heads_together(kv_heads, rows_size), D=problem.head_dim, ROWS=tile.rows,
+            problem.num_heads, together, D=problem.head_dim, ROWS=tile.rows,
             STAGES=tile.stages, SLOTS=tile.slots, GROUP=group, DECAY=problem.decay, DECAY_GRADIENT=decay_gradient,
             RAGGED=places is not None, WINDOW=problem.window[0] >= 0, PLANNED=planned, REGISTERS=tile.registers,
             num_warps=4, maxnreg=tile.launch_registers, **COMPILER_OPTIONS,

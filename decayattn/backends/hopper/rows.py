@@ -1,7 +1,7 @@
 """What stands around the gradients of the Hopper backward, in plain Triton.
 
-`row_terms_kernel` prepares what is one number per row and zeroes what is added to; `unpack_dq_kernel` brings dq from
-fragments to its layout and dtype.
+`row_terms_kernel` prepares what is one number per row, and zeros; `unpack_dq_kernel` brings dq from fragments to its
+layout and dtype.
 """
 
 import triton
@@ -36,20 +36,21 @@ def _of_program(heads, parts):
     return (rest // parts * heads + head).to(tl.int64), head.to(tl.int64), rest % parts
 
 
-@triton.jit(do_not_specialize=["row_tiles"])
+@triton.jit(do_not_specialize=["row_tiles", "first_zeroed", "counters_end"])
 def row_terms_kernel(
-    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, counter, table, out_strides, d_out_strides,
-    d_lse_strides, score_factor, query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
+    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, counters, table, out_strides, d_out_strides,
+    d_lse_strides, score_factor, query_length, row_tiles, heads, first_zeroed, counters_end, D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Per row what is added to its scores and to its dP: the reference that the forward saved, and Δ = Σ dO·O − dLSE.
 
     terms is (head rows, row tiles, ROWS, COLUMNS), or (heads, tiles of the table, …): the parts of score_factor times
     the reference, divided by the scale like all that is added to products of q and k, then those of −Δ. Rows past the
     end and those that see nothing get a reference with which their P is 0 without a mask, and no gradient whatever dLSE
-    is. dq and the row sums, which the next kernel adds to, become 0, and so does the counter that it draws from.
+    is. Of what the next kernel adds to, the row sums become 0, and dq of the head rows from first_zeroed on, with which
+    it begins; and so do its counters, of which there are not more than programs here.
     """
-    tl.store(counter, 0, mask=tl.program_id(0) == 0)
+    tl.store(counters + tl.program_id(0), 0, mask=tl.program_id(0) < counters_end)
     blocks = row_tiles * (ROWS // BLOCK_M)
     tile_row, head, block = _of_program(heads, blocks)
     tile, start = block // (ROWS // BLOCK_M), block * BLOCK_M
@@ -85,7 +86,8 @@ def row_terms_kernel(
     tl.store(terms + terms_row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile_terms)
 
     SIZE: tl.constexpr = BLOCK_M * D
-    tl.store(dq_fragments + (tile_row * blocks + block) * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+    if tile_row >= first_zeroed:
+        tl.store(dq_fragments + (tile_row * blocks + block) * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
     if ROW_SUMS:
         tl.store(row_sums + here, tl.zeros([BLOCK_M], tl.float32), mask=inside)
 
