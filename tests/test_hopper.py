@@ -17,10 +17,13 @@ pytestmark = [pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute c
 BF16 = torch.bfloat16
 
 
-def make(rows=333, keys=None, *, batch=2, heads=4, kv_heads=None, dim=64, decay="scalar", dtype=BF16, strength=0.1):
-    keys, kv_heads = keys or rows, kv_heads or heads
+def make(
+    rows=333, keys=None, *, batch=2, heads=4, kv_heads=None, dim=64, value_dim=None, decay="scalar", dtype=BF16,
+    strength=0.1,
+):  # fmt: skip
+    keys, kv_heads, value_dim = keys or rows, kv_heads or heads, value_dim or dim
     q = torch.randn(batch, rows, heads, dim, device="cuda", dtype=dtype)
-    k, v = torch.randn(2, batch, keys, kv_heads, dim, device="cuda", dtype=dtype)
+    k, v = (torch.randn(batch, keys, kv_heads, d, device="cuda", dtype=dtype) for d in (dim, value_dim))
     log_decay = {
         "none": None,
         "constant": -strength * torch.rand(heads, device="cuda"),
@@ -59,6 +62,18 @@ def verify(inputs: dict, **options) -> None:
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
 def test_every_decay_and_dtype(decay, dtype, dim):
     verify(make(decay=decay, dtype=dtype, dim=dim))
+
+
+@pytest.mark.parametrize("value_dim", [8, 64, 104, 128])
+@pytest.mark.parametrize("dim", [8, 40, 64, 96, 128])
+def test_other_head_dims(dim, value_dim):
+    """Tiles are filled up with zeros to 64 or 128 columns, and only those of the tensors are written."""
+    dims = dict(dim=dim, value_dim=value_dim)
+    verify(make(300, 427, heads=4, kv_heads=2, **dims))
+    verify(make_packed([300, 1, 77], **dims, decay="constant"))
+    inputs = make(**dims, dtype=torch.float16, decay="none")
+    # columns beside a slice hold what must not be read
+    verify({name: torch.cat([x, x * math.nan], -1)[..., : x.shape[-1]] for name, x in inputs.items() if x is not None})
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -337,7 +352,8 @@ def test_runs_repeat(dim, decay, packed):
         (dict(causal=False), "causal"),
         (dict(scale=0.0), "scale of at least"),
         (dict(scale=torch.ones(4)), "one scale for all rows"),
-        (dict(v=torch.zeros(2, 333, 4, 32, dtype=BF16)), "D = D_v"),
+        (dict(v=torch.zeros(2, 333, 4, 36, dtype=BF16)), "multiples of 8 up to 128 as D_v, not 36"),
+        (dict(v=torch.zeros(2, 333, 4, 136, dtype=BF16)), "multiples of 8 up to 128 as D_v, not 136"),
     ],
 )
 def test_refusals_name_the_reason(change, reason):

@@ -11,7 +11,9 @@ from decayattn.backends.hopper import config, descriptors, launch, tile_table
 from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
 from decayattn.problem import AttentionProblem
 
-HEADS, DIM = 2, 64
+HEADS, DIM = 2, 40
+# of the kernels, which fill up tiles
+WIDTH = 64
 PACKINGS = [
     ([3, 0, 333, 1, 130], None),
     ([256], [70]),
@@ -85,13 +87,13 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
         references[..., part::31] = torch.inf  # rows that see nothing
     tiles = tile_table.build(problem, places, rows, 128, last_first=False, of_keys=True)
     terms = references.new_empty(HEADS, tiles.row_tiles, rows, parts.COLUMNS, dtype=torch.bfloat16)
-    fragments = references.new_full((HEADS * tiles.row_tiles * rows * DIM // 256, 256), 7)
+    fragments = references.new_full((HEADS * tiles.row_tiles * rows * WIDTH // 256, 256), 7)
     row_sums = torch.empty_like(references)
     counters = torch.full([4], 7, dtype=torch.int32, device=device)
     row_terms_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
         out, d_out, d_lse, references, terms, row_sums, fragments, counters, tiles.rows, out.stride(),
-        d_out.stride(), d_lse.stride(), -8.0, problem.query_length, tiles.row_tiles, HEADS, 1, 3, D=DIM, ROWS=rows,
-        BLOCK_M=64, HAS_D_LSE=True, ROW_SUMS=True,
+        d_out.stride(), d_lse.stride(), -8.0, problem.query_length, tiles.row_tiles, HEADS, 1, 3, D=WIDTH,
+        VALUE_DIM=DIM, ROWS=rows, BLOCK_M=64, HAS_D_LSE=True, ROW_SUMS=True,
     )  # fmt: skip
 
     assert counters.tolist() == [0, 0, 0, 7]
@@ -100,7 +102,7 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
     fragments = fragments.view(HEADS, tiles.row_tiles, -1)
     dq = torch.full_like(out, 7)
     expected = dq.clone()
-    gradient = torch.randn(HEADS, tiles.row_tiles, rows, DIM, device=device)
+    gradient = torch.randn(HEADS, tiles.row_tiles, rows, WIDTH, device=device)
     for n, (start, length, _, entry, first_row, *_) in enumerate(lines(problem, places, rows, False, False)):
         inside, here = min(rows, length - start), slice(first_row + start, first_row + min(start + rows, length))
         columns = terms[:, n].double()
@@ -118,14 +120,14 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
         assert (fragments[1:, n] == 0).all()
         assert (fragments[0, n] == 7).all()
         assert (row_sums[entry, :, here] == 0).all()
-        expected[entry, here] = (0.5 * gradient[:, n, :inside]).transpose(0, 1).half()
+        expected[entry, here] = (0.5 * gradient[:, n, :inside, :DIM]).transpose(0, 1).half()
 
     # as _add_dq_part leaves a part of 64 × 64
     pieces = gradient.view(HEADS, tiles.row_tiles, rows // 64, 4, 2, 8, 8, 4, 2)
     fragments.copy_(pieces.permute(0, 1, 2, 6, 3, 5, 7, 4, 8).reshape(fragments.shape))
     unpack_dq_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
-        fragments, dq, tiles.rows, dq.stride(), 0.5, problem.query_length, tiles.row_tiles, HEADS, D=DIM, ROWS=rows,
-        PART=64,
+        fragments, dq, tiles.rows, dq.stride(), 0.5, problem.query_length, tiles.row_tiles, HEADS, D=WIDTH,
+        HEAD_DIM=DIM, ROWS=rows, PART=64,
     )  # fmt: skip
     assert torch.equal(dq, expected)  # and nothing outside was written
 
@@ -161,7 +163,7 @@ def test_what_the_copy_engine_can_address(device):
 def test_slices_end_where_they_say(shape, device):
     """The copy engine's rule: an element outside of any axis is none, else its address is the sum of the strides."""
     x = torch.empty(*shape[:2], 2, *shape[2:], dtype=torch.float16, device=device)[:, :, 1]
-    description = descriptors.slices(x, 64)
+    description = descriptors.slices(x, 64, 128)
     end, tokens = descriptors.SLICE_END, shape[0] * shape[1]
     assert all(0 < stride * 2 < 2**40 and stride * 2 % 16 == 0 for stride in description.strides[:-1])
     for first, length in {(0, tokens), (0, 0), (tokens // 3, tokens // 2), (tokens - 1, 1)}:

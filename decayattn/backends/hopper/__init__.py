@@ -16,7 +16,6 @@ __all__ = ["DETERMINISTIC", "backward", "forward", "misfit", "pays", "refusal"]
 # dq and the row sums of dS are added up in no fixed order
 DETERMINISTIC = False
 
-_HEAD_DIMS = (64, 128)
 # the bias of a key is divided by the scale and must stay a bfloat16
 _LEAST_SCALE = 1e-6
 
@@ -35,8 +34,10 @@ def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
 
 def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float) -> str | None:
     """Why these kernels cannot take this problem; None if they can."""
-    if problem.head_dim != problem.value_dim or problem.head_dim not in _HEAD_DIMS:
-        return f"it takes D = D_v in {_HEAD_DIMS}, not D = {problem.head_dim}, D_v = {problem.value_dim}"
+    step = tma.ALIGNMENT // problem.dtype.itemsize
+    for name, dim in (("D", problem.head_dim), ("D_v", problem.value_dim)):
+        if dim > config.HEAD_DIMS[-1] or dim % step:
+            return f"it takes multiples of {step} up to {config.HEAD_DIMS[-1]} as {name}, not {dim}"
     if not problem.causal:
         return "it takes causal attention only"
     if problem.bias:

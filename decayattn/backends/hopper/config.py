@@ -6,9 +6,16 @@ from dataclasses import dataclass
 WARPGROUP_ROWS = 64
 # keys per tile: a block of the decay prefix, so that the difference of two bases is one number per tile
 KEY_TILE = 128
+# the kernels': the copy engine fills up tiles of others with zeros on their way to shared memory
+HEAD_DIMS = (64, 128)
 # what programs read again and again at the same time, keys and values or rows: a share of the 50 MB of L2. With half as
 # much the backward was 1 to 3 % slower, and the forward the same
 CACHE_BYTES = 32 << 20
+
+
+def kernel_dim(head_dim: int, value_dim: int) -> int:
+    """The head dimension of the kernels that take D and D_v."""
+    return next(dim for dim in HEAD_DIMS if dim >= max(head_dim, value_dim))
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class ForwardConfig:
 
 
 def forward(dim: int) -> ForwardConfig:
-    """The forward's schedule for D = D_v = dim."""
+    """The forward's schedule for a kernel_dim."""
     if dim == 64:
         # latency-bound with two warpgroups: the third is worth 12 %; four stages, which let them drift, 4 to 6 %
         return ForwardConfig(warpgroups=3, stages=4, registers=160, launch_registers=128, spill_bytes=0)
@@ -57,7 +64,7 @@ class BackwardConfig:
 
 
 def backward(dim: int) -> BackwardConfig:
-    """The backward's schedule for D = D_v = dim; two consumer warpgroups of 64 keys each.
+    """The backward's schedule for a kernel_dim; two consumer warpgroups of 64 keys each.
 
     dk and dv take 128 registers of a thread at D = 128, leaving room for scores of 64 rows; two stages of q and dO,
     with dSᵀ and dq on their way out, fill the shared memory (204 and 215 KB).

@@ -20,15 +20,16 @@ SLICE_END = 2**30
 _FAR = 0x7FFF0000
 
 
-def tokens(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` tokens of one head of a (B, T, H, D) tensor; coordinates are (batch, head, token, 0).
+def tokens(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Tiles of `rows` tokens of one head of a (B, T, H, D) tensor, `width` ≥ D columns wide; coordinates are (batch,
+    head, token, 0).
 
-    The descriptor knows the true T: tokens past the end read as zeros and are never written.
+    The descriptor knows the true T and D: what is past an end reads as zeros and is never written.
     """
     (batch, length, heads, dim), (batch_stride, token_stride, head_stride, _) = x.shape, x.stride()
     return _describe(
         x.data_ptr(), x.dtype, (batch, heads, length, dim), (batch_stride, head_stride, token_stride, 1),
-        (1, 1, rows, dim),
+        (1, 1, rows, width),
     )  # fmt: skip
 
 
@@ -39,8 +40,9 @@ def slices_misfit(x: Tensor) -> str | None:
     return None
 
 
-def slices(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` tokens of one head of a (B, T, H, D) tensor, in a slice of its B·T tokens that the kernel names.
+def slices(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Tiles of `rows` tokens of one head of a (B, T, H, D) tensor, `width` ≥ D columns wide, in a slice of its B·T
+    tokens that the kernel names.
 
     Coordinates are (SLICE_END, slice's end, head, SLICE_END − slice's length + token, 0), the token counted in the
     slice: tokens past its end read as zeros and are never written, because an axis ends there. The second and the
@@ -53,7 +55,7 @@ def slices(x: Tensor, rows: int) -> TensorDescriptor:
     # 2^34 elements times SLICE_END is a multiple of 2^64
     return _describe(
         x.data_ptr(), x.dtype, (_FAR, _FAR, heads, SLICE_END, dim),
-        (2**34 - token_stride, token_stride, head_stride, token_stride, 1), (1, 1, 1, rows, dim),
+        (2**34 - token_stride, token_stride, head_stride, token_stride, 1), (1, 1, 1, rows, width),
     )  # fmt: skip
 
 

@@ -35,7 +35,8 @@ def forward(
         sequences = sequence_blocks.find(problem, places, launch)
         fills = [(out, 0.0), (lse, -torch.inf), (row_references, torch.inf)]
         sequence_blocks.fill_outside(problem, sequences, fills, launch=launch)
-        schedule = config.forward(problem.head_dim)
+        dim = config.kernel_dim(problem.head_dim, problem.value_dim)
+        schedule = config.forward(dim)
         score_scale = scale / math.log(2)  # base 2
         counter = torch.empty(1, dtype=torch.int32, device=q.device)
         prefix, columns, bases = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
@@ -44,7 +45,7 @@ def forward(
             problem, places, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
         )
         source = source_of(problem)
-        q_desc = source(q, config.WARPGROUP_ROWS)
+        q_desc = source(q, config.WARPGROUP_ROWS, dim)
         head_rows = problem.num_heads * (problem.batch if places is None else 1)
         items = tiles.row_tiles * head_rows
         group = problem.num_heads // problem.num_kv_heads
@@ -52,9 +53,9 @@ def forward(
         programs = min(items, launching.multiprocessors(problem.device))
         launch(
             forward_kernel, programs,
-            q_desc, source(k, config.KEY_TILE), source(v, config.KEY_TILE),
+            q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
             q_desc if columns is None else descriptors.columns(columns, config.KEY_TILE),
-            source(out, config.WARPGROUP_ROWS),
+            source(out, config.WARPGROUP_ROWS, dim),
             lse, row_references, log_decay if problem.decay == "constant" else lse,
             prefix.local, bases, prefix.last_reset, first_block, counter,
             lse if tiles.rows is None else tiles.rows,
@@ -64,7 +65,7 @@ def forward(
             sequence_blocks.decay_blocks(problem), first_block.shape[-1],
             KIND=problem.decay, RAGGED=places is not None, PACKED=problem.layout == "packed",
             WINDOW=problem.window[0] >= 0, PLANNED=skipping.is_planned(problem),
-            D=problem.head_dim, WARPGROUPS=schedule.warpgroups, STAGES=schedule.stages, REGISTERS=schedule.registers,
+            D=dim, WARPGROUPS=schedule.warpgroups, STAGES=schedule.stages, REGISTERS=schedule.registers,
             PRODUCER_REGISTERS=schedule.producer_registers, num_warps=4, maxnreg=schedule.launch_registers,
             **COMPILER_OPTIONS,
         )  # fmt: skip
@@ -76,7 +77,7 @@ def left_of(problem: AttentionProblem) -> int:
     return max(0, min(problem.window[0], problem.key_length))
 
 
-def source_of(problem: AttentionProblem) -> Callable[[Tensor, int], TensorDescriptor]:
+def source_of(problem: AttentionProblem) -> Callable[[Tensor, int, int], TensorDescriptor]:
     """How the copy engine addresses tokens where the problem's sequences lie."""
     return descriptors.tokens if problem.layout == "dense" else descriptors.slices
 

@@ -47,7 +47,8 @@ def backward(
         sequences = sequence_blocks.find(problem, places, launch)
         sequence_blocks.fill_outside(problem, sequences, [(dq, 0.0)], launch=launch)
         sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
-        tile = config.backward(problem.head_dim)
+        dim = config.kernel_dim(problem.head_dim, problem.value_dim)
+        tile = config.backward(dim)
         tiles = tile_table.build(
             problem, places, tile.rows, config.KEY_TILE, last_first=False, of_keys=True, launch=launch
         )
@@ -58,12 +59,12 @@ def backward(
         constant = problem.decay == "constant"
         new, unused = row_references.new_empty, row_references
         terms = new(head_rows, tiles.row_tiles, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)
-        dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * problem.head_dim // _FRAGMENTS[1], _FRAGMENTS[1])
+        dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // _FRAGMENTS[1], _FRAGMENTS[1])
         row_sums = torch.empty_like(row_references) if decay_gradient and scalar else unused
         kv_heads = entries * problem.num_kv_heads
         group = problem.num_heads // problem.num_kv_heads
         # of a head of keys: q and dO of its group, and dq in float32
-        rows_size = problem.longest_query * group * problem.head_dim * (2 * problem.dtype.itemsize + 4)
+        rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size)
         counters = new(kv_heads // together, dtype=torch.int32)
         launch(
@@ -72,7 +73,7 @@ def backward(
             tiles.rows, out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
             -math.log(2) / scale, problem.query_length, tiles.row_tiles, problem.num_heads,
             head_rows - together * group, counters.numel(),
-            D=problem.head_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, HAS_D_LSE=d_lse is not None,
+            D=dim, VALUE_DIM=problem.value_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, HAS_D_LSE=d_lse is not None,
             ROW_SUMS=decay_gradient and scalar, num_warps=4, **COMPILER_OPTIONS,
         )  # fmt: skip
 
@@ -88,25 +89,25 @@ def backward(
                 rate_sums.zero_()  # there are more blocks than tiles
         launch(
             gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
-            source(q, tile.rows), source(k, config.WARPGROUP_ROWS), source(v, config.WARPGROUP_ROWS),
-            source(d_out, tile.rows), descriptors.columns(terms, tile.rows), source(dk, config.WARPGROUP_ROWS),
-            source(dv, config.WARPGROUP_ROWS), descriptors.plain(dq_fragments, _FRAGMENTS[0]),
-            descriptors.plain(dq_fragments, LINES.value),
+            source(q, tile.rows, dim), source(k, config.WARPGROUP_ROWS, dim), source(v, config.WARPGROUP_ROWS, dim),
+            source(d_out, tile.rows, dim), descriptors.columns(terms, tile.rows),
+            source(dk, config.WARPGROUP_ROWS, dim), source(dv, config.WARPGROUP_ROWS, dim),
+            descriptors.plain(dq_fragments, _FRAGMENTS[0]), descriptors.plain(dq_fragments, LINES.value),
             log_decay if constant else unused, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset,
             mirror, row_sums, column_sums, rate_sums, unused if tiles.keys is None else tiles.keys, counters,
             log_decay.stride(0) if constant else 0, scale, left_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
-            problem.num_heads, together, D=problem.head_dim, ROWS=tile.rows,
+            problem.num_heads, together, D=dim, ROWS=tile.rows,
             STAGES=tile.stages, SLOTS=tile.slots, GROUP=group, DECAY=problem.decay, DECAY_GRADIENT=decay_gradient,
             RAGGED=places is not None, WINDOW=problem.window[0] >= 0, PLANNED=planned, REGISTERS=tile.registers,
             num_warps=4, maxnreg=tile.launch_registers, **COMPILER_OPTIONS,
         )  # fmt: skip
 
-        dq_parts = tiles.row_tiles * (tile.rows // _PART) * (problem.head_dim // _PART)
+        dq_parts = tiles.row_tiles * (tile.rows // _PART) * (dim // _PART)
         launch(
             unpack_dq_kernel, dq_parts * head_rows,
             dq_fragments, dq, tiles.rows, dq.stride(), scale, problem.query_length, tiles.row_tiles, problem.num_heads,
-            D=problem.head_dim, ROWS=tile.rows, PART=_PART, num_warps=4, **COMPILER_OPTIONS,
+            D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows, PART=_PART, num_warps=4, **COMPILER_OPTIONS,
         )  # fmt: skip
 
         d_log_decay = None

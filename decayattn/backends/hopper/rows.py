@@ -40,7 +40,7 @@ def _of_program(heads, parts):
 def row_terms_kernel(
     out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, counters, table, out_strides, d_out_strides,
     d_lse_strides, score_factor, query_length, row_tiles, heads, first_zeroed, counters_end, D: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Per row what is added to its scores and to its dP: the reference that the forward saved, and Δ = Σ dO·O − dLSE.
 
@@ -69,8 +69,9 @@ def row_terms_kernel(
     at = token[:, None]
     o = out + entry * out_strides[0] + head * out_strides[2] + at * out_strides[1] + column
     do = d_out + entry * d_out_strides[0] + head * d_out_strides[2] + at * d_out_strides[1] + column
-    o = tl.load(o, mask=inside[:, None], other=0.0).to(tl.float32)
-    do = tl.load(do, mask=inside[:, None], other=0.0).to(tl.float32)
+    there = inside[:, None] & (column < VALUE_DIM)
+    o = tl.load(o, mask=there, other=0.0).to(tl.float32)
+    do = tl.load(do, mask=there, other=0.0).to(tl.float32)
     delta = tl.sum(o * do, 1)
     if HAS_D_LSE:
         offset = entry * d_lse_strides[0] + head * d_lse_strides[1] + token * d_lse_strides[2]
@@ -94,8 +95,8 @@ def row_terms_kernel(
 
 @triton.jit(do_not_specialize=["row_tiles"])
 def unpack_dq_kernel(
-    dq_fragments, dq, table, dq_strides, scale, query_length, row_tiles, heads, D: tl.constexpr, ROWS: tl.constexpr,
-    PART: tl.constexpr,
+    dq_fragments, dq, table, dq_strides, scale, query_length, row_tiles, heads, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """dq = s · fragments, one part of 64 rows × 64 columns per program."""
     PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # of a tile
@@ -114,4 +115,5 @@ def unpack_dq_kernel(
     row = start + tl.arange(0, PART)[:, None]
     column = part % (D // PART) * PART + tl.arange(0, PART)[None, :]
     origin = dq + entry * dq_strides[0] + head * dq_strides[2]
-    tl.store(origin + (first_row + row).to(tl.int64) * dq_strides[1] + column, x, mask=row < query_length)
+    there = (row < query_length) & (column < HEAD_DIM)
+    tl.store(origin + (first_row + row).to(tl.int64) * dq_strides[1] + column, x, mask=there)
