@@ -175,6 +175,17 @@ def test_strides(launches, device):
     check_build(log_decay[:1, :, :1].expand(2, 150, 3))
 
 
+@pytest.mark.parametrize("heads", [1, 6, 8, 16])
+def test_heads_that_share_a_program(heads, launches, device):
+    log_decay = torch.randn(2, 150, heads, device=device)
+    log_decay[torch.rand_like(log_decay) < 0.02] = -torch.inf
+    built = prefix.build(problem_of(log_decay), log_decay)
+    assert_prefix_of(log_decay, built)
+    rounded = prefix.build(problem_of(log_decay, dtype=torch.bfloat16), log_decay)
+    assert torch.equal(rounded.local, built.local.float())
+    assert_prefix_of(log_decay, rounded._replace(local=built.local))
+
+
 def test_more_than_one_step_reads(launches, monkeypatch, device):
     monkeypatch.setattr(prefix, "_SCAN_CHUNK", 2)
     monkeypatch.setattr(prefix, "_TOKEN_CHUNK", 64)

@@ -12,6 +12,7 @@ No block waits for another. Where sequences are short and few, each reads all th
 there is one launch; else it reads what a launch before has summed per block. The reverse does the same.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,9 @@ _MOST_TOKENS = 2048
 _MOST_READS = 2**19
 # one warp scans a block of tokens without meeting others
 _WARPS = 1
+# The λ of the heads lie side by side, and L2 gives 32 bytes at once, so many of them in float32: the launch that sums
+# blocks reads them together, and turns them on the way into what the scan can read without gaps.
+_HEADS = 8
 
 
 class DecayPrefix(NamedTuple):
@@ -110,9 +114,13 @@ def build(
     modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, num_warps=_WARPS, **COMPILER_OPTIONS)
     sums, chunk = None, _TOKEN_CHUNK
     if _needs_block_sums(problem, programs):
-        chunk = _SCAN_CHUNK
+        chunk, together = _SCAN_CHUNK, math.gcd(problem.num_heads, _HEADS)
         sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
-        launch(_block_totals, programs, log_decay, log_decay.stride(), *sums, *sizes, **modes)
+        launch(
+            _block_totals, token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads // together),
+            log_decay, log_decay.stride(), prefix.local, *sums, *sizes, HEADS=together, **modes,
+        )  # fmt: skip
+        log_decay = prefix.local.mT  # λ, which the scan replaces by β
     launch(
         _scan_blocks, programs,
         log_decay, log_decay.stride(), sums, *prefix, *(split or (prefix.base, prefix.base)), factor,
@@ -181,33 +189,45 @@ def _add_in_segment(sum_a, ended_a, sum_b, ended_b):
 
 @triton.jit
 def _load_log_decay(log_decay, strides, batch, head, first_token, tokens, length):
-    """λ of tokens in base 2 and float64, resets as 0, and where the resets are. The first λ is never used."""
+    """λ of tokens, of one head or of heads that broadcast against them. The first one is never used: 0."""
     tokens_there = (first_token + tokens).to(tl.int64)
-    pointers = log_decay + batch.to(tl.int64) * strides[0] + tokens_there * strides[1] + head * strides[2]
-    value = tl.load(pointers, mask=(tokens > 0) & (tokens < length), other=0.0).to(tl.float64)
+    pointers = log_decay + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2] + tokens_there * strides[1]
+    value = tl.load(pointers, mask=tokens < length, other=0.0)
+    return tl.where(tokens > 0, value, 0.0)  # not part of the mask, which would then let no read take several tokens
+
+
+@triton.jit
+def _without_resets(value):
+    """λ in base 2 and float64, resets as 0, and where the resets are."""
     is_reset = value == float("-inf")
-    return tl.where(is_reset, 0.0, value * LOG2E), is_reset
+    return tl.where(is_reset, 0.0, value.to(tl.float64) * LOG2E), is_reset
 
 
 @triton.jit
 def _block_totals(
-    log_decay, strides, totals, last_resets, first_resets, length, heads, sequences,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
+    log_decay, strides, turned, totals, last_resets, first_resets, length, heads, sequences,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Per block: the sum of λ, its last reset (−1 without one) and its first one (T_k without one)."""
-    start, sequence, head, entry, _, _, first_token, length = tile_of_program(
-        sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES
+    """Per block: the sum of λ, its last reset (−1 without one) and its first one (T_k without one); λ as (B, H, T_k).
+
+    A program has the blocks of HEADS heads.
+    """
+    start, sequence, group, entry, _, _, first_token, length = tile_of_program(
+        sequences, heads // HEADS, 0, length, BLOCK, True, False, PACKED, SEARCHES
     )
-    _, _, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
     if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
         if start >= length:
             return
-    tokens = start + tl.arange(0, BLOCK)
-    value, is_reset = _load_log_decay(log_decay, strides, entry, head, first_token, tokens, length)
+    head = group * HEADS + tl.arange(0, HEADS)
+    _, token_row, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
+    tokens = (start + tl.arange(0, BLOCK))[None, :]
+    value = _load_log_decay(log_decay, strides, entry, head[:, None], first_token, tokens, length)
+    tl.store(turned + token_row[:, None] + tokens, value, mask=tokens < length)
+    value, is_reset = _without_resets(value)
     here = block_row + start // BLOCK
-    tl.store(totals + here, tl.sum(value, 0))
-    tl.store(last_resets + here, tl.max(tl.where(is_reset, tokens, -1), 0))
-    tl.store(first_resets + here, tl.min(tl.where(is_reset, tokens, length), 0))
+    tl.store(totals + here, tl.sum(value, 1))
+    tl.store(last_resets + here, tl.max(tl.where(is_reset, tokens, -1), 1))
+    tl.store(first_resets + here, tl.min(tl.where(is_reset, tokens, length), 1))
 
 
 @triton.jit
@@ -220,7 +240,8 @@ def _around_by_tokens(
     after = tl.zeros([CHUNK], tl.int32) + length
     for first in range(0, length, CHUNK):
         tokens = first + tl.arange(0, CHUNK)
-        value, is_reset = _load_log_decay(log_decay, strides, batch, head, first_token, tokens, length)
+        value = _load_log_decay(log_decay, strides, batch, head, first_token, tokens, length)
+        value, is_reset = _without_resets(value)
         earlier = tokens < start
         alpha += tl.where(earlier, value, 0.0)
         before = tl.maximum(before, tl.where(is_reset & earlier, tokens, 0))
@@ -263,6 +284,9 @@ def _scan_blocks(
     if sequences is not None:  # noqa: SIM102
         if start >= length:
             return
+    # on its way while what lies around the block is read
+    tokens = start + tl.arange(0, BLOCK)
+    value = _load_log_decay(log_decay, strides, entry, head, first_token, tokens, length)
     if sums is None:
         alpha, before, after = _around_by_tokens(
             log_decay, strides, entry, head, first_token, start, length, BLOCK, CHUNK
@@ -272,9 +296,7 @@ def _scan_blocks(
     block = start // BLOCK
     tl.store(base + block_row + block, alpha)
 
-    tokens = start + tl.arange(0, BLOCK)
-    value, is_reset = _load_log_decay(log_decay, strides, entry, head, first_token, tokens, length)
-    last = tl.associative_scan(tl.where(is_reset, tokens, before), 0, _larger)
+    value, is_reset = _without_resets(value)
     here = token_row + tokens
     inside = tokens < length
     beta = tl.cumsum(value, 0)
@@ -284,9 +306,12 @@ def _scan_blocks(
         high = alpha.to(tl.float32)
         tl.store(split_base + (block_row + block) * 2, high)
         tl.store(split_base + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32))
+    last, coming = tl.where(is_reset, tokens, before), tl.where(is_reset, tokens, after)
+    if tl.max(is_reset.to(tl.int32), 0) != 0:  # most blocks have none, and two scans less
+        last = tl.associative_scan(last, 0, _larger)
+        coming = tl.associative_scan(coming, 0, _smaller, reverse=True)
     tl.store(last_reset + here, last, mask=inside)
     # the next reset strictly after t: seen from t + 1, so the scan's result moves back by one token
-    coming = tl.associative_scan(tl.where(is_reset, tokens, after), 0, _smaller, reverse=True)
     tl.store(next_reset + here - 1, coming, mask=inside & (tokens > start))
     final = tl.minimum(start + BLOCK, length) - 1
     tl.store(next_reset + token_row + final, after)
