@@ -21,6 +21,7 @@ _INPUTS = (
 # what the forward leaves to the backward, besides its inputs and out
 _SAVED = "Tensor row_references, Tensor local, Tensor base, Tensor last_reset, Tensor next_reset, Tensor first_block"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 torch.library.define(
     "decayattn::forward",
@@ -48,7 +49,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse from a kernel backend, differentiable once."""
     tensors = [x for x in (q, k, v, log_decay, scale, bias) if isinstance(x, Tensor)]
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    # without a level, which unpack_dual asks for, too, no tensor has a tangent
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         # PyTorch would drop the tangent at the operator without a word
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
     row_scale, scale = (scale, 1.0) if problem.row_scale else (None, scale)
@@ -70,7 +72,7 @@ def _watched(tensors: Iterable[Tensor]) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()
-        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+        or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
@@ -91,16 +93,18 @@ def _backward(
 ):  # fmt: skip
     from decayattn.backends.prefix import DecayPrefix  # imports Triton, so not before a kernel backend has run
 
-    if problem is None:
+    operator = problem is None
+    if operator:
         problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
     scale = scale if row_scale is None else row_scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale, deterministic))
-    dq, dk, dv, *rest = launcher.backward(
+    gradients = launcher.backward(
         problem, d_out, d_lse, q, k, v, log_decay, scale, places, bias, out, row_references,
         DecayPrefix(local, base, last_reset, next_reset), first_block, decay_gradient, bias_gradient,
     )  # fmt: skip
-    return dq, dk, dv, *(_or_empty(gradient, row_references) for gradient in rest)
+    # an operator returns tensors only: one of size 0 stands for "not asked for"
+    return tuple(row_references.new_empty(0) if x is None else x for x in gradients) if operator else gradients
 
 
 torch.library.impl("decayattn::forward", "CompositeExplicitAutograd", _forward)
@@ -136,11 +140,6 @@ def _backward_fake(
         torch.empty_like(row_references).transpose(1, 2) if row_scale is not None else row_references.new_empty(0),
         contiguous(bias) if bias_gradient else row_references.new_empty(0),
     )  # fmt: skip
-
-
-def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """An operator returns tensors only: one of size 0 stands for "not asked for"."""
-    return like.new_empty(0) if gradient is None else gradient
 
 
 def _differentiate(ctx, d_out, d_lse, *_):

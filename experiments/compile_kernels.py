@@ -178,7 +178,6 @@ def collecting() -> Iterator[list]:
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(portable.launch, "_arch", return_value="sm90"),
         mock.patch.object(launching, "multiprocessors", return_value=MULTIPROCESSORS),
-        mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
     ):
         yield kernels
 

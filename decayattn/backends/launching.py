@@ -5,6 +5,7 @@ times as long as the launch. What the kinds depend on is the same for all launch
 up once per call, and what was compiled for it is launched from then on.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -29,6 +30,12 @@ _REMEMBERED = 256
 def multiprocessors(device: torch.device) -> int:
     """How many a device has; a CPU, which interprets, has one program at a time and gets a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _OF_A_CPU
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Launches go to the current GPU: make it the inputs' one, unless it is."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
 def anew(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:

@@ -148,7 +148,7 @@ def gradient(
 
     row_sums is (B, H, T_q), column_sums (B, H, T_k), both float. The first λ of a segment acts on nothing: literal 0.
     """
-    grad = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    grad = like.new_empty(like.shape)
     if sequences is not None:
         fill_outside(problem, sequences, [(grad[..., None], 0.0)], of_keys=True, launch=launch)
     programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)

@@ -24,7 +24,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, DecayPrefix, Tensor]:  # fmt: skip
     """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q), the decay prefix and the
     first blocks of keys that were visited (skipping.plan)."""
-    with torch.cuda.device(problem.device):
+    with launching.on_device(problem.device):
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
         lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=torch.float32)
         row_references = torch.empty_like(lse)
@@ -38,7 +38,7 @@ def forward(
         dim = config.kernel_dim(problem.head_dim, problem.value_dim)
         schedule = config.forward(dim)
         score_scale = scale / math.log(2)  # base 2
-        counter = torch.empty(1, dtype=torch.int32, device=q.device)
+        counter = q.new_empty(1, dtype=torch.int32)
         prefix, columns, bases = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
         first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
         tiles = tile_table.build(

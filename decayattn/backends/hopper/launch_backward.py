@@ -32,8 +32,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:  # fmt: skip
     """dq, dk, dv and dλ (shape of log_decay; None if not asked for); the forward refuses a scale per row and a bias, so
     they have no gradient here."""
-    with torch.cuda.device(problem.device):
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    with launching.on_device(problem.device):
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None

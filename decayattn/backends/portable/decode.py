@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
-from decayattn.backends.portable.launch import on_device, padded
+from decayattn.backends.portable.launch import padded
 from decayattn.backends.portable.tiles import load_rate, load_scale, load_tile
 from decayattn.backends.tile_math import (
     LN2,
@@ -97,7 +97,7 @@ def decode(
     batch, query_length, heads, head_dim = q.shape
     max_length, kv_heads, value_dim = values.shape[1:]
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    with on_device(q.device):
+    with launching.on_device(q.device):
         out = q.new_empty(batch, query_length, heads, value_dim)
         lse = q.new_empty(batch, heads, query_length, dtype=accumulator)
         if 0 in (batch, query_length):

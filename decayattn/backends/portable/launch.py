@@ -1,6 +1,5 @@
 """From tensors to launches: buffers, memory paths, grids. The kernels' only callers."""
 
-import contextlib
 import functools
 
 import torch
@@ -37,7 +36,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, DecayPrefix, Tensor]:  # fmt: skip
     """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q), the decay prefix and the
     first blocks of keys that were visited (skipping.plan)."""
-    with on_device(problem.device):
+    with launching.on_device(problem.device):
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
         lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=problem.accumulator_dtype)
         row_references = torch.empty_like(lse)
@@ -76,8 +75,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dq, dk, dv, dλ (shape of log_decay; None if not asked for), ds (B, T_q, H; None for one number) and dbias (shape
     of bias; None if not asked for)."""
-    with on_device(problem.device):
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    with launching.on_device(problem.device):
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         row_scale_grad = torch.empty_like(row_references) if problem.row_scale else None
         if problem.is_empty:
             for gradient in (dq, dk, dv, row_scale_grad):
@@ -114,7 +113,7 @@ def backward(
             BLOCK_DV=modes["BLOCK_DV"], HAS_D_LSE=d_lse is not None, **COMPILER_OPTIONS,
         )  # fmt: skip
 
-        column_sums = torch.empty(prefix.local.shape, dtype=delta.dtype, device=delta.device)
+        column_sums = delta.new_empty(prefix.local.shape)
         d_row_scales = delta if row_scale_grad is None else row_scale_grad
         of_rows = delta, row_references, row_scales, rates, *prefix
         strides = q.stride(), k.stride(), v.stride(), d_out.stride()
@@ -187,11 +186,6 @@ def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor, determ
     if deterministic:
         shape = full
     return like.new_zeros(shape), shape != full
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """Launches go to the current GPU: make it the inputs' one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _arch(problem: AttentionProblem) -> str:
