@@ -35,13 +35,17 @@ from decayattn.problem import AttentionProblem
 SHARED_MEMORY = 232_448  # bytes that a block of sm_90 can have
 MULTIPROCESSORS = 132
 SKIP_TOLERANCE = 2.0**-24  # decay_attention's
-PATHS = ["TMA", "pointers", "small", "packed", "bias", "decode"]
+PATHS = ["TMA", "both sides", "pointers", "small", "packed", "bias", "decode"]
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
 MORE_SPILLS = {"TMA": 4, "pointers": 8, "small": 0, "packed": 0, "bias": 448, "decode": 0}
 # the same of the Hopper backend, whose loops are those of the TMA path: where a sequence begins takes registers (in
-# bfloat16 12 bytes)
-HOPPER_MORE_SPILLS = {"TMA": 0, "packed": 96}
+# bfloat16 28 bytes), and so does the other side of the diagonal (almost all outside of the loops)
+HOPPER_MORE_SPILLS = {
+    "TMA": {"forward_kernel": 0, "gradients_kernel": 0},
+    "both sides": {"forward_kernel": 28, "gradients_kernel": 500},
+    "packed": {"forward_kernel": 96, "gradients_kernel": 96},
+}
 # the Triton of the measurements in config.py
 TUNED_ON = "3.6."
 TABLES = {
@@ -83,9 +87,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--paths", nargs="+", choices=PATHS, default=PATHS,
-        help="how tiles are read; small: so few that the gradients of keys and queries share a launch; "
-        "packed: from packed sequences, with a window; bias: through pointers, with a bias and its gradient; "
-        "decode: one query row over a key cache",
+        help="how tiles are read; both sides: as by TMA, not causal; small: so few that the gradients of keys and "
+        "queries share a launch; packed: from packed sequences, with a window; bias: through pointers, with a bias and "
+        "its gradient; decode: one query row over a key cache",
     )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
@@ -94,7 +98,9 @@ def main() -> int:
     failures = 0
     for backend, dim, decay in itertools.product(options.backends, options.head_dims, options.decays):
         for path in options.paths:
-            if backend == "hopper" and (dim > 128 or path not in ("TMA", "packed")):
+            if path not in (HOPPER_MORE_SPILLS if backend == "hopper" else MORE_SPILLS):
+                continue
+            if backend == "hopper" and dim > 128:
                 continue
             dtype = getattr(torch, options.dtype)
             for kernel in compiled_kernels(backend, dim, decay, dtype, path):
@@ -123,7 +129,9 @@ def main() -> int:
 def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path: str) -> int:
     """Bytes that config.py grants a kernel; the small ones around the attention have none."""
     if backend == "hopper":
-        return HOPPER_TABLES[kernel](dim).spill_bytes + HOPPER_MORE_SPILLS[path] if kernel in HOPPER_TABLES else 0
+        if kernel not in HOPPER_TABLES:
+            return 0
+        return HOPPER_TABLES[kernel](dim).spill_bytes + HOPPER_MORE_SPILLS[path][kernel]
     if kernel == "gradients_kernel":
         return portable.config.both_gradients("sm90", dim, dtype).spill_bytes
     if kernel not in TABLES:
@@ -136,9 +144,10 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
 def compiled_kernels(backend: str, dim: int, decay: str, dtype: torch.dtype, path: str) -> list:
     """The kernels of a forward and a backward (or of a decoding step), compiled and not launched."""
     # long, the decay prefix takes two launches, and short only one of them
-    shape = (1 if path in ("packed", "small") else 2, {"TMA": 4096, "small": 256}.get(path, 1024), 4, dim)
+    length = {"TMA": 4096, "both sides": 4096, "small": 256}.get(path, 1024)
+    shape = (1 if path in ("packed", "small") else 2, length, 4, dim)
     # without a stride between the batch entries TMA cannot address a tensor
-    filled = 2 if path == "TMA" else 1
+    filled = 2 if path in ("TMA", "both sides") else 1
     q, k, v, d_out = (torch.empty(filled, *shape[1:], dtype=dtype).expand(shape) for _ in range(4))
     log_decay = {"none": None, "constant": torch.empty(4), "scalar": torch.empty(shape[:3])}[decay]
     places, window, longest, bias = None, (-1, -1), None, None
@@ -146,7 +155,8 @@ def compiled_kernels(backend: str, dim: int, decay: str, dtype: torch.dtype, pat
         places, window, longest = torch.empty(3, 4, dtype=torch.int32), (256, -1), (512, 512)
     if path == "bias":
         bias = torch.empty(shape[2], shape[1], shape[1])
-    problem = AttentionProblem.of(q, v, log_decay, None, True, window, places, longest, bias, SKIP_TOLERANCE)
+    causal = path != "both sides"
+    problem = AttentionProblem.of(q, v, log_decay, None, causal, window, places, longest, bias, SKIP_TOLERANCE)
     module = portable if backend == "triton" else hopper
     scale = dim**-0.5
     if path == "decode":

@@ -85,6 +85,7 @@ def compute(backend: str, head_dims: list[int]) -> None:
         differentiate(decay_attention(q, k, v, rates, window_size=(100, 0), backend=backend), q, k, v, rates)
         q, k, v, gate = draw(1, 530, 2, dim), draw(1, 700, 1, dim), draw(1, 700, 1, dim), gates(1, 700, 2)
         differentiate(decay_attention(q, k, v, gate, backend=backend), q, k, v, gate)
+        differentiate(decay_attention(q, k, v, gate, causal=False, backend=backend), q, k, v, gate)
         ends = torch.tensor([3, 3, 130, 400], dtype=torch.int32).cuda()
         q, k, v, gate = draw(410, 2, dim), draw(410, 1, dim), draw(410, 1, dim), gates(410, 2)
         lengths = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=300, max_seqlen_k=300)

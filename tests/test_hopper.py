@@ -178,6 +178,67 @@ def test_windows_of_the_last_rows(lengths, dim):
         verify(make(*lengths, decay=decay, dim=dim), window_size=(left, 0))
 
 
+# Not causal: both sides of the diagonal
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_both_sides(decay, dim):
+    for lengths in [(1, 1), (333, 333), (65, 1000), (1, 700), (500, 501), (385, 385)]:
+        verify(make(*lengths, decay=decay, dim=dim), causal=False)
+    verify(make(300, heads=6, kv_heads=2, decay=decay, dim=dim, dtype=torch.float16), causal=False)
+    verify(make(77, 500, heads=8, kv_heads=1, decay=decay, dim=dim), causal=False)
+    if decay != "scalar":  # rows before the first key would have no decay
+        verify(make(500, 130, decay=decay, dim=dim), causal=False)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("share", [0.003, 0.03, 0.5, 1.0])
+def test_resets_on_both_sides(share, dim):
+    inputs = make(1025, dim=dim)
+    inputs["log_decay"][torch.rand_like(inputs["log_decay"]) < share] = -torch.inf
+    verify(inputs, causal=False)
+    verify(inputs | dict(q=inputs["q"][:, -700:]), causal=False)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_strong_decay_and_growth_on_both_sides(dim):
+    # (a rate's gradient of e^−14 and less is beyond float32 in Σ dS (i − j), causal or not)
+    verify(make(600, dim=dim, strength=2.5, decay="constant"), causal=False)
+    for strength in (2.5, 100.0):
+        verify(make(600, dim=dim, strength=strength), causal=False)
+    inputs = make(600, dim=dim)
+    verify(inputs | dict(log_decay=-inputs["log_decay"]), causal=False)
+    verify(inputs | dict(log_decay=torch.randn_like(inputs["log_decay"])), causal=False)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_both_sides_in_sequences(decay, dim):
+    for packing in PACKINGS:
+        verify(make_packed(*packing, decay=decay, dim=dim, heads=4, kv_heads=2, resets=0.01), causal=False)
+    verify(make_padded(decay=decay, dim=dim), causal=False)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_far_keys_on_both_sides_that_outweigh_the_own(dim):
+    for decay in ("none", "constant", "scalar"):
+        inputs = make(1500, batch=3, heads=8, kv_heads=4, dim=dim, decay=decay, strength=1e-3)
+        inputs["q"][..., 0] = 8.0
+        there = inputs["k"][:, ::97, ::3, 0]
+        there.copy_(120 * dim**0.5 / 8 * torch.rand_like(there))
+        verify(inputs, causal=False)
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_both_sides_forward_here_and_backward_elsewhere(decay):
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_within_budget(verify_attention(**make(1500, dim=128, decay=decay), causal=False, backend="auto"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # Sequences. The oracle evaluates every one alone, so whatever crosses a boundary shows
 
 
@@ -228,11 +289,10 @@ def test_packed_strides_and_what_lies_beyond_the_longest():
     verify(inputs, grad_out=expanded)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-def test_padding(decay, dim):
+def make_padded(**options) -> dict:
     """On the right, on the left, on both sides, and nothing but padding; it holds NaN."""
-    inputs = make(333, 500, batch=4, kv_heads=2, decay=decay, dim=dim)
+    inputs = make(333, 500, batch=4, kv_heads=2, **options)
+    decay = options["decay"]
     inputs |= dict(
         seqused_q=int32(290, 333, 300, 12), seqused_k=int32(500, 400, 300, 5),
         leftpad_q=int32(0, 100, 3, 0), leftpad_k=int32(0, 129, 3, 5),
@@ -242,6 +302,13 @@ def test_padding(decay, dim):
             side = "q" if name == "q" else "k"
             inputs[name][n, : inputs["leftpad_" + side][n]] = math.nan
             inputs[name][n, inputs["seqused_" + side][n] :] = math.nan
+    return inputs
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_padding(decay, dim):
+    inputs = make_padded(decay=decay, dim=dim)
     verify(inputs)
     verify(inputs, window_size=(64, 0))
 
@@ -314,14 +381,14 @@ def test_skipping_in_packed_sequences_and_windows(dim):
     assert out[:765].isfinite().all()
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", ["dense", "packed", "both sides"])
 @pytest.mark.parametrize("decay", ["none", "scalar"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_runs_repeat(dim, decay, packed):
+def test_runs_repeat(dim, decay, layout):
     """200 runs: a race moves results by more than rounding. Only what is added up by atomics may move at all."""
-    function, options = decay_attention, {}
+    function, options = decay_attention, dict(causal=layout != "both sides")
     inputs = make(2048, heads=8, kv_heads=4, dim=dim, decay=decay)
-    if packed:
+    if layout == "packed":
         function = decay_attention_varlen
         inputs = make_packed(*random_packing(2, 20, 500), heads=8, kv_heads=4, dim=dim, decay=decay, outside=0)
         options = {name: inputs.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
@@ -349,7 +416,7 @@ def test_runs_repeat(dim, decay, packed):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (dict(causal=False), "causal"),
+        (dict(causal=False, window_size=(9, 9)), "windows in causal attention"),
         (dict(scale=0.0), "scale of at least"),
         (dict(scale=torch.ones(4)), "one scale for all rows"),
         (dict(v=torch.zeros(2, 333, 4, 36, dtype=BF16)), "multiples of 8 up to 128 as D_v, not 36"),
@@ -422,4 +489,4 @@ def test_auto_takes_them_where_they_take_the_problem_and_pay(monkeypatch):
     packed = make_packed([30, 40])
     decay_attention_varlen(**packed, max_seqlen_q=40, max_seqlen_k=40)
     decay_attention(**make(77, 200))  # so few tokens that Triton's kernels are faster
-    assert ran == ["hopper", "triton", "triton", "triton", "hopper", "hopper", "triton", "hopper", "triton"]
+    assert ran == ["hopper", "hopper", "triton", "triton", "hopper", "hopper", "triton", "hopper", "triton"]

@@ -2,6 +2,7 @@
 addresses. Plain Triton, so that it runs everywhere."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from decayattn.backends import parts, tma
 from decayattn.backends.hopper import config, descriptors, launch, tile_table
 from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.sequences import decay_blocks
 from decayattn.problem import AttentionProblem
 
 HEADS, DIM = 2, 40
@@ -75,10 +77,24 @@ def test_offsets_out_of_order_have_no_tiles(device):
     assert tiles.rows[0, 0] == tiles.keys[0, 0] == 0
 
 
+def row_alpha(decay: tuple, kind: str, line: list[int], inside: int) -> torch.Tensor:
+    """α (H, rows) of a tile's rows minus that at their reference, the first row of their 128."""
+    rates, _, local, base, *_ = decay
+    start, length, tokens, entry, _, first_token, first_block, _ = line
+    position = torch.arange(start, start + inside) + tokens - length
+    reference = start // 128 * 128 + tokens - length
+    if kind == "constant":
+        return rates.double()[:, None] / math.log(2) * (position - reference).to(rates.device)
+    position = position.clamp(min=0).to(rates.device)
+    at, origin = first_block + position // 128, first_block + max(reference, 0) // 128
+    return base[entry, :, at] - base[entry, :, origin, None] + local[entry, :, first_token + position]
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("lengths", [*PACKINGS[:3], None])
-def test_what_stands_around_the_gradients(lengths, rows, device):
-    """Row terms in the tiles of a table, zeros that are added to, and dq back in its place."""
+def test_what_stands_around_the_gradients(lengths, rows, decay, device):
+    """Row terms in the tiles of a table, of one side or two, zeros that are added to, and dq back in its place."""
     problem, places = padded(device) if lengths is None else packed(device, *lengths)
     axes = (problem.batch, problem.query_length)
     out, d_out = torch.randn(2, *axes, HEADS, DIM, device=device).half()
@@ -86,14 +102,20 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
     for part in (0, 5):
         references[..., part::31] = torch.inf  # rows that see nothing
     tiles = tile_table.build(problem, places, rows, 128, last_first=False, of_keys=True)
-    terms = references.new_empty(HEADS, tiles.row_tiles, rows, parts.COLUMNS, dtype=torch.bfloat16)
+    rates = -torch.rand(HEADS, device=device)
+    local = -100 * torch.rand(axes[0], HEADS, problem.key_length, device=device)
+    base = -1e4 * torch.rand(axes[0], HEADS, decay_blocks(problem), dtype=torch.float64, device=device)
+    of_rows = (rates, 1, local, base, problem.key_length, base.shape[-1])
+    sides = 1 if decay == "none" else 2
+    terms = references.new_empty(HEADS, tiles.row_tiles, sides, rows, parts.COLUMNS, dtype=torch.bfloat16)
     fragments = references.new_full((HEADS * tiles.row_tiles * rows * WIDTH // 256, 256), 7)
     row_sums = torch.empty_like(references)
     counters = torch.full([4], 7, dtype=torch.int32, device=device)
     row_terms_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
-        out, d_out, d_lse, references, terms, row_sums, fragments, counters, tiles.rows, out.stride(),
-        d_out.stride(), d_lse.stride(), -8.0, problem.query_length, tiles.row_tiles, HEADS, 1, 3, D=WIDTH,
-        VALUE_DIM=DIM, ROWS=rows, BLOCK_M=64, HAS_D_LSE=True, ROW_SUMS=True,
+        out, d_out, d_lse, references, terms, row_sums, fragments, counters, tiles.rows,
+        of_rows if sides == 2 else None, out.stride(), d_out.stride(), d_lse.stride(), -8.0, problem.query_length,
+        tiles.row_tiles, HEADS, 1, 3, D=WIDTH, VALUE_DIM=DIM, ROWS=rows, BLOCK_M=64, DECAY=decay, SIDES=sides,
+        HAS_D_LSE=True, ROW_SUMS=True,
     )  # fmt: skip
 
     assert counters.tolist() == [0, 0, 0, 7]
@@ -103,20 +125,27 @@ def test_what_stands_around_the_gradients(lengths, rows, device):
     dq = torch.full_like(out, 7)
     expected = dq.clone()
     gradient = torch.randn(HEADS, tiles.row_tiles, rows, WIDTH, device=device)
-    for n, (start, length, _, entry, first_row, *_) in enumerate(lines(problem, places, rows, False, False)):
+    for n, line in enumerate(lines(problem, places, rows, False, False)):
+        start, length, _, entry, first_row, *_ = line
         inside, here = min(rows, length - start), slice(first_row + start, first_row + min(start + rows, length))
-        columns = terms[:, n].double()
-        added, taken = columns[..., : parts.PARTS].sum(-1), columns[..., parts.PARTS : 2 * parts.PARTS].sum(-1)
         here_references = references[entry, :, here].double()
         sees = here_references < torch.inf
-        assert torch.equal(added[:, :inside][sees], -8.0 * here_references[sees])
-        torch.testing.assert_close(-taken[:, :inside], delta[entry, :, here].double(), rtol=1e-5, atol=1e-4)
-        # finite, and far below all scores
-        assert (added[:, :inside][~sees] < -1e38).all()
-        assert (added[:, inside:] < -1e38).all()
-        assert added.isfinite().all()
-        assert (taken[:, inside:] == 0).all()
-        assert (columns[..., 2 * parts.PARTS :] == 0).all()
+        for side in range(sides):
+            columns = terms[:, n, side].double()
+            added, taken = columns[..., : parts.PARTS].sum(-1), columns[..., parts.PARTS : 2 * parts.PARTS].sum(-1)
+            if sides == 1:
+                assert torch.equal(added[:, :inside][sees], -8.0 * here_references[sees])
+            else:
+                alpha = row_alpha(of_rows, decay, line, inside)
+                expected_terms = -8.0 * (here_references + alpha * (-1, 1)[side])
+                torch.testing.assert_close(added[:, :inside][sees], expected_terms[sees], rtol=1e-6, atol=2e-4)
+            torch.testing.assert_close(-taken[:, :inside], delta[entry, :, here].double(), rtol=1e-5, atol=1e-4)
+            # finite, and far below all scores
+            assert (added[:, :inside][~sees] < -1e38).all()
+            assert (added[:, inside:] < -1e38).all()
+            assert added.isfinite().all()
+            assert (taken[:, inside:] == 0).all()
+            assert (columns[..., 2 * parts.PARTS :] == 0).all()
         assert (fragments[1:, n] == 0).all()
         assert (fragments[0, n] == 7).all()
         assert (row_sums[entry, :, here] == 0).all()

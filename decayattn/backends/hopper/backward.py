@@ -16,6 +16,11 @@ so do they. Both are products with eight columns: of keys beside dk, with the ro
 constant decay's Σ dS (i − j), and of rows beside dq. One loop serves edge tiles and whole ones, with a branch around
 the comparison: two loops cost registers, and spills slow the shared memory that this kernel lives on (3 % at D = 128).
 
+Not causal, a decay's sign differs on either side of the diagonal, and the loop is run through once per side
+(key_items.py). A row has a reference for each, with ∓α_i, and the producer sends that of the side, and the difference
+of two bases with its sign. So the loop does not know of sides, but where it adds row sums: α_j and the sums of keys
+change their sign between two runs.
+
 What passes between the warps is in key_exchange.py, the producer in key_producer.py; zeroing.py makes 0 what dq is
 added to. rows.py prepares what is one number per row before it, and brings dq to its layout after it.
 
@@ -128,12 +133,15 @@ def _add_dq_part(dq_desc, part, buffers, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def _add_row_sums(row_sum, row_sums, first_row, tile, work, WARPGROUP: gl.constexpr, D: gl.constexpr):
-    """Add what _start_dq_part summed of the rows of a tile to the sums in memory."""
+def _add_row_sums(row_sum, row_sums, first_row, visit, work, WARPGROUP: gl.constexpr, D: gl.constexpr):
+    """Add what _start_dq_part summed of the rows of a visit's tile to the sums in memory."""
     # a thread has two neighbouring copies of a sum, and the first of the four threads that share a row adds one
     row_sum, _ = gl.split(gl.reshape(row_sum, [PART, COPIES // 2, 2]))
     LAYOUT: gl.constexpr = row_sum.type.layout
-    row = gl.expand_dims(tile * work.sizes.ROWS + gl.arange(0, PART, gl.SliceLayout(1, LAYOUT)), 1)
+    SIDES: gl.constexpr = work.sizes.SIDES
+    if SIDES == 2:
+        row_sum = gl.where(visit % SIDES == 0, row_sum, -row_sum)
+    row = gl.expand_dims(visit // SIDES * work.sizes.ROWS + gl.arange(0, PART, gl.SliceLayout(1, LAYOUT)), 1)
     if D == 64:
         row += WARPGROUP * PART
     copy = gl.expand_dims(gl.arange(0, COPIES // 2, gl.SliceLayout(0, LAYOUT)), 0)
@@ -159,7 +167,7 @@ def _add_rows(
     n, tile, edge, previous, dk, dv, key_sum, key_position, key_alpha, first, end, work, buffers, dq_desc,
     first_part, row_sums, first_row, score_scale, WARPGROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """The n-th query tile into dk, dv and the sums; and dq of the tile before it (−1: there is none in this head)."""
+    """The n-th query tile into dk, dv and the sums; and dq of the visit before it (−1: there is none in this head)."""
     ROWS: gl.constexpr = work.sizes.ROWS
     DECAY: gl.constexpr = work.sizes.DECAY
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -237,7 +245,7 @@ def _add_rows(
     fence_async_shared()  # not before: with products on their way ptxas crashes
     arrive(buffers.empty.index(stage))
     if previous >= 0:
-        _add_dq_part(dq_desc, first_part + previous * 2, buffers, WARPGROUP)
+        _add_dq_part(dq_desc, first_part + previous // work.sizes.SIDES * 2, buffers, WARPGROUP)
         if work.sizes.ROW_SUMS:
             _add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
     if work.sizes.DECAY_GRADIENT:
@@ -276,22 +284,29 @@ def _consume(
             elif DECAY == "constant":
                 rate = load_rate(rates, rate_stride, work.head(member))
                 key_alpha = (key - work.place.start).to(gl.float32) * rate
-            first, end = work.rows_of(key, last_reset + tokens, next_reset + tokens)
-            begin, whole_begin, whole_end, tile_end = work.visited(member, last_reset + tokens, next_reset + tokens)
+            rows = work.rows_of(key, last_reset + tokens, next_reset + tokens)
+            ends = work.rows_of_ends(member, last_reset + tokens, next_reset + tokens)
             key_sum = gl.zeros([SHARE, 4], gl.float32, SHARES)
-
-            # what is read of memory before is on its way while the keys are
-            mbarrier.wait(buffers.keys_ready, count & 1)
+            # the last visit: tile and side as one number
             previous = -1
-            edges = tile_end - begin - (whole_end - whole_begin)
-            for m in range(tile_end - begin):
-                tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
-                dk, dv, key_sum = _add_rows(
-                    n, tile, m < edges, previous, dk, dv, key_sum, key, key_alpha, first, end, work, buffers, dq_desc,
-                    first_part, row_sums, first_row, scale * LOG2E, WARPGROUP, D,
-                )  # fmt: skip
-                previous = tile
-                n += 1
+            for side in range(sizes.SIDES):
+                first, end = work.rows_of_side(rows, side)
+                begin, whole_begin, whole_end, tile_end = work.visited(ends, side)
+
+                # what is read of memory before is on its way while the keys are
+                mbarrier.wait(buffers.keys_ready, count & 1)
+                edges = tile_end - begin - (whole_end - whole_begin)
+                for m in range(tile_end - begin):
+                    tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
+                    dk, dv, key_sum = _add_rows(
+                        n, tile, m < edges, previous, dk, dv, key_sum, key, key_alpha, first, end, work, buffers,
+                        dq_desc, first_part, row_sums, first_row, scale * LOG2E, WARPGROUP, D,
+                    )  # fmt: skip
+                    previous = tile * sizes.SIDES + side
+                    n += 1
+                if sizes.SIDES == 2:
+                    # the right side has the other sign; turned behind either, sums end as those of left minus right
+                    key_alpha, key_sum = -key_alpha, -key_sum
             if previous >= 0:
                 # dq of the head's last tile
                 buffers.wait_d_scores(n - 1)
@@ -302,7 +317,7 @@ def _consume(
                 _stage_dq_part(buffers, dq, WARPGROUP)
                 fence_async_shared()
                 copy_engine.thread_barrier()
-                _add_dq_part(dq_desc, first_part + previous * 2, buffers, WARPGROUP)
+                _add_dq_part(dq_desc, first_part + previous // sizes.SIDES * 2, buffers, WARPGROUP)
                 if sizes.ROW_SUMS:
                     _add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
             if sizes.DECAY_GRADIENT:
@@ -344,7 +359,7 @@ def gradients_kernel(
     query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together, D: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, DECAY: gl.constexpr,
     DECAY_GRADIENT: gl.constexpr, RAGGED: gl.constexpr, WINDOW: gl.constexpr, PLANNED: gl.constexpr,
-    REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    CAUSAL: gl.constexpr, SIDES: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dk, dv of all key tiles over their groups of query heads; added up, dq, row sums and a rate's gradient.
 
@@ -358,7 +373,7 @@ def gradients_kernel(
     kv_heads = entries * (heads // GROUP)
     sizes = Sizes(
         key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
+        row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED, CAUSAL, SIDES,
     )  # fmt: skip
 
     DTYPE: gl.constexpr = q_desc.dtype

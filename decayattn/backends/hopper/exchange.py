@@ -34,7 +34,9 @@ class Buffers:
     slots, drawn holds WORDS about each item, firsts the smallest and the largest first key of each warpgroup's rows:
     (slot · 2) and (slot · 2 + 1), and overflows, which consumers write, whether a warp's sums did: (slot · 4 +
     warpgroup). columns and differences (of bases, one per warpgroup) follow the ring of the keys; a constant decay has
-    the same columns for all keys of a head, which follow the ring of the queries.
+    the same columns for all keys of a head, which follow the ring of the queries. Not causal, ends is like firsts:
+    where the rows' keys end; and signs has what multiplies columns left and right of the diagonal: ones, and minus
+    ones.
     """
 
     queries: Ring
@@ -44,11 +46,13 @@ class Buffers:
     columns: gl.shared_memory_descriptor
     differences: gl.shared_memory_descriptor
     firsts: gl.shared_memory_descriptor
+    ends: gl.shared_memory_descriptor
+    signs: gl.shared_memory_descriptor
     overflows: gl.shared_memory_descriptor
     fences: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, values, drawn, columns, differences, firsts, overflows, fences):
+    def __init__(self, queries, keys, values, drawn, columns, differences, firsts, ends, signs, overflows, fences):
         self.queries = queries
         self.keys = keys
         self.values = values
@@ -56,22 +60,27 @@ class Buffers:
         self.columns = columns
         self.differences = differences
         self.firsts = firsts
+        self.ends = ends
+        self.signs = signs
         self.overflows = overflows
         self.fences = fences
 
 
 @gluon.jit
-def hand_over(buffers, count, state, item, found, tiles, tile_end, first_min, first_max, RAGGED: gl.constexpr):
-    """The count-th item of this program: `tiles` tiles of keys, walked from tile_end down."""
+def hand_over(
+    buffers, count, state, item, found, tiles, tile_end, first_min, first_max, end_min, end_max,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """The count-th item of this program: `tiles` tiles of keys, walked from tile_end down (and then up, items.Walk)."""
     words, word, place = buffers.drawn.tiles, stage(count, SLOTS) * WORDS, found.place
     store_word(words, word, state)
     store_word(words, word + ITEM, item)
     store_word(words, word + 2, tiles)
     store_word(words, word + 3, tile_end)
-    store_word(words, word + 6, found.head_row)
     # an item without tiles has no rows either
     store_word(words, word + 4, gl.where(tiles > 0, place.start, place.query_length))
     store_word(words, word + 5, place.entry)
+    store_word(words, word + 6, found.head_row)
     if RAGGED:
         store_word(words, word + 7, place.query_length)
         store_word(words, word + 8, place.key_length)
@@ -80,6 +89,9 @@ def hand_over(buffers, count, state, item, found, tiles, tile_end, first_min, fi
         store_word(words, word + 11, place.first_block)
     buffers.firsts.index(stage(count, SLOTS) * 2).store(first_min)
     buffers.firsts.index(stage(count, SLOTS) * 2 + 1).store(first_max)
+    if not CAUSAL:
+        buffers.ends.index(stage(count, SLOTS) * 2).store(end_min)
+        buffers.ends.index(stage(count, SLOTS) * 2 + 1).store(end_max)
     mbarrier.arrive(buffers.drawn.arrival(count), count=1)
 
 
@@ -114,6 +126,12 @@ def own(values, WARPGROUP: gl.constexpr):
     every = values.load(EVERY)
     mine = gl.arange(0, WARPGROUPS_PADDED, EVERY) == WARPGROUP
     return gl.sum(gl.where(mine, every, 0), 0)
+
+
+@gluon.jit
+def least(values):
+    """Of one number per warpgroup in shared memory, the smallest."""
+    return gl.min(values.load(gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0])), 0)
 
 
 @gluon.jit

@@ -3,17 +3,19 @@
 An item of work is 64 query rows per consumer warpgroup of one head. A producer warp (producer.py) draws items from a
 counter, and streams their queries and their key and value tiles through rings of shared-memory buffers by TMA, so that
 the next item's tiles arrive while this one's results leave. Every consumer warpgroup walks the keys that its rows see,
-from the last tile to the first, with an online softmax whose exponentials overlap the product P V of the tile before
-(FlashAttention 3's order, Shah et al., arXiv 2407.08608). What passes between them is in exchange.py.
+from the tile of their own down to the first, and, not causal, from there up to the last (items.Walk), with an online
+softmax whose exponentials overlap the product P V of the tile before (FlashAttention 3's order, Shah et al., arXiv
+2407.08608). What passes between them is in exchange.py.
 
-A row's maximum is that of its edge tiles, among them the last one, which has its own key. In bfloat16, whose exponents
-are float32's, whole tiles do not look for another: their exponentials begin as soon as the scores are there, and a
-fifth of the instructions is not needed. What was summed tells at the end of an item whether that went well; if not (a
-far key outweighs a row's edge tiles by 2^64), the producer sends the item again, and every tile is taken for an edge.
+A row's maximum is that of its edge tiles, among them the one that has its own key. In bfloat16, whose exponents are
+float32's, whole tiles do not look for another: their exponentials begin as soon as the scores are there, and a fifth of
+the instructions is not needed. What was summed tells at the end of an item whether that went well; if not (a far key
+outweighs a row's edge tiles by 2^64), the producer sends the item again, and every tile is taken for an edge.
 
 The decay costs no instruction per score: −α_j of a key, relative to its block and divided by the scale, stands in three
 bfloat16 columns beside the keys (high, middle and low bits), and one more matrix instruction adds ones × columns to
 Q Kᵀ. What a row and a tile share, α_i and the difference of two block bases, joins the row maximum and the log-sum-exp.
+To the right of the diagonal all this has the other sign, and the α_i that is left out of the row maximum counts twice.
 
 Tiles, per warpgroup: q, out (64, D) · k, v (KEYS, D) · columns (KEYS, 16) · score, p (64, KEYS) ·
 acc (64, D) · row_sum (64, 4), the partial sums of the four threads that share a row.
@@ -29,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper import copy_engine
+from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.exchange import (
     CAREFUL,
     END,
@@ -39,6 +42,7 @@ from decayattn.backends.hopper.exchange import (
     Buffers,
     draw,
     drawn_item,
+    least,
     own,
 )
 from decayattn.backends.hopper.fragments import (
@@ -51,7 +55,7 @@ from decayattn.backends.hopper.fragments import (
     ones_of_parts,
     shares,
 )
-from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Sizes
+from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Sizes, Walk
 from decayattn.backends.hopper.producer import produce
 from decayattn.backends.hopper.rings import allocate_words, make_ring, stage
 from decayattn.backends.hopper.tile_table import allocate_tiles, coordinates, flat
@@ -68,8 +72,47 @@ MOST: gl.constexpr = gl.constexpr(2.0**64)
 # The consumers
 
 
+@aggregate
+class Side:
+    """What rows see on one side of the diagonal: each the keys from `first` to `last`, and which tiles all of them see
+    whole; first_max, the largest first key."""
+
+    first: gl.tensor
+    first_max: gl.tensor
+    last: gl.tensor
+    whole_begin: gl.tensor
+    whole_end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, first, first_max, last, whole_begin, whole_end):
+        self.first = first
+        self.first_max = first_max
+        self.last = last
+        self.whole_begin = whole_begin
+        self.whole_end = whole_end
+
+    @gluon.jit
+    def or_right(self, right, is_right):
+        return Side(
+            gl.where(is_right, right.first, self.first), gl.where(is_right, right.first_max, self.first_max),
+            gl.where(is_right, right.last, self.last), gl.where(is_right, right.whole_begin, self.whole_begin),
+            gl.where(is_right, right.whole_end, self.whole_end),
+        )  # fmt: skip
+
+
 @gluon.jit
-def _start_scores(q, buffers, n, count, zero, KIND: gl.constexpr):
+def _ones(buffers, is_right, SCORE: gl.constexpr, CAUSAL: gl.constexpr):
+    """What adds up the decay of the keys: to the right of the diagonal, with the other sign."""
+    if CAUSAL:
+        ones = ones_of_parts(0, SCORE)
+    else:
+        # out of shared memory: for these, too, there are not enough registers
+        ones = buffers.signs.index(is_right.to(gl.int32))
+    return ones
+
+
+@gluon.jit
+def _start_scores(q, buffers, n, count, zero, is_right, KIND: gl.constexpr, CAUSAL: gl.constexpr):
     """Issue q·kᵀ of the n-th tile, with the decay's bias; divided by the scale, like everything before the softmax."""
     SCORE: gl.constexpr = zero.type.layout
     kT = flat(buffers.keys.tile(n)).permute((1, 0))
@@ -77,10 +120,10 @@ def _start_scores(q, buffers, n, count, zero, KIND: gl.constexpr):
     # after the products: a strong decay is large, and every instruction that adds to it rounds it
     if KIND == "scalar":
         columns = buffers.columns.index(stage(n, buffers.keys.STAGES))
-        score = warpgroup_mma(ones_of_parts(0, SCORE), columns.permute((1, 0)), score, is_async=True)
+        score = warpgroup_mma(_ones(buffers, is_right, SCORE, CAUSAL), columns.permute((1, 0)), score, is_async=True)
     elif KIND == "constant":
         columns = buffers.columns.index(stage(count, SLOTS))
-        score = warpgroup_mma(ones_of_parts(0, SCORE), columns.permute((1, 0)), score, is_async=True)
+        score = warpgroup_mma(_ones(buffers, is_right, SCORE, CAUSAL), columns.permute((1, 0)), score, is_async=True)
     return score
 
 
@@ -134,17 +177,17 @@ def _rescale(acc, correction, D: gl.constexpr):
 
 
 @gluon.jit
-def _masked(score, tile, first, first_max, position, HAS_FIRST: gl.constexpr):
-    """Scores of an edge tile, −inf where a row does not see the key; first_max, the largest first key of the rows."""
+def _masked(score, tile, side, HAS_FIRST: gl.constexpr):
+    """Scores of an edge tile, −inf where a row does not see the key."""
     SCORE: gl.constexpr = score.type.layout
     x = by_threads(score)
     key = common_columns(x)
-    x = gl.where(key <= among_columns(position - tile * KEYS, x), x, float("-inf"))
+    x = gl.where(key <= among_columns(side.last - tile * KEYS, x), x, float("-inf"))
     if HAS_FIRST:
-        seldom = tile * KEYS < first_max
+        seldom = tile * KEYS < side.first_max
         if seldom:
             # a copy that the compiler must leave in its branch, and with it what it is for
-            first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], gl.int32, is_pure=False, pack=1)
+            first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [side.first], gl.int32, is_pure=False, pack=1)
             x = gl.where(key >= among_columns(first - tile * KEYS, x), x, float("-inf"))
     return from_threads(x, SCORE)
 
@@ -162,10 +205,7 @@ def _anchored(score, row_max, difference, scale):
 
 
 @gluon.jit
-def _softmax(
-    score, row_max, row_sum, difference, scale, tile, first, first_max, position, edge, HAS_FIRST: gl.constexpr,
-    WIDE: gl.constexpr,
-):  # fmt: skip
+def _softmax(score, row_max, row_sum, difference, scale, tile, side, edge, HAS_FIRST: gl.constexpr, WIDE: gl.constexpr):
     """Unnormalised p of a tile, the new (row_max, row_sum), and the factor for what was summed before.
 
     WIDE: p has the exponents of float32, so that only edge tiles look for a maximum. A row that has none yet gets
@@ -175,13 +215,13 @@ def _softmax(
     anchor = row_max
     if WIDE:
         if edge:
-            score = _masked(score, tile, first, first_max, position, HAS_FIRST)
+            score = _masked(score, tile, side, HAS_FIRST)
             new_max, anchor = _anchored(score, row_max, difference, scale)
             # an overflow stays one, whatever this tile moves the maximum by
             row_sum = gl.where(row_sum >= MOST, float("inf"), row_sum)
     else:
         if edge:
-            score = _masked(score, tile, first, first_max, position, HAS_FIRST)
+            score = _masked(score, tile, side, HAS_FIRST)
         new_max, anchor = _anchored(score, row_max, difference, scale)
     p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
     correction = rescale(row_max, anchor)
@@ -201,8 +241,9 @@ def _consume(
     P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     KIND: gl.constexpr = decay.KIND
+    CAUSAL: gl.constexpr = decay.CAUSAL
     # whether a row can have a first key other than 0
-    HAS_FIRST: gl.constexpr = KIND == "scalar" or decay.WINDOW
+    HAS_FIRST: gl.constexpr = KIND == "scalar" or decay.WINDOW or not CAUSAL
     queries, keys, values = buffers.queries, buffers.keys, buffers.values
     WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
     zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
@@ -231,8 +272,24 @@ def _consume(
             whole_end = gl.where(state == CAREFUL, whole_begin, whole_end)
             reference = found.reference(start)
             rate = head_decay.rate(head)
+            left = Side(first, first_max, position, whole_begin, whole_end)
+            walk = Walk(item_end, tiles, item_end, True)
+            if not CAUSAL:
+                item_begin = least(buffers.firsts.index(stage(count, SLOTS) * 2)) // KEYS
+                walk = Walk(item_end, item_end - item_begin, found.first_right_key() // KEYS, False)
+                end = head_decay.keys_end(position, place.key_length)
+                end_min = own(buffers.ends.index(stage(count, SLOTS) * 2), WARPGROUP)
+                end_max = own(buffers.ends.index(stage(count, SLOTS) * 2 + 1), WARPGROUP)
+                # the first tile is an edge tile, too: rows before all keys have no other
+                after_own = gl.maximum(final_row + first_position, 0) + 1
+                _, right_begin, right_end, _ = tiles_between(0, after_own, end_min, end_max, KEYS)
+                right_end = gl.where(state == CAREFUL, right_begin, right_end)
+                right = Side(position + 1, after_own, end - 1, right_begin, right_end)
+                # what only other warpgroups see is visited, and masked, but not after this one's last tile
+                right_visits = gl.maximum(gl.cdiv(end_max, KEYS) - walk.right_begin, 0)
+                row_alpha = head_decay.row_alpha(position, reference, rate)
 
-            # n counts the tiles of all items; an item is walked from item_end down
+            # n counts the tiles of all items; an item is walked from item_end down (and then up)
             n_begin = item_end - tile_end
             for n in range(sent, sent + n_begin):
                 keys.skip(n)
@@ -241,7 +298,7 @@ def _consume(
             queries.wait_ready(count)
             keys.wait_ready(n)
             q = flat(queries.tiles.index(stage(count, SLOTS) * WARPGROUPS + WARPGROUP))
-            score = _start_scores(q, buffers, n, count, zero, KIND)
+            score = _start_scores(q, buffers, n, count, zero, walk.is_right(n_begin), KIND, CAUSAL)
             difference = _base_difference(buffers, n, tile_end - 1, reference, rate, WARPGROUP, KIND)
             # out of the item before stood in its q
             tma.store_wait(0)
@@ -251,27 +308,35 @@ def _consume(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
             p, row_max, row_sum, _ = _softmax(
-                score, row_max, row_sum, difference, scale, tile_end - 1, first, first_max, position, True,
-                HAS_FIRST, WIDE,
-            )  # fmt: skip
+                score, row_max, row_sum, difference, scale, tile_end - 1, left, True, HAS_FIRST, WIDE
+            )
             p = gl.convert_layout(p.to(q.dtype), P)
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
-            n_end = sent + item_end - begin
+            if CAUSAL:
+                n_end = sent + item_end - begin
+            else:
+                n_end = sent + walk.left_visits + right_visits
             keys.wait_ready(n + 1, n + 1 < n_end)
             for n in range(sent + n_begin + 1, n_end):
                 # the scores of this tile while P V of the tile before it runs
-                tile = item_end - 1 - (n - sent)
-                score = _start_scores(q, buffers, n, count, zero, KIND)
-                difference = _base_difference(buffers, n, tile, reference, rate, WARPGROUP, KIND)
+                tile = walk.tile(n - sent)
+                is_right = walk.is_right(n - sent)
+                score = _start_scores(q, buffers, n, count, zero, is_right, KIND, CAUSAL)
+                shared = _base_difference(buffers, n, tile, reference, rate, WARPGROUP, KIND)
+                side = left
+                if not CAUSAL:
+                    side = left.or_right(right, is_right)
+                    if KIND != "none":
+                        # the other sign, and of a row's α, too, which is left out as if it had that of the left side
+                        shared = gl.where(is_right, -(shared + 2 * row_alpha), shared)
                 values.wait_ready(n - 1)
                 acc = warpgroup_mma(p, flat(values.tile(n - 1)), acc, is_async=True)
                 score = warpgroup_mma_wait(1, (score,))
                 keys.release(n)
-                edge = (tile >= whole_end) | (tile < whole_begin)
+                edge = (tile >= side.whole_end) | (tile < side.whole_begin)
                 next_p, row_max, row_sum, correction = _softmax(
-                    score, row_max, row_sum, difference, scale, tile, first, first_max, position, edge, HAS_FIRST,
-                    WIDE,
-                )  # fmt: skip
+                    score, row_max, row_sum, shared, scale, tile, side, edge, HAS_FIRST, WIDE
+                )
                 # ptxas would hoist the wait for P V above the exponentials; a store that needs their sum keeps it below
                 fence.store(row_sum)
                 keys.wait_ready(n + 1, n + 1 < n_end)
@@ -291,7 +356,12 @@ def _consume(
             seen = total > 0
             total = gl.where(seen, total, 1.0)
             row_reference = row_max + gl.log2(total)
-            row_lse = (row_reference + head_decay.row_alpha(position, reference, rate)) * LN2
+            if CAUSAL:
+                row_lse = (row_reference + head_decay.row_alpha(position, reference, rate)) * LN2
+            else:
+                # a row's α, whose sign differs between its keys, does not cancel in a backward's scores either
+                row_reference += row_alpha
+                row_lse = row_reference * LN2
             row = start + gl.arange(0, ROWS, ROW)
             here = sizes.rows(found) + row
             inside = row < query_length
@@ -338,18 +408,18 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, columns_desc, out_desc, lse, row_references, rates, local, bases, last_reset, plan, counter,
-    table, scale, rate_stride, left, items, row_tiles, heads, group, together, query_length, key_length, blocks,
-    granules, KIND: gl.constexpr, RAGGED: gl.constexpr, PACKED: gl.constexpr, WINDOW: gl.constexpr,
-    PLANNED: gl.constexpr, D: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    q_desc, k_desc, v_desc, columns_desc, out_desc, lse, row_references, rates, local, bases, last_reset, next_reset,
+    plan, counter, table, scale, rate_stride, left, items, row_tiles, heads, group, together, query_length, key_length,
+    blocks, granules, KIND: gl.constexpr, RAGGED: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, PLANNED: gl.constexpr, D: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, causal.
+    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp.
 
     scale is s·log2(e), positive; counter is 0, and not read where every program has one item; columns_desc is not
-    read without a decay; table, of tiles of rows, is not read unless RAGGED, left not unless WINDOW, and plan, the
-    first block of every granule, not unless PLANNED. query_length, key_length, blocks, those of the decay prefix, and
-    granules are of the axes on which the sequences lie.
+    read without a decay; table, of tiles of rows, is not read unless RAGGED, next_reset not if CAUSAL, left not unless
+    WINDOW, and plan, the first block of every granule, not unless PLANNED; the last two need CAUSAL. query_length,
+    key_length, blocks, those of the decay prefix, and granules are of the axes on which the sequences lie.
     """
     if RAGGED:
         # the host only knows bounds
@@ -358,7 +428,7 @@ def forward_kernel(
     sizes = Sizes(
         items, row_tiles, heads, group, together, query_length, key_length, blocks, granules, table, RAGGED, PACKED
     )
-    decay = Decay(rates, rate_stride, local, bases, last_reset, left, plan, KIND, WINDOW, PLANNED)
+    decay = Decay(rates, rate_stride, local, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED)
 
     q_tiles = allocate_tiles(q_desc, SLOTS * WARPGROUPS)
     k_tiles = allocate_tiles(k_desc, STAGES)
@@ -372,15 +442,22 @@ def forward_kernel(
     fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
     differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], WORD)
     firsts = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, WARPGROUPS_PADDED], WORD)
-    if KIND == "none":
-        columns = q_tiles
-    else:
+    ends, columns, signs = firsts, q_tiles, q_tiles
+    if not CAUSAL:
+        ends = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, WARPGROUPS_PADDED], WORD)
+    if KIND != "none":
         COLUMN_TILES: gl.constexpr = STAGES if KIND == "scalar" else SLOTS
         columns = gl.allocate_shared_memory(columns_desc.dtype, [COLUMN_TILES, KEYS, DEPTH], columns_desc.layout)
+        if not CAUSAL:
+            signs = gl.allocate_shared_memory(columns_desc.dtype, [2, ROWS, DEPTH], columns_desc.layout)
+            ONES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+            signs.index(0).store(gl.full([ROWS, DEPTH], 1.0, columns_desc.dtype, ONES))
+            signs.index(1).store(gl.full([ROWS, DEPTH], -1.0, columns_desc.dtype, ONES))
+            fence_async_shared()
     buffers = Buffers(
         make_ring(q_tiles, SLOTS, WARPGROUPS), make_ring(k_tiles, STAGES, WARPGROUPS),
         make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, WARPGROUPS), columns, differences, firsts,
-        overflows, fences,
+        ends, signs, overflows, fences,
     )  # fmt: skip
 
     if WARPGROUPS == 2:

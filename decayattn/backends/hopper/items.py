@@ -140,6 +140,46 @@ class Item:
         final_row = gl.minimum(start + ROWS_, self.place.query_length) - 1
         return gl.maximum(gl.cdiv(final_row + 1 + self.first_position(), KEYS), 1)
 
+    @gluon.jit
+    def first_right_key(self):
+        """The first key to the right of the first row's own."""
+        return gl.maximum(self.place.start + self.first_position() + 1, 0)
+
+
+@aggregate
+class Walk:
+    """The order in which an item's tiles are visited: left of the diagonal from left_end down, so that softmax begins
+    where decayed scores are largest; after those left_visits, not CAUSAL, right of it from right_begin up. Tiles on the
+    diagonal are visited twice."""
+
+    left_end: gl.tensor
+    left_visits: gl.tensor
+    right_begin: gl.tensor
+    CAUSAL: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, left_end, left_visits, right_begin, CAUSAL):
+        self.left_end = left_end
+        self.left_visits = left_visits
+        self.right_begin = right_begin
+        self.CAUSAL = gl.constexpr(CAUSAL)
+
+    @gluon.jit
+    def is_right(self, visit):
+        return visit >= self.left_visits
+
+    @gluon.jit
+    def tile(self, visit):
+        tile = self.left_end - 1 - visit
+        if not self.CAUSAL:
+            tile = gl.where(self.is_right(visit), self.right_begin + (visit - self.left_visits), tile)
+        return tile
+
+    @gluon.jit
+    def tile_or_last(self, visit, place):
+        """The same, of a visit that may be beyond the last one."""
+        return gl.minimum(self.tile(visit), (place.key_length - 1) // KEYS)
+
 
 @aggregate
 class Base:
@@ -161,30 +201,37 @@ class Base:
 
 @aggregate
 class Decay:
-    """Where the decay is in memory: rates of a constant one, the prefix of one per token; WINDOW, how many keys before
-    its own a row sees at most; PLANNED, where a granule's rows need not look for more (skipping.py)."""
+    """Where the decay is in memory: rates of a constant one, the prefix of one per token; CAUSAL, whether rows see no
+    keys after their own; WINDOW, how many before it at most; PLANNED, where a granule's rows need not look for more
+    (skipping.py)."""
 
     rates: gl.tensor
     rate_stride: gl.tensor
     local: gl.tensor
     bases: gl.tensor
     last_reset: gl.tensor
+    next_reset: gl.tensor
     left: gl.tensor
     plan: gl.tensor
     KIND: gl.constexpr
+    CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
     PLANNED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rates, rate_stride, local, bases, last_reset, left, plan, KIND, WINDOW, PLANNED):
+    def __init__(
+        self, rates, rate_stride, local, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED
+    ):
         self.rates = rates
         self.rate_stride = rate_stride
         self.local = local
         self.bases = bases
         self.last_reset = last_reset
+        self.next_reset = next_reset
         self.left = left
         self.plan = plan
         self.KIND = gl.constexpr(KIND)
+        self.CAUSAL = gl.constexpr(CAUSAL)
         self.WINDOW = gl.constexpr(WINDOW)
         self.PLANNED = gl.constexpr(PLANNED)
 
@@ -194,7 +241,8 @@ class Decay:
         tokens = sizes.tokens(item)
         return Decay(
             self.rates, self.rate_stride, self.local + tokens, self.bases + sizes.blocks(item) * 2,
-            self.last_reset + tokens, self.left, self.plan + sizes.granules(item), self.KIND, self.WINDOW, self.PLANNED,
+            self.last_reset + tokens, self.next_reset + tokens, self.left, self.plan + sizes.granules(item), self.KIND,
+            self.CAUSAL, self.WINDOW, self.PLANNED,
         )  # fmt: skip
 
     @gluon.jit
@@ -206,6 +254,13 @@ class Decay:
         else:
             first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS)
         return first
+
+    @gluon.jit
+    def keys_end(self, position, key_length):
+        """Where the keys end that a position sees, not causal: its next reset, or the sequence."""
+        HAS_RESETS: gl.constexpr = self.KIND == "scalar"
+        _, end = keys_seen(position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS)
+        return end
 
     @gluon.jit
     def first_visited(self, position, row):

@@ -1,6 +1,10 @@
 """What the Hopper backward works on: tiles of keys in their order, and the query tiles that see them.
 
 An item is a tile of keys of a sequence and a head of keys, with the rows of all query heads of its group.
+
+Not causal, a decay has one sign where rows i ≥ j have key j on their left side, and the other where rows i < j have it
+on their right. Query tiles are visited first from the one, then from the other side, and those on the diagonal twice:
+a visit has one sign, and no score needs its own.
 """
 
 from triton.experimental import gluon
@@ -48,11 +52,13 @@ class Sizes:
     RAGGED: gl.constexpr
     WINDOW: gl.constexpr
     PLANNED: gl.constexpr
+    CAUSAL: gl.constexpr
+    SIDES: gl.constexpr  # 2 where they differ, else 1: side 0 has all rows
 
     @gluon.constexpr_function
     def __init__(
         self, number, kv_heads, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles,
-        left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED,
+        left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED, CAUSAL, SIDES,
     ):  # fmt: skip
         self.number = number
         self.kv_heads = kv_heads
@@ -74,6 +80,8 @@ class Sizes:
         self.RAGGED = gl.constexpr(RAGGED)
         self.WINDOW = gl.constexpr(WINDOW)
         self.PLANNED = gl.constexpr(PLANNED)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.SIDES = gl.constexpr(SIDES)
 
     @gluon.jit
     def chunks(self):
@@ -167,32 +175,52 @@ class Item:
 
     @gluon.jit
     def rows_of(self, key, last_reset, next_reset):
-        """[first, end) of the rows that see a key; a key past the end is seen by none."""
+        """(first, own, end): rows [first, end) see a key, those from the key's own on have it on their left."""
         HAS_RESETS: gl.constexpr = self.sizes.DECAY == "scalar"
+        CAUSAL: gl.constexpr = self.sizes.CAUSAL
         rows = self.place.query_length
         inside = gl.minimum(key, self.place.key_length - 1)
         if self.sizes.WINDOW:
-            _, end = rows_that_see(
-                inside, rows, self.first_position(), last_reset, next_reset, True, HAS_RESETS, self.sizes.left
+            first, end = rows_that_see(
+                inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS, self.sizes.left
             )
         else:
-            _, end = rows_that_see(inside, rows, self.first_position(), last_reset, next_reset, True, HAS_RESETS)
-        # causal: counted on beyond the last row, this alone leaves keys past the end without rows
-        return gl.maximum(key - self.first_position(), 0), end
+            first, end = rows_that_see(inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS)
+        # counted on beyond the last row, it leaves keys past the end without rows
+        own = gl.maximum(key - self.first_position(), 0)
+        if CAUSAL:
+            first = own
+        else:
+            first = gl.where(own < end, first, end)
+        return first, own, end
 
     @gluon.jit
-    def visited(self, member, last_reset, next_reset):
-        """The query tiles of one head that see a key of the tile, as tiles_between orders them.
+    def rows_of_side(self, rows, side):
+        """[first, end) of the rows of one side that see a key, from what rows_of says of it."""
+        first, own, end = rows
+        if self.sizes.SIDES == 2:
+            first, end = gl.where(side == 0, own, first), gl.where(side == 0, end, gl.minimum(own, end))
+        return first, end
 
-        Both ends of the rows that see a key grow with the key, so the first and the last key know them all. PLANNED,
-        rows behind the last granule that visits the tile do not (skipping.py).
+    @gluon.jit
+    def rows_of_ends(self, member, last_reset, next_reset):
+        """rows_of the tile's first and last key, by which `visited` knows all: what it says grows with the key.
+
+        PLANNED, rows behind the last granule that visits the tile do not see it (skipping.py).
         """
-        first_min, end_min = self.rows_of(self.place.start, last_reset, next_reset)
-        first_max, end_max = self.rows_of(self.place.start + KEYS - 1, last_reset, next_reset)
+        first_min, own_min, end_min = self.rows_of(self.place.start, last_reset, next_reset)
+        first_max, own_max, end_max = self.rows_of(self.place.start + KEYS - 1, last_reset, next_reset)
         if self.sizes.PLANNED:
             last_granule = gl.load(self.sizes.mirror + self.first_block(member) + self.place.start // KEYS)
             planned = (last_granule + 1) * GRANULE_ROWS
             end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
+        return (first_min, own_min, end_min), (first_max, own_max, end_max)
+
+    @gluon.jit
+    def visited(self, ends, side):
+        """The query tiles of a side that see a key of the tile, as tiles_between orders them."""
+        first_min, end_min = self.rows_of_side(ends[0], side)
+        first_max, end_max = self.rows_of_side(ends[1], side)
         return tiles_between(first_min, first_max, end_min, end_max, self.sizes.ROWS)
 
 

@@ -15,8 +15,8 @@ BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
 
 
 @gluon.jit
-def _base_difference(work, tile, bases, key_base, rate):
-    """α at the reference of a tile's rows minus α at the start of the key tile."""
+def _base_difference(work, tile, side, bases, key_base, rate):
+    """α at the reference of a tile's rows minus α at the start of the key tile, with the sign of the side."""
     reference = tile * work.sizes.ROWS // BLOCK * BLOCK + work.first_position()
     if work.sizes.DECAY == "scalar":
         # formed in float64 and rounded once
@@ -25,6 +25,8 @@ def _base_difference(work, tile, bases, key_base, rate):
         difference = (reference - work.place.start).to(gl.float32) * rate
     else:
         difference = 0.0
+    if work.sizes.SIDES == 2:
+        difference = gl.where(side == 0, difference, -difference)
     return difference
 
 
@@ -85,32 +87,34 @@ def produce(
                 key_base = gl.load(bases + work.place.start // BLOCK)
             elif sizes.DECAY == "constant":
                 rate = load_rate(rates, rate_stride, work.head(member))
-            begin, whole_begin, whole_end, end = work.visited(member, last_reset + tokens, next_reset + tokens)
-            edges = end - begin - (whole_end - whole_begin)
-            for m in range(end - begin):
-                tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
-                stage = buffers.stage(n)
-                # loaded before the wait: the tile's copies start right after it
-                difference = _base_difference(work, tile, bases, key_base, rate)
-                mbarrier.wait(buffers.empty.index(stage), buffers.phase(n) ^ 1)
-                buffers.differences.index(stage).store(gl.full([1], difference, gl.float32, LAYOUT))
-                buffers.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
-                ready = buffers.queries_ready.index(stage)
-                terms_row = (work.first_tile(member) + tile) * ROWS
-                mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
-                at = work.query_at(member, tile * ROWS)
-                copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
-                copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage))
-                if n == n_begin:
-                    _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
-                ready = buffers.d_outs_ready.index(stage)
-                mbarrier.expect(ready, d_out_desc.block_type.nbytes)
-                copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
-                n += 1
-                if owed & (n == n_begin + 2):
-                    # they have been there for long, and others will wait for them
-                    tell_zeroed(sizes, counters, item)
-                    owed = False
+            ends = work.rows_of_ends(member, last_reset + tokens, next_reset + tokens)
+            for side in range(sizes.SIDES):
+                begin, whole_begin, whole_end, end = work.visited(ends, side)
+                edges = end - begin - (whole_end - whole_begin)
+                for m in range(end - begin):
+                    tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
+                    stage = buffers.stage(n)
+                    # loaded before the wait: the tile's copies start right after it
+                    difference = _base_difference(work, tile, side, bases, key_base, rate)
+                    mbarrier.wait(buffers.empty.index(stage), buffers.phase(n) ^ 1)
+                    buffers.differences.index(stage).store(gl.full([1], difference, gl.float32, LAYOUT))
+                    buffers.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
+                    ready = buffers.queries_ready.index(stage)
+                    terms_row = ((work.first_tile(member) + tile) * sizes.SIDES + side) * ROWS
+                    mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
+                    at = work.query_at(member, tile * ROWS)
+                    copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
+                    copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage))
+                    if n == n_begin:
+                        _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
+                    ready = buffers.d_outs_ready.index(stage)
+                    mbarrier.expect(ready, d_out_desc.block_type.nbytes)
+                    copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
+                    n += 1
+                    if owed & (n == n_begin + 2):
+                        # they have been there for long, and others will wait for them
+                        tell_zeroed(sizes, counters, item)
+                        owed = False
         if n == n_begin:
             _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
         if owed:

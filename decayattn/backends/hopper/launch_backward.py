@@ -58,7 +58,12 @@ def backward(
         scalar = problem.decay == "scalar"
         constant = problem.decay == "constant"
         new, unused = row_references.new_empty, row_references
-        terms = new(head_rows, tiles.row_tiles, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)
+        rates, rate_stride = (log_decay, log_decay.stride(0)) if constant else (unused, 0)
+        blocks = sequence_blocks.decay_blocks(problem)
+        # of the diagonal, which are worked at apart (key_items.py)
+        sides = 1 if problem.causal or problem.decay == "none" else 2
+        decay_of_rows = (rates, rate_stride, prefix.local, prefix.base, problem.key_length, blocks)
+        terms = new(head_rows, tiles.row_tiles, sides, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // _FRAGMENTS[1], _FRAGMENTS[1])
         row_sums = torch.empty_like(row_references) if decay_gradient and scalar else unused
         kv_heads = entries * problem.num_kv_heads
@@ -70,17 +75,17 @@ def backward(
         launch(
             row_terms_kernel, row_blocks * head_rows,
             out, d_out, unused if d_lse is None else d_lse, row_references, terms, row_sums, dq_fragments, counters,
-            tiles.rows, out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
-            -math.log(2) / scale, problem.query_length, tiles.row_tiles, problem.num_heads,
-            head_rows - together * group, counters.numel(),
-            D=dim, VALUE_DIM=problem.value_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, HAS_D_LSE=d_lse is not None,
-            ROW_SUMS=decay_gradient and scalar, num_warps=4, **COMPILER_OPTIONS,
+            tiles.rows, decay_of_rows if sides == 2 else None, out.stride(), d_out.stride(),
+            _NO_STRIDES if d_lse is None else d_lse.stride(), -math.log(2) / scale, problem.query_length,
+            tiles.row_tiles, problem.num_heads, head_rows - together * group, counters.numel(),
+            D=dim, VALUE_DIM=problem.value_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, DECAY=problem.decay,
+            SIDES=sides, HAS_D_LSE=d_lse is not None, ROW_SUMS=decay_gradient and scalar, num_warps=4,
+            **COMPILER_OPTIONS,
         )  # fmt: skip
 
         planned = skipping.is_planned(problem)
         mirror = skipping.last_granules(problem, first_block, sequences, launch) if planned else first_block
         source = source_of(problem)
-        blocks = sequence_blocks.decay_blocks(problem)
         column_sums = torch.empty_like(prefix.local) if decay_gradient and scalar else unused
         rate_sums = unused
         if decay_gradient and constant:
@@ -93,14 +98,13 @@ def backward(
             source(d_out, tile.rows, dim), descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, dim), source(dv, config.WARPGROUP_ROWS, dim),
             descriptors.plain(dq_fragments, _FRAGMENTS[0]), descriptors.plain(dq_fragments, LINES.value),
-            log_decay if constant else unused, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset,
+            rates, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset,
             mirror, row_sums, column_sums, rate_sums, unused if tiles.keys is None else tiles.keys, counters,
-            log_decay.stride(0) if constant else 0, scale, left_of(problem),
-            problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
-            problem.num_heads, together, D=dim, ROWS=tile.rows,
+            rate_stride, scale, left_of(problem), problem.query_length, problem.key_length, blocks, tiles.row_tiles,
+            tiles.key_tiles, entries, problem.num_heads, together, D=dim, ROWS=tile.rows,
             STAGES=tile.stages, SLOTS=tile.slots, GROUP=group, DECAY=problem.decay, DECAY_GRADIENT=decay_gradient,
-            RAGGED=places is not None, WINDOW=problem.window[0] >= 0, PLANNED=planned, REGISTERS=tile.registers,
-            num_warps=4, maxnreg=tile.launch_registers, **COMPILER_OPTIONS,
+            RAGGED=places is not None, WINDOW=problem.window[0] >= 0, PLANNED=planned, CAUSAL=problem.causal,
+            SIDES=sides, REGISTERS=tile.registers, num_warps=4, maxnreg=tile.launch_registers, **COMPILER_OPTIONS,
         )  # fmt: skip
 
         dq_parts = tiles.row_tiles * (tile.rows // _PART) * (dim // _PART)

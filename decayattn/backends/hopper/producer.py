@@ -16,7 +16,7 @@ from decayattn.backends.hopper.exchange import (
     hand_over,
     overflowed,
 )
-from decayattn.backends.hopper.items import KEYS, ROWS
+from decayattn.backends.hopper.items import KEYS, ROWS, Walk
 from decayattn.backends.hopper.rings import load_word, next_item, stage, store_word
 from decayattn.backends.hopper.tile_table import coordinates
 
@@ -59,7 +59,7 @@ def _send(
     buffers, sizes, decay, count, sent, state, item, fresh, following, counter, q_desc, k_desc, v_desc, columns_desc,
     WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
-    """q of an item, then k and v of every tile, the last one first.
+    """q of an item, then k and v of every tile in the order of its Walk.
 
     How many tiles (of an item beyond all items: none), and the following item, which is drawn on the way if this one is
     `fresh`.
@@ -97,22 +97,38 @@ def _send(
     first_min = head_decay.first_visited(first_rows + found.first_position(), first_rows)
     first_max = head_decay.first_visited(final_rows + found.first_position(), first_rows)
     tile_end = found.tile_end(start, WARPGROUPS * ROWS)
-    tiles = gl.where(item < sizes.items, tile_end - gl.min(first_min, 0) // KEYS, 0)
+    tiles = tile_end - gl.min(first_min, 0) // KEYS
+    if decay.CAUSAL:
+        end_min, end_max = first_min, first_max
+        walk = Walk(tile_end, tiles, tile_end, True)
+    else:
+        end_min = head_decay.keys_end(first_rows + found.first_position(), place.key_length)
+        end_max = head_decay.keys_end(final_rows + found.first_position(), place.key_length)
+        right_begin = found.first_right_key() // KEYS
+        walk = Walk(tile_end, tiles, right_begin, False)
+        tiles += gl.maximum(gl.cdiv(gl.max(end_max, 0), KEYS) - right_begin, 0)
+    tiles = gl.where(item < sizes.items, tiles, 0)
     if decay.KIND == "scalar":
         warpgroup_start = start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS
         reference = gl.minimum(found.reference(warpgroup_start), place.key_length - 1)
         reference_bases = head_decay.base(reference // KEYS)
-        next_base = head_decay.base(tile_end - 2)
+        next_tile = tile_end - 2
+        if not decay.CAUSAL:
+            next_tile = walk.tile_or_last(1, place)
+        next_base = head_decay.base(next_tile)
         difference = reference_bases.minus(head_decay.base(tile_end - 1))
     else:
         reference_bases = 0.0
         next_base = 0.0
         difference = 0.0
 
-    hand_over(buffers, count, state, item, found, tiles, tile_end, first_min, first_max, sizes.RAGGED)
+    hand_over(
+        buffers, count, state, item, found, tiles, tile_end, first_min, first_max, end_min, end_max, decay.CAUSAL,
+        sizes.RAGGED,
+    )  # fmt: skip
     # k of a tile before v of the tile before it: in this order consumers release them
     for n in range(sent, sent + tiles + (tiles > 0)):
-        key = (tile_end - 1 - (n - sent)) * KEYS
+        key = walk.tile(n - sent) * KEYS
         if n < sent + tiles:
             _send_keys(buffers, sizes, decay, found, n, key, kv_head, difference, k_desc, columns_desc)
         if fresh & (n == sent + tiles - 1):
@@ -121,13 +137,19 @@ def _send(
         if n > sent:
             values.wait_empty(n - 1)
             mbarrier.expect(values.arrival(n - 1), v_desc.block_type.nbytes)
+            key_before = key + KEYS
+            if not decay.CAUSAL:
+                key_before = walk.tile(n - 1 - sent) * KEYS
             at = coordinates(
-                place.entry, kv_head, key + KEYS, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED
+                place.entry, kv_head, key_before, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED
             )
             copy_engine.load(v_desc, at, values.arrival(n - 1), values.tile(n - 1))
         if decay.KIND == "scalar":
             difference = reference_bases.minus(next_base)
-            next_base = head_decay.base(key // KEYS - 2)
+            next_tile = key // KEYS - 2
+            if not decay.CAUSAL:
+                next_tile = walk.tile_or_last(n + 2 - sent, place)
+            next_base = head_decay.base(next_tile)
     return tiles, following
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from decayattn.backends import parts
 from decayattn.backends.hopper.tile_table import WORDS
 from decayattn.backends.parts import with_parts
+from decayattn.backends.tile_decay import load_rate, row_alpha, row_reference
 
 LINE: tl.constexpr = tl.constexpr(WORDS)
 COLUMNS: tl.constexpr = tl.constexpr(parts.COLUMNS)
@@ -30,6 +31,24 @@ def _place_of_tile(table, tile, entry, query_length):
 
 
 @triton.jit
+def _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY: tl.constexpr):
+    """α of a block's rows relative to its reference, in base 2; rows past the end repeat the last one."""
+    rates, rate_stride, local, base, key_length, blocks = decay
+    head_row = entry * heads + head
+    local += head_row * key_length
+    base += head_row * blocks
+    if table is not None:
+        line = table + (1 + tile) * LINE
+        key_length = tl.load(line + 2)
+        local += tl.load(line + 5)
+        base += tl.load(line + 6)
+    first_position = key_length - query_length
+    position = tl.minimum(row, query_length - 1) + first_position
+    rate = load_rate(rates, rate_stride, head, DECAY, tl.float32)
+    return row_alpha(position, row_reference(start, first_position), rate, local, base, DECAY)
+
+
+@triton.jit
 def _of_program(heads, parts):
     """(batch entry · heads + head, head, part) of a program: heads innermost, as in the memory that is read once."""
     head, rest = tl.program_id(0) % heads, tl.program_id(0) // heads
@@ -38,17 +57,21 @@ def _of_program(heads, parts):
 
 @triton.jit(do_not_specialize=["row_tiles", "first_zeroed", "counters_end"])
 def row_terms_kernel(
-    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, counters, table, out_strides, d_out_strides,
-    d_lse_strides, score_factor, query_length, row_tiles, heads, first_zeroed, counters_end, D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
+    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, counters, table, decay, out_strides,
+    d_out_strides, d_lse_strides, score_factor, query_length, row_tiles, heads, first_zeroed, counters_end,
+    D: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DECAY: tl.constexpr,
+    SIDES: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Per row what is added to its scores and to its dP: the reference that the forward saved, and Δ = Σ dO·O − dLSE.
 
-    terms is (head rows, row tiles, ROWS, COLUMNS), or (heads, tiles of the table, …): the parts of score_factor times
-    the reference, divided by the scale like all that is added to products of q and k, then those of −Δ. Rows past the
-    end and those that see nothing get a reference with which their P is 0 without a mask, and no gradient whatever dLSE
-    is. Of what the next kernel adds to, the row sums become 0, and dq of the head rows from first_zeroed on, with which
-    it begins; and so do its counters, of which there are not more than programs here.
+    terms is (head rows, row tiles, SIDES, ROWS, COLUMNS), or (heads, tiles of the table, …): the parts of score_factor
+    times the reference, divided by the scale like all that is added to products of q and k, then those of −Δ. Rows past
+    the end and those that see nothing get a reference with which their P is 0 without a mask, and no gradient whatever
+    dLSE is. With two sides (key_items.py) the forward saves the whole log-sum-exp, and α_i, which scores have with the
+    sign of their side, joins it here; decay is what _row_alpha reads, None with one side.
+
+    Of what the next kernel adds to, the row sums become 0, and dq of the head rows from first_zeroed on, with which it
+    begins; and so do its counters, of which there are not more than programs here.
     """
     tl.store(counters + tl.program_id(0), 0, mask=tl.program_id(0) < counters_end)
     blocks = row_tiles * (ROWS // BLOCK_M)
@@ -78,13 +101,19 @@ def row_terms_kernel(
         delta -= tl.load(d_lse + offset, mask=inside, other=0.0)
     reference = tl.load(row_references + here, mask=inside, other=float("inf"))
     seen = reference < float("inf")
-    tile_terms = with_parts(
-        tl.zeros([BLOCK_M, COLUMNS], tl.bfloat16), tl.where(seen, score_factor * reference, NEVER), 0
-    )
-    tile_terms = with_parts(tile_terms, tl.where(seen, -delta, 0.0), DELTA)
-    in_tile = block % (ROWS // BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)
-    terms_row = (tile_row * row_tiles + tile) * ROWS + in_tile
-    tl.store(terms + terms_row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile_terms)
+    if SIDES == 2:
+        alpha = _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY)
+    for side in tl.static_range(SIDES):
+        side_reference = reference
+        if SIDES == 2:
+            side_reference = reference - alpha if side == 0 else reference + alpha
+        tile_terms = with_parts(
+            tl.zeros([BLOCK_M, COLUMNS], tl.bfloat16), tl.where(seen, score_factor * side_reference, NEVER), 0
+        )
+        tile_terms = with_parts(tile_terms, tl.where(seen, -delta, 0.0), DELTA)
+        in_tile = block % (ROWS // BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)
+        terms_row = ((tile_row * row_tiles + tile) * SIDES + side) * ROWS + in_tile
+        tl.store(terms + terms_row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile_terms)
 
     SIZE: tl.constexpr = BLOCK_M * D
     if tile_row >= first_zeroed:

@@ -14,21 +14,17 @@ import triton.language as tl
 
 from decayattn.backends.portable.tiles import (
     add_bias_gradient,
-    base_difference,
     from_pair,
     from_token,
-    key_alpha,
     load_bias,
-    load_rate,
     load_scale,
     load_tile,
     of_head,
-    row_alpha,
-    row_reference,
     store_tile,
 )
 from decayattn.backends.sequences import offsets_of_head, tile_of_program
 from decayattn.backends.skipping import end_of_planned_rows, first_planned_key
+from decayattn.backends.tile_decay import base_difference, key_alpha, load_rate, row_alpha, row_reference
 from decayattn.backends.tile_math import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
 from decayattn.backends.tile_range import edge_tile, keys_seen, rows_that_see, visited_tiles
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
 from decayattn.backends.portable.launch import padded
-from decayattn.backends.portable.tiles import load_rate, load_scale, load_tile
+from decayattn.backends.portable.tiles import load_scale, load_tile
+from decayattn.backends.tile_decay import load_rate
 from decayattn.backends.tile_math import (
     LN2,
     LOG2E,

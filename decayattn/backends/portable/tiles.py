@@ -1,17 +1,9 @@
-"""What the portable kernels load: tiles of q, k, v and dO, and the decay of a tile's rows and keys.
-
-Names: `rows` are query rows, `keys` key columns, `*_alpha` the decay prefix relative to a reference of the tile (base
-2). A row tile's reference is the first row of its block of DECAY_BLOCK rows, a key tile's is the start of its block of
-DECAY_BLOCK tokens (tiles never straddle those blocks, because their sizes divide DECAY_BLOCK).
-"""
+"""What the portable kernels load: tiles of q, k, v and dO, scales and biases."""
 
 import triton
 import triton.language as tl
 
-from decayattn.backends.prefix import DECAY_BLOCK as _DECAY_BLOCK
 from decayattn.backends.tile_math import LOG2E
-
-DECAY_BLOCK: tl.constexpr = tl.constexpr(_DECAY_BLOCK)
 
 
 @triton.jit
@@ -105,62 +97,6 @@ def _pointers(tensor, strides, batch, head, start, ROWS: tl.constexpr, COLUMNS: 
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     return origin + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[3], row, column
-
-
-@triton.jit
-def load_rate(rates, rate_stride, head, DECAY: tl.constexpr, ACCUMULATOR: tl.constexpr):
-    """γ of a head in base 2; 0 where the decay is not constant."""
-    if DECAY == "constant":
-        rate = (tl.load(rates + head * rate_stride).to(tl.float64) * LOG2E).to(ACCUMULATOR)
-    else:
-        rate = tl.full([], 0.0, ACCUMULATOR)
-    return rate
-
-
-@triton.jit
-def row_reference(start, first_position):
-    """Position of the reference of the row tile that starts at query row `start`."""
-    return start // DECAY_BLOCK * DECAY_BLOCK + first_position
-
-
-@triton.jit
-def row_alpha(position, reference, rate, local, base, DECAY: tl.constexpr):
-    """α of query positions relative to their tile's reference; local and base point at one head's prefix."""
-    if DECAY == "scalar":
-        seen = tl.maximum(position, 0)
-        bases = tl.load(base + seen // DECAY_BLOCK) - tl.load(base + tl.maximum(reference, 0) // DECAY_BLOCK)
-        inside_block = tl.load(local + seen)
-        alpha = (bases + inside_block).to(inside_block.dtype)
-    elif DECAY == "constant":
-        alpha = (position - reference).to(rate.dtype) * rate
-    else:
-        alpha = tl.zeros_like(position).to(rate.dtype)
-    return alpha
-
-
-@triton.jit
-def key_alpha(key, start, length, rate, local, DECAY: tl.constexpr):
-    """α of the keys of the tile that starts at `start`, relative to that tile's reference."""
-    if DECAY == "scalar":
-        alpha = tl.load(local + key, mask=key < length, other=0.0)
-    elif DECAY == "constant":
-        alpha = (key - start).to(rate.dtype) * rate
-    else:
-        alpha = tl.zeros_like(key).to(rate.dtype)
-    return alpha
-
-
-@triton.jit
-def base_difference(reference, start, rate, base, local, DECAY: tl.constexpr):
-    """α at a row tile's reference minus α at a key tile's, formed in float64 and rounded once."""
-    if DECAY == "scalar":
-        bases = tl.load(base + tl.maximum(reference, 0) // DECAY_BLOCK) - tl.load(base + start // DECAY_BLOCK)
-        difference = bases.to(local.dtype.element_ty)
-    elif DECAY == "constant":
-        difference = ((reference - start).to(tl.float64) * rate.to(tl.float64)).to(rate.dtype)
-    else:
-        difference = tl.full([], 0.0, rate.dtype)
-    return difference
 
 
 @triton.jit
