@@ -2,13 +2,14 @@
 
     python experiments/benchmark_attention.py                       # on a GPU: every peer; a table, JSON, a plot
     python experiments/benchmark_attention.py --lengths 8192 --head-dims 128 --peers cudnn flex    # part of it, quickly
+    python experiments/benchmark_attention.py --not-causal --peers cudnn --backends hopper triton
 
 Whole calls are timed as training makes them: forward is decay_attention(...) with tensors that require gradients,
 backward is torch.autograd.grad for all of them, so every preparation kernel and every allocation counts. TFLOP/s count
-4·B·H·T²·D/2 for a causal forward and 2.5 times that for a backward. All peers run in one process, in interleaved
-rounds; a number is the median over the rounds, with its range. A kernel of ours that leaves the error budget of
-decayattn.testing gets no speed, and the exit status is 1. Without a GPU there are no speeds: our kernels run in
-Triton's interpreter on small shapes, for their errors alone.
+4·B·H·T²·D/2 for a causal forward, twice that for one that is not causal, and 2.5 times a forward for a backward. All
+peers run in one process, in interleaved rounds; a number is the median over the rounds, with its range. A kernel of
+ours that leaves the error budget of decayattn.testing gets no speed, and the exit status is 1. Without a GPU there are
+no speeds: our kernels run in Triton's interpreter on small shapes, for their errors alone.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv, cuda)
     measured = cases(
         options.head_dims, options.lengths, options.tokens, options.heads, options.dtype, options.decay,
-        options.mean_log_decay,
+        options.mean_log_decay, not options.not_causal,
     )  # fmt: skip
     return run(measured, options, argv, "cuda") if cuda else check_on_cpu(measured, options)
 
@@ -85,6 +86,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--dtype", "dtype of q, k, v", choices=tuple(DTYPES))
     option("--decay", "kind of log-decay", choices=DECAYS, default="scalar")
     option("--mean-log-decay", "mean log-decay per token, natural log (drawn from [2m, 0])", type=float, default=-0.01)
+    option("--not-causal", "queries see the keys after their own, too", action="store_true", default=False)
     option("--backends", "our backends", choices=backends.NAMES, nargs="+", default=["auto" if cuda else "triton"])
     option("--peers", "kernels to compare with", choices=tuple(peers.OTHERS), nargs="*", default=list(peers.OTHERS))
     option("--rounds", "interleaved rounds", type=positive, default=5)
@@ -99,7 +101,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
 def choose_peers(options: argparse.Namespace, case: Case, device: str) -> list[peers.Peer]:
     """cuDNN first, it is the measure, and ours under the names of the backends that run."""
     inputs = random_inputs(dataclasses.replace(case, batch=1, heads=1, length=1), device, seed=0)
-    problem = AttentionProblem.of(inputs["q"], inputs["v"], inputs.get("log_decay"), row_scale=None, causal=True)
+    problem = AttentionProblem.of(inputs["q"], inputs["v"], inputs.get("log_decay"), row_scale=None, causal=case.causal)
     ours = dict.fromkeys(launched(problem, name, inputs) for name in options.backends)
     others = sorted(options.peers, key=lambda name: name != peers.BASELINE)
     return [*(peers.OTHERS[name] for name in dict.fromkeys(others)), *map(peers.ours, ours)]

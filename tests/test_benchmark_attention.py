@@ -1,6 +1,7 @@
 """The benchmark: its arithmetic, its peers' layouts, refusals and report, on any machine; a real run on a GPU."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -55,6 +56,7 @@ def test_work_is_that_of_the_matrix_products_over_half_of_the_pairs():
     pairs = SMALL.batch * SMALL.heads * SMALL.length**2 / 2
     assert SMALL.flops("forward") == 2 * 2 * SMALL.head_dim * pairs
     assert SMALL.flops("backward") == 5 * 2 * SMALL.head_dim * pairs
+    assert dataclasses.replace(SMALL, causal=False).flops("backward") == 2 * SMALL.flops("backward")
     # B4 H16 T8192 D128: 550e9 operations, so one millisecond is 550 TFLOP/s
     big = Case(4, 16, 8192, 128, "bfloat16", "scalar", -0.01)
     assert big.tflops("forward", 1.0) == pytest.approx(4 * 4 * 16 * 8192**2 * 128 / 2 / 1e9)
@@ -399,19 +401,21 @@ def test_a_wrong_kernel_of_ours_gets_no_speed(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("without_gpu")
-@pytest.mark.parametrize("decay", ["scalar", "none"])
-def test_a_run_leaves_json_and_plot(decay, tmp_path, capsys):
+@pytest.mark.parametrize(("decay", "causal"), [("scalar", True), ("scalar", False), ("none", True)])
+def test_a_run_leaves_json_and_plot(decay, causal, tmp_path, capsys):
     output, plot = tmp_path / "new" / "results.json", tmp_path / "other" / "results.png"
     argv = ["--lengths", "8", "16", "--head-dims", "8", "--tokens", "16", "--heads", "2", "--dtype", "float32"]
     argv += ["--backends", "reference", "--peers", "fox", "--decay", decay]
-    argv += ["--output", str(output), "--plot", str(plot)]
+    argv += ["--output", str(output), "--plot", str(plot), *["--not-causal"] * (not causal)]
     options = benchmark_attention.parse(argv, cuda=True)
-    measured = cases([8], [8, 16], 16, 2, "float32", decay, -0.01)
+    assert options.not_causal != causal
+    measured = cases([8], [8, 16], 16, 2, "float32", decay, -0.01, causal)
     assert benchmark_attention.run(measured, options, argv, "cpu") == 0
     read = json.loads(output.read_text())
     assert [(row["batch"], row["length"], row["direction"]) for row in read["rows"]] == [
         (2, 8, "forward"), (2, 8, "backward"), (1, 16, "forward"), (1, 16, "backward"),
     ]  # fmt: skip
+    assert {row["causal"] for row in read["rows"]} == {causal}
     assert {entry["peer"] for entry in read["missing"]} == {"fox"}
     assert {"gpu", "driver", "torch", "triton", "cudnn", "python", "commit", "dirty", "command", "date"} <= set(read)
     assert str(tmp_path) not in output.read_text()

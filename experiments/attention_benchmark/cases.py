@@ -15,7 +15,7 @@ BACKWARD_WORK = 2.5
 
 @dataclass(frozen=True)
 class Case:
-    """One causal self-attention problem with D_v = D; decay is "scalar", "constant" or "none" as in decay_attention."""
+    """One self-attention problem with D_v = D; decay is "scalar", "constant" or "none" as in decay_attention."""
 
     batch: int
     heads: int
@@ -24,13 +24,16 @@ class Case:
     dtype: str
     decay: str
     mean_log_decay: float
+    causal: bool = True
 
     def __str__(self) -> str:
-        return f"B{self.batch} H{self.heads} T{self.length} D{self.head_dim} {self.dtype}, decay {self.decay}"
+        sides = "" if self.causal else ", not causal"
+        return f"B{self.batch} H{self.heads} T{self.length} D{self.head_dim} {self.dtype}, decay {self.decay}{sides}"
 
     def flops(self, direction: str) -> float:
-        """Useful work: 4·B·H·T²·D/2 forward (half of the pairs are visible), 2.5 times that backward."""
-        forward = 4 * self.batch * self.heads * self.length**2 * self.head_dim / 2
+        """Useful work: 4·B·H·T²·D forward, causal half of it (so many pairs are visible), 2.5 times that backward."""
+        pairs = self.length**2 / 2 if self.causal else self.length**2
+        forward = 4 * self.batch * self.heads * pairs * self.head_dim
         return forward * BACKWARD_WORK if direction == "backward" else forward
 
     def tflops(self, direction: str, milliseconds: float) -> float:
@@ -39,11 +42,12 @@ class Case:
 
 
 def cases(
-    head_dims: list[int], lengths: list[int], tokens: int, heads: int, dtype: str, decay: str, mean_log_decay: float
-) -> list[Case]:
+    head_dims: list[int], lengths: list[int], tokens: int, heads: int, dtype: str, decay: str, mean_log_decay: float,
+    causal: bool = True,
+) -> list[Case]:  # fmt: skip
     """Every head dimension at every length, with as many sequences as `tokens` hold (one at least)."""
     return [
-        Case(max(1, tokens // length), heads, length, head_dim, dtype, decay, mean_log_decay)
+        Case(max(1, tokens // length), heads, length, head_dim, dtype, decay, mean_log_decay, causal)
         for head_dim in head_dims
         for length in lengths
     ]

@@ -18,7 +18,7 @@ def verify_ours(case: Case, inputs: dict[str, Tensor], backend: str) -> list[Com
     """decay_attention on the very inputs that are timed: its first and last (batch entry, head) against the budget."""
     return verify_attention(
         inputs["q"], inputs["k"], inputs["v"], inputs.get("log_decay"), grad_out=inputs["grad_out"], backend=backend,
-        heads=[(0, 0), (case.batch - 1, case.heads - 1)], skip_tolerance=None,
+        causal=case.causal, heads=[(0, 0), (case.batch - 1, case.heads - 1)], skip_tolerance=None,
     )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def oracle(case: Case, inputs: dict[str, Tensor], decay: bool) -> dict[str, Tens
     log_decay = inputs["log_decay"].double() if decay and "log_decay" in inputs else None
     if log_decay is not None:
         log_decay = (log_decay[-1:, :, -1:] if log_decay.ndim == 3 else log_decay[-1:]).requires_grad_()
-    out = decay_attention(q[:, -rows:], k, v, log_decay, backend="reference")
+    out = decay_attention(q[:, -rows:], k, v, log_decay, causal=case.causal, backend="reference")
     leaves = {"q": q, "k": k, "v": v} | ({} if log_decay is None else {"log_decay": log_decay})
     gradients = torch.autograd.grad(out, list(leaves.values()), inputs["grad_out"][-1:, -rows:, -1:].double())
     result = {f"d{name}": gradient.flatten() for name, gradient in zip(leaves, gradients, strict=True)}

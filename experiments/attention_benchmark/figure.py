@@ -79,6 +79,7 @@ def _title(report: dict[str, Any]) -> str:
     first = report["rows"][0]
     tokens = sorted({row["batch"] * row["length"] for row in report["rows"]})
     volume = f"{tokens[0]:,} tokens a batch, " if len(tokens) == 1 else ""
-    what = f"causal attention, {first['decay']} decay, {first['dtype']}, {first['heads']} heads"
+    kind = "causal attention" if first["causal"] else "attention, not causal"
+    what = f"{kind}, {first['decay']} decay, {first['dtype']}, {first['heads']} heads"
     where = f"{volume}{report['gpu'] or 'CPU'}, torch {report['torch']}, triton {report['triton']}"
     return f"{what}\n{where}"

@@ -55,7 +55,7 @@ def ours(backend: str) -> Peer:
     return Peer(
         f"decayattn {backend}", f"decayattn ({backend}), decay and its gradient", "BTHD", "learned", backend=backend,
         build=lambda case, device: lambda q, k, v, log_decay: decay_attention(
-            q, k, v, log_decay, skip_tolerance=None, backend=backend
+            q, k, v, log_decay, causal=case.causal, skip_tolerance=None, backend=backend
         ),
     )  # fmt: skip
 
@@ -63,11 +63,14 @@ def ours(backend: str) -> Peer:
 def sdpa(backend: SDPBackend) -> Build:
     """torch's own attention on one backend, or an error if that one cannot take the tensors."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, is_causal=True)
+    def build(case: Case, device: torch.device) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
-    return lambda case, device: attend
+        return attend
+
+    return build
 
 
 def _flex(case: Case, device: torch.device) -> Attend:
@@ -79,6 +82,8 @@ def _flex(case: Case, device: torch.device) -> Attend:
     from torch._functorch import config as functorch_config
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+    if not case.causal:
+        raise Absent("written here for causal cases only")
     # the graph is kept to time one backward many times, so no buffer of it may be given away
     functorch_config.donated_buffer = False
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=device)
@@ -132,6 +137,8 @@ def per_token(case: Case, module: str) -> ModuleType:
     """The module of a peer that takes one decay per token and nothing else."""
     if case.decay != "scalar":
         raise Absent(f"takes a scalar decay only, not {case.decay}")
+    if not case.causal:
+        raise Absent("takes causal cases only")
     try:
         return importlib.import_module(module)
     except Exception as error:  # a package that breaks while it is imported is as absent as one that is not installed
