@@ -6,7 +6,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.key_items import found_item, load_rate
-from decayattn.backends.hopper.rings import next_item
 from decayattn.backends.hopper.zeroing import start_zeroing, tell_zeroed, wait_zeroed
 from decayattn.backends.prefix import DECAY_BLOCK
 from decayattn.backends.tile_range import edge_tile
@@ -65,7 +64,8 @@ def produce(
     """
     ROWS: gl.constexpr = sizes.ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    item = gl.program_id(0)
+    # the first one is drawn, too: who waits for zeros (zeroing.py) waits for items that running programs have begun
+    item = gl.atomic_add(counters, 1)
     previous = item * 0  # not item itself: Triton would take the assignment below for no change
     count = item * 0
     n = item * 0
@@ -122,7 +122,7 @@ def produce(
         count += 1
         previous = item
         # drawn late: the last ones go to those who are done
-        item = next_item(counters, sizes.number)
+        item = gl.atomic_add(counters, 1)
     buffers.hand_over(count, sizes.number)
     if count > 0:
         _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)

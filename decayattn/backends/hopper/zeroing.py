@@ -4,6 +4,9 @@ Heads are worked at in chunks of Sizes.together. With every item of a chunk its 
 chunk's dq 0; the first chunk's is 0 before (rows.py). A launch that zeroed all of it would write twice as much as dq
 has while nothing is multiplied. In memory, counters[0] is the number of items that were drawn, and counters[chunk], for
 all chunks but the first, of how many shares the zeros are there.
+
+Programs wait for each other, but only for items that were drawn before their own: if something else on the GPU keeps
+some programs from starting, the others get on.
 """
 
 from triton.experimental import gluon
