@@ -65,6 +65,7 @@ FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
 # columns that sum up dS: as few as a product can have, and the sums' layout
 COPIES: gl.constexpr = gl.constexpr(8)
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COPIES.value, 16]))
+DQ: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
 
 
 @gluon.jit
@@ -87,32 +88,56 @@ def _nothing(n):
     return n >> 31
 
 
+@gluon.constexpr_function
+def _is_loaded(D, ROW_SUMS):
+    """Whether products take dS from registers for dq: its row sums are another product with the same operand. One that
+    both read of shared memory made the whole kernel 6 % slower, and one without sums in registers 4 %; D = 128 has no
+    room for it."""
+    return D == 64 and ROW_SUMS
+
+
 @gluon.jit
-def _start_dq_part(buffers, n, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr):
-    """Issue dS k of the tile in a slot of dSᵀ: columns (D = 128) or rows (D = 64) of one half of dq; and the sums of
-    rows of dS (64, 8 copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both."""
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+def _d_scores_for_dq(buffers, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr):
+    """dS of the tile in a slot and of either half of the keys, as left operands of this warpgroup's part of dq: all 64
+    rows (D = 128), or one half of them (D = 64)."""
+    left_a = buffers.d_scores.index(slot * 2)
+    left_b = buffers.d_scores.index(slot * 2 + 1)
+    if D == 64:
+        left_a = left_a.slice(PART * PART_OF, PART, 1)
+        left_b = left_b.slice(PART * PART_OF, PART, 1)
+    left_a = left_a.permute((1, 0))
+    left_b = left_b.permute((1, 0))
+    if _is_loaded(D, ROW_SUMS):
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+        d_scores = (left_a.load(OPERAND), left_b.load(OPERAND))
+    else:
+        d_scores = (left_a, left_b)
+    return d_scores
+
+
+@gluon.jit
+def _start_dq_part(buffers, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr):
+    """Issue dS k of a tile: columns (D = 128) or rows (D = 64) of one half of dq; and the sums of rows of dS (64, 8
+    copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both."""
+    left_a, left_b = d_scores
     zero = gl.zeros([PART, PART], gl.float32, DQ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
     first = _nothing(n)
+    right_a = flat(buffers.keys.index(first))
+    right_b = flat(buffers.keys.index(first + 1))
     if D == 128:
-        left_a = buffers.d_scores.index(slot * 2).permute((1, 0))
-        left_b = buffers.d_scores.index(slot * 2 + 1).permute((1, 0))
-        right_a = flat(buffers.keys.index(first)).slice(PART * PART_OF, PART, 1)
-        right_b = flat(buffers.keys.index(first + 1)).slice(PART * PART_OF, PART, 1)
-    else:
-        left_a = buffers.d_scores.index(slot * 2).slice(PART * PART_OF, PART, 1).permute((1, 0))
-        left_b = buffers.d_scores.index(slot * 2 + 1).slice(PART * PART_OF, PART, 1).permute((1, 0))
-        right_a = flat(buffers.keys.index(first))
-        right_b = flat(buffers.keys.index(first + 1))
+        right_a = right_a.slice(PART * PART_OF, PART, 1)
+        right_b = right_b.slice(PART * PART_OF, PART, 1)
     dq = warpgroup_mma(left_a, right_a, zero, use_acc=False, is_async=True)
     dq = warpgroup_mma(left_b, right_b, dq, is_async=True)
     if ROW_SUMS:
         ones = buffers.ones.index(first).permute((1, 0))
         if D == 128:
-            own = buffers.d_scores.index(slot * 2 + PART_OF).permute((1, 0))
+            own = left_a if PART_OF == 0 else left_b
             row_sum = warpgroup_mma(own, ones, row_sum, use_acc=False, is_async=True)
         else:
+            left_a = gl.convert_layout(left_a, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+            left_b = gl.convert_layout(left_b, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
             row_sum = warpgroup_mma(left_a, ones, row_sum, use_acc=False, is_async=True)
             row_sum = warpgroup_mma(left_b, ones, row_sum, is_async=True)
     return dq, row_sum
@@ -180,6 +205,8 @@ def _add_rows(
     d_out = flat(buffers.d_outs.index(stage))
 
     own = WARPGROUP + _nothing(n)
+    ROW_SUMS: gl.constexpr = work.sizes.ROW_SUMS
+    LOADED: gl.constexpr = _is_loaded(D, ROW_SUMS)
     KEY_SUMS: gl.constexpr = 1 if work.sizes.DECAY_GRADIENT else 0
 
     if WARPGROUP == 1:
@@ -220,17 +247,21 @@ def _add_rows(
 
     # for dq below; there, after an arrival at a neighbouring barrier, Triton would have the warps wait for each other
     buffers.wait_d_scores(n - 1, pred=n > 0)
+    before = _d_scores_for_dq(buffers, buffers.slot(n - 1), WARPGROUP, D, ROW_SUMS)
     if buffers.SLOTS == 2:
         # both have read the slot, for dq of tile n − 2; of three slots, they had before q of this tile could come
         mbarrier.wait(buffers.d_scores_read, (n - 1) & 1, pred=n > 0)
+        if LOADED:
+            arrive(buffers.d_scores_read)
     buffers.d_scores.index(buffers.slot(n) * 2 + WARPGROUP).store(dsT)
-    fence_async_shared()
+    if not LOADED:
+        fence_async_shared()
     tma.store_wait(0)  # the copy engine has read what _stage_dq_part stored a tile ago
     arrive(buffers.d_scores_ready.index(buffers.slot(n)))
     # done by now: were its operand still in registers, later ptxas would have too few for the products at D = 128, and
     # make every one wait for the one before
     dv = warpgroup_mma_wait(0, (dv,))
-    dq, row_sum = _start_dq_part(buffers, n, buffers.slot(n - 1), WARPGROUP, D, work.sizes.ROW_SUMS)
+    dq, row_sum = _start_dq_part(buffers, n, before, WARPGROUP, D, ROW_SUMS)
     dsT = gl.convert_layout(dsT, OPERAND)
     dk = warpgroup_mma(dsT, query, dk, is_async=True)
     of_keys = gl.zeros([SHARE, COPIES], gl.float32, SUMS)
@@ -238,7 +269,7 @@ def _add_rows(
         weights = buffers.weights.index(_nothing(n)).permute((1, 0))
         of_keys = warpgroup_mma(dsT, weights, of_keys, use_acc=False, is_async=True)
     dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums go on
-    if buffers.SLOTS == 2:
+    if buffers.SLOTS == 2 and not LOADED:
         arrive(buffers.d_scores_read)
     _stage_dq_part(buffers, dq, WARPGROUP)
     dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
@@ -246,7 +277,7 @@ def _add_rows(
     arrive(buffers.empty.index(stage))
     if previous >= 0:
         _add_dq_part(dq_desc, first_part + previous // work.sizes.SIDES * 2, buffers, WARPGROUP)
-        if work.sizes.ROW_SUMS:
+        if ROW_SUMS:
             _add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
     if work.sizes.DECAY_GRADIENT:
         key_sum += _key_sum(of_keys, tile * ROWS + work.first_position() - key_position, DECAY)
@@ -310,7 +341,8 @@ def _consume(
             if previous >= 0:
                 # dq of the head's last tile
                 buffers.wait_d_scores(n - 1)
-                dq, row_sum = _start_dq_part(buffers, n, buffers.slot(n - 1), WARPGROUP, D, sizes.ROW_SUMS)
+                last = _d_scores_for_dq(buffers, buffers.slot(n - 1), WARPGROUP, D, sizes.ROW_SUMS)
+                dq, row_sum = _start_dq_part(buffers, n, last, WARPGROUP, D, sizes.ROW_SUMS)
                 dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
