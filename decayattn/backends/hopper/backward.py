@@ -1,12 +1,15 @@
 """Backward for sm_90: one pass over the scores with five matrix products, warp-specialised.
 
 An item of work is a tile of 128 keys with the query tiles that see it, over the query heads of the group; programs
-stay, and draw items from a counter. A producer warp streams q, dO and the row terms through shared memory by TMA, those
-of the next item while dk and dv leave. Two consumer warpgroups own 64 keys of an item each: they recompute Pᵀ from the
-saved row references and add to dk and dv in registers. dq needs all keys of a tile, so dSᵀ goes through shared memory,
-where each warpgroup multiplies one half of dq, a tile later (then neither waits for the other), and the copy engine
-adds it in float32 to a buffer in the order in which registers hold it ("fragments"). The second warpgroup begins a tile
-when the first has its scores: one multiplies while the other computes, where in step both would do either.
+stay, and draw items from a counter. A producer warp streams q, dO and the row terms through shared memory by TMA. Two
+consumer warpgroups own 64 keys of an item each: they recompute Pᵀ from the saved row references and add to dk and dv in
+registers. dq needs all keys of a tile, so dSᵀ goes through shared memory, where each warpgroup multiplies one half of
+dq, a tile later (then neither waits for the other), and the copy engine adds it in float32 to a buffer in the order in
+which registers hold it ("fragments"). The second warpgroup begins a tile when the first has its scores: one multiplies
+while the other computes, where in step both would do either.
+
+Between items, what is done with makes room at once: dv leaves from where the values were while dq of the last tile is
+multiplied, the next keys come when that has read these, and dk leaves from the place of dSᵀ.
 
 What is one number per row, its reference and Δ, costs no instruction per score: three bfloat16 columns each (parts.py)
 come with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ and to V dOᵀ.
@@ -158,20 +161,30 @@ def _add_dq_part(dq_desc, part, buffers, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
+def _axis(x, AXIS: gl.constexpr):
+    """Of a tensor of three dimensions, the index along one."""
+    ROWS: gl.constexpr = gl.SliceLayout(2 if AXIS < 2 else 1, x.type.layout)
+    COLUMNS: gl.constexpr = gl.SliceLayout(1 if AXIS == 0 else 0, ROWS)
+    index = gl.expand_dims(gl.arange(0, x.shape[AXIS], COLUMNS), 1 if AXIS == 0 else 0)
+    return gl.expand_dims(index, 2 if AXIS < 2 else 1)
+
+
+@gluon.jit
 def _add_row_sums(row_sum, row_sums, first_row, visit, work, WARPGROUP: gl.constexpr, D: gl.constexpr):
     """Add what _start_dq_part summed of the rows of a visit's tile to the sums in memory."""
-    # a thread has two neighbouring copies of a sum, and the first of the four threads that share a row adds one
-    row_sum, _ = gl.split(gl.reshape(row_sum, [PART, COPIES // 2, 2]))
-    LAYOUT: gl.constexpr = row_sum.type.layout
+    # (warp, row / 8, row % 8, copy / 2, copy % 2): four threads have the same two rows, and the first two add one each
+    row_sum, _ = gl.split(gl.reshape(row_sum, [4, 2, 8, COPIES // 2, 2]))
+    first_rows, others = gl.split(gl.permute(row_sum, [0, 2, 3, 1]))
+    copy = _axis(first_rows, 2)
+    row_sum = gl.where(copy == 0, first_rows, others)
     SIDES: gl.constexpr = work.sizes.SIDES
     if SIDES == 2:
         row_sum = gl.where(visit % SIDES == 0, row_sum, -row_sum)
-    row = gl.expand_dims(visit // SIDES * work.sizes.ROWS + gl.arange(0, PART, gl.SliceLayout(1, LAYOUT)), 1)
+    row = visit // SIDES * work.sizes.ROWS + _axis(first_rows, 0) * 16 + copy * 8 + _axis(first_rows, 1)
     if D == 64:
         row += WARPGROUP * PART
-    copy = gl.expand_dims(gl.arange(0, COPIES // 2, gl.SliceLayout(0, LAYOUT)), 0)
-    inside = (row < work.place.query_length) & (copy == 0)
-    gl.atomic_add(row_sums + (first_row + row + copy * 0), row_sum, mask=inside, sem="relaxed")
+    inside = (row < work.place.query_length) & (copy < 2)
+    gl.atomic_add(row_sums + (first_row + row), row_sum, mask=inside, sem="relaxed")
 
 
 @gluon.jit
@@ -285,9 +298,25 @@ def _add_rows(
 
 
 @gluon.jit
+def _store_dk(dk_desc, dk, item, buffers, WARPGROUP: gl.constexpr, D: gl.constexpr):
+    """Begin to store dk, 64 columns at a time, from this warpgroup's places in two slots of dSᵀ."""
+    halves = (dk, dk)
+    if D == 128:
+        halves = gl.split(gl.permute(gl.reshape(dk, [SHARE, 2, PART]), [0, 2, 1]))
+    HALVES: gl.constexpr = D // PART
+    for half in gl.static_range(HALVES):
+        flat(copy_engine.place_of_tile(buffers.d_scores.index(2 * half + WARPGROUP), dk_desc)).store(halves[half])
+    fence_async_shared()
+    copy_engine.thread_barrier()
+    for half in gl.static_range(HALVES):
+        place = copy_engine.place_of_tile(buffers.d_scores.index(2 * half + WARPGROUP), dk_desc)
+        copy_engine.store(dk_desc, item.key_at(WARPGROUP, half * PART), place)
+
+
+@gluon.jit
 def _consume(
-    sizes, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums, rate_sums, scale,
-    WARPGROUP: gl.constexpr, D: gl.constexpr,
+    sizes, buffers, dq_desc, dk_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums,
+    rate_sums, scale, WARPGROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """One consumer warpgroup: its 64 keys of every item through the query tiles that see the item's keys."""
     ROWS: gl.constexpr = sizes.ROWS
@@ -326,6 +355,7 @@ def _consume(
 
                 # what is read of memory before is on its way while the keys are
                 mbarrier.wait(buffers.keys_ready, count & 1)
+                tma.store_wait(0)  # dk of the item before has left the places of dSᵀ
                 edges = tile_end - begin - (whole_end - whole_begin)
                 for m in range(tile_end - begin):
                     tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
@@ -338,12 +368,18 @@ def _consume(
                 if sizes.SIDES == 2:
                     # the right side has the other sign; turned behind either, sums end as those of left minus right
                     key_alpha, key_sum = -key_alpha, -key_sum
+            if member == sizes.GROUP - 1:
+                # this warpgroup's values make room for dv
+                flat(buffers.values.index(WARPGROUP)).store(dv.to(buffers.values.dtype))
+                fence_async_shared()
+                arrive(buffers.dv_ready)
+            # dq of the head's last tile
+            buffers.wait_d_scores(n - 1, pred=previous >= 0)
+            last = _d_scores_for_dq(buffers, buffers.slot(n - 1), WARPGROUP, D, sizes.ROW_SUMS)
+            dq, row_sum = _start_dq_part(buffers, n, last, WARPGROUP, D, sizes.ROW_SUMS)
+            dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
+            arrive(buffers.keys_read, member == sizes.GROUP - 1)
             if previous >= 0:
-                # dq of the head's last tile
-                buffers.wait_d_scores(n - 1)
-                last = _d_scores_for_dq(buffers, buffers.slot(n - 1), WARPGROUP, D, sizes.ROW_SUMS)
-                dq, row_sum = _start_dq_part(buffers, n, last, WARPGROUP, D, sizes.ROW_SUMS)
-                dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
                 _stage_dq_part(buffers, dq, WARPGROUP)
@@ -366,16 +402,12 @@ def _consume(
                     tile = done.first_block(member) + done.place.start // KEYS
                     gl.store(rate_sums + tile * 2 + WARPGROUP, gl.sum(sums, 0))
 
-        # values make room for dv, and keys, which both warpgroups have read, for dk
-        arrive(buffers.keys_read)
-        flat(buffers.values.index(WARPGROUP)).store(dv.to(buffers.values.dtype))
-        dk = dk * scale
+        # both warpgroups have read dSᵀ, too
         mbarrier.wait(buffers.keys_read, count & 1)
-        flat(buffers.keys.index(WARPGROUP)).store(dk.to(buffers.keys.dtype))
-        fence_async_shared()
-        arrive(buffers.gradients_ready)
+        _store_dk(dk_desc, (dk * scale).to(buffers.d_scores.dtype), found_item(sizes, item), buffers, WARPGROUP, D)
         count += 1
         item = buffers.draw(count)
+    tma.store_wait(0)
 
 
 _INTEGERS = [
@@ -459,29 +491,29 @@ def gradients_kernel(
     mbarrier.init(buffers.d_scores_read, count=2)
     mbarrier.init(buffers.keys_ready, count=1)
     mbarrier.init(buffers.keys_read, count=2)
-    mbarrier.init(buffers.gradients_ready, count=2)
+    mbarrier.init(buffers.dv_ready, count=2)
 
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    sizes, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums,
-                    rate_sums, scale, 0, D,
+                    sizes, buffers, dq_desc, dk_desc, rates, rate_stride, local, last_reset, next_reset, row_sums,
+                    column_sums, rate_sums, scale, 0, D,
                 ),
             ),
             (
                 _consume,
                 (
-                    sizes, buffers, dq_desc, rates, rate_stride, local, last_reset, next_reset, row_sums, column_sums,
-                    rate_sums, scale, 1, D,
+                    sizes, buffers, dq_desc, dk_desc, rates, rate_stride, local, last_reset, next_reset, row_sums,
+                    column_sums, rate_sums, scale, 1, D,
                 ),
             ),
             (
                 produce,
                 (
-                    sizes, buffers, counters, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc,
-                    zeros_desc, rates, rate_stride, base, last_reset, next_reset, D,
+                    sizes, buffers, counters, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dv_desc, zeros_desc,
+                    rates, rate_stride, base, last_reset, next_reset, D,
                 ),
             ),
         ],

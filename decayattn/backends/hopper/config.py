@@ -69,11 +69,10 @@ def backward(dim: int) -> BackwardConfig:
     dk and dv take 128 registers of a thread at D = 128, leaving room for scores of 64 rows; two stages of q and dO,
     with dSᵀ and dq on their way out, fill the shared memory (212 and 223 KB).
 
-    spill_bytes are those of kernels with one side (key_items.py). With two sides, a decay per token spills 60 bytes
-    (D = 64) and 152 (D = 128).
+    spill_bytes are those of kernels with one side (key_items.py). With two sides, a decay per token spills 64 bytes
+    (D = 64) and 432 (D = 128).
     """
     if dim == 64:
-        # in edge tiles and between items, not in the loop over whole tiles
-        return BackwardConfig(rows=128, stages=2, slots=2, registers=240, launch_registers=168, spill_bytes=12)
-    # in the same places
-    return BackwardConfig(rows=64, stages=2, slots=3, registers=240, launch_registers=168, spill_bytes=20)
+        return BackwardConfig(rows=128, stages=2, slots=2, registers=240, launch_registers=168, spill_bytes=4)
+    # between items and by the producer, not in the loop over tiles
+    return BackwardConfig(rows=64, stages=2, slots=3, registers=240, launch_registers=168, spill_bytes=100)

@@ -5,6 +5,7 @@
 
 import triton
 import triton.language.core
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -29,7 +30,20 @@ else:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def place_of_tile(memory, desc):
+        return memory.reinterpret(desc.dtype, desc.block_shape, desc.layout)
+else:
+
+    @gluon.jit
+    def place_of_tile(memory, desc):
+        """Shared memory that had something else, as a place for one of a descriptor's tiles."""
+        return memory._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+
 # renamed before the others, in 3.7
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-__all__ = ["aggregate", "load", "reduce_add", "store", "thread_barrier"]
+__all__ = ["aggregate", "load", "place_of_tile", "reduce_add", "store", "thread_barrier"]

@@ -12,14 +12,14 @@ from decayattn.backends.hopper.rings import Ring, load_word, store_word
 class Buffers:
     """Shared memory: tiles, numbers, and the barriers that say which of them may be read or written."""
 
-    keys: gl.shared_memory_descriptor  # (2, 1, …, 64, D), as are values; then the places of dk and dv on their way out
-    values: gl.shared_memory_descriptor
+    keys: gl.shared_memory_descriptor  # (2, 1, …, 64, D)
+    values: gl.shared_memory_descriptor  # the same; then the place of dv on its way out
     queries: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D), as are d_outs
     d_outs: gl.shared_memory_descriptor
     terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
     differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the reference of the rows minus α at the key tile's
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
-    d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS)
+    d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS); then the place of dk
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
     zeros: gl.shared_memory_descriptor  # (8, 256)
     ones: gl.shared_memory_descriptor  # (1, 8, 64)
@@ -31,8 +31,8 @@ class Buffers:
     d_scores_ready: gl.shared_memory_descriptor
     d_scores_read: gl.shared_memory_descriptor  # dSᵀ of the tile before has been, by both; with two slots only
     keys_ready: gl.shared_memory_descriptor
-    keys_read: gl.shared_memory_descriptor
-    gradients_ready: gl.shared_memory_descriptor  # dk and dv stand where the keys and values were
+    keys_read: gl.shared_memory_descriptor  # and dSᵀ of the last tile, by both
+    dv_ready: gl.shared_memory_descriptor  # it stands where the values were
     drawn: Ring  # the number of the item
     STAGES: gl.constexpr
     SLOTS: gl.constexpr
@@ -41,7 +41,7 @@ class Buffers:
     def __init__(
         self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, zeros, ones, weights,
         queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, d_scores_read, keys_ready, keys_read,
-        gradients_ready, drawn, STAGES, SLOTS,
+        dv_ready, drawn, STAGES, SLOTS,
     ):  # fmt: skip
         self.keys = keys
         self.values = values
@@ -63,7 +63,7 @@ class Buffers:
         self.d_scores_read = d_scores_read
         self.keys_ready = keys_ready
         self.keys_read = keys_read
-        self.gradients_ready = gradients_ready
+        self.dv_ready = dv_ready
         self.drawn = drawn
         self.STAGES = gl.constexpr(STAGES)
         self.SLOTS = gl.constexpr(SLOTS)

@@ -165,12 +165,12 @@ class Item:
         )  # fmt: skip
 
     @gluon.jit
-    def key_at(self, WARPGROUP: gl.constexpr):
-        """The keys of a warpgroup, for the copy engine."""
+    def key_at(self, WARPGROUP: gl.constexpr, COLUMN: gl.constexpr = 0):
+        """The keys of a warpgroup, from a column on, for the copy engine."""
         place = self.place
         return coordinates(
             place.entry, self.kv_head, place.start + WARPGROUP * SHARE, place.first_token, place.key_length,
-            self.sizes.key_axis, self.sizes.RAGGED,
+            self.sizes.key_axis, self.sizes.RAGGED, COLUMN,
         )  # fmt: skip
 
     @gluon.jit

@@ -1,4 +1,4 @@
-"""The Hopper backward's producer: one warp that draws items and sends them, and takes their dk and dv away."""
+"""The Hopper backward's producer: one warp that draws items and sends them, and takes their dv away."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,37 +30,37 @@ def _base_difference(work, tile, side, bases, key_base, rate):
 
 
 @gluon.jit
-def _store_gradients(sizes, item, buffers, count, dk_desc, dv_desc):
-    """dk and dv of an item, which is the count-th, from shared memory."""
-    mbarrier.wait(buffers.gradients_ready, count & 1)
+def _store_dv(sizes, item, buffers, count, dv_desc):
+    """Begin to store dv of an item, which is the count-th, from where its values were."""
+    mbarrier.wait(buffers.dv_ready, count & 1)
     work = found_item(sizes, item)
     for w in gl.static_range(2):
         copy_engine.store(dv_desc, work.key_at(w), buffers.values.index(w))
-        copy_engine.store(dk_desc, work.key_at(w), buffers.keys.index(w))
-    tma.store_wait(0)
 
 
 @gluon.jit
-def _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc):
-    """dk and dv of the item before leave, then keys and values of the count-th come to their place."""
+def _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dv_desc):
+    """dv of the item before, keys and values of the count-th one."""
     if count > 0:
-        _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)
+        _store_dv(sizes, previous, buffers, count - 1, dv_desc)
+        mbarrier.wait(buffers.keys_read, (count - 1) & 1)
     mbarrier.expect(buffers.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
         copy_engine.load(k_desc, work.key_at(w), buffers.keys_ready, buffers.keys.index(w))
+    tma.store_wait(0)
     for w in gl.static_range(2):
         copy_engine.load(v_desc, work.key_at(w), buffers.keys_ready, buffers.values.index(w))
 
 
 @gluon.jit
 def produce(
-    sizes, buffers, counters, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, zeros_desc, rates,
-    rate_stride, base, last_reset, next_reset, D: gl.constexpr,
+    sizes, buffers, counters, q_desc, k_desc, v_desc, d_out_desc, terms_desc, dv_desc, zeros_desc, rates, rate_stride,
+    base, last_reset, next_reset, D: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: keys and values of an item, and the query tiles of each of its heads, edge tiles first; and
     zeros where dq of other heads will be added up.
 
-    An item's first query tile comes before its keys, which wait until dk and dv of the item before have left.
+    An item's keys come when those of the item before have been read, and its values when dv of that has left.
     """
     ROWS: gl.constexpr = sizes.ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -78,6 +78,7 @@ def produce(
         if sizes.chunk(item) > zeroed:
             wait_zeroed(sizes, counters, item)
             zeroed = sizes.chunk(item)
+        _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dv_desc)
         for member in range(sizes.GROUP):
             tokens = work.first_token(member)
             bases = base + work.first_block(member)
@@ -105,8 +106,6 @@ def produce(
                     at = work.query_at(member, tile * ROWS)
                     copy_engine.load(q_desc, at, ready, buffers.queries.index(stage))
                     copy_engine.load(terms_desc, [terms_row, 0], ready, buffers.terms.index(stage))
-                    if n == n_begin:
-                        _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
                     ready = buffers.d_outs_ready.index(stage)
                     mbarrier.expect(ready, d_out_desc.block_type.nbytes)
                     copy_engine.load(d_out_desc, at, ready, buffers.d_outs.index(stage))
@@ -115,8 +114,6 @@ def produce(
                         # they have been there for long, and others will wait for them
                         tell_zeroed(sizes, counters, item)
                         owed = False
-        if n == n_begin:
-            _exchange_keys(sizes, previous, work, buffers, count, k_desc, v_desc, dk_desc, dv_desc)
         if owed:
             tell_zeroed(sizes, counters, item)
         count += 1
@@ -125,4 +122,5 @@ def produce(
         item = gl.atomic_add(counters, 1)
     buffers.hand_over(count, sizes.number)
     if count > 0:
-        _store_gradients(sizes, previous, buffers, count - 1, dk_desc, dv_desc)
+        _store_dv(sizes, previous, buffers, count - 1, dv_desc)
+        tma.store_wait(0)

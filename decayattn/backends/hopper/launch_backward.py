@@ -96,7 +96,7 @@ def backward(
             gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
             source(q, tile.rows, dim), source(k, config.WARPGROUP_ROWS, dim), source(v, config.WARPGROUP_ROWS, dim),
             source(d_out, tile.rows, dim), descriptors.columns(terms, tile.rows),
-            source(dk, config.WARPGROUP_ROWS, dim), source(dv, config.WARPGROUP_ROWS, dim),
+            source(dk, config.WARPGROUP_ROWS, config.HEAD_DIMS[0]), source(dv, config.WARPGROUP_ROWS, dim),
             descriptors.plain(dq_fragments, _FRAGMENTS[0]), descriptors.plain(dq_fragments, LINES.value),
             rates, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset,
             mirror, row_sums, column_sums, rate_sums, unused if tiles.keys is None else tiles.keys, counters,

@@ -168,15 +168,16 @@ def dense_place(start, query_length, key_length, batch):
 
 
 @gluon.jit
-def coordinates(entry, head, row, first, length, axis, RAGGED: gl.constexpr):
-    """A tile for the copy engine: rows of a head, from `row` of a sequence that has `length` rows from `first` on.
+def coordinates(entry, head, row, first, length, axis, RAGGED: gl.constexpr, COLUMN: gl.constexpr = 0):
+    """A tile for the copy engine: rows of a head, from `row` of a sequence that has `length` rows from `first` on, and
+    its columns from COLUMN on.
 
     For descriptors.tokens, or, RAGGED, for descriptors.slices, to which all batch entries are one axis.
     """
     if RAGGED:
-        at = (_SLICE_END, entry * axis + first + length, head, _SLICE_END - length + row, 0)
+        at = (_SLICE_END, entry * axis + first + length, head, _SLICE_END - length + row, COLUMN)
     else:
-        at = (entry, head, row, 0)
+        at = (entry, head, row, COLUMN)
     return at
 
 
