@@ -298,18 +298,25 @@ def _add_rows(
 
 
 @gluon.jit
+def _place_of_dk(dk_desc, buffers, HALF: gl.constexpr, WARPGROUP: gl.constexpr):
+    """This warpgroup's place in a slot of dSᵀ, for 64 columns of dk."""
+    place = buffers.d_scores.index(2 * HALF + WARPGROUP)
+    return copy_engine.reinterpret(place, dk_desc.dtype, dk_desc.block_shape, dk_desc.layout)
+
+
+@gluon.jit
 def _store_dk(dk_desc, dk, item, buffers, WARPGROUP: gl.constexpr, D: gl.constexpr):
-    """Begin to store dk, 64 columns at a time, from this warpgroup's places in two slots of dSᵀ."""
+    """Begin to store dk, 64 columns at a time."""
     halves = (dk, dk)
     if D == 128:
         halves = gl.split(gl.permute(gl.reshape(dk, [SHARE, 2, PART]), [0, 2, 1]))
     HALVES: gl.constexpr = D // PART
     for half in gl.static_range(HALVES):
-        flat(copy_engine.place_of_tile(buffers.d_scores.index(2 * half + WARPGROUP), dk_desc)).store(halves[half])
+        flat(_place_of_dk(dk_desc, buffers, half, WARPGROUP)).store(halves[half])
     fence_async_shared()
     copy_engine.thread_barrier()
     for half in gl.static_range(HALVES):
-        place = copy_engine.place_of_tile(buffers.d_scores.index(2 * half + WARPGROUP), dk_desc)
+        place = _place_of_dk(dk_desc, buffers, half, WARPGROUP)
         copy_engine.store(dk_desc, item.key_at(WARPGROUP, half * PART), place)
 
 

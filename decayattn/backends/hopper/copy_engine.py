@@ -5,7 +5,6 @@
 
 import triton
 import triton.language.core
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -30,20 +29,9 @@ else:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
-
-    @gluon.jit
-    def place_of_tile(memory, desc):
-        return memory.reinterpret(desc.dtype, desc.block_shape, desc.layout)
-else:
-
-    @gluon.jit
-    def place_of_tile(memory, desc):
-        """Shared memory that had something else, as a place for one of a descriptor's tiles."""
-        return memory._reinterpret(desc.dtype, desc.block_shape, desc.layout)
-
-
 # renamed before the others, in 3.7
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# of shared memory: what else it can hold
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
-__all__ = ["aggregate", "load", "place_of_tile", "reduce_add", "store", "thread_barrier"]
+__all__ = ["aggregate", "load", "reduce_add", "reinterpret", "store", "thread_barrier"]
