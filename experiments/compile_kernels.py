@@ -39,13 +39,16 @@ PATHS = ["TMA", "both sides", "pointers", "small", "packed", "bias", "decode"]
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
 MORE_SPILLS = {"TMA": 4, "pointers": 8, "small": 0, "packed": 0, "bias": 448, "decode": 0}
-# the same of the Hopper backend, whose loops are those of the TMA path: where a sequence begins takes registers (in
-# bfloat16 20 bytes), and so does the other side of the diagonal
+# the same of the Hopper backend, by kernel and head dimension, whose loops are those of the TMA path: the other side of
+# the diagonal takes registers, and so does where a sequence begins
 HOPPER_MORE_SPILLS = {
-    "TMA": {"forward_kernel": 0, "gradients_kernel": 0},
-    "both sides": {"forward_kernel": 28, "gradients_kernel": 332},
-    "packed": {"forward_kernel": 96, "gradients_kernel": 96},
-}
+    "TMA": {},
+    "both sides": {
+        ("forward_kernel", 64): 8, ("forward_kernel", 128): 28,
+        ("gradients_kernel", 64): 60, ("gradients_kernel", 128): 332,
+    },
+    "packed": {("forward_kernel", 128): 12},
+}  # fmt: skip
 # the Triton of the measurements in config.py
 TUNED_ON = "3.6."
 TABLES = {
@@ -131,7 +134,7 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
     if backend == "hopper":
         if kernel not in HOPPER_TABLES:
             return 0
-        return HOPPER_TABLES[kernel](dim).spill_bytes + HOPPER_MORE_SPILLS[path][kernel]
+        return HOPPER_TABLES[kernel](dim).spill_bytes + HOPPER_MORE_SPILLS[path].get((kernel, dim), 0)
     if kernel == "gradients_kernel":
         return portable.config.both_gradients("sm90", dim, dtype).spill_bytes
     if kernel not in TABLES:
