@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from conftest import ON_GPU
 
 from decayattn import decay_attention, decay_attention_varlen
@@ -25,12 +26,25 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*args, **constants):
             self.log.append(("asked", grid, args, constants))
-            return {(*grid, 1, 1): lambda *all_args: self.log.append(("launched", *grid, all_args))}
+            return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+
+        def run(x, y, z, stream, function, metadata, *rest):
+            assert (y, z, function, metadata) == (1, 1, "function", "metadata")
+            assert stream == torch._C._cuda_getCurrentRawStream(0)
+            hooks, all_args = rest[:3], rest[3:]
+            assert hooks == (None, None, None)
+            self.log.append(("launched", x, all_args))
 
         return launch
 
 
-GPU = torch.device("cuda")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch):
+    if not ON_GPU:  # PyTorch without CUDA has no streams
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 17 + device, raising=False)
 
 
 def test_second_launch_asks_nothing():
@@ -73,6 +87,17 @@ def test_misaligned_tensors_and_cpus_are_launched_anew():
     assert launching.of_call(GPU, (x, misaligned)) is launching.anew
     assert launching.of_call(torch.device("cpu"), (x,)) is launching.anew
     assert launching.of_call(GPU, (x, misaligned[3:])) is not launching.anew
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told(name):
+    chain, hook = getattr(triton.knobs.runtime, name), print
+    chain.add(hook)
+    try:
+        assert launching.of_call(GPU, (torch.zeros(8),)) is launching.anew
+    finally:
+        chain.remove(hook)
+    assert launching.of_call(GPU, (torch.zeros(8),)) is not launching.anew
 
 
 CALLS = {
@@ -128,7 +153,7 @@ def test_remembered_kernels_are_those_that_triton_chooses(backend, monkeypatch):
     """All calls, twice, one after the other, in one memory of launches: none may find another's kernels."""
     if isinstance(load(backend), str):
         pytest.skip(load(backend))
-    launches, launched = [], []
+    launches = []
     remembering = launching._remembering
 
     def watched(kinds):
@@ -136,9 +161,9 @@ def test_remembered_kernels_are_those_that_triton_chooses(backend, monkeypatch):
 
         def check(kernel, programs, *args, **constants):
             chosen = kernel.warmup(*args, grid=(programs,), **constants)
-            monkeypatch.setattr(type(chosen), "launch_metadata", lambda self, *_: launched.append(self))
             launch(kernel, programs, *args, **constants)
-            assert launched.pop() is chosen, kernel.fn.__name__
+            _, function, metadata, _ = launch.known[(kernel.fn, programs, *constants.values())]
+            assert (function, metadata) == (chosen.function, chosen.packed_metadata), kernel.fn.__name__
             launches.append(kernel.fn.__name__)
 
         return check

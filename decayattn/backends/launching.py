@@ -2,7 +2,8 @@
 
 `kernel[grid](...)` works that out from the kind of every argument in every launch, which takes an attention kernel five
 times as long as the launch. What the kinds depend on is the same for all launches of one call of ours, so it is looked
-up once per call, and what was compiled for it is launched from then on.
+up once per call, and what was compiled for it is launched from then on. Triton tells a launch to a profiler's hooks,
+and gets it ready for them even where there is none: where there is one, every launch goes through Triton.
 """
 
 import contextlib
@@ -49,7 +50,8 @@ def of_call(device: torch.device, tensors: Sequence[Tensor | None], *modes: Hash
     For launches whose arguments are of kinds (dtypes, strides, integers that are 1 or multiples of 16, what is None)
     that follow from the dtypes and strides of the tensors and from the modes. The caller's own buffers are aligned.
     """
-    if device.type != "cuda":
+    hooks = triton.knobs.runtime
+    if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return anew
     misaligned, kinds = 0, [device, modes]
     for x in tensors:
@@ -63,9 +65,10 @@ def of_call(device: torch.device, tensors: Sequence[Tensor | None], *modes: Hash
 
 
 class _Remembering:
-    """A launch that remembers, by kernel and constants, what it has launched."""
+    """A launch on one GPU that remembers, by kernel and constants, what it has launched."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device.index
         self.known: dict[tuple, tuple] = {}
 
     def __call__(self, kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
@@ -77,12 +80,14 @@ class _Remembering:
             given = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default}
             given |= constants
             rest = tuple(given[name] for name in kernel.arg_names[len(args) :])
-            self.known[key] = compiled[(programs, 1, 1)], rest
+            self.known[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
         else:
-            run, rest = known
-            run(*args, *rest)
+            run, function, metadata, rest = known
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            # three times None: what hooks would be told, and the hooks
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *args, *rest)
 
 
 @functools.lru_cache(_REMEMBERED)
 def _remembering(kinds: tuple) -> _Remembering:
-    return _Remembering()
+    return _Remembering(kinds[0])
