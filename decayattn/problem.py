@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 
 
-@dataclass(frozen=True)
-class AttentionProblem:
+class AttentionProblem(NamedTuple):
     """Shapes and modes of one call; it carries no tensor, so it can be compared, printed and cached.
 
     decay is "none", "constant" (one log-decay per head) or "scalar" (one per token and head);
