@@ -21,8 +21,9 @@ LONG = 2**20 + 5 if ON_GPU else 20 * BLOCK + 5
 
 @pytest.fixture(params=[False, True], ids=["one launch", "two launches"])
 def launches(request, monkeypatch) -> None:
-    """Blocks read the tokens around them, or what a launch before has summed per block."""
+    """One program has all tokens of a sequence (back: reads those around its block), or what was summed per block."""
     monkeypatch.setattr(prefix, "_needs_block_sums", lambda problem, programs: request.param)
+    monkeypatch.setattr(prefix, "_fits_a_program", lambda problem: not request.param)
 
 
 def problem_of(log_decay, query_length=None, dtype=torch.float32) -> AttentionProblem:
@@ -106,11 +107,13 @@ def test_lengths_that_divide_nothing(length, launches, device):
     check_gradient(log_decay, length)
 
 
-@pytest.mark.parametrize(("most_tokens", "most_reads", "two_launches"), [
-    (300, 1800, False), (299, 1800, True), (300, 1799, True),
+@pytest.mark.parametrize(("most_tokens", "most_reads", "two_launches", "two_back"), [
+    (300, 1800, False, False), (299, 1800, True, True), (300, 1799, False, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("resets", [[], [5, 290]], ids=str)
-def test_long_or_many_sequences_take_two_launches(most_tokens, most_reads, two_launches, resets, monkeypatch, device):
+def test_long_sequences_take_two_launches_and_so_do_many_back(
+    most_tokens, most_reads, two_launches, two_back, resets, monkeypatch, device
+):
     """Six blocks of a sequence of 300 tokens, that is."""
     kernels = {name: Counted(getattr(prefix, name)) for name in ("_block_totals", "_segment_heads")}
     for name, value in {"_MOST_TOKENS": most_tokens, "_MOST_READS": most_reads, **kernels}.items():
@@ -120,7 +123,7 @@ def test_long_or_many_sequences_take_two_launches(most_tokens, most_reads, two_l
     check_build(log_decay)
     assert kernels["_block_totals"].launches == two_launches
     check_gradient(log_decay, 300)
-    assert kernels["_segment_heads"].launches == two_launches
+    assert kernels["_segment_heads"].launches == two_back
 
 
 class Counted:

@@ -8,8 +8,8 @@ of the two halves of each in float32 (SplitPrefix), where only a large differenc
 A reset (λ = −inf) is visibility, not arithmetic: it counts as λ = 0, and every token records its segment, the last
 reset at or before it (0 without one) and the next one after it (T_k without one).
 
-No block waits for another. Where sequences are short and few, each reads all that it needs of the others' tokens, and
-there is one launch; else it reads what a launch before has summed per block. The reverse does the same.
+No block waits for another. Of a short sequence one program has all blocks; else a block reads what a launch before has
+summed per block. The reverse reads, where sequences are short and few, the tokens that it needs of other blocks.
 """
 
 import math
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, launching, parts
+from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2, parts
 from decayattn.backends.launching import Launch
 from decayattn.backends.parts import with_parts
 from decayattn.backends.sequences import (
@@ -30,6 +30,7 @@ from decayattn.backends.sequences import (
     decay_blocks,
     fill_outside,
     offsets_of_head,
+    sequence_of_program,
     tile_of_program,
     token_programs,
 )
@@ -41,14 +42,14 @@ DECAY_BLOCK = BLOCK
 _SCAN_CHUNK = 128
 # tokens that one step reads at once where there are no block sums
 _TOKEN_CHUNK = 512
-# Without block sums there is a launch less, but every block reads the λ of its whole sequence: T/128 × T reads per
-# head. A launch costs the GPU two or three microseconds, and the host more. About as long take, estimated and not
-# measured, the few steps in which one warp reads _MOST_TOKENS, and _MOST_READS of all warps: the λ of a head lie apart,
-# so that each read takes 32 bytes, of which L2 gives some 5 TB/s. The reverse reads no more, and without gaps.
+# Of so many tokens at most one program has a whole sequence: a launch less. (B16 H16 T2048: 9.5 µs, and by two launches
+# 3.6, a gap of 2.0 and 6.1)
 _MOST_TOKENS = 2048
+# In the reverse a launch is saved where blocks read the tokens of others: T/128 × T reads per head. Estimated and not
+# measured, as long as a launch take the few steps in which one warp reads _MOST_TOKENS, and _MOST_READS of all warps.
 _MOST_READS = 2**19
-# one warp scans a block of tokens without meeting others
-_WARPS = 1
+# one warp scans a block of tokens without meeting others; a program has so many warps at most
+_MOST_WARPS = 8
 # The λ of the heads lie side by side, and L2 gives 32 bytes at once, so many of them in float32: the launch that sums
 # blocks reads them together, and turns them on the way into what the scan can read without gaps.
 _HEADS = 8
@@ -109,23 +110,26 @@ def build(
     counter, if given, is one int32 that is zeroed, which saves the attention that draws from it a launch.
     """
     prefix = allocate(problem, log_decay)
-    programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
     sizes = (problem.key_length, problem.num_heads, sequences)
-    modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, num_warps=_WARPS, **COMPILER_OPTIONS)
-    sums, chunk = None, _TOKEN_CHUNK
-    if _needs_block_sums(problem, programs):
-        chunk, together = _SCAN_CHUNK, math.gcd(problem.num_heads, _HEADS)
+    modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
+    if _fits_a_program(problem):
+        sums, blocks = None, next_power_of_2(cdiv(problem.longest_key, DECAY_BLOCK))
+        programs = problem.sequences * problem.num_heads
+    else:
+        blocks, together = 1, math.gcd(problem.num_heads, _HEADS)
         sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
         launch(
             _block_totals, token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads // together),
-            log_decay, log_decay.stride(), prefix.local, *sums, *sizes, HEADS=together, **modes,
+            log_decay, log_decay.stride(), prefix.local, *sums, *sizes, HEADS=together, num_warps=1, **modes,
         )  # fmt: skip
         log_decay = prefix.local.mT  # λ, which the scan replaces by β
+        programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
     launch(
         _scan_blocks, programs,
         log_decay, log_decay.stride(), sums, *prefix, *(split or (prefix.base, prefix.base)), factor,
-        prefix.last_reset if counter is None else counter, *sizes, CHUNK=chunk,
-        COLUMNS=0 if split is None else parts.COLUMNS, ZERO_COUNTER=counter is not None, **modes,
+        prefix.last_reset if counter is None else counter, *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
+        COLUMNS=0 if split is None else parts.COLUMNS, ZERO_COUNTER=counter is not None,
+        num_warps=min(blocks, _MOST_WARPS), **modes,
     )  # fmt: skip
     return prefix
 
@@ -166,8 +170,13 @@ def gradient(
     return grad
 
 
+def _fits_a_program(problem: AttentionProblem) -> bool:
+    """Whether one program can have all tokens of a sequence."""
+    return problem.longest_key <= _MOST_TOKENS
+
+
 def _needs_block_sums(problem: AttentionProblem, programs: int) -> bool:
-    """Whether there are too many tokens for every block to read its whole sequence."""
+    """Whether there are too many tokens for every block of the reverse to read its whole sequence."""
     return problem.longest_key > _MOST_TOKENS or programs * problem.longest_key > _MOST_READS
 
 
@@ -231,27 +240,22 @@ def _block_totals(
 
 
 @triton.jit
-def _around_by_tokens(
-    log_decay, strides, batch, head, first_token, start, length, BLOCK: tl.constexpr, CHUNK: tl.constexpr
-):
-    """The sum of λ and the last reset before a block (0 without one), the first reset after it (T_k without one)."""
-    alpha = tl.zeros([CHUNK], tl.float64)
-    before = tl.zeros([CHUNK], tl.int32)
-    after = tl.zeros([CHUNK], tl.int32) + length
-    for first in range(0, length, CHUNK):
-        tokens = first + tl.arange(0, CHUNK)
-        value = _load_log_decay(log_decay, strides, batch, head, first_token, tokens, length)
-        value, is_reset = _without_resets(value)
-        earlier = tokens < start
-        alpha += tl.where(earlier, value, 0.0)
-        before = tl.maximum(before, tl.where(is_reset & earlier, tokens, 0))
-        after = tl.minimum(after, tl.where(is_reset & (tokens >= start + BLOCK), tokens, length))
-    return tl.sum(alpha, 0), tl.max(before, 0), tl.min(after, 0)
+def _around_in_sequence(value, is_reset, tokens, length, BLOCKS: tl.constexpr):
+    """For every block of a sequence, of which a program has all: the sum of λ and the last reset before it (0 without
+    one), the first reset after it (T_k without one); (BLOCKS, 1)."""
+    own, other = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BLOCKS)[None, :]
+    totals = tl.sum(value, 1)[None, :]
+    lasts = tl.max(tl.where(is_reset, tokens, 0), 1)[None, :]
+    firsts = tl.min(tl.where(is_reset, tokens, length), 1)[None, :]
+    alpha = tl.sum(tl.where(other < own, totals, 0.0), 1)
+    before = tl.max(tl.where(other < own, lasts, 0), 1)
+    after = tl.min(tl.where(other > own, firsts, length), 1)
+    return alpha[:, None], before[:, None], after[:, None]
 
 
 @triton.jit
 def _around_by_blocks(sums, block_row, start, length, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """The same from the sums of `_block_totals`: T²/128² short reads in all."""
+    """The same for one block, from the sums of `_block_totals`: T²/128² short reads in all."""
     totals, last_resets, first_resets = sums
     block, blocks = start // BLOCK, tl.cdiv(length, BLOCK)
     alpha = tl.zeros([CHUNK], tl.float64)
@@ -271,58 +275,63 @@ def _around_by_blocks(sums, block_row, start, length, BLOCK: tl.constexpr, CHUNK
 def _scan_blocks(
     log_decay, strides, sums, local, base, last_reset, next_reset, columns, split_base, factor: tl.float64, counter,
     length, heads, sequences,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-    ZERO_COUNTER: tl.constexpr,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr, ZERO_COUNTER: tl.constexpr,
 ):  # fmt: skip
-    """The prefix of one block. sums: the three of `_block_totals`, or None where the tokens around it are read."""
+    """The prefix of all BLOCKS blocks of a sequence; or, given the three sums of `_block_totals`, of one block."""
     if ZERO_COUNTER:
         tl.store(counter, 0, mask=tl.program_id(0) == 0)
-    start, sequence, head, entry, _, _, first_token, length = tile_of_program(
-        sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES
-    )
+    if sums is None:
+        start = 0
+        sequence, head, entry, _, _, first_token, length = sequence_of_program(sequences, heads, 0, length, PACKED)
+    else:
+        start, sequence, head, entry, _, _, first_token, length = tile_of_program(
+            sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES
+        )
     _, token_row, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
     if sequences is not None:  # noqa: SIM102
         if start >= length:
             return
-    # on its way while what lies around the block is read
-    tokens = start + tl.arange(0, BLOCK)
+    # (blocks, tokens of each); on its way while what lies around the block is read
+    block = start // BLOCK + tl.arange(0, BLOCKS)[:, None]
+    tokens = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there, inside = block * BLOCK < length, tokens < length
     value = _load_log_decay(log_decay, strides, entry, head, first_token, tokens, length)
     if sums is None:
-        alpha, before, after = _around_by_tokens(
-            log_decay, strides, entry, head, first_token, start, length, BLOCK, CHUNK
-        )
+        value, is_reset = _without_resets(value)
+        alpha, before, after = _around_in_sequence(value, is_reset, tokens, length, BLOCKS)
     else:
         alpha, before, after = _around_by_blocks(sums, block_row, start, length, BLOCK, CHUNK)
-    block = start // BLOCK
-    tl.store(base + block_row + block, alpha)
-
-    value, is_reset = _without_resets(value)
+        value, is_reset = _without_resets(value)
+    tl.store(base + block_row + block, alpha, mask=there)
     here = token_row + tokens
-    inside = tokens < length
-    beta = tl.cumsum(value, 0)
+    beta = tl.cumsum(value, 1)
     tl.store(local + here, beta.to(local.dtype.element_ty), mask=inside)
     if COLUMNS > 0:
-        _store_columns(columns + (block_row + block) * BLOCK * COLUMNS, beta * factor, BLOCK, COLUMNS)
+        _store_columns(columns + block_row * BLOCK * COLUMNS, beta * factor, tokens, there, COLUMNS)
         high = alpha.to(tl.float32)
-        tl.store(split_base + (block_row + block) * 2, high)
-        tl.store(split_base + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32))
+        tl.store(split_base + (block_row + block) * 2, high, mask=there)
+        tl.store(split_base + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32), mask=there)
     last, coming = tl.where(is_reset, tokens, before), tl.where(is_reset, tokens, after)
-    if tl.max(is_reset.to(tl.int32), 0) != 0:  # most blocks have none, and two scans less
-        last = tl.associative_scan(last, 0, _larger)
-        coming = tl.associative_scan(coming, 0, _smaller, reverse=True)
+    if tl.max(tl.max(is_reset.to(tl.int32), 1), 0) != 0:  # most sequences have none, and two scans less
+        last = tl.associative_scan(last, 1, _larger)
+        coming = tl.associative_scan(coming, 1, _smaller, reverse=True)
     tl.store(last_reset + here, last, mask=inside)
     # the next reset strictly after t: seen from t + 1, so the scan's result moves back by one token
-    tl.store(next_reset + here - 1, coming, mask=inside & (tokens > start))
-    final = tl.minimum(start + BLOCK, length) - 1
-    tl.store(next_reset + token_row + final, after)
+    tl.store(next_reset + here - 1, coming, mask=inside & (tokens > block * BLOCK))
+    final = tl.minimum(block * BLOCK + BLOCK, length) - 1
+    tl.store(next_reset + token_row + final, after, mask=there)
 
 
 @triton.jit
-def _store_columns(columns, value, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The parts of one block's values as (BLOCK, COLUMNS) bfloat16, the other columns 0."""
-    tile = with_parts(tl.zeros([BLOCK, COLUMNS], tl.bfloat16), value, 0)
-    here = tl.arange(0, BLOCK)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(columns + here, tile)
+def _store_columns(columns, value, tokens, there, COLUMNS: tl.constexpr):
+    """The parts of values (blocks, tokens) as COLUMNS bfloat16 per token, the others 0, where the block is there."""
+    SIZE: tl.constexpr = value.numel
+    token = tl.reshape(tokens, [SIZE])
+    there = tl.reshape(tl.broadcast_to(there, value.shape), [SIZE])
+    tile = with_parts(tl.zeros([SIZE, COLUMNS], tl.bfloat16), tl.reshape(value, [SIZE]), 0)
+    here = token[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(columns + here, tile, mask=there[:, None])
 
 
 @triton.jit
@@ -332,8 +341,9 @@ def _constant_columns(
     head = tl.program_id(0)
     tl.store(counter, 0, mask=head == 0)
     rate = tl.load(rates + head * rate_stride).to(tl.float64) * LOG2E
-    value = tl.arange(0, BLOCK).to(tl.float64) * rate * factor
-    _store_columns(columns + head * BLOCK * COLUMNS, value, BLOCK, COLUMNS)
+    tokens = tl.arange(0, BLOCK)[None, :]
+    value = tokens.to(tl.float64) * rate * factor
+    _store_columns(columns + head * BLOCK * COLUMNS, value, tokens, tokens >= 0, COLUMNS)
 
 
 @triton.jit

@@ -185,6 +185,20 @@ def tile_of_program(
 
 
 @triton.jit
+def sequence_of_program(sequences, heads, query_length, key_length, PACKED: tl.constexpr):
+    """The same, but for the start, where a program works on all of a sequence: (sequence, head, batch entry, …)."""
+    head, sequence = tl.program_id(0) % heads, tl.program_id(0) // heads
+    entry, first_row, first_token = sequence, 0, 0
+    if sequences is not None:
+        place = sequences.places + sequence * 4
+        first_row, query_length = tl.load(place), tl.load(place + 1)
+        first_token, key_length = tl.load(place + 2), tl.load(place + 3)
+        if PACKED:
+            entry = sequence * 0
+    return sequence, head, entry, first_row, query_length, first_token, key_length
+
+
+@triton.jit
 def count_ends(ends, count, block, SEARCHES: tl.constexpr):
     """How many ends are not behind a block, and the last of them, or 0.
 
