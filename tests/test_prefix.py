@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from decayattn.backends import parts, prefix, sequences
+from decayattn.backends import prefix, sequences
 from decayattn.problem import AttentionProblem
 
 ON_GPU = torch.cuda.is_available()
@@ -286,7 +286,7 @@ def test_differences_keep_their_low_bits_at_any_length(device):
 
 
 def test_the_split_prefix_adds_up(launches, device):
-    """Bases to twice float32's bits, columns to float32's."""
+    """Bases to twice float32's bits, β to float32's."""
     log_decay, factor = -5 * torch.rand(2, 3 * BLOCK + 20, 3, device=device), -3.7
     problem = problem_of(log_decay)
     split = prefix.allocate_split(problem, log_decay)
@@ -296,9 +296,8 @@ def test_the_split_prefix_adds_up(launches, device):
     high, low = split.bases.double().unbind(-1)
     assert torch.equal(high.float(), built.base.float())
     torch.testing.assert_close(high + low, built.base, rtol=2**-47, atol=0.0)
-    columns = split.columns.double().flatten(2, 3)[:, :, : log_decay.shape[1]]
-    assert torch.equal(columns[..., : parts.PARTS].sum(-1).float(), (built.local * factor).float())
-    assert (columns[..., parts.PARTS :] == 0).all()
+    beta = split.beta.double().sum(-2).flatten(2)[:, :, : log_decay.shape[1]]
+    assert torch.equal(beta.float(), (built.local * factor).float())
 
 
 def test_a_decay_that_is_not_per_token_has_an_empty_prefix(device):

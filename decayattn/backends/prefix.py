@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2, parts
+from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
 from decayattn.backends.launching import Launch
-from decayattn.backends.parts import with_parts
+from decayattn.backends.parts import PARTS, in_parts
 from decayattn.backends.sequences import (
     BLOCK,
     Sequences,
@@ -38,6 +38,7 @@ from decayattn.backends.tile_math import LOG2E
 from decayattn.problem import AttentionProblem
 
 DECAY_BLOCK = BLOCK
+_PARTS: tl.constexpr = tl.constexpr(PARTS)
 # blocks that one step of a scan over block sums reads at once
 _SCAN_CHUNK = 128
 # tokens that one step reads at once where there are no block sums
@@ -75,7 +76,7 @@ class SplitPrefix(NamedTuple):
     Its float64 instructions would wait until the matrix products beside them have left the pipe.
     """
 
-    columns: Tensor  # (B, H, blocks, DECAY_BLOCK, parts.COLUMNS) bfloat16: the parts of factor · β
+    beta: Tensor  # (B, H, blocks, PARTS, DECAY_BLOCK) bfloat16: the parts of factor · β
     bases: Tensor  # (B, H, blocks, 2) float32: the high and the low bits of base
 
 
@@ -95,7 +96,7 @@ def allocate(problem: AttentionProblem, like: Tensor) -> DecayPrefix:
 def allocate_split(problem: AttentionProblem, like: Tensor) -> SplitPrefix:
     blocks = problem.batch, problem.num_heads, decay_blocks(problem)
     return SplitPrefix(
-        like.new_empty(*blocks, DECAY_BLOCK, parts.COLUMNS, dtype=torch.bfloat16),
+        like.new_empty(*blocks, PARTS, DECAY_BLOCK, dtype=torch.bfloat16),
         like.new_empty(*blocks, 2, dtype=torch.float32),
     )
 
@@ -106,7 +107,7 @@ def build(
 ) -> DecayPrefix:  # fmt: skip
     """The prefix of log_decay (B, T_k, H): one launch or two. Tokens outside the sequences have none.
 
-    split, if given, is filled on the way, its columns with factor times β.
+    split, if given, is filled on the way, with factor times β.
     counter, if given, is one int32 that is zeroed, which saves the attention that draws from it a launch.
     """
     prefix = allocate(problem, log_decay)
@@ -128,20 +129,20 @@ def build(
         _scan_blocks, programs,
         log_decay, log_decay.stride(), sums, *prefix, *(split or (prefix.base, prefix.base)), factor,
         prefix.last_reset if counter is None else counter, *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
-        COLUMNS=0 if split is None else parts.COLUMNS, ZERO_COUNTER=counter is not None,
+        SPLIT=split is not None, ZERO_COUNTER=counter is not None,
         num_warps=min(blocks, _MOST_WARPS), **modes,
     )  # fmt: skip
     return prefix
 
 
-def constant_columns(rates: Tensor, factor: float, counter: Tensor, launch: Launch = launching.anew) -> Tensor:
-    """(H, DECAY_BLOCK, parts.COLUMNS): the parts of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
-    columns = rates.new_empty(rates.shape[0], DECAY_BLOCK, parts.COLUMNS, dtype=torch.bfloat16)
+def constant_split(rates: Tensor, factor: float, counter: Tensor, launch: Launch = launching.anew) -> Tensor:
+    """(H, PARTS, DECAY_BLOCK): the parts of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
+    beta = rates.new_empty(rates.shape[0], PARTS, DECAY_BLOCK, dtype=torch.bfloat16)
     launch(
-        _constant_columns, rates.shape[0],
-        rates, rates.stride(0), columns, factor, counter, BLOCK=DECAY_BLOCK, COLUMNS=parts.COLUMNS, **COMPILER_OPTIONS,
+        _constant_split, rates.shape[0],
+        rates, rates.stride(0), beta, factor, counter, BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS,
     )  # fmt: skip
-    return columns
+    return beta
 
 
 def gradient(
@@ -273,10 +274,10 @@ def _around_by_blocks(sums, block_row, start, length, BLOCK: tl.constexpr, CHUNK
 
 @triton.jit
 def _scan_blocks(
-    log_decay, strides, sums, local, base, last_reset, next_reset, columns, split_base, factor: tl.float64, counter,
+    log_decay, strides, sums, local, base, last_reset, next_reset, split_beta, split_base, factor: tl.float64, counter,
     length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr, ZERO_COUNTER: tl.constexpr,
+    SPLIT: tl.constexpr, ZERO_COUNTER: tl.constexpr,
 ):  # fmt: skip
     """The prefix of all BLOCKS blocks of a sequence; or, given the three sums of `_block_totals`, of one block."""
     if ZERO_COUNTER:
@@ -307,8 +308,8 @@ def _scan_blocks(
     here = token_row + tokens
     beta = tl.cumsum(value, 1)
     tl.store(local + here, beta.to(local.dtype.element_ty), mask=inside)
-    if COLUMNS > 0:
-        _store_columns(columns + block_row * BLOCK * COLUMNS, beta * factor, tokens, there, COLUMNS)
+    if SPLIT:
+        _store_parts(split_beta, beta * factor, block_row + block, there, BLOCK)
         high = alpha.to(tl.float32)
         tl.store(split_base + (block_row + block) * 2, high, mask=there)
         tl.store(split_base + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32), mask=there)
@@ -324,26 +325,21 @@ def _scan_blocks(
 
 
 @triton.jit
-def _store_columns(columns, value, tokens, there, COLUMNS: tl.constexpr):
-    """The parts of values (blocks, tokens) as COLUMNS bfloat16 per token, the others 0, where the block is there."""
-    SIZE: tl.constexpr = value.numel
-    token = tl.reshape(tokens, [SIZE])
-    there = tl.reshape(tl.broadcast_to(there, value.shape), [SIZE])
-    tile = with_parts(tl.zeros([SIZE, COLUMNS], tl.bfloat16), tl.reshape(value, [SIZE]), 0)
-    here = token[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(columns + here, tile, mask=there[:, None])
+def _store_parts(split, value, block, there, BLOCK: tl.constexpr):
+    """The parts of values (blocks, BLOCK) into (·, PARTS, BLOCK), at the blocks (blocks, 1) that are there."""
+    here = split + block * (_PARTS * BLOCK) + tl.arange(0, BLOCK)[None, :]
+    parts = in_parts(value)
+    for i in tl.static_range(_PARTS):
+        tl.store(here + i * BLOCK, parts[i], mask=there)
 
 
 @triton.jit
-def _constant_columns(
-    rates, rate_stride, columns, factor: tl.float64, counter, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _constant_split(rates, rate_stride, split, factor: tl.float64, counter, BLOCK: tl.constexpr):
     head = tl.program_id(0)
     tl.store(counter, 0, mask=head == 0)
     rate = tl.load(rates + head * rate_stride).to(tl.float64) * LOG2E
-    tokens = tl.arange(0, BLOCK)[None, :]
-    value = tokens.to(tl.float64) * rate * factor
-    _store_columns(columns + head * BLOCK * COLUMNS, value, tokens, tokens >= 0, COLUMNS)
+    head = head + tl.zeros([1, 1], tl.int32)
+    _store_parts(split, tl.arange(0, BLOCK)[None, :].to(tl.float64) * rate * factor, head, head >= 0, BLOCK)
 
 
 @triton.jit

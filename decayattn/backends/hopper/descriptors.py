@@ -66,6 +66,14 @@ def columns(x: Tensor, rows: int) -> TensorDescriptor:
     return _describe(x.data_ptr(), x.dtype, (x.numel() // width, width), (width, 1), (rows, DEPTH))
 
 
+def key_parts(x: Tensor) -> TensorDescriptor:
+    """Tiles of the parts of one block's keys, of a contiguous tensor (…, parts, keys) seen as (blocks, parts, keys),
+    filled up with zeros to the depth of a matrix instruction; coordinates are (block, 0, 0)."""
+    parts, keys = x.shape[-2:]
+    blocks = x.numel() // (parts * keys)
+    return _describe(x.data_ptr(), x.dtype, (blocks, parts, keys), (parts * keys, keys, 1), (1, DEPTH, keys))
+
+
 def plain(x: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` whole rows, which lie one after the other in shared memory: no matrix product reads them."""
     width = x.shape[-1]

@@ -33,17 +33,16 @@ class Buffers:
     queries is a ring of items, and its tiles are the warpgroups' q: tile (slot · warpgroups + warpgroup). In the same
     slots, drawn holds WORDS about each item, firsts the smallest and the largest first key of each warpgroup's rows:
     (slot · 2) and (slot · 2 + 1), and overflows, which consumers write, whether a warp's sums did: (slot · 4 +
-    warpgroup). columns and differences (of bases, one per warpgroup) follow the ring of the keys; a constant decay has
-    the same columns for all keys of a head, which follow the ring of the queries. Not causal, ends is like firsts:
-    where the rows' keys end; and signs has what multiplies columns left and right of the diagonal: ones, and minus
-    ones.
+    warpgroup). beta and differences (of bases, one per warpgroup) follow the ring of the keys; a constant decay has the
+    same beta for all keys of a head, which follow the ring of the queries. Not causal, ends is like firsts: where the
+    rows' keys end; and signs has what multiplies beta left and right of the diagonal: ones, and minus ones.
     """
 
     queries: Ring
     keys: Ring
     values: Ring
     drawn: Ring
-    columns: gl.shared_memory_descriptor
+    beta: gl.shared_memory_descriptor
     differences: gl.shared_memory_descriptor
     firsts: gl.shared_memory_descriptor
     ends: gl.shared_memory_descriptor
@@ -52,12 +51,12 @@ class Buffers:
     fences: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, values, drawn, columns, differences, firsts, ends, signs, overflows, fences):
+    def __init__(self, queries, keys, values, drawn, beta, differences, firsts, ends, signs, overflows, fences):
         self.queries = queries
         self.keys = keys
         self.values = values
         self.drawn = drawn
-        self.columns = columns
+        self.beta = beta
         self.differences = differences
         self.firsts = firsts
         self.ends = ends

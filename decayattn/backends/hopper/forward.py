@@ -12,12 +12,12 @@ float32's, whole tiles do not look for another: their exponentials begin as soon
 the instructions is not needed. What was summed tells at the end of an item whether that went well; if not (a far key
 outweighs a row's edge tiles by 2^64), the producer sends the item again, and every tile is taken for an edge.
 
-The decay costs no instruction per score: −α_j of a key, relative to its block and divided by the scale, stands in three
-bfloat16 columns beside the keys (high, middle and low bits), and one more matrix instruction adds ones × columns to
-Q Kᵀ. What a row and a tile share, α_i and the difference of two block bases, joins the row maximum and the log-sum-exp.
-To the right of the diagonal all this has the other sign, and the α_i that is left out of the row maximum counts twice.
+The decay costs no instruction per score: β, −α_j of a key relative to its block and divided by the scale, stands in
+three bfloat16 rows beside the keys (high, middle and low bits), and one more matrix instruction adds ones × β to Q Kᵀ.
+What a row and a tile share, α_i and the difference of two block bases, joins the row maximum and the log-sum-exp. To
+the right of the diagonal all this has the other sign, and the α_i that is left out of the row maximum counts twice.
 
-Tiles, per warpgroup: q, out (64, D) · k, v (KEYS, D) · columns (KEYS, 16) · score, p (64, KEYS) ·
+Tiles, per warpgroup: q, out (64, D) · k, v (KEYS, D) · beta (16, KEYS) · score, p (64, KEYS) ·
 acc (64, D) · row_sum (64, 4), the partial sums of the four threads that share a row.
 """
 
@@ -119,11 +119,11 @@ def _start_scores(q, buffers, n, count, zero, is_right, KIND: gl.constexpr, CAUS
     score = warpgroup_mma(q, kT, zero, use_acc=False, is_async=True)
     # after the products: a strong decay is large, and every instruction that adds to it rounds it
     if KIND == "scalar":
-        columns = buffers.columns.index(stage(n, buffers.keys.STAGES))
-        score = warpgroup_mma(_ones(buffers, is_right, SCORE, CAUSAL), columns.permute((1, 0)), score, is_async=True)
+        beta = flat(buffers.beta.index(stage(n, buffers.keys.STAGES)))
+        score = warpgroup_mma(_ones(buffers, is_right, SCORE, CAUSAL), beta, score, is_async=True)
     elif KIND == "constant":
-        columns = buffers.columns.index(stage(count, SLOTS))
-        score = warpgroup_mma(_ones(buffers, is_right, SCORE, CAUSAL), columns.permute((1, 0)), score, is_async=True)
+        beta = flat(buffers.beta.index(stage(count, SLOTS)))
+        score = warpgroup_mma(_ones(buffers, is_right, SCORE, CAUSAL), beta, score, is_async=True)
     return score
 
 
@@ -408,7 +408,7 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, columns_desc, out_desc, lse, row_references, rates, local, bases, last_reset, next_reset,
+    q_desc, k_desc, v_desc, beta_desc, out_desc, lse, row_references, rates, local, bases, last_reset, next_reset,
     plan, counter, table, scale, rate_stride, left, items, row_tiles, heads, group, together, query_length, key_length,
     blocks, granules, KIND: gl.constexpr, RAGGED: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, PLANNED: gl.constexpr, D: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
@@ -416,7 +416,7 @@ def forward_kernel(
 ):  # fmt: skip
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp.
 
-    scale is s·log2(e), positive; counter is 0, and not read where every program has one item; columns_desc is not
+    scale is s·log2(e), positive; counter is 0, and not read where every program has one item; beta_desc is not
     read without a decay; table, of tiles of rows, is not read unless RAGGED, next_reset not if CAUSAL, left not unless
     WINDOW, and plan, the first block of every granule, not unless PLANNED; the last two need CAUSAL. query_length,
     key_length, blocks, those of the decay prefix, and granules are of the axes on which the sequences lie.
@@ -442,21 +442,21 @@ def forward_kernel(
     fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
     differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], WORD)
     firsts = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, WARPGROUPS_PADDED], WORD)
-    ends, columns, signs = firsts, q_tiles, q_tiles
+    ends, beta, signs = firsts, q_tiles, q_tiles
     if not CAUSAL:
         ends = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, WARPGROUPS_PADDED], WORD)
     if KIND != "none":
-        COLUMN_TILES: gl.constexpr = STAGES if KIND == "scalar" else SLOTS
-        columns = gl.allocate_shared_memory(columns_desc.dtype, [COLUMN_TILES, KEYS, DEPTH], columns_desc.layout)
+        beta = allocate_tiles(beta_desc, STAGES if KIND == "scalar" else SLOTS)
         if not CAUSAL:
-            signs = gl.allocate_shared_memory(columns_desc.dtype, [2, ROWS, DEPTH], columns_desc.layout)
+            SIGNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], gl.bfloat16)
+            signs = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, DEPTH], SIGNS)
             ONES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
-            signs.index(0).store(gl.full([ROWS, DEPTH], 1.0, columns_desc.dtype, ONES))
-            signs.index(1).store(gl.full([ROWS, DEPTH], -1.0, columns_desc.dtype, ONES))
+            signs.index(0).store(gl.full([ROWS, DEPTH], 1.0, gl.bfloat16, ONES))
+            signs.index(1).store(gl.full([ROWS, DEPTH], -1.0, gl.bfloat16, ONES))
             fence_async_shared()
     buffers = Buffers(
         make_ring(q_tiles, SLOTS, WARPGROUPS), make_ring(k_tiles, STAGES, WARPGROUPS),
-        make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, WARPGROUPS), columns, differences, firsts,
+        make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, WARPGROUPS), beta, differences, firsts,
         ends, signs, overflows, fences,
     )  # fmt: skip
 
@@ -465,7 +465,7 @@ def forward_kernel(
             [
                 (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 0, 2, D)),
                 (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 1, 2, D)),
-                (produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, 2)),
+                (produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, beta_desc, 2)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -476,7 +476,7 @@ def forward_kernel(
                 (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 0, 3, D)),
                 (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 1, 3, D)),
                 (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 2, 3, D)),
-                (produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, 3)),
+                (produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, beta_desc, 3)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],

@@ -39,7 +39,7 @@ def forward(
         schedule = config.forward(dim)
         score_scale = scale / math.log(2)  # base 2
         counter = q.new_empty(1, dtype=torch.int32)
-        prefix, columns, bases = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
+        prefix, beta, bases = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
         first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
         tiles = tile_table.build(
             problem, places, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
@@ -54,7 +54,7 @@ def forward(
         launch(
             forward_kernel, programs,
             q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
-            q_desc if columns is None else descriptors.columns(columns, config.KEY_TILE),
+            q_desc if beta is None else descriptors.key_parts(beta),
             source(out, config.WARPGROUP_ROWS, dim),
             lse, row_references, log_decay if problem.decay == "constant" else lse,
             prefix.local, bases, prefix.last_reset, prefix.next_reset, first_block, counter,
@@ -86,7 +86,7 @@ def _decay(
     problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, counter: Tensor,
     sequences: Sequences | None, launch: Launch,
 ) -> tuple[DecayPrefix, Tensor | None, Tensor]:  # fmt: skip
-    """The prefix, the decay of the keys as columns of the products: −α_j / scale, relative to the key's block, and the
+    """The prefix, the decay of the keys in parts for the products: −α_j / scale, relative to the key's block, and the
     bases of the blocks, not read unless the decay is per token.
 
     Zeroes the counter on the way.
@@ -96,8 +96,7 @@ def _decay(
         return decay_prefix.build(problem, log_decay, split, -1.0 / score_scale, counter, sequences, launch), *split
     prefix = decay_prefix.allocate(problem, q)
     if problem.decay == "constant":
-        columns = decay_prefix.constant_columns(log_decay, -1.0 / score_scale, counter, launch)
-        return prefix, columns, prefix.local
+        return prefix, decay_prefix.constant_split(log_decay, -1.0 / score_scale, counter, launch), prefix.local
     counter.zero_()
     return prefix, None, prefix.local
 

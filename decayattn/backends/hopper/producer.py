@@ -22,7 +22,7 @@ from decayattn.backends.hopper.tile_table import coordinates
 
 
 @gluon.jit
-def produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc, WARPGROUPS: gl.constexpr):
+def produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, beta_desc, WARPGROUPS: gl.constexpr):
     """Draw items and send them, until all are known to be right.
 
     The producer learns of an item's overflow when it sends the one after the next: the last ones are followed by empty
@@ -48,7 +48,7 @@ def produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc
         else:
             tiles, following = _send(
                 buffers, sizes, decay, count, sent, state, item, fresh, following, counter, q_desc, k_desc, v_desc,
-                columns_desc, WARPGROUPS,
+                beta_desc, WARPGROUPS,
             )  # fmt: skip
             sent += tiles
         count += 1
@@ -56,7 +56,7 @@ def produce(buffers, sizes, decay, counter, q_desc, k_desc, v_desc, columns_desc
 
 @gluon.jit
 def _send(
-    buffers, sizes, decay, count, sent, state, item, fresh, following, counter, q_desc, k_desc, v_desc, columns_desc,
+    buffers, sizes, decay, count, sent, state, item, fresh, following, counter, q_desc, k_desc, v_desc, beta_desc,
     WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """q of an item, then k and v of every tile in the order of its Walk.
@@ -77,9 +77,9 @@ def _send(
         # before anything that waits for memory
         arrival = queries.arrival(count)
         if decay.KIND == "constant":
-            # the columns of a constant decay are the same for every tile of the head
-            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes + columns_desc.block_type.nbytes)
-            copy_engine.load(columns_desc, [head * KEYS, 0], arrival, buffers.columns.index(stage(count, SLOTS)))
+            # β of a constant decay is the same for every tile of the head
+            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes + beta_desc.block_type.nbytes)
+            copy_engine.load(beta_desc, [head, 0, 0], arrival, buffers.beta.index(stage(count, SLOTS)))
         else:
             mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes)
         for w in gl.static_range(WARPGROUPS):
@@ -130,7 +130,7 @@ def _send(
     for n in range(sent, sent + tiles + (tiles > 0)):
         key = walk.tile(n - sent) * KEYS
         if n < sent + tiles:
-            _send_keys(buffers, sizes, decay, found, n, key, kv_head, difference, k_desc, columns_desc)
+            _send_keys(buffers, sizes, decay, found, n, key, kv_head, difference, k_desc, beta_desc)
         if fresh & (n == sent + tiles - 1):
             # the following item, while there is time
             following = next_item(counter, sizes.items)
@@ -154,16 +154,16 @@ def _send(
 
 
 @gluon.jit
-def _send_keys(buffers, sizes, decay, found, n, key, kv_head, difference, k_desc, columns_desc):
-    """k of the n-th tile, with its bias columns and the difference of bases."""
+def _send_keys(buffers, sizes, decay, found, n, key, kv_head, difference, k_desc, beta_desc):
+    """k of the n-th tile, with its β and the difference of bases."""
     keys, place = buffers.keys, found.place
     keys.wait_empty(n)
     arrival = keys.arrival(n)
     if decay.KIND == "scalar":
-        columns = buffers.columns.index(stage(n, keys.STAGES))
+        beta = buffers.beta.index(stage(n, keys.STAGES))
         buffers.differences.index(stage(n, keys.STAGES)).store(difference)
-        mbarrier.expect(arrival, k_desc.block_type.nbytes + columns_desc.block_type.nbytes)
-        copy_engine.load(columns_desc, [sizes.blocks(found) * KEYS + key, 0], arrival, columns)
+        mbarrier.expect(arrival, k_desc.block_type.nbytes + beta_desc.block_type.nbytes)
+        copy_engine.load(beta_desc, [sizes.blocks(found) + key // KEYS, 0, 0], arrival, beta)
     else:
         mbarrier.expect(arrival, k_desc.block_type.nbytes)
     at = coordinates(place.entry, kv_head, key, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED)
