@@ -139,6 +139,8 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
         return portable.config.both_gradients("sm90", dim, dtype).spill_bytes
     if kernel not in TABLES:
         return 0
+    if kernel == "forward_kernel" and path == "small" and dim <= 128:
+        return portable.config.forward_of_few("sm90", dim, dtype).spill_bytes
     aligned = path in ("TMA", "small", "packed")
     tile = portable.config.choose(TABLES[kernel], "sm90", dim, dtype, aligned, path == "packed")
     return tile.spill_bytes + MORE_SPILLS[path]

@@ -87,6 +87,8 @@ def test_misaligned_tensors_and_cpus_are_launched_anew():
     assert launching.of_call(GPU, (x, misaligned)) is launching.anew
     assert launching.of_call(torch.device("cpu"), (x,)) is launching.anew
     assert launching.of_call(GPU, (x, misaligned[3:])) is not launching.anew
+    assert launching.of_call(GPU, (x,), saved=(misaligned,)) is launching.anew
+    assert launching.of_call(GPU, (x,), saved=(misaligned[3:],)) is not launching.anew
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])

@@ -24,7 +24,7 @@ _ALIGNMENT = 16
 # programs with several parts of the work
 _OF_A_CPU = 8
 # kinds of calls that are remembered: training has one or two, of packed sequences one for every total length
-_REMEMBERED = 256
+REMEMBERED = 256
 
 
 @functools.cache
@@ -44,11 +44,14 @@ def anew(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **consta
     kernel[(programs,)](*args, **constants)
 
 
-def of_call(device: torch.device, tensors: Sequence[Tensor | None], *modes: Hashable) -> Launch:
+def of_call(
+    device: torch.device, tensors: Sequence[Tensor | None], *modes: Hashable, saved: Sequence[Tensor] = ()
+) -> Launch:
     """The launch for a call on these tensors.
 
     For launches whose arguments are of kinds (dtypes, strides, integers that are 1 or multiples of 16, what is None)
-    that follow from the dtypes and strides of the tensors and from the modes. The caller's own buffers are aligned.
+    that follow from the dtypes and strides of the tensors and from the modes. Those that a forward of ours saved have
+    no other kinds than it gave them, but may have been moved. The caller's own buffers are aligned.
     """
     hooks = triton.knobs.runtime
     if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
@@ -61,6 +64,8 @@ def of_call(device: torch.device, tensors: Sequence[Tensor | None], *modes: Hash
             misaligned |= x.data_ptr()
             kinds.append(x.dtype)
             kinds.append(x.stride())
+    for x in saved:
+        misaligned |= x.data_ptr()
     return anew if misaligned % _ALIGNMENT else _remembering(tuple(kinds))
 
 
@@ -88,6 +93,6 @@ class _Remembering:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *args, *rest)
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(REMEMBERED)
 def _remembering(kinds: tuple) -> _Remembering:
     return _Remembering(kinds[0])

@@ -40,10 +40,10 @@ def backward(
         if tma.misfit(d_out) or (places is not None and descriptors.slices_misfit(d_out)):
             d_out = d_out.contiguous()  # autograd may hand over any strides, such as an expanded sum's
 
-        saved = (out, row_references, *prefix, first_block)
-        given = (q, k, v, log_decay, places, d_out, d_lse)
+        saved = (row_references, *prefix, first_block)
+        given = (q, k, v, log_decay, places, d_out, d_lse, out)
         modes = (problem, skipping.is_planned(problem), decay_gradient)
-        launch = launching.of_call(problem.device, (*given, *saved), *modes)
+        launch = launching.of_call(problem.device, given, *modes, saved=saved)
         sequences = sequence_blocks.find(problem, places, launch)
         sequence_blocks.fill_outside(problem, sequences, [(dq, 0.0)], launch=launch)
         sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)

@@ -141,14 +141,30 @@ def choose(
     return tiles[0 if dim <= 64 else 1 if dim <= 128 else 2]
 
 
+# Of small problems: the tiles up to D = 64 and up to D = 128.
+
+# The forward of few programs, through pointers: the GPU takes as long, and the host launches it 15 to 20 µs faster than
+# with three descriptors. B1 H8, prefix and forward as a CUDA graph, µs at T256, 512, 1024: D64 10.2, 17.2, 22.4 (with
+# descriptors 10.4, 17.2, 21.7; 64 × 64 9.6, 17.7, 25.3); D128 12.2, 19.9, 27.8 (12.0, 19.9, 27.6; 64 × 128 12.4, 19.9,
+# 26.1, where more is spilled)
+_FORWARD_OF_FEW = (TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 3, spill_bytes=16))
 # One launch of both gradients, through pointers. B1 H8, forward and backward as a CUDA graph, µs at T256, 1024, 2048:
 # D64 29.0, 60.1, 121 (8 warps 31.0, 79.6, 182; two launches 36.3, 67.3, 130); D128 38.7, 84.5, 176 (64 × 32 34.9, 95.4,
 # 224; two launches 44.5, 91.6, 194)
-_BOTH_GRADIENTS = TileConfig(64, 64, 4, 2)
+_BOTH_GRADIENTS = (TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2, spill_bytes=432))
+
+
+def forward_of_few(arch: str, dim: int, dtype: torch.dtype) -> TileConfig | None:
+    """The tiles of a forward of few programs; None where it has none of its own."""
+    return _of_small(_FORWARD_OF_FEW, arch, dim, dtype)
 
 
 def both_gradients(arch: str, dim: int, dtype: torch.dtype) -> TileConfig | None:
     """The tiles of the gradients of keys and of queries where one launch makes both; None where none does."""
-    if arch == "interpreter":
-        return _INTERPRETER
-    return _BOTH_GRADIENTS if arch == "sm90" and dtype.itemsize == 2 and dim <= 128 else None
+    return _INTERPRETER if arch == "interpreter" else _of_small(_BOTH_GRADIENTS, arch, dim, dtype)
+
+
+def _of_small(tiles: tuple[TileConfig, TileConfig], arch: str, dim: int, dtype: torch.dtype) -> TileConfig | None:
+    if arch != "sm90" or dtype.itemsize != 2 or dim > 128:
+        return None
+    return tiles[0 if dim <= 64 else 1]

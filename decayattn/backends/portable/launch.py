@@ -1,6 +1,7 @@
 """From tensors to launches: buffers, memory paths, grids. The kernels' only callers."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def forward(
         else:
             prefix = decay_prefix.allocate(problem, q)
         first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
-        tile = _tiles(config.FORWARD, problem, q, k, v)
+        tile = _tile_of_few(problem) or _tiles(config.FORWARD, problem, q, k, v)
         programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
         launch(
             forward_kernel, programs,
@@ -62,8 +63,7 @@ def forward(
             *prefix, sequences, skipping.as_argument(problem, first_block), *_window(problem), *_bias(bias),
             q.stride(), k.stride(), v.stride(), out.stride(), _row_scale_strides(scale),
             _rate_stride(problem, log_decay), _scale_number(scale),
-            problem.query_length, problem.key_length, problem.num_heads,
-            **_modes(problem, sequences), **_schedule(tile),
+            problem.query_length, problem.key_length, problem.num_heads, **_constants(problem, sequences, tile),
         )  # fmt: skip
         return out, lse, row_references, prefix, first_block
 
@@ -90,17 +90,17 @@ def backward(
         row_scales, row_scale_strides = _row_scales(scale, row_references), _row_scale_strides(scale)
         delta = torch.empty_like(row_references)
         decay_sums = torch.empty_like(row_references) if decay_gradient else delta
-        given = (q, k, v, log_decay, _tensor(scale), places, bias, d_out, d_lse)
-        saved = (out, row_references, *prefix, first_block)
+        given = (q, k, v, log_decay, _tensor(scale), places, bias, d_out, d_lse, out)
+        saved = (row_references, *prefix, first_block)
         deterministic = torch.are_deterministic_algorithms_enabled()
         asked = (decay_gradient, bias_gradient, deterministic)
         modes = (problem, skipping.is_planned(problem), _shape(bias), *asked)
-        launch = launching.of_call(problem.device, (*given, *saved), *modes)
+        launch = launching.of_call(problem.device, given, *modes, saved=saved)
         sequences = sequence_blocks.find(problem, places, launch)
         per_row = [x for x in (row_scale_grad, decay_sums if decay_gradient else None) if x is not None]
         fill_outside(problem, sequences, [(x, 0.0) for x in (dq, *per_row)], launch=launch)
         fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
-        modes, window = _modes(problem, sequences), _window(problem)
+        window = _window(problem)
         plan = mirror = skipping.as_argument(problem, first_block)
         if plan is not None:
             mirror = skipping.as_argument(problem, skipping.last_granules(problem, first_block, sequences, launch))
@@ -109,8 +109,8 @@ def backward(
             row_terms_kernel, cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,
             out, d_out, delta if d_lse is None else d_lse, row_references, delta,
             out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
-            problem.query_length, problem.num_heads, D_V=modes["D_V"], BLOCK_M=_ROW_TERMS_BLOCK,
-            BLOCK_DV=modes["BLOCK_DV"], HAS_D_LSE=d_lse is not None, **COMPILER_OPTIONS,
+            problem.query_length, problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK,
+            BLOCK_DV=padded(problem.value_dim), HAS_D_LSE=d_lse is not None, **COMPILER_OPTIONS,
         )  # fmt: skip
 
         column_sums = delta.new_empty(prefix.local.shape)
@@ -126,7 +126,7 @@ def backward(
                 gradients_kernel, key_programs + row_programs(problem, sequences, tile.block_m, problem.num_heads),
                 q, k, v, d_out, *of_rows, dq, dk, dv, decay_sums, column_sums, d_row_scales, plan, mirror, *window,
                 *strides, dq.stride(), dk.stride(), dv.stride(), row_scale_strides, *sizes, problem.num_kv_heads,
-                key_programs, DECAY_GRADIENT=decay_gradient, **modes, **_schedule(tile),
+                key_programs, DECAY_GRADIENT=decay_gradient, **_constants(problem, sequences, tile),
             )  # fmt: skip
         else:
             tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
@@ -135,8 +135,8 @@ def backward(
                 _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
                 _source(d_out, tile.block_m, tile), *_edges(sequences, tile, q, d_out), *of_rows, dk, dv, column_sums,
                 sequences, mirror, *window, *_bias(bias), *strides, dk.stride(), dv.stride(), row_scale_strides,
-                *sizes, problem.num_kv_heads, DECAY_GRADIENT=decay_gradient and problem.decay == "scalar", **modes,
-                **_schedule(tile),
+                *sizes, problem.num_kv_heads, DECAY_GRADIENT=decay_gradient and problem.decay == "scalar",
+                **_constants(problem, sequences, tile),
             )  # fmt: skip
             shared_bias = False
             if bias_gradient:
@@ -148,7 +148,7 @@ def backward(
                 _source(d_out, tile.block_m, tile), *_edges(sequences, tile, k, v), *of_rows, dq, decay_sums,
                 d_row_scales, sequences, plan, *window, *_bias(bias), *_bias(d_bias), *strides, dq.stride(),
                 row_scale_strides, *sizes, problem.num_heads, DECAY_GRADIENT=decay_gradient, SHARED_BIAS=shared_bias,
-                **modes, **_schedule(tile),
+                **_constants(problem, sequences, tile),
             )  # fmt: skip
 
         d_log_decay = None
@@ -203,14 +203,22 @@ def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> 
     return config.choose(kernel, arch, dim, problem.dtype, descriptors, problem.layout != "dense")
 
 
+def _tile_of_few(problem: AttentionProblem) -> TileConfig | None:
+    """The tile of a forward that has no more programs than the GPU multiprocessors; None where there are more."""
+    tile = _own_tile(problem, config.forward_of_few)
+    if tile is None:
+        return None
+    programs = row_programs(problem, None, tile.block_m, problem.num_heads)
+    return tile if programs <= launching.multiprocessors(problem.device) else None
+
+
 def _tile_of_both(problem: AttentionProblem) -> TileConfig | None:
     """The tile with which one launch makes the gradients of keys and of queries side by side.
 
     None where either fills the GPU alone: there they are launched one after the other, each with its own tiles.
     """
-    dim = max(padded(problem.head_dim), padded(problem.value_dim))
-    tile = config.both_gradients(_arch(problem), dim, problem.dtype)
-    if tile is None or problem.layout != "dense" or problem.bias:
+    tile = _own_tile(problem, config.both_gradients)
+    if tile is None:
         return None
     programs = row_programs(problem, None, tile.block_m, problem.num_heads)
     programs += token_programs(problem, None, tile.block_n, problem.num_kv_heads)
@@ -218,12 +226,11 @@ def _tile_of_both(problem: AttentionProblem) -> TileConfig | None:
     return tile if programs <= most else None
 
 
-def _schedule(tile: TileConfig) -> dict:
-    """How a kernel is launched, as opposed to what it computes."""
-    return dict(
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, DESCRIPTOR=tile.descriptors, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **COMPILER_OPTIONS,
-    )  # fmt: skip
+def _own_tile(problem: AttentionProblem, choose: Callable[[str, int, torch.dtype], TileConfig | None]):
+    """The tile of a small problem, which needs sequences that fill their batch entries, and no bias."""
+    if problem.layout != "dense" or problem.bias:
+        return None
+    return choose(_arch(problem), max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype)
 
 
 def padded(dim: int) -> int:
@@ -231,20 +238,34 @@ def padded(dim: int) -> int:
     return max(16, next_power_of_2(dim))
 
 
-def _modes(problem: AttentionProblem, sequences: Sequences | None) -> dict:
-    """The constants that the attention kernels are compiled for."""
+def _constants(problem: AttentionProblem, sequences: Sequences | None, tile: TileConfig) -> dict:
+    """What an attention kernel is compiled for, and how it is launched."""
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return _constants_of(problem, tile, precision, *sequence_blocks.constants(problem, sequences).items())
+
+
+@functools.lru_cache(launching.REMEMBERED)
+def _constants_of(
+    problem: AttentionProblem, tile: TileConfig, precision: str, *of_sequences: tuple[str, bool | int]
+) -> dict:  # fmt: skip
     return dict(
-        **sequence_blocks.constants(problem, sequences),
+        of_sequences,
         GROUP=problem.num_heads // problem.num_kv_heads,
         D=problem.head_dim,
         D_V=problem.value_dim,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.value_dim),
         DECAY=problem.decay,
         CAUSAL=problem.causal,
         ROW_CANCELS=problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2,
         ROW_SCALE=problem.row_scale,
-        PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        DESCRIPTOR=tile.descriptors,
+        PRECISION=precision,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **COMPILER_OPTIONS,
     )
 
 
