@@ -239,26 +239,28 @@ def test_gradient_of_the_lse_alone(device):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("both", [True, False], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("small", [True, False], ids=["as small", "as large"])
 @pytest.mark.parametrize("case", [
     Case(query_length=130, key_length=200, heads=3, kv_heads=1, row_scale=True, dtype=torch.float16),
     Case(batch=2, query_length=90, key_length=60, decay="constant", dtype=torch.float16),
     Case(causal=False, key_length=300, decay="none", dtype=torch.float16),
     Case(query_length=650, key_length=650, heads=1, kv_heads=1, dtype=torch.float16),
 ], ids=name)  # fmt: skip
-def test_gradients_of_keys_and_queries_in_one_launch_or_two(case, both, device, monkeypatch):
-    """However many programs there are; of the longest, keys are skipped."""
+def test_ways_of_small_and_of_large_problems(case, small, device, monkeypatch):
+    """Gradients of keys and queries in one launch or in two, and a forward with tiles of its own or without, however
+    many programs there are; of the longest, keys are skipped."""
     launched, of_call = [], launching.of_call
 
-    def recorded(*arguments):
-        call = of_call(*arguments)
+    def recorded(*arguments, **options):
+        call = of_call(*arguments, **options)
         return lambda kernel, *args, **constants: (launched.append(kernel), call(kernel, *args, **constants))[1]
 
     monkeypatch.setattr(launching, "of_call", recorded)
-    monkeypatch.setattr(launch, "_MOST_PROGRAMS_OF_BOTH", 10**6 if both else 0)
+    monkeypatch.setattr(launch, "_MOST_PROGRAMS_OF_BOTH", 10**6 if small else 0)
+    monkeypatch.setattr(launch, "_MOST_PROGRAMS_OF_FEW", 10**6 if small else 0)
     verify(case.inputs(device))
-    assert (launch.gradients_kernel in launched) == both
-    assert (launch.key_gradients_kernel in launched) != both
+    assert (launch.gradients_kernel in launched) == small
+    assert (launch.key_gradients_kernel in launched) != small
 
 
 def test_gradients_repeat_bitwise(device):

@@ -29,6 +29,8 @@ _NO_STRIDES = (0, 0, 0)
 # one launch makes the gradients of keys and queries up to so many programs per multiprocessor: measured at 8 heads up
 # to T2048, where it is still faster, by 6 % at D = 64 and 9 % at D = 128
 _MOST_PROGRAMS_OF_BOTH = 4
+# a forward has tiles of its own up to so many: measured at 8 heads up to T1024
+_MOST_PROGRAMS_OF_FEW = 1
 
 
 def forward(
@@ -204,12 +206,13 @@ def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> 
 
 
 def _tile_of_few(problem: AttentionProblem) -> TileConfig | None:
-    """The tile of a forward that has no more programs than the GPU multiprocessors; None where there are more."""
+    """The tile of a forward that has few programs; None where there are more."""
     tile = _own_tile(problem, config.forward_of_few)
     if tile is None:
         return None
     programs = row_programs(problem, None, tile.block_m, problem.num_heads)
-    return tile if programs <= launching.multiprocessors(problem.device) else None
+    most = _MOST_PROGRAMS_OF_FEW * launching.multiprocessors(problem.device)
+    return tile if programs <= most else None
 
 
 def _tile_of_both(problem: AttentionProblem) -> TileConfig | None:
