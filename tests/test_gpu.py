@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from decayattn import decay_attention
+from decayattn.backends import refusal
+from decayattn.problem import AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention
 
 pytestmark = [
@@ -171,9 +173,12 @@ def test_two_hundred_runs_are_bitwise_equal(causal):
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-def test_a_captured_graph_replays_on_changed_inputs(decay):
+def test_a_captured_graph_replays_on_changed_inputs(decay, backend):
     leaves = make(length=300)
+    if reason := refusal(AttentionProblem.of(leaves["q"], leaves["v"], None, None, True), backend):
+        pytest.skip(reason)
     leaves.pop("log_decay")
     if decay != "none":
         shape = (4,) if decay == "constant" else (2, 300, 4)
@@ -182,11 +187,11 @@ def test_a_captured_graph_replays_on_changed_inputs(decay):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        outputs_and_gradients(leaves, grad_out, backend="triton")  # compiles
+        outputs_and_gradients(leaves, grad_out, backend=backend)  # compiles
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = outputs_and_gradients(leaves, grad_out, backend="triton")
+        captured = outputs_and_gradients(leaves, grad_out, backend=backend)
     for seed in range(3):
         torch.manual_seed(seed)
         for name, leaf in leaves.items():
@@ -194,8 +199,12 @@ def test_a_captured_graph_replays_on_changed_inputs(decay):
         if decay == "scalar":
             leaves["log_decay"].data[:, 10 * seed + 5] = -torch.inf  # which tiles are visited is data, too
         graph.replay()
-        expected = outputs_and_gradients(leaves, grad_out, backend="triton")
-        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+        expected = outputs_and_gradients(leaves, grad_out, backend=backend)
+        for n, (a, b) in enumerate(zip(captured, expected, strict=True)):
+            if backend == "triton" or n < 2:
+                assert torch.equal(a, b)
+            else:  # gradients are added up in no fixed order
+                torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

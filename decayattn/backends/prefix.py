@@ -43,14 +43,15 @@ _PARTS: tl.constexpr = tl.constexpr(PARTS)
 _SCAN_CHUNK = 128
 # tokens that one step reads at once where there are no block sums
 _TOKEN_CHUNK = 512
-# Of so many tokens at most one program has a whole sequence: a launch less. (B16 H16 T2048: 9.5 µs, and by two launches
-# 3.6, a gap of 2.0 and 6.1)
+# Of so many tokens at most one program has a whole sequence: a launch less. (B16 H16 T2048, for the Hopper forward: 7.7
+# µs; by two launches it took 3.6, a gap of 2.0 and 6.1)
 _MOST_TOKENS = 2048
 # In the reverse a launch is saved where blocks read the tokens of others: T/128 × T reads per head. Estimated and not
 # measured, as long as a launch take the few steps in which one warp reads _MOST_TOKENS, and _MOST_READS of all warps.
 _MOST_READS = 2**19
-# one warp scans a block of tokens without meeting others; a program has so many warps at most
-_MOST_WARPS = 8
+# one warp scans a block of tokens without meeting others; a program has so many warps at most (with 8, B16 H16 T2048
+# takes 8.4 µs, with 2 of them 7.9)
+_MOST_WARPS = 4
 # The λ of the heads lie side by side, and L2 gives 32 bytes at once, so many of them in float32: the launch that sums
 # blocks reads them together, and turns them on the way into what the scan can read without gaps.
 _HEADS = 8
@@ -280,6 +281,9 @@ def _scan_blocks(
     SPLIT: tl.constexpr, ZERO_COUNTER: tl.constexpr,
 ):  # fmt: skip
     """The prefix of all BLOCKS blocks of a sequence; or, given the three sums of `_block_totals`, of one block."""
+    if SPLIT and tl.target_info.cuda_capability_geq(9, 0):
+        # the attention's programs may start where these end, and wait until all have
+        tl.extra.cuda.gdc_launch_dependents()
     if ZERO_COUNTER:
         tl.store(counter, 0, mask=tl.program_id(0) == 0)
     if sums is None:

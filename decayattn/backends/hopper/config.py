@@ -47,7 +47,7 @@ def forward(dim: int) -> ForwardConfig:
     if dim == 64:
         # latency-bound with two warpgroups: the third is worth 12 %; four stages, which let them drift, 4 to 6 %
         return ForwardConfig(warpgroups=3, stages=4, registers=160, launch_registers=128, spill_bytes=0)
-    return ForwardConfig(warpgroups=2, stages=2, registers=240, launch_registers=168, spill_bytes=4)
+    return ForwardConfig(warpgroups=2, stages=2, registers=240, launch_registers=168, spill_bytes=8)
 
 
 @dataclass(frozen=True)

@@ -400,6 +400,17 @@ def _consume(
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernel
 
+@gluon.jit
+def _wait_for_launch_before(number):
+    """In a kernel launched with launch_pdl, wait until the launch before it has ended: what that wrote is there then.
+
+    number may be any: inline assembly needs one.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 _INTEGERS = [
     "rate_stride", "left", "items", "row_tiles", "heads", "group", "together", "query_length", "key_length", "blocks",
     "granules",
@@ -414,20 +425,13 @@ def forward_kernel(
     WINDOW: gl.constexpr, PLANNED: gl.constexpr, D: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp.
+    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. May be launched before the launch before it has ended.
 
     scale is s·log2(e), positive; counter is 0, and not read where every program has one item; beta_desc is not
     read without a decay; table, of tiles of rows, is not read unless RAGGED, next_reset not if CAUSAL, left not unless
     WINDOW, and plan, the first block of every granule, not unless PLANNED; the last two need CAUSAL. query_length,
     key_length, blocks, those of the decay prefix, and granules are of the axes on which the sequences lie.
     """
-    if RAGGED:
-        # the host only knows bounds
-        row_tiles = gl.load(table)
-        items = row_tiles * heads
-    sizes = Sizes(
-        items, row_tiles, heads, group, together, query_length, key_length, blocks, granules, table, RAGGED, PACKED
-    )
     decay = Decay(rates, rate_stride, local, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED)
 
     q_tiles = allocate_tiles(q_desc, SLOTS * WARPGROUPS)
@@ -454,6 +458,14 @@ def forward_kernel(
             signs.index(0).store(gl.full([ROWS, DEPTH], 1.0, gl.bfloat16, ONES))
             signs.index(1).store(gl.full([ROWS, DEPTH], -1.0, gl.bfloat16, ONES))
             fence_async_shared()
+    _wait_for_launch_before(items)
+    if RAGGED:
+        # the host only knows bounds
+        row_tiles = gl.load(table)
+        items = row_tiles * heads
+    sizes = Sizes(
+        items, row_tiles, heads, group, together, query_length, key_length, blocks, granules, table, RAGGED, PACKED
+    )
     buffers = Buffers(
         make_ring(q_tiles, SLOTS, WARPGROUPS), make_ring(k_tiles, STAGES, WARPGROUPS),
         make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, WARPGROUPS), beta, differences, firsts,

@@ -67,7 +67,7 @@ def forward(
             CAUSAL=problem.causal, WINDOW=problem.window[0] >= 0, PLANNED=skipping.is_planned(problem),
             D=dim, WARPGROUPS=schedule.warpgroups, STAGES=schedule.stages, REGISTERS=schedule.registers,
             PRODUCER_REGISTERS=schedule.producer_registers, num_warps=4, maxnreg=schedule.launch_registers,
-            **COMPILER_OPTIONS,
+            launch_pdl=True, **COMPILER_OPTIONS,
         )  # fmt: skip
         return out, lse, row_references, prefix, first_block
 
