@@ -21,8 +21,7 @@ LONG = 2**20 + 5 if ON_GPU else 20 * BLOCK + 5
 
 @pytest.fixture(params=[False, True], ids=["one launch", "two launches"])
 def launches(request, monkeypatch) -> None:
-    """One program has all tokens of a sequence (back: reads those around its block), or what was summed per block."""
-    monkeypatch.setattr(prefix, "_needs_block_sums", lambda problem, programs: request.param)
+    """One program has all tokens of a sequence, or blocks read what a launch before has summed per block."""
     monkeypatch.setattr(prefix, "_fits_a_program", lambda problem: not request.param)
 
 
@@ -107,23 +106,18 @@ def test_lengths_that_divide_nothing(length, launches, device):
     check_gradient(log_decay, length)
 
 
-@pytest.mark.parametrize(("most_tokens", "most_reads", "two_launches", "two_back"), [
-    (300, 1800, False, False), (299, 1800, True, True), (300, 1799, False, True),
-])  # fmt: skip
+@pytest.mark.parametrize(("most_tokens", "two_launches"), [(300, False), (299, True)])
 @pytest.mark.parametrize("resets", [[], [5, 290]], ids=str)
-def test_long_sequences_take_two_launches_and_so_do_many_back(
-    most_tokens, most_reads, two_launches, two_back, resets, monkeypatch, device
-):
-    """Six blocks of a sequence of 300 tokens, that is."""
+def test_long_sequences_take_two_launches(most_tokens, two_launches, resets, monkeypatch, device):
     kernels = {name: Counted(getattr(prefix, name)) for name in ("_block_totals", "_segment_heads")}
-    for name, value in {"_MOST_TOKENS": most_tokens, "_MOST_READS": most_reads, **kernels}.items():
+    for name, value in {"_MOST_TOKENS": most_tokens, **kernels}.items():
         monkeypatch.setattr(prefix, name, value)
     log_decay = torch.randn(1, 300, 2, device=device)
     log_decay[0, resets, 1] = -torch.inf
     check_build(log_decay)
     assert kernels["_block_totals"].launches == two_launches
     check_gradient(log_decay, 300)
-    assert kernels["_segment_heads"].launches == two_back
+    assert kernels["_segment_heads"].launches == two_launches
 
 
 class Counted:
@@ -191,7 +185,6 @@ def test_heads_that_share_a_program(heads, launches, device):
 
 def test_more_than_one_step_reads(launches, monkeypatch, device):
     monkeypatch.setattr(prefix, "_SCAN_CHUNK", 2)
-    monkeypatch.setattr(prefix, "_TOKEN_CHUNK", 64)
     length = 6 * BLOCK + 1
     log_decay = torch.randn(1, length, 2, device=device)
     log_decay[0, [130, 131, 700, length - 1], 1] = -torch.inf

@@ -9,7 +9,7 @@ A reset (λ = −inf) is visibility, not arithmetic: it counts as λ = 0, and ev
 reset at or before it (0 without one) and the next one after it (T_k without one).
 
 No block waits for another. Of a short sequence one program has all blocks; else a block reads what a launch before has
-summed per block. The reverse reads, where sequences are short and few, the tokens that it needs of other blocks.
+summed per block. The reverse does the same.
 """
 
 import math
@@ -41,14 +41,9 @@ DECAY_BLOCK = BLOCK
 _PARTS: tl.constexpr = tl.constexpr(PARTS)
 # blocks that one step of a scan over block sums reads at once
 _SCAN_CHUNK = 128
-# tokens that one step reads at once where there are no block sums
-_TOKEN_CHUNK = 512
 # Of so many tokens at most one program has a whole sequence: a launch less. (B16 H16 T2048, for the Hopper forward: 7.7
 # µs; by two launches it took 3.6, a gap of 2.0 and 6.1)
 _MOST_TOKENS = 2048
-# In the reverse a launch is saved where blocks read the tokens of others: T/128 × T reads per head. Estimated and not
-# measured, as long as a launch take the few steps in which one warp reads _MOST_TOKENS, and _MOST_READS of all warps.
-_MOST_READS = 2**19
 # one warp scans a block of tokens without meeting others; a program has so many warps at most (with 8, B16 H16 T2048
 # takes 8.4 µs, with 2 of them 7.9)
 _MOST_WARPS = 4
@@ -114,10 +109,8 @@ def build(
     prefix = allocate(problem, log_decay)
     sizes = (problem.key_length, problem.num_heads, sequences)
     modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
-    if _fits_a_program(problem):
-        sums, blocks = None, next_power_of_2(cdiv(problem.longest_key, DECAY_BLOCK))
-        programs = problem.sequences * problem.num_heads
-    else:
+    sums, blocks, programs = None, *_whole_sequences(problem)
+    if not _fits_a_program(problem):
         blocks, together = 1, math.gcd(problem.num_heads, _HEADS)
         sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
         launch(
@@ -157,17 +150,18 @@ def gradient(
     grad = like.new_empty(like.shape)
     if sequences is not None:
         fill_outside(problem, sequences, [(grad[..., None], 0.0)], of_keys=True, launch=launch)
-    programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
     sizes = (problem.query_length, problem.key_length, problem.num_heads, sequences)
     segments = (prefix.last_reset, prefix.next_reset)
     modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
-    heads, chunk = None, _TOKEN_CHUNK
-    if _needs_block_sums(problem, programs):
-        heads, chunk = torch.empty_like(prefix.base), _SCAN_CHUNK
+    heads, blocks, programs = None, *_whole_sequences(problem)
+    if not _fits_a_program(problem):
+        heads, blocks = torch.empty_like(prefix.base), 1
+        programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
         launch(_segment_heads, programs, row_sums, column_sums, *segments, heads, *sizes, **modes)
     launch(
         _reverse_sums, programs,
-        row_sums, column_sums, *segments, heads, grad, grad.stride(), *sizes, CHUNK=chunk, **modes,
+        row_sums, column_sums, *segments, heads, grad, grad.stride(), *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
+        num_warps=_MOST_WARPS, **modes,
     )  # fmt: skip
     return grad
 
@@ -177,9 +171,9 @@ def _fits_a_program(problem: AttentionProblem) -> bool:
     return problem.longest_key <= _MOST_TOKENS
 
 
-def _needs_block_sums(problem: AttentionProblem, programs: int) -> bool:
-    """Whether there are too many tokens for every block of the reverse to read its whole sequence."""
-    return problem.longest_key > _MOST_TOKENS or programs * problem.longest_key > _MOST_READS
+def _whole_sequences(problem: AttentionProblem) -> tuple[int, int]:
+    """Blocks of a program that has all tokens of a sequence, and such programs."""
+    return next_power_of_2(cdiv(problem.longest_key, DECAY_BLOCK)), problem.sequences * problem.num_heads
 
 
 @triton.jit
@@ -381,18 +375,19 @@ def _segment_heads(
 
 
 @triton.jit
-def _after_by_tokens(row_sums, column_sums, begin, end, first_position, CHUNK: tl.constexpr):
-    """The sum of dα from one token up to another."""
-    total = tl.zeros([CHUNK], tl.float64)
-    for first in range(begin, end, CHUNK):
-        tokens = first + tl.arange(0, CHUNK)
-        total += _load_alpha_gradient(row_sums, column_sums, tokens, tokens < end, first_position)
-    return tl.sum(total, 0)
+def _after_in_sequence(value, tokens, segment_start, end, key_length, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """For every block of a sequence, of which a program has all: the sum of dα from its end up to a segment's; both
+    (BLOCKS, 1)."""
+    own, other = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BLOCKS)[None, :]
+    first_start = tl.min(tl.where(segment_start == tokens, tokens, key_length), 1)
+    heads = tl.sum(tl.where(tokens < first_start[:, None], value, 0.0), 1)[None, :]
+    reached = (other > own) & (other <= end // BLOCK)
+    return tl.sum(tl.where(reached, heads, 0.0), 1)[:, None]
 
 
 @triton.jit
 def _after_by_blocks(heads_in, begin, end, key_length, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """The same, where one token starts a block and the other a segment, from the heads of the blocks between."""
+    """The same for one block, from the heads of those between its end, `begin`, and the segment's."""
     last_block, blocks = end // BLOCK, tl.cdiv(key_length, BLOCK)
     total = tl.zeros([CHUNK], tl.float64)
     for first in range(begin // BLOCK, tl.minimum(last_block + 1, blocks), CHUNK):
@@ -405,36 +400,41 @@ def _after_by_blocks(heads_in, begin, end, key_length, BLOCK: tl.constexpr, CHUN
 @triton.jit
 def _reverse_sums(
     row_sums, column_sums, last_reset, next_reset, heads_in, grad, strides, query_length, key_length, heads, sequences,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """dλ of one block: its own later dα of the segment, plus those in the blocks that its last segment reaches into.
-
-    heads_in: those blocks' `_segment_heads`, or None where their tokens are read.
-    """
-    start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
-    )
+    """dλ of all BLOCKS blocks of a sequence; or, given the `_segment_heads` of all, of one block: its own later dα of
+    the segment, plus those in the blocks that its last segment reaches into."""
+    if heads_in is None:
+        start = 0
+        sequence, head, entry, first_row, query_length, first_token, key_length = sequence_of_program(
+            sequences, heads, query_length, key_length, PACKED
+        )
+    else:
+        start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
+            sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
+        )
     query_row, token_row, block_row = offsets_of_head(
         sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
     )
     if sequences is not None:  # noqa: SIM102
         if start >= key_length:
             return
-    row_sums, column_sums = row_sums + query_row, column_sums + token_row
     first_position = key_length - query_length
-    final = tl.minimum(start + BLOCK, key_length) - 1
-    end = tl.load(next_reset + token_row + final)
-    if heads_in is None:
-        carried = _after_by_tokens(row_sums, column_sums, final + 1, end, first_position, CHUNK)
-    else:
-        carried = _after_by_blocks(heads_in + block_row, start + BLOCK, end, key_length, BLOCK, CHUNK)
-
-    tokens = start + tl.arange(0, BLOCK)
+    block = start // BLOCK + tl.arange(0, BLOCKS)[:, None]
+    tokens = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    final = tl.minimum(block * BLOCK + BLOCK, key_length) - 1
     inside = tokens < key_length
-    value = _load_alpha_gradient(row_sums, column_sums, tokens, inside, first_position)
+    if heads_in is not None:
+        end = tl.load(next_reset + token_row + tl.minimum(start + BLOCK, key_length) - 1)
+        carried = _after_by_blocks(heads_in + block_row, start + BLOCK, end, key_length, BLOCK, CHUNK)
+    value = _load_alpha_gradient(row_sums + query_row, column_sums + token_row, tokens, inside, first_position)
     segment_start = tl.load(last_reset + token_row + tokens, mask=inside, other=0)
     segment_end = tl.load(next_reset + token_row + tokens, mask=inside, other=0)
-    total, _ = tl.associative_scan((value, (segment_end == tokens + 1).to(tl.int32)), 0, _add_in_segment, reverse=True)
+    if heads_in is None:
+        # segments end in their order
+        end = tl.max(segment_end, 1)[:, None]
+        carried = _after_in_sequence(value, tokens, segment_start, end, key_length, BLOCK, BLOCKS)
+    total, _ = tl.associative_scan((value, (segment_end == tokens + 1).to(tl.int32)), 1, _add_in_segment, reverse=True)
     total += tl.where(segment_end > final, carried, 0.0)
     total = tl.where(segment_start == tokens, 0.0, total)
     tokens_there = (first_token + tokens).to(tl.int64)
