@@ -1,5 +1,6 @@
 """How the Hopper kernels are fed: pure functions of (head dimension, dtype). Nothing is tuned at run time."""
 
+import functools
 from dataclasses import dataclass
 
 # rows of one consumer warpgroup: the height of a WGMMA instruction
@@ -13,6 +14,7 @@ HEAD_DIMS = (64, 128)
 CACHE_BYTES = 32 << 20
 
 
+@functools.cache
 def kernel_dim(head_dim: int, value_dim: int) -> int:
     """The head dimension of the kernels that take D and D_v."""
     return next(dim for dim in HEAD_DIMS if dim >= max(head_dim, value_dim))
@@ -42,6 +44,7 @@ class ForwardConfig:
         return (self.warpgroups + 1) * self.launch_registers - self.warpgroups * self.registers
 
 
+@functools.cache
 def forward(dim: int) -> ForwardConfig:
     """The forward's schedule for a kernel_dim."""
     if dim == 64:
@@ -63,6 +66,7 @@ class BackwardConfig:
     spill_bytes: int
 
 
+@functools.cache
 def backward(dim: int) -> BackwardConfig:
     """The backward's schedule for a kernel_dim; two consumer warpgroups of 64 keys each.
 
