@@ -89,10 +89,11 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--not-causal", "queries see the keys after their own, too", action="store_true", default=False)
     option("--backends", "our backends", choices=backends.NAMES, nargs="+", default=["auto" if cuda else "triton"])
     option("--peers", "kernels to compare with", choices=tuple(peers.OTHERS), nargs="*", default=list(peers.OTHERS))
+    option("--without-decay", "ours without a decay, too: what it costs", action="store_true", default=False)
     option("--rounds", "interleaved rounds", type=positive, default=5)
     option("--round-ms", "milliseconds that a round gives every call", type=float, default=15.0)
     option("--seed", "seed of the random inputs", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it without git", default=None)
+    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
     option("--output", "JSON file", type=Path)
     option("--plot", "PNG file; None: beside the JSON file", type=Path)
     return parse_speeds(parser, argv, cuda)
@@ -104,7 +105,10 @@ def choose_peers(options: argparse.Namespace, case: Case, device: str) -> list[p
     problem = AttentionProblem.of(inputs["q"], inputs["v"], inputs.get("log_decay"), row_scale=None, causal=case.causal)
     ours = dict.fromkeys(launched(problem, name, inputs) for name in options.backends)
     others = sorted(options.peers, key=lambda name: name != peers.BASELINE)
-    return [*(peers.OTHERS[name] for name in dict.fromkeys(others)), *map(peers.ours, ours)]
+    chosen = [*(peers.OTHERS[name] for name in dict.fromkeys(others)), *map(peers.ours, ours)]
+    if options.without_decay and options.decay != "none":
+        chosen += [peers.ours(name, decay=False) for name in ours]
+    return chosen
 
 
 def launched(problem: AttentionProblem, name: str, inputs: dict[str, Any]) -> str:
@@ -133,7 +137,8 @@ def benchmark(
     for peer in chosen:
         try:
             if peer.backend:
-                comparisons = checks.verify_ours(case, inputs, peer.backend)
+                given = {name: x for name, x in inputs.items() if name != "log_decay" or peer.decay != "none"}
+                comparisons = checks.verify_ours(case, given, peer.backend)
                 result["checks"].append(
                     {"case": str(case), "peer": peer.name, "table": format_table(comparisons).splitlines()}
                 )

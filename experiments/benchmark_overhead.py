@@ -77,7 +77,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     )
     option("--rounds", "interleaved rounds", type=positive, default=7)
     option("--calls", "calls of a round", type=positive)
-    option("--commit", "commit of the code, for a copy of it without git", default=None)
+    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
     option("--output", "JSON file; None writes none", type=Path)
     return parser.parse_args(argv)
 

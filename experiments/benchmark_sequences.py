@@ -94,7 +94,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--rounds", "interleaved rounds", type=positive)
     option("--round-ms", "milliseconds that a round gives every kernel call", type=float, default=30.0)
     option("--seed", "seed of all random numbers", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it without git", default=None)
+    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
     option("--output", "JSON file; None writes none", type=Path)
     option("--plot", "PNG file; None: beside the JSON file", type=Path)
     option("--backend", "our backend in the packed part", choices=backends.NAMES)

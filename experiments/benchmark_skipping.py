@@ -68,7 +68,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--rounds", "interleaved rounds", type=positive, default=5)
     option("--round-ms", "milliseconds that a round gives every call", type=float, default=15.0)
     option("--seed", "seed of the random inputs", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it without git", default=None)
+    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
     option("--output", "JSON file", type=Path)
     option("--plot", "PNG file; None: beside the JSON file", type=Path)
     return parse_speeds(parser, argv, cuda)

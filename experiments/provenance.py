@@ -20,7 +20,8 @@ _CODE = ("decayattn", "experiments", "pyproject.toml")
 def provenance(script: str, argv: list[str], commit: str | None = None) -> dict[str, Any]:
     """The machine, the versions, the commit, the command line and the date.
 
-    Where there is no git, the commit is the one given or in the environment variable DECAYATTN_COMMIT.
+    The commit is the one given, or in the environment variable DECAYATTN_COMMIT: for a copy without git, or whose git
+    does not know what was copied. Else it is git's.
     """
     cuda = torch.cuda.is_available()
     return {
@@ -45,7 +46,7 @@ def _version(package: str) -> str | None:
 
 def _commit(given: str | None) -> dict[str, Any]:
     """commit, and whether the code differs from it; of a commit given by hand nobody knows that (None)."""
-    head = _run("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    head = None if given else _run("git", "-C", str(ROOT), "rev-parse", "HEAD")
     if head is None:
         return {"commit": given, "dirty": None}
     return {"commit": head, "dirty": bool(_run("git", "-C", str(ROOT), "status", "--porcelain", "--", *_CODE))}

@@ -123,8 +123,11 @@ def test_an_error_of_one_percent_is_seen_as_one_percent(spoilt):
     assert max(errors.values()) < FLOAT32_ERROR
 
 
-def test_a_peer_without_decay_is_measured_against_attention_without_decay():
-    errors = errors_of(peers.Peer("math", "SDPA", "BHTD", "none", peers.sdpa(SDPBackend.MATH)), SMALL)
+@pytest.mark.parametrize("peer", [
+    peers.Peer("math", "SDPA", "BHTD", "none", peers.sdpa(SDPBackend.MATH)), peers.ours("reference", decay=False),
+], ids=lambda peer: peer.name)  # fmt: skip
+def test_a_peer_without_decay_is_measured_against_attention_without_decay(peer):
+    errors = errors_of(peer, SMALL)
     assert set(errors) == {"out", "dq", "dk", "dv"}
     assert max(errors.values()) < FLOAT32_ERROR
 
@@ -281,6 +284,15 @@ def test_rows_have_median_range_speed_and_ratio():
     assert alone["ratio_to_cudnn"] is None
 
 
+def test_the_cost_of_a_decay_is_that_of_the_same_rounds():
+    name, bare = (peers.ours("triton", decay).name for decay in (True, False))
+    rounds = {name: [3.0, 2.2, 9.0], bare: [2.0, 2.0, 3.0]}
+    timings = {(who, way): measure.Timing(times) for who, times in rounds.items() for way in ("forward", "backward")}
+    rows = report.rows(SMALL, timings, {who: {"out": 1.0} for who in rounds}, {})
+    assert [row.get("time_over_no_decay") for row in rows] == [1.5, 1.5, None, None]
+    assert f"{name}: the decay costs 50.0% forward, 50.0% backward" in report.table(rows)
+
+
 def test_table_has_an_aligned_line_per_peer_and_names_the_worst_error():
     rows = [row for row in synthetic_report()["rows"] if (row["length"], row["head_dim"]) == (8192, 64)]
     lines = report.table(rows).splitlines()
@@ -301,17 +313,19 @@ def test_json_is_strict_and_complete(tmp_path):
 
 
 def test_provenance_names_versions_and_the_commit(monkeypatch):
+    monkeypatch.delenv("DECAYATTN_COMMIT", raising=False)
     git = ["git", "-C", provenance.ROOT, "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True, check=False)
-    known = provenance.provenance("x.py", ["--rounds", "3"], commit="given")
+    known = provenance.provenance("x.py", ["--rounds", "3"])
     assert known["torch"] == torch.__version__
     assert known["command"] == "python x.py --rounds 3"
     if head.returncode == 0:
         assert known["commit"] == head.stdout.strip()
         assert isinstance(known["dirty"], bool)
-    monkeypatch.setattr(provenance, "_run", lambda *command: None)
-    without_git = provenance.provenance("x.py", [], commit="given")
-    assert (without_git["commit"], without_git["dirty"]) == ("given", None)
+    given = provenance.provenance("x.py", [], commit="given")
+    assert (given["commit"], given["dirty"]) == ("given", None)
+    monkeypatch.setenv("DECAYATTN_COMMIT", "environment's")
+    assert provenance.provenance("x.py", [])["commit"] == "environment's"
 
 
 def test_the_recorded_command_has_no_paths_of_one_machine():

@@ -5,6 +5,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from attention_benchmark.cases import DIRECTIONS
+from attention_benchmark.peers import without_decay
 
 # colour-blind safe (Okabe and Ito); ours stands out by weight and by its own colour, peers without a decay are dashed
 _PEER_COLOURS = {
@@ -58,9 +59,10 @@ def _draw_peer(panel: Any, name: str, names: list[str], rows: list[dict[str, Any
     is_ours = name not in _PEER_COLOURS
     ours = [other for other in names if other not in _PEER_COLOURS]
     colour = _OUR_COLOURS[ours.index(name) % len(_OUR_COLOURS)] if is_ours else _PEER_COLOURS[name]
+    dashed = name in ("cudnn", "flash") or name.endswith(without_decay(""))
     panel.errorbar(
         [row["length"] for row in rows], speed, yerr=[below, above], label=name, color=colour, capsize=3,
-        linestyle="--" if name in ("cudnn", "flash") else "-", linewidth=2.8 if is_ours else 1.5,
+        linestyle="--" if dashed else "-", linewidth=2.8 if is_ours else 1.5,
         marker=_MARKERS[names.index(name) % len(_MARKERS)], markersize=7 if is_ours else 5, zorder=3 if is_ours else 2,
     )  # fmt: skip
 

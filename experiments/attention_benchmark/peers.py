@@ -50,14 +50,22 @@ class Peer:
     backend: str | None = None
 
 
-def ours(backend: str) -> Peer:
+def ours(backend: str, decay: bool = True) -> Peer:
     """decay_attention with one of its backends, taken literally. It skips nothing: all work that is counted is done."""
+    name, what, kind = f"decayattn {backend}", "decay and its gradient", "learned"
+    if not decay:
+        name, what, kind = without_decay(name), "no decay", "none"
     return Peer(
-        f"decayattn {backend}", f"decayattn ({backend}), decay and its gradient", "BTHD", "learned", backend=backend,
+        name, f"decayattn ({backend}), {what}", "BTHD", kind, backend=backend,
         build=lambda case, device: lambda q, k, v, log_decay: decay_attention(
             q, k, v, log_decay, causal=case.causal, skip_tolerance=None, backend=backend
         ),
     )  # fmt: skip
+
+
+def without_decay(name: str) -> str:
+    """What a peer of ours is called that gets no decay."""
+    return f"{name} none"
 
 
 def sdpa(backend: SDPBackend) -> Build:

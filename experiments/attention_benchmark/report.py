@@ -2,13 +2,14 @@
 
 import json
 import math
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from attention_benchmark.cases import DIRECTIONS, Case
 from attention_benchmark.measure import Timing
-from attention_benchmark.peers import BASELINE
+from attention_benchmark.peers import BASELINE, without_decay
 
 METHOD = {
     "forward": "a whole call on tensors that require gradients, with its preparation kernels and allocations; ours "
@@ -17,6 +18,7 @@ METHOD = {
     "ms": "median over interleaved rounds, each a median by CUDA events with a cleared L2 cache; ms_range: min, max",
     "tflops": "4·B·H·T²·D/2 operations forward, 2.5 times that backward",
     "ratio_to_cudnn": "speed relative to SDPA on cuDNN without decay, same process, same rounds",
+    "time_over_no_decay": "time relative to the same backend of ours without a decay: median over the rounds",
     "relative_error": "‖x − x64‖ / ‖x64‖ against float64 on the timed inputs: last head of the last batch entry; of "
     "sequences over 8192 tokens the last 2^26 / T query rows",
     "checks": "decayattn.testing.verify_attention on the timed inputs: all rows of the first and last (batch entry, "
@@ -45,6 +47,10 @@ def rows(
             "ratio_to_cudnn": baseline.median / timing.median if baseline else None,
             "relative_error": errors[name],
         }
+        without = timings.get((without_decay(name), direction))
+        if without:
+            ratios = (own / other for own, other in zip(timing.rounds, without.rounds, strict=True))
+            row["time_over_no_decay"] = statistics.median(ratios)
         if (name, direction) in launches:
             row["launches"] = launches[name, direction]
         result.append(row)
@@ -64,6 +70,10 @@ def table(case_rows: list[dict[str, Any]]) -> str:
         worst = max(errors, key=lambda key: math.inf if math.isnan(errors[key]) else errors[key])
         line = f"  {name:22}" + "".join(_cell(cells[direction]) for direction in DIRECTIONS)
         lines.append(f"{line}   {errors[worst]:.1e} ({worst})")
+        costs = {direction: row.get("time_over_no_decay") for direction, row in cells.items()}
+        if all(costs.values()):
+            said = ", ".join(f"{cost - 1:.1%} {direction}" for direction, cost in costs.items())
+            lines.append(f"  {name}: the decay costs {said}")
     return "\n".join(lines)
 
 
