@@ -1,6 +1,5 @@
 """Which backend takes a call: the one that was named, or a refusal that says why. Never another one in its place."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -152,5 +151,5 @@ def test_auto_takes_what_pays(length, heads, chosen, monkeypatch):
     asked_for = AttentionProblem.of(q, q, torch.zeros(heads), None, True)
     assert backends.resolve(asked_for, "auto", q, q, q, 0.125) == chosen
     assert backends.resolve(asked_for, "hopper", q, q, q, 0.125) == "hopper"
-    packed = dataclasses.replace(asked_for, layout="packed", sequences=3)  # of which nothing was measured
+    packed = asked_for._replace(layout="packed", sequences=3)  # of which nothing was measured
     assert backends.resolve(packed, "auto", q, q, q, 0.125) == "hopper"

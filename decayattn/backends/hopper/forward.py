@@ -400,6 +400,7 @@ def _consume(
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernel
 
+
 @gluon.jit
 def _wait_for_launch_before(number):
     """In a kernel launched with launch_pdl, wait until the launch before it has ended: what that wrote is there then.

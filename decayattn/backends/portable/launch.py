@@ -229,7 +229,9 @@ def _tile_of_both(problem: AttentionProblem) -> TileConfig | None:
     return tile if programs <= most else None
 
 
-def _own_tile(problem: AttentionProblem, choose: Callable[[str, int, torch.dtype], TileConfig | None]):
+def _own_tile(
+    problem: AttentionProblem, choose: Callable[[str, int, torch.dtype], TileConfig | None]
+) -> TileConfig | None:
     """The tile of a small problem, which needs sequences that fill their batch entries, and no bias."""
     if problem.layout != "dense" or problem.bias:
         return None
