@@ -3,6 +3,7 @@
     python experiments/benchmark_attention.py                       # on a GPU: every peer; a table, JSON, a plot
     python experiments/benchmark_attention.py --lengths 8192 --head-dims 128 --peers cudnn flex    # part of it, quickly
     python experiments/benchmark_attention.py --not-causal --peers cudnn --backends hopper triton
+    python experiments/benchmark_attention.py --without-decay --peers cudnn    # what a decay costs, in the same rounds
 
 Whole calls are timed as training makes them: forward is decay_attention(...) with tensors that require gradients,
 backward is torch.autograd.grad for all of them, so every preparation kernel and every allocation counts. TFLOP/s count

@@ -123,8 +123,7 @@ def build(
         _scan_blocks, programs,
         log_decay, log_decay.stride(), sums, *prefix, *(split or (prefix.base, prefix.base)), factor,
         prefix.last_reset if counter is None else counter, *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
-        SPLIT=split is not None, ZERO_COUNTER=counter is not None,
-        num_warps=min(blocks, _MOST_WARPS), **modes,
+        SPLIT=split is not None, ZERO_COUNTER=counter is not None, num_warps=min(blocks, _MOST_WARPS), **modes,
     )  # fmt: skip
     return prefix
 
@@ -312,7 +311,7 @@ def _scan_blocks(
         tl.store(split_base + (block_row + block) * 2, high, mask=there)
         tl.store(split_base + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32), mask=there)
     last, coming = tl.where(is_reset, tokens, before), tl.where(is_reset, tokens, after)
-    if tl.max(tl.max(is_reset.to(tl.int32), 1), 0) != 0:  # most sequences have none, and two scans less
+    if tl.max(tl.max(is_reset.to(tl.int32), 1), 0) != 0:  # most have none, and two scans less
         last = tl.associative_scan(last, 1, _larger)
         coming = tl.associative_scan(coming, 1, _smaller, reverse=True)
     tl.store(last_reset + here, last, mask=inside)
