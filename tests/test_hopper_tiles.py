@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decayattn.backends import parts, tma
-from decayattn.backends.hopper import config, descriptors, launch, tile_table
+from decayattn.backends.hopper import config, descriptors, launch, launch_backward, tile_table
 from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.sequences import decay_blocks
 from decayattn.problem import AttentionProblem
@@ -111,10 +111,11 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     fragments = references.new_full((HEADS * tiles.row_tiles * rows * WIDTH // 256, 256), 7)
     row_sums = torch.empty_like(references)
     counters = torch.full([4], 7, dtype=torch.int32, device=device)
-    row_terms_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
+    block = launch_backward._ROW_TERMS_BLOCK
+    row_terms_kernel[(tiles.row_tiles * rows // block * HEADS,)](
         out, d_out, d_lse, references, terms, row_sums, fragments, counters, tiles.rows,
         of_rows if sides == 2 else None, out.stride(), d_out.stride(), d_lse.stride(), -8.0, problem.query_length,
-        tiles.row_tiles, HEADS, 1, 3, D=WIDTH, VALUE_DIM=DIM, ROWS=rows, BLOCK_M=64, DECAY=decay, SIDES=sides,
+        tiles.row_tiles, HEADS, 1, 3, D=WIDTH, VALUE_DIM=DIM, ROWS=rows, BLOCK_M=block, DECAY=decay, SIDES=sides,
         HAS_D_LSE=True, ROW_SUMS=True,
     )  # fmt: skip
 

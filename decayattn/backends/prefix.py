@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
+from decayattn.backends.dependent_launch import let_next_start
 from decayattn.backends.launching import Launch
 from decayattn.backends.parts import PARTS, in_parts
 from decayattn.backends.sequences import (
@@ -274,9 +275,9 @@ def _scan_blocks(
     SPLIT: tl.constexpr, ZERO_COUNTER: tl.constexpr,
 ):  # fmt: skip
     """The prefix of all BLOCKS blocks of a sequence; or, given the three sums of `_block_totals`, of one block."""
-    if SPLIT and tl.target_info.cuda_capability_geq(9, 0):
-        # the attention's programs may start where these end, and wait until all have
-        tl.extra.cuda.gdc_launch_dependents()
+    if SPLIT:
+        # the attention's programs wait until all of these have ended
+        let_next_start(heads)
     if ZERO_COUNTER:
         tl.store(counter, 0, mask=tl.program_id(0) == 0)
     if sums is None:

@@ -41,7 +41,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from decayattn.backends.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.hopper import copy_engine
+from decayattn.backends.hopper.config import WARPGROUP_ROWS
 from decayattn.backends.hopper.fragments import (
     DEPTH,
     SHARES,
@@ -52,7 +54,7 @@ from decayattn.backends.hopper.fragments import (
     ones_of_parts,
 )
 from decayattn.backends.hopper.key_exchange import Buffers
-from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item, load_rate
+from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item, has_row_sums, load_rate
 from decayattn.backends.hopper.key_producer import produce
 from decayattn.backends.hopper.rings import allocate_words, arrive, make_ring, signal
 from decayattn.backends.hopper.rows import DELTA
@@ -99,22 +101,27 @@ def _is_loaded(D, ROW_SUMS):
     return D == 64 and ROW_SUMS
 
 
+@gluon.constexpr_function
+def _step(D, ROW_SUMS):
+    """How many keys a product for dq has. Those of a few take turns with the row sums, whose products are small and
+    wait for each other one after the other (2 to 3 %)."""
+    return 32 if _is_loaded(D, ROW_SUMS) else WARPGROUP_ROWS
+
+
 @gluon.jit
 def _d_scores_for_dq(buffers, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr):
-    """dS of the tile in a slot and of either half of the keys, as left operands of this warpgroup's part of dq: all 64
-    rows (D = 128), or one half of them (D = 64)."""
-    left_a = buffers.d_scores.index(slot * 2)
-    left_b = buffers.d_scores.index(slot * 2 + 1)
-    if D == 64:
-        left_a = left_a.slice(PART * PART_OF, PART, 1)
-        left_b = left_b.slice(PART * PART_OF, PART, 1)
-    left_a = left_a.permute((1, 0))
-    left_b = left_b.permute((1, 0))
-    if _is_loaded(D, ROW_SUMS):
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
-        d_scores = (left_a.load(OPERAND), left_b.load(OPERAND))
-    else:
-        d_scores = (left_a, left_b)
+    """dS of the tile in a slot, some keys at a time, as left operands of this warpgroup's part of dq: all 64 rows
+    (D = 128), or one half of them (D = 64)."""
+    STEP: gl.constexpr = _step(D, ROW_SUMS)
+    d_scores = ()
+    for key in gl.static_range(0, KEYS, STEP):
+        left = buffers.d_scores.index(slot * 2 + key // SHARE).slice(key % SHARE, STEP, 0)
+        if D == 64:
+            left = left.slice(PART * PART_OF, PART, 1)
+        left = left.permute((1, 0))
+        if _is_loaded(D, ROW_SUMS):
+            left = left.load(gl.DotOperandLayout(0, DQ, 2))
+        d_scores += (left,)
     return d_scores
 
 
@@ -122,27 +129,23 @@ def _d_scores_for_dq(buffers, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW_
 def _start_dq_part(buffers, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr):
     """Issue dS k of a tile: columns (D = 128) or rows (D = 64) of one half of dq; and the sums of rows of dS (64, 8
     copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both."""
-    left_a, left_b = d_scores
-    zero = gl.zeros([PART, PART], gl.float32, DQ)
+    STEP: gl.constexpr = _step(D, ROW_SUMS)
+    dq = gl.zeros([PART, PART], gl.float32, DQ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
     first = _nothing(n)
-    right_a = flat(buffers.keys.index(first))
-    right_b = flat(buffers.keys.index(first + 1))
-    if D == 128:
-        right_a = right_a.slice(PART * PART_OF, PART, 1)
-        right_b = right_b.slice(PART * PART_OF, PART, 1)
-    dq = warpgroup_mma(left_a, right_a, zero, use_acc=False, is_async=True)
-    dq = warpgroup_mma(left_b, right_b, dq, is_async=True)
-    if ROW_SUMS:
-        ones = buffers.ones.index(first).permute((1, 0))
+    for key in gl.static_range(0, KEYS, STEP):
+        left = d_scores[key // STEP]
+        right = flat(buffers.keys.index(first + key // SHARE)).slice(key % SHARE, STEP, 0)
         if D == 128:
-            own = left_a if PART_OF == 0 else left_b
-            row_sum = warpgroup_mma(own, ones, row_sum, use_acc=False, is_async=True)
-        else:
-            left_a = gl.convert_layout(left_a, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
-            left_b = gl.convert_layout(left_b, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
-            row_sum = warpgroup_mma(left_a, ones, row_sum, use_acc=False, is_async=True)
-            row_sum = warpgroup_mma(left_b, ones, row_sum, is_async=True)
+            right = right.slice(PART * PART_OF, PART, 1)
+        dq = warpgroup_mma(left, right, dq, use_acc=key > 0, is_async=True)
+        if _is_loaded(D, ROW_SUMS):
+            ones = buffers.ones.index(first).permute((1, 0))
+            left = gl.convert_layout(left, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+            row_sum = warpgroup_mma(left, ones, row_sum, use_acc=key > 0, is_async=True)
+    if ROW_SUMS and D == 128:
+        ones = buffers.ones.index(first).permute((1, 0))
+        row_sum = warpgroup_mma(d_scores[PART_OF], ones, row_sum, use_acc=False, is_async=True)
     return dq, row_sum
 
 
@@ -438,22 +441,14 @@ def gradients_kernel(
     (skipping.last_granules) not unless PLANNED. query_length, key_length and blocks, those of the decay prefix, are of
     the axes on which the sequences lie; key_tiles are those of an entry.
     """
-    if RAGGED:
-        # the host only knows a bound
-        key_tiles = gl.load(key_table)
-    kv_heads = entries * (heads // GROUP)
-    sizes = Sizes(
-        key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED, CAUSAL, SIDES,
-    )  # fmt: skip
-
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, PART], DTYPE)
+    STEP: gl.constexpr = _step(D, has_row_sums(DECAY, DECAY_GRADIENT))
+    ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, ROWS], DTYPE)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    ones = gl.allocate_shared_memory(DTYPE, [1, COPIES, PART], ONES)
-    ones.index(0).store(gl.full([COPIES, PART], 1.0, DTYPE, LAYOUT))
+    ones = gl.allocate_shared_memory(DTYPE, [1, COPIES, STEP], ONES)
+    ones.index(0).store(gl.full([COPIES, STEP], 1.0, DTYPE, LAYOUT))
     copy = gl.expand_dims(gl.arange(0, COPIES, gl.SliceLayout(1, LAYOUT)), 1)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
     weights = gl.allocate_shared_memory(DTYPE, [1, COPIES, ROWS], WEIGHTS)
@@ -499,6 +494,17 @@ def gradients_kernel(
     mbarrier.init(buffers.keys_ready, count=1)
     mbarrier.init(buffers.keys_read, count=2)
     mbarrier.init(buffers.dv_ready, count=2)
+
+    let_next_start(heads)
+    wait_for_launch_before(heads)
+    if RAGGED:
+        # the host only knows a bound
+        key_tiles = gl.load(key_table)
+    kv_heads = entries * (heads // GROUP)
+    sizes = Sizes(
+        key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
+        row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED, CAUSAL, SIDES,
+    )  # fmt: skip
 
     gl.warp_specialize(
         [

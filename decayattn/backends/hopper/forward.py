@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from decayattn.backends.dependent_launch import wait_for_launch_before
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.exchange import (
@@ -401,17 +402,6 @@ def _consume(
 # The kernel
 
 
-@gluon.jit
-def _wait_for_launch_before(number):
-    """In a kernel launched with launch_pdl, wait until the launch before it has ended: what that wrote is there then.
-
-    number may be any: inline assembly needs one.
-    """
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
 _INTEGERS = [
     "rate_stride", "left", "items", "row_tiles", "heads", "group", "together", "query_length", "key_length", "blocks",
     "granules",
@@ -459,7 +449,7 @@ def forward_kernel(
             signs.index(0).store(gl.full([ROWS, DEPTH], 1.0, gl.bfloat16, ONES))
             signs.index(1).store(gl.full([ROWS, DEPTH], -1.0, gl.bfloat16, ONES))
             fence_async_shared()
-    _wait_for_launch_before(items)
+    wait_for_launch_before(items)
     if RAGGED:
         # the host only knows bounds
         row_tiles = gl.load(table)

@@ -22,7 +22,7 @@ class Buffers:
     d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS); then the place of dk
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
     zeros: gl.shared_memory_descriptor  # (8, 256)
-    ones: gl.shared_memory_descriptor  # (1, 8, 64)
+    ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
     weights: gl.shared_memory_descriptor  # (1, 8, ROWS): 1 and the row's number, by turns
     queries_ready: gl.shared_memory_descriptor
     d_outs_ready: gl.shared_memory_descriptor

@@ -23,6 +23,12 @@ SHARE: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
 GRANULE_ROWS: gl.constexpr = gl.constexpr(GRANULE)
 
 
+@gluon.constexpr_function
+def has_row_sums(DECAY, DECAY_GRADIENT):
+    """Whether the gradient of the decay takes the sums of rows of dS, too: a constant rate's takes moments of keys."""
+    return DECAY_GRADIENT and DECAY == "scalar"
+
+
 @aggregate
 class Sizes:
     """The call's lengths and heads, and the number of its items.
@@ -76,7 +82,7 @@ class Sizes:
         self.GROUP = gl.constexpr(GROUP)
         self.DECAY = gl.constexpr(DECAY)
         self.DECAY_GRADIENT = gl.constexpr(DECAY_GRADIENT)
-        self.ROW_SUMS = gl.constexpr(DECAY_GRADIENT and DECAY == "scalar")
+        self.ROW_SUMS = gl.constexpr(has_row_sums(DECAY, DECAY_GRADIENT))
         self.RAGGED = gl.constexpr(RAGGED)
         self.WINDOW = gl.constexpr(WINDOW)
         self.PLANNED = gl.constexpr(PLANNED)

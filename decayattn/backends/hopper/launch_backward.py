@@ -17,7 +17,7 @@ from decayattn.backends.prefix import DecayPrefix
 from decayattn.problem import AttentionProblem
 
 # rows of a program of row_terms_kernel; divides every query tile
-_ROW_TERMS_BLOCK = 64
+_ROW_TERMS_BLOCK = 32
 # dq is added up in parts of 64 × 64, each as 16 × 256 fragments
 _PART = 64
 _FRAGMENTS = (16, 256)
@@ -104,14 +104,16 @@ def backward(
             tiles.key_tiles, entries, problem.num_heads, together, D=dim, ROWS=tile.rows,
             STAGES=tile.stages, SLOTS=tile.slots, GROUP=group, DECAY=problem.decay, DECAY_GRADIENT=decay_gradient,
             RAGGED=places is not None, WINDOW=problem.window[0] >= 0, PLANNED=planned, CAUSAL=problem.causal,
-            SIDES=sides, REGISTERS=tile.registers, num_warps=4, maxnreg=tile.launch_registers, **COMPILER_OPTIONS,
+            SIDES=sides, REGISTERS=tile.registers, num_warps=4, maxnreg=tile.launch_registers, launch_pdl=True,
+            **COMPILER_OPTIONS,
         )  # fmt: skip
 
         dq_parts = tiles.row_tiles * (tile.rows // _PART) * (dim // _PART)
         launch(
             unpack_dq_kernel, dq_parts * head_rows,
             dq_fragments, dq, tiles.rows, dq.stride(), scale, problem.query_length, tiles.row_tiles, problem.num_heads,
-            D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows, PART=_PART, num_warps=4, **COMPILER_OPTIONS,
+            D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows, PART=_PART, num_warps=4, launch_pdl=True,
+            **COMPILER_OPTIONS,
         )  # fmt: skip
 
         d_log_decay = None

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from decayattn.backends import parts
+from decayattn.backends.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.hopper.tile_table import WORDS
 from decayattn.backends.parts import with_parts
 from decayattn.backends.tile_decay import load_rate, row_alpha, row_reference
@@ -73,6 +74,7 @@ def row_terms_kernel(
     Of what the next kernel adds to, the row sums become 0, and dq of the head rows from first_zeroed on, with which it
     begins; and so do its counters, of which there are not more than programs here.
     """
+    let_next_start(heads)
     tl.store(counters + tl.program_id(0), 0, mask=tl.program_id(0) < counters_end)
     blocks = row_tiles * (ROWS // BLOCK_M)
     tile_row, head, block = _of_program(heads, blocks)
@@ -128,6 +130,7 @@ def unpack_dq_kernel(
     ROWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """dq = s · fragments, one part of 64 rows × 64 columns per program."""
+    wait_for_launch_before(heads)
     PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # of a tile
     parts = row_tiles * PARTS
     tile_row, head, part = _of_program(heads, parts)
