@@ -355,6 +355,54 @@ def test_figure_shows_every_row(tmp_path):
         figure.draw({**data, "rows": []})
 
 
+# ------------------------------------------------------------------------------------------------------------ the timer
+
+
+class Device:
+    """A device that stands in for torch.cuda: it does in order what it was asked for, at times that a test reads."""
+
+    def __init__(self):
+        self.asked, self.clock = [], 0.0
+
+    def Event(self, enable_timing):
+        device = self
+
+        class Event:
+            def record(self):
+                device.asked.append("event")
+                self.at = device.clock
+
+            def elapsed_time(self, later):
+                return later.at - self.at
+
+        return Event()
+
+    def _sleep(self, cycles):
+        self.asked.append(f"sleep {cycles}")
+
+    def synchronize(self):
+        self.asked.append("wait")
+
+
+def test_the_timer_lets_the_host_get_ahead(monkeypatch):
+    """A median of as many calls as fill the time, each with a cleared cache, behind a sleep that nothing waits for."""
+    device = Device()
+    monkeypatch.setattr(measure.torch, "cuda", device)
+    cache = types.SimpleNamespace(zero_=lambda: device.asked.append("zero"))
+    monkeypatch.setattr(measure.torch, "empty", lambda *_, **__: cache)
+    took = itertools.chain([2.0] * 5 + [3.0] * 2, itertools.cycle([1.0, 9.0, 4.0]))
+
+    def call():
+        device.asked.append("call")
+        device.clock += next(took)
+
+    assert measure.cuda_timer(warmup=4, duration=6)(call) == 4.0
+    expected = []
+    for count, cycles in ((5, 0), (2, 0), (3, measure._HEAD_START)):
+        expected += ["wait", f"sleep {cycles}", *["zero", "event", "call", "event"] * count, "wait"]
+    assert device.asked == expected
+
+
 # ------------------------------------------------------------------------------------------------------------- the runs
 
 

@@ -16,6 +16,15 @@ from attention_benchmark.peers import Attend, Peer, reason
 
 # categories under which the profiler's trace files what the device was asked to do
 _LAUNCHES = ("kernel", "gpu_memset", "gpu_memcpy")
+# what reports say of figures in ms
+MILLISECONDS = (
+    "median over interleaved rounds, each a median by CUDA events with a cleared L2 cache, the host ahead of the "
+    "device; ms_range: min, max"
+)
+# bytes, more than any L2 cache has
+_CACHE = 1 << 28
+# clock cycles: 15 ms of an H200
+_HEAD_START = 30_000_000
 
 
 @dataclass
@@ -104,10 +113,33 @@ def device_and_timer(round_ms: float, without_gpu: str) -> tuple[str, Callable[[
 
 
 def cuda_timer(warmup: float, duration: float) -> Callable[[Callable[[], object]], float]:
-    """A timer by CUDA events: the median of calls that together take `duration` ms, the L2 cache cleared before."""
-    import triton.testing
+    """A timer by CUDA events: the median of calls that together take `duration` ms, the L2 cache cleared before each.
 
-    return lambda call: triton.testing.do_bench(call, warmup=warmup, rep=duration, return_mode="median")
+    It measures the device, even of calls that keep a slow host busy for longer: the device sleeps first, for all peers
+    alike, and the host is ahead of it. benchmark_overhead.py measures the host.
+    """
+
+    def time(call: Callable[[], object]) -> float:
+        each = statistics.median(_milliseconds(call, 5, asleep=0))
+        _milliseconds(call, max(1, int(warmup / each)), asleep=0)
+        return statistics.median(_milliseconds(call, max(1, int(duration / each)), asleep=_HEAD_START))
+
+    return time
+
+
+def _milliseconds(call: Callable[[], object], count: int, asleep: int) -> list[float]:
+    """Of so many calls, after the device has slept for so many of its clock cycles."""
+    cache = torch.empty(_CACHE, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(asleep)
+    for begin, end in events:
+        cache.zero_()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events]
 
 
 def count_launches(call: Callable[[], object]) -> list[str]:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from attention_benchmark.cases import DIRECTIONS, Case
-from attention_benchmark.measure import Timing
+from attention_benchmark.measure import MILLISECONDS, Timing
 from attention_benchmark.peers import BASELINE, without_decay
 
 METHOD = {
     "forward": "a whole call on tensors that require gradients, with its preparation kernels and allocations; ours "
     "with skip_tolerance=None, which does all the work that is counted",
     "backward": "torch.autograd.grad of that call for all of them, with its preparation kernels and allocations",
-    "ms": "median over interleaved rounds, each a median by CUDA events with a cleared L2 cache; ms_range: min, max",
+    "ms": MILLISECONDS,
     "tflops": "4·B·H·T²·D/2 operations forward, 2.5 times that backward",
     "ratio_to_cudnn": "speed relative to SDPA on cuDNN without decay, same process, same rounds",
     "time_over_no_decay": "time relative to the same backend of ours without a decay: median over the rounds",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from attention_benchmark.measure import MILLISECONDS
 
 from decayattn.testing import format_table
 from decayattn.testing.table import Row
@@ -20,7 +21,7 @@ METHOD = {
     "backward",
     "decode": "one call for one new token per batch entry. gigabytes_per_second: the bytes of the cached keys and "
     "values, and of α (float64) with a decay per token; of the copy, the bytes read and written by copy_ of the keys",
-    "ms": "median over interleaved rounds, each a median by CUDA events with a cleared L2 cache; ms_range: min, max",
+    "ms": MILLISECONDS,
     "generate": "tokens (bytes) per second of one text, greedily written by a model with random weights, after a "
     "prompt that is not timed; wall-clock time, median over interleaved rounds after one that is not counted. "
     "recompute: the whole text anew for every token; cache: a DecayCache per layer; evict: and DecayCache.evict after "

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from attention_benchmark.cases import DIRECTIONS
-from attention_benchmark.measure import Timing
+from attention_benchmark.measure import MILLISECONDS, Timing
 from attention_benchmark.peers import BASELINE
 from torch import Tensor
 
@@ -15,7 +15,7 @@ METHOD = {
     "forward": "a whole call on tensors that require gradients, with its preparation kernels (the plan among them) and "
     "allocations",
     "backward": "torch.autograd.grad of that call for all of them, with its preparation kernels and allocations",
-    "ms": "median over interleaved rounds, each a median by CUDA events with a cleared L2 cache; ms_range: min, max",
+    "ms": MILLISECONDS,
     "plan_us": "of the study planning, microseconds of the plan alone (forward) and of its mirror alone (backward): a "
     f"CUDA graph of {COPIES} in a row, which begins with a cleared L2 cache, median over rounds, for one of them; the "
     "decay prefix is there. plan_share: over ms",
