@@ -119,12 +119,12 @@ def cuda_timer(warmup: float, duration: float) -> Callable[[Callable[[], object]
     alike, and the host is ahead of it. benchmark_overhead.py measures the host.
     """
 
-    def time(call: Callable[[], object]) -> float:
+    def timer(call: Callable[[], object]) -> float:
         each = statistics.median(_milliseconds(call, 5, asleep=0))
         _milliseconds(call, max(1, int(warmup / each)), asleep=0)
         return statistics.median(_milliseconds(call, max(1, int(duration / each)), asleep=_HEAD_START))
 
-    return time
+    return timer
 
 
 def _milliseconds(call: Callable[[], object], count: int, asleep: int) -> list[float]:
