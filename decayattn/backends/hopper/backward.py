@@ -435,7 +435,8 @@ def gradients_kernel(
     DECAY_GRADIENT: gl.constexpr, RAGGED: gl.constexpr, WINDOW: gl.constexpr, PLANNED: gl.constexpr,
     CAUSAL: gl.constexpr, SIDES: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv of all key tiles over their groups of query heads; added up, dq, row sums and a rate's gradient.
+    """dk, dv of all key tiles over their groups of query heads; added up, dq, row sums and a rate's gradient. May be
+    launched before the launch before it has ended.
 
     counters (zeroing.py) are 0; key_table is not read unless RAGGED, left not unless WINDOW, and mirror
     (skipping.last_granules) not unless PLANNED. query_length, key_length and blocks, those of the decay prefix, are of

@@ -129,7 +129,8 @@ def unpack_dq_kernel(
     dq_fragments, dq, table, dq_strides, scale, query_length, row_tiles, heads, D: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """dq = s · fragments, one part of 64 rows × 64 columns per program."""
+    """dq = s · fragments, one part of 64 rows × 64 columns per program. May be launched before the launch before it has
+    ended."""
     wait_for_launch_before(heads)
     PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # of a tile
     parts = row_tiles * PARTS
