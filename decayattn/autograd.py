@@ -25,7 +25,7 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 torch.library.define(
     "decayattn::forward",
-    f"({_INPUTS}) -> (Tensor out, Tensor lse, {_SAVED})",
+    f"({_INPUTS}, bool with_lse) -> (Tensor out, Tensor lse, {_SAVED})",
     tags=_TAGS,
 )
 torch.library.define(
@@ -46,8 +46,9 @@ def attention(
     places: Tensor | None,
     bias: Tensor | None,
     backend: str,
-) -> tuple[Tensor, Tensor]:
-    """out and lse from a kernel backend, differentiable once."""
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """out and, with_lse, lse from a kernel backend, differentiable once."""
     tensors = [x for x in (q, k, v, log_decay, scale, bias) if isinstance(x, Tensor)]
     # without a level, which unpack_dual asks for, too, no tensor has a tangent
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -57,11 +58,11 @@ def attention(
     longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
     inputs = (
         q, k, v, log_decay, row_scale, places, bias, scale, problem.causal, problem.window, longest,
-        problem.skip_tolerance, backend,
+        problem.skip_tolerance, backend, with_lse,
     )  # fmt: skip
     watched = _watched(x for x in (*tensors, places) if x is not None)
     out, lse, *_ = torch.ops.decayattn.forward.default(*inputs) if watched else _with_gradient(problem, inputs)
-    return out, lse
+    return out, lse if with_lse else None
 
 
 def _watched(tensors: Iterable[Tensor]) -> bool:
@@ -77,13 +78,19 @@ def _watched(tensors: Iterable[Tensor]) -> bool:
 
 
 def _forward(
-    q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend, problem=None
+    q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend, with_lse,
+    problem=None,
 ):  # fmt: skip
-    if problem is None:
+    operator = problem is None
+    if operator:
         problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
     scale = scale if row_scale is None else row_scale
     launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale))
-    out, lse, row_references, prefix, first_block = launcher.forward(problem, q, k, v, log_decay, scale, places, bias)
+    out, lse, row_references, prefix, first_block = launcher.forward(
+        problem, q, k, v, log_decay, scale, places, bias, with_lse
+    )
+    if operator and not with_lse:
+        lse = _not_asked_for(row_references)
     return out, lse, row_references, *prefix, first_block
 
 
@@ -103,8 +110,12 @@ def _backward(
         problem, d_out, d_lse, q, k, v, log_decay, scale, places, bias, out, row_references,
         DecayPrefix(local, base, last_reset, next_reset), first_block, decay_gradient, bias_gradient,
     )  # fmt: skip
-    # an operator returns tensors only: one of size 0 stands for "not asked for"
-    return tuple(row_references.new_empty(0) if x is None else x for x in gradients) if operator else gradients
+    return tuple(_not_asked_for(row_references) if x is None else x for x in gradients) if operator else gradients
+
+
+def _not_asked_for(like):
+    """An operator returns tensors only: one of size 0 stands for what was not asked for."""
+    return like.new_empty(0)
 
 
 torch.library.impl("decayattn::forward", "CompositeExplicitAutograd", _forward)
@@ -112,14 +123,16 @@ torch.library.impl("decayattn::backward", "CompositeExplicitAutograd", _backward
 
 
 @torch.library.register_fake("decayattn::forward")
-def _forward_fake(q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend):
+def _forward_fake(
+    q, k, v, log_decay, row_scale, places, bias, scale, causal, window, longest, skip_tolerance, backend, with_lse
+):  # fmt: skip
     from decayattn.backends import prefix, skipping  # they import Triton
 
     problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
     rows = (problem.batch, problem.num_heads, problem.query_length)
     return (
         q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim),
-        q.new_empty(rows, dtype=problem.accumulator_dtype),
+        q.new_empty(rows if with_lse else 0, dtype=problem.accumulator_dtype),
         q.new_empty(rows, dtype=problem.accumulator_dtype),
         *prefix.allocate(problem, q),
         skipping.allocate(problem, q),
@@ -136,21 +149,21 @@ def _backward_fake(
 
     return (
         contiguous(q), contiguous(k), contiguous(v),
-        contiguous(log_decay) if decay_gradient else row_references.new_empty(0),
-        torch.empty_like(row_references).transpose(1, 2) if row_scale is not None else row_references.new_empty(0),
-        contiguous(bias) if bias_gradient else row_references.new_empty(0),
+        contiguous(log_decay) if decay_gradient else _not_asked_for(row_references),
+        torch.empty_like(row_references).transpose(1, 2) if row_scale is not None else _not_asked_for(row_references),
+        contiguous(bias) if bias_gradient else _not_asked_for(row_references),
     )  # fmt: skip
 
 
-def _differentiate(ctx, d_out, d_lse, *_):
+def _differentiate(ctx, d_out, d_lse=None, *_):
     q, k, v, log_decay, row_scale, places, bias, out, *saved = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     # the problem and the modes come first
     _, _, _, _, _, decay_gradient, _, _, bias_gradient = ctx.needs_input_grad
     inputs = (
-        d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, *ctx.modes, out, *saved, decay_gradient,
-        bias_gradient,
+        d_out, d_lse if ctx.with_lse else None, q, k, v, log_decay, row_scale, places, bias, *ctx.modes, out, *saved,
+        decay_gradient, bias_gradient,
     )  # fmt: skip
     if torch.is_grad_enabled():
         # to be differentiated, which this operator refuses
@@ -183,13 +196,14 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, problem, modes, *tensors):
         output = _without_gradient(problem, (*tensors, *modes))
-        ctx.problem, ctx.modes = problem, modes
+        ctx.problem, (*ctx.modes, ctx.with_lse) = problem, modes
         ctx.set_materialize_grads(False)
         out, lse, *saved = output
         ctx.save_for_backward(*tensors, out, *saved)
         if problem is not None:
-            return out, lse  # nobody asks for the others, and an output takes the host's time, here and in the backward
-        ctx.mark_non_differentiable(*saved)
+            # nobody asks for the others, and an output takes the host's time, here and in the backward
+            return out, lse
+        ctx.mark_non_differentiable(*saved, *(() if ctx.with_lse else (lse,)))
         return output
 
     backward = staticmethod(_differentiate)

@@ -94,7 +94,7 @@ def decay_attention(
         q, v, log_decay, scale if isinstance(scale, Tensor) else None, causal, window_of(window_size, causal), places,
         bias=bias, skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
-    out, lse = _attend(problem, q, k, v, log_decay, scale, places, bias, sink, backend)
+    out, lse = _attend(problem, q, k, v, log_decay, scale, places, bias, sink, backend, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -157,9 +157,9 @@ def decay_attention_varlen(
         q, v, log_decay, scale if isinstance(scale, Tensor) else None, causal, window_of(window_size, causal), places,
         (max_seqlen_q, max_seqlen_k), skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
-    out, lse = _attend(problem, q, k, v, log_decay, scale, places, None, sink, backend)
-    out, lse = out.squeeze(0), lse.squeeze(0)  # not out[0], whose gradient would be copied into zeros
-    return (out, lse) if return_lse else out
+    out, lse = _attend(problem, q, k, v, log_decay, scale, places, None, sink, backend, return_lse)
+    out = out.squeeze(0)  # not out[0], whose gradient would be copied into zeros
+    return (out, lse.squeeze(0)) if return_lse else out
 
 
 @torch.no_grad()
@@ -202,12 +202,14 @@ def visited_fraction(
 
 def _attend(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    places: Tensor | None, bias: Tensor | None, sink: Tensor | None, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    places: Tensor | None, bias: Tensor | None, sink: Tensor | None, backend: str, return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """out and lse, which is None if it is neither asked for nor needed for the sink."""
     chosen = backends.select(problem, backend)
     if chosen == "reference":
         return reference.attention(problem, q, k, v, log_decay, scale, places, sink, bias)
-    out, lse = autograd.attention(problem, q, k, v, log_decay, scale, places, bias, chosen)
+    with_lse = return_lse or sink is not None
+    out, lse = autograd.attention(problem, q, k, v, log_decay, scale, places, bias, chosen, with_lse)
     return (out, lse) if sink is None else with_sink(out, lse, sink)
 
 

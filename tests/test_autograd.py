@@ -1,5 +1,6 @@
 """The two operators behind the kernels, in everything that PyTorch wraps around an operator."""
 
+import contextlib
 import functools
 import itertools
 from unittest import mock
@@ -56,11 +57,12 @@ def assert_equal(found, expected) -> None:
 # The operators' own contract
 
 
-def operator_arguments(leaves: dict, causal: bool, bias: Tensor | None = None) -> tuple:
+def operator_arguments(leaves: dict, causal: bool, bias: Tensor | None = None, with_lse: bool = True) -> tuple:
     scale = 1.0 if "scale" in leaves else 0.3
     places, window, longest, skip_tolerance = None, (-1, -1), None, 2.0**-24
     return (
         *(leaves.get(name) for name in NAMES), places, bias, scale, causal, window, longest, skip_tolerance, "triton",
+        with_lse,
     )  # fmt: skip
 
 
@@ -71,6 +73,13 @@ MODES = [("none", True, False), ("constant", False, True), ("scalar", True, True
 def test_opcheck_of_the_forward(decay, causal, row_scale, device):
     arguments = operator_arguments(make(device, decay, row_scale), causal)
     torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
+
+
+def test_opcheck_without_lse(device):
+    leaves = make(device)
+    arguments = operator_arguments(leaves, True, with_lse=False)
+    torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
+    assert torch.ops.decayattn.forward.default(*arguments)[1].shape == (0,)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 20, 20), (4, 1, 20)])
@@ -247,6 +256,21 @@ def test_a_dispatch_mode_sees_both_operators(device):
         out, lse = attend(**leaves)
     assert_equal(torch.autograd.grad(loss(out, lse), list(leaves.values())), expected[2:])
     assert earlier.seen == ["forward"]
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize(("decay", "causal"), [("none", True), ("constant", False), ("scalar", True)])
+def test_without_lse_all_else_is_the_same(decay, causal, watched, device):
+    """Kernels that write no lse are compiled differently."""
+    leaves = make(device, decay)
+    values = list(leaves.values())
+    results = []
+    with Names() if watched else contextlib.nullcontext():
+        for return_lse in (True, False):
+            out = decay_attention(**leaves, causal=causal, return_lse=return_lse, backend="triton")
+            out = out[0] if return_lse else out
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), values)])
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize(("kept", "runs"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)])

@@ -503,7 +503,7 @@ def test_opcheck(layout, decay, device):
     values = dict(
         **{name: inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay")}, row_scale=inputs["scale"],
         places=int32(device, *PLACES[layout]), bias=bias, scale=1.0, causal=True, window=[6, -1],
-        longest=[10, 9] if layout == "packed" else None, skip_tolerance=0.5, backend="triton",
+        longest=[10, 9] if layout == "packed" else None, skip_tolerance=0.5, backend="triton", with_lse=True,
     )  # fmt: skip
     forward, backward = torch.ops.decayattn.forward.default, torch.ops.decayattn.backward.default
     torch.library.opcheck(forward, tuple(values[x.name] for x in forward._schema.arguments))

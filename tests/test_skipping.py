@@ -498,7 +498,7 @@ def test_opcheck(device):
     arguments = (*(inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay")), None, None, None)
     torch.library.opcheck(
         torch.ops.decayattn.forward.default,
-        (*arguments, 0.3, True, (-1, -1), None, HARMLESS, "triton"),
+        (*arguments, 0.3, True, (-1, -1), None, HARMLESS, "triton", True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 

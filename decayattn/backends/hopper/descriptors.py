@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends.parts import DEPTH
+from decayattn.backends.parts import COLUMNS, DEPTH
 from decayattn.backends.tma import CACHED_DESCRIPTORS, Memory, usable_strides
 
 # where every slice of `slices` ends, on an axis of its own; no tensor has as many rows
@@ -67,11 +67,14 @@ def columns(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def key_parts(x: Tensor) -> TensorDescriptor:
-    """Tiles of the parts of one block's keys, of a contiguous tensor (…, parts, keys) seen as (blocks, parts, keys),
-    filled up with zeros to the depth of a matrix instruction; coordinates are (block, 0, 0)."""
+    """Tiles of the parts of 64 of one block's keys, of a contiguous tensor (…, parts, keys) seen as (blocks, parts,
+    keys), filled up with zeros to COLUMNS rows; coordinates are (block, 0, key).
+
+    Eight rows of 64 lie together in shared memory, so that such tiles are parts of one that a product reads.
+    """
     parts, keys = x.shape[-2:]
     blocks = x.numel() // (parts * keys)
-    return _describe(x.data_ptr(), x.dtype, (blocks, parts, keys), (parts * keys, keys, 1), (1, DEPTH, keys))
+    return _describe(x.data_ptr(), x.dtype, (blocks, parts, keys), (parts * keys, keys, 1), (1, COLUMNS, 64))
 
 
 def plain(x: Tensor, rows: int) -> TensorDescriptor:

@@ -8,10 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from decayattn.backends import parts
+from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.items import Item
+from decayattn.backends.hopper.fragments import DEPTH
+from decayattn.backends.hopper.items import KEYS, Item
 from decayattn.backends.hopper.rings import Ring, load_word, stage, store_word
-from decayattn.backends.hopper.tile_table import Place, dense_place
+from decayattn.backends.hopper.tile_table import Place, dense_place, stacked
 
 WARPS: gl.constexpr = gl.constexpr(4)
 # consumer warpgroups, as a width that a tensor can have
@@ -24,6 +27,9 @@ ITEM: gl.constexpr = gl.constexpr(1)
 NORMAL: gl.constexpr = gl.constexpr(0)
 CAREFUL: gl.constexpr = gl.constexpr(1)
 END: gl.constexpr = gl.constexpr(2)
+# rows that the copy engine fetches of β, and tiles of so many rows that it fetches of a block
+COLUMNS: gl.constexpr = gl.constexpr(parts.COLUMNS)
+BETA_TILES: gl.constexpr = gl.constexpr(2)
 
 
 @aggregate
@@ -35,7 +41,8 @@ class Buffers:
     (slot · 2) and (slot · 2 + 1), and overflows, which consumers write, whether a warp's sums did: (slot · 4 +
     warpgroup). beta and differences (of bases, one per warpgroup) follow the ring of the keys; a constant decay has the
     same beta for all keys of a head, which follow the ring of the queries. Not causal, ends is like firsts: where the
-    rows' keys end; and signs has what multiplies beta left and right of the diagonal: ones, and minus ones.
+    rows' keys end; and signs has what multiplies beta left and right of the diagonal: ones, and minus ones. row_alphas
+    is a warpgroup's own: α of its rows, from an item's beginning to its end; and so are fences (forward._next_tile).
     """
 
     queries: Ring
@@ -49,9 +56,12 @@ class Buffers:
     signs: gl.shared_memory_descriptor
     overflows: gl.shared_memory_descriptor
     fences: gl.shared_memory_descriptor
+    row_alphas: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, values, drawn, beta, differences, firsts, ends, signs, overflows, fences):
+    def __init__(
+        self, queries, keys, values, drawn, beta, differences, firsts, ends, signs, overflows, fences, row_alphas
+    ):
         self.queries = queries
         self.keys = keys
         self.values = values
@@ -63,6 +73,29 @@ class Buffers:
         self.signs = signs
         self.overflows = overflows
         self.fences = fences
+        self.row_alphas = row_alphas
+
+
+@gluon.jit
+def allocate_beta(desc, COUNT: gl.constexpr):
+    """(COUNT, DEPTH, KEYS): what products add to the scores of tiles; zeros but for the rows that load_beta fetches."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DEPTH, KEYS], gl.bfloat16)
+    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    beta = gl.allocate_shared_memory(gl.bfloat16, [COUNT, DEPTH, KEYS], LAYOUT)
+    for n in gl.static_range(COUNT):
+        beta.index(n).store(gl.full([DEPTH, KEYS], 0.0, gl.bfloat16, ZEROS))
+    return beta
+
+
+@gluon.jit
+def load_beta(desc, block, arrival, beta, n):
+    """Fetch the parts of a block's keys: BETA_TILES tiles of the descriptor. Of 64 keys each, eight of beta's rows lie
+    together in shared memory, and those after them, which stay zeros."""
+    COUNT: gl.constexpr = beta.shape[0] * BETA_TILES * (DEPTH // COLUMNS)
+    tiles = copy_engine.reinterpret(beta, gl.bfloat16, stacked(COUNT, desc.block_shape), desc.layout)
+    for half in gl.static_range(BETA_TILES):
+        tile = tiles.index((n * BETA_TILES + half) * (DEPTH // COLUMNS))
+        copy_engine.load(desc, [block, 0, half * (KEYS // BETA_TILES)], arrival, tile)
 
 
 @gluon.jit

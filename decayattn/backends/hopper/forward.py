@@ -12,6 +12,10 @@ float32's, whole tiles do not look for another: their exponentials begin as soon
 the instructions is not needed. What was summed tells at the end of an item whether that went well; if not (a far key
 outweighs a row's edge tiles by 2^64), the producer sends the item again, and every tile is taken for an edge.
 
+Every warpgroup runs a copy of this code, and short items wait for instructions to arrive. So whole tiles have a loop of
+their own, half as long as that of edge tiles and without a branch, and what few rows need (their own α, for a
+log-sum-exp that somebody asked for; their first key, where it is in the tile) stays out of the way.
+
 The decay costs no instruction per score: β, −α_j of a key relative to its block and divided by the scale, stands in
 three bfloat16 rows beside the keys (high, middle and low bits), and one more matrix instruction adds ones × β to Q Kᵀ.
 What a row and a tile share, α_i and the difference of two block bases, joins the row maximum and the log-sum-exp. To
@@ -41,6 +45,7 @@ from decayattn.backends.hopper.exchange import (
     WARPS,
     WORDS,
     Buffers,
+    allocate_beta,
     draw,
     drawn_item,
     least,
@@ -50,16 +55,18 @@ from decayattn.backends.hopper.fragments import (
     DEPTH,
     SHARES,
     among_columns,
+    bits_before,
     by_threads,
     common_columns,
     from_threads,
     ones_of_parts,
     shares,
+    where_bits,
 )
 from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Sizes, Walk
 from decayattn.backends.hopper.producer import produce
 from decayattn.backends.hopper.rings import allocate_words, make_ring, stage
-from decayattn.backends.hopper.tile_table import allocate_tiles, coordinates, flat
+from decayattn.backends.hopper.tile_table import Place, allocate_tiles, coordinates, flat
 from decayattn.backends.tile_math import LN2, finite_or_zero, probability, rescale
 from decayattn.backends.tile_range import tiles_between
 
@@ -75,30 +82,17 @@ MOST: gl.constexpr = gl.constexpr(2.0**64)
 
 @aggregate
 class Side:
-    """What rows see on one side of the diagonal: each the keys from `first` to `last`, and which tiles all of them see
-    whole; first_max, the largest first key."""
+    """What rows see on one side of the diagonal: the largest first key, and which tiles all of them see whole."""
 
-    first: gl.tensor
     first_max: gl.tensor
-    last: gl.tensor
     whole_begin: gl.tensor
     whole_end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, first, first_max, last, whole_begin, whole_end):
-        self.first = first
+    def __init__(self, first_max, whole_begin, whole_end):
         self.first_max = first_max
-        self.last = last
         self.whole_begin = whole_begin
         self.whole_end = whole_end
-
-    @gluon.jit
-    def or_right(self, right, is_right):
-        return Side(
-            gl.where(is_right, right.first, self.first), gl.where(is_right, right.first_max, self.first_max),
-            gl.where(is_right, right.last, self.last), gl.where(is_right, right.whole_begin, self.whole_begin),
-            gl.where(is_right, right.whole_end, self.whole_end),
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -120,23 +114,20 @@ def _start_scores(q, buffers, n, count, zero, is_right, KIND: gl.constexpr, CAUS
     score = warpgroup_mma(q, kT, zero, use_acc=False, is_async=True)
     # after the products: a strong decay is large, and every instruction that adds to it rounds it
     if KIND == "scalar":
-        beta = flat(buffers.beta.index(stage(n, buffers.keys.STAGES)))
+        beta = buffers.beta.index(stage(n, buffers.keys.STAGES))
         score = warpgroup_mma(_ones(buffers, is_right, SCORE, CAUSAL), beta, score, is_async=True)
     elif KIND == "constant":
-        beta = flat(buffers.beta.index(stage(count, SLOTS)))
+        beta = buffers.beta.index(stage(count, SLOTS))
         score = warpgroup_mma(_ones(buffers, is_right, SCORE, CAUSAL), beta, score, is_async=True)
     return score
 
 
 @gluon.jit
-def _base_difference(buffers, n, tile, reference, rate, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
+def _base_difference(buffers, n, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
     """α at the warpgroup's reference minus α at the start of the n-th tile: one number."""
-    if KIND == "scalar":
+    difference = 0.0
+    if KIND != "none":
         difference = own(buffers.differences.index(stage(n, buffers.keys.STAGES)), WARPGROUP)
-    elif KIND == "constant":
-        difference = (reference - tile * KEYS).to(gl.float32) * rate
-    else:
-        difference = 0.0
     return difference
 
 
@@ -178,18 +169,30 @@ def _rescale(acc, correction, D: gl.constexpr):
 
 
 @gluon.jit
-def _masked(score, tile, side, HAS_FIRST: gl.constexpr):
-    """Scores of an edge tile, −inf where a row does not see the key."""
+def _masked(score, rows, tile, is_right, BITS: gl.constexpr):
+    """Scores of an edge tile, −inf where a row does not see the key.
+
+    BITS: by tests of bits, which ptxas does for eight columns at once, and without a branch around code that no tile
+    needs; but in the loop over tiles they cost it the registers with which P stays where it is.
+    """
     SCORE: gl.constexpr = score.type.layout
     x = by_threads(score)
-    key = common_columns(x)
-    x = gl.where(key <= among_columns(side.last - tile * KEYS, x), x, float("-inf"))
-    if HAS_FIRST:
-        seldom = tile * KEYS < side.first_max
-        if seldom:
-            # a copy that the compiler must leave in its branch, and with it what it is for
-            first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [side.first], gl.int32, is_pure=False, pack=1)
-            x = gl.where(key >= among_columns(first - tile * KEYS, x), x, float("-inf"))
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
+    end = rows.keys_end(is_right) - tile * KEYS
+    if BITS:
+        seen = bits_before(end, LAYOUT)
+        if rows.HAS_FIRST:
+            seldom = tile * KEYS < rows.first_max(is_right)
+            if seldom:
+                seen &= ~bits_before(rows.first_key(is_right) - tile * KEYS, LAYOUT)
+        x = where_bits(seen, x)
+    else:
+        key = common_columns(x)
+        x = gl.where(key < among_columns(end, x), x, float("-inf"))
+        if rows.HAS_FIRST:
+            seldom = tile * KEYS < rows.first_max(is_right)
+            if seldom:
+                x = gl.where(key >= among_columns(rows.first_key(is_right) - tile * KEYS, x), x, float("-inf"))
     return from_threads(x, SCORE)
 
 
@@ -206,35 +209,124 @@ def _anchored(score, row_max, difference, scale):
 
 
 @gluon.jit
-def _softmax(score, row_max, row_sum, difference, scale, tile, side, edge, HAS_FIRST: gl.constexpr, WIDE: gl.constexpr):
+def _softmax(score, row_max, row_sum, difference, scale, EDGE: gl.constexpr, WIDE: gl.constexpr):
     """Unnormalised p of a tile, the new (row_max, row_sum), and the factor for what was summed before.
 
     WIDE: p has the exponents of float32, so that only edge tiles look for a maximum. A row that has none yet gets
     p = inf, an overflow.
     """
-    new_max = row_max
-    anchor = row_max
-    if WIDE:
-        if edge:
-            score = _masked(score, tile, side, HAS_FIRST)
-            new_max, anchor = _anchored(score, row_max, difference, scale)
-            # an overflow stays one, whatever this tile moves the maximum by
-            row_sum = gl.where(row_sum >= MOST, float("inf"), row_sum)
-    else:
-        if edge:
-            score = _masked(score, tile, side, HAS_FIRST)
+    if EDGE and WIDE:
+        # an overflow stays one, whatever this tile moves the maximum by
+        row_sum = gl.where(row_sum >= MOST, float("inf"), row_sum)
+    new_max, anchor = row_max, row_max
+    correction = row_max
+    if EDGE or not WIDE:
         new_max, anchor = _anchored(score, row_max, difference, scale)
+        correction = rescale(row_max, anchor)
+        row_sum *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
     p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
-    correction = rescale(row_max, anchor)
-    row_sum = row_sum * gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
     row_sum += shares(by_threads(p))
     return p, new_max, row_sum, correction
+
+
+@aggregate
+class Rows:
+    """A warpgroup's rows of an item: where their queries are, and in which order they see which tiles; n_end is the end
+    of their tiles among those of all items, of which the item's first is `sent`."""
+
+    q: gl.shared_memory_descriptor
+    count: gl.tensor
+    sent: gl.tensor
+    n_end: gl.tensor
+    walk: Walk
+    left: Side
+    right: Side
+    position: gl.tensor
+    place: Place
+    decay: Decay
+    HAS_FIRST: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, q, count, sent, n_end, walk, left, right, position, place, decay):
+        self.q = q
+        self.count = count
+        self.sent = sent
+        self.n_end = n_end
+        self.walk = walk
+        self.left = left
+        self.right = right
+        self.position = position
+        self.place = place
+        self.decay = decay
+        # whether a row can have a first key other than 0
+        self.HAS_FIRST = gl.constexpr(decay.KIND == "scalar" or decay.WINDOW or not decay.CAUSAL)
+
+    @gluon.jit
+    def first_max(self, is_right):
+        """The largest first key that a row sees on one side of the diagonal."""
+        first_max = self.left.first_max
+        if not self.decay.CAUSAL:
+            first_max = gl.where(is_right, self.right.first_max, first_max)
+        return first_max
+
+    @gluon.jit
+    def first_key(self, is_right):
+        """The first key that each row sees on one side of the diagonal."""
+        first = self.decay.first_key(self.position)
+        if not self.decay.CAUSAL:
+            first = gl.where(is_right, self.position + 1, first)
+        return first
+
+    @gluon.jit
+    def keys_end(self, is_right):
+        """Where the keys end that each row sees on one side of the diagonal."""
+        end = self.position + 1
+        if not self.decay.CAUSAL:
+            end = gl.where(is_right, self.decay.keys_end(self.position, self.place.key_length), end)
+        return end
+
+
+@gluon.jit
+def _next_tile(
+    buffers, rows, n, acc, p, row_max, row_sum, scale, zero, WARPGROUP: gl.constexpr, EDGE: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
+    """(acc, p, row_max, row_sum) with P V of the tile before added, and P of the n-th."""
+    SCORE: gl.constexpr = zero.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    P: gl.constexpr = p.type.layout
+    KIND: gl.constexpr = rows.decay.KIND
+    CAUSAL: gl.constexpr = rows.decay.CAUSAL
+    keys, values = buffers.keys, buffers.values
+    tile, is_right = rows.walk.tile(n - rows.sent), rows.walk.is_right(n - rows.sent)
+    # the scores of this tile while P V of the tile before it runs
+    score = _start_scores(rows.q, buffers, n, rows.count, zero, is_right, KIND, CAUSAL)
+    difference = _base_difference(buffers, n, WARPGROUP, KIND)
+    if not CAUSAL and KIND != "none":
+        # the other sign, and of a row's α, too, which is left out as if it had that of the left side
+        row_alpha = buffers.row_alphas.index(WARPGROUP).load(ROW)
+        difference = gl.where(is_right, -(difference + 2 * row_alpha), difference)
+    values.wait_ready(n - 1)
+    acc = warpgroup_mma(p, flat(values.tile(n - 1)), acc, is_async=True)
+    score = warpgroup_mma_wait(1, (score,))
+    keys.release(n)
+    if EDGE:
+        score = _masked(score, rows, tile, is_right, False)
+    next_p, row_max, row_sum, correction = _softmax(score, row_max, row_sum, difference, scale, EDGE, WIDE)
+    # ptxas would hoist the wait for P V above the exponentials; a store that needs their sum keeps it below
+    buffers.fences.index(WARPGROUP).store(row_sum)
+    keys.wait_ready(n + 1, n + 1 < rows.n_end)
+    acc = warpgroup_mma_wait(0, (acc,))
+    values.release(n - 1)
+    if EDGE or not WIDE:
+        acc = _rescale(acc, correction, acc.shape[1])
+    return acc, gl.convert_layout(next_p.to(p.dtype), P), row_max, row_sum
 
 
 @gluon.jit
 def _consume(
     buffers, sizes, decay, out_desc, lse, row_references, scale,
-    WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr,
+    WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, WITH_LSE: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """One consumer warpgroup: 64 query rows of every item through the keys that they see."""
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -243,12 +335,12 @@ def _consume(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     KIND: gl.constexpr = decay.KIND
     CAUSAL: gl.constexpr = decay.CAUSAL
-    # whether a row can have a first key other than 0
-    HAS_FIRST: gl.constexpr = KIND == "scalar" or decay.WINDOW or not CAUSAL
     queries, keys, values = buffers.queries, buffers.keys, buffers.values
     WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
+    # whether the rows' own α is needed
+    ROW_ALPHA: gl.constexpr = KIND != "none" and (WITH_LSE or not CAUSAL)
     zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
-    fence = buffers.fences.index(WARPGROUP)
+    row_alphas = buffers.row_alphas.index(WARPGROUP)
     state = draw(buffers.drawn, 0)
     count = state * 0
     sent = state * 0
@@ -263,7 +355,6 @@ def _consume(
             # rows past the end repeat the last one, and are never stored
             final_row = gl.minimum(start + ROWS, query_length) - 1
             position = gl.minimum(start + gl.arange(0, ROWS, ROW), final_row) + first_position
-            first = head_decay.first_key(position)
             first_min = own(buffers.firsts.index(stage(count, SLOTS) * 2), WARPGROUP)
             first_max = own(buffers.firsts.index(stage(count, SLOTS) * 2 + 1), WARPGROUP)
             tile_end = found.tile_end(start, ROWS)
@@ -271,25 +362,26 @@ def _consume(
             own_min = gl.maximum(start + first_position, 0)
             begin, whole_begin, whole_end, _ = tiles_between(first_min, first_max, own_min, tile_end * KEYS, KEYS)
             whole_end = gl.where(state == CAREFUL, whole_begin, whole_end)
-            reference = found.reference(start)
-            rate = head_decay.rate(head)
-            left = Side(first, first_max, position, whole_begin, whole_end)
+            if ROW_ALPHA:
+                # on its way while the first tile is waited for
+                row_alpha = head_decay.row_alpha(position, found.reference(start), head_decay.rate(head))
             walk = Walk(item_end, tiles, item_end, True)
+            left = Side(first_max, whole_begin, whole_end)
+            right = left
+            visits = item_end - begin
             if not CAUSAL:
                 item_begin = least(buffers.firsts.index(stage(count, SLOTS) * 2)) // KEYS
                 walk = Walk(item_end, item_end - item_begin, found.first_right_key() // KEYS, False)
-                end = head_decay.keys_end(position, place.key_length)
                 end_min = own(buffers.ends.index(stage(count, SLOTS) * 2), WARPGROUP)
                 end_max = own(buffers.ends.index(stage(count, SLOTS) * 2 + 1), WARPGROUP)
                 # the first tile is an edge tile, too: rows before all keys have no other
                 after_own = gl.maximum(final_row + first_position, 0) + 1
                 _, right_begin, right_end, _ = tiles_between(0, after_own, end_min, end_max, KEYS)
                 right_end = gl.where(state == CAREFUL, right_begin, right_end)
-                right = Side(position + 1, after_own, end - 1, right_begin, right_end)
+                right = Side(after_own, right_begin, right_end)
                 # what only other warpgroups see is visited, and masked, but not after this one's last tile
-                right_visits = gl.maximum(gl.cdiv(end_max, KEYS) - walk.right_begin, 0)
-                row_alpha = head_decay.row_alpha(position, reference, rate)
-
+                visits = walk.left_visits + gl.maximum(gl.cdiv(end_max, KEYS) - walk.right_begin, 0)
+            n_end = sent + visits
             # n counts the tiles of all items; an item is walked from item_end down (and then up)
             n_begin = item_end - tile_end
             for n in range(sent, sent + n_begin):
@@ -299,8 +391,9 @@ def _consume(
             queries.wait_ready(count)
             keys.wait_ready(n)
             q = flat(queries.tiles.index(stage(count, SLOTS) * WARPGROUPS + WARPGROUP))
+            rows = Rows(q, count, sent, n_end, walk, left, right, position, place, head_decay)
             score = _start_scores(q, buffers, n, count, zero, walk.is_right(n_begin), KIND, CAUSAL)
-            difference = _base_difference(buffers, n, tile_end - 1, reference, rate, WARPGROUP, KIND)
+            difference = _base_difference(buffers, n, WARPGROUP, KIND)
             # out of the item before stood in its q
             tma.store_wait(0)
             queries.release(count - 1, count > 0)
@@ -308,43 +401,36 @@ def _consume(
             keys.release(n)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
-            p, row_max, row_sum, _ = _softmax(
-                score, row_max, row_sum, difference, scale, tile_end - 1, left, True, HAS_FIRST, WIDE
-            )
+            score = _masked(score, rows, tile_end - 1, False, True)
+            p, row_max, row_sum, _ = _softmax(score, row_max, row_sum, difference, scale, True, WIDE)
+            if ROW_ALPHA:
+                # for the end, and out of the registers
+                row_alphas.store(row_alpha.sum())
             p = gl.convert_layout(p.to(q.dtype), P)
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
-            if CAUSAL:
-                n_end = sent + item_end - begin
-            else:
-                n_end = sent + walk.left_visits + right_visits
             keys.wait_ready(n + 1, n + 1 < n_end)
-            for n in range(sent + n_begin + 1, n_end):
-                # the scores of this tile while P V of the tile before it runs
-                tile = walk.tile(n - sent)
-                is_right = walk.is_right(n - sent)
-                score = _start_scores(q, buffers, n, count, zero, is_right, KIND, CAUSAL)
-                shared = _base_difference(buffers, n, tile, reference, rate, WARPGROUP, KIND)
-                side = left
+            n += 1
+            # edge tiles and whole ones after them, left of the diagonal; the same right of it; then edge tiles
+            whole = gl.maximum(sent + item_end - whole_end, n)
+            edge = gl.maximum(sent + item_end - whole_begin, whole)
+            comes_right = not CAUSAL
+            while n < n_end:
+                for m in range(n, whole):
+                    acc, p, row_max, row_sum = _next_tile(
+                        buffers, rows, m, acc, p, row_max, row_sum, scale, zero, WARPGROUP, True, WIDE
+                    )
+                for m in range(whole, edge):
+                    acc, p, row_max, row_sum = _next_tile(
+                        buffers, rows, m, acc, p, row_max, row_sum, scale, zero, WARPGROUP, False, WIDE
+                    )
+                n = edge
+                whole, edge = n_end, n_end
                 if not CAUSAL:
-                    side = left.or_right(right, is_right)
-                    if KIND != "none":
-                        # the other sign, and of a row's α, too, which is left out as if it had that of the left side
-                        shared = gl.where(is_right, -(shared + 2 * row_alpha), shared)
-                values.wait_ready(n - 1)
-                acc = warpgroup_mma(p, flat(values.tile(n - 1)), acc, is_async=True)
-                score = warpgroup_mma_wait(1, (score,))
-                keys.release(n)
-                edge = (tile >= side.whole_end) | (tile < side.whole_begin)
-                next_p, row_max, row_sum, correction = _softmax(
-                    score, row_max, row_sum, shared, scale, tile, side, edge, HAS_FIRST, WIDE
-                )
-                # ptxas would hoist the wait for P V above the exponentials; a store that needs their sum keeps it below
-                fence.store(row_sum)
-                keys.wait_ready(n + 1, n + 1 < n_end)
-                acc = warpgroup_mma_wait(0, (acc,))
-                values.release(n - 1)
-                acc = _rescale(acc, correction, D)
-                p = gl.convert_layout(next_p.to(q.dtype), P)
+                    if comes_right:
+                        right_n = sent + walk.left_visits
+                        whole = gl.maximum(right_n + right.whole_begin - walk.right_begin, n)
+                        edge = gl.maximum(right_n + right.whole_end - walk.right_begin, whole)
+                    comes_right = False
             values.wait_ready(n_end - 1)
             acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
 
@@ -357,17 +443,18 @@ def _consume(
             seen = total > 0
             total = gl.where(seen, total, 1.0)
             row_reference = row_max + gl.log2(total)
-            if CAUSAL:
-                row_lse = (row_reference + head_decay.row_alpha(position, reference, rate)) * LN2
-            else:
+            if ROW_ALPHA and not CAUSAL:
                 # a row's α, whose sign differs between its keys, does not cancel in a backward's scores either
-                row_reference += row_alpha
-                row_lse = row_reference * LN2
+                row_reference += row_alphas.load(ROW)
             row = start + gl.arange(0, ROWS, ROW)
             here = sizes.rows(found) + row
             inside = row < query_length
             gl.store(row_references + here, gl.where(seen, row_reference, float("inf")), mask=inside)
-            gl.store(lse + here, gl.where(seen, row_lse, float("-inf")), mask=inside)
+            if WITH_LSE:
+                row_lse = row_reference
+                if ROW_ALPHA and CAUSAL:
+                    row_lse += row_alphas.load(ROW)
+                gl.store(lse + here, gl.where(seen, row_lse * LN2, float("-inf")), mask=inside)
 
             acc = warpgroup_mma_wait(0, (acc,))
             values.release(n_end - 1)
@@ -413,8 +500,8 @@ def forward_kernel(
     q_desc, k_desc, v_desc, beta_desc, out_desc, lse, row_references, rates, local, bases, last_reset, next_reset,
     plan, counter, table, scale, rate_stride, left, items, row_tiles, heads, group, together, query_length, key_length,
     blocks, granules, KIND: gl.constexpr, RAGGED: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, PLANNED: gl.constexpr, D: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    WINDOW: gl.constexpr, PLANNED: gl.constexpr, WITH_LSE: gl.constexpr, D: gl.constexpr, WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. May be launched before the launch before it has ended.
 
@@ -435,20 +522,21 @@ def forward_kernel(
         overflows.index(n).store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
     FENCE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
+    row_alphas = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS], WORD)
     differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], WORD)
     firsts = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, WARPGROUPS_PADDED], WORD)
     ends, beta, signs = firsts, q_tiles, q_tiles
     if not CAUSAL:
         ends = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, WARPGROUPS_PADDED], WORD)
     if KIND != "none":
-        beta = allocate_tiles(beta_desc, STAGES if KIND == "scalar" else SLOTS)
+        beta = allocate_beta(beta_desc, STAGES if KIND == "scalar" else SLOTS)
         if not CAUSAL:
             SIGNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], gl.bfloat16)
             signs = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, DEPTH], SIGNS)
             ONES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
             signs.index(0).store(gl.full([ROWS, DEPTH], 1.0, gl.bfloat16, ONES))
             signs.index(1).store(gl.full([ROWS, DEPTH], -1.0, gl.bfloat16, ONES))
-            fence_async_shared()
+        fence_async_shared()
     wait_for_launch_before(items)
     if RAGGED:
         # the host only knows bounds
@@ -460,14 +548,14 @@ def forward_kernel(
     buffers = Buffers(
         make_ring(q_tiles, SLOTS, WARPGROUPS), make_ring(k_tiles, STAGES, WARPGROUPS),
         make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, WARPGROUPS), beta, differences, firsts,
-        ends, signs, overflows, fences,
+        ends, signs, overflows, fences, row_alphas,
     )  # fmt: skip
 
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 0, 2, D)),
-                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 1, 2, D)),
+                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 0, 2, WITH_LSE, D)),
+                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 1, 2, WITH_LSE, D)),
                 (produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, beta_desc, 2)),
             ],
             [4, 1],
@@ -476,9 +564,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 0, 3, D)),
-                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 1, 3, D)),
-                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 2, 3, D)),
+                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 0, 3, WITH_LSE, D)),
+                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 1, 3, WITH_LSE, D)),
+                (_consume, (buffers, sizes, decay, out_desc, lse, row_references, scale, 2, 3, WITH_LSE, D)),
                 (produce, (buffers, sizes, decay, counter, q_desc, k_desc, v_desc, beta_desc, 3)),
             ],
             [4, 4, 1],

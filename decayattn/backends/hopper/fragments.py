@@ -70,3 +70,28 @@ def ones_of_parts(FIRST: gl.constexpr, RESULT: gl.constexpr):
     ones = ((column >= FIRST) & (column < FIRST + PARTS)).to(gl.bfloat16)
     ones, _ = gl.broadcast(ones, gl.full([SHARE, DEPTH], 0.0, gl.bfloat16, LAYOUT))
     return ones
+
+
+@gluon.jit
+def bits_before(column, LAYOUT: gl.constexpr):
+    """(rows, 4): which of its 32 columns of a row a thread has before a column, one per row, as bits."""
+    column = less_own(column, LAYOUT)
+    count = gl.maximum(2 * (column >> 3) + gl.minimum(column & 7, 2), 0)
+    return gl.inline_asm_elementwise("bmsk.clamp.b32 $0, 0, $1;", "=r,r", [count], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def where_bits(bits, x):
+    """x by threads where the bits of its columns are set, −inf elsewhere."""
+    UNSHARED: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+    block = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, UNSHARED)))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, UNSHARED)))
+    bit = 1 << (gl.expand_dims(gl.expand_dims(2 * block, 0), 2) + gl.expand_dims(gl.expand_dims(pair, 0), 1))
+    _, bit = gl.broadcast(x, gl.expand_dims(bit, 2))
+    _, bits = gl.broadcast(x, gl.expand_dims(gl.expand_dims(bits, 1), 3))
+    # not as an expression: LLVM gathers the outcomes in integers, and takes them apart again
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 own; .reg .pred set; and.b32 own, $2, $3; setp.ne.b32 set, own, 0; "
+        "selp.f32 $0, $1, 0fFF800000, set; }",
+        "=f,f,r,r", [x, bits, bit], gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip

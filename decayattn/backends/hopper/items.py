@@ -200,6 +200,25 @@ class Base:
 
 
 @aggregate
+class RowAlpha:
+    """α of rows relative to their reference, as what is loaded for it: no wait before it is added up."""
+
+    base: Base
+    reference_base: Base
+    local: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, base, reference_base, local):
+        self.base = base
+        self.reference_base = reference_base
+        self.local = local
+
+    @gluon.jit
+    def sum(self):
+        return self.base.minus(self.reference_base) + self.local
+
+
+@aggregate
 class Decay:
     """Where the decay is in memory: rates of a constant one, the prefix of one per token; CAUSAL, whether rows see no
     keys after their own; WINDOW, how many before it at most; PLANNED, where a granule's rows need not look for more
@@ -290,10 +309,8 @@ class Decay:
         """α of positions relative to the reference."""
         if self.KIND == "scalar":
             token = gl.maximum(position, 0)
-            between_blocks = self.base(token // KEYS).minus(self.base(reference // KEYS))
-            alpha = between_blocks + gl.load(self.local + token)
-        elif self.KIND == "constant":
-            alpha = (position - reference).to(gl.float32) * rate
+            alpha = RowAlpha(self.base(token // KEYS), self.base(reference // KEYS), gl.load(self.local + token))
         else:
-            alpha = 0.0
+            zero = (reference * 0).to(gl.float32)
+            alpha = RowAlpha(Base(zero, zero), Base(zero, zero), (position - reference).to(gl.float32) * rate)
         return alpha

@@ -20,21 +20,25 @@ from decayattn.problem import AttentionProblem
 
 def forward(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float,
-    places: Tensor | None = None, bias: None = None,
-) -> tuple[Tensor, Tensor, Tensor, DecayPrefix, Tensor]:  # fmt: skip
-    """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q), the decay prefix and the
-    first blocks of keys that were visited (skipping.plan)."""
+    places: Tensor | None = None, bias: None = None, with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, DecayPrefix, Tensor]:  # fmt: skip
+    """out (B, T_q, H, D_v), lse (B, H, T_q) or None; for the backward the row references (B, H, T_q), the decay prefix
+    and the first blocks of keys that were visited (skipping.plan)."""
     with launching.on_device(problem.device):
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
-        lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=torch.float32)
-        row_references = torch.empty_like(lse)
+        rows = problem.batch, problem.num_heads, problem.query_length
+        row_references = q.new_empty(rows, dtype=torch.float32)
+        lse = torch.empty_like(row_references) if with_lse else None
+        # what rows that see no key have in them
+        outputs = [(out, 0.0), (row_references, torch.inf), *([(lse, -torch.inf)] if with_lse else [])]
         if problem.is_empty:
-            empty_rows = lse.fill_(-torch.inf), row_references.fill_(torch.inf)
-            return out.zero_(), *empty_rows, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
-        launch = launching.of_call(problem.device, (q, k, v, log_decay, places), problem, skipping.is_planned(problem))
+            for x, value in outputs:
+                x.fill_(value)
+            return out, lse, row_references, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
+        given = (q, k, v, log_decay, places)
+        launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), with_lse)
         sequences = sequence_blocks.find(problem, places, launch)
-        fills = [(out, 0.0), (lse, -torch.inf), (row_references, torch.inf)]
-        sequence_blocks.fill_outside(problem, sequences, fills, launch=launch)
+        sequence_blocks.fill_outside(problem, sequences, outputs, launch=launch)
         dim = config.kernel_dim(problem.head_dim, problem.value_dim)
         schedule = config.forward(dim)
         score_scale = scale / math.log(2)  # base 2
@@ -56,18 +60,19 @@ def forward(
             q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
             q_desc if beta is None else descriptors.key_parts(beta),
             source(out, config.WARPGROUP_ROWS, dim),
-            lse, row_references, log_decay if problem.decay == "constant" else lse,
+            lse if with_lse else row_references, row_references,
+            log_decay if problem.decay == "constant" else row_references,
             prefix.local, bases, prefix.last_reset, prefix.next_reset, first_block, counter,
-            lse if tiles.rows is None else tiles.rows,
+            row_references if tiles.rows is None else tiles.rows,
             score_scale, log_decay.stride(0) if problem.decay == "constant" else 0, left_of(problem),
             items, tiles.row_tiles, problem.num_heads, group,
             heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
             sequence_blocks.decay_blocks(problem), first_block.shape[-1],
             KIND=problem.decay, RAGGED=places is not None, PACKED=problem.layout == "packed",
             CAUSAL=problem.causal, WINDOW=problem.window[0] >= 0, PLANNED=skipping.is_planned(problem),
-            D=dim, WARPGROUPS=schedule.warpgroups, STAGES=schedule.stages, REGISTERS=schedule.registers,
-            PRODUCER_REGISTERS=schedule.producer_registers, num_warps=4, maxnreg=schedule.launch_registers,
-            launch_pdl=True, **COMPILER_OPTIONS,
+            WITH_LSE=with_lse, D=dim, WARPGROUPS=schedule.warpgroups, STAGES=schedule.stages,
+            REGISTERS=schedule.registers, PRODUCER_REGISTERS=schedule.producer_registers, num_warps=4,
+            maxnreg=schedule.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )  # fmt: skip
         return out, lse, row_references, prefix, first_block
 

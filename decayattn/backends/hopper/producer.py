@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from decayattn.backends.hopper import copy_engine
 from decayattn.backends.hopper.exchange import (
+    BETA_TILES,
     CAREFUL,
     END,
     ITEM,
@@ -14,6 +15,7 @@ from decayattn.backends.hopper.exchange import (
     WARPGROUPS_PADDED,
     WORDS,
     hand_over,
+    load_beta,
     overflowed,
 )
 from decayattn.backends.hopper.items import KEYS, ROWS, Walk
@@ -78,8 +80,8 @@ def _send(
         arrival = queries.arrival(count)
         if decay.KIND == "constant":
             # β of a constant decay is the same for every tile of the head
-            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes + beta_desc.block_type.nbytes)
-            copy_engine.load(beta_desc, [head, 0, 0], arrival, buffers.beta.index(stage(count, SLOTS)))
+            mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes + BETA_TILES * beta_desc.block_type.nbytes)
+            load_beta(beta_desc, head, arrival, buffers.beta, stage(count, SLOTS))
         else:
             mbarrier.expect(arrival, WARPGROUPS * q_desc.block_type.nbytes)
         for w in gl.static_range(WARPGROUPS):
@@ -108,9 +110,10 @@ def _send(
         walk = Walk(tile_end, tiles, right_begin, False)
         tiles += gl.maximum(gl.cdiv(gl.max(end_max, 0), KEYS) - right_begin, 0)
     tiles = gl.where(item < sizes.items, tiles, 0)
+    reference = found.reference(start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS)
+    rate = head_decay.rate(head)
     if decay.KIND == "scalar":
-        warpgroup_start = start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS
-        reference = gl.minimum(found.reference(warpgroup_start), place.key_length - 1)
+        reference = gl.minimum(reference, place.key_length - 1)
         reference_bases = head_decay.base(reference // KEYS)
         next_tile = tile_end - 2
         if not decay.CAUSAL:
@@ -120,7 +123,7 @@ def _send(
     else:
         reference_bases = 0.0
         next_base = 0.0
-        difference = 0.0
+        difference = (reference - (tile_end - 1) * KEYS).to(gl.float32) * rate
 
     hand_over(
         buffers, count, state, item, found, tiles, tile_end, first_min, first_max, end_min, end_max, decay.CAUSAL,
@@ -150,6 +153,8 @@ def _send(
             if not decay.CAUSAL:
                 next_tile = walk.tile_or_last(n + 2 - sent, place)
             next_base = head_decay.base(next_tile)
+        elif decay.KIND == "constant":
+            difference = (reference - walk.tile(n + 1 - sent) * KEYS).to(gl.float32) * rate
     return tiles, following
 
 
@@ -159,11 +164,11 @@ def _send_keys(buffers, sizes, decay, found, n, key, kv_head, difference, k_desc
     keys, place = buffers.keys, found.place
     keys.wait_empty(n)
     arrival = keys.arrival(n)
-    if decay.KIND == "scalar":
-        beta = buffers.beta.index(stage(n, keys.STAGES))
+    if decay.KIND != "none":
         buffers.differences.index(stage(n, keys.STAGES)).store(difference)
-        mbarrier.expect(arrival, k_desc.block_type.nbytes + beta_desc.block_type.nbytes)
-        copy_engine.load(beta_desc, [sizes.blocks(found) + key // KEYS, 0, 0], arrival, beta)
+    if decay.KIND == "scalar":
+        mbarrier.expect(arrival, k_desc.block_type.nbytes + BETA_TILES * beta_desc.block_type.nbytes)
+        load_beta(beta_desc, sizes.blocks(found) + key // KEYS, arrival, buffers.beta, stage(n, keys.STAGES))
     else:
         mbarrier.expect(arrival, k_desc.block_type.nbytes)
     at = coordinates(place.entry, kv_head, key, place.first_token, place.key_length, sizes.key_axis, sizes.RAGGED)

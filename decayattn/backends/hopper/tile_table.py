@@ -182,14 +182,14 @@ def coordinates(entry, head, row, first, length, axis, RAGGED: gl.constexpr, COL
 
 
 @gluon.constexpr_function
-def _stacked(count, shape):
+def stacked(count, shape):
     return [count, *shape]
 
 
 @gluon.jit
 def allocate_tiles(desc, COUNT: gl.constexpr):
     """Shared memory for COUNT tiles of a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, _stacked(COUNT, desc.block_shape), desc.layout)
+    return gl.allocate_shared_memory(desc.dtype, stacked(COUNT, desc.block_shape), desc.layout)
 
 
 @gluon.constexpr_function

@@ -83,7 +83,7 @@ def forward_kernel(
     DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence."""
-    ACCUMULATOR: tl.constexpr = lse.dtype.element_ty
+    ACCUMULATOR: tl.constexpr = row_references.dtype.element_ty
     # causal: the last row tiles see the most keys, and come first
     start, sequence, head, batch, first_row, query_length, first_token, key_length = tile_of_program(
         sequences, heads, query_length, key_length, BLOCK_M, False, True, PACKED, SEARCHES
@@ -154,8 +154,9 @@ def forward_kernel(
     # what the backward subtracts from a score to get log2 P: the log-sum-exp as tiles count it, and still in base 2,
     # where it is exact for a row that one key dominates
     reference_value = row_max + tl.log2(total)
-    row_lse = (reference_value + alpha if ROW_CANCELS else reference_value) * LN2
     row = start + tl.arange(0, BLOCK_M)
     here = head_rows + row
     tl.store(row_references + here, tl.where(seen, reference_value, float("inf")), mask=row < query_length)
-    tl.store(lse + here, tl.where(seen, row_lse, float("-inf")), mask=row < query_length)
+    if lse is not None:
+        row_lse = (reference_value + alpha if ROW_CANCELS else reference_value) * LN2
+        tl.store(lse + here, tl.where(seen, row_lse, float("-inf")), mask=row < query_length)

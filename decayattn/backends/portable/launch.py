@@ -35,21 +35,25 @@ _MOST_PROGRAMS_OF_FEW = 1
 
 def forward(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    places: Tensor | None = None, bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, DecayPrefix, Tensor]:  # fmt: skip
-    """out (B, T_q, H, D_v), lse (B, H, T_q); for the backward the row references (B, H, T_q), the decay prefix and the
-    first blocks of keys that were visited (skipping.plan)."""
+    places: Tensor | None = None, bias: Tensor | None = None, with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, DecayPrefix, Tensor]:  # fmt: skip
+    """out (B, T_q, H, D_v), lse (B, H, T_q) or None; for the backward the row references (B, H, T_q), the decay prefix
+    and the first blocks of keys that were visited (skipping.plan)."""
     with launching.on_device(problem.device):
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
-        lse = q.new_empty(problem.batch, problem.num_heads, problem.query_length, dtype=problem.accumulator_dtype)
-        row_references = torch.empty_like(lse)
+        rows = problem.batch, problem.num_heads, problem.query_length
+        row_references = q.new_empty(rows, dtype=problem.accumulator_dtype)
+        lse = torch.empty_like(row_references) if with_lse else None
+        # what rows that see no key have in them
+        outputs = [(out, 0.0), (row_references, torch.inf), *([(lse, -torch.inf)] if with_lse else [])]
         if problem.is_empty:
-            out.zero_(), lse.fill_(-torch.inf), row_references.fill_(torch.inf)
+            for x, value in outputs:
+                x.fill_(value)
             return out, lse, row_references, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
         given = (q, k, v, log_decay, _tensor(scale), places, bias)
-        launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), _shape(bias))
+        launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), _shape(bias), with_lse)
         sequences = sequence_blocks.find(problem, places, launch)
-        fill_outside(problem, sequences, [(out, 0.0), (lse, -torch.inf), (row_references, torch.inf)], launch=launch)
+        fill_outside(problem, sequences, outputs, launch=launch)
         if problem.decay == "scalar":
             prefix = decay_prefix.build(problem, log_decay, sequences=sequences, launch=launch)
         else:
@@ -61,7 +65,7 @@ def forward(
             forward_kernel, programs,
             _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
             *_edges(sequences, tile, v),
-            out, lse, row_references, _row_scales(scale, lse), _rates(problem, log_decay, lse),
+            out, lse, row_references, _row_scales(scale, row_references), _rates(problem, log_decay, row_references),
             *prefix, sequences, skipping.as_argument(problem, first_block), *_window(problem), *_bias(bias),
             q.stride(), k.stride(), v.stride(), out.stride(), _row_scale_strides(scale),
             _rate_stride(problem, log_decay), _scale_number(scale),
