@@ -258,16 +258,19 @@ def test_a_dispatch_mode_sees_both_operators(device):
     assert earlier.seen == ["forward"]
 
 
-@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("way", ["called", "watched", "compiled"])
 @pytest.mark.parametrize(("decay", "causal"), [("none", True), ("constant", False), ("scalar", True)])
-def test_without_lse_all_else_is_the_same(decay, causal, watched, device):
+def test_without_lse_all_else_is_the_same(decay, causal, way, device):
     """Kernels that write no lse are compiled differently."""
     leaves = make(device, decay)
     values = list(leaves.values())
+    attend = functools.partial(decay_attention, causal=causal, backend="triton")
+    if way == "compiled":
+        attend = torch.compile(attend, fullgraph=True, backend=COMPILER)
     results = []
-    with Names() if watched else contextlib.nullcontext():
+    with Names() if way == "watched" else contextlib.nullcontext():
         for return_lse in (True, False):
-            out = decay_attention(**leaves, causal=causal, return_lse=return_lse, backend="triton")
+            out = attend(**leaves, return_lse=return_lse)
             out = out[0] if return_lse else out
             results.append([out, *torch.autograd.grad(out.float().square().sum(), values)])
     assert_equal(*results)
