@@ -155,7 +155,7 @@ def _backward_fake(
     )  # fmt: skip
 
 
-def _differentiate(ctx, d_out, d_lse=None, *_):
+def _differentiate(ctx, d_out, d_lse, *_):
     q, k, v, log_decay, row_scale, places, bias, out, *saved = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
