@@ -16,6 +16,8 @@ from decayattn.backends.tma import CACHED_DESCRIPTORS, Memory, usable_strides
 
 # where every slice of `slices` ends, on an axis of its own; no tensor has as many rows
 SLICE_END = 2**30
+# keys whose parts, in eight rows, lie together in the shared memory that a product reads: 128 bytes of bfloat16
+PART_KEYS = 64
 # more than any coordinate
 _FAR = 0x7FFF0000
 
@@ -67,14 +69,11 @@ def columns(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def key_parts(x: Tensor) -> TensorDescriptor:
-    """Tiles of the parts of 64 of one block's keys, of a contiguous tensor (…, parts, keys) seen as (blocks, parts,
-    keys), filled up with zeros to COLUMNS rows; coordinates are (block, 0, key).
-
-    Eight rows of 64 lie together in shared memory, so that such tiles are parts of one that a product reads.
-    """
+    """Tiles of the parts of PART_KEYS of one block's keys, of a contiguous tensor (…, parts, keys) seen as (blocks,
+    parts, keys), filled up with zeros to COLUMNS rows; coordinates are (block, 0, key)."""
     parts, keys = x.shape[-2:]
     blocks = x.numel() // (parts * keys)
-    return _describe(x.data_ptr(), x.dtype, (blocks, parts, keys), (parts * keys, keys, 1), (1, COLUMNS, 64))
+    return _describe(x.data_ptr(), x.dtype, (blocks, parts, keys), (parts * keys, keys, 1), (1, COLUMNS, PART_KEYS))
 
 
 def plain(x: Tensor, rows: int) -> TensorDescriptor:

@@ -9,7 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from decayattn.backends import parts
-from decayattn.backends.hopper import copy_engine
+from decayattn.backends.hopper import copy_engine, descriptors
+from decayattn.backends.hopper.config import KEY_TILE
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.fragments import DEPTH
 from decayattn.backends.hopper.items import KEYS, Item
@@ -27,9 +28,10 @@ ITEM: gl.constexpr = gl.constexpr(1)
 NORMAL: gl.constexpr = gl.constexpr(0)
 CAREFUL: gl.constexpr = gl.constexpr(1)
 END: gl.constexpr = gl.constexpr(2)
-# rows that the copy engine fetches of β, and tiles of so many rows that it fetches of a block
+# rows that the copy engine fetches of β, keys of a tile that it fetches, and such tiles of a block
 COLUMNS: gl.constexpr = gl.constexpr(parts.COLUMNS)
-BETA_TILES: gl.constexpr = gl.constexpr(2)
+PART_KEYS: gl.constexpr = gl.constexpr(descriptors.PART_KEYS)
+BETA_TILES: gl.constexpr = gl.constexpr(KEY_TILE // descriptors.PART_KEYS)
 
 
 @aggregate
@@ -89,13 +91,13 @@ def allocate_beta(desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def load_beta(desc, block, arrival, beta, n):
-    """Fetch the parts of a block's keys: BETA_TILES tiles of the descriptor. Of 64 keys each, eight of beta's rows lie
-    together in shared memory, and those after them, which stay zeros."""
+    """Fetch the parts of a block's keys: BETA_TILES tiles of the descriptor. Behind the rows of each lie those of the
+    same keys that stay zeros."""
     COUNT: gl.constexpr = beta.shape[0] * BETA_TILES * (DEPTH // COLUMNS)
     tiles = copy_engine.reinterpret(beta, gl.bfloat16, stacked(COUNT, desc.block_shape), desc.layout)
-    for half in gl.static_range(BETA_TILES):
-        tile = tiles.index((n * BETA_TILES + half) * (DEPTH // COLUMNS))
-        copy_engine.load(desc, [block, 0, half * (KEYS // BETA_TILES)], arrival, tile)
+    for part in gl.static_range(BETA_TILES):
+        tile = tiles.index((n * BETA_TILES + part) * (DEPTH // COLUMNS))
+        copy_engine.load(desc, [block, 0, part * PART_KEYS], arrival, tile)
 
 
 @gluon.jit

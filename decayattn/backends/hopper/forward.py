@@ -210,7 +210,8 @@ def _anchored(score, row_max, difference, scale):
 
 @gluon.jit
 def _softmax(score, row_max, row_sum, difference, scale, EDGE: gl.constexpr, WIDE: gl.constexpr):
-    """Unnormalised p of a tile, the new (row_max, row_sum), and the factor for what was summed before.
+    """Unnormalised p of a tile, the new (row_max, row_sum), and the factor for what was summed before, which nobody
+    reads where no maximum is looked for.
 
     WIDE: p has the exponents of float32, so that only edge tiles look for a maximum. A row that has none yet gets
     p = inf, an overflow.

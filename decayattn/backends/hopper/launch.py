@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends import COMPILER_OPTIONS, launching, skipping
+from decayattn.backends import COMPILER_OPTIONS, launching, outputs, skipping
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.hopper import config, descriptors, tile_table
@@ -25,20 +25,15 @@ def forward(
     """out (B, T_q, H, D_v), lse (B, H, T_q) or None; for the backward the row references (B, H, T_q), the decay prefix
     and the first blocks of keys that were visited (skipping.plan)."""
     with launching.on_device(problem.device):
-        out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
-        rows = problem.batch, problem.num_heads, problem.query_length
-        row_references = q.new_empty(rows, dtype=torch.float32)
-        lse = torch.empty_like(row_references) if with_lse else None
-        # what rows that see no key have in them
-        outputs = [(out, 0.0), (row_references, torch.inf), *([(lse, -torch.inf)] if with_lse else [])]
+        results = outputs.allocate(problem, q, with_lse)
+        out, row_references, lse = results
         if problem.is_empty:
-            for x, value in outputs:
-                x.fill_(value)
+            results.fill()
             return out, lse, row_references, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
         given = (q, k, v, log_decay, places)
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), with_lse)
         sequences = sequence_blocks.find(problem, places, launch)
-        sequence_blocks.fill_outside(problem, sequences, outputs, launch=launch)
+        sequence_blocks.fill_outside(problem, sequences, results.of_no_key(), launch=launch)
         dim = config.kernel_dim(problem.head_dim, problem.value_dim)
         schedule = config.forward(dim)
         score_scale = scale / math.log(2)  # base 2

@@ -1,0 +1,34 @@
+"""What a forward writes per row, in either backend."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decayattn.problem import AttentionProblem
+
+
+class Outputs(NamedTuple):
+    out: Tensor  # (B, T_q, H, D_v)
+    row_references: Tensor  # (B, H, T_q): the log-sum-exp as tiles count it, in base 2, for the backward
+    lse: Tensor | None  # (B, H, T_q), where it is asked for
+
+    def of_no_key(self) -> list[tuple[Tensor, float]]:
+        """The tensors, and what rows that see no key have in them."""
+        fills = [(self.out, 0.0), (self.row_references, torch.inf)]
+        return fills if self.lse is None else [*fills, (self.lse, -torch.inf)]
+
+    def fill(self) -> None:
+        """No row sees a key."""
+        for x, value in self.of_no_key():
+            x.fill_(value)
+
+
+def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool) -> Outputs:
+    """Uninitialised."""
+    rows = problem.batch, problem.num_heads, problem.query_length
+    row_references = q.new_empty(rows, dtype=problem.accumulator_dtype)
+    return Outputs(
+        q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim), row_references,
+        torch.empty_like(row_references) if with_lse else None,
+    )  # fmt: skip
