@@ -1,11 +1,10 @@
 """The Hopper kernels against the float64 oracle by the error budget, and against themselves over many runs."""
 
-import itertools
 import math
-import random
 
 import pytest
 import torch
+from hopper_problems import BF16, PACKINGS, int32, make, make_packed, make_padded, random_packing, verify
 
 from decayattn import backends, decay_attention, decay_attention_varlen, visited_fraction
 from decayattn.backends.hopper import config
@@ -13,49 +12,6 @@ from decayattn.testing import assert_within_budget, verify_attention, verify_att
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")]
-
-BF16 = torch.bfloat16
-
-
-def make(
-    rows=333, keys=None, *, batch=2, heads=4, kv_heads=None, dim=64, value_dim=None, decay="scalar", dtype=BF16,
-    strength=0.1,
-):  # fmt: skip
-    keys, kv_heads, value_dim = keys or rows, kv_heads or heads, value_dim or dim
-    q = torch.randn(batch, rows, heads, dim, device="cuda", dtype=dtype)
-    k, v = (torch.randn(batch, keys, kv_heads, d, device="cuda", dtype=dtype) for d in (dim, value_dim))
-    log_decay = {
-        "none": None,
-        "constant": -strength * torch.rand(heads, device="cuda"),
-        "scalar": -2 * strength * torch.rand(batch, keys, heads, device="cuda"),
-    }[decay]
-    return dict(q=q, k=k, v=v, log_decay=log_decay)
-
-
-def int32(*numbers) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
-
-
-def make_packed(rows, keys=None, *, outside=5, resets=0.0, **options) -> dict:
-    """Sequences of so many rows and keys for verify_attention_varlen, between tokens that hold NaN."""
-    lengths = {"q": rows, "k": rows if keys is None else keys}
-    ends = {side: list(itertools.accumulate(n, initial=outside)) for side, n in lengths.items()}
-    inputs = make(ends["q"][-1] + outside, ends["k"][-1] + outside, batch=1, **options)
-    inputs = {name: x[0] if x is not None and x.ndim > 1 else x for name, x in inputs.items()}
-    per_token = inputs["log_decay"] is not None and inputs["log_decay"].ndim == 2
-    if per_token:
-        inputs["log_decay"][torch.rand_like(inputs["log_decay"]) < resets] = -torch.inf
-        inputs["log_decay"][[end for end in ends["k"] if end < ends["k"][-1]]] = math.nan  # of first tokens: not used
-    for name in ("q", "k", "v", *["log_decay"] * per_token):
-        end = ends["q" if name == "q" else "k"][-1]
-        inputs[name][:outside] = inputs[name][end:] = math.nan
-    return inputs | dict(cu_seqlens_q=int32(*ends["q"]), cu_seqlens_k=int32(*ends["k"]))
-
-
-def verify(inputs: dict, **options) -> None:
-    check = verify_attention_varlen if "cu_seqlens_q" in inputs else verify_attention
-    assert_within_budget(check(**inputs, backend="hopper", **options))
-
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
@@ -242,23 +198,6 @@ def test_both_sides_forward_here_and_backward_elsewhere(decay):
 # Sequences. The oracle evaluates every one alone, so whatever crosses a boundary shows
 
 
-def random_packing(seed: int, sequences: int, longest: int) -> tuple[list[int], list[int]]:
-    """Half of the sequences with as many rows as keys, some with none of either."""
-    draw = random.Random(seed)
-    keys = [draw.choice((0, draw.randrange(longest), longest, 128)) for _ in range(sequences)]
-    return [draw.choice((n, n, draw.randrange(longest), 0)) for n in keys], keys
-
-
-PACKINGS = [
-    ([65, 0, 1, 300, 4, 128, 0], None),
-    ([0, 513], None),
-    ([200, 0, 7, 300, 1, 0, 192], [50, 4, 0, 333, 129, 0, 64]),
-    ([1] * 6, [1, 0, 2, 140, 5, 130]),
-    ([40], [1140]),
-    random_packing(0, 12, 700),
-]
-
-
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
 @pytest.mark.parametrize("packing", range(len(PACKINGS)))
@@ -287,22 +226,6 @@ def test_packed_strides_and_what_lies_beyond_the_longest():
     verify(inputs, max_seqlen_q=200, max_seqlen_k=130)
     expanded = torch.randn((), device="cuda", dtype=BF16).expand(inputs["q"].shape)
     verify(inputs, grad_out=expanded)
-
-
-def make_padded(**options) -> dict:
-    """On the right, on the left, on both sides, and nothing but padding; it holds NaN."""
-    inputs = make(333, 500, batch=4, kv_heads=2, **options)
-    decay = options["decay"]
-    inputs |= dict(
-        seqused_q=int32(290, 333, 300, 12), seqused_k=int32(500, 400, 300, 5),
-        leftpad_q=int32(0, 100, 3, 0), leftpad_k=int32(0, 129, 3, 5),
-    )  # fmt: skip
-    for n in range(4):
-        for name in ("q", "k", "v", *["log_decay"] * (decay == "scalar")):
-            side = "q" if name == "q" else "k"
-            inputs[name][n, : inputs["leftpad_" + side][n]] = math.nan
-            inputs[name][n, inputs["seqused_" + side][n] :] = math.nan
-    return inputs
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -301,25 +301,26 @@ def _add_rows(
 
 
 @gluon.jit
-def _place_of_dk(dk_desc, buffers, HALF: gl.constexpr, WARPGROUP: gl.constexpr):
-    """This warpgroup's place in a slot of dSᵀ, for 64 columns of dk."""
-    place = buffers.d_scores.index(2 * HALF + WARPGROUP)
+def _place_of_dk(dk_desc, buffers, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr):
+    """This warpgroup's place in a slot of dSᵀ, for 64 columns of dk of an item whose tiles end with the n-th: not the
+    last one's slot, which the other warpgroup reads once more at its next item's first tile."""
+    place = buffers.d_scores.index(buffers.slot(n + HALF) * 2 + WARPGROUP)
     return copy_engine.reinterpret(place, dk_desc.dtype, dk_desc.block_shape, dk_desc.layout)
 
 
 @gluon.jit
-def _store_dk(dk_desc, dk, item, buffers, WARPGROUP: gl.constexpr, D: gl.constexpr):
+def _store_dk(dk_desc, dk, n, item, buffers, WARPGROUP: gl.constexpr, D: gl.constexpr):
     """Begin to store dk, 64 columns at a time."""
     halves = (dk, dk)
     if D == 128:
         halves = gl.split(gl.permute(gl.reshape(dk, [SHARE, 2, PART]), [0, 2, 1]))
     HALVES: gl.constexpr = D // PART
     for half in gl.static_range(HALVES):
-        flat(_place_of_dk(dk_desc, buffers, half, WARPGROUP)).store(halves[half])
+        flat(_place_of_dk(dk_desc, buffers, n, half, WARPGROUP)).store(halves[half])
     fence_async_shared()
     copy_engine.thread_barrier()
     for half in gl.static_range(HALVES):
-        place = _place_of_dk(dk_desc, buffers, half, WARPGROUP)
+        place = _place_of_dk(dk_desc, buffers, n, half, WARPGROUP)
         copy_engine.store(dk_desc, item.key_at(WARPGROUP, half * PART), place)
 
 
@@ -365,7 +366,9 @@ def _consume(
 
                 # what is read of memory before is on its way while the keys are
                 mbarrier.wait(buffers.keys_ready, count & 1)
-                tma.store_wait(0)  # dk of the item before has left the places of dSᵀ
+                # dk of the item before has left the places of dSᵀ, which one thread knows, and all write to
+                tma.store_wait(0)
+                copy_engine.thread_barrier()
                 edges = tile_end - begin - (whole_end - whole_begin)
                 for m in range(tile_end - begin):
                     tile = gl.where(m < edges, edge_tile(m, begin, whole_begin, whole_end), whole_begin + m - edges)
@@ -414,7 +417,7 @@ def _consume(
 
         # both warpgroups have read dSᵀ, too
         mbarrier.wait(buffers.keys_read, count & 1)
-        _store_dk(dk_desc, (dk * scale).to(buffers.d_scores.dtype), found_item(sizes, item), buffers, WARPGROUP, D)
+        _store_dk(dk_desc, (dk * scale).to(buffers.d_scores.dtype), n, found_item(sizes, item), buffers, WARPGROUP, D)
         count += 1
         item = buffers.draw(count)
     tma.store_wait(0)

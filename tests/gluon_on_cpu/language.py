@@ -1,0 +1,54 @@
+"""By which names kernels find values.py and hopper.py: triton.language, Gluon, its modules for Hopper, copy_engine."""
+
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+from triton.experimental.gluon import language as gl
+
+from gluon_on_cpu import arrays, hopper, machine, values
+from gluon_on_cpu.arrays import Array, elementwise
+from gluon_on_cpu.shared_memory import Shared
+
+
+def _no_layout(*args, **kwargs) -> None:
+    return None
+
+
+def loop(*bounds: Array | int) -> Iterator[Array]:
+    """range, whose numbers are a kernel's."""
+    return (Array(n, arrays.int32) for n in range(*map(int, bounds)))
+
+
+_LAYOUTS = (
+    "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout", "SliceLayout",
+    "SwizzledSharedLayout",
+)  # fmt: skip
+_VALUES = (
+    "arange", "atomic_add", "broadcast", "cdiv", "convert_layout", "expand_dims", "full", "inline_asm_elementwise",
+    "load", "max", "min", "permute", "reshape", "split", "store", "sum", "where", "zeros",
+)  # fmt: skip
+language = SimpleNamespace(
+    **arrays.TYPES,
+    **dict.fromkeys(_LAYOUTS, _no_layout),
+    **{name: getattr(values, name) for name in _VALUES},
+    **{name: elementwise(getattr(np, name)) for name in ("abs", "exp2", "log2", "maximum", "minimum")},
+    NVMMASharedLayout=gl.NVMMASharedLayout,
+    allocate_shared_memory=hopper.allocate_shared_memory,
+    constexpr=lambda value: value,
+    num_programs=lambda axis: Array(machine.program().programs, arrays.int32),
+    program_id=lambda axis: Array(machine.program().number, arrays.int32),
+    static_range=range,
+    target_info=SimpleNamespace(cuda_capability_geq=lambda *version: False),
+    warp_specialize=hopper.warp_specialize,
+)
+mbarrier = SimpleNamespace(
+    MBarrierLayout=lambda: hopper.BARRIER, arrive=hopper.arrive, expect=hopper.expect, init=hopper.init,
+    wait=hopper.wait,
+)  # fmt: skip
+tma = SimpleNamespace(store_wait=hopper.store_wait)
+copy_engine = SimpleNamespace(
+    load=hopper.copy_to_shared, reduce_add=functools.partial(hopper.copy_from_shared, add=True),
+    reinterpret=Shared.reinterpret, store=hopper.copy_from_shared, thread_barrier=hopper.thread_barrier,
+)  # fmt: skip

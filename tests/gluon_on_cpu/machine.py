@@ -1,0 +1,274 @@
+"""Warps that run one at a time, what they wait for, and what is known to have happened before what.
+
+A clock counts, for every agent of a program, up to where what it did is known. Agents are groups of warps, and what
+works beside them: their matrix products, their stores by the copy engine, and its loads, one agent per barrier on which
+they arrive. Waiting adds to a clock what others have told. (Vector clocks: Mattern, 1989; for races, Flanagan and
+Freund, FastTrack, 2009.)
+"""
+
+import random
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+# of a program: four groups of warps with their products and stores, and its barriers
+AGENTS = 96
+# turns after which whoever still asks for something is taken to ask for ever
+_TURNS = 2 * 10**5
+# one of these is drawn for everybody, so that some get far ahead of others
+_SPEEDS = (1, 10, 100)
+
+
+class Deadlock(AssertionError):
+    """Nobody can go on."""
+
+
+class Race(AssertionError):
+    """Nothing orders an access behind an earlier one."""
+
+
+class _Ended(BaseException):
+    """Another group of warps has failed."""
+
+
+class Warps:
+    """A group of warps that run the same code in step: a warpgroup, or a single warp.
+
+    What its warps have done one by one is known to all of them only where they have waited for each other: from then
+    on, one of them that signals tells of all.
+    """
+
+    def __init__(self, program: "Program", name: str, count: int, run: Callable[[], None]) -> None:
+        self.program = program
+        program.warps.append(self)
+        self.name = f"{name} of program {program.number}"
+        self.agent, self.products, self.stores = (program.new_agent() for _ in range(3))
+        self.clock = np.zeros(AGENTS, np.int64)
+        self.clock[self.agent] = 1
+        self.together = self.clock.copy()
+        self.single = count == 1
+        self.fences = [0]
+        self.started_products = 0
+        self.started_stores = 0
+        self.speed = program.machine.random.choice(_SPEEDS)
+        self.waits_for: Callable[[], bool] | None = None
+        self.reason = ""
+        self.ended = False
+        self.turn = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._run, args=(run,), daemon=True)
+
+    def _run(self, run: Callable[[], None]) -> None:
+        machine = self.program.machine
+        self.turn.acquire()
+        try:
+            # of each thread: infinities are as good as any number
+            with np.errstate(all="ignore"):
+                if machine.error is None:
+                    run()
+                if self.clock[self.stores] < self.started_stores:
+                    raise Race(f"{self.name} ends before its stores have been read")
+        except _Ended:
+            pass
+        except BaseException as error:
+            machine.error = machine.error or error
+        self.ended = True
+        machine.turn.release()
+
+    def now(self) -> int:
+        return self.clock[self.agent]
+
+    def tick(self) -> None:
+        self.clock[self.agent] += 1
+
+    def wait_for_each_other(self) -> None:
+        self.together = self.clock.copy()
+        self.tick()
+
+    def known(self) -> np.ndarray:
+        """What a signal tells of."""
+        if self.single:
+            self.wait_for_each_other()
+        return self.together
+
+    def learn(self, clock: np.ndarray) -> None:
+        np.maximum(self.clock, clock, out=self.clock)
+
+    def wait_for_products(self, pending: int) -> None:
+        """Products end in their order."""
+        done = self.started_products - pending
+        self.clock[self.products] = max(self.clock[self.products], done)
+
+    def start_store(self, write: Callable[[], None]) -> None:
+        self.started_stores += 1
+        self.program.machine.stores.append(Store(self, self.started_stores, write))
+
+    def wait_for_stores(self, pending: int, written: bool = False) -> None:
+        """Until all but the last ones have been read, or written, too."""
+        last = self.started_stores - pending
+        stores = self.program.machine.stores
+        self.program.machine.wait(
+            lambda: not any(s.warps is self and s.number <= last and (written or not s.read) for s in stores),
+            "its stores",
+        )
+        self.clock[self.stores] = max(self.clock[self.stores], last)
+
+    def fence(self) -> None:
+        """From here on the copy engine, and matrix products, see what was written."""
+        self.fences.append(self.now())
+        self.tick()
+
+
+class Barrier:
+    """An mbarrier: a phase ends with so many arrivals, and when the bytes that are expected have come."""
+
+    def __init__(self, program: "Program", count: int) -> None:
+        self.count = self.missing = count
+        self.bytes = 0
+        self.phase = 0
+        self.agent = program.new_agent()
+        self.told = np.zeros(AGENTS, np.int64)
+        self.known = self.told
+
+    def arrive(self, count: int, clock: np.ndarray) -> None:
+        if self.missing < count:
+            raise Race("more arrivals at a barrier than it waits for")
+        self.missing -= count
+        self._complete(clock)
+
+    def receive(self, size: int, clock: np.ndarray) -> None:
+        """What a copy brings, and what who started it knew then."""
+        self.bytes -= size
+        self._complete(clock)
+
+    def _complete(self, clock: np.ndarray) -> None:
+        self.told = np.maximum(self.told, clock)
+        if self.missing == 0 and self.bytes == 0:
+            self.phase += 1
+            self.missing = self.count
+            self.told[self.agent] = self.phase
+            self.known = self.told.copy()
+
+    def passed(self, parity: int) -> bool:
+        return self.phase & 1 != parity
+
+
+class Store:
+    """Of a tile by the copy engine, which has read it some time, and written it some time after that."""
+
+    def __init__(self, warps: Warps, number: int, write: Callable[[], None]) -> None:
+        self.warps = warps
+        self.number = number
+        self.write = write
+        # when somebody overwrites the tile before he may know of it, that is found by the clocks
+        self.read = False
+
+
+class Program:
+    """One of a launch: its warps, those that have ended, too, and how many agents it has."""
+
+    def __init__(self, machine: "Machine", number: int, programs: int) -> None:
+        self.machine = machine
+        self.number = number
+        self.programs = programs
+        self.warps: list[Warps] = []
+        self.agents = 0
+
+    def new_agent(self) -> int:
+        self.agents += 1
+        if self.agents > AGENTS:
+            raise AssertionError(f"more than {AGENTS} agents")
+        return self.agents - 1
+
+
+class Machine:
+    """Runs the programs of a launch, in an order that follows from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.warps: list[Warps] = []
+        self.loads: list[Callable[[], None]] = []
+        self.stores: list[Store] = []
+        self.turn = threading.Semaphore(0)
+        self.current: Warps | None = None
+        self.error: BaseException | None = None
+        self.speed_of_copies = self.random.choice(_SPEEDS)
+
+    def start(self, warps: Warps) -> None:
+        self.warps.append(warps)
+        warps.thread.start()
+
+    def run(self) -> None:
+        """Until all have ended."""
+        for _ in range(_TURNS):
+            if self.error is not None or not (self.warps or self.loads or self.stores):
+                break
+            self._take_turn()
+        else:
+            self.error = Deadlock(f"no end after {_TURNS} turns")
+        for warps in list(self.warps):
+            self._let(warps)
+        if self.error is not None:
+            raise self.error
+
+    def _take_turn(self) -> None:
+        ready = [warps for warps in self.warps if warps.waits_for is None or warps.waits_for()]
+        turns = [lambda warps=warps: self._let(warps) for warps in ready]
+        speeds = [warps.speed for warps in ready]
+        for copies, turn in ((self.loads, self._end_a_load), (self.stores, self._go_on_with_a_store)):
+            if copies:
+                turns.append(turn)
+                speeds.append(self.speed_of_copies)
+        try:
+            if not turns:
+                waiting = "\n".join(f"{warps.name} waits for {warps.reason}" for warps in self.warps)
+                raise Deadlock(f"nobody can go on:\n{waiting}")
+            self.random.choices(turns, speeds)[0]()
+        except AssertionError as error:
+            self.error = error
+
+    def _let(self, warps: Warps) -> None:
+        self.current = warps
+        warps.turn.release()
+        self.turn.acquire()
+        if warps.ended:
+            self.warps.remove(warps)
+            warps.thread.join()
+
+    def _end_a_load(self) -> None:
+        self.loads.pop(self.random.randrange(len(self.loads)))()
+
+    def _go_on_with_a_store(self) -> None:
+        store = self.random.choice(self.stores)
+        if store.read:
+            store.write()
+            self.stores.remove(store)
+        store.read = True
+
+    # what the current warps do
+
+    def wait(self, condition: Callable[[], bool], reason: str) -> None:
+        """Let others run, and go on some time after it holds."""
+        warps = self.current
+        warps.waits_for, warps.reason = condition, reason
+        self.turn.release()
+        warps.turn.acquire()
+        warps.waits_for = None
+        if self.error is not None:
+            raise _Ended
+
+    def pause(self) -> None:
+        self.wait(lambda: True, "nothing")
+
+
+# the one that runs
+running: Machine | None = None
+
+
+def warps() -> Warps:
+    """Those whose turn it is."""
+    return running.current
+
+
+def program() -> Program:
+    return running.current.program

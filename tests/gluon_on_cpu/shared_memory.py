@@ -1,0 +1,171 @@
+"""Shared memory: views of buffers as they lie there, and who has written and read what."""
+
+import numpy as np
+from triton.experimental.gluon import language as gl
+
+from gluon_on_cpu import machine
+from gluon_on_cpu.arrays import Array, Type, poisoned
+from gluon_on_cpu.machine import Program, Race, Warps
+
+# accesses to large buffers are told apart by so many elements, as tiles are; to small ones, by each
+_GRAIN = 8
+_LARGE = 4096
+
+
+class Buffer:
+    """Memory, and of every grain of it who wrote it last, and until when who has read it."""
+
+    def __init__(self, program: Program, shape: list[int], dtype: Type) -> None:
+        size = int(np.prod(shape))
+        self.program = program
+        self.data = poisoned(size, dtype)
+        self.grain = _GRAIN if size >= _LARGE else 1
+        grains = -(-size // self.grain)
+        self.writer = np.zeros(grains, np.int64)
+        self.written = np.zeros(grains, np.int64)
+        self.by_warps = np.zeros(grains, np.bool_)
+        # by agent, who are few
+        self.read: dict[int, np.ndarray] = {}
+
+    def _name(self, agent: int) -> str:
+        for warps in self.program.warps:
+            if agent in (warps.agent, warps.products, warps.stores):
+                kind = {warps.products: "'s products", warps.stores: "'s stores"}.get(agent, "")
+                return warps.name + kind
+        return "copies to shared memory"
+
+    def _unknown(self, grains: np.ndarray, clock: np.ndarray) -> np.ndarray:
+        """Which grains may not have been written as far as a clock tells."""
+        return self.written[grains] > clock[self.writer[grains]]
+
+    def _unfenced(self, grains: np.ndarray, warps: Warps) -> np.ndarray:
+        """Which grains were written by warps, with no fence since that these warps know of."""
+        unfenced = np.zeros(grains.size, np.bool_)
+        for writer in np.unique(self.writer[grains][self.by_warps[grains]]):
+            by = next(w for w in self.program.warps if w.agent == writer)
+            known = max(time for time in by.fences if time <= warps.clock[writer])
+            unfenced |= (self.writer[grains] == writer) & (self.written[grains] > known)
+        return unfenced
+
+    def reads(self, grains: np.ndarray, warps: Warps, agent: int, time: int) -> np.ndarray:
+        """Which grains hold nothing that may be read."""
+        unknown = self._unknown(grains, warps.clock)
+        if agent != warps.agent:
+            unknown |= self._unfenced(grains, warps)
+        if (self.written[grains][self.writer[grains] == warps.agent] > warps.together[warps.agent]).any():
+            # their own: the compiler has inserted a barrier
+            warps.wait_for_each_other()
+        self.read.setdefault(agent, np.zeros(self.writer.size, np.int64))[grains] = time
+        return grains[unknown]
+
+    def writes(self, grains: np.ndarray, warps: Warps, agent: int, time: int) -> None:
+        unknown = self._unknown(grains, warps.clock)
+        if unknown.any():
+            raise self._race(warps, self.writer[grains][unknown][0], "written")
+        if agent != warps.agent and self._unfenced(grains, warps).any():
+            raise Race(f"{warps.name}: copies over what was written, without a fence between")
+        for reader, times in self.read.items():
+            # one warp has waited for the stores
+            clock = warps.known() if reader == warps.stores else warps.clock
+            if (times[grains] > clock[reader]).any():
+                raise self._race(warps, reader, "read")
+        self.writer[grains] = agent
+        self.written[grains] = time
+        self.by_warps[grains] = agent == warps.agent
+
+    def _race(self, warps: Warps, agent: int, what: str) -> Race:
+        names = {w.agent: w.name for w in self.program.warps}
+        names |= {w.products: f"products of {w.name}" for w in self.program.warps}
+        names |= {w.stores: f"stores of {w.name}" for w in self.program.warps}
+        other = names.get(agent, "copies to shared memory")
+        return Race(f"{warps.name} overwrites what, as far as it knows, has not been {what} by {other}")
+
+
+class Shared:
+    """A view of a buffer: where each of its elements lies."""
+
+    def __init__(self, buffer: Buffer, dtype: Type, at: np.ndarray) -> None:
+        self.buffer = buffer
+        self.dtype = dtype
+        self.at = at
+        self._grains: np.ndarray | None = None
+        self._parts: dict = {}
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.at.shape)
+
+    @property
+    def type(self) -> "Shared":
+        return self
+
+    @property
+    def grains(self) -> np.ndarray:
+        if self._grains is None:
+            self._grains = np.unique(self.at // self.buffer.grain)
+        return self._grains
+
+    def _part(self, key: tuple, at: np.ndarray) -> "Shared":
+        return self._parts.setdefault(key, Shared(self.buffer, self.dtype, at))
+
+    def index(self, n: Array | int) -> "Shared":
+        n = int(n)
+        if not 0 <= n < self.at.shape[0]:
+            raise IndexError(f"buffer {n} of {self.at.shape[0]}")
+        return self._part(("index", n), self.at[n])
+
+    def slice(self, start: Array | int, length: int, dim: int = 0) -> "Shared":
+        start = int(start)
+        assert 0 <= start <= self.at.shape[dim] - length
+        return self._part(("slice", start, length, dim), self.at.take(range(start, start + length), dim))
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return self._part(("permute", *order), self.at.transpose(order))
+
+    def reshape(self, shape: list[int]) -> "Shared":
+        return self._part(("reshape", *shape), self.at.reshape(shape))
+
+    def reinterpret(self, dtype: Type, shape: list[int], layout: gl.NVMMASharedLayout) -> "Shared":
+        """What else lies there; a type of the same width."""
+        assert dtype.primitive_bitwidth == self.dtype.primitive_bitwidth
+        return self._part(("reinterpret", dtype, *shape), self.at.min() + places(shape, dtype, layout))
+
+    def load(self, layout: None = None) -> Array:
+        warps = machine.warps()
+        return self.read_by(warps, warps.agent, warps.now())
+
+    def read_by(self, warps: Warps, agent: int, time: int) -> Array:
+        """What is here, NaN where it may not be here yet: nobody may depend on it."""
+        unknown = self.buffer.reads(self.grains, warps, agent, time)
+        data = self.buffer.data[self.at]
+        if unknown.size:
+            data = np.where(np.isin(self.at // self.buffer.grain, unknown), poisoned(1, self.dtype), data)
+        return Array(data, self.dtype)
+
+    def store(self, value: Array) -> None:
+        warps = machine.warps()
+        self.buffer.writes(self.grains, warps, warps.agent, warps.now())
+        self.fill(value.to(self.dtype).data)
+
+    def fill(self, data: np.ndarray) -> None:
+        self.buffer.data[self.at] = data
+
+
+def places(shape: list[int], dtype: Type, layout: object) -> np.ndarray:
+    """Where the elements of a buffer lie: what a matrix product reads, in panels of columns, of 32, 64 or 128 bytes.
+
+    How bytes are swizzled inside eight rows of a panel follows from their addresses, and is the same for all.
+    """
+    size = int(np.prod(shape))
+    panel = getattr(layout, "swizzle_byte_width", 0) * 8 // dtype.primitive_bitwidth
+    columns = shape[-1]
+    if not panel or columns <= panel:
+        return np.arange(size).reshape(shape)
+    rows = int(np.prod(shape[-layout.rank : -1]))
+    at = np.arange(size).reshape(-1, columns // panel, rows, panel)
+    return at.swapaxes(1, 2).reshape(shape)
+
+
+def allocate(program: Program, dtype: Type, shape: list[int], layout: object) -> Shared:
+    shape = [int(n) for n in shape]
+    return Shared(Buffer(program, shape, dtype), dtype, places(shape, dtype, layout))

@@ -1,0 +1,179 @@
+"""The Hopper kernels without a GPU (gluon_on_cpu): against the float64 oracle, in any order of their warps, and with
+what keeps their warps apart taken away, which has to show.
+
+The GPU's tests of the same kernels have more and larger problems, and know the compiler's part (test_hopper.py).
+"""
+
+import leave_out_waits
+import pytest
+import torch
+from gluon_on_cpu import Deadlock, Kernel, Race, language, machine
+from hopper_problems import DEVICE, PACKINGS, make_packed, make_padded, verify
+from hopper_problems import make as make_batch
+
+from decayattn import decay_attention
+from decayattn.backends import hopper, launching
+from decayattn.backends.hopper import config, launch, launch_backward
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the kernels themselves run here")
+
+FORWARD, GRADIENTS = launch.forward_kernel, launch_backward.gradients_kernel
+
+
+def run_on_cpu(monkeypatch, seed: int = 0, programs: int = 3) -> None:
+    """So few programs that each has several items, if there are more than a few."""
+    monkeypatch.setattr(launch, "forward_kernel", Kernel(FORWARD, seed))
+    monkeypatch.setattr(launch_backward, "gradients_kernel", Kernel(GRADIENTS, seed))
+    monkeypatch.setattr(launching, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(hopper, "refusal", lambda dtype, device: None)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    run_on_cpu(monkeypatch)
+
+
+def make(*lengths: int, **options) -> dict:
+    return make_batch(*lengths, **dict(batch=1, heads=2) | options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_every_kind(decay, dtype, causal, dim):
+    verify(make(333, decay=decay, dtype=dtype, dim=dim), causal=causal)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(1, 1), (63, 63), (129, 129), (37, 150), (150, 37), (1, 400), (257, 300)])
+def test_lengths_that_divide_nothing(lengths, dim):
+    verify(make(*lengths, dim=dim))
+
+
+@pytest.mark.parametrize("dims", [(8, 64), (40, 8), (64, 104), (96, 128)])
+def test_other_head_dims(dims):
+    verify(make(200, heads=1, dim=dims[0], value_dim=dims[1]))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_resets_growth_and_groups(dim, causal):
+    inputs = make(400, heads=4, kv_heads=2, dim=dim)
+    log_decay = inputs["log_decay"]
+    log_decay *= torch.tensor([1.0, -1.0, 30.0, 1.0])
+    log_decay[torch.rand_like(log_decay) < 0.02] = -torch.inf
+    log_decay[..., 3] = -torch.inf
+    verify(inputs, causal=causal)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("decay", "left"), [("none", 64), ("constant", 0), ("scalar", 130)])
+def test_windows(decay, left, dim):
+    verify(make(400, 450, decay=decay, dim=dim), window_size=(left, 0))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_sequences(decay, dim, causal):
+    verify(make_packed(*PACKINGS[2], heads=2, kv_heads=1, decay=decay, dim=dim, resets=0.01), causal=causal)
+    if dim == 64:
+        verify(make_padded(heads=2, decay=decay, dim=dim), causal=causal)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("far", [slice(1), slice(None, None, 97)])
+def test_far_keys_that_outweigh_the_own(far, dim):
+    """By 0 to 120 in one head: sums overflow, and items are sent again, the last ones, too."""
+    inputs = make(700, heads=3, dim=dim, strength=1e-3)
+    inputs["q"][..., 0] = 8.0
+    there = inputs["k"][:, far, 2, 0]
+    there.copy_(120 * dim**0.5 / 8 * torch.rand_like(there))
+    verify(inputs, skip_tolerance=None)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("decay", ["constant", "scalar"])
+def test_far_tiles_are_skipped(decay, dim):
+    inputs = make(700, decay=decay, dim=dim, dtype=torch.float16)
+    inputs["log_decay"] = inputs["log_decay"] * 5 - 0.5
+    verify(inputs)
+    inputs["v"][:, :256] = torch.nan
+    assert decay_attention(**inputs, backend="hopper")[:, 512:].isfinite().all()
+    assert decay_attention(**inputs, backend="hopper", skip_tolerance=None)[:, 512:].isnan().all()
+
+
+@pytest.mark.parametrize("cache", [1, 2 << 18])  # for one head of keys, and for two of four
+def test_heads_that_are_worked_at_together(cache, monkeypatch):
+    monkeypatch.setattr(config, "CACHE_BYTES", cache)
+    verify(make(260, heads=4, kv_heads=4))
+
+
+# The order of things
+
+
+def results(causal: bool, **options) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    leaves = {name: x.requires_grad_() for name, x in make(330, heads=3, **options).items()}
+    out, lse = decay_attention(**leaves, causal=causal, return_lse=True, backend="hopper")
+    grads = torch.autograd.grad(out, list(leaves.values()), torch.randn_like(out))
+    return dict(zip(("out", "lse", *leaves), (out, lse, *grads), strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_any_order(dim, causal, monkeypatch):
+    """Only what is added up by atomics may move."""
+    expected = results(causal, dim=dim)
+    for seed, programs in ((1, 1), (2, 2), (3, 8)):
+        run_on_cpu(monkeypatch, seed, programs)
+        for name, x in results(causal, dim=dim).items():
+            if name in ("q", "log_decay"):
+                torch.testing.assert_close(x, expected[name], rtol=0.02, atol=1e-3)
+            else:
+                assert torch.equal(x, expected[name]), name
+
+
+# what keeps warps apart, and what is found where it does nothing
+MISTAKES = {
+    "no fence": (machine.Warps, "fence"),
+    "no wait for stores": (machine.Warps, "wait_for_stores"),
+    "no wait for products": (machine.Warps, "wait_for_products"),
+    "no wait of warps for each other": (machine.Warps, "wait_for_each_other"),
+    "no wait for barriers": (language.mbarrier, "wait"),
+    "no arrivals": (machine.Barrier, "arrive"),
+}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_show(mistake, direction, monkeypatch):
+    """They end in a race, or in a deadlock, or somebody reads what is not known to be there, which is NaN, or a number
+    that is none of anything."""
+    leaves = [x.requires_grad_() for x in make(450, heads=3).values()]
+
+    def run() -> torch.Tensor:
+        return decay_attention(*leaves, backend="hopper")
+
+    out = run()
+    assert out.isfinite().all()
+    monkeypatch.setattr(*MISTAKES[mistake], lambda *args, **kwargs: None)
+    try:
+        wrong = [run()] if direction == "forward" else torch.autograd.grad(out.sum(), leaves)
+    except (Race, Deadlock, IndexError):
+        return
+    assert any(x.isnan().any() for x in wrong)
+
+
+def test_a_fence_that_is_left_out_is_noticed():
+    """What leave_out_waits.py does, once."""
+    inputs, options = leave_out_waits.problems(64)["none"]
+
+    def run() -> list[torch.Tensor]:
+        return leave_out_waits.results("forward", inputs, options, seed=0)
+
+    (fence,) = [site for site in leave_out_waits.calls(run, "forward") if "fence" in leave_out_waits.text(site)]
+    run()
+    with leave_out_waits.without(fence), pytest.raises(Race, match="without a fence"):
+        run()
