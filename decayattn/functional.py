@@ -69,8 +69,9 @@ def decay_attention(
             accumulators cannot resolve (float64: 2⁻⁵³), None visits every key that a row sees. The bound holds for any
             inputs, growth and outliers included; visited_fraction tells what is left. The "reference" never skips.
         backend: "auto" takes the fastest that accepts the problem. "reference" is eager PyTorch, differentiable to any
-            order; "triton" the Triton kernels, whose gradients repeat bit by bit; "hopper" the Gluon kernels for sm_90.
-            A name is taken literally or refused with the reason.
+            order; "triton" the Triton kernels, whose gradients repeat bit by bit (that of a broadcast bias only under
+            torch.use_deterministic_algorithms); "hopper" the Gluon kernels for sm_90. A name is taken literally or
+            refused with the reason.
 
     Returns:
         out (B, T_q, H, D_v) in the dtype of q, or (out, lse) with lse (B, H, T_q) in float32 (float64 for float64

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from decayattn import DecayFlashAttention
+from decayattn import DecayFlashAttention, backends
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 from toy_lm.callbacks import FinishOnInterrupt, GradientValidation
@@ -63,3 +63,17 @@ def test_it_checks_any_module_and_leaves_it_as_it_was(tmp_path, device, interrup
         assert [row["parameter"] for row in rows] == list(before)
         assert [row["parameter"] for row in rows if row["is_decay"]] == ["1.decay.weight", "1.decay.bias"]
         assert all(row["passed"] for row in rows)
+
+
+@pytest.mark.parametrize(("dtype", "names"), [(torch.bfloat16, ["triton", "hopper"]), (torch.float32, ["triton"])])
+def test_auto_is_every_backend_that_may_train(monkeypatch, tmp_path, dtype, names):
+    def refuse_on_hopper(dtype, device):
+        return None if dtype == torch.bfloat16 else "16 bits only"
+
+    monkeypatch.setattr(backends.load("triton"), "refusal", lambda dtype, device: None)
+    monkeypatch.setattr(backends.load("hopper"), "refusal", refuse_on_hopper)
+    device = torch.device("cuda")
+    for backend in ("auto", "reference"):
+        validation = GradientValidation(squared_error, {}, tmp_path, backend=backend)
+        assert validation.backends(dtype, device) == names
+    assert GradientValidation(squared_error, {}, tmp_path, backend="hopper").backends(dtype, device) == ["hopper"]

@@ -65,7 +65,7 @@ class DecayFlashAttention(nn.Module):
     The projections start as nn.Linear does (variance 1/(3·fan_in), at width 768 the 0.02 of GPT-2) with zero biases;
     shrinking out_proj with the depth is the business of the model, which knows the depth.
 
-    After `.bfloat16()` or `.half()`, and under autocast, the decay stays float32 and everything else follows.
+    After `.bfloat16()` or `.half()`, and under autocast, a `Decay` stays float32 and everything else follows.
 
     Generation keeps the past in a cache, and gives row for row what the layer gives for the whole sequence::
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor, nn
 
+from decayattn import backends
 from decayattn.testing import GradientRow, compare_model_gradients, format_table
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -27,23 +28,23 @@ class GradientViolation(RuntimeError):
 class GradientValidation(lightning.Callback):
     """Compares every parameter's gradient through the kernels with the float64 reference, before and after training.
 
-    On rank 0, before the first step and after the last, `decayattn.testing.compare_model_gradients` runs in float32
-    and, on a GPU whose training precision is 16-bit, in that precision too. On a CPU the kernels need Triton's
-    interpreter (TRITON_INTERPRET=1 before Triton is imported), which gets bfloat16 products wrong. The table is printed
-    and saved as gradients/step-N.txt and .json in `folder`. A violation of the error budget raises GradientViolation on
-    every rank. An interrupted training ends without the second check.
+    On rank 0, before the first step and after the last, `decayattn.testing.compare_model_gradients` runs in float32,
+    with Triton's kernels, and, on a GPU whose training precision is 16-bit, in that precision too, with those that may
+    train. On a CPU the kernels need Triton's interpreter (TRITON_INTERPRET=1 before Triton is imported), which gets
+    bfloat16 products wrong. The tables are printed and saved as gradients/step-N.txt and .json in `folder`. A violation
+    of the error budget raises GradientViolation on every rank. An interrupted training ends without the second check.
 
     Args:
         loss: called as loss(model, batch); a scalar, deterministic.
         batch: what the loss takes, on any device; small, because the reference holds every score in float64.
         folder: of the run.
         model: attribute of the LightningModule that holds the model with the DecayFlashAttention layers.
-        backend: the kernel backend to check.
+        backend: the kernel backend to check in 16 bits; "auto", or "reference", every one that takes the model.
     """
 
     def __init__(
         self, loss: Callable[[nn.Module, Any], Tensor], batch: Any, folder: Path, *, model: str = "model",
-        backend: str = "triton",
+        backend: str = "auto",
     ):  # fmt: skip
         self.loss, self.batch, self.folder = loss, batch, Path(folder) / "gradients"
         self.model, self.backend = model, backend
@@ -63,16 +64,26 @@ class GradientValidation(lightning.Callback):
         device = next(model.parameters()).device if device is None else device
         batch = move_data_to_device(self.batch, device)
         model = copy.deepcopy(model).to(device)  # a copy is not compiled
-        runs = [(copy.deepcopy(model).float(), None)]  # float32 shows errors of the formulas
+        # float32 shows errors of the formulas
+        runs = [(copy.deepcopy(model).float(), None, "triton")]
         if device.type == "cuda" and precision.endswith("-mixed"):
-            runs.append((model, _DTYPES[precision.removesuffix("-mixed")]))
+            autocast = _DTYPES[precision.removesuffix("-mixed")]
+            runs += [(model, autocast, backend) for backend in self.backends(autocast, device)]
         elif device.type == "cuda" and precision in ("bf16-true", "16-true"):
-            runs.append((model, None))
+            dtype = _DTYPES[precision.removesuffix("-true")]
+            runs += [(model, None, backend) for backend in self.backends(dtype, device)]
         rows, tables = [], []
-        for tested, autocast in runs:
-            found = compare_model_gradients(tested, self.loss, batch, backend=self.backend, autocast=autocast)
+        for tested, autocast, backend in runs:
+            try:
+                found = compare_model_gradients(tested, self.loss, batch, backend=backend, autocast=autocast)
+            except ValueError as refusal:
+                if backend in ("triton", self.backend):
+                    raise
+                # "auto" does not train with it either
+                tables.append(f"gradients at step {step}, backend {backend!r}: none, {refusal}")
+                continue
             rows += found
-            title = f"gradients at step {step}, backend {self.backend!r}, {found[0].precision}"
+            title = f"gradients at step {step}, backend {backend!r}, {found[0].precision}"
             tables.append(f"{title}\n{format_table(found)}")
         text = "\n\n".join(tables) + "\n"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,6 +91,14 @@ class GradientValidation(lightning.Callback):
         (self.folder / f"step-{step}.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
         print("\n" + text, flush=True)
         return rows
+
+    def backends(self, dtype: torch.dtype, device: torch.device) -> list[str]:
+        """Those that are checked in 16 bits."""
+        if self.backend not in ("auto", "reference"):
+            return [self.backend]
+        # of one that cannot be imported, the reason in words
+        loaded = {name: backends.load(name) for name in backends.KERNELS}
+        return [name for name, x in loaded.items() if not isinstance(x, str) and x.refusal(dtype, device) is None]
 
     def _check_on_rank_zero(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         violated = None

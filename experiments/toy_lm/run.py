@@ -97,8 +97,7 @@ def make_trainer(
     if config.gradient_check:
         batch = module.training_batches().batch(first_step)[: config.check_rows, : config.check_context + 1]
         # training on a CPU uses the reference; the check is of the kernels in any case
-        backend = "triton" if config.backend in ("auto", "reference") else config.backend
-        callbacks.insert(0, GradientValidation(next_byte_loss, batch, folder, backend=backend))
+        callbacks.insert(0, GradientValidation(next_byte_loss, batch, folder, backend=config.backend))
     trainer = lightning.Trainer(
         accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision,
         max_steps=config.steps, max_epochs=-1, val_check_interval=config.validate_every, check_val_every_n_epoch=None,
