@@ -1,9 +1,10 @@
 """Backward: the scores are recomputed tile by tile from the saved row references (FlashAttention 2, Dao, arXiv
 2307.08691).
 
-Three kernels without atomics but for a broadcast bias, so every other gradient is bitwise repeatable: `row_terms` prepares one Δ per query row;
-`key_gradients` owns a key tile and walks the rows that see it (dk, dv, column sums of dS); `query_gradients` owns a
-query tile and walks the keys that it sees (dq, row sums of dS, the gradients of a constant decay and of the scale).
+Three kernels, without atomics but for a broadcast bias, so every other gradient is bitwise repeatable: `row_terms`
+prepares one Δ per query row; `key_gradients` owns a key tile and walks the rows that see it (dk, dv, column sums of
+dS); `query_gradients` owns a query tile and walks the keys that it sees (dq, row sums of dS, the gradients of a
+constant decay and of the scale).
 
 Tiles: q, d_out (BLOCK_M, D or D_v) · k, v (BLOCK_N, D or D_v) · score, p, dp, ds (BLOCK_M, BLOCK_N); a T suffix says
 transposed.
