@@ -78,12 +78,11 @@ def test_windows(decay, left, dim):
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
 def test_sequences(decay, dim, causal):
     verify(make_packed(*PACKINGS[2], heads=2, kv_heads=1, decay=decay, dim=dim, resets=0.01), causal=causal)
-    if dim == 64:
+    if (decay, dim) == ("scalar", 64):
         verify(make_padded(heads=2, decay=decay, dim=dim), causal=causal)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("far", [slice(1), slice(None, None, 97)])
+@pytest.mark.parametrize(("far", "dim"), [(slice(1), 64), (slice(None, None, 97), 128)])
 def test_far_keys_that_outweigh_the_own(far, dim):
     """By 0 to 120 in one head: sums overflow, and items are sent again, the last ones, too."""
     inputs = make(700, heads=3, dim=dim, strength=1e-3)
@@ -93,8 +92,7 @@ def test_far_keys_that_outweigh_the_own(far, dim):
     verify(inputs, skip_tolerance=None)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("decay", ["constant", "scalar"])
+@pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128)])
 def test_far_tiles_are_skipped(decay, dim):
     inputs = make(700, decay=decay, dim=dim, dtype=torch.float16)
     inputs["log_decay"] = inputs["log_decay"] * 5 - 0.5
@@ -121,12 +119,11 @@ def results(causal: bool, **options) -> dict[str, torch.Tensor]:
     return dict(zip(("out", "lse", *leaves), (out, lse, *grads), strict=True))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dim", "causal"), [(64, True), (128, True), (64, False)])
 def test_any_order(dim, causal, monkeypatch):
     """Only what is added up by atomics may move."""
     expected = results(causal, dim=dim)
-    for seed, programs in ((1, 1), (2, 2), (3, 8)):
+    for seed, programs in ((1, 1), (2, 8)):
         run_on_cpu(monkeypatch, seed, programs)
         for name, x in results(causal, dim=dim).items():
             if name in ("q", "log_decay"):
