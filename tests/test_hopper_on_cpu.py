@@ -146,8 +146,7 @@ MISTAKES = {
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_show(mistake, direction, monkeypatch):
-    """They end in a race, or in a deadlock, or somebody reads what is not known to be there, which is NaN, or a number
-    that is none of anything."""
+    """They end in a race or in a deadlock, or a product is read before it is there, which is NaN."""
     leaves = [x.requires_grad_() for x in make(450, heads=3).values()]
 
     def run() -> torch.Tensor:

@@ -47,38 +47,38 @@ class Buffer:
             unfenced |= (self.writer[grains] == writer) & (self.written[grains] > known)
         return unfenced
 
-    def reads(self, grains: np.ndarray, warps: Warps, agent: int, time: int) -> np.ndarray:
-        """Which grains hold nothing that may be read."""
+    def reads(self, grains: np.ndarray, warps: Warps, agent: int, time: int) -> None:
         unknown = self._unknown(grains, warps.clock)
-        if agent != warps.agent:
-            unknown |= self._unfenced(grains, warps)
+        if unknown.any():
+            raise self._race(warps, "reads", self.writer[grains][unknown][0], "written")
+        if agent != warps.agent and self._unfenced(grains, warps).any():
+            raise Race(f"{warps.name}: copies or multiplies what was written, without a fence between")
         if (self.written[grains][self.writer[grains] == warps.agent] > warps.together[warps.agent]).any():
             # their own: the compiler has inserted a barrier
             warps.wait_for_each_other()
         self.read.setdefault(agent, np.zeros(self.writer.size, np.int64))[grains] = time
-        return grains[unknown]
 
     def writes(self, grains: np.ndarray, warps: Warps, agent: int, time: int) -> None:
         unknown = self._unknown(grains, warps.clock)
         if unknown.any():
-            raise self._race(warps, self.writer[grains][unknown][0], "written")
+            raise self._race(warps, "overwrites", self.writer[grains][unknown][0], "written")
         if agent != warps.agent and self._unfenced(grains, warps).any():
             raise Race(f"{warps.name}: copies over what was written, without a fence between")
         for reader, times in self.read.items():
             # one warp has waited for the stores
             clock = warps.known() if reader == warps.stores else warps.clock
             if (times[grains] > clock[reader]).any():
-                raise self._race(warps, reader, "read")
+                raise self._race(warps, "overwrites", reader, "read")
         self.writer[grains] = agent
         self.written[grains] = time
         self.by_warps[grains] = agent == warps.agent
 
-    def _race(self, warps: Warps, agent: int, what: str) -> Race:
+    def _race(self, warps: Warps, does: str, agent: int, what: str) -> Race:
         names = {w.agent: w.name for w in self.program.warps}
         names |= {w.products: f"products of {w.name}" for w in self.program.warps}
         names |= {w.stores: f"stores of {w.name}" for w in self.program.warps}
         other = names.get(agent, "copies to shared memory")
-        return Race(f"{warps.name} overwrites what, as far as it knows, has not been {what} by {other}")
+        return Race(f"{warps.name} {does} what, as far as it knows, has not been {what} by {other}")
 
 
 class Shared:
@@ -135,12 +135,8 @@ class Shared:
         return self.read_by(warps, warps.agent, warps.now())
 
     def read_by(self, warps: Warps, agent: int, time: int) -> Array:
-        """What is here, NaN where it may not be here yet: nobody may depend on it."""
-        unknown = self.buffer.reads(self.grains, warps, agent, time)
-        data = self.buffer.data[self.at]
-        if unknown.size:
-            data = np.where(np.isin(self.at // self.buffer.grain, unknown), poisoned(1, self.dtype), data)
-        return Array(data, self.dtype)
+        self.buffer.reads(self.grains, warps, agent, time)
+        return Array(self.buffer.data[self.at], self.dtype)
 
     def store(self, value: Array) -> None:
         warps = machine.warps()
