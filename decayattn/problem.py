@@ -10,6 +10,8 @@ from torch import Tensor
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+# a log-decay below this is a reset: e^λ is 0 in float64 there, and −1e9 or finfo.min is how people write one
+RESET_BELOW = -746.0
 
 
 class AttentionProblem(NamedTuple):
@@ -171,6 +173,11 @@ def check_packed_arguments(
             raise TypeError(f"{name}: expected an int, got {_describe(longest)}")
         if longest < 0:
             raise ValueError(f"{name}: expected at least 0, got {longest}")
+
+
+def is_reset(log_decay: Tensor) -> Tensor:
+    """True where a log-decay is a reset; NaN is none."""
+    return log_decay < RESET_BELOW
 
 
 def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
