@@ -20,7 +20,7 @@ class AttentionProblem(NamedTuple):
     decay is "none", "constant" (one log-decay per head) or "scalar" (one per token and head);
     row_scale says that every query row has a scale of its own, with a gradient, instead of one number for all;
     bias says that scores have one added to them, or are masked;
-    window is (left, right), how far a query sees to either side, −1 without a limit;
+    window is (left, right), how far a query sees to either side, −1 without a limit that any pair could exceed;
     skip_tolerance is the probability that a row may lose to keys that are not visited.
 
     layout says where the sequences lie. "dense": each fills its batch entry. "padded": each lies somewhere in its batch
@@ -88,10 +88,11 @@ class AttentionProblem(NamedTuple):
         decay = "none" if log_decay is None else "constant" if log_decay.ndim == 1 else "scalar"
         layout = "dense" if places is None else "padded" if longest is None else "packed"
         sequences = batch if places is None else places.shape[0]
+        longest_query, longest_key = (query_length, key_length) if longest is None else longest
         return cls(
             batch, query_length, key_length, num_heads, num_kv_heads, head_dim, value_dim,
-            q.dtype, q.device, decay, causal, row_scale is not None, bias is not None, tuple(window), layout, sequences,
-            *((query_length, key_length) if longest is None else longest), skip_tolerance,
+            q.dtype, q.device, decay, causal, row_scale is not None, bias is not None,
+            _clamped(window, longest_query, longest_key), layout, sequences, longest_query, longest_key, skip_tolerance,
         )  # fmt: skip
 
 
@@ -184,6 +185,18 @@ def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, i
     """(left, right) with −1 for no limit; a causal query sees nothing to its right anyway."""
     left, right = (-1, -1) if window_size is None else window_size
     return (left, -1) if causal else (left, right)
+
+
+def _clamped(window: Sequence[int], longest_query: int, longest_key: int) -> tuple[int, int]:
+    """The window, without limits that no pair of a query and a key exceeds: kernels add 32-bit numbers to them.
+
+    The first key is up to longest_key − 1 to the left of a query, the last one up to longest_query − 1 to the right.
+    """
+    left, right = window
+    if torch.compiler.is_compiling():
+        # a comparison would tie the graph to these lengths; the operator, which launches, has numbers for them
+        return left, right
+    return -1 if left >= longest_key - 1 else left, -1 if right >= longest_query - 1 else right
 
 
 def tolerance_of(skip_tolerance: float | str | None, dtype: torch.dtype) -> float:

@@ -9,7 +9,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, is_reset
 
 
 def attention(
@@ -103,12 +103,13 @@ def scaled_products(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
 def decay_bias(problem: AttentionProblem, log_decay: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """sign(i − j) (α_i − α_j) in float64, broadcastable to (B, H, T_q, T_k). Resets count as 0: they are visibility."""
     distance = i[..., :, None] - j
-    log_decay = log_decay.double()
+    unused = is_reset(log_decay)
+    if problem.decay == "scalar":
+        unused[:, :1] = True  # no pair has the first token between them: its gradient is a literal 0, not a rounding error
+    log_decay = torch.where(unused, 0.0, log_decay.double())
     if problem.decay == "constant":
         return rearrange(log_decay, "h -> 1 h 1 1") * distance.abs()
-    unused = torch.isneginf(log_decay)
-    unused[:, :1] = True  # no pair has the first token between them: its gradient is a literal 0, not a rounding error
-    alpha = rearrange(torch.where(unused, 0.0, log_decay), "b t h -> b h t").cumsum(-1)
+    alpha = rearrange(log_decay, "b t h -> b h t").cumsum(-1)
     difference = _at_rows(alpha, i)[..., :, None] - alpha[..., None, :]
     # causal, every visible pair has i ≥ j, and the sign is worth a pass over (B, H, T_q, T_k)
     return difference if problem.causal else distance.sign() * difference
@@ -127,8 +128,10 @@ def visible_pairs(
         visible = visible & (distance >= -right)
     if num_keys is not None:
         visible = visible & (j < num_keys)[:, None, None]
-    if problem.decay == "scalar":
-        segment = rearrange(torch.isneginf(log_decay), "b t h -> b h t").cumsum(-1)
+    if problem.decay == "constant":
+        visible = visible & ((distance == 0) | ~rearrange(is_reset(log_decay), "h -> 1 h 1 1"))
+    elif problem.decay == "scalar":
+        segment = rearrange(is_reset(log_decay), "b t h -> b h t").cumsum(-1)
         same_segment = _at_rows(segment, i)[..., :, None] == segment[..., None, :]
         visible = visible & (i >= 0)[..., None] & same_segment  # before the first key there is no λ
     return visible

@@ -5,8 +5,8 @@ exceeds a whole λ. Blocks of DECAY_BLOCK tokens carry it instead: `base` (float
 (β), the sum from there. Inside a tile the difference of two bases is one scalar, formed in float64 and rounded once, or
 of the two halves of each in float32 (SplitPrefix), where only a large difference is rounded.
 
-A reset (λ = −inf) is visibility, not arithmetic: it counts as λ = 0, and every token records its segment, the last
-reset at or before it (0 without one) and the next one after it (T_k without one).
+A reset (λ < RESET_BELOW, −inf above all) is visibility, not arithmetic: it counts as λ = 0, and every token records its
+segment, the last reset at or before it (0 without one) and the next one after it (T_k without one).
 
 No block waits for another. Of a short sequence one program has all blocks; else a block reads what a launch before has
 summed per block. The reverse does the same.
@@ -35,7 +35,7 @@ from decayattn.backends.sequences import (
     tile_of_program,
     token_programs,
 )
-from decayattn.backends.tile_math import LOG2E
+from decayattn.backends.tile_math import LOG2E, RESET_BELOW
 from decayattn.problem import AttentionProblem
 
 DECAY_BLOCK = BLOCK
@@ -204,7 +204,7 @@ def _load_log_decay(log_decay, strides, batch, head, first_token, tokens, length
 @triton.jit
 def _without_resets(value):
     """λ in base 2 and float64, resets as 0, and where the resets are."""
-    is_reset = value == float("-inf")
+    is_reset = value < RESET_BELOW
     return tl.where(is_reset, 0.0, value.to(tl.float64) * LOG2E), is_reset
 
 
@@ -335,7 +335,7 @@ def _store_parts(split, value, block, there, BLOCK: tl.constexpr):
 def _constant_split(rates, rate_stride, split, factor: tl.float64, counter, BLOCK: tl.constexpr):
     head = tl.program_id(0)
     tl.store(counter, 0, mask=head == 0)
-    rate = tl.load(rates + head * rate_stride).to(tl.float64) * LOG2E
+    rate, _ = _without_resets(tl.load(rates + head * rate_stride))
     head = head + tl.zeros([1, 1], tl.int32)
     _store_parts(split, tl.arange(0, BLOCK)[None, :].to(tl.float64) * rate * factor, head, head >= 0, BLOCK)
 

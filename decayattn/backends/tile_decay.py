@@ -9,19 +9,31 @@ import triton
 import triton.language as tl
 
 from decayattn.backends.prefix import DECAY_BLOCK as _DECAY_BLOCK
-from decayattn.backends.tile_math import LOG2E
+from decayattn.backends.tile_math import LOG2E, RESET_BELOW
 
 DECAY_BLOCK: tl.constexpr = tl.constexpr(_DECAY_BLOCK)
+# farther than any pair is apart, and no sum of it with a position leaves 32 bits
+_FAR: tl.constexpr = tl.constexpr(2**30)
 
 
 @triton.jit
 def load_rate(rates, rate_stride, head, DECAY: tl.constexpr, ACCUMULATOR: tl.constexpr):
-    """γ of a head in base 2; 0 where the decay is not constant."""
+    """γ of a head in base 2; 0 where the decay is not constant, and where γ resets at every token: that is visibility
+    (`side_of_head`), not arithmetic."""
     if DECAY == "constant":
-        rate = (tl.load(rates + head * rate_stride).to(tl.float64) * LOG2E).to(ACCUMULATOR)
+        rate = tl.load(rates + head * rate_stride)
+        rate = tl.where(rate < RESET_BELOW, 0.0, rate.to(tl.float64) * LOG2E).to(ACCUMULATOR)
     else:
         rate = tl.full([], 0.0, ACCUMULATOR)
     return rate
+
+
+@triton.jit
+def side_of_head(rates, rate_stride, head, side):
+    """How far the rows of a head with a constant decay see to a side (None: without a limit): where γ resets at every
+    token, each row has its own key only."""
+    resets = tl.load(rates + head * rate_stride) < RESET_BELOW
+    return tl.where(resets, 0, _FAR if side is None else side)
 
 
 @triton.jit

@@ -9,6 +9,9 @@ references are natural values times log2(e), because the GPU's exponential is 2^
 import triton
 import triton.language as tl
 
+from decayattn.problem import RESET_BELOW as _RESET_BELOW
+
+RESET_BELOW: tl.constexpr = tl.constexpr(_RESET_BELOW)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from decayattn.problem import is_reset
+
 # Scores held at once by the evaluations below (rows are taken in chunks): 256 MB per float64 matrix
 SCORES_AT_ONCE = 2**25
 
@@ -173,19 +175,20 @@ def _decay_term(log_decay: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
     distance = i[:, None] - j
     if log_decay is None:
         return torch.zeros_like(distance, dtype=torch.float64)
-    log_decay = log_decay.double()
+    log_decay = _finite(log_decay.double())
     if log_decay.ndim == 1:
         return log_decay[:, None, None] * distance.abs()
     if not len(j):
         return log_decay.new_zeros(distance.shape)
-    alpha = _finite(log_decay).cumsum(1)
+    alpha = log_decay.cumsum(1)
     return distance.sign() * (alpha[:, i.clamp(min=0), None] - alpha[:, None, :])
 
 
 def _finite(log_decay: Tensor) -> Tensor:
-    """λ (N, T_k) as it is added up: a reset (±inf) counts as 0, and so does the first, which is never used."""
-    finite = torch.where(log_decay.isinf(), 0.0, log_decay)
-    finite[:, 0] = 0.0
+    """λ (N,) or (N, T_k) as it is added up: a reset counts as 0, and so does a sequence's first, which is never used."""
+    finite = torch.where(is_reset(log_decay), 0.0, log_decay)
+    if finite.ndim == 2:
+        finite[:, :1] = 0.0
     return finite
 
 
@@ -193,11 +196,11 @@ def _decay_size(log_decay: Tensor | None, i: Tensor, j: Tensor, prefix_block: in
     """`_decay_term` of |λ|, plus the sums of |λ| over the prefix_block tokens up to i and up to j."""
     if log_decay is None or not len(j):
         return _decay_term(log_decay, i, j)
-    size = log_decay.abs().double()
+    size = _finite(log_decay.double()).abs()
     if log_decay.ndim == 1:
         local = (size * min(prefix_block, len(j)))[:, None].expand(-1, len(j))
     else:
-        alpha = nn.functional.pad(_finite(size).cumsum(1), (prefix_block, 0))
+        alpha = nn.functional.pad(size.cumsum(1), (prefix_block, 0))
         local = alpha[:, prefix_block:] - alpha[:, : len(j)]
     return _decay_term(size, i, j) + local[:, i.clamp(min=0), None] + local[:, None, :]
 
@@ -206,8 +209,10 @@ def _visible(log_decay: Tensor | None, causal: bool, window: tuple[int, int], i:
     left, right = (math.inf if side < 0 else side for side in window)
     right = 0 if causal else right
     visible = (j >= i[:, None] - left) & (j <= i[:, None] + right)
-    if log_decay is not None and log_decay.ndim == 2 and len(j):
-        segment = log_decay.isinf().cumsum(1)
+    if log_decay is not None and log_decay.ndim == 1:
+        visible = visible & ((i[:, None] == j) | ~is_reset(log_decay)[:, None, None])
+    elif log_decay is not None and len(j):
+        segment = is_reset(log_decay).cumsum(1)
         visible = visible & (segment[:, i.clamp(min=0), None] == segment[:, None, :])
     return visible
 
@@ -215,7 +220,7 @@ def _visible(log_decay: Tensor | None, causal: bool, window: tuple[int, int], i:
 def _suffix_sums(dalpha: Tensor, log_decay: Tensor) -> Tensor:
     """dλ_t = Σ_{u ≥ t} dα_u within the segment between two resets; the first λ of a segment has a literal 0."""
     keys = dalpha.shape[1]
-    resets = log_decay.isinf()
+    resets = is_reset(log_decay)
     sums = dalpha.flip(1).cumsum(1).flip(1)
     after = torch.cat([sums, torch.zeros_like(sums[:, :1])], 1) if keys else sums
     t = torch.arange(keys, device=dalpha.device)

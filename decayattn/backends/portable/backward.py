@@ -25,7 +25,14 @@ from decayattn.backends.portable.tiles import (
 )
 from decayattn.backends.sequences import offsets_of_head, tile_of_program
 from decayattn.backends.skipping import end_of_planned_rows, first_planned_key
-from decayattn.backends.tile_decay import base_difference, key_alpha, load_rate, row_alpha, row_reference
+from decayattn.backends.tile_decay import (
+    base_difference,
+    key_alpha,
+    load_rate,
+    row_alpha,
+    row_reference,
+    side_of_head,
+)
 from decayattn.backends.tile_math import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
 from decayattn.backends.tile_range import edge_tile, keys_seen, rows_that_see, visited_tiles
 
@@ -177,9 +184,13 @@ def key_gradients_kernel(
             head_bias = of_head(bias, bias_strides, batch, head)
         rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)
         key_side = key_alpha(key, key_start, key_length, rate, head_local, DECAY)
+        head_left, head_right = left, right
+        if DECAY == "constant":
+            head_left = side_of_head(rates, rate_stride, head, left)
+            head_right = side_of_head(rates, rate_stride, head, right)
         first, end = rows_that_see(
             key, query_length, first_position, last_reset + head_tokens, next_reset + head_tokens,
-            CAUSAL, DECAY == "scalar", left, right,
+            CAUSAL, DECAY == "scalar", head_left, head_right,
         )  # fmt: skip
         if mirror is not None:
             end = tl.minimum(
@@ -218,14 +229,14 @@ def key_gradients_kernel(
 
 @triton.jit
 def _add_keys(
-    dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head, tile, key_length,
+    dq, decay_sum, ds_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head, tile, key_length,
     row_reference_value, row_delta, row_scale, rate, local, base, position, reference, alpha, first, end,
     bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, origin, k_edge, v_edge,
     SHARED_BIAS: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
     ROW_CANCELS: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One key tile into a query tile's (dq, decay_sum)."""
+    """One key tile into a query tile's (dq, decay_sum, ds_sum, distance_mean)."""
     ACCUMULATOR: tl.constexpr = dq.dtype
     start = tile * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)
@@ -252,7 +263,10 @@ def _add_keys(
     ds = score_gradient(p, dp, row_delta[:, None])
     if DECAY_GRADIENT:
         if DECAY == "constant":
-            decay_sum += tl.sum(ds * tl.abs(position[:, None] - key[None, :]).to(ACCUMULATOR), 1)
+            distance = tl.abs(position[:, None] - key[None, :]).to(ACCUMULATOR)
+            decay_sum += tl.sum(ds * distance, 1)
+            ds_sum += tl.sum(ds, 1)
+            distance_mean += tl.sum(p * distance, 1)
         elif CAUSAL:
             decay_sum += tl.sum(ds, 1)
         else:
@@ -262,13 +276,13 @@ def _add_keys(
             d_bias, d_bias_strides, index[:, None], key[None, :], query_length, key_length, ds, SHARED_BIAS
         )
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACCUMULATOR)
-    return dq, decay_sum
+    return dq, decay_sum, ds_sum, distance_mean
 
 
 @triton.jit
 def query_gradients_kernel(
     q_source, k_source, v_source, d_out_source, k_edge, v_edge, delta, row_references, row_scales, rates, local, base,
-    last_reset, next_reset, dq_out, decay_sums, d_row_scales, sequences, plan, left, right, bias, bias_strides, d_bias,
+    last_reset, next_reset, dq_out, decay_sums, d_row_scales, d_lse, d_lse_strides, sequences, plan, left, right, bias, bias_strides, d_bias,
     d_bias_strides,
     q_strides, k_strides, v_strides, d_out_strides, dq_strides, row_scale_strides, rate_stride,
     scale: tl.float64, query_length, key_length, heads,
@@ -327,6 +341,8 @@ def query_gradients_kernel(
         d_out_source, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, True, DESCRIPTOR,
         row_origin,
     )  # fmt: skip
+    if DECAY == "constant":
+        left, right = side_of_head(rates, rate_stride, head, left), side_of_head(rates, rate_stride, head, right)
     first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
     if plan is not None:
         first = tl.maximum(
@@ -336,9 +352,12 @@ def query_gradients_kernel(
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR)
     decay_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
+    # of a constant decay: Σ dS and Σ P |i − j|
+    ds_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
+    distance_mean = tl.zeros([BLOCK_M], ACCUMULATOR)
     for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
-        dq, decay_sum = _add_keys(
-            dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
+        dq, decay_sum, ds_sum, distance_mean = _add_keys(
+            dq, decay_sum, ds_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
             edge_tile(n, tile_begin, whole_begin, whole_end), key_length,
             row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
             end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, token_origin, k_edge, v_edge,
@@ -346,8 +365,8 @@ def query_gradients_kernel(
             DESCRIPTOR, PRECISION,
         )  # fmt: skip
     for tile in range(whole_begin, whole_end):
-        dq, decay_sum = _add_keys(
-            dq, decay_sum, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
+        dq, decay_sum, ds_sum, distance_mean = _add_keys(
+            dq, decay_sum, ds_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
             tile, key_length,
             row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
             end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, token_origin, k_edge, v_edge,
@@ -356,6 +375,14 @@ def query_gradients_kernel(
         )  # fmt: skip
 
     here = head_rows + index
+    if DECAY_GRADIENT and DECAY == "constant":
+        # Σ_j dS is dLSE but for the error of Δ, which a 16-bit output brings and every dS has P times: it leaves again
+        if d_lse is not None:
+            offset = batch.to(tl.int64) * d_lse_strides[0] + head.to(tl.int64) * d_lse_strides[1]
+            own_row = row if row_origin is None else row + row_origin
+            ds_sum -= tl.load(d_lse + offset + own_row.to(tl.int64) * d_lse_strides[2])
+        # a row that saw nothing has no gradient, whatever dLSE is
+        decay_sum -= tl.where(distance_mean == 0, 0.0, ds_sum * distance_mean)
     if DECAY_GRADIENT:
         tl.store(decay_sums + here, decay_sum, mask=index < query_length)
     if ROW_SCALE:
@@ -366,7 +393,7 @@ def query_gradients_kernel(
 @triton.jit
 def gradients_kernel(
     q, k, v, d_out, delta, row_references, row_scales, rates, local, base, last_reset, next_reset, dq, dk, dv,
-    decay_sums, column_sums, d_row_scales, plan, mirror, left, right,
+    decay_sums, column_sums, d_row_scales, d_lse, d_lse_strides, plan, mirror, left, right,
     q_strides, k_strides, v_strides, d_out_strides, dq_strides, dk_strides, dv_strides, row_scale_strides, rate_stride,
     scale: tl.float64, query_length, key_length, kv_heads, key_programs,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
@@ -389,7 +416,7 @@ def gradients_kernel(
     else:
         query_gradients_kernel(
             q, k, v, d_out, None, None, delta, row_references, row_scales, rates, local, base, last_reset, next_reset,
-            dq, decay_sums, d_row_scales, None, plan, left, right, None, None, None, None,
+            dq, decay_sums, d_row_scales, d_lse, d_lse_strides, None, plan, left, right, None, None, None, None,
             q_strides, k_strides, v_strides, d_out_strides, dq_strides, row_scale_strides, rate_stride,
             scale, query_length, key_length, kv_heads * GROUP,
             False, PACKED, SEARCHES, GROUP, D, D_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS,

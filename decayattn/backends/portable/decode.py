@@ -21,7 +21,7 @@ from torch import Tensor
 from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
 from decayattn.backends.portable.launch import padded
 from decayattn.backends.portable.tiles import load_scale, load_tile
-from decayattn.backends.tile_decay import load_rate
+from decayattn.backends.tile_decay import load_rate, side_of_head
 from decayattn.backends.tile_math import (
     LN2,
     LOG2E,
@@ -171,6 +171,8 @@ def split_kernel(
     row, head = m // GROUP, kv_head * GROUP + m % GROUP
     position = length - query_length + row
 
+    if DECAY == "constant":
+        left = side_of_head(rates, rate_stride, head, left)
     first, end = keys_seen(position, length, None, None, True, False, left)
     if HAS_FIRST:
         own = first_keys + entry * first_strides[0] + head * first_strides[1] + row * first_strides[2]

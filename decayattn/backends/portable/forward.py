@@ -18,7 +18,14 @@ from decayattn.backends.portable.tiles import (
 )
 from decayattn.backends.sequences import offsets_of_head, tile_of_program
 from decayattn.backends.skipping import first_planned_key
-from decayattn.backends.tile_decay import base_difference, key_alpha, load_rate, row_alpha, row_reference
+from decayattn.backends.tile_decay import (
+    base_difference,
+    key_alpha,
+    load_rate,
+    row_alpha,
+    row_reference,
+    side_of_head,
+)
 from decayattn.backends.tile_math import (
     LN2,
     LOG2E,
@@ -122,6 +129,8 @@ def forward_kernel(
     q = load_tile(
         q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, True, DESCRIPTOR, row_origin
     )
+    if DECAY == "constant":
+        left, right = side_of_head(rates, rate_stride, head, left), side_of_head(rates, rate_stride, head, right)
     first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
     if plan is not None:
         first = tl.maximum(

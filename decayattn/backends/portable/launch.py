@@ -26,6 +26,8 @@ from decayattn.problem import AttentionProblem
 _ROW_TERMS_BLOCK = 64
 # expected by the kernels where a problem has no such tensor; never read
 _NO_STRIDES = (0, 0, 0)
+# numbers of 16 bits in the longest line that a product reads from shared memory
+_LINE = 64
 # one launch makes the gradients of keys and queries up to so many programs per multiprocessor: measured at 8 heads up
 # to T2048, where it is still faster, by 6 % at D = 64 and 9 % at D = 128
 _MOST_PROGRAMS_OF_BOTH = 4
@@ -55,11 +57,11 @@ def forward(
             prefix = decay_prefix.allocate(problem, q)
         first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
         tile = _tile_of_few(problem) or _tiles(config.FORWARD, problem, q, k, v)
-        programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
+        programs, widths = row_programs(problem, sequences, tile.block_m, problem.num_heads), _widths(problem)
         launch(
             forward_kernel, programs,
-            _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
-            *_edges(sequences, tile, v),
+            _source(q, tile.block_m, widths[0], tile), _source(k, tile.block_n, widths[0], tile),
+            _source(v, tile.block_n, widths[1], tile), *_edges(sequences, tile, v),
             out, lse, row_references, _row_scales(scale, row_references), _rates(problem, log_decay, row_references),
             *prefix, sequences, skipping.as_argument(problem, first_block), *_window(problem), *_bias(bias),
             q.stride(), k.stride(), v.stride(), out.stride(), _row_scale_strides(scale),
@@ -119,13 +121,17 @@ def backward(
         of_rows = delta, row_references, row_scales, rates, *prefix
         strides = q.stride(), k.stride(), v.stride(), d_out.stride()
         sizes = rate_stride, _scale_number(scale), problem.query_length, problem.key_length
-        d_bias = None
+        d_bias, widths = None, _widths(problem)
+        # read for the gradient of a constant decay only
+        has_lse_gradient = decay_gradient and problem.decay == "constant" and d_lse is not None
+        lse_gradient = (d_lse, d_lse.stride()) if has_lse_gradient else (None, None)
         tile = _tile_of_both(problem)
         if tile is not None:
             key_programs = token_programs(problem, sequences, tile.block_n, problem.num_kv_heads)
             launch(
                 gradients_kernel, key_programs + row_programs(problem, sequences, tile.block_m, problem.num_heads),
-                q, k, v, d_out, *of_rows, dq, dk, dv, decay_sums, column_sums, d_row_scales, plan, mirror, *window,
+                q, k, v, d_out, *of_rows, dq, dk, dv, decay_sums, column_sums, d_row_scales, *lse_gradient, plan, mirror,
+                *window,
                 *strides, dq.stride(), dk.stride(), dv.stride(), row_scale_strides, *sizes, problem.num_kv_heads,
                 key_programs, DECAY_GRADIENT=decay_gradient, **_constants(problem, sequences, tile),
             )  # fmt: skip
@@ -133,8 +139,8 @@ def backward(
             tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
             launch(
                 key_gradients_kernel, token_programs(problem, sequences, tile.block_n, problem.num_kv_heads),
-                _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
-                _source(d_out, tile.block_m, tile), *_edges(sequences, tile, q, d_out), *of_rows, dk, dv, column_sums,
+                _source(q, tile.block_m, widths[0], tile), _source(k, tile.block_n, widths[0], tile),
+                _source(v, tile.block_n, widths[1], tile), _source(d_out, tile.block_m, widths[1], tile), *_edges(sequences, tile, q, d_out), *of_rows, dk, dv, column_sums,
                 sequences, mirror, *window, *_bias(bias), *strides, dk.stride(), dv.stride(), row_scale_strides,
                 *sizes, problem.num_kv_heads, DECAY_GRADIENT=decay_gradient and problem.decay == "scalar",
                 **_constants(problem, sequences, tile),
@@ -145,9 +151,9 @@ def backward(
             tile = _tiles(config.QUERY_GRADIENTS, problem, q, k, v, d_out)
             launch(
                 query_gradients_kernel, row_programs(problem, sequences, tile.block_m, problem.num_heads),
-                _source(q, tile.block_m, tile), _source(k, tile.block_n, tile), _source(v, tile.block_n, tile),
-                _source(d_out, tile.block_m, tile), *_edges(sequences, tile, k, v), *of_rows, dq, decay_sums,
-                d_row_scales, sequences, plan, *window, *_bias(bias), *_bias(d_bias), *strides, dq.stride(),
+                _source(q, tile.block_m, widths[0], tile), _source(k, tile.block_n, widths[0], tile),
+                _source(v, tile.block_n, widths[1], tile), _source(d_out, tile.block_m, widths[1], tile), *_edges(sequences, tile, k, v), *of_rows, dq, decay_sums,
+                d_row_scales, *lse_gradient, sequences, plan, *window, *_bias(bias), *_bias(d_bias), *strides, dq.stride(),
                 row_scale_strides, *sizes, problem.num_heads, DECAY_GRADIENT=decay_gradient, SHARED_BIAS=shared_bias,
                 **_constants(problem, sequences, tile),
             )  # fmt: skip
@@ -242,6 +248,18 @@ def padded(dim: int) -> int:
     return max(16, next_power_of_2(dim))
 
 
+def _widths(problem: AttentionProblem) -> tuple[int, int]:
+    """Tile widths of the head and of the value dimension.
+
+    Where products read them from shared memory (16 bits), both have lines of one length, of up to 128 bytes: k and v
+    may follow one another in the same place there, and ptxas (12.8 and 12.9: Triton 3.6 to 3.8) takes the addresses of
+    both from one register, wrong ones where the lengths differ.
+    """
+    head, value = padded(problem.head_dim), padded(problem.value_dim)
+    line = min(max(head, value), _LINE) if problem.dtype.itemsize == 2 else 0
+    return max(head, line), max(value, line)
+
+
 def _constants(problem: AttentionProblem, sequences: Sequences | None, tile: TileConfig) -> dict:
     """What an attention kernel is compiled for, and how it is launched."""
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -259,8 +277,8 @@ def _constants_of(
         D_V=problem.value_dim,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_D=padded(problem.head_dim),
-        BLOCK_DV=padded(problem.value_dim),
+        BLOCK_D=_widths(problem)[0],
+        BLOCK_DV=_widths(problem)[1],
         DECAY=problem.decay,
         CAUSAL=problem.causal,
         ROW_CANCELS=problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2,
@@ -273,16 +291,16 @@ def _constants_of(
     )
 
 
-def _source(x: Tensor, rows: int, tile: TileConfig) -> Tensor | TensorDescriptor:
-    """What load_tile reads tiles of `rows` tokens from."""
-    return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), rows) if tile.descriptors else x
+def _source(x: Tensor, rows: int, width: int, tile: TileConfig) -> Tensor | TensorDescriptor:
+    """What load_tile reads tiles (rows, width) from."""
+    return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), rows, width) if tile.descriptors else x
 
 
 @functools.lru_cache(tma.CACHED_DESCRIPTORS)
 def _descriptor(
-    address: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], rows: int
+    address: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], rows: int, width: int
 ) -> TensorDescriptor:
-    tile = [1, rows, 1, padded(shape[3])]
+    tile = [1, rows, 1, width]
     return TensorDescriptor(tma.Memory(address, dtype), list(shape), tma.usable_strides(shape, strides), tile)
 
 
