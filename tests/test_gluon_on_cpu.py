@@ -58,3 +58,5 @@ def test_shared_memory_lies_in_panels():
     assert (tiles.index(1).at == buffer.index(0).slice(8, 8).slice(0, 64, 1).at).all()
     assert (tiles.index(6).at == buffer.index(1).slice(0, 8).slice(64, 64, 1).at).all()
     assert sorted(tiles.at.flatten()) == sorted(buffer.at.flatten()) == list(range(2 * 16 * 128))
+    with pytest.raises(ValueError, match="as 512 elements, a buffer of 4096"):
+        buffer.reinterpret(arrays.bfloat16, [8, 64], narrow)

@@ -1,5 +1,7 @@
 """Shared memory: views of buffers as they lie there, and who has written and read what."""
 
+import math
+
 import numpy as np
 from triton.experimental.gluon import language as gl
 
@@ -126,8 +128,10 @@ class Shared:
         return self._part(("reshape", *shape), self.at.reshape(shape))
 
     def reinterpret(self, dtype: Type, shape: list[int], layout: gl.NVMMASharedLayout) -> "Shared":
-        """What else lies there; a type of the same width."""
+        """What else lies there; a type of the same width, and, as Triton 3.8 demands, no part of the buffer."""
         assert dtype.primitive_bitwidth == self.dtype.primitive_bitwidth
+        if math.prod(shape) != self.at.size:
+            raise ValueError(f"reinterpreted as {math.prod(shape)} elements, a buffer of {self.at.size}")
         return self._part(("reinterpret", dtype, *shape), self.at.min() + places(shape, dtype, layout))
 
     def load(self, layout: None = None) -> Array:

@@ -58,7 +58,7 @@ from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item, 
 from decayattn.backends.hopper.key_producer import produce
 from decayattn.backends.hopper.rings import allocate_words, arrive, make_ring, signal
 from decayattn.backends.hopper.rows import DELTA
-from decayattn.backends.hopper.tile_table import allocate_tiles, flat
+from decayattn.backends.hopper.tile_table import allocate_tiles, flat, stacked
 from decayattn.backends.hopper.zeroing import allocate_zeros
 from decayattn.backends.tile_math import LOG2E, decayed_score, probability, score_gradient, visible
 from decayattn.backends.tile_range import edge_tile
@@ -305,7 +305,11 @@ def _place_of_dk(dk_desc, buffers, n, HALF: gl.constexpr, WARPGROUP: gl.constexp
     """This warpgroup's place in a slot of dSᵀ, for 64 columns of dk of an item whose tiles end with the n-th: not the
     last one's slot, which the other warpgroup reads once more at its next item's first tile."""
     place = buffers.d_scores.index(buffers.slot(n + HALF) * 2 + WARPGROUP)
-    return copy_engine.reinterpret(place, dk_desc.dtype, dk_desc.block_shape, dk_desc.layout)
+    # the whole place as tiles of dk, of which the first is used: at D = 64 it is twice as large as a tile, and Triton
+    # 3.8 reinterprets a buffer only as one of the same size
+    COUNT: gl.constexpr = place.shape[0] * place.shape[1] // (SHARE * PART)
+    tiles = copy_engine.reinterpret(place, dk_desc.dtype, stacked(COUNT, dk_desc.block_shape), dk_desc.layout)
+    return tiles.index(0)
 
 
 @gluon.jit
