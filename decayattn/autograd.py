@@ -5,13 +5,13 @@ launches behind it stay ordinary Python. Where nobody looks at operators, what i
 passing through them takes a small call a sixth of the host's time.
 """
 
+import contextlib
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from decayattn import backends
+from decayattn import backends, compatibility
 from decayattn.problem import AttentionProblem
 
 _INPUTS = (
@@ -50,8 +50,7 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """out and, with_lse, lse from a kernel backend, differentiable once."""
     tensors = [x for x in (q, k, v, log_decay, scale, bias) if isinstance(x, Tensor)]
-    # without a level, which unpack_dual asks for, too, no tensor has a tangent
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if compatibility.has_tangent(tensors):
         # PyTorch would drop the tangent at the operator without a word
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
     row_scale, scale = (scale, 1.0) if problem.row_scale else (None, scale)
@@ -70,8 +69,7 @@ def _watched(tensors: Iterable[Tensor]) -> bool:
     Tensor."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        or compatibility.has_observers()
         or torch.jit.is_tracing()
         or not _PLAIN.issuperset(map(type, tensors))
     )
@@ -155,12 +153,22 @@ def _backward_fake(
     )  # fmt: skip
 
 
+def _keep(ctx, tensors, modes, output, problem=None):
+    """What a backward needs of a forward."""
+    ctx.problem, (*ctx.modes, ctx.with_lse) = problem, modes
+    ctx.set_materialize_grads(False)
+    out, lse, *saved = output
+    ctx.save_for_backward(*tensors, out, *saved)
+    if problem is None:
+        ctx.mark_non_differentiable(*saved, *(() if ctx.with_lse else (lse,)))
+
+
 def _differentiate(ctx, d_out, d_lse, *_):
     q, k, v, log_decay, row_scale, places, bias, out, *saved = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-    # the problem and the modes come first
-    _, _, _, _, _, decay_gradient, _, _, bias_gradient = ctx.needs_input_grad
+    # behind those of the tensors come those of the modes
+    _, _, _, decay_gradient, _, _, bias_gradient, *others = ctx.needs_input_grad
     inputs = (
         d_out, d_lse if ctx.with_lse else None, q, k, v, log_decay, row_scale, places, bias, *ctx.modes, out, *saved,
         decay_gradient, bias_gradient,
@@ -171,12 +179,12 @@ def _differentiate(ctx, d_out, d_lse, *_):
     elif ctx.problem is not None and not _watched((d_out,)):
         gradients = _backward(*inputs, ctx.problem)
     else:
-        with torch._C._AutoDispatchBelowAutograd():
+        with (compatibility.below_autograd or contextlib.nullcontext)():
             gradients = torch.ops.decayattn.backward.default(*inputs)
     dq, dk, dv, d_log_decay, d_row_scale, d_bias = gradients
     return (
-        None, None, dq, dk, dv, d_log_decay if decay_gradient else None,
-        d_row_scale if row_scale is not None else None, None, d_bias if bias_gradient else None,
+        dq, dk, dv, d_log_decay if decay_gradient else None, d_row_scale if row_scale is not None else None, None,
+        d_bias if bias_gradient else None, *(None for _ in others),
     )  # fmt: skip
 
 
@@ -194,17 +202,12 @@ class _Differentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, problem, modes, *tensors):
+    def forward(ctx, *inputs):
+        *tensors, problem, modes = inputs
         output = _without_gradient(problem, (*tensors, *modes))
-        ctx.problem, (*ctx.modes, ctx.with_lse) = problem, modes
-        ctx.set_materialize_grads(False)
-        out, lse, *saved = output
-        ctx.save_for_backward(*tensors, out, *saved)
-        if problem is not None:
-            # nobody asks for the others, and an output takes the host's time, here and in the backward
-            return out, lse
-        ctx.mark_non_differentiable(*saved, *(() if ctx.with_lse else (lse,)))
-        return output
+        _keep(ctx, tensors, modes, output, problem)
+        # nobody asks for the others of a problem's, and an output takes the host's time, here and in the backward
+        return output if problem is None else output[:2]
 
     backward = staticmethod(_differentiate)
 
@@ -212,19 +215,27 @@ class _Differentiable(torch.autograd.Function):
 def _with_gradient(problem, inputs):
     tensors, modes = inputs[:7], inputs[7:]  # the first mode is the scale
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return _Differentiable.apply(problem, modes, *tensors) if wanted else _without_gradient(problem, inputs)
+    return _Differentiable.apply(*tensors, problem, modes) if wanted else _without_gradient(problem, inputs)
 
 
 def _without_gradient(problem, inputs):
     if problem is not None:
         return _forward(*inputs, problem)
-    with torch._C._AutoDispatchBelowAutograd():
+    with compatibility.below_autograd():
         return torch.ops.decayattn.forward.default(*inputs)
 
 
-@torch.library.impl("decayattn::forward", "Autograd")
-def _operator_with_gradient(*inputs):
-    return _with_gradient(None, inputs)
+if compatibility.below_autograd is not None:
+
+    @torch.library.impl("decayattn::forward", "Autograd")
+    def _operator_with_gradient(*inputs):
+        return _with_gradient(None, inputs)
+
+else:
+    torch.library.register_autograd(
+        "decayattn::forward", _differentiate,
+        setup_context=lambda ctx, inputs, output: _keep(ctx, inputs[:7], inputs[7:], output),
+    )  # fmt: skip
 
 
 torch.library.register_autograd("decayattn::backward", _refuse_second_derivative)

@@ -1,60 +1,102 @@
-"""Launches: what is remembered of them, and that it is what Triton would have chosen."""
+"""Launches: what is remembered of them, and that it is what Triton would have chosen and passed."""
 
+import gc
+import threading
+import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
+import triton.language as tl
 from conftest import ON_GPU
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from decayattn import decay_attention, decay_attention_varlen
+from decayattn import compatibility, decay_attention, decay_attention_varlen
 from decayattn.backends import launching, load
 
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the interpreter compiles nothing")
 
 
-class Kernel:
-    """What launching asks of a kernel of Triton's."""
+def fill(x, count, WIDTH: tl.constexpr, MODE: tl.constexpr, rest=None):
+    tl.store(x, count)
 
-    arg_names = ("x", "count", "WIDTH", "MODE", "rest")
-    params = (SimpleNamespace(name="x", has_default=False, default=None), SimpleNamespace(
-        name="rest", has_default=True, default=None))  # fmt: skip
+
+class Driver:
+    """As much of Triton's driver as compiling for a GPU that is not there needs; launches are written down."""
 
     def __init__(self):
-        self.fn, self.log = object(), []
+        self.log = log = []
 
-    def __getitem__(self, grid):
-        def launch(*args, **constants):
-            self.log.append(("asked", grid, args, constants))
-            return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+        class Launcher:
+            def __init__(self, source, metadata):
+                pass
 
-        def run(x, y, z, stream, function, metadata, *rest):
-            assert (y, z, function, metadata) == (1, 1, "function", "metadata")
-            assert stream == torch._C._cuda_getCurrentRawStream(0)
-            hooks, all_args = rest[:3], rest[3:]
-            assert hooks == (None, None, None)
-            self.log.append(("launched", x, all_args))
+            def __call__(self, x, y, z, stream, function, metadata, told, enter, exit, *args):
+                assert (y, z, stream) == (1, 1, 17)
+                log.append(("launched", x, args))
 
-        return launch
+        self.launcher_cls = Launcher
+        self.utils = SimpleNamespace(
+            load_binary=lambda *_: (object(), 5, 32, 0, 1024),
+            unload_module=lambda module: log.append(("unloaded",)),
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 17},
+        )
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 80, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 17
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, name):
+        return name
 
 
 GPU = torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def streams(monkeypatch):
-    if not ON_GPU:  # PyTorch without CUDA has no streams
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 17 + device, raising=False)
+@pytest.fixture
+def log(monkeypatch):
+    """What was launched on a GPU that is not there, unloaded from it, and asked of Triton."""
+    fake = Driver()
+    monkeypatch.setattr(driver, "_active", fake)
+    monkeypatch.setattr(compatibility, "current_stream", lambda device: 17 + device)
+    run = JITFunction.run
+
+    def asked(self, *args, grid, warmup, **constants):
+        if not warmup:
+            fake.log.append(("asked", grid, args, constants))
+        return run(self, *args, grid=grid, warmup=warmup, **constants)
+
+    monkeypatch.setattr(JITFunction, "run", asked)
+    return fake.log
 
 
-def test_second_launch_asks_nothing():
-    kernel, x = Kernel(), torch.zeros(2, 8)
+@pytest.fixture
+def kernel(log):
+    """One that Triton compiles, where the interpreter has taken the place of its decorator, too."""
+    compatibility._compared.discard(fill)
+    return JITFunction(fill)
+
+
+def test_second_launch_asks_nothing(log, kernel):
+    x = torch.zeros(2, 8)
     for _ in range(2):
         launching.of_call(GPU, (x, None), "first test")(kernel, 3, x, 7, MODE="a", WIDTH=16, num_warps=4)
     constants = {"MODE": "a", "WIDTH": 16, "num_warps": 4}
     # all parameters in the order of the kernel's, the constants among them
-    expected = [("asked", (3,), (x, 7), constants), ("launched", 3, (x, 7, 16, "a", None))]
-    assert kernel.log == expected
+    launched = ("launched", 3, (x, 7, 16, "a", None))
+    assert log == [("asked", (3,), (x, 7), constants), launched, launched]
 
 
 @pytest.mark.parametrize(
@@ -67,19 +109,136 @@ def test_second_launch_asks_nothing():
     ],
     ids=["strides", "dtype", "none", "modes"],
 )
-def test_other_kinds_are_asked_anew(change):
-    kernel, x = Kernel(), torch.zeros(2, 8)
+def test_other_kinds_are_asked_anew(change, log, kernel):
+    x = torch.zeros(2, 8)
     for tensors, mode in (((x,), 1), change(x, 1)):
-        launching.of_call(GPU, tensors, kernel, mode)(kernel, 1, x, 7, WIDTH=16, MODE="a")
-    assert [entry[0] for entry in kernel.log] == ["asked", "asked"]
+        launching.of_call(GPU, tensors, kernel.fn, change, mode)(kernel, 1, x, 7, WIDTH=16, MODE="a")
+    assert [entry[0] for entry in log] == ["asked", "launched"] * 2
 
 
-def test_other_constants_are_asked_anew():
-    kernel, x = Kernel(), torch.zeros(2, 8)
-    launch = launching.of_call(GPU, (x,), kernel)
+def test_other_constants_are_asked_anew(log, kernel):
+    x = torch.zeros(2, 8)
+    launch = launching.of_call(GPU, (x,), "other constants")
     for width in (16, 32, 16):
         launch(kernel, 1, x, 7, WIDTH=width, MODE="a")
-    assert [entry[0] for entry in kernel.log] == ["asked", "asked", "launched"]
+    assert [entry[0] for entry in log] == ["asked", "launched", "asked", "launched", "launched"]
+
+
+def test_cleared_caches_and_freed_kernels(log, kernel):
+    """Since 3.8 Triton unloads a kernel that nobody holds."""
+    x = torch.zeros(2, 8)
+    launch = launching.of_call(GPU, (x,), "cleared caches")
+    launch(kernel, 1, x, 7, WIDTH=16, MODE="a")
+    launching.anew(kernel, 1, x, 7, WIDTH=32, MODE="a")
+    caches = kernel.device_caches[0][0]
+    compiled = [weakref.ref(known) for known in caches.values()]
+    assert len(compiled) == 2
+    kernel.device_caches.clear()
+    del caches
+    gc.collect()
+    assert all(known() is not None for known in compiled)
+    launch(kernel, 1, x, 7, WIDTH=16, MODE="a")
+    assert [entry[0] for entry in log] == ["asked", "launched", "asked", "launched", "launched"]
+
+
+def test_threads_compile_a_kernel_once(log, kernel, monkeypatch):
+    x, compiled, both = torch.zeros(2, 8), [], threading.Barrier(2)
+    compile_kernel = JITFunction._do_compile
+
+    def slowly(self, *args):
+        time.sleep(0.1)
+        compiled.append(compile_kernel(self, *args))
+        return compiled[-1]
+
+    monkeypatch.setattr(JITFunction, "_do_compile", slowly)
+
+    def launch():
+        both.wait()
+        launching.of_call(GPU, (x,), "threads", threading.get_ident())(kernel, 1, x, 7, WIDTH=16, MODE="a")
+
+    threads = [threading.Thread(target=launch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compiled) == 1
+    assert sorted(entry[0] for entry in log) == ["asked", "asked", "launched", "launched"]
+
+
+class LaterTriton:
+    """A kernel of a Triton that launches in a way of its own."""
+
+    fn, params, arg_names = fill, (), ("x", "count")
+
+    def __init__(self, way, compiled):
+        self.way, self.compiled, self.asked = way, compiled, 0
+
+    def warmup(self, *args, grid, **constants):
+        return self.compiled
+
+    def __getitem__(self, grid):
+        def launch(*args, **constants):
+            self.asked += 1
+            hooks = triton.knobs.runtime
+            self.way(self.compiled, (*grid, 1, 1), (None, hooks.launch_enter_hook, hooks.launch_exit_hook), args)
+            return self.compiled
+
+        return launch
+
+
+class Compiled:
+    """A compiled kernel of that Triton."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.passed = []
+        self._run = lambda *args: self.passed.append(args)
+
+    @property
+    def run(self):
+        return self._run
+
+
+WAYS = {
+    "as now": lambda c, grid, hooks, args: c.run(*grid, 17, "function", "metadata", *hooks, *args),
+    "more arguments": lambda c, grid, hooks, args: c.run(*grid, 17, "function", "metadata", "more", *hooks, *args),
+    "fewer arguments": lambda c, grid, hooks, args: c.run(*grid, 17, "function", *hooks, *args),
+    "another stream": lambda c, grid, hooks, args: c.run(*grid, 18, "function", "metadata", *hooks, *args),
+    "another order": lambda c, grid, hooks, args: c.run(*grid, 17, "metadata", "function", *hooks, *args),
+    "other values": lambda c, grid, hooks, args: c.run(*grid, 17, "function", "metadata", *hooks, args[0], args[1] + 1),
+    "other hooks": lambda c, grid, hooks, args: c.run(*grid, 17, "function", "metadata", *hooks[:2], None, *args),
+    "another name": lambda c, grid, hooks, args: c.passed.append(args),
+    "no run": lambda c, grid, hooks, args: None,
+    "no metadata": lambda c, grid, hooks, args: c.run(*grid, 17, "function", "metadata", *hooks, *args),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_way_to_launch_is_left_to_triton(way, monkeypatch):
+    monkeypatch.setattr(compatibility, "_fallbacks", {})
+    monkeypatch.setattr(compatibility, "_compared", set())
+    monkeypatch.setattr(compatibility, "current_stream", lambda device: 17 + device)
+    compiled, x = Compiled(), torch.zeros(8)
+    if way == "no run":
+        compiled = SimpleNamespace(function="function", packed_metadata="metadata")
+    if way == "no metadata":
+        compiled = type("Compiled", (Compiled,), {"packed_metadata": property()})()
+    kernel = LaterTriton(WAYS[way], compiled)
+    launch = launching.of_call(GPU, (x,), "another way", way)
+    if way == "as now":
+        launch(kernel, 3, x, 7)
+        launch(kernel, 3, x, 7)
+        assert (kernel.asked, compatibility.fallbacks()) == (1, [])
+        assert compiled.passed[1] == (3, 1, 1, 17, "function", "metadata", None, None, None, x, 7)
+        return
+    with pytest.warns(RuntimeWarning, match="CompiledKernel.run of Triton .* is not that of 3.6 to 3.9"):
+        launch(kernel, 3, x, 7)
+    launch(kernel, 3, x, 7)  # of a call that began before
+    launching.of_call(GPU, (x,), "another way", way)(kernel, 3, x, 7)
+    assert kernel.asked == 3
+    (fallback,) = compatibility.fallbacks()
+    assert "Triton makes all launches" in fallback
 
 
 def test_misaligned_tensors_and_cpus_are_launched_anew():
@@ -164,8 +323,8 @@ def test_remembered_kernels_are_those_that_triton_chooses(backend, monkeypatch):
         def check(kernel, programs, *args, **constants):
             chosen = kernel.warmup(*args, grid=(programs,), **constants)
             launch(kernel, programs, *args, **constants)
-            _, function, metadata, _ = launch.known[(kernel.fn, programs, *constants.values())]
-            assert (function, metadata) == (chosen.function, chosen.packed_metadata), kernel.fn.__name__
+            known = launch.known[(kernel.fn, programs, *constants.values())]
+            assert (known.function, known.metadata) == (chosen.function, chosen.packed_metadata), kernel.fn.__name__
             launches.append(kernel.fn.__name__)
 
         return check

@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from decayattn.compatibility import assume_constant_result
 from decayattn.problem import AttentionProblem
 
 # kernel backends; each is a package with refusal(dtype, device), misfit(problem, q, k, v, scale), forward(...),
@@ -49,14 +50,11 @@ def refusal(problem: AttentionProblem, name: str) -> str | None:
     return _refusal(name, problem.dtype, problem.device)
 
 
+# torch.compile cannot trace an import
+@assume_constant_result
 def _refusal(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
     backend = load(name)
     return backend if isinstance(backend, str) else backend.refusal(dtype, device)
-
-
-# torch.compile cannot trace an import: it calls _refusal and keeps the answer. This is all that
-# torch.compiler.assume_constant_result does, but to call that imports torch._dynamo, and with it Triton.
-_refusal._dynamo_marked_constant = True
 
 
 def select(problem: AttentionProblem, name: str) -> str:

@@ -2,8 +2,9 @@
 
 `kernel[grid](...)` works that out from the kind of every argument in every launch, which takes an attention kernel five
 times as long as the launch. What the kinds depend on is the same for all launches of one call of ours, so it is looked
-up once per call, and what was compiled for it is launched from then on. Triton tells a launch to a profiler's hooks,
-and gets it ready for them even where there is none: where there is one, every launch goes through Triton.
+up once per call, and what was compiled for it is launched from then on (compatibility.DirectLaunch). Triton tells a
+launch to a profiler's hooks, and gets it ready for them even where there is none: where there is one, every launch goes
+through Triton.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+
+from decayattn import compatibility
 
 # launch(kernel, programs, *args, **constants) is kernel[(programs,)](*args, **constants)
 Launch = Callable[..., None]
@@ -41,7 +44,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 def anew(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
     """A launch that remembers nothing."""
-    kernel[(programs,)](*args, **constants)
+    compatibility.launch(kernel, programs, args, constants)
 
 
 def of_call(
@@ -55,6 +58,8 @@ def of_call(
     """
     hooks = triton.knobs.runtime
     if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        return anew
+    if not compatibility.has_direct_launches():
         return anew
     misaligned, kinds = 0, [device, modes]
     for x in tensors:
@@ -74,23 +79,15 @@ class _Remembering:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device.index
-        self.known: dict[tuple, tuple] = {}
+        self.known: dict[tuple, compatibility.DirectLaunch] = {}
 
     def __call__(self, kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
         key = (kernel.fn, programs, *constants.values())
-        known = self.known.get(key)
-        if known is None:
-            compiled = kernel[(programs,)](*args, **constants)
-            # a compiled kernel is launched with all parameters in their order, those that it was compiled for too
-            given = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default}
-            given |= constants
-            rest = tuple(given[name] for name in kernel.arg_names[len(args) :])
-            self.known[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
-        else:
-            run, function, metadata, rest = known
-            stream = torch._C._cuda_getCurrentRawStream(self.device)
-            # three times None: what hooks would be told, and the hooks
-            run(programs, 1, 1, stream, function, metadata, None, None, None, *args, *rest)
+        direct = self.known.get(key)
+        if direct is not None:
+            direct(programs, self.device, args)
+        elif (direct := compatibility.first_launch(kernel, programs, self.device, args, constants)) is not None:
+            self.known[key] = direct
 
 
 @functools.lru_cache(REMEMBERED)

@@ -1,0 +1,258 @@
+"""The private names of PyTorch and Triton that this library uses, each with a public way behind it.
+
+They save the host's time in every call. One that is gone, or is not what it was, is not used: the public way gives the
+same results. `fallbacks()` lists those. Nothing here imports Triton.
+"""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# name: why it is not used, and what happens instead
+_fallbacks: dict[str, str] = {}
+
+
+def fallbacks() -> list[str]:
+    """Which private names this PyTorch or Triton has no more, or has changed, and what is done instead; empty where all
+    are as they were. Of Triton's, that is known once a kernel has been launched on a GPU."""
+    return [f"{name} {reason}" for name, reason in _fallbacks.items()]
+
+
+def _usable(name: str, probe: Callable[[], Any], instead: str) -> Any:
+    """What probe finds; None, and an entry in fallbacks(), where it fails."""
+    try:
+        return probe()
+    except Exception as error:
+        _fallbacks[name] = f"cannot be used in PyTorch {torch.__version__} ({type(error).__name__}: {error}): {instead}"
+        return None
+
+
+def _expect(value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Operators
+
+
+def _probe_observers() -> tuple[Callable[[], int], Callable[[], bool]]:
+    modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
+    _expect(modes(), int)
+    _expect(transforms(), bool)
+    return modes, transforms
+
+
+_observers = _usable(
+    "torch._C._len_torch_dispatch_stack, ._are_functorch_transforms_active", _probe_observers,
+    "every call passes through the operators, which takes the host longer",
+)  # fmt: skip
+
+
+def has_observers() -> bool:
+    """Whether a dispatch mode or a transform of torch.func wants to see operators; True where that cannot be told,
+    for an operator is right everywhere."""
+    if _observers is None:
+        return True
+    modes, transforms = _observers
+    return modes() > 0 or transforms()
+
+
+def _probe_guard() -> Callable:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch._C._AutoDispatchBelowAutograd
+
+
+# context of calls to operators that autograd shall not see; None: torch.library.register_autograd makes such calls
+below_autograd = _usable(
+    "torch._C._AutoDispatchBelowAutograd", _probe_guard,
+    "torch.library.register_autograd differentiates the operators, which takes the host longer",
+)  # fmt: skip
+
+
+def _probe_level() -> bool:
+    _expect(forward_ad._current_level, int)
+    return True
+
+
+_has_level = _usable(
+    "torch.autograd.forward_ad._current_level", _probe_level, "every tensor of a call is asked for its tangent"
+)
+
+
+def has_tangent(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of them has a tangent, for forward-mode derivatives; without a level, none has."""
+    if _has_level and forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.compile
+
+
+def _probe_mark() -> bool:
+    """The mark is read in PyTorch's source: to import torch._dynamo would import Triton."""
+    source = Path(torch.__file__).parent / "_dynamo" / "decorators.py"
+    if "fn._dynamo_marked_constant = True" not in source.read_text(encoding="utf-8"):
+        raise AttributeError("torch.compiler.assume_constant_result sets another mark")
+    return True
+
+
+_has_mark = _usable(
+    "_dynamo_marked_constant", _probe_mark,
+    "torch.compiler.assume_constant_result sets the mark, which imports torch._dynamo and Triton with the library",
+)  # fmt: skip
+
+
+def assume_constant_result(function: Callable) -> Callable:
+    """torch.compile calls the function while it traces, and keeps its answer.
+
+    torch.compiler.assume_constant_result, which sets the same mark and imports torch._dynamo, and with it Triton.
+    """
+    if not _has_mark:
+        return torch.compiler.assume_constant_result(function)
+    function._dynamo_marked_constant = True
+    return function
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Launches
+
+
+def _probe_stream() -> Callable[[int], int] | None:
+    # to ask for a stream here would initialise CUDA; first_launch compares it with what Triton passes
+    on_gpus = torch.version.cuda is not None or torch.version.hip is not None
+    return torch._C._cuda_getCurrentRawStream if on_gpus else None
+
+
+def _public_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# current_stream(device index): the address of the stream that work is put on
+current_stream = (
+    _usable("torch._C._cuda_getCurrentRawStream", _probe_stream, "torch.cuda.current_stream is asked for the stream")
+    or _public_stream
+)
+
+_RUN = "triton.compiler.CompiledKernel.run"
+# compiled kernels that were launched. Since Triton 3.8 a kernel that is freed is unloaded from the GPU, where a CUDA
+# graph may still launch it; and of those that two threads compile at once Triton holds one only, and none when its
+# caches are cleared
+_held: dict[int, Any] = {}
+# kernels that Triton was seen to launch as DirectLaunch does
+_compared: set[Callable] = set()
+# only one thread at a time launches a kernel for the first time
+_locks: dict[Callable, threading.RLock] = {}
+
+
+class DirectLaunch(NamedTuple):
+    """A compiled kernel, and what its launcher is given besides the arguments."""
+
+    run: Callable
+    function: Any
+    metadata: Any
+    rest: tuple  # the last parameters, which the kernel was compiled for
+
+    def __call__(self, programs: int, device: int, args: tuple) -> None:
+        # three times None: what hooks would be told, and the hooks
+        stream = current_stream(device)
+        self.run(programs, 1, 1, stream, self.function, self.metadata, None, None, None, *args, *self.rest)
+
+
+def has_direct_launches() -> bool:
+    """Whether Triton launches kernels as DirectLaunch does, as far as is known."""
+    return _RUN not in _fallbacks
+
+
+def launch(kernel: Any, programs: int, args: tuple, constants: dict[str, Any]) -> Any:
+    """Launched by Triton: the compiled kernel; None from the interpreter, which compiles nothing."""
+    compiled = kernel[(programs,)](*args, **constants)
+    if compiled is not None:
+        _held[id(compiled)] = compiled
+    return compiled
+
+
+def first_launch(
+    kernel: Any, programs: int, device: int, args: tuple, constants: dict[str, Any]
+) -> DirectLaunch | None:
+    """Launched by Triton, and how to launch it again without; None where the next launch has to be Triton's, too.
+
+    A kernel's very first launch is compared with what Triton passes in it. Where that differs, all launches are left to
+    Triton from then on.
+    """
+    with _locks.setdefault(kernel.fn, threading.RLock()):
+        if kernel.fn in _compared:
+            compiled = launch(kernel, programs, args, constants)
+            return None if compiled is None else _direct(kernel, compiled, args, constants)
+        chosen = kernel.warmup(*args, grid=(programs,), **constants)
+        if chosen is None or hasattr(chosen, "result"):  # a hook keeps Triton from compiling; it is still compiling
+            launch(kernel, programs, args, constants)
+            return None
+        passed: list[tuple] = []
+        try:
+            run = chosen.run
+            chosen._run = _observing(run, passed)
+        except AttributeError as error:
+            launch(kernel, programs, args, constants)
+            return _leave_to_triton(str(error))
+        try:
+            launched = launch(kernel, programs, args, constants)
+        finally:
+            chosen._run = run
+        if launched is not chosen:  # another thread has compiled it meanwhile
+            return None
+        try:
+            direct = _direct(kernel, chosen, args, constants)
+        except AttributeError as error:
+            return _leave_to_triton(str(error))
+        if not any(_agrees(direct, programs, device, args, given) for given in passed):
+            return _leave_to_triton("is given other arguments")
+        _compared.add(kernel.fn)
+        return direct
+
+
+def _observing(run: Callable, passed: list[tuple]) -> Callable:
+    def observe(*given: Any) -> Any:
+        passed.append(given)
+        return run(*given)
+
+    return observe
+
+
+def _direct(kernel: Any, compiled: Any, args: tuple, constants: dict[str, Any]) -> DirectLaunch:
+    # a compiled kernel is launched with all parameters in their order, those that it was compiled for too
+    given = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default} | constants
+    rest = tuple(given[name] for name in kernel.arg_names[len(args) :])
+    return DirectLaunch(compiled.run, compiled.function, compiled.packed_metadata, rest)
+
+
+def _agrees(direct: DirectLaunch, programs: int, device: int, args: tuple, given: tuple) -> bool:
+    """Whether Triton gave the launcher what a direct launch gives it, but for the hooks."""
+    hooks = sys.modules["triton"].knobs.runtime
+    expected = (
+        programs, 1, 1, current_stream(device), direct.function, direct.metadata,
+        None, hooks.launch_enter_hook, hooks.launch_exit_hook, *args, *direct.rest,
+    )  # fmt: skip
+    told = 6  # what hooks are told of the launch
+    return len(given) == len(expected) and all(
+        i == told or x is y or (type(x) is type(y) is int and x == y)
+        for i, (x, y) in enumerate(zip(given, expected, strict=True))
+    )
+
+
+def _leave_to_triton(difference: str) -> None:
+    if has_direct_launches():
+        _fallbacks[_RUN] = (
+            f"of Triton {sys.modules['triton'].__version__} is not that of 3.6 to 3.9 ({difference}): Triton makes all "
+            "launches, which takes the host longer"
+        )
+        warnings.warn(f"decayattn: {_RUN} {_fallbacks[_RUN]}", RuntimeWarning, stacklevel=4)

@@ -1,0 +1,161 @@
+"""Without the private names of PyTorch and Triton that calls are faster with; those of launches are in
+test_launching.py."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from decayattn import compatibility, decay_attention
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def reload(monkeypatch):
+    """The module as it is where names are missing, until the test ends."""
+    yield lambda: importlib.reload(compatibility)
+    monkeypatch.undo()
+    importlib.reload(compatibility)
+
+
+def make(device):
+    shape = (1, 10, 1, 16)
+    inputs = [torch.randn(shape, device=device) for _ in range(3)] + [-torch.rand(shape[:3], device=device)]
+    return [x.requires_grad_() for x in inputs]
+
+
+def gradients(inputs):
+    return torch.autograd.grad(decay_attention(*inputs, backend="triton").square().sum(), inputs)
+
+
+def test_nothing_is_missing_here():
+    assert compatibility.fallbacks() == []
+
+
+@pytest.mark.parametrize("change", ["gone", "changed"])
+@pytest.mark.parametrize("name", ["_len_torch_dispatch_stack", "_are_functorch_transforms_active"])
+def test_without_a_way_to_look_for_observers(name, change, reload, monkeypatch, device):
+    """A call passes through the operators, and means the same."""
+    inputs = make(device)
+    expected = gradients(inputs)
+    assert not compatibility.has_observers()
+    with monkeypatch.context() as patch:  # PyTorch itself has what it needs
+        if change == "gone":
+            patch.delattr(torch._C, name)
+        else:
+            patch.setattr(torch._C, name, lambda: None)
+        reload()
+    assert compatibility.has_observers()
+    (fallback,) = compatibility.fallbacks()
+    assert name in fallback
+    assert "every call passes through the operators" in fallback
+    for x, y in zip(gradients(inputs), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("change", ["gone", "changed"])
+def test_without_the_level_of_forward_derivatives(change, reload, monkeypatch, device):
+    inputs = make(device)
+    if change == "gone":
+        monkeypatch.setattr(forward_ad, "unpack_dual", lambda x: SimpleNamespace(tangent=None))
+        monkeypatch.delattr(forward_ad, "_current_level")
+    else:
+        monkeypatch.setattr(forward_ad, "_current_level", None)
+        monkeypatch.setattr(forward_ad, "unpack_dual", lambda x: SimpleNamespace(tangent=x if x is inputs[1] else None))
+    reload()
+    (fallback,) = compatibility.fallbacks()
+    assert "every tensor of a call is asked for its tangent" in fallback
+    if change == "gone":
+        gradients(inputs)
+    else:
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            gradients(inputs)
+
+
+def test_without_the_mark_of_constants(reload, monkeypatch, tmp_path):
+    marked = []
+    monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: marked.append(function) or function)
+    assert compatibility.assume_constant_result(make) is make
+    assert make._dynamo_marked_constant
+    monkeypatch.delattr(make, "_dynamo_marked_constant")
+    assert marked == []
+    (tmp_path / "_dynamo").mkdir()
+    (tmp_path / "_dynamo" / "decorators.py").write_text("fn.another_mark = True\n")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    reload()
+    assert compatibility.assume_constant_result(make) is make
+    assert marked == [make]
+    assert not hasattr(make, "_dynamo_marked_constant")
+    (fallback,) = compatibility.fallbacks()
+    assert fallback.startswith("_dynamo_marked_constant")
+
+
+def test_without_the_raw_stream(reload, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=100 + device))
+    reload()
+    assert compatibility.current_stream(1) == 101
+    (fallback,) = compatibility.fallbacks()
+    assert "torch.cuda.current_stream" in fallback
+
+
+WITHOUT_ALL = """
+import torch
+from torch.autograd import forward_ad
+
+names = ("_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_AutoDispatchBelowAutograd")
+private = {name: getattr(torch._C, name) for name in names}
+for name in names:
+    delattr(torch._C, name)
+from decayattn import compatibility, decay_attention
+for name in names:  # PyTorch itself has what it needs
+    setattr(torch._C, name, private[name])
+
+assert len(compatibility.fallbacks()) == 2, compatibility.fallbacks()
+inputs = [x.requires_grad_() for x in (*torch.randn(3, 1, 10, 1, 16), -torch.rand(1, 10, 1))]
+
+def call(backend, *tensors):
+    return decay_attention(*tensors, backend=backend, return_lse=True)
+
+def gradients(out, **options):
+    return torch.autograd.grad(out[0].square().sum() + out[1].sum(), inputs, **options)
+
+out, expected = call("triton", *inputs), call("reference", *inputs)
+for x, y in zip((*out, *gradients(out)), (*expected, *gradients(expected)), strict=True):
+    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+with torch.no_grad():
+    assert not call("triton", *inputs)[0].requires_grad
+without_lse = decay_attention(*inputs, backend="triton")
+assert torch.equal(without_lse, out[0])
+(only_q,) = torch.autograd.grad(without_lse.sum(), inputs[:1])
+*_, last = gradients(call("triton", *inputs), create_graph=True)
+try:
+    torch.autograd.grad(last.sum(), inputs)
+    raise SystemExit("a second derivative came out")
+except RuntimeError as error:
+    assert "no second derivative" in str(error), error
+with forward_ad.dual_level():
+    try:
+        call("triton", forward_ad.make_dual(inputs[0], inputs[1]), *inputs[1:])
+        raise SystemExit("a tangent was dropped")
+    except RuntimeError as error:
+        assert "no forward-mode derivative" in str(error), error
+"""
+
+
+def test_without_all_that_autograd_is_bridged_with():
+    """Takes seconds: which way operators are differentiated is chosen when the library is imported, so in a process of
+    its own."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ALL], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
