@@ -114,6 +114,31 @@ def test_strides(dim):
     verify(dict(q=q, k=k, v=v, log_decay=None), grad_out=expanded)
 
 
+@pytest.mark.parametrize("shift", [1, 3, 8])  # elements of 2 bytes; 16 bytes are an address that can be read from
+def test_gradients_that_lie_anywhere(shift):
+    """That of a concatenation is a slice of another's: contiguous, at any address."""
+    for inputs in (make(300), make_packed([300, 0, 77], outside=0)):
+        memory = torch.randn(inputs["q"].numel() + shift, device="cuda", dtype=BF16)
+        verify(inputs, grad_out=memory[shift:].view_as(inputs["q"]))
+
+
+@pytest.mark.parametrize("backend", ["hopper", "auto"])
+def test_the_gradient_of_a_concatenation(backend):
+    """Twice: kernels that are remembered are those of aligned tensors."""
+    leaves = [x.requires_grad_() for x in make(1500).values()]
+    weights = torch.randn(3 + leaves[2].numel(), device="cuda", dtype=BF16)
+
+    def gradients(beside: int) -> tuple[torch.Tensor, ...]:
+        out = decay_attention(*leaves, backend=backend)
+        together = torch.cat([torch.zeros(beside, device="cuda", dtype=BF16), out.flatten()])
+        return torch.autograd.grad((together * weights[3 - beside :]).sum(), leaves)
+
+    expected = gradients(0)
+    for _ in range(2):
+        for found, aligned in zip(gradients(3), expected, strict=True):
+            assert (found - aligned).norm() < 0.01 * aligned.norm()
+
+
 # Windows
 
 

@@ -108,6 +108,28 @@ def test_heads_that_are_worked_at_together(cache, monkeypatch):
     verify(make(260, heads=4, kv_heads=4))
 
 
+@pytest.mark.parametrize("shift", [1, 3, 8])  # elements of 2 bytes; 16 bytes are an address that can be read from
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_that_lie_anywhere(packed, shift):
+    """That of a concatenation is a slice of another's: contiguous, at any address."""
+    inputs = make_packed([100, 60], heads=2, decay="none", outside=0) if packed else make(150, decay="none")
+    memory = torch.randn(inputs["q"].numel() + shift, dtype=inputs["q"].dtype)
+    verify(inputs, grad_out=memory[shift:].view_as(inputs["q"]))
+
+
+def test_the_gradient_of_a_concatenation():
+    leaves = [x.requires_grad_() for x in make(150).values()]
+    weights = torch.randn(3 + leaves[2].numel(), dtype=leaves[2].dtype)
+
+    def gradients(backend: str) -> tuple[torch.Tensor, ...]:
+        out = decay_attention(*leaves, backend=backend)
+        together = torch.cat([torch.zeros(3, dtype=out.dtype), out.flatten()])
+        return torch.autograd.grad((together * weights).sum(), leaves)
+
+    for found, expected in zip(gradients("hopper"), gradients("reference"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
 # The order of things
 
 

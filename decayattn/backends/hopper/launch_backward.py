@@ -38,7 +38,9 @@ def backward(
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None
         if tma.misfit(d_out) or (places is not None and descriptors.slices_misfit(d_out)):
-            d_out = d_out.contiguous()  # autograd may hand over any strides, such as an expanded sum's
+            # autograd may hand over any strides, such as an expanded sum's, and any address, such as that of a slice of
+            # a concatenation's gradient: `contiguous` would leave that where it is
+            d_out = d_out.clone(memory_format=torch.contiguous_format)
 
         saved = (row_references, *prefix, first_block)
         given = (q, k, v, log_decay, places, d_out, d_lse, out)
