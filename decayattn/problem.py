@@ -58,7 +58,7 @@ class AttentionProblem(NamedTuple):
     def is_empty(self) -> bool:
         """Whether no query can see a key, so that no kernel has anything to do."""
         lengths = (self.query_length, self.key_length, self.longest_query, self.longest_key)
-        return 0 in (self.sequences, *lengths)
+        return 0 in (self.sequences, self.num_heads, *lengths)
 
     @property
     def accumulator_dtype(self) -> torch.dtype:

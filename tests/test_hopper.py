@@ -139,6 +139,19 @@ def test_the_gradient_of_a_concatenation(backend):
             assert (found - aligned).norm() < 0.01 * aligned.norm()
 
 
+@pytest.mark.parametrize("backend", ["hopper", "auto"])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_no_heads(decay, backend):
+    leaves = {name: x.requires_grad_() for name, x in make(heads=0, kv_heads=2, decay=decay).items() if x is not None}
+    out, lse = decay_attention(**leaves, return_lse=True, backend=backend)
+    assert (out.shape, lse.shape) == ((2, 333, 0, 64), (2, 0, 333))
+    for gradient in torch.autograd.grad(out.sum() + lse.sum(), list(leaves.values())):
+        assert (gradient == 0).all()
+    places = dict(cu_seqlens_q=int32(0, 300, 333), cu_seqlens_k=int32(0, 300, 333), max_seqlen_q=300, max_seqlen_k=300)
+    packed = {name: x if x.ndim == 1 else x[0] for name, x in leaves.items()}
+    assert decay_attention_varlen(**packed, **places, backend=backend).shape == (333, 0, 64)
+
+
 # Windows
 
 

@@ -11,7 +11,7 @@ from gluon_on_cpu import Deadlock, Kernel, Race, language, machine
 from hopper_problems import DEVICE, PACKINGS, make_packed, make_padded, verify
 from hopper_problems import make as make_batch
 
-from decayattn import decay_attention
+from decayattn import decay_attention, decay_attention_varlen
 from decayattn.backends import hopper, launching
 from decayattn.backends.hopper import config, launch, launch_backward
 
@@ -128,6 +128,28 @@ def test_the_gradient_of_a_concatenation():
 
     for found, expected in zip(gradients("hopper"), gradients("reference"), strict=True):
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize("empty", [dict(heads=0, kv_heads=2), dict(batch=0), dict(rows=0, keys=5), dict(rows=0)])
+def test_nothing_to_do(empty, decay):
+    inputs = make_batch(**dict(batch=1, heads=2) | empty | dict(decay=decay))
+    if empty.get("rows") == 0 and "keys" not in empty:
+        inputs = {name: None if x is None else x[:, :0] if x.ndim > 1 else x for name, x in inputs.items()}
+    leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
+    out, lse = decay_attention(**leaves, return_lse=True, backend="hopper")
+    assert (out.shape, lse.shape) == (leaves["q"].shape, tuple(leaves["q"].shape[n] for n in (0, 2, 1)))
+    gradients = torch.autograd.grad(out.sum() + lse.sum(), list(leaves.values()))
+    for gradient, leaf in zip(gradients, leaves.values(), strict=True):
+        assert gradient.shape == leaf.shape
+        assert (gradient == 0).all()
+
+
+def test_no_heads_in_sequences():
+    q, k = torch.zeros(20, 0, 64, dtype=torch.bfloat16), torch.zeros(20, 2, 64, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 5, 20], dtype=torch.int32)
+    places = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=15, max_seqlen_k=15)
+    assert decay_attention_varlen(q, k, k, **places, backend="hopper").shape == q.shape
 
 
 # The order of things
