@@ -434,6 +434,9 @@ def test_deterministic_gradients():
             assert all(map(torch.equal, first, gradients("auto")))
         inputs = {name: x.detach() for name, x in leaves.items()}
         assert_within_budget(verify_attention(**inputs, backend="auto", grad_out=grad_out))
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="'hopper': it has no deterministic backward"):
+            gradients("hopper")
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -152,6 +152,27 @@ def test_no_heads_in_sequences():
     assert decay_attention_varlen(q, k, k, **places, backend="hopper").shape == q.shape
 
 
+def test_deterministic_algorithms():
+    """By name they are refused, or only warned of, as PyTorch is told."""
+    leaves = [x.requires_grad_() for x in make(150).values()]
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(decay_attention(*leaves, backend="hopper").sum(), leaves)
+
+    expected = gradients()
+    try:
+        torch.use_deterministic_algorithms(True)
+        with pytest.raises(ValueError, match="'hopper' cannot take this problem: it has no deterministic backward"):
+            gradients()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="'hopper': it has no deterministic backward"):
+            found = gradients()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=1e-3)
+
+
 # The order of things
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import warnings
 from types import ModuleType
 
 import torch
@@ -19,6 +20,9 @@ AUTOMATIC = ("hopper", "triton")
 # how every kernel is compiled, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
 NAMES = ("auto", "reference", *KERNELS)
+_NOT_DETERMINISTIC = (
+    "it has no deterministic backward, which torch.use_deterministic_algorithms asks for; 'triton' has one"
+)
 
 
 # triton.cdiv and triton.next_power_of_2 are made for kernels: from Python, each takes five microseconds
@@ -83,7 +87,8 @@ def resolve(
     """The kernel backend that launches: the named one or an error; for "auto" the first that pays and takes these very
     tensors.
 
-    deterministic asks for a backward that repeats bit by bit.
+    deterministic asks for a backward that repeats bit by bit. Where PyTorch shall only warn of one that does not, a
+    named backend runs, and warns.
     """
     if name == "auto":
         found = (
@@ -91,9 +96,12 @@ def resolve(
             if _pays(problem, kernel) and not _objection(problem, kernel, q, k, v, scale, deterministic)
         )  # fmt: skip
         return next(found)
-    reason = _objection(problem, name, q, k, v, scale, deterministic)
+    only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    reason = _objection(problem, name, q, k, v, scale, deterministic and not only_warn)
     if reason is not None:
         raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
+    if deterministic and not load(name).DETERMINISTIC:
+        warnings.warn(f"backend: {name!r}: {_NOT_DETERMINISTIC}", stacklevel=2)
     return name
 
 
@@ -107,5 +115,5 @@ def _objection(
 ) -> str | None:
     reason = refusal(problem, name) or load(name).misfit(problem, q, k, v, scale)
     if reason is None and deterministic and not load(name).DETERMINISTIC:
-        reason = "it has no deterministic backward, which torch.use_deterministic_algorithms asks for; 'triton' has one"
+        reason = _NOT_DETERMINISTIC
     return reason
