@@ -22,6 +22,23 @@ def test_every_option_has_help():
     assert all(f"--{field.name}" in help_text for field in dataclasses.fields(Config))
 
 
+def test_options_are_plain_python_values(monkeypatch):
+    """Lightning takes no subclass of int for a number of GPUs, and no checkpoint may hold classes of jsonargparse."""
+    given = {
+        "devices": 2, "layers": 2, "steps": 3, "validation_crops": 4, "seed": 5, "sample_bytes": 6,
+        "learning_rate": 1e-3, "weight_decay": 0.2, "clip": 0.5, "compile": "true", "run": "7",
+    }  # fmt: skip
+    config = read_config([f"--{name}={value}" for name, value in given.items()])
+    assert {type(value) for value in dataclasses.asdict(config).values()} <= {bool, int, float, str, type(None)}
+    assert (config.devices, config.learning_rate, config.compile, config.run) == (2, 1e-3, True, "7")
+
+    from lightning.pytorch.accelerators import CUDAAccelerator
+
+    parser = "lightning.fabric.utilities.device_parser"
+    monkeypatch.setattr(f"{parser}._get_all_available_gpus", lambda **_: [0, 1])
+    assert CUDAAccelerator.parse_devices(config.devices) == [0, 1]
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_resolve_leaves_no_auto_in_what_shapes_the_run(on_gpu):
     config = dataclasses.asdict(resolve(Config(), on_gpu))

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -187,4 +187,10 @@ def load_config(folder: Path) -> Config:
 def _parse(parser: ArgumentParser, arguments: list[str] | None) -> dict:
     options = parser.parse_args(arguments).as_dict()
     options.pop("config")
-    return options
+    return {name: _plain(value) for name, value in options.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Without jsonargparse's number types, which Lightning takes for no int, and which no checkpoint may hold."""
+    kind = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
+    return value if kind is None else kind(value)
