@@ -1,0 +1,226 @@
+"""Random calls of decay_attention on every kernel backend, held to the error budget.
+
+    python experiments/fuzz_kernels.py                               # 5,000 calls, as many processes as cores
+    python experiments/fuzz_kernels.py --seed 7 --minutes 30 --calls 100000
+    python experiments/fuzz_kernels.py --seed 7 --only 1234          # one call again, with all of its tensors
+
+A call is drawn from its seed and number over the whole contract: dtypes, head dimensions, groups, lengths, strides and
+alignments of inputs and of gradients, decays with growth and resets, windows, sinks, scales, biases, packed and padded
+sequences, tolerances, large numbers, NaN where nothing may look (fuzzing/draws.py). What is right for it is computed in
+float64 from the definition (fuzzing/oracle.py), how far a backend may be off is the budget of decayattn.testing.
+
+Every failure is a line that says what is wrong, and one that repeats it. The exit status is 1 if there is any.
+Without a GPU the kernels run in Triton's interpreter, on lengths up to 70; calls in bfloat16 have float16 there.
+"""
+
+import argparse
+import collections
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
+from fuzzing import judge, pool
+from fuzzing.draws import CALLS_PER_FAMILY, draw
+from fuzzing.tensors import build
+from provenance import provenance
+
+SCRIPT = "experiments/fuzz_kernels.py"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the fuzzer; the exit status is 1 if anything failed."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = parse(argv)
+    numbers = [options.only] if options.only is not None else list(range(options.calls))
+    arguments = (options.seed, options.longest, options.backends)
+    began = time.monotonic()
+    if options.only is not None:
+        print(draw_here(options.only, options.seed, options.longest))
+        results = ((number, fuzz(number, *arguments)[0]) for number in numbers)
+    else:
+        families = [numbers[n : n + CALLS_PER_FAMILY] for n in range(0, len(numbers), CALLS_PER_FAMILY)]
+        results = pool.calls(fuzz, arguments, families, options.processes, options.limit)
+    summary = Summary(options)
+    with _progress(len(numbers)) as progress:
+        for number, result in results:
+            for line in summary.add(number, result):
+                progress.write(line)
+            progress.update()
+            if options.minutes is not None and time.monotonic() - began > 60 * options.minutes:
+                break
+        if options.only is None:
+            results.close()  # ends the processes
+    seconds = time.monotonic() - began
+    print(summary.text(len(numbers), seconds))
+    if options.output is not None:
+        report = {**provenance(SCRIPT, argv), "seconds": round(seconds, 1), **summary.report()}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        print(options.output)
+    return int(bool(summary.failures))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--calls", type=int, default=5000 if cuda else 100, help="how many calls")
+    option("--seed", type=int, default=0, help="what calls are drawn from, with their numbers")
+    option("--only", type=int, metavar="NUMBER", help="this call only, in this process")
+    option("--longest", type=int, default=1000 if cuda else 70, help="longest sequence; part of what is drawn from")
+    option("--processes", type=int, default=os.cpu_count() if cuda else 1, help="processes, all on one GPU")
+    option("--backends", nargs="+", choices=judge.BACKENDS, help="default: triton, hopper where it takes a call, and "
+           "in two of three calls auto or reference")  # fmt: skip
+    option("--minutes", type=float, help="stop after so long")
+    option("--limit", type=float, default=300.0, help="seconds that a call may take, compiling included")
+    option("--output", type=Path, help="JSON file")
+    return parser.parse_args(argv)
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def draw_here(number: int, seed: int, longest: int) -> Any:
+    return draw(seed, number, longest, bfloat16=torch.cuda.is_available())
+
+
+def fuzz(number: int, seed: int, longest: int, backends: list[str] | None) -> tuple[dict[str, Any], bool]:
+    """One call: its result, and whether this process can go on."""
+    torch.set_num_threads(1)
+    call = draw_here(number, seed, longest)
+    if backends is None:
+        backends = ["triton", *["hopper"] * torch.cuda.is_available(), *[call.extra] * bool(call.extra)]
+    began = time.monotonic()
+    result: dict[str, Any] = {"call": str(call)}
+    try:
+        verdict = judge.judge(build(call, device()), backends)
+    except Exception as error:
+        # of the fuzzer itself, or a GPU context that is lost
+        verdict = judge.Verdict(failures=[("lost" if _is_lost() else "fuzzer", judge.described(error))])
+    result |= vars(verdict) | {"seconds": time.monotonic() - began}
+    return result, not _is_lost()
+
+
+def _is_lost() -> bool:
+    """Whether the GPU context of this process is no good any more."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
+
+
+class Summary:
+    """What came of all calls."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.done = 0
+        self.failures: list[dict[str, Any]] = []
+        self.worst: dict[str, dict[str, float]] = collections.defaultdict(dict)
+        self.ran: collections.Counter[str] = collections.Counter()
+        self.overflowed = 0
+
+    def add(self, number: int, result: dict[str, Any] | Exception) -> list[str]:
+        """Lines about the call, if it failed."""
+        self.done += 1
+        if isinstance(result, Exception):
+            kind = {"TimeoutError": "timeout", "ChildProcessError": "crash"}.get(type(result).__name__, "fuzzer")
+            call = str(draw_here(number, self.options.seed, self.options.longest))
+            result = {"call": call, "failures": [(kind, str(result))], "ratios": {}, "overflowed": []}
+        for backend, tensors in result["ratios"].items():
+            self.ran[backend] += 1
+            for name, ratio in tensors.items():
+                if ratio <= 1:
+                    self.worst[backend][name] = max(self.worst[backend].get(name, 0.0), ratio)
+        self.overflowed += bool(result["overflowed"])
+        if self.options.only is not None:
+            for backend, tensors in result["ratios"].items():
+                print(backend, "  ".join(f"{name} {ratio:.2g}" for name, ratio in tensors.items()))
+        if not result["failures"]:
+            return []
+        again = self.again(number)
+        self.failures.append({"repeat": again, "call": result["call"], "failures": result["failures"]})
+        lines = [f"FAILED {kind}: {text}" for kind, text in result["failures"]]
+        return [*lines, f"  {again}  # {result['call']}"]
+
+    def again(self, number: int) -> str:
+        backends = f" --backends {' '.join(self.options.backends)}" if self.options.backends else ""
+        seed, longest = self.options.seed, self.options.longest
+        return f"python {SCRIPT} --seed {seed} --longest {longest} --only {number}{backends}"
+
+    def kinds(self) -> dict[str, int]:
+        """How often what failed: a kind, for "budget" and "error" with the backend, and the tensor."""
+        count: collections.Counter[str] = collections.Counter()
+        for failure in self.failures:
+            count.update({f"{kind} {text.partition(':')[0]}" if kind in ("budget", "error", "oracle") else kind
+                          for kind, text in failure["failures"]})  # fmt: skip
+        return dict(count.most_common())
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "calls": self.done, "failed": len(self.failures), "kinds": self.kinds(), "backends": dict(self.ran),
+            "eager_overflows": self.overflowed,
+            "worst_passed_ratio": {backend: dict(sorted(tensors.items())) for backend, tensors in self.worst.items()},
+            "failures": self.failures,
+        }  # fmt: skip
+
+    def text(self, asked: int, seconds: float) -> str:
+        stopped = f" of {asked}, stopped in time" if self.done < asked else ""
+        lines = [f"{self.done} calls{stopped} in {seconds:.0f} s, {len(self.failures)} failed"]
+        lines += [f"  {count:5d} × {kind}" for kind, count in self.kinds().items()]
+        lines.append("largest error over its budget, of those within it (calls):")
+        for backend, tensors in self.worst.items():
+            numbers = "  ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(tensors.items()))
+            lines.append(f"  {backend} ({self.ran[backend]})  {numbers}")
+        if self.overflowed:
+            lines.append(f"{self.overflowed} calls had tensors that eager attention, too, cannot hold: not judged")
+        return "\n".join(lines)
+
+
+class _Plain:
+    """A line for every twentieth part, where tqdm is missing or nobody watches."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.began = total, 0, time.monotonic()
+
+    def __enter__(self) -> "_Plain":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, line: str) -> None:
+        print(line, flush=True)
+
+    def update(self) -> None:
+        self.done += 1
+        if self.done % math.ceil(self.total / 20) == 0:
+            print(f"{self.done} of {self.total} calls, {time.monotonic() - self.began:.0f} s", flush=True)
+
+
+def _progress(total: int) -> Any:
+    if not sys.stderr.isatty():
+        return _Plain(total)
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Plain(total)
+    return tqdm(total=total, unit="call")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
