@@ -107,7 +107,7 @@ def fuzz(number: int, seed: int, longest: int, backends: list[str] | None) -> tu
         verdict = judge.judge(build(call, device()), backends)
     except Exception as error:
         # of the fuzzer itself, or a GPU context that is lost
-        verdict = judge.Verdict(failures=[("lost" if _is_lost() else "fuzzer", judge.described(error))])
+        verdict = judge.Verdict(failures=[("GPU context" if _is_lost() else "fuzzer", judge.described(error))])
     result |= vars(verdict) | {"seconds": time.monotonic() - began}
     return result, not _is_lost()
 
@@ -135,12 +135,12 @@ class Summary:
         self.overflowed = 0
 
     def add(self, number: int, result: dict[str, Any] | Exception) -> list[str]:
-        """Lines about the call, if it failed."""
+        """A line about the call if it failed."""
         self.done += 1
         if isinstance(result, Exception):
-            kind = {"TimeoutError": "timeout", "ChildProcessError": "crash"}.get(type(result).__name__, "fuzzer")
+            what = {"TimeoutError": "timeout", "ChildProcessError": "crash"}.get(type(result).__name__, "fuzzer")
             call = str(draw_here(number, self.options.seed, self.options.longest))
-            result = {"call": call, "failures": [(kind, str(result))], "ratios": {}, "overflowed": []}
+            result = {"call": call, "failures": [(what, str(result))], "ratios": {}, "overflowed": []}
         for backend, tensors in result["ratios"].items():
             self.ran[backend] += 1
             for name, ratio in tensors.items():
@@ -154,8 +154,8 @@ class Summary:
             return []
         again = self.again(number)
         self.failures.append({"repeat": again, "call": result["call"], "failures": result["failures"]})
-        lines = [f"FAILED {kind}: {text}" for kind, text in result["failures"]]
-        return [*lines, f"  {again}  # {result['call']}"]
+        failures = "; ".join(f"{what} {text}" for what, text in result["failures"])
+        return [f"FAILED {again}: {failures}  # {result['call']}"]
 
     def again(self, number: int) -> str:
         backends = f" --backends {' '.join(self.options.backends)}" if self.options.backends else ""
@@ -163,11 +163,8 @@ class Summary:
         return f"python {SCRIPT} --seed {seed} --longest {longest} --only {number}{backends}"
 
     def kinds(self) -> dict[str, int]:
-        """How often what failed: a kind, for "budget" and "error" with the backend, and the tensor."""
-        count: collections.Counter[str] = collections.Counter()
-        for failure in self.failures:
-            count.update({f"{kind} {text.partition(':')[0]}" if kind in ("budget", "error", "oracle") else kind
-                          for kind, text in failure["failures"]})  # fmt: skip
+        """In how many calls what failed: backend and tensor, backend and exception, "crash" and the like."""
+        count = collections.Counter(what for failure in self.failures for what in {w for w, _ in failure["failures"]})
         return dict(count.most_common())
 
     def report(self) -> dict[str, Any]:

@@ -287,14 +287,14 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
         bias_shape = rng.choice(("bhij", "bhij", "1hij", "ij", "b11j", "h11", "i1", "11ij", ""))
         bias_size, hidden = rng.choice((1.0, 1.0, 8.0)), rng.choice((0.0, 0.1, 0.6))
     large = _chance(rng, 0.25)
+    value_size = rng.choice((1e-3, 100.0, 1e10, 1e25)) if _chance(rng, 0.12) else 1.0
     return Draw(
         number, family, rng.randrange(2**31), batch, rows, keys, sequences, before, after, more, padding,
         rates, resets, reset_values, scale, scale_shape, bias_shape, bias_size, hidden, window,
         tolerance=rng.choice(("auto", "auto", "auto", None, 1e-3)),
         query_size=rng.choice((1.0, 4.0, 16.0, 100.0, 1e-3)) if large else 1.0,
         key_size=rng.choice((1.0, 4.0, 16.0, 100.0)) if large else 1.0,
-        value_size=rng.choice((1e-3, 100.0, *((1e10, 1e25) if family.dtype != "float16" else ())))
-        if _chance(rng, 0.12) else 1.0,
+        value_size=min(value_size, 100.0) if family.dtype == "float16" else value_size,
         gradient_size=rng.choice((1e-3, 30.0)) if _chance(rng, 0.1) else 1.0,
         poisoned=_chance(rng, 0.6), extra=rng.choice(("", "auto", "reference")),
     )  # fmt: skip

@@ -29,7 +29,7 @@ ENOUGH = 0.5
 
 @dataclass
 class Verdict:
-    """What came of a call: by backend and tensor its error over its budget; failures as (kind, text)."""
+    """What came of a call: by backend and tensor its error over its budget; failures as (what failed, how)."""
 
     ratios: dict[str, dict[str, float]] = field(default_factory=dict)
     failures: list[tuple[str, str]] = field(default_factory=list)
@@ -58,14 +58,14 @@ def judge(case: Case, backends: list[str]) -> Verdict:
 
 
 def _error(backend: str, error: Exception) -> tuple[str, str]:
-    return "error", f"{backend}: {described(error)}"
+    return f"{backend} {type(error).__name__}", described(error)
 
 
 def described(error: Exception) -> str:
-    """An exception in one line, with where it was raised."""
+    """Where an exception was raised, and what it says, in one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__} ({frame.filename.rpartition('/')[2]}:{frame.lineno}): {text}"
+    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno}: {text}"
 
 
 def run(case: Case, backend: str) -> dict[str, Tensor]:
@@ -190,7 +190,7 @@ def _compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict
         held, exact = first[name], x64[name]
         if not torch.equal(held.isneginf() & (name == "lse"), exact.isneginf()):
             # an infinite eager error would let anything pass
-            verdict.failures.append(("oracle", f"{name}: −inf stands elsewhere in the eager evaluation"))
+            verdict.failures.append((f"eager {name}", "−inf stands elsewhere than in the oracle"))
             names.remove(name)
         elif not bool((held.isfinite() | exact.isneginf()).all()):
             verdict.overflowed.append(name)
@@ -231,6 +231,5 @@ def _compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict
         for name, own in tensors.items():
             if not own <= 1:
                 c = texts[backend, name]
-                where = f"head {c.head}, {c.norm} norm"
-                text = f"{backend} {name}: error {c.error:.3g}, budget {c.budget:.3g}, {own:.3g} times ({where})"
-                verdict.failures.append(("budget", text))
+                text = f"{own:.3g} × its budget {c.budget:.3g} (head {c.head}, {c.norm})"
+                verdict.failures.append((f"{backend} {name}", text))

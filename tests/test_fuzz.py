@@ -1,0 +1,305 @@
+"""The fuzzer: a short run of it, that it notices what is wrong, and that every call can be repeated."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import time
+
+import fuzz_kernels
+import pytest
+import torch
+from fuzzing import judge, oracle, pool
+from fuzzing.draws import CALLS_PER_FAMILY, RESETS, Draw, Family, Memory, draw
+from fuzzing.tensors import axes_of, build, place
+
+ON_GPU = torch.cuda.is_available()
+LONGEST = 70  # two or three tiles of the interpreter
+INF = math.inf
+
+
+def families(first: int, number: int, seed: int = 0, longest: int = 1000) -> list[Family]:
+    return [draw(seed, n * CALLS_PER_FAMILY, longest).family for n in range(first, first + number)]
+
+
+# A short run
+
+
+@pytest.mark.parametrize("number", range(0, 25 * CALLS_PER_FAMILY, CALLS_PER_FAMILY + 1))
+def test_kernels_within_the_budget(number):
+    result, may_go_on = fuzz_kernels.fuzz(number, 1, LONGEST, ["triton", "reference"])
+    assert may_go_on
+    assert not result["failures"], (fuzz_kernels.draw_here(number, 1, LONGEST), result["failures"])
+    assert set(result["ratios"]) == {"triton", "reference"}
+
+
+# Draws
+
+
+def test_a_seed_and_a_number_are_a_call(device):
+    for number in (0, 17, 999):
+        first, again = draw(5, number), draw(5, number)
+        assert first == again
+        assert str(first) == str(again)
+        assert first != draw(6, number)
+    one, other = build(draw(5, 17, LONGEST), device), build(draw(5, 17, LONGEST), device)
+    for name, x in one.tensors.items():
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(x.nan_to_num(7.0), other.tensors[name].nan_to_num(7.0))
+            assert x.stride() == other.tensors[name].stride()
+
+
+def test_without_bfloat16_a_call_is_otherwise_the_same():
+    number = next(n for n in itertools.count() if draw(0, n).family.dtype == "bfloat16")
+    with_it, without = draw(0, number), draw(0, number, bfloat16=False)
+    assert without.family.dtype == "float16"
+    family = dataclasses.replace(without.family, dtype="bfloat16")
+    assert with_it == dataclasses.replace(without, family=family, value_size=with_it.value_size)
+
+
+def test_calls_of_a_family_share_what_is_compiled():
+    calls = [draw(3, n) for n in range(2 * CALLS_PER_FAMILY)]
+    ours, others = calls[:CALLS_PER_FAMILY], calls[CALLS_PER_FAMILY:]
+    assert all(call.family == calls[0].family for call in ours)
+    assert all(call.family != calls[0].family for call in others)
+    assert len({(call.rows, call.keys) for call in ours}) > CALLS_PER_FAMILY / 2
+
+
+def test_the_whole_contract_is_drawn():
+    drawn = families(0, 1500)
+    for name in ("head_dim", "value_dim"):
+        dims = {getattr(family, name) for family in drawn}
+        assert {1, 2, 8, 17, 64, 128, 256} < dims <= set(range(1, 257))
+        assert len(dims) > 150
+    for field in dataclasses.fields(Family):
+        if field.name not in ("head_dim", "value_dim", "memory", "needs_grad"):
+            found = {getattr(family, field.name) for family in drawn}
+            expected = {
+                "dtype": {"float16", "bfloat16", "float32", "float64"},
+                "layout": {"dense", "padded", "packed"},
+                "decay": {"none", "number", "scalar tensor", "constant", "token"},
+                "scale": {"default", "number", "tensor"},
+                "bias": {"none", "float", "bool"},
+                "window": set(itertools.product((True, False), repeat=2)),
+            }.get(field.name)
+            assert found == expected if expected else len(found) > 1, field.name
+    memories = [memory for family in drawn for memory in family.memory.values()]
+    assert {2} < {len(memory.order) for memory in memories}
+    assert {axis for memory in memories for axis in memory.expanded} == set("bthij")
+    assert {memory.step for memory in memories} == {1, 2}
+    calls = [draw(0, n) for n in range(0, 25_000, 13)]
+    assert {call.rows == call.keys for call in calls} == {True, False}
+    assert any(call.rows > call.keys > 0 for call in calls)
+    assert {0, 1} < {call.rows for call in calls}
+    assert {0, 1} < {call.keys for call in calls}
+    sides = {side for call in calls if call.window for side in call.window}
+    assert {-1, 0, 1, 2**31 - 1, 2**31, 2**63 - 1} < sides
+    assert set(RESETS) == {value for call in calls for value in call.reset_values}
+    assert {call.tolerance for call in calls} == {"auto", None, 1e-3}
+    assert {0.0, 1e-8} < {call.scale for call in calls}
+    assert any(call.scale < 0 for call in calls)
+    assert {0} < {len(call.sequences) for call in calls if call.family.layout == "packed"}
+    assert any(0 in pair for call in calls for pair in call.sequences)
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("memory", [
+    Memory("bthd"), Memory("htbd", gap=5, offset=3), Memory("bhtd", step=2), Memory("bthd", expanded="bh", offset=1),
+    Memory("tbhd", expanded="bthd"),
+])  # fmt: skip
+def test_values_lie_where_memory_says(memory, device):
+    values = torch.randn(2, 3, 4, 5)
+    placed = place(values, "bthd", memory, device)
+    expected = values[tuple(slice(0, 1) if axis in memory.expanded else slice(None) for axis in "bthd")]
+    assert torch.equal(placed.cpu(), expected.expand(values.shape))
+    assert placed.storage_offset() == memory.offset
+    assert {axis for axis, stride in zip("bthd", placed.stride(), strict=True) if not stride} == set(memory.expanded)
+    everything = placed.new_empty(0).set_(placed.untyped_storage())
+    assert int(everything.isfinite().sum()) == expected.numel()  # what nobody may read is NaN
+
+
+def test_axes():
+    assert axes_of("dlse", True) == "ht"
+    assert axes_of("log_decay", False) == "bth"
+    assert axes_of("do", True) == "thd"
+
+
+# The oracle
+
+
+def brute_force(heads: dict, n: int) -> tuple[torch.Tensor, list[float]]:
+    """out and lse of one head, number by number."""
+    q, k, v, log_decay = (heads[name][n] for name in ("q", "k", "v", "log_decay"))
+    outs, lses = torch.zeros(len(q), v.shape[1], dtype=torch.float64), []
+    for row, i in enumerate(range(len(k) - len(q), len(k))):
+        scores = {}
+        for j in range(len(k)):
+            between = range(min(i, j) + 1, max(i, j) + 1)
+            rates = [float(log_decay if log_decay.ndim == 0 else log_decay[t]) for t in between]
+            left, right = heads["window"]
+            seen = i - j <= (INF if left < 0 else left) and j - i <= (INF if right < 0 else right)
+            if seen and (j <= i or not heads["causal"]) and all(rate >= -746 for rate in rates):
+                scores[j] = float(heads["scale"][n] * q[row] @ k[j]) + sum(rates)
+        total = sum(math.exp(score) for score in scores.values())
+        lses.append(math.log(total) if total else -INF)
+        for j, score in scores.items():
+            outs[row] += math.exp(score) / total * v[j]
+    return outs, lses
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["constant", "token"])
+@pytest.mark.parametrize("window", [(-1, -1), (2, 1), (2**63 - 1, 2**63 - 1)])
+def test_the_oracle_number_by_number(causal, decay, window):
+    rows, keys = (9, 6) if decay == "constant" else (4, 9)
+    normal = torch.randn(3, rows + 2 * keys, 4, dtype=torch.float64)
+    log_decay = -torch.rand(3, keys, dtype=torch.float64)
+    log_decay[0, 3], log_decay[1, 5], log_decay[2, 0] = -1e9, -INF, math.nan
+    if decay == "constant":
+        log_decay = torch.tensor([0.1, -1e30, -2.0], dtype=torch.float64)
+    heads = {
+        "q": normal[:, :rows], "k": normal[:, rows : rows + keys], "v": normal[:, rows + keys :],
+        "log_decay": log_decay, "scale": torch.tensor([0.5, 1.0, -1.0]).double(), "causal": causal, "window": window,
+    }  # fmt: skip
+    grads = {"grad_out": torch.randn(3, rows, 4).double(), "grad_lse": torch.randn(3, rows).double()}
+    found = oracle.attention(**heads, bias=None, sink=None, **grads)
+    for n in range(3):
+        outs, lses = brute_force(heads, n)
+        torch.testing.assert_close(found["out"][n], outs)
+        torch.testing.assert_close(found["lse"][n], torch.tensor(lses).double())
+    assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
+    assert (found["dlog_decay"][oracle.is_reset(log_decay)] == 0).all()
+
+
+def test_what_skipping_may_lose_bounds_what_it_loses():
+    """The last keys of every row are lost, as many as weigh no more than the tolerance."""
+    tolerance, (rows, keys) = 0.01, (30, 40)
+    normal = torch.randn(2, rows + 2 * keys, 4).double()
+    heads = {
+        "q": normal[:, :rows], "k": normal[:, rows : rows + keys], "v": normal[:, rows + keys :],
+        "log_decay": -torch.rand(2, keys).double(), "scale": torch.full((2, rows), 0.5).double(), "causal": True,
+        "window": (-1, -1), "sink": torch.randn(2).double(), "grad_out": torch.randn(2, rows, 4).double(),
+        "grad_lse": torch.randn(2, rows).double(),
+    }  # fmt: skip
+    exact = oracle.attention(**heads, bias=None)
+    p = oracle._forward(**{name: x for name, x in heads.items() if not name.startswith("grad")}, bias=None)[2]
+    kept = p.cumsum(-1) > tolerance
+    assert 0 < float(p.masked_fill(kept, 0.0).sum(-1).max()) <= tolerance
+    moved = oracle.attention(**heads, bias=kept)
+    allowed = oracle.lost(**heads, bias=None, tolerance=tolerance)
+    assert set(moved) <= set(allowed)
+    for name, x in moved.items():
+        difference = (x - exact[name]).abs()
+        assert float(difference.max()) > 0, name
+        assert (difference <= allowed[name]).all(), name
+
+
+# What is wrong is noticed
+
+
+def plain_call(**changes) -> Draw:
+    """A call of bfloat16's size and with everything that has a gradient."""
+    call = next(
+        call for call in (draw(0, n, LONGEST, bfloat16=ON_GPU) for n in itertools.count())
+        if call.family.decay == "token" and call.family.layout == "dense" and call.family.return_lse
+        and call.family.needs_grad is None and call.family.sink and call.batch and min(call.rows, call.keys) > 20
+        and not call.resets and call.family.window == (False, False) and call.query_size == call.value_size == 1
+    )  # fmt: skip
+    return dataclasses.replace(call, **changes)
+
+
+FAULTS = {
+    "out": lambda x: x.roll(1, 1),
+    "lse": lambda x: x + 0.1,
+    "dq": lambda x: x * 1.05,
+    "dk": lambda x: x.index_fill(1, torch.tensor([3], device=x.device), math.nan),
+    "dv": lambda x: torch.zeros_like(x),
+    "dlog_decay": lambda x: x.roll(1, 1),
+    "dsink": lambda x: -x,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_result_is_noticed(name, device, monkeypatch):
+    run = judge.run
+    case = build(plain_call(), device)
+    assert not judge.judge(case, ["reference"]).failures
+    monkeypatch.setattr(judge, "run", lambda *given: (found := run(*given)) | {name: FAULTS[name](found[name])})
+    failures = judge.judge(case, ["reference"]).failures
+    assert [what for what, _ in failures] == [f"reference {name}"]
+
+
+def test_a_wrong_kernel_is_noticed(device, monkeypatch):
+    from decayattn.backends import prefix
+
+    gradient = prefix.gradient
+    monkeypatch.setattr(prefix, "gradient", lambda *given: gradient(*given).roll(1, 1))
+    failures = judge.judge(build(plain_call(), device), ["triton"]).failures
+    assert [what for what, _ in failures] == ["triton dlog_decay"]
+
+
+def test_an_exception_is_a_failure(device, monkeypatch):
+    def raises(*given, **options):
+        raise AssertionError("base must be 16-byte aligned")
+
+    monkeypatch.setattr(judge, "decay_attention", raises)
+    ((what, text),) = judge.judge(build(plain_call(), device), ["reference"]).failures
+    assert what == "reference AssertionError"
+    assert text.endswith("base must be 16-byte aligned")
+
+
+def test_hopper_may_refuse(device):
+    call = plain_call()
+    call = dataclasses.replace(call, family=dataclasses.replace(call.family, head_dim=7))
+    verdict = judge.judge(build(call, device), ["hopper"])
+    assert "hopper" in verdict.refused
+    assert not verdict.failures
+
+
+# The command
+
+
+def test_one_call_again(capsys, monkeypatch, tmp_path):
+    arguments = ["--seed", "3", "--longest", "20", "--only", "8", "--backends", "reference"]
+    assert fuzz_kernels.main(arguments) == 0
+    assert str(fuzz_kernels.draw_here(8, 3, 20)) in capsys.readouterr().out
+    run = judge.run
+    monkeypatch.setattr(judge, "run", lambda *given: (found := run(*given)) | {"out": found["out"] + 1})
+    assert fuzz_kernels.main([*arguments, "--output", str(tmp_path / "fuzz.json")]) == 1
+    out = capsys.readouterr().out
+    again = "python experiments/fuzz_kernels.py --seed 3 --longest 20 --only 8 --backends reference"
+    assert f"FAILED {again}: reference out " in out
+    report = json.loads((tmp_path / "fuzz.json").read_text())
+    assert report["failures"][0]["repeat"] == again
+    assert (report["calls"], report["failed"], report["kinds"]) == (1, 1, {"reference out": 1})
+    assert "torch" in report
+    assert "commit" in report
+
+
+def test_calls_in_processes(interpreter, capsys):
+    arguments = ["--calls", "3", "--longest", "16", "--processes", "1", "--backends", "reference", "--seed", "4"]
+    assert fuzz_kernels.main(arguments) == 0
+    assert "3 calls in" in capsys.readouterr().out
+
+
+def test_a_process_that_ends_is_replaced():
+    """divmod's remainder says whether the process may go on."""
+    found = dict(pool.calls(divmod, (7,), [[1, 14, 8, 9], [20]], 2, 60.0))
+    assert found == {1: 0, 14: 2, 8: 1, 9: 1, 20: 2}
+    errors = dict(pool.calls(divmod, (0,), [[1, 2]], 1, 60.0))
+    assert all("ZeroDivisionError" in str(error) for error in errors.values())
+    assert len(errors) == 2
+
+
+def test_a_process_that_dies_or_hangs_is_replaced(monkeypatch):
+    died = dict(pool.calls(os._exit, (), [[3, 4]], 1, 60.0))
+    assert {number: str(error) for number, error in died.items()} == {
+        3: "the process died (status 3)", 4: "the process died (status 4)",
+    }  # fmt: skip
+    monkeypatch.setattr(pool, "STARTING_SECONDS", 0.0)
+    ((number, error),) = pool.calls(time.sleep, (), [[1000]], 1, 1.0)
+    assert number == 1000
+    assert isinstance(error, TimeoutError)
