@@ -145,6 +145,8 @@ def _family(rng: random.Random, longest: int) -> Family:
     head_dim, value_dim = (dims[0], dims[0]) if _chance(rng, 0.4) else dims
     few = ((1, 1), (2, 1), (2, 2), (3, 1), (3, 3))
     heads, kv_heads = rng.choice(few if longest <= 128 else (*few, (4, 2), (4, 4), (5, 1), (6, 2), (8, 8), (8, 1)))
+    if _chance(rng, 0.01):
+        heads = 0
     layout = _weighted(rng, dense=5, padded=2, packed=3)
     causal = _chance(rng, 0.7)
     decay = _weighted(rng, none=1, number=0.7, scalar_tensor=0.4, constant=2, token=5)

@@ -82,9 +82,11 @@ def run(case: Case, backend: str) -> dict[str, Tensor]:
     with poisoned_allocations():
         returned = attend(**inputs, **case.options, backend=backend)
         results = dict(zip(("out", "lse"), returned if case.options["return_lse"] else (returned,), strict=False))
-        if leaves:
-            outputs = list(results.values())
-            gradients = [case.grad_out, case.grad_lse][: len(outputs)]
+        # of v alone lse has no gradient
+        given = zip(results.values(), (case.grad_out, case.grad_lse), strict=False)
+        given = [(output, gradient) for output, gradient in given if output.requires_grad]
+        if given:
+            outputs, gradients = zip(*given, strict=True)
             found = torch.autograd.grad(outputs, list(leaves.values()), gradients, materialize_grads=True)
             results |= {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
         if case.tensors["q"].is_cuda:
