@@ -1,0 +1,330 @@
+"""`python -m decayattn.check`: right where all is right, and exit status 1 with a name for whatever is not."""
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from decayattn import backends, check
+from decayattn.backends import launching, tma
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+CPU = torch.device("cpu")
+F32 = torch.float32
+TINY = check.Case(F32, 8, length=20, batch=1, heads=2, kv_heads=1)
+
+
+def run(monkeypatch, capsys, *tasks, device=DEVICE) -> tuple[int, str]:
+    """Exit status and output, with these (backend, case) as all that is judged, in this process."""
+    monkeypatch.setattr(check, "cases", lambda device: list(tasks))
+    status = check.main(["--device", device, "--no-speed", "--processes", "1"])
+    return status, capsys.readouterr().out
+
+
+def rows(printed: str, backend: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.split()[:1] == [backend] and " T20" in line]
+
+
+# What is judged
+
+
+def test_every_case_of_a_cpu_is_right():
+    """Shorter than the program judges them: the interpreter takes its time."""
+    for backend, case in check.cases(CPU):
+        if backend == "reference" or not ON_GPU:
+            verdict = check.judge(backend, replace(case, length=23), "cpu")
+            assert verdict.passed, verdict
+            assert verdict.error is None
+            assert 0 < verdict.fraction < 1
+
+
+def test_a_gpu_has_every_decay_dtype_and_kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    tasks = check.cases(torch.device("cuda", 0))
+    for backend in backends.KERNELS:
+        some = [case for name, case in tasks if name == backend]
+        assert {case.decay for case in some} == set(check._DECAYS)
+        assert {case.dtype for case in some} >= {torch.float16, torch.bfloat16}
+        assert {case.head_dim for case in some} >= {64, 128}
+        assert {case.causal for case in some} == {True, False}
+    assert {case.form for _, case in tasks} == {"dense", "last rows", "packed", "options", "decode"}
+    assert len({(name, case.name) for name, case in tasks}) == len(tasks)
+
+
+# What is wrong
+
+
+def test_all_right(monkeypatch, capsys):
+    status, printed = run(monkeypatch, capsys, ("reference", TINY), ("triton", TINY))
+    assert status == 0, printed
+    assert "All that was checked is right" in printed
+    for title in ("Versions", "torch", "Triton", 'backend="auto"', "Errors against float64"):
+        assert title in printed
+    assert all(line.endswith("ok") for backend in ("reference", "triton") for line in rows(printed, backend))
+
+
+@pytest.mark.parametrize(("direction", "place", "tensor"), [("forward", 1, "lse"), ("backward", 3, "dlog_decay")])
+def test_a_wrong_kernel_is_named(direction, place, tensor, monkeypatch, capsys):
+    portable = backends.load("triton")
+    right = getattr(portable, direction)
+
+    def wrong(*args, **kwargs):
+        results = list(right(*args, **kwargs))
+        results[place] = results[place] * 1.001
+        return tuple(results)
+
+    monkeypatch.setattr(portable, direction, wrong)
+    status, printed = run(monkeypatch, capsys, ("triton", TINY), ("reference", TINY))
+    assert status == 1
+    (row,) = rows(printed, "triton")
+    assert row.split()[-2:] == [tensor, "FAIL"]
+    assert rows(printed, "reference")[0].endswith("ok")
+    assert "Wrong, 1 in" in printed
+    assert f"triton, {TINY.name}: {tensor} is " in printed
+
+
+def test_a_nan_is_wrong(monkeypatch, capsys):
+    portable = backends.load("triton")
+    right = portable.forward
+    monkeypatch.setattr(portable, "forward", lambda *a: (lambda out, *rest: (out * torch.nan, *rest))(*right(*a)))
+    status, printed = run(monkeypatch, capsys, ("triton", TINY))
+    assert status == 1
+    assert rows(printed, "triton")[0].endswith("FAIL")
+
+
+def test_a_kernel_that_does_not_compile_is_one_line_and_the_rest_goes_on(monkeypatch, capsys):
+    def failing(*args, **kwargs):
+        raise RuntimeError("PassManager::run failed\nand much else")
+
+    monkeypatch.setattr(backends.load("triton"), "backward", failing)
+    status, printed = run(monkeypatch, capsys, ("triton", TINY), ("reference", TINY))
+    assert status == 1
+    assert "ERROR" in rows(printed, "triton")[0]
+    assert rows(printed, "triton")[0].endswith("RuntimeError: PassManager::run failed")
+    assert rows(printed, "reference")[0].endswith("ok")
+    assert "much else" not in printed
+
+
+def test_a_backend_that_breaks_while_it_is_imported_is_wrong(monkeypatch, capsys):
+    def load(name):
+        if name == "hopper":
+            raise ImportError("cannot import name 'tma'", name="decayattn.backends.hopper.tma")
+        return backends_load(name)
+
+    backends_load = backends.load
+    monkeypatch.setattr(backends, "load", load)
+    status, printed = run(monkeypatch, capsys, ("hopper", TINY), ("triton", TINY))
+    assert status == 1
+    assert "backend hopper cannot be imported: ImportError: cannot import name 'tma'" in printed
+    assert rows(printed, "hopper") == []
+    assert rows(printed, "triton")[0].endswith("ok")
+
+
+def test_a_program_of_its_own_without_triton_and_with_it(interpreter):
+    """It has to find Triton missing, and to switch the interpreter on before anything imports it."""
+    code = f"""
+        import sys
+        import torch
+        from decayattn import backends, check
+
+        tiny = check.{TINY!r}
+        check.cases = lambda device: [("reference", tiny), ("triton", tiny)]
+        sys.modules["triton"] = None  # what import finds where it is not installed
+        print("exit status", check.main(["--device", "cpu"]))
+        del sys.modules["triton"]
+        backends.load.cache_clear()
+        print("exit status", check.main(["--device", "cpu"]))
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    finished = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert finished.returncode == 0, finished.stderr
+    without, rest, status = finished.stdout.split("exit status ")
+    assert "triton cannot be imported: " in without
+    assert "pip install triton" in without
+    assert rows(without, "reference")[0].endswith("ok")
+    assert rows(without, "triton") == []
+    assert rest.startswith("1" if sys.platform == "linux" else "0")
+    assert rows(rest, "triton")[0].endswith("ok")
+    assert status == "0\n"
+
+
+def test_a_gpu_whose_kernels_would_be_interpreted_is_wrong(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=True))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))
+    assert set(check.unchecked_backends(gpu, {})) == set(backends.KERNELS)
+    assert "TRITON_INTERPRET is set" in check.interpreted_on_a_gpu(gpu)
+    assert check.interpreted_on_a_gpu(CPU) is None
+
+
+@pytest.mark.parametrize(
+    "options", [["--device", "tpu"], ["--device", "mps"], ["--device", "cuda:99"], ["--processes", "0"], ["--fast"]]
+)
+def test_a_wrong_option_is_exit_status_2(options, capsys):
+    with pytest.raises(SystemExit) as raised:
+        check.main(options)
+    assert raised.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+# Backends
+
+
+def test_what_auto_takes_and_why_nothing_faster():
+    """On an H100, as far as a machine without one can tell: fake tensors, and its capability."""
+    for name in backends.KERNELS:
+        if isinstance(backends.load(name), str):
+            pytest.skip(backends.load(name))
+    hopper = backends.load("hopper")
+    hopper.refusal.cache_clear()
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(launching, "multiprocessors", return_value=132),
+        mock.patch.object(tma, "misfit", return_value=None),  # a fake tensor has no address
+        FakeTensorMode(),
+    ):
+        found = {choice.call: choice for choice in check.choices(torch.device("cuda", 0))}
+    hopper.refusal.cache_clear()
+    assert [choice.error for choice in found.values()] == [None] * len(found)
+    assert (found["bf16 D128"].backend, found["bf16 D128"].reasons) == ("hopper", ())
+    for call, reason in {
+        "bf16 D256": "up to 128 as D, not 256",
+        "bf16 D64, with a bias": "it takes no bias",
+        "float32 D64": "not torch.float32",
+        "bf16 D64, T 256": "it is slower for so few tokens",
+        "bf16 D64, 1 token, DecayCache": "decoded by the kernels of triton",
+    }.items():
+        assert found[call].backend == "triton"
+        assert found[call].reasons[0].startswith("hopper: ")
+        assert reason in found[call].reasons[0]
+
+
+# Processes
+
+
+def test_what_ends_a_process_is_told():
+    """A square root that does not exist takes its process along."""
+    found = list(check.in_processes(math.sqrt, [(4.0,), (-1.0,)], 1))
+    assert found == [2.0, "its process ended with exit status 1"]
+
+
+def test_after_an_error_comes_a_new_process(monkeypatch):
+    class Worker:
+        def __init__(self, function):
+            started.append(self)
+            self.ended = False
+
+        def ask(self, task, seconds):
+            self.ended = task == ("error",)
+            return started.index(self), *task
+
+        def end(self):
+            self.ended = True
+
+    started = []
+    monkeypatch.setattr(check, "_Worker", Worker)
+    found = list(check.in_processes(None, [("a",), ("error",), ("b",), ("c",)], 1))
+    assert found == [(0, "a"), (0, "error"), (1, "b"), (1, "c")]
+    assert all(worker.ended for worker in started)
+
+
+# Speed
+
+
+def peer(name: str, load, **options) -> check.Peer:
+    return check.Peer(name, options.pop("layout", "BTHD"), options.pop("decay", False), load, **options)
+
+
+def test_speeds_are_interleaved_and_failures_are_told(monkeypatch):
+    monkeypatch.setattr(check, "TIMED_SHAPE", (1, 2, 8))
+    order = []
+    monkeypatch.setattr(check, "_milliseconds", lambda call, repeats: (order.append(call()), 2.0)[1])
+
+    def absent():
+        raise check.NotInstalled("fla")
+
+    def refusing(q, k, v):
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    def measured(q, k, v, log_decay):
+        assert q.shape == (1, 2, 8, 16)
+        assert log_decay.shape == (1, 2, 8)
+        return q * log_decay[..., None] + k + v, None
+
+    peers = [
+        peer("good", lambda: measured, layout="BHTD", decay=True),
+        peer("absent", absent),
+        peer("refusing", lambda: refusing),
+        peer("ours", lambda: refusing, ours=True),
+    ]
+    monkeypatch.setattr(check, "_not_to_be_timed", lambda *arguments: None)
+    good, missing, refused, ours = check.speeds(16, CPU, set(), peers)
+    assert [len(good.rounds[direction]) for direction in check.DIRECTIONS] == [check.ROUNDS] * 2
+    assert good.median("forward") == 2.0
+    assert isinstance(order[0], torch.Tensor)  # the forward
+    assert [gradient.shape for gradient in order[1]] == [(1, 2, 8, 16)] * 3 + [(1, 2, 8)]
+    assert (missing.reason, missing.absent) == ("not installed", True)
+    assert (refused.reason, refused.absent) == ("RuntimeError: No available kernel. Aborting execution.", True)
+    assert ours.absent is False
+
+
+def test_a_wrong_backend_is_not_timed(monkeypatch):
+    q = torch.zeros(1, 8, 2, 16)
+    assert check._not_to_be_timed(q, q, q, None, set()) == "not timed: no kernel takes this call"
+    monkeypatch.setattr(backends, "select", lambda problem, name: "auto")
+    monkeypatch.setattr(backends, "resolve", lambda *arguments: "triton")
+    assert check._not_to_be_timed(q, q, q, None, set()) is None
+    assert "triton, which takes this call, is wrong" in check._not_to_be_timed(q, q, q, None, {"triton"})
+
+
+def test_the_table_of_speeds(monkeypatch, capsys):
+    def speed(name, forward, both, reason=None, absent=False, **options):
+        rounds = {"forward": [forward], "forward + backward": [both]} if reason is None else {}
+        return check.Speed(peer(name, None, **options), rounds, reason, absent)
+
+    found = [
+        speed("ours", 1.0, 4.0, ours=True),
+        speed("SDPA, slow", 2.0, 6.0, sdpa=True),
+        speed("SDPA, fast", 1.5, 5.0, sdpa=True),
+        speed("fla, decay per token", 0, 0, "not installed", True),
+        speed("other", 0, 0, "RuntimeError: too old", True),
+        speed("ours, broken", 0, 0, "RuntimeError: no", ours=True),
+    ]
+    monkeypatch.setattr(check, "speeds", lambda *arguments: found)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    wrong = check.report_speed(CPU, set())
+    printed = capsys.readouterr().out
+    assert wrong == [f"ours, broken, bf16 B4 H16 T4096 D{dim}: RuntimeError: no" for dim in (64, 128)]
+    assert "1.000 [1.000, 1.000] 1.50x" in printed
+    assert "4.000 [4.000, 4.000] 1.25x" in printed
+    assert "2.000 [2.000, 2.000] 0.75x" in printed
+    assert "not installed: fla\n" in printed
+    assert "RuntimeError: too old" in printed
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+@pytest.mark.xdist_group("gpu")
+def test_a_gpu(monkeypatch, capsys):
+    """Every section, with a part of the cases and short sequences; as many processes as cases."""
+    device = torch.device("cuda", 0)
+    unchecked = check.unchecked_backends(device, {})
+    some = [task for task in check.cases(device) if task[0] not in unchecked][::4]
+    monkeypatch.setattr(check, "cases", lambda device: some)
+    monkeypatch.setattr(check, "TIMED_SHAPE", (1, 2, 1000))
+    status = check.main(["--processes", str(len(some))])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert "FAIL" not in printed
+    assert "SDPA, PyTorch's choice" in printed
