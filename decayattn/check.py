@@ -1,8 +1,9 @@
 """`python -m decayattn.check`: is decayattn right and fast on this machine? What it prints is to be pasted into issues.
 
-Four sections, each a function that returns data, printed line by line as it comes: the versions; which backend takes an
+Its sections are functions that return data, printed line by line as it comes: the versions; which backend takes an
 ordinary call, and why not a faster one; errors of small calls against float64, as fractions of the error budget
-(`decayattn.testing`); times beside other attention kernels. Whatever is wrong is repeated at the end.
+(`decayattn.testing`); for which private names of PyTorch and Triton public ones had to stand in meanwhile; times beside
+other attention kernels. Whatever is wrong is repeated at the end.
 
 Exit status: 0 if everything is right, 1 if anything is wrong (a budget exceeded, a kernel that fails, a backend that
 cannot be imported), 2 for a wrong option, 130 if interrupted.
@@ -36,7 +37,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from decayattn import backends, decay_attention
+from decayattn import backends, compatibility, decay_attention
 from decayattn.nn.cache import DecayCache
 from decayattn.problem import AttentionProblem
 from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
@@ -394,6 +395,7 @@ class Verdict:
     fraction: float = math.nan  # error / budget
     tensor: str = ""
     error: str | None = None
+    fallbacks: tuple[str, ...] = ()  # of the process, as far as it had launched kernels
 
 
 def judge(backend: str, case: Case, device: str) -> Verdict:
@@ -401,7 +403,7 @@ def judge(backend: str, case: Case, device: str) -> Verdict:
     try:
         comparisons = case.compare(backend, torch.device(device))
     except Exception as error:
-        return Verdict(backend, case, error=one_line(error))
+        return Verdict(backend, case, error=one_line(error), fallbacks=(*compatibility.fallbacks(),))
 
     def closeness(comparison: Comparison) -> tuple[bool, float]:
         fraction = ratio(comparison.error, comparison.budget)
@@ -409,7 +411,8 @@ def judge(backend: str, case: Case, device: str) -> Verdict:
 
     worst = max(comparisons, key=closeness)
     passed = all(comparison.passed for comparison in comparisons)
-    return Verdict(backend, case, passed, ratio(worst.error, worst.budget), worst.name)
+    fraction = ratio(worst.error, worst.budget)
+    return Verdict(backend, case, passed, fraction, worst.name, fallbacks=(*compatibility.fallbacks(),))
 
 
 def verdicts(tasks: Sequence[tuple[str, Case]], device: torch.device, processes: int) -> Iterator[Verdict]:
@@ -704,7 +707,7 @@ def report_errors(
         _print(f"{name} is not checked: {reason}")
     widths = (9, max(len(case.name) for _, case in tasks), 8, 10)
     _print("backend", "call", "worst", "of", widths=widths)
-    wrong, concerned = [], set()
+    wrong, concerned, fallbacks = [], set(), {}
     for verdict in verdicts(tasks, device, default_processes(device) if processes is None else processes):
         name, case = verdict.backend, verdict.case.name
         if verdict.error is not None:
@@ -717,6 +720,10 @@ def report_errors(
                 wrong.append(f"{name}, {case}: {verdict.tensor} is {text} times its error budget")
         if verdict.error is not None or not verdict.passed:
             concerned.add(name)
+        fallbacks |= dict.fromkeys(verdict.fallbacks)
+    print("\nPrivate names of PyTorch and Triton that are not used here", flush=True)
+    for text in fallbacks or ["none"]:
+        _print(text)
     return wrong, concerned
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from decayattn import backends, check
+from decayattn import backends, check, compatibility
 from decayattn.backends import launching, tma
 
 ON_GPU = torch.cuda.is_available()
@@ -158,6 +158,13 @@ def test_a_program_of_its_own_without_triton_and_with_it(interpreter):
     assert rest.startswith("1" if sys.platform == "linux" else "0")
     assert rows(rest, "triton")[0].endswith("ok")
     assert status == "0\n"
+
+
+def test_private_names_that_are_not_used_are_told_once(monkeypatch, capsys):
+    monkeypatch.setattr(compatibility, "fallbacks", lambda: ["torch._C._gone cannot be used"])
+    status, printed = run(monkeypatch, capsys, ("reference", TINY), ("triton", TINY))
+    assert status == 0
+    assert printed.count("torch._C._gone cannot be used") == 1
 
 
 def test_a_gpu_whose_kernels_would_be_interpreted_is_wrong(monkeypatch):
