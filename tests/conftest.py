@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -14,11 +15,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 from provenance import provenance
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+# Before anything imports triton, and with a GPU, too: what sets it where it is absent, as scripts do for machines
+# without one, would set it for the tests of the same process that need the compiler
+INTERPRET = os.environ.setdefault("TRITON_INTERPRET", "0" if ON_GPU else "1")
 with torch.device("cpu"):
     torch.empty(0)  # torch.device lists the constructors that it redirects once: now, before they are wrapped below
 torch.set_num_threads(1)  # the suite runs in several processes, whose threads would wait for each other
+
+
+def interpreting_changed() -> bool:
+    """Whether somebody has changed where kernels run. It is changed back, so that nobody else fails for that."""
+    changed = os.environ.get("TRITON_INTERPRET") != INTERPRET
+    os.environ["TRITON_INTERPRET"] = INTERPRET
+    return changed
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    report = yield
+    if interpreting_changed() and report.passed:
+        report.outcome, report.longrepr = "failed", f"{collector.nodeid}: TRITON_INTERPRET is set by an import"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    yield
+    assert not interpreting_changed(), "the test has set TRITON_INTERPRET and left it so"
+    # all processes of a run share one GPU: what most tests need is kept, what few do is given back
+    if ON_GPU and torch.cuda.memory_reserved() > 2**28:
+        torch.cuda.empty_cache()
 
 
 def pytest_report_header() -> str:

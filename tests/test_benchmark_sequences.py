@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -39,7 +38,6 @@ TINY = shlex.split("""
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "1"))  # what it sets ends with this test
 
 
 def counting_timer():

@@ -69,15 +69,15 @@ def test_only_the_pruning_study_has_competitors():
 PLANNED = Workload("planning", Case(1, 2, 640, 16, "float32", "scalar", -0.5))
 
 
-def test_what_is_timed_is_the_plan_and_its_mirror(interpreter):
-    inputs = PLANNED.inputs("cpu", 0)
+def test_what_is_timed_is_the_plan_and_its_mirror(device):
+    inputs = PLANNED.inputs(device, 0)
     calls = planning.launches(PLANNED, inputs)
     first_block, last_granule = calls["forward"](), calls["backward"]()
     assert first_block.shape[:2] == last_granule.shape[:2] == (1, 2)
     assert (first_block[..., :10] > 0).any()
     assert last_granule.shape[2] == 5
     assert (last_granule < 9).any()
-    assert planning.launches(SMALL, SMALL.inputs("cpu", 0)) == {}  # too short to be planned
+    assert planning.launches(SMALL, SMALL.inputs(device, 0)) == {}  # too short to be planned
 
 
 def test_the_time_of_a_plan_is_that_of_one_copy(monkeypatch):

@@ -1,0 +1,70 @@
+"""Where kernels run is decided once, for all tests of a run: nothing that they import or call changes it."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+EXPERIMENTS = TESTS.parent / "experiments"
+
+
+def run_when_imported(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module that its import runs, blocks opened."""
+    for statement in statements:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
+            continue
+        blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+        blocks += [handler.body for handler in getattr(statement, "handlers", [])]
+        if not any(blocks):
+            yield statement
+        for block in blocks:
+            yield from run_when_imported(block)
+
+
+@pytest.mark.parametrize("folder", [TESTS, EXPERIMENTS], ids=lambda folder: folder.name)
+def test_no_module_sets_triton_s_environment_when_it_is_imported(folder):
+    paths = set(folder.rglob("*.py")) - {TESTS / "conftest.py"}
+    assert len(paths) > 20
+    for path in paths:
+        for statement in run_when_imported(ast.parse(path.read_text(encoding="utf-8")).body):
+            text = ast.unparse(statement)
+            assert not ("environ" in text and "TRITON_" in text), f"{path.name}:{statement.lineno}: {text}"
+
+
+COLLECT = """
+import os, sys
+import pytest, torch
+
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda *device: (9, 0)
+assert pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", sys.argv[1]]) == 0
+
+import test_hopper_on_cpu, test_tile_range
+import triton
+from decayattn.backends import prefix
+
+assert not triton.knobs.runtime.interpret
+for module in (test_tile_range, prefix):
+    kernels = [x for x in vars(module).values() if type(x).__module__.startswith("triton.runtime")]
+    assert kernels
+    assert {type(x) for x in kernels} == {triton.runtime.JITFunction}
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_on_a_gpu_the_whole_suite_is_collected_for_the_compiler():
+    """On one that is only said to be there."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", COLLECT, str(TESTS)], env=environment, cwd=TESTS.parent, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert run.stdout.endswith("compiled\n"), run.stdout + run.stderr
