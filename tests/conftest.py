@@ -23,6 +23,20 @@ with torch.device("cpu"):
 torch.set_num_threads(1)  # the suite runs in several processes, whose threads would wait for each other
 
 
+def patch_the_language_once() -> None:
+    """Triton's interpreter patches its language where a kernel is launched, and once more at every call of a function
+    in it, which takes more than half of the time."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
+    interpreter._patch_lang = lambda fn: patch(fn) if tl.core.is_builtin(tl.load) else nothing
+
+
+if INTERPRET == "1":
+    patch_the_language_once()
+
+
 def interpreting_changed() -> bool:
     """Whether somebody has changed where kernels run. It is changed back, so that nobody else fails for that."""
     changed = os.environ.get("TRITON_INTERPRET") != INTERPRET
