@@ -230,6 +230,14 @@ def test_meta_to_empty_and_reset_give_the_start(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_decay_on_the_meta_device(kind):
+    decay = decays()[kind].to("meta")
+    log_decay = decay(torch.zeros(2, 5, 6, dtype=torch.bfloat16, device="meta"))
+    assert log_decay.is_meta
+    assert (log_decay.dtype, log_decay.shape[-1]) == (torch.float32, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_state_dict_deepcopy_and_shared_memory(kind):
     decay, x = decays()[kind], torch.randn(2, 3, 6)
     values = [-1.0, 2.0, -3.0, -4.0]
@@ -255,6 +263,13 @@ def test_frozen_values_are_exact_and_not_parameters():
     assert double.log_decay.tolist() == values
 
 
+def test_values_may_be_numpy_s():
+    numpy = pytest.importorskip("numpy")
+    values = numpy.array([-0.5, -0.25], dtype=numpy.float32)
+    for given in (values, list(values)):
+        assert ConstantDecay.from_values(given).log_decay.tolist() == [-0.5, -0.25]
+
+
 def test_learned_values_start_where_asked():
     values = torch.tensor([-2.0, -0.01, 0.25])
     decay = ConstantDecay.from_values(values.tolist(), learned=True)
@@ -275,8 +290,9 @@ def test_no_step_changes_the_sign_of_a_learned_value(direction):
 
 
 def test_half_life():
-    log_decay = torch.tensor([-math.log(2), -math.log(2) / 8, 0.0, -0.0, 0.5, -torch.inf], dtype=torch.float64)
-    assert half_life(log_decay).tolist() == pytest.approx([1.0, 8.0, torch.inf, torch.inf, torch.inf, 0.0])
+    log_decay = torch.tensor([-math.log(2), -math.log(2) / 8, 0.0, -0.0, 0.5, -torch.inf, -1e9], dtype=torch.float64)
+    expected = [1.0, 8.0, torch.inf, torch.inf, torch.inf, 0.0, 0.0]
+    assert half_life(log_decay).tolist() == pytest.approx(expected, rel=1e-12, abs=0)
     assert ConstantDecay.from_values([-math.log(2) / 8]).half_lives().item() == pytest.approx(8.0, rel=4 * EPS)
 
 

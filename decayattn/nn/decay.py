@@ -4,13 +4,16 @@ Anything that maps x (B, T, embed_dim) to log_decay, (H,) or (B, T, H) in float3
 derive from Decay, which keeps their parameters in float32 when the model around them is converted to 16 bits.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from decayattn.problem import is_reset
 
 
 class Decay(nn.Module):
@@ -91,7 +94,8 @@ class ScalarDecay(Decay):
     def forward(self, x: Tensor) -> Tensor:
         """log_decay (B, T, H) < 0."""
         dtype = _gate_dtype(x)
-        with torch.autocast(x.device.type, enabled=False):
+        # the meta device knows no autocast
+        with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             return F.logsigmoid(F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype)))
 
     @torch.no_grad()
@@ -116,7 +120,8 @@ class ConstantDecay(Decay):
     `ConstantDecay.from_values(alibi_log_decay(32)[8:16])`.
 
     Args:
-        values: γ_h in natural logarithm, one finite number per query head: a sequence, or a tensor (H,).
+        values: γ_h in natural logarithm, one finite number per query head: a sequence, or a tensor (H,). Below −746 a
+            head sees nothing but a row's own token.
         learned: train the values.
         device, dtype: of the parameter or buffer, as in torch.nn; a dtype below float32 gives float32.
 
@@ -202,16 +207,19 @@ def retnet_log_decay(num_heads: int) -> tuple[float, ...]:
 
 
 def half_life(log_decay: Tensor) -> Tensor:
-    """Tokens after which this decay alone halves a weight: −ln 2 / log_decay, and inf where nothing decays (λ ≥ 0)."""
-    return torch.where(log_decay < 0, -math.log(2) / log_decay, torch.inf)
+    """Tokens after which this decay alone halves a weight: −ln 2 / log_decay; inf where nothing decays (λ ≥ 0), and 0
+    at a reset."""
+    half_lives = torch.where(log_decay < 0, -math.log(2) / log_decay, torch.inf)
+    return half_lives.masked_fill(is_reset(log_decay), 0.0)
 
 
 def check_positive_int(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    """The value as an int, which numpy's integers become."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {value!r} of type {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
-    return value
+    return int(value)
 
 
 def check_bool(name: str, value: bool) -> bool:
@@ -266,7 +274,7 @@ def _check_half_lives(half_lives: tuple[float, float]) -> tuple[float, float]:
 
 
 def _check_values(values: Sequence[float] | Tensor, learned: bool) -> tuple[float, ...]:
-    numbers = values.tolist() if isinstance(values, Tensor) else values
+    numbers = values.tolist() if hasattr(values, "tolist") else values  # of torch and of numpy
     if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not all(_is_real(value) for value in numbers):
         raise TypeError(f"values: expected one number per head, a sequence or a tensor (H,), got {values!r}")
     if len(numbers) == 0:
