@@ -130,6 +130,26 @@ def test_entries_of_different_lengths(backend):
         assert_close(torch.cat(result), layer(torch.cat(text)[None])[0])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("padding", [math.nan, math.inf])
+def test_what_padding_holds_does_not_matter(backend, padding):
+    """To rows, to what the cache holds, and to later calls."""
+    layer = build(backend, decay=Resets(), bias=True)
+    counts, results = [[7, 0, 3], [1, 2, 0], [1, 1, 1]], []
+    calls = [tokens(3, length) for length in (7, 2, 1)]
+    for filling in (0.0, padding):
+        cache, rows = layer.make_cache(3, 10), []
+        for x, lengths in zip(calls, counts, strict=True):
+            beyond = torch.arange(x.shape[1]) >= torch.tensor(lengths)[:, None]
+            x = x.masked_fill(beyond[..., None].to(x.device), filling)
+            y = layer(x, cache=cache, new_lengths=torch.tensor(lengths, device=DEVICE))
+            rows.append(y[~beyond.to(x.device)])
+        results.append([torch.cat(rows), *(x[:, : cache.longest] for x in (cache.keys, cache.values, cache.alpha))])
+    assert results[0][0].isfinite().all()
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
 def test_lengths_out_of_range_are_taken_as_the_nearest_and_break_nothing():
     layer, x = build(), tokens(3, 4)
     cache = layer.make_cache(3, 8)
@@ -184,6 +204,46 @@ def test_the_first_log_decay_of_an_entry_is_never_used(backend):
         results.append(cache.attend(k, k, v, log_decay, backend=backend))
     assert results[0].isfinite().all()
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("strong", [-746.001, -1e9, torch.finfo(torch.float32).min])
+def test_a_log_decay_that_resets(backend, strong):
+    """It is −inf in tokens of the past and in new ones; −746 itself is a number."""
+    k, v = torch.randn(2, 2, 12, HEADS, 8, device=DEVICE)
+    log_decay = -torch.rand(2, 12, HEADS, device=DEVICE)
+    results = {}
+    for value in (-torch.inf, strong, -746.0):
+        for at in ((0, 3, 1), (1, 5, 0), (0, 9, 2), (1, 10, 3), (1, 11, 3)):
+            log_decay[at] = value
+        cache = DecayCache(2, 12, num_heads=HEADS, head_dim=8, device=DEVICE)
+        cache.append(k[:, :6], v[:, :6], log_decay[:, :6])
+        parts = zip(*(x[:, 6:].split([4, 1, 1], 1) for x in (k, k, v, log_decay)), strict=True)
+        out = torch.cat([cache.attend(*part, backend=backend) for part in parts], 1)
+        results[value] = out, cache.alpha, cache.first
+    for got, want in zip(results[strong], results[-torch.inf], strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(results[strong][2], torch.tensor([[0, 3, 9, 0], [5, 0, 0, 11]]).to(cache.first))
+    assert (results[-746.0][2] == 0).all()
+    assert (results[-746.0][1][:, -1] < -745).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("strong", [-746.001, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+def test_a_constant_decay_that_resets_leaves_a_row_its_own_token(backend, strong):
+    """However much larger another score is."""
+    q = 100 * torch.randn(2, 9, HEADS, 8, device=DEVICE)
+    v = torch.randn(2, 9, HEADS, 8, device=DEVICE)
+    rates, outs = torch.tensor([strong, -0.1, strong, 0.0], device=DEVICE), []
+    for given in (rates, rates.clamp(min=-0.2)):
+        cache = DecayCache(2, 9, num_heads=HEADS, head_dim=8, device=DEVICE)
+        cache.append(q[:, :5], v[:, :5])
+        parts = zip(*(x[:, 5:].split([3, 1], 1) for x in (-q, q, v)), strict=True)
+        outs.append(torch.cat([cache.attend(*part, given, backend=backend) for part in parts], 1))
+    own, other = [0, 2], [1, 3]
+    assert torch.equal(outs[0][:, :, own], v[:, 5:, own])
+    assert torch.equal(outs[0][:, :, other], outs[1][:, :, other])
+    assert (cache.evict(1e-3, 1.0, rates)[:, own] < 1e-300).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -284,6 +344,19 @@ def test_alpha_is_read_head_by_head():
     cache.reorder(torch.tensor([1, 0], device=cache.device))
     cache.evict(1e-3, 30.0)
     assert cache.alpha.stride() == (24 * cache.num_heads, 1, 24)
+    cache.grow(30)
+    assert cache.alpha.stride() == (30 * cache.num_heads, 1, 30)
+
+
+@pytest.mark.parametrize("decay", ["custom", "none"])
+def test_a_cache_that_grows_keeps_its_tokens(decay):
+    layer, x = build(decay=DECAYS[decay]()), tokens()
+    cache = layer.make_cache(2, 10)
+    first = layer(x[:, :10], cache=cache)
+    cache.grow(24)
+    assert_close(torch.cat([first, layer(x[:, 10:], cache=cache)], 1), layer(x))
+    with pytest.raises(ValueError, match="max_length: expected at least the 24 tokens held, got 20"):
+        cache.grow(20)
 
 
 def test_nothing_waits_for_the_device():
@@ -597,6 +670,7 @@ def test_new_lengths_without_a_cache():
         ({"v": (1, 5, 2, 7)}, ValueError, r"v: expected the shape of the cache's tokens, \(1, T, 2, 8\), got"),
         ({"log_decay": (1, 4, 2)}, ValueError, r"log_decay: expected shape"),
         ({"log_decay": None}, ValueError, "log_decay: the tokens in the cache have one per token, the new ones none"),
+        ({"skip_tolerance": 2}, ValueError, "skip_tolerance: expected .* between 0 and 1, got 2"),
     ],
 )
 def test_errors_of_attend_name_the_argument(change, error, message):
@@ -604,7 +678,7 @@ def test_errors_of_attend_name_the_argument(change, error, message):
     good = {name: torch.zeros(shape, device=DEVICE) for name, shape in shapes.items()}
     cache = DecayCache(1, 20, num_heads=2, head_dim=8, device=DEVICE)
     cache.attend(**good)
-    bad = {name: None if shape is None else torch.zeros(shape, device=DEVICE) for name, shape in change.items()}
+    bad = {n: torch.zeros(x, device=DEVICE) if isinstance(x, tuple) else x for n, x in change.items()}
     with pytest.raises(error, match=message):
         cache.attend(**{**good, **bad})
     assert cache.longest == 5

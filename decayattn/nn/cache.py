@@ -10,7 +10,7 @@ from torch import Tensor
 from decayattn import backends
 from decayattn.functional import decay_attention, per_head, per_row, with_sink
 from decayattn.nn.decay import check_positive_int
-from decayattn.problem import SUPPORTED_DTYPES, AttentionProblem, check_arguments, window_of
+from decayattn.problem import RESET_BELOW, SUPPORTED_DTYPES, AttentionProblem, check_arguments, is_reset, window_of
 from decayattn.reference import masked_softmax
 
 
@@ -24,7 +24,8 @@ class DecayCache:
 
     α_t, the running sum of a decay per token, is kept whole and in float64, so a difference of two is exact at any
     length. A decay that is constant, or none, needs nothing but positions, and holds no α. The first log-decay of a
-    sequence is never used, and −inf resets: it counts as 0 in α, and nothing before that token is visible any more.
+    sequence is never used, and one below −746 resets: it counts as 0 in α, and nothing before that token is visible any
+    more.
 
     A loop of its own calls `attend` (DecayFlashAttention does, when it gets `cache=`)::
 
@@ -33,9 +34,10 @@ class DecayCache:
         y = layer(next_token, cache=cache)                        # (B, 1, embed_dim), as often as max_length allows
 
     The entries may have different lengths: `new_lengths` says how many of the tokens of a right-padded call count. What
-    comes next overwrites the rest. Nothing here waits for the GPU, so the host knows a bound on the lengths only:
-    `longest`, to which a call adds all its tokens, padding included, and which may not exceed max_length. `evict` makes
-    room where the decay has made old tokens irrelevant; nothing is evicted without it.
+    the others hold, NaN included, does not matter, and what comes next overwrites them. Nothing here waits for the GPU,
+    so the host knows a bound on the lengths only: `longest`, to which a call adds all its tokens, padding included, and
+    which may not exceed max_length. `evict` makes room where the decay has made old tokens irrelevant, and `grow` gets
+    more memory; neither happens by itself.
 
     Attributes:
         keys, values: (B, max_length, H_kv, D) and (B, max_length, H_kv, D_v); tokens beyond a length hold anything.
@@ -110,16 +112,19 @@ class DecayCache:
         window_size: tuple[int, int] | None = None,
         sink: Tensor | None = None,
         new_lengths: Tensor | None = None,
+        skip_tolerance: float | str | None = "auto",
         backend: str = "auto",
     ) -> Tensor:
         """Append T tokens and return the causal attention of their queries over all tokens, (B, T, H, D_v).
 
-        The first tokens of an empty cache go through decay_attention itself. After that "reference" is eager PyTorch,
-        and every kernel backend decodes with the same Triton kernels.
+        The first tokens of an empty cache go through decay_attention itself, with skip_tolerance. After that all keys
+        that a row sees are read; "reference" is eager PyTorch, and every kernel backend decodes with the same Triton
+        kernels.
 
         Args:
-            q, k, v, log_decay, scale, window_size, sink, backend: as in decay_attention, with T_q = T_k = T: log_decay
-                and scale are those of the new tokens. All in the dtype of the cache, also under autocast.
+            q, k, v, log_decay, scale, window_size, sink, skip_tolerance, backend: as in decay_attention, with T tokens
+                on either side: log_decay and scale are those of the new ones. All in the dtype of the cache, also under
+                autocast.
             new_lengths: (B,) int32 or int64: of each entry only the first so many new tokens count (numbers outside
                 0 … T are taken as the nearest of them). What is returned for the others means nothing.
 
@@ -128,7 +133,7 @@ class DecayCache:
                 not fit in max_length.
             RuntimeError: where an input requires a gradient; call it under torch.no_grad().
         """
-        check_arguments(q, k, v, log_decay, scale, True, window_size, sink)
+        check_arguments(q, k, v, log_decay, scale, True, window_size, sink, skip_tolerance=skip_tolerance)
         if q.shape[1:3] != (k.shape[1], self.num_heads):
             raise ValueError(
                 f"q: expected the tokens of k and the heads of the cache, (T, H) = {(k.shape[1], self.num_heads)}, "
@@ -138,18 +143,18 @@ class DecayCache:
         log_decay, rates = (rates, None) if rates is not None and rates.ndim == 3 else (None, rates)
         self._check_tokens(k, v, log_decay, new_lengths)
         _refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
+        counted = _counted(new_lengths, q.shape[1])
         if self.longest == 0:
-            # padding stands behind the tokens that count, so causality hides it
             with torch.autocast(q.device.type, enabled=False):  # in the dtype of the cache, as later tokens
                 out = decay_attention(
                     q, k, v, rates if log_decay is None else log_decay, scale=scale, window_size=window_size,
-                    sink=sink, backend=backend,
+                    sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
                 )  # fmt: skip
-            self._append(k, v, log_decay, new_lengths)
+            self._append(k, v, log_decay, counted)
             return out
         row_scale = scale if isinstance(scale, Tensor) else None
         chosen = backends.select(AttentionProblem.of(q, v, rates, row_scale, True), backend)
-        ends, first = self._append(k, v, log_decay, new_lengths)
+        ends, first = self._append(k, v, log_decay, counted)
         left, _ = window_of(window_size, True)
         if chosen == "reference":
             attend = _attend_eagerly
@@ -173,7 +178,21 @@ class DecayCache:
             new_lengths, and what is raised: as in `attend`.
         """
         self._check_tokens(k, v, log_decay, new_lengths)
-        self._append(k, v, log_decay, new_lengths)
+        self._append(k, v, log_decay, _counted(new_lengths, k.shape[1]))
+
+    def grow(self, max_length: int) -> None:
+        """Make room for max_length tokens, in new buffers of the same layout; the tokens stay."""
+        max_length = check_positive_int("max_length", max_length)
+        if max_length < self.longest:
+            raise ValueError(f"max_length: expected at least the {self.longest} tokens held, got {max_length}")
+        self.max_length = max_length
+        used = slice(0, self.longest)
+        keys, values, alpha = self.keys, self.values, self.alpha
+        self.keys, self.values = (x.new_empty(x.shape[0], max_length, *x.shape[2:]) for x in (keys, values))
+        self.keys[:, used], self.values[:, used] = keys[:, used], values[:, used]
+        if alpha is not None:
+            self.alpha = self._new_alpha()
+            self.alpha[:, used] = alpha[:, used]
 
     def reset(self) -> None:
         """Forget every token; the buffers stay."""
@@ -224,7 +243,8 @@ class DecayCache:
         score_bound = self._head_numbers("score_bound", score_bound)
         if log_decay is not None and self.alpha is not None:
             raise ValueError("log_decay: expected None, because the cache holds a decay per token")
-        rates = self._head_numbers("log_decay", 0.0 if log_decay is None else log_decay)
+        # below −746 the bound is 0 anyway, and 0 · (−inf) would be NaN
+        rates = self._head_numbers("log_decay", 0.0 if log_decay is None else log_decay).clamp(min=RESET_BELOW)
         if self.longest == 0:
             return torch.zeros_like(self._log_evicted)
         j = torch.arange(self.longest, device=self.device)[:, None]
@@ -299,20 +319,28 @@ class DecayCache:
         _refuse_gradients(k=k, v=v, log_decay=log_decay)
 
     def _append(
-        self, k: Tensor, v: Tensor, log_decay: Tensor | None, new_lengths: Tensor | None
+        self, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Write checked tokens; (the lengths if all of them counted, the first keys that they see, (B, H, T) int32)."""
+        """Write checked tokens; (the lengths if all of them counted, the first keys that they see, (B, H, T) int32).
+
+        Of each entry only the first `counted` (B,) of them count; None: all.
+        """
         tokens = k.shape[1]
         ends = self.lengths + tokens
         if tokens == 0:
             return ends, self.first[..., None].expand(-1, -1, 0)
-        position = self.lengths[:, None] + torch.arange(tokens, device=self.device)
+        token = torch.arange(tokens, device=self.device)
+        if counted is not None:
+            # rows of these very tokens read them, with probability 0, and 0 · NaN is NaN
+            padding = token >= counted[:, None]
+            k, v = (x.masked_fill(padding[..., None, None], 0) for x in (k, v))
+            log_decay = None if log_decay is None else log_decay.masked_fill(padding[..., None], 0)
+        position = self.lengths[:, None] + token
         entry = torch.arange(self.batch_size, device=self.device)[:, None]
         self.keys[entry, position] = k
         self.values[entry, position] = v
-        counted = None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
         if log_decay is not None:
-            first = self._append_decay(log_decay, entry, position, counted)
+            first = self._append_decay(log_decay, entry, position)
         else:
             first = self.first[..., None].expand(-1, -1, tokens)
             if self.longest == 0:
@@ -321,26 +349,26 @@ class DecayCache:
         self.longest += tokens
         return ends, first
 
-    def _append_decay(self, log_decay: Tensor, entry: Tensor, position: Tensor, counted: Tensor | None) -> Tensor:
+    def _append_decay(self, log_decay: Tensor, entry: Tensor, position: Tensor) -> Tensor:
         """Continue α and the resets over tokens at `position` (B, T); the first keys that they see, (B, H, T)."""
         if self.alpha is None:
-            shape = (self.batch_size, self.num_heads, self.max_length)
-            self.alpha = torch.empty(*shape, device=self.device, dtype=torch.float64).transpose(1, 2)
-        is_reset = log_decay.isneginf()
-        unused = is_reset | (position == 0)[..., None]  # nothing lies before an entry's first token
+            self.alpha = self._new_alpha()
+        resets = is_reset(log_decay)
+        unused = resets | (position == 0)[..., None]  # nothing lies before an entry's first token
         steps = torch.where(unused, 0.0, log_decay.double()).cumsum(1)
         last = self.alpha[entry, position[:, :1].sub(1).clamp(min=0)]
         self.alpha[entry, position] = torch.where(position[:, :1, None] > 0, last, 0.0) + steps
 
-        resets = torch.where(is_reset, position[..., None], 0).to(torch.int32)
-        first = torch.maximum(resets.cummax(1).values, self.first[:, None]).transpose(1, 2)
-        if counted is not None:
-            padding = position >= (self.lengths + counted)[:, None]
-            resets = resets.masked_fill(padding[..., None], 0)
-        last_reset = resets.amax(1)
-        self.first.copy_(torch.maximum(self.first, last_reset))
-        self._log_evicted.masked_fill_(last_reset > 0, -torch.inf)
+        last_reset = torch.where(resets, position[..., None], 0).to(torch.int32).cummax(1).values
+        first = torch.maximum(last_reset, self.first[:, None]).transpose(1, 2)
+        self.first.copy_(first[..., -1])
+        self._log_evicted.masked_fill_(last_reset[:, -1] > 0, -torch.inf)
         return first
+
+    def _new_alpha(self) -> Tensor:
+        """(B, max_length, H), the tokens of a head together."""
+        shape = (self.batch_size, self.num_heads, self.max_length)
+        return torch.empty(*shape, device=self.device, dtype=torch.float64).transpose(1, 2)
 
     def _head_numbers(self, name: str, value: Tensor | float) -> Tensor:
         """A finite number, or a tensor (H,), as (H,) float64."""
@@ -368,6 +396,10 @@ def _attend_eagerly(
     k, v = (repeat(x, "b j h d -> b j (h g) d", g=group) for x in (k, v))
     distance = i[:, None, :, None] - j
     visible = (distance >= 0) & (j >= first[..., None])
+    if log_decay is not None:  # a rate that resets leaves a row its own token
+        alone = is_reset(log_decay)
+        visible = visible & ((distance == 0) | ~alone[:, None, None])
+        log_decay = log_decay.masked_fill(alone, 0)
     if left is not None:
         visible = visible & (distance <= left)
     with torch.autocast(q.device.type, enabled=False):  # it would round the scores
@@ -382,6 +414,11 @@ def _attend_eagerly(
         weights, lse = masked_softmax(scores, visible)
         out = torch.einsum("bhij,bjhe->bihe", weights, v)
     return out.to(q.dtype), lse
+
+
+def _counted(new_lengths: Tensor | None, tokens: int) -> Tensor | None:
+    """How many of the new tokens of each entry count, (B,) int32."""
+    return None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
 
 
 def _check_tolerance(tolerance: float) -> None:
