@@ -150,6 +150,20 @@ def test_what_padding_holds_does_not_matter(backend, padding):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+def test_the_layer_s_skip_tolerance_is_that_of_a_prompt(monkeypatch):
+    seen = []
+
+    def spy(*arguments, **options):
+        seen.append(options["skip_tolerance"])
+        return decay_attention(*arguments, **options)
+
+    monkeypatch.setattr(decayattn.nn.cache, "decay_attention", spy)
+    for skip_tolerance in ("auto", None, 1e-3):
+        layer = build(skip_tolerance=skip_tolerance)
+        layer(tokens(), cache=layer.make_cache(2, 24))
+    assert seen == ["auto", None, 1e-3]
+
+
 def test_lengths_out_of_range_are_taken_as_the_nearest_and_break_nothing():
     layer, x = build(), tokens(3, 4)
     cache = layer.make_cache(3, 8)

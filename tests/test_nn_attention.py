@@ -490,6 +490,10 @@ def test_the_readme_shows_the_documented_block():
         ((12, 4), {"scale": "big"}, ValueError, "scale: expected a number, 'learned' or None, got 'big'"),
         ((12, 4), {"scale": True}, TypeError, "scale: expected a number, 'learned' or None, got True of type bool"),
         ((12, 4), {"scale": float("nan")}, ValueError, "scale: expected a finite number, got nan"),
+        ((12, 4), {"backend": "flash"}, ValueError, "backend: expected one of 'auto', 'reference', .* got 'flash'"),
+        ((12, 4), {"backend": None}, ValueError, "backend: expected one of 'auto', 'reference', .* got None"),
+        ((12, 4), {"skip_tolerance": 2}, ValueError, "skip_tolerance: expected .* between 0 and 1, got 2"),
+        ((12, 4), {"window_size": (-2, 0)}, ValueError, "window_size: expected numbers of tokens"),
     ],
 )
 def test_errors_of_construction_name_the_argument(arguments, options, error, message):
@@ -503,8 +507,50 @@ def test_errors_of_construction_name_the_argument(arguments, options, error, mes
         ([1.0], TypeError, r"x: expected a torch.Tensor, got \[1.0\] of type list"),
         (torch.zeros(9, 12), ValueError, r"x: expected shape \(B, T, embed_dim = 12\), got \(9, 12\)"),
         (torch.zeros(2, 9, 16), ValueError, r"x: expected shape \(B, T, embed_dim = 12\), got \(2, 9, 16\)"),
+        (torch.zeros(2, 9, 12).long(), TypeError, "x: expected a floating dtype, got torch.int64"),
     ],
 )
 def test_errors_of_a_call_name_the_argument(x, error, message):
     with pytest.raises(error, match=message):
         DecayFlashAttention(WIDTH, 4)(x)
+
+
+class Position(nn.Module):
+    """Returns whatever a function makes of q and k."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, q, k):
+        return self.function(q, k)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (lambda q, k: q, TypeError, r"position: expected a module that returns \(q, k\), got a Tensor"),
+        (lambda q, k: (q, k.mT), ValueError, r"position: expected k back as \(2, 9, 4, 3\) .*, got \(2, 9, 3, 4\)"),
+        (lambda q, k: (q.double(), k), ValueError, "position: expected q back as .* in torch.float32, got .*float64"),
+    ],
+)
+def test_what_a_position_module_returns_is_checked(function, error, message):
+    layer, x = DecayFlashAttention(WIDTH, 4, position=Position(function)), tokens(dtype=torch.float32)
+    with pytest.raises(error, match=message):
+        layer(x)
+
+
+def test_autocast_casts_what_a_position_module_returns():
+    layer = DecayFlashAttention(WIDTH, 4, position=Position(lambda q, k: (q.float(), k.float())))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(tokens(dtype=torch.float32)).dtype == torch.bfloat16
+
+
+def test_numpy_integers_are_counts():
+    numpy = pytest.importorskip("numpy")
+    three = numpy.int64(3)
+    layer = DecayFlashAttention(numpy.int64(WIDTH), numpy.int32(4), num_kv_heads=numpy.uint8(2), head_dim=three)
+    assert {type(n) for n in (layer.embed_dim, layer.num_heads, layer.num_kv_heads, layer.head_dim)} == {int}
+    assert layer.make_cache(numpy.int64(2), numpy.int64(9)).max_length == 9
+    with pytest.raises(TypeError, match="num_heads: expected an int"):
+        DecayFlashAttention(WIDTH, numpy.float64(4))

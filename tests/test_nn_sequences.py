@@ -1,11 +1,14 @@
 """The layer on sequences as people have them: padded, packed, cut into documents; windows, sinks, and a cache."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from decayattn import DecayFlashAttention
 from decayattn.nn import ConstantDecay
@@ -146,6 +149,100 @@ def test_the_sink_is_learned_and_starts_at_zero():
     assert DecayFlashAttention(16, 4).sink is None
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("padding", [math.nan, math.inf])
+def test_what_padding_holds_does_not_matter(padding, kind, backend, device):
+    """To outputs and gradients, those of the weights included, which are sums over all tokens."""
+    layer = layer_of("scalar", bias=True, qk_norm=True, backend=backend).to(device)
+    mask = torch.zeros(1 if kind == "packed" else 3, 9, dtype=torch.bool, device=device)
+    mask[0, 2:7] = mask[1:, 4:] = True
+    options = dict(cu_seqlens=torch.tensor([2, 4, 7], device=device)) if kind == "packed" else dict(padding_mask=mask)
+    x, grad = torch.randn(2, *mask.shape, 16).double().to(device)
+    results = []
+    for filling in (0.0, padding):
+        leaf = x.masked_fill(~mask[..., None], filling).requires_grad_()
+        out = layer(leaf, **options)
+        (of_x,) = torch.autograd.grad(out, leaf, grad, retain_graph=True)
+        results.append([out, of_x, *gradients(layer, out, grad)])
+    assert torch.equal(results[0][1][~mask], torch.zeros_like(x[~mask]))
+    for want, got in zip(*results, strict=True):
+        assert want.isfinite().all()
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_integer_masks_and_offsets(dtype):
+    layer, x = layer_of(), torch.randn(2, 9, 16).double()
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, 2:], mask[1, :5] = True, True
+    assert torch.equal(layer(x, padding_mask=mask.to(dtype)), layer(x, padding_mask=mask))
+    resets = torch.zeros_like(mask)
+    resets[0, 4] = True
+    assert torch.equal(layer(x, resets=resets.to(dtype)), layer(x, resets=resets))
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    assert torch.equal(layer(x[:1], cu_seqlens=offsets.to(dtype)), layer(x[:1], cu_seqlens=offsets))
+
+
+GAPS = {
+    "gap": [[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]],
+    "two gaps": [[0, 0, 1, 1, 1], [1, 0, 1, 0, 1]],
+    "documents": [[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]],  # numbered, as some packed data sets have them
+}
+NOT_A_STRETCH = "padding_mask: expected in every row one stretch of tokens"
+
+
+@pytest.mark.parametrize("mask", GAPS)
+def test_a_mask_with_a_gap_is_refused(mask):
+    mask = torch.tensor(GAPS[mask])
+    layer = DecayFlashAttention(16, 4)
+    with pytest.raises(ValueError, match=NOT_A_STRETCH):
+        layer(X, padding_mask=mask)
+    if mask.amax() == 1:
+        with pytest.raises(ValueError, match=NOT_A_STRETCH):
+            layer(X, padding_mask=mask.bool())
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    compiled(X, padding_mask=torch.ones_like(mask))
+    with pytest.raises(RuntimeError, match=NOT_A_STRETCH):
+        compiled(X, padding_mask=mask)
+
+
+GAP_ON_A_GPU = """
+import torch
+from decayattn import DecayFlashAttention
+
+layer, x = DecayFlashAttention(16, 4, device="cuda"), torch.zeros(2, 5, 16, device="cuda")
+mask = torch.ones(2, 5, dtype=torch.bool, device="cuda")
+torch.cuda.set_sync_debug_mode("error")  # nothing waits for the device
+layer(x, padding_mask=mask)
+mask[0, 2] = False
+layer(x, padding_mask=mask)
+torch.cuda.set_sync_debug_mode("default")
+print("launched", flush=True)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_mask_with_a_gap_is_refused_on_a_gpu():
+    """In a process of its own: a failed assertion on the device ends the use of it."""
+    run = subprocess.run(
+        [sys.executable, "-c", GAP_ON_A_GPU], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.stdout == "launched\n", run.stderr
+    assert run.returncode != 0
+    assert NOT_A_STRETCH in run.stderr
+    assert "device-side assert" in run.stderr
+
+
+def test_padding_without_values():
+    """Fake tensors have none to look at."""
+    with FakeTensorMode():
+        x, mask = torch.empty(2, 5, 16), torch.empty(2, 5, dtype=torch.int64)
+        assert DecayFlashAttention(16, 4, backend="reference")(x, padding_mask=mask).shape == x.shape
+
+
 X = torch.zeros(2, 5, 16)
 MASK = torch.ones(2, 5, dtype=torch.bool)
 OFFSETS = torch.tensor([0, 5], dtype=torch.int32)
@@ -154,14 +251,17 @@ OFFSETS = torch.tensor([0, 5], dtype=torch.int32)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(padding_mask=MASK.int()), TypeError, "padding_mask: expected a bool tensor, got torch.int32"),
-        (dict(padding_mask=[True]), TypeError, r"padding_mask: expected a bool tensor, got \[True\]"),
+        (dict(padding_mask=MASK.float()), TypeError, "padding_mask: expected a bool or .* got torch.float32"),
+        (dict(padding_mask=[True]), TypeError, r"padding_mask: expected a bool or an integer tensor, got \[True\] of"),
         (dict(padding_mask=MASK[:, :4]), ValueError, r"padding_mask: expected shape \(B, T\) = \(2, 5\), got \(2, 4\)"),
-        (dict(resets=MASK.float()), TypeError, "resets: expected a bool tensor, got torch.float32"),
+        (dict(resets=MASK.float()), TypeError, "resets: expected a bool or an integer tensor, got torch.float32"),
         (dict(resets=MASK[:1]), ValueError, r"resets: expected shape \(B, T\) = \(2, 5\), got \(1, 5\)"),
         (dict(padding_mask=MASK, cu_seqlens=OFFSETS), ValueError, "cu_seqlens, cache: expected at most one of them"),
         (dict(max_seqlen=3), ValueError, "max_seqlen: expected only with cu_seqlens"),
         (dict(cu_seqlens=OFFSETS), ValueError, r"x: expected shape \(1, total, embed_dim\) with cu_seqlens, got"),
+        (dict(cu_seqlens=[0, 5]), TypeError, r"cu_seqlens: expected an integer tensor, got \[0, 5\] of type list"),
+        (dict(cu_seqlens=OFFSETS.bool()), TypeError, "cu_seqlens: expected an integer tensor, got torch.bool"),
+        (dict(cu_seqlens=OFFSETS[:0]), ValueError, r"cu_seqlens: expected shape \(sequences \+ 1,\), got \(0,\)"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments, error, message):

@@ -61,14 +61,19 @@ def _refusal(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
     return backend if isinstance(backend, str) else backend.refusal(dtype, device)
 
 
+def check_name(name: str) -> str:
+    """Refuse what is no backend's name."""
+    if name not in NAMES:
+        raise ValueError(f"backend: expected one of {', '.join(map(repr, NAMES))}, got {name!r}")
+    return name
+
+
 def select(problem: AttentionProblem, name: str) -> str:
     """What runs: "reference", or the name to give to `resolve`; a kernel backend that cannot run here is a ValueError.
 
     Only what is known of a call before its tensors have addresses is asked: torch.compile traces through this.
     """
-    if name not in NAMES:
-        raise ValueError(f"backend: expected one of {', '.join(map(repr, NAMES))}, got {name!r}")
-    if name == "reference":
+    if check_name(name) == "reference":
         return name
     if name == "auto":
         # on a CPU the kernels can only be interpreted, which is for debugging: nobody gets that without naming it

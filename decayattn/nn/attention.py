@@ -7,6 +7,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
+from decayattn import backends
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
@@ -102,11 +103,12 @@ class DecayFlashAttention(nn.Module):
     ):
         super().__init__()
         self.embed_dim = check_positive_int("embed_dim", embed_dim)
-        self.num_heads = check_positive_int("num_heads", num_heads)
-        self.num_kv_heads = _check_kv_heads(num_kv_heads, num_heads)
-        head_dim = _default_head_dim(embed_dim, num_heads) if head_dim is None else head_dim
-        self.head_dim = _check_head_dim("head_dim", head_dim)
-        self.value_dim = _check_head_dim("value_dim", self.head_dim if value_dim is None else value_dim)
+        self.num_heads = num_heads = check_positive_int("num_heads", num_heads)
+        self.num_kv_heads = check_kv_heads("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+        if head_dim is None:
+            head_dim = default_head_dim("embed_dim", self.embed_dim, "num_heads", num_heads)
+        self.head_dim = check_head_dim("head_dim", head_dim)
+        self.value_dim = check_head_dim("value_dim", self.head_dim if value_dim is None else value_dim)
         self.causal = check_bool("causal", causal)
         self.qk_norm = check_bool("qk_norm", qk_norm)
         self.output_gate = check_bool("output_gate", output_gate)
@@ -116,21 +118,21 @@ class DecayFlashAttention(nn.Module):
         self.scale = _check_scale(scale)
         check_skip_tolerance(skip_tolerance)
         self.skip_tolerance = skip_tolerance
-        self.backend = backend
+        self.backend = backends.check_name(backend)
 
         options = {"device": device, "dtype": dtype}
         q_width, k_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         v_width, out_width = self.num_kv_heads * self.value_dim, num_heads * self.value_dim
         # one product; q, k, v and g are slices of its rows, which the kernels read in place
         self.split_sizes = (q_width, k_width, v_width, out_width if output_gate else 0)
-        self.in_proj = nn.Linear(embed_dim, sum(self.split_sizes), bias=check_bool("bias", bias), **options)
-        self.out_proj = nn.Linear(out_width, embed_dim, bias=bias, **options)
+        self.in_proj = nn.Linear(self.embed_dim, sum(self.split_sizes), bias=check_bool("bias", bias), **options)
+        self.out_proj = nn.Linear(out_width, self.embed_dim, bias=bias, **options)
         # an explicit eps, because torch's default depends on the dtype (and on its version)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **options) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **options) if qk_norm else None
         self.sink = nn.Parameter(torch.empty(num_heads, **options)) if check_bool("sink", sink) else None
         self.log_scale = nn.Parameter(torch.empty(num_heads, **options)) if scale == "learned" else None
-        self.decay = _build_decay(decay, embed_dim, num_heads, options)
+        self.decay = _build_decay(decay, self.embed_dim, num_heads, options)
         self._zero_start()
 
     def reset_parameters(self) -> None:
@@ -155,15 +157,20 @@ class DecayFlashAttention(nn.Module):
 
         Args:
             x: the tokens; with a cache, those that follow the ones in it.
-            padding_mask: (B, T) bool, True for the tokens of a sequence, which are one stretch of its row (padded on
-                the left, on the right, or both). Padding is not seen, and attends to nothing.
-            cu_seqlens, max_seqlen: packed sequences, as decay_attention_varlen takes them: x (1, total, embed_dim), and
-                sequence n is its tokens cu_seqlens[n] ≤ t < cu_seqlens[n + 1]. max_seqlen defaults to total; the
-                longest sequence's length saves launching programs that find nothing to do.
-            resets: (B, T) bool, True for the first token of a document: nothing before it is visible from it on. A
-                log-decay of −inf, so the decay has to be one per token.
+            padding_mask: (B, T), True or 1 for the tokens of a sequence, which are one stretch of its row (padded on
+                the left, on the right, or both), and False or 0 for padding: bool, or integers as tokenizers give
+                them. Padding is not seen, attends to nothing, and may hold anything, NaN included. Any other mask is
+                refused, without waiting for a GPU: there and in compiled code an assertion on the device fails, as
+                that of an index out of range does.
+            cu_seqlens, max_seqlen: packed sequences, as decay_attention_varlen takes them, int32 or int64:
+                x (1, total, embed_dim), and sequence n is its tokens cu_seqlens[n] ≤ t < cu_seqlens[n + 1]. Tokens
+                before the first and behind the last are padding. max_seqlen defaults to total; the longest sequence's
+                length saves launching programs that find nothing to do.
+            resets: (B, T), True or not 0 for the first token of a document, bool or integers: nothing before it is
+                visible from it on. A log-decay of −inf, so the decay has to be one per token.
             cache: from make_cache; it takes in the tokens of x. Inference only.
-            new_lengths: (B,) int32 or int64, with a cache: entry b of x has so many tokens, and padding behind them.
+            new_lengths: (B,) int32 or int64, with a cache: entry b of x has so many tokens, and padding behind them,
+                which may hold anything; what is returned for it means nothing.
 
         Raises:
             TypeError, ValueError: for every bad argument, by name, and where the tokens do not fit in the cache.
@@ -175,6 +182,15 @@ class DecayFlashAttention(nn.Module):
         elif new_lengths is not None:
             raise ValueError("new_lengths: expected only with a cache")
         self._check_sequences(x, padding_mask, cu_seqlens, max_seqlen, resets, cache)
+        padding, places = None, {}
+        if padding_mask is not None:
+            padding, places = padding_mask == 0, _places(padding_mask)
+        elif cu_seqlens is not None:
+            cu_seqlens, token = cu_seqlens.to(torch.int32), torch.arange(x.shape[1], device=x.device)
+            padding = ((token < cu_seqlens[0]) | (token >= cu_seqlens[-1]))[None]
+        if padding is not None:
+            # whatever it holds: the gradients of the weights are sums over all tokens, and 0 · NaN is NaN
+            x = x.masked_fill(padding[..., None], 0)
         q, k, v, gate = self.in_proj(x).split(self.split_sizes, dim=-1)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -182,29 +198,30 @@ class DecayFlashAttention(nn.Module):
         if self.qk_norm:
             q, k = _normalise(q, self.q_norm), _normalise(k, self.k_norm)
         if self.position is not None:
-            q, k = self.position(q, k) if cache is None else self.position(q, k, start=cache.lengths + cache.dropped)
+            start = {} if cache is None else {"start": cache.lengths + cache.dropped}
+            q, k = _check_placed(self.position(q, k, **start), q, k)
         log_decay = None if self.decay is None else self.decay(x)
         if resets is not None:
-            if log_decay is None or log_decay.ndim != 3:
+            if not isinstance(log_decay, Tensor) or log_decay.ndim != 3:
                 raise ValueError("resets: expected only where the decay is one per token")
-            log_decay = log_decay.masked_fill(resets[..., None], -math.inf)
-        options = dict(scale=self._score_scale(), window_size=self.window_size, sink=self.sink, backend=self.backend)
+            log_decay = log_decay.masked_fill(resets.bool()[..., None], -math.inf)
+        options = dict(
+            scale=self._score_scale(), window_size=self.window_size, sink=self.sink,
+            skip_tolerance=self.skip_tolerance, backend=self.backend,
+        )  # fmt: skip
         if cache is not None:
             out = cache.attend(q, k, v, log_decay, new_lengths=new_lengths, **options)
         elif cu_seqlens is not None:
             longest = x.shape[1] if max_seqlen is None else max_seqlen
-            per_token = log_decay is not None and log_decay.ndim == 3
+            per_token = isinstance(log_decay, Tensor) and log_decay.ndim == 3
             # squeezed, not indexed: the gradient of an index is copied into zeros
             out = decay_attention_varlen(
                 q.squeeze(0), k.squeeze(0), v.squeeze(0), log_decay.squeeze(0) if per_token else log_decay,
                 cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
-                causal=self.causal, skip_tolerance=self.skip_tolerance, **options,
+                causal=self.causal, **options,
             )[None]  # fmt: skip
         else:
-            places = {} if padding_mask is None else _places(padding_mask)
-            out = decay_attention(
-                q, k, v, log_decay, causal=self.causal, skip_tolerance=self.skip_tolerance, **places, **options
-            )
+            out = decay_attention(q, k, v, log_decay, causal=self.causal, **places, **options)
         out = out.flatten(-2)
         if self.output_gate:
             out = out * gate.sigmoid()
@@ -276,6 +293,8 @@ class DecayFlashAttention(nn.Module):
             raise TypeError(f"x: expected a torch.Tensor, got {x!r} of type {type(x).__name__}")
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x: expected shape (B, T, embed_dim = {self.embed_dim}), got {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
 
     def _check_sequences(
         self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
@@ -285,17 +304,19 @@ class DecayFlashAttention(nn.Module):
         for name, mask in (("padding_mask", padding_mask), ("resets", resets)):
             if mask is None:
                 continue
-            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                got = mask.dtype if isinstance(mask, Tensor) else repr(mask)
-                raise TypeError(f"{name}: expected a bool tensor, got {got}")
+            _check_integers(name, mask, x, or_bool=True)
             if mask.shape != x.shape[:2]:
                 raise ValueError(f"{name}: expected shape (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
         if sum(given is not None for given in (padding_mask, cu_seqlens, cache)) > 1:
             raise ValueError("padding_mask, cu_seqlens, cache: expected at most one of them")
         if cu_seqlens is None and max_seqlen is not None:
             raise ValueError("max_seqlen: expected only with cu_seqlens")
-        if cu_seqlens is not None and x.shape[0] != 1:
-            raise ValueError(f"x: expected shape (1, total, embed_dim) with cu_seqlens, got {tuple(x.shape)}")
+        if cu_seqlens is not None:
+            _check_integers("cu_seqlens", cu_seqlens, x)
+            if cu_seqlens.ndim != 1 or not cu_seqlens.numel():
+                raise ValueError(f"cu_seqlens: expected shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+            if x.shape[0] != 1:
+                raise ValueError(f"x: expected shape (1, total, embed_dim) with cu_seqlens, got {tuple(x.shape)}")
 
     def _check_cache(self, x: Tensor, cache: DecayCache) -> None:
         if not isinstance(cache, DecayCache):
@@ -325,10 +346,54 @@ def _normalise(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
 
 def _places(padding_mask: Tensor) -> dict[str, Tensor]:
     """Where the tokens of every row begin and end, as decay_attention takes it; an empty row ends where it begins."""
-    left = (padding_mask.cumsum(1) == 0).sum(1, dtype=torch.int32)
-    right = (padding_mask.flip(1).cumsum(1) == 0).sum(1, dtype=torch.int32)
-    end = padding_mask.shape[1] - right
-    return {"leftpad_q": left, "leftpad_k": left, "seqused_q": end, "seqused_k": end}
+    tokens = padding_mask != 0
+    begin = (tokens.cumsum(1) == 0).sum(1, dtype=torch.int32)
+    end = begin + tokens.sum(1, dtype=torch.int32)
+    index = torch.arange(padding_mask.shape[1], device=padding_mask.device)
+    one_stretch = (index >= begin[:, None]) & (index < end[:, None])
+    _refuse_unless(
+        (one_stretch == padding_mask).all(),
+        "padding_mask: expected in every row one stretch of tokens (True or 1) and padding (False or 0) around it, got "
+        "a row with a gap or with other numbers; `resets` or cu_seqlens keep documents apart",
+    )
+    return {"leftpad_q": begin, "leftpad_k": begin, "seqused_q": end, "seqused_k": end}
+
+
+def _refuse_unless(condition: Tensor, message: str) -> None:
+    """Refuse values of a tensor: at once on a CPU; elsewhere, and in compiled code, by an assertion that runs with the
+    kernels, so that nothing waits for the device."""
+    if condition.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(condition, message)
+        return
+    try:
+        torch._assert_async(condition, message)
+    except RuntimeError:
+        raise ValueError(message) from None
+
+
+def _check_integers(name: str, numbers: Tensor, x: Tensor, or_bool: bool = False) -> None:
+    expected = "a bool or an integer tensor" if or_bool else "an integer tensor"
+    if not isinstance(numbers, Tensor):
+        raise TypeError(f"{name}: expected {expected}, got {numbers!r} of type {type(numbers).__name__}")
+    is_bool = numbers.dtype == torch.bool
+    if numbers.is_floating_point() or numbers.is_complex() or (is_bool and not or_bool):
+        raise TypeError(f"{name}: expected {expected}, got {numbers.dtype}")
+    if numbers.device != x.device:
+        raise ValueError(f"{name}: expected the device of x, {x.device}, got {numbers.device}")
+
+
+def _check_placed(placed: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """What a position module has returned, if it is q and k again."""
+    if not isinstance(placed, (tuple, list)) or len(placed) != 2:
+        raise TypeError(f"position: expected a module that returns (q, k), got a {type(placed).__name__}")
+    casts = torch.is_autocast_enabled(q.device.type)  # decay_attention does it then
+    for name, got, given in zip("qk", placed, (q, k), strict=True):
+        if got.shape != given.shape or (got.dtype != given.dtype and not casts):
+            raise ValueError(
+                f"position: expected {name} back as {tuple(given.shape)} in {given.dtype}, "
+                f"got {tuple(got.shape)} in {got.dtype}"
+            )
+    return placed
 
 
 def _build_decay(decay: str | nn.Module, embed_dim: int, num_heads: int, options: dict) -> nn.Module | None:
@@ -349,22 +414,24 @@ def _build_decay(decay: str | nn.Module, embed_dim: int, num_heads: int, options
     raise ValueError(f"decay: expected 'scalar', 'constant', 'none' or a module, got {decay!r}")
 
 
-def _check_kv_heads(num_kv_heads: int | None, num_heads: int) -> int:
+def check_kv_heads(name: str, num_kv_heads: int | None, heads_name: str, num_heads: int) -> int:
     if num_kv_heads is None:
         return num_heads
-    if num_heads % check_positive_int("num_kv_heads", num_kv_heads) != 0:
-        raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {num_kv_heads}")
+    num_kv_heads = check_positive_int(name, num_kv_heads)
+    if num_heads % num_kv_heads != 0:
+        raise ValueError(f"{name}: expected a divisor of {heads_name} = {num_heads}, got {num_kv_heads}")
     return num_kv_heads
 
 
-def _default_head_dim(embed_dim: int, num_heads: int) -> int:
-    if embed_dim % num_heads != 0:
-        raise ValueError(f"embed_dim: expected a multiple of num_heads = {num_heads} without head_dim, got {embed_dim}")
-    return embed_dim // num_heads
+def default_head_dim(name: str, width: int, heads_name: str, num_heads: int) -> int:
+    if width % num_heads != 0:
+        raise ValueError(f"{name}: expected a multiple of {heads_name} = {num_heads} without head_dim, got {width}")
+    return width // num_heads
 
 
-def _check_head_dim(name: str, value: int) -> int:
-    if check_positive_int(name, value) > MAX_HEAD_DIM:
+def check_head_dim(name: str, value: int) -> int:
+    value = check_positive_int(name, value)
+    if value > MAX_HEAD_DIM:
         raise ValueError(f"{name}: expected at most {MAX_HEAD_DIM}, got {value}")
     return value
 
