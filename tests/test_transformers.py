@@ -126,6 +126,27 @@ def test_padding_is_as_if_it_were_not_there(decay, batch, use_cache):
         assert torch.equal(model(other, attention_mask=mask, use_cache=use_cache).logits, logits)
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("filling", [math.nan, math.inf])
+def test_what_padding_holds_does_not_matter(filling, use_cache):
+    """Embeddings of one's own: outputs, gradients, and what a cache makes of the next tokens."""
+    model, (ids, mask) = build(), holes()
+    parameters, results = [p for n, p in model.named_parameters() if "embed_tokens" not in n], []
+    seen = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
+    for value in (0.0, filling):
+        embeds = model.model.embed_tokens(ids).detach().masked_fill(mask[..., None] == 0, value)
+        if use_cache:
+            with torch.no_grad():
+                cache = model(inputs_embeds=embeds, attention_mask=mask).past_key_values
+                results.append([model(ids[:, :1], attention_mask=seen, past_key_values=cache).logits])
+        else:
+            logits = model(inputs_embeds=embeds.requires_grad_(), attention_mask=mask).logits
+            results.append([logits, *torch.autograd.grad(logits.square().sum(), [embeds, *parameters])])
+    for want, got in zip(*results, strict=True):
+        assert want.isfinite().all()
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 def test_nothing_is_learned_from_padding(decay):
     model, (ids, mask) = build(decay), holes()
@@ -267,6 +288,9 @@ def test_a_cache_grows_and_gives_the_logits_of_the_whole_sequence(decay, max_len
         torch.testing.assert_close(torch.cat(logits, 1), model(ids, use_cache=False).logits)
     assert cache.get_seq_length() == 21
     assert got == sizes
+    if decay == "scalar":  # the tokens of a head are together in memory, as decoding reads them
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        assert cache.layers[1].cache.alpha.stride() == (sizes[-1] * HEADS, 1, sizes[-1])
 
 
 def test_generate_allocates_its_cache_once():
@@ -421,12 +445,57 @@ def test_bad_arguments_are_refused_by_name():
     for name in ("position_ids", "cu_seq_lens_q", "seq_idx"):
         with pytest.raises(ValueError, match=f"{name}: packed sequences"):
             model(ids, **{name: torch.arange(TOKENS)})
-    with pytest.raises(ValueError, match="output_attentions"):
-        model(ids, output_attentions=True)
+    for arguments in ({"output_attentions": True}, {"is_causal": False}, {"token_type_ids": torch.zeros_like(ids)}):
+        with pytest.raises(ValueError, match=f"{next(iter(arguments))}: "):
+            model(ids, **arguments)
+        with pytest.raises(ValueError, match=f"{next(iter(arguments))}: "):
+            model.model(ids, **arguments)
+    for name in ("attention_masks", "head_mask", "window_size"):
+        with pytest.raises(TypeError, match=f"{name}: the model takes no such argument, got 3 of type int"):
+            model(ids, **{name: 3})
+    with pytest.raises(ValueError, match=r"input_ids: expected \(B, T\), got \(9,\)"):
+        model(ids[0])
+    with pytest.raises(TypeError, match=r"attention_mask: expected a tensor, got \[\[1"):
+        model(ids, attention_mask=[[1] * TOKENS] * 3)
     with pytest.raises(ValueError, match="cache_implementation: expected None or 'dynamic'"):
         generate(model, ids, cache_implementation="static")
     with pytest.raises(NotImplementedError, match="DecayFlashAttention"):
         DecayModelCache(model.config).update(ids, ids, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"num_key_value_heads": 5}, ValueError, "num_key_value_heads: expected a divisor of .*_heads = 12, got 5"),
+        ({"num_attention_heads": 0}, ValueError, "num_attention_heads: expected at least 1, got 0"),
+        ({"num_hidden_layers": 2.0}, TypeError, "num_hidden_layers: expected an int, got 2.0"),
+        ({"vocab_size": -1}, ValueError, "vocab_size: expected at least 1, got -1"),
+        ({"intermediate_size": "big"}, TypeError, "intermediate_size: expected an int"),
+        ({"head_dim": 300}, ValueError, "head_dim: expected at most 256, got 300"),
+        ({"hidden_size": 12 * 300}, ValueError, "head_dim: expected at most 256, got 300"),
+        ({"qk_norm": 1}, TypeError, "qk_norm: expected a bool, got 1"),
+        ({"backend": "flash"}, ValueError, "backend: expected one of 'auto', 'reference', .* got 'flash'"),
+        ({"window_size": (99, 0)}, ValueError, "window_size: an option of DecayFlashAttention that this model"),
+        ({"num_heads": 4}, ValueError, "num_heads: an option of DecayFlashAttention"),
+        ({"output_attentions": True}, ValueError, "output_attentions: flash attention never has"),
+    ],
+)
+def test_a_bad_configuration_is_refused_by_name(fields, error, message):
+    with pytest.raises(error, match=message):
+        DecayConfig(**fields)
+
+
+def test_what_transformers_passes_to_every_model_is_taken():
+    """Where it changes nothing: by its own tools, and by those that pass all that they know as None or False."""
+    model, ids = build(), random_ids()
+    expected = model(ids).logits
+    nothing = dict.fromkeys(("position_ids", "token_type_ids", "output_attentions", "head_mask", "past_key_values"))
+    harmless = {"output_attentions": False, "output_router_logits": False, "is_causal": True, "return_dict": True}
+    for arguments in (nothing, harmless, {"cache_position": torch.arange(TOKENS)}, {"num_items_in_batch": 7}):
+        assert torch.equal(model(ids, **arguments).logits, expected)
+    assert torch.equal(model.model(ids, **harmless).last_hidden_state, model.model(ids).last_hidden_state)
+    model.config.return_dict = False
+    assert torch.equal(model(ids)[0], expected)
 
 
 def test_a_mask_has_a_column_for_every_token_in_the_cache():

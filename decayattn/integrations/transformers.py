@@ -12,6 +12,7 @@ It needs the extra `decayattn[transformers]`.
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator
 from itertools import chain
@@ -33,9 +34,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from decayattn import backends
 from decayattn.nn import ConstantDecay, Decay, DecayCache, DecayFlashAttention
+from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
+from decayattn.nn.decay import check_bool, check_positive_int
 
 DECAYS = ("scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none")
+# options of the layer that are no fields of DecayConfig; device and dtype mean something else to transformers
+_LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
+    "head_dim", "decay", "qk_norm", "output_gate", "backend", "device", "dtype",
+}  # fmt: skip
 
 
 class DecayConfig(PreTrainedConfig):
@@ -49,13 +57,14 @@ class DecayConfig(PreTrainedConfig):
         head_dim: default hidden_size / num_attention_heads.
         decay: "scalar", a forget gate per token and head; "alibi" or "retnet", one constant per head, and the same
             with "-learned" behind it; "none".
-        qk_norm, output_gate, backend: as in DecayFlashAttention.
+        qk_norm, output_gate, backend: as in DecayFlashAttention. Its other options are not the model's, and are
+            refused; what else comes is kept as an attribute, as transformers does.
         rms_norm_eps: of the model's norms.
         max_position_embeddings: the length that the model is meant for, which other tools read. Nothing here depends
             on it: the model has no position embedding, knows order by its decay, and caches grow as needed.
 
     Raises:
-        ValueError: for an unknown decay, or where the heads do not divide.
+        TypeError, ValueError: for every bad value, by name.
     """
 
     model_type = "decayattn"
@@ -86,21 +95,25 @@ class DecayConfig(PreTrainedConfig):
     ):
         if decay not in DECAYS:
             raise ValueError(f"decay: expected one of {', '.join(DECAYS)}, got {decay!r}")
-        if head_dim is None and hidden_size % num_attention_heads != 0:
-            raise ValueError(
-                f"hidden_size: expected a multiple of num_attention_heads = {num_attention_heads} without head_dim, "
-                f"got {hidden_size}"
-            )
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = 64 * -(-8 * hidden_size // 192) if intermediate_size is None else intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        for name in sorted(kwargs.keys() & _LAYER_OPTIONS):
+            raise ValueError(f"{name}: an option of DecayFlashAttention that this model does not have")
+        if kwargs.get("output_attentions"):
+            raise ValueError(f"output_attentions: {_NO_WEIGHTS}")
+        self.vocab_size = check_positive_int("vocab_size", vocab_size)
+        self.hidden_size = check_positive_int("hidden_size", hidden_size)
+        intermediate_size = 64 * -(-8 * self.hidden_size // 192) if intermediate_size is None else intermediate_size
+        self.intermediate_size = check_positive_int("intermediate_size", intermediate_size)
+        self.num_hidden_layers = check_positive_int("num_hidden_layers", num_hidden_layers)
+        self.num_attention_heads = heads = check_positive_int("num_attention_heads", num_attention_heads)
+        self.num_key_value_heads = check_kv_heads(
+            "num_key_value_heads", num_key_value_heads, "num_attention_heads", heads
+        )
+        if head_dim is None:
+            head_dim = default_head_dim("hidden_size", self.hidden_size, "num_attention_heads", heads)
+        self.head_dim = check_head_dim("head_dim", head_dim)
         self.decay = decay
-        self.qk_norm = qk_norm
-        self.output_gate = output_gate
+        self.qk_norm = check_bool("qk_norm", qk_norm)
+        self.output_gate = check_bool("output_gate", output_gate)
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
         self.max_position_embeddings = max_position_embeddings
@@ -109,7 +122,7 @@ class DecayConfig(PreTrainedConfig):
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
-        self.backend = backend
+        self.backend = backends.check_name(backend)
         super().__init__(**kwargs)
 
 
@@ -132,7 +145,7 @@ class DecayCacheLayer(DynamicLayer):
         if self.cache is None:
             self.cache = attention.make_cache(batch_size, size)
         elif needed > self.cache.max_length:
-            self._grow(size)
+            self.cache.grow(size)
         return self.cache
 
     def update(self, *args, **kwargs):
@@ -154,7 +167,7 @@ class DecayCacheLayer(DynamicLayer):
         """Forget the last −tokens_to_remove tokens of every entry, none of them padding.
 
         A positive number is the length to keep, as the first releases of transformers 5 call it. A reset among the
-        forgotten tokens would not be undone, but no decay of this model resets.
+        forgotten tokens is not undone; a forget gate of this model is one only where its logit is below −746.
         """
         if self.cache is None:
             return
@@ -174,15 +187,6 @@ class DecayCacheLayer(DynamicLayer):
             if isinstance(state, Tensor):  # they all have the entries in front
                 setattr(self.cache, name, state[indices.to(state.device)])
         self.cache.batch_size = len(self.cache.lengths)
-
-    def _grow(self, max_length: int) -> None:
-        for name in ("keys", "values", "alpha"):
-            old = getattr(self.cache, name)
-            if old is not None:
-                new = old.new_empty(old.shape[0], max_length, *old.shape[2:])
-                new[:, : self.cache.longest] = old[:, : self.cache.longest]
-                setattr(self.cache, name, new)
-        self.cache.max_length = max_length
 
 
 class DecayModelCache(Cache):
@@ -281,21 +285,25 @@ class DecayModel(DecayPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        **kwargs,
     ) -> BaseModelOutputWithPast:
         """T new tokens, input_ids (B, T) or inputs_embeds (B, T, hidden_size) → last_hidden_state in that shape.
 
         Args:
             attention_mask: (B, past + T), 0 for padding and 1 for tokens, also for those in past_key_values. Padding
-                may stand anywhere: the tokens are treated as if it were not there, and its own outputs are 0.
+                may stand anywhere, and hold anything: the tokens are treated as if it were not there, and its own
+                outputs are 0.
             past_key_values: the tokens so far; takes in the new ones. Under torch.no_grad() only.
             use_cache: start past_key_values where none came. Default config.use_cache, and no where gradients are
                 recorded, because a cache has none.
             output_hidden_states: also return hidden_states, (B, T, hidden_size) before the first layer and after every
                 one, the last of them after the norm.
+            kwargs: what transformers passes to every model, as far as it changes nothing here; the rest is refused.
 
         Raises:
             TypeError, ValueError: for every bad argument, by name.
         """
+        _refuse_unknown({"output_attentions": self.config.output_attentions, **kwargs})
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: expected exactly one of the two")
         if output_hidden_states is None:
@@ -308,12 +316,17 @@ class DecayModel(DecayPreTrainedModel):
             raise TypeError(f"past_key_values: expected a DecayModelCache, got a {type(past_key_values).__name__}")
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.ndim != 3 and inputs_embeds is None:
+            raise ValueError(f"input_ids: expected (B, T), got {tuple(input_ids.shape)}")
+        if x.ndim != 3:
+            raise ValueError(f"inputs_embeds: expected (B, T, hidden_size), got {tuple(inputs_embeds.shape)}")
         new_lengths, real = None, None
         if attention_mask is not None:
             real = _new_columns(attention_mask, x, past_key_values)
             # tokens first, in their order, then padding: causality hides it, and a cache overwrites it
             new_lengths, order = real.sum(1), (~real).int().argsort(dim=1, stable=True)
-            x = x.take_along_dim(order[..., None], 1)
+            # zeros: rows read what is padded with probability 0, and 0 · NaN is NaN
+            x = x.masked_fill(~real[..., None], 0).take_along_dim(order[..., None], 1)
 
         states = []
         for block in self.layers:
@@ -362,24 +375,23 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
             labels: (B, T), the tokens of the input themselves (the loss shifts them); −100 where one shall not count,
                 as on padding and on a first token behind padding. loss is the mean cross-entropy in nats.
             logits_to_keep: the last so many positions, 0 for all, or the positions themselves.
-            kwargs: for transformers' loss function, such as num_items_in_batch.
+            kwargs: as in DecayModel.forward, and for transformers' loss function: num_items_in_batch, ignore_index,
+                shift_labels.
 
         Raises:
             TypeError, ValueError: for every bad argument, by name.
         """
-        for name, reason in _UNSUPPORTED.items():
-            value = kwargs.pop(name, None)
-            if value is not None and value is not False:
-                raise ValueError(f"{name}: {reason}")
+        of_loss = {name: kwargs.pop(name) for name in _LOSS_ARGUMENTS if name in kwargs}
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values,
             inputs_embeds=inputs_embeds, use_cache=use_cache, output_hidden_states=output_hidden_states,
+            return_dict=True, **kwargs,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **of_loss)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -403,14 +415,37 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         model_kwargs["past_key_values"] = DecayModelCache(self.config, max_cache_length)
 
 
+_LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 _PACKED = "packed sequences are not supported, and the model has no positions; pass padded rows and attention_mask"
-_UNSUPPORTED = {
-    "position_ids": _PACKED,
-    "seq_idx": _PACKED,
-    "cu_seq_lens_q": _PACKED,
-    "cu_seq_lens_k": _PACKED,
-    "output_attentions": "flash attention never has the attention weights",
+_NO_WEIGHTS = "flash attention never has the attention weights"
+# What transformers and those who build on it pass to any model. The first value of each changes nothing here, as None
+# does; any other is refused for the reason behind it.
+_OF_EVERY_MODEL = {
+    "position_ids": (None, _PACKED),
+    "seq_idx": (None, _PACKED),
+    "cu_seq_lens_q": (None, _PACKED),
+    "cu_seq_lens_k": (None, _PACKED),
+    "max_length_q": (None, _PACKED),
+    "max_length_k": (None, _PACKED),
+    "output_attentions": (False, _NO_WEIGHTS),
+    "output_router_logits": (False, "the model has no experts"),
+    "is_causal": (True, "the model is causal"),
+    "token_type_ids": (None, "the model has no segments; a tokenizer leaves them out with return_token_type_ids=False"),
 }
+# where the new tokens stand in a cache, which a DecayModelCache knows by itself
+_IGNORED = ("cache_position",)
+
+
+def _refuse_unknown(kwargs: dict) -> None:
+    """Refuse what would have to change the result, or is no argument at all."""
+    for name, value in kwargs.items():
+        if value is None or name in _IGNORED:
+            continue
+        if name not in _OF_EVERY_MODEL:
+            raise TypeError(f"{name}: the model takes no such argument, got {value!r} of type {type(value).__name__}")
+        harmless, reason = _OF_EVERY_MODEL[name]
+        if value is not harmless:
+            raise ValueError(f"{name}: {reason}")
 
 
 def _make_decay(config: DecayConfig) -> str | nn.Module:
@@ -427,6 +462,8 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _new_columns(attention_mask: Tensor, x: Tensor, past_key_values: DecayModelCache | None) -> Tensor:
     """The columns of the new tokens, (B, T) bool."""
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask: expected a tensor, got {attention_mask!r}")
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
     expected = (x.shape[0], past + x.shape[1])
     if attention_mask.shape != expected:
