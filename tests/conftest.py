@@ -1,5 +1,6 @@
 """Where the kernels run (on a GPU, else in Triton's interpreter) and what uninitialised memory looks like."""
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,15 @@ def patch_the_language_once() -> None:
     from triton.runtime import interpreter
 
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
-    interpreter._patch_lang = lambda fn: patch(fn) if tl.core.is_builtin(tl.load) else nothing
+
+    @functools.cache
+    def languages(fn) -> list:
+        return [x for x in fn.__globals__.values() if x is tl or x is tl.core]
+
+    def patch_once(fn):
+        return patch(fn) if any(tl.core.is_builtin(x.load) for x in languages(fn)) else nothing
+
+    interpreter._patch_lang = patch_once
 
 
 if INTERPRET == "1":

@@ -67,6 +67,19 @@ def test_resets_growth_and_groups(dim, causal):
     verify(inputs, causal=causal)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_huge_finite_decays_are_resets(dim, causal):
+    inputs = make(300, 330, heads=3, dim=dim)
+    inputs["log_decay"][torch.rand_like(inputs["log_decay"]) < 0.02] = -1e9
+    verify(inputs, causal=causal)
+    # at every token: each row has its own key only, whatever the logits
+    inputs |= dict(q=inputs["q"] * 30, log_decay=torch.tensor([-1e30, -0.1, -747.0]))
+    verify(inputs, causal=causal)
+    if causal:
+        verify(inputs, window_size=(140, 0))
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("decay", "left"), [("none", 64), ("constant", 0), ("scalar", 130)])
 def test_windows(decay, left, dim):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from decayattn import decay_attention
 from decayattn.backends import launching
 from decayattn.backends.portable import launch
+from decayattn.problem import AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention
 
 ON_GPU = torch.cuda.is_available()
@@ -136,6 +137,116 @@ def test_resets(causal, dtype, device):
 def test_nothing_but_resets(causal, device):
     inputs = Case(query_length=40, key_length=40, heads=1, kv_heads=1, causal=causal).inputs(device)
     verify(inputs | dict(log_decay=torch.full_like(inputs["log_decay"], -torch.inf)))
+
+
+# what people write for −inf, and where the rule begins
+NO_DECAY_AT_ALL = [-1e9, -1e30, torch.finfo(torch.float32).min, -746.5]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_huge_finite_decays_are_resets(causal, dtype, device):
+    inputs = Case(query_length=150, key_length=150, causal=causal, dtype=dtype).inputs(device)
+    at = torch.rand_like(inputs["log_decay"]) < 0.05
+    finite = torch.tensor(NO_DECAY_AT_ALL, device=device).to(inputs["log_decay"].dtype)
+    results = []
+    for resets in (finite[torch.randint(len(finite), at.shape, device=device)], torch.full_like(finite[0], -torch.inf)):
+        log_decay = torch.where(at, resets, inputs["log_decay"])
+        leaves = [x.detach().requires_grad_() for x in (inputs["q"], inputs["k"], inputs["v"], log_decay)]
+        out, lse = decay_attention(*leaves, causal=causal, return_lse=True, backend="triton")
+        results.append((out, lse, *torch.autograd.grad((out.square().sum() + lse.sum()), leaves)))
+        assert not results[-1][-1][at].any()
+        verify(inputs | dict(log_decay=log_decay))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_strong_decays_are_no_resets(device):
+    """With logits far enough apart, a key counts whose decay is −745."""
+    q = torch.full((1, 2, 1, 16), 16.0, device=device)
+    k = torch.stack([q[0, 0], 0 * q[0, 0]])[None]
+    v = torch.tensor([1.0, 0.0], device=device).reshape(1, 2, 1, 1)
+    for strength, expected in ((-745.0, 1.0), (-747.0, 0.0)):
+        out = decay_attention(q, k, v, torch.full((1, 2, 1), strength, device=device), backend="triton")
+        assert out[0, 1, 0, 0] == expected
+        out = decay_attention(q, k, v, torch.full((1,), strength, device=device), backend="triton")
+        assert out[0, 1, 0, 0] == expected
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("query_length", "key_length"), [(70, 70), (20, 90), (90, 20)])
+def test_a_constant_reset_leaves_a_row_its_own_key(causal, query_length, key_length, device):
+    for dtype in (torch.float16, torch.float32):
+        case = Case(query_length=query_length, key_length=key_length, heads=4, decay="constant", causal=causal)
+        inputs = replace(case, dtype=dtype).inputs(device)
+        rates = torch.tensor([-1e9, -0.1, torch.finfo(torch.float32).min, -torch.inf], device=device)
+        # logits far apart: it is no matter of size
+        inputs |= dict(q=inputs["q"] * 30, log_decay=rates)
+        verify(inputs, window_size=(30, 5))
+        verify(inputs)
+    leaves = [x.clone().requires_grad_() for x in (inputs["v"], rates)]
+    out = decay_attention(inputs["q"], inputs["k"], *leaves, causal=causal, backend="triton")
+    own = inputs["v"][:, -query_length:].repeat_interleave(2, 2)[:, :, 0]
+    assert torch.equal(out[:, -key_length:, 0], own)
+    _, gradient = torch.autograd.grad(out.square().sum(), leaves)
+    assert gradient[[0, 2, 3]].tolist() == [0.0, 0.0, 0.0]
+    assert gradient[1] != 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_wider_than_any_pair_are_none(causal, device):
+    """Up to 64 bits: kernels have 32."""
+    case = Case(batch=2, query_length=70, key_length=90, causal=causal)
+    inputs = case.inputs(device)
+    leaves = [inputs[name].clone().requires_grad_() for name in ("q", "k", "v", "log_decay")]
+
+    def results(window):
+        out, lse = decay_attention(*leaves, causal=causal, window_size=window, return_lse=True, backend="triton")
+        return out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)
+
+    expected = results(None)
+    for window in [(2**31 - 1, 0 if causal else 2**31 - 1), (2**63 - 1, 2**63 - 1), (2**31, -1), (89, 69)]:
+        for x, y in zip(results(window), expected, strict=True):
+            assert torch.equal(x, y), window
+    # as wide as binds
+    for window in [(88, 2**63 - 1), (2**63 - 1, 68)]:
+        verify(inputs, window_size=window)
+
+
+# products of tiles that are narrower than a line of shared memory
+NARROW = [(17, 8), (24, 8), (33, 7), (33, 20), (17, 1), (70, 9), (130, 16), (8, 33), (16, 72)]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), NARROW)
+def test_values_narrower_than_keys(head_dim, value_dim, device):
+    lengths = [(300, 300, True), (301, 3, False)] if ON_GPU else [(40, 40, True)]
+    for query_length, key_length, causal in lengths:
+        for heads in (2, 32) if ON_GPU else (1,):
+            case = Case(2, query_length, key_length, heads, heads, head_dim, value_dim, "none", causal)
+            for dtype in (torch.float16, torch.bfloat16) if ON_GPU else (torch.float16,):
+                verify(replace(case, dtype=dtype).inputs(device))
+
+
+def test_keys_and_values_have_lines_of_one_length():
+    """Of 16 bits: ptxas takes wrong addresses otherwise."""
+    for head_dim, value_dim in [*NARROW, (64, 8), (256, 1), (64, 64), (1, 1)]:
+        problem = Case(head_dim=head_dim, value_dim=value_dim, dtype=torch.float16).inputs("cpu")
+        problem = AttentionProblem.of(problem["q"], problem["v"], None, None, True)
+        widths = launch._widths(problem)
+        assert len({min(width, 64) for width in widths}) == 1
+        assert widths[0] >= head_dim
+        assert widths[1] >= value_dim
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("lengths", "causal", "head_dim"), [((13, 220), True, 192), ((198, 14), False, 72)])
+def test_gradient_of_a_constant_rate_where_rows_are_far_from_keys(lengths, causal, head_dim, seed, device):
+    """The error of Δ, which a 16-bit output brings, is weighed with distances: it has to leave again."""
+    torch.manual_seed(seed)
+    case = Case(2, *lengths, 2, 2, head_dim, head_dim, "constant", causal, dtype=torch.float16)
+    comparisons = verify_attention(**case.inputs(device), backend="triton")
+    assert_within_budget(comparisons)
+    decay = next(c for c in comparisons if c.name == "dlog_decay")
+    assert decay.error < 0.3 * decay.budget
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -359,8 +359,9 @@ def _consume(
             elif DECAY == "constant":
                 rate = load_rate(rates, rate_stride, work.head(member))
                 key_alpha = (key - work.place.start).to(gl.float32) * rate
-            rows = work.rows_of(key, last_reset + tokens, next_reset + tokens)
-            ends = work.rows_of_ends(member, last_reset + tokens, next_reset + tokens)
+            left = work.left_of(member, rates, rate_stride)
+            rows = work.rows_of(key, last_reset + tokens, next_reset + tokens, left)
+            ends = work.rows_of_ends(member, last_reset + tokens, next_reset + tokens, left)
             key_sum = gl.zeros([SHARE, 4], gl.float32, SHARES)
             # the last visit: tile and side as one number
             previous = -1

@@ -260,7 +260,7 @@ class Rows:
         self.place = place
         self.decay = decay
         # whether a row can have a first key other than 0
-        self.HAS_FIRST = gl.constexpr(decay.KIND == "scalar" or decay.WINDOW or not decay.CAUSAL)
+        self.HAS_FIRST = gl.constexpr(decay.KIND == "scalar" or decay.HAS_LEFT or not decay.CAUSAL)
 
     @gluon.jit
     def first_max(self, is_right):

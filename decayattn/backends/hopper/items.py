@@ -10,7 +10,8 @@ from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.tile_table import Place, dense_place, load_place
 from decayattn.backends.sequences import parts_before
-from decayattn.backends.tile_math import LOG2E
+from decayattn.backends.tile_decay import side_of_head
+from decayattn.backends.tile_math import LOG2E, RESET_BELOW
 from decayattn.backends.tile_range import keys_seen
 
 ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
@@ -221,7 +222,7 @@ class RowAlpha:
 @aggregate
 class Decay:
     """Where the decay is in memory: rates of a constant one, the prefix of one per token; CAUSAL, whether rows see no
-    keys after their own; WINDOW, how many before it at most; PLANNED, where a granule's rows need not look for more
+    keys after their own; WINDOW, how many before it at most (HAS_LEFT: of a head, whose rate may reset everywhere); PLANNED, where a granule's rows need not look for more
     (skipping.py)."""
 
     rates: gl.tensor
@@ -236,6 +237,7 @@ class Decay:
     CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
     PLANNED: gl.constexpr
+    HAS_LEFT: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -253,14 +255,18 @@ class Decay:
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.WINDOW = gl.constexpr(WINDOW)
         self.PLANNED = gl.constexpr(PLANNED)
+        self.HAS_LEFT = gl.constexpr(WINDOW or KIND == "constant")
 
     @gluon.jit
     def of(self, sizes, item):
-        """The same, pointing at the tokens, blocks and granules of an item's head."""
+        """The same, pointing at the tokens, blocks and granules of an item's head, with its window."""
         tokens = sizes.tokens(item)
+        left = self.left
+        if self.KIND == "constant":
+            left = side_of_head(self.rates, self.rate_stride, item.head, self.left if self.WINDOW else None)
         return Decay(
             self.rates, self.rate_stride, self.local + tokens, self.bases + sizes.blocks(item) * 2,
-            self.last_reset + tokens, self.next_reset + tokens, self.left, self.plan + sizes.granules(item), self.KIND,
+            self.last_reset + tokens, self.next_reset + tokens, left, self.plan + sizes.granules(item), self.KIND,
             self.CAUSAL, self.WINDOW, self.PLANNED,
         )  # fmt: skip
 
@@ -268,7 +274,7 @@ class Decay:
     def first_key(self, position):
         """The first key that a position sees: its last reset, or where its window begins."""
         HAS_RESETS: gl.constexpr = self.KIND == "scalar"
-        if self.WINDOW:
+        if self.HAS_LEFT:
             first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS, self.left)
         else:
             first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS)
@@ -278,7 +284,13 @@ class Decay:
     def keys_end(self, position, key_length):
         """Where the keys end that a position sees, not causal: its next reset, or the sequence."""
         HAS_RESETS: gl.constexpr = self.KIND == "scalar"
-        _, end = keys_seen(position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS)
+        if self.KIND == "constant":
+            # not causal, a window is a rate's that resets everywhere, and as wide to the right
+            _, end = keys_seen(
+                position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS, None, self.left
+            )
+        else:
+            _, end = keys_seen(position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS)
         return end
 
     @gluon.jit
@@ -293,7 +305,8 @@ class Decay:
     def rate(self, head):
         """γ of a head in base 2."""
         if self.KIND == "constant":
-            rate = (gl.load(self.rates + head * self.rate_stride) * LOG2E).to(gl.float32)
+            rate = gl.load(self.rates + head * self.rate_stride)
+            rate = gl.where(rate < RESET_BELOW, 0.0, (rate * LOG2E).to(gl.float32))
         else:
             rate = 0.0
         return rate

@@ -14,7 +14,8 @@ from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
 from decayattn.backends.hopper.copy_engine import aggregate
 from decayattn.backends.hopper.tile_table import Place, coordinates, dense_place, load_place
 from decayattn.backends.skipping import GRANULE
-from decayattn.backends.tile_math import LOG2E
+from decayattn.backends.tile_decay import side_of_head
+from decayattn.backends.tile_math import LOG2E, RESET_BELOW
 from decayattn.backends.tile_range import rows_that_see, tiles_between
 
 KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
@@ -180,15 +181,28 @@ class Item:
         )  # fmt: skip
 
     @gluon.jit
-    def rows_of(self, key, last_reset, next_reset):
+    def left_of(self, member, rates, rate_stride):
+        """How far the rows of a head see to their left; not read without a window or a constant decay."""
+        left = self.sizes.left
+        if self.sizes.DECAY == "constant":
+            left = side_of_head(rates, rate_stride, self.head(member), left if self.sizes.WINDOW else None)
+        return left
+
+    @gluon.jit
+    def rows_of(self, key, last_reset, next_reset, left):
         """(first, own, end): rows [first, end) see a key, those from the key's own on have it on their left."""
         HAS_RESETS: gl.constexpr = self.sizes.DECAY == "scalar"
         CAUSAL: gl.constexpr = self.sizes.CAUSAL
         rows = self.place.query_length
         inside = gl.minimum(key, self.place.key_length - 1)
-        if self.sizes.WINDOW:
+        if self.sizes.DECAY == "constant":
+            # not causal, a window is a rate's that resets everywhere, and as wide to the right
             first, end = rows_that_see(
-                inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS, self.sizes.left
+                inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS, left, left
+            )
+        elif self.sizes.WINDOW:
+            first, end = rows_that_see(
+                inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS, left
             )
         else:
             first, end = rows_that_see(inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS)
@@ -209,13 +223,13 @@ class Item:
         return first, end
 
     @gluon.jit
-    def rows_of_ends(self, member, last_reset, next_reset):
+    def rows_of_ends(self, member, last_reset, next_reset, left):
         """rows_of the tile's first and last key, by which `visited` knows all: what it says grows with the key.
 
         PLANNED, rows behind the last granule that visits the tile do not see it (skipping.py).
         """
-        first_min, own_min, end_min = self.rows_of(self.place.start, last_reset, next_reset)
-        first_max, own_max, end_max = self.rows_of(self.place.start + KEYS - 1, last_reset, next_reset)
+        first_min, own_min, end_min = self.rows_of(self.place.start, last_reset, next_reset, left)
+        first_max, own_max, end_max = self.rows_of(self.place.start + KEYS - 1, last_reset, next_reset, left)
         if self.sizes.PLANNED:
             last_granule = gl.load(self.sizes.mirror + self.first_block(member) + self.place.start // KEYS)
             planned = (last_granule + 1) * GRANULE_ROWS
@@ -247,5 +261,6 @@ def found_item(sizes, item):
 
 @gluon.jit
 def load_rate(rates, rate_stride, head):
-    """γ of a head in base 2."""
-    return (gl.load(rates + head * rate_stride) * LOG2E).to(gl.float32)
+    """γ of a head in base 2; 0 where it resets everywhere (left_of)."""
+    rate = gl.load(rates + head * rate_stride)
+    return gl.where(rate < RESET_BELOW, 0.0, (rate * LOG2E).to(gl.float32))

@@ -88,7 +88,8 @@ def produce(
                 key_base = gl.load(bases + work.place.start // BLOCK)
             elif sizes.DECAY == "constant":
                 rate = load_rate(rates, rate_stride, work.head(member))
-            ends = work.rows_of_ends(member, last_reset + tokens, next_reset + tokens)
+            left = work.left_of(member, rates, rate_stride)
+            ends = work.rows_of_ends(member, last_reset + tokens, next_reset + tokens, left)
             for side in range(sizes.SIDES):
                 begin, whole_begin, whole_end, end = work.visited(ends, side)
                 edges = end - begin - (whole_end - whole_begin)
