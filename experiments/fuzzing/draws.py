@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-CALLS_PER_FAMILY = 20
+CALLS_PER_FAMILY = 25
 # rows × keys × heads × batch entries of a call; its oracle holds a few float64 matrices of that size
 MOST_SCORES = 8_000_000
 
