@@ -261,6 +261,13 @@ def test_hooks_are_told(name):
     assert launching.of_call(GPU, (torch.zeros(8),)) is not launching.anew
 
 
+def test_every_device_has_launches_of_its_own():
+    x = torch.zeros(8)
+    first, second = (launching.of_call(torch.device("cuda", index), (x,)) for index in range(2))
+    assert first is not second
+    assert launching.of_call(torch.device("cuda", 0), (x,)) is first
+
+
 CALLS = {
     "dense": {},
     "one token more": {"length": 641},
