@@ -1,10 +1,14 @@
 """The callbacks in somebody else's LightningModule."""
 
 import json
+import math
 import os
+import queue
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning
 import pytest
@@ -14,7 +18,8 @@ from torch import nn
 from decayattn import DecayFlashAttention, backends
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
-from toy_lm.callbacks import FinishOnInterrupt, GradientValidation
+from toy_lm import callbacks
+from toy_lm.callbacks import EndTogether, FinishOnInterrupt, FiniteLoss, GradientValidation, NonFiniteLoss
 
 
 class Regression(lightning.LightningModule):
@@ -77,3 +82,55 @@ def test_auto_is_every_backend_that_may_train(monkeypatch, tmp_path, dtype, name
         validation = GradientValidation(squared_error, {}, tmp_path, backend=backend)
         assert validation.backends(dtype, device) == names
     assert GradientValidation(squared_error, {}, tmp_path, backend="hopper").backends(dtype, device) == ["hopper"]
+
+
+def started(*scripts: str) -> SimpleNamespace:
+    """A trainer whose launcher has started these shell scripts as the processes of rank 1, 2, …"""
+    processes = [subprocess.Popen(["sh", "-c", script]) for script in scripts]
+    strategy = SimpleNamespace(launcher=SimpleNamespace(procs=processes))
+    return SimpleNamespace(strategy=strategy, world_size=len(scripts) + 1)
+
+
+@pytest.mark.parametrize(("fault", "status"), [("exit 5", 5), ("kill -9 $$", 3)])
+def test_a_process_that_fails_ends_all(fault, status, monkeypatch, capsys):
+    """While the first one waits for something else: os._exit is called in another thread."""
+    ended, together = queue.Queue(), EndTogether(killed=3)
+
+    def end(status: int) -> None:
+        together._stopped.set()  # the thread would have ended, too
+        ended.put(status)
+
+    monkeypatch.setattr(callbacks.os, "_exit", end)
+    trainer = started("exec sleep 60", fault)
+    together.watch(trainer)
+    assert ended.get(timeout=30) == status
+    assert trainer.strategy.launcher.procs[0].wait(timeout=30) == -signal.SIGKILL
+    assert (capsys.readouterr().err == "error: the process of rank 2 was killed by signal 9\n") == (status == 3)
+
+
+@pytest.mark.parametrize(
+    ("others", "status"), [([], None), (["exec sleep 60"], None), (["exec sleep 60", "exit 5"], 5)]
+)
+def test_a_first_process_that_fails_ends_the_others_and_asks_whether_they_failed(others, status):
+    trainer, together = started(*others), EndTogether(killed=3)
+    together.watch(trainer)
+    assert together.end_others(patience=0.3 if status is None else 30) == status
+    assert all(process.wait(timeout=30) for process in trainer.strategy.launcher.procs)
+
+
+def test_losses_are_looked_at_when_they_are_logged_and_the_first_bad_one_is_named():
+    strategy = SimpleNamespace(reduce=lambda losses, reduce_op: losses)
+    callback = FiniteLoss("val_bits", every=7)
+    losses = [1.0, 2.0, 3.0, math.nan, 5.0, math.inf]
+
+    def step(number: int) -> None:
+        trainer = SimpleNamespace(global_step=number, log_every_n_steps=3, max_steps=100, strategy=strategy)
+        callback.on_train_batch_end(trainer, None, {"loss": torch.tensor(losses[number - 1])})
+
+    for number in range(1, 6):
+        step(number)
+    with pytest.raises(NonFiniteLoss, match="the training loss of step 4 is nan"):
+        step(6)
+    trainer = SimpleNamespace(global_step=7, callback_metrics={"val_bits": torch.tensor(-math.inf)})
+    with pytest.raises(NonFiniteLoss, match="the validation loss after step 7 is -inf"):
+        callback.on_validation_end(trainer)

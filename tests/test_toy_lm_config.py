@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
-from toy_lm.config import Config, find_checkpoint, load_config, make_parser, read_config, resolve, save_config
+import train_toy_lm
+from toy_lm.config import (
+    STATUSES,
+    Config,
+    OptionError,
+    find_checkpoint,
+    load_config,
+    make_parser,
+    read_config,
+    resolve,
+    save_config,
+)
 
 
 def test_every_option_has_help():
@@ -20,6 +31,13 @@ def test_every_option_has_help():
     ]
     assert not undocumented
     assert all(f"--{field.name}" in help_text for field in dataclasses.fields(Config))
+
+
+def test_help_and_the_script_document_the_same_exit_statuses():
+    statuses = " ".join(STATUSES.split())
+    assert statuses.startswith("Exit status: 0 done;")
+    assert statuses in " ".join(make_parser().format_help().split())
+    assert statuses in " ".join(train_toy_lm.__doc__.split())
 
 
 def test_options_are_plain_python_values(monkeypatch):
@@ -39,15 +57,15 @@ def test_options_are_plain_python_values(monkeypatch):
     assert CUDAAccelerator.parse_devices(config.devices) == [0, 1]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_resolve_leaves_no_auto_in_what_shapes_the_run(on_gpu):
-    config = dataclasses.asdict(resolve(Config(), on_gpu))
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_resolve_leaves_no_auto_in_what_shapes_the_run(gpus):
+    config = dataclasses.asdict(resolve(Config(), gpus))
     # these three are resolved by Lightning, by decayattn and by the clock
     assert {name for name, value in config.items() if value == "auto"} == {"strategy", "backend", "run"}
 
 
 def test_defaults_grow_on_a_gpu_and_given_values_stay():
-    cpu, gpu = resolve(Config(layers=3), False), resolve(Config(layers=3), True)
+    cpu, gpu = resolve(Config(layers=3), 0), resolve(Config(layers=3), 1)
     assert gpu.width > cpu.width
     assert gpu.context > cpu.context
     assert (cpu.precision, gpu.precision) == ("32-true", "bf16-mixed")
@@ -55,7 +73,7 @@ def test_defaults_grow_on_a_gpu_and_given_values_stay():
 
 
 def test_automatic_batch_size_is_per_device():
-    assert resolve(Config(devices=2), False).batch_size == 2 * resolve(Config(), False).batch_size
+    assert resolve(Config(devices=2), 0).batch_size == 2 * resolve(Config(), 0).batch_size
 
 
 @pytest.mark.parametrize(
@@ -65,25 +83,46 @@ def test_automatic_batch_size_is_per_device():
         ({"batch_size": 3, "devices": 2}, "batch_size: must be a multiple of the devices; got 3 sequences, 2 devices"),
         ({"validation_crops": 5, "devices": 2}, "validation_crops: must be a multiple of the devices; got 5 crops"),
         ({"accelerator": "gpu"}, "accelerator: this machine has no CUDA device"),
+        ({"context": 1}, "context: expected at least 2, got 1"),
+        ({"width": 512, "heads": 1}, "heads: a head has at most 256 channels of the width; got 1 heads, width 512"),
+        ({"precision": "16-mixed"}, "precision: 16-mixed is for GPUs"),
+        ({"learning_rate": float("inf")}, "learning_rate: expected a finite number, got inf"),
     ],
 )
 def test_wrong_combinations_are_refused_by_name(options, message):
-    with pytest.raises(ValueError, match=message):
-        resolve(Config(**options), on_gpu=False)
+    with pytest.raises(OptionError, match=message):
+        resolve(Config(**options), gpus=0)
+
+
+def test_more_devices_than_gpus_are_refused_and_any_number_of_processes_is_not():
+    assert resolve(Config(devices=2), gpus=2).devices == resolve(Config(devices=2), gpus=0).devices == 2
+    with pytest.raises(OptionError, match=r"devices: expected at most 1, the GPUs of this machine, or .*, got 2"):
+        resolve(Config(devices=2), gpus=1)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--layers", "0"], ["--decay", "linear"], ["--learning_rate", "-1"], ["--wdith", "4"]]
+    ("arguments", "message"),
+    [
+        (["--layers", "0"], "layers: expected an integer of at least 1 or auto, got 0"),
+        (["--devices", "0"], "devices: expected an integer of at least 1, got 0"),
+        (["--decay", "linear"], "decay: expected scalar, .* or none, got linear"),
+        (["--learning_rate", "-1"], "learning_rate: expected a number above 0 or auto, got -1"),
+        (["--compile", "perhaps"], "compile: expected true or false, got perhaps"),
+        (["--precision", "fp8"], "precision: expected auto, .*, got fp8"),
+        (["--strategy", "fsdp"], "strategy: expected auto or ddp, got fsdp"),
+        (["--wdith", "4"], "wdith"),
+        (["--steps"], "steps"),
+        (["--config", "nowhere.yaml"], "config.*nowhere.yaml"),
+    ],
 )
-def test_wrong_values_end_the_script_with_the_option_named(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
+def test_wrong_values_are_refused_in_one_line_that_names_the_option(arguments, message):
+    with pytest.raises(OptionError, match=f"^.*{message}.*$") as refused:
         read_config(arguments)
-    assert stop.value.code == 2
-    assert arguments[0].removeprefix("--") in capsys.readouterr().err
+    assert "\n" not in str(refused.value)
 
 
 def test_a_saved_configuration_reads_back(tmp_path):
-    config = resolve(Config(decay="alibi-learned", learning_rate=1e-3, seed=7), on_gpu=False)
+    config = resolve(Config(decay="alibi-learned", learning_rate=1e-3, seed=7), gpus=0)
     save_config(config, tmp_path)
     assert load_config(tmp_path) == config
     changed = read_config(["--config", str(tmp_path / "config.yaml"), "--seed", "8"])
@@ -91,7 +130,7 @@ def test_a_saved_configuration_reads_back(tmp_path):
 
 
 def test_resume_takes_the_runs_configuration_under_the_options_given(tmp_path):
-    saved = resolve(Config(width=64, steps=10, run=str(tmp_path)), on_gpu=False)
+    saved = resolve(Config(width=64, steps=10, run=str(tmp_path)), gpus=0)
     save_config(saved, tmp_path)
     checkpoint = tmp_path / "checkpoints" / "last.ckpt"
     checkpoint.parent.mkdir()
@@ -121,3 +160,24 @@ def test_last_is_the_run_with_the_newest_checkpoint(tmp_path, monkeypatch):
         checkpoint.touch()
         os.utime(checkpoint, (number, number))
     assert find_checkpoint("last")[0] == Path("runs/toy_lm/a")
+
+
+def test_every_process_of_a_run_resumes_the_checkpoint_that_the_first_one_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("TOY_LM_LAST_FOUND", "set here, so that the test's end takes it away")
+
+    def write(name: str, time: int) -> Path:
+        checkpoint = Path("runs/toy_lm", name, "checkpoints", "last.ckpt")
+        checkpoint.parent.mkdir(parents=True)
+        checkpoint.touch()
+        os.utime(checkpoint, (time, time))
+        return checkpoint
+
+    found = write("a", 1)
+    assert find_checkpoint("last")[1] == found
+    newer = write("b", 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert find_checkpoint("last")[1] == found
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert find_checkpoint("last")[1] == newer

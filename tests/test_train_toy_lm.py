@@ -3,12 +3,15 @@
 import copy
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,8 +22,9 @@ from decayattn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 import train_toy_lm
-from toy_lm.config import load_config
+from toy_lm.config import Config, OptionError, load_config, resolve
 from toy_lm.model import next_byte_loss
+from toy_lm.run import _open_folder
 from toy_lm.training import TrainByteLM, parameter_groups
 
 TINY = [
@@ -50,6 +54,11 @@ def train(*arguments: str) -> int:
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-u", train_toy_lm.__file__, *arguments]
+
+
+def one_line(message: str) -> str:
+    assert message.count("\n") == 1, message
+    return message
 
 
 def checkpoint(folder: Path | str) -> dict:
@@ -188,6 +197,27 @@ def test_an_interrupted_run_resumes_where_it_stopped(text, monkeypatch, capsys):
     assert "steps: expected more than the 12 of the run to resume, got 12" in capsys.readouterr().err
 
 
+def test_options_given_with_resume_go_before_those_of_the_run(text, capsys):
+    """And what is no checkpoint of this model is refused."""
+    options = ["--decay", "none", "--sample_bytes", "0", "--steps", "2", "--learning_rate", "1e-3", "--run", "run"]
+    assert train(*UNCHECKED, "--data", text, *options) == 0
+    assert train("--resume", "run", "--steps", "4", "--learning_rate", "1e-4", "--weight_decay", "0.3") == 0
+    [optimizer], [schedule] = (checkpoint("run")[name] for name in ("optimizer_states", "lr_schedulers"))
+    assert [group["initial_lr"] for group in optimizer["param_groups"]] == schedule["base_lrs"] == [1e-4, 1e-4]
+    assert max(group["lr"] for group in optimizer["param_groups"]) <= 1e-4
+    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.3, 0.0]
+
+    last, config = Path("run/checkpoints/last.ckpt"), Path("run/config.yaml")
+    capsys.readouterr()
+    config.write_text(config.read_text().replace("layers: 1", "layers: 2"))
+    assert train("--resume", "run", "--steps", "6") == 2
+    assert "is of another model: model.blocks.1" in one_line(capsys.readouterr().err)
+    with last.open("r+b") as file:
+        file.truncate(10_000)
+    assert train("--resume", "run", "--steps", "6") == 2
+    assert "error: resume: run/checkpoints/last.ckpt is not a checkpoint, or only" in one_line(capsys.readouterr().err)
+
+
 def test_ctrl_c_in_a_process_ends_it_cleanly(text):
     arguments = [*UNCHECKED, "--data", text, "--steps", "1000000", "--validate_every", "20", "--run", "run"]
     process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -212,21 +242,90 @@ def test_ctrl_c_in_a_process_ends_it_cleanly(text):
         (["--heads", "3"], "error: heads: must divide the width; got 3 heads, width 32"),
         (["--documents", "resets", "--decay", "none"], "error: documents: resets are for decay scalar, got decay none"),
         (["--backend", "cudnn"], "error: backend: expected one of auto, reference, triton, hopper, got 'cudnn'"),
+        (["--backend", "hopper"], "error: backend: 'hopper' cannot take"),
+        (["--precision", "8"], "error: precision: expected auto, 32-true,"),
+        (["--strategy", "fsdp"], "error: strategy: expected auto or ddp, got fsdp"),
+        (["--context", "1"], "error: context: expected at least 2, got 1"),
+        (["--context", "1000"], "has 520 bytes, expected at least 1001 for a context of 1000"),
+        (["--run", "file"], "error: run: expected a folder, got file, which is a file"),
+        (["--run", "file/run"], "error: run: file/run cannot be written to: Not a directory"),
+        (["--run", "full"], "error: run: full already holds a run; name another folder, or use --resume full"),
     ],
 )
-def test_wrong_options_end_the_script_with_a_message_and_status_2(arguments, message, capsys):
-    assert train(*UNCHECKED, *arguments) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_options_end_the_script_with_one_line_and_status_2(arguments, message, text, capsys):
+    Path("file").touch()
+    Path("full").mkdir()
+    Path("full/config.yaml").touch()
+    assert train(*UNCHECKED, "--data", text, *arguments) == 2
+    assert message in one_line(capsys.readouterr().err)
 
 
-def test_a_run_is_not_overwritten(text, capsys):
-    arguments = [*UNCHECKED, "--data", text, "--steps", "1", "--run", "run"]
-    assert train(*arguments) == 0
-    assert train(*arguments) == 2
-    assert "error: run: run already holds a run" in capsys.readouterr().err
+def test_of_runs_that_start_at_once_each_has_a_folder_of_its_own():
+    """Those that name the same one are refused, but for one; a folder without a run is nobody's."""
+    Path("run").mkdir()
+
+    def start(folder: str) -> Path | None:
+        try:
+            return _open_folder(resolve(Config(run=folder), gpus=0))
+        except OptionError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        named = list(pool.map(start, ["run"] * 8))
+        unnamed = list(pool.map(start, ["auto"] * 8))
+    assert sorted(map(str, named)) == ["None"] * 7 + ["run"]
+    assert len(set(unnamed)) == 8
+    assert all(load_config(folder).run == str(folder) for folder in unnamed)
 
 
-@pytest.fixture
+@pytest.mark.parametrize(("every", "loss"), [("1", "validation loss after"), ("9", "training loss of")])
+def test_a_training_that_diverges_stops_at_once_with_status_4(every, loss, text, capsys):
+    """Without a checkpoint of what it came to."""
+    arguments = ["--learning_rate", "1e9", "--steps", "100", "--validate_every", every, "--run", "run"]
+    assert train(*UNCHECKED, "--data", text, *arguments) == 4
+    said = one_line(capsys.readouterr().err)
+    assert re.match(rf"error: the {loss} step [1-9] is nan; try a --learning_rate below 1e\+09", said)
+    saved = Path("run/checkpoints/last.ckpt").exists()
+    assert saved == ("--resume run" in said)
+    assert not saved or all(weight.isfinite().all() for weight in checkpoint("run")["state_dict"].values())
+
+
+def test_a_full_disk_ends_the_run_with_one_line_and_status_3(text, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # less than a checkpoint takes
+    try:
+        assert train(*UNCHECKED, "--data", text, "--steps", "1", "--run", "run") == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in one_line(capsys.readouterr().err)
+
+
+def test_an_error_of_the_program_shows_its_traceback(text, monkeypatch, capsys):
+    """With a status that is not that of a gradient outside its budget."""
+    monkeypatch.setattr(TrainByteLM, "validation_step", lambda module, batch: {}["nothing"])
+    monkeypatch.setattr(sys, "argv", ["train_toy_lm.py", *UNCHECKED, "--data", text, "--steps", "1", "--run", "run"])
+    with pytest.raises(SystemExit) as stop:
+        train_toy_lm.exit_with_main()
+    assert stop.value.code == 5
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback")
+    assert printed.endswith("KeyError: 'nothing'\n")
+
+
+def test_a_terminated_run_says_how_to_resume(text, monkeypatch, capsys):
+    step = TrainByteLM.training_step
+
+    def step_and_terminate(module, batch):
+        if module.trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(module, batch)
+
+    monkeypatch.setattr(TrainByteLM, "training_step", step_and_terminate)
+    assert train(*UNCHECKED, "--data", text, "--steps", "20", "--validate_every", "1", "--run", "run") == 143
+    assert "terminated\ncontinue with --resume run" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
 def processes_that_meet() -> None:
     """Two processes of torch's own add a number over gloo; in a sandbox without a loopback device they never meet."""
     with socket.socket() as free:
@@ -256,27 +355,47 @@ torch.distributed.destroy_process_group()
         pytest.skip("two processes of this machine cannot reach one another over gloo on 127.0.0.1")
 
 
-@pytest.mark.usefixtures("processes_that_meet")
-def test_two_processes_give_every_parameter_the_gradient_of_the_whole_batch(text, interpreter):
-    """One step of DDP over gloo. AdamW's first moment is then a tenth of the gradient, held to the error budget."""
-    arguments = [*TINY, "--data", text, "--steps", "1", "--clip", "0", "--run", "run"]
-    arguments += ["--devices", "2", "--strategy", "ddp", "--accelerator", "cpu"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+def run_distributed(arguments: list[str], **environment: str) -> tuple[int, str]:
+    """The exit status of two processes, and all that they print."""
     # its own session, so that the second process, which the first one starts, can be ended with it
     process = subprocess.Popen(
-        command(*arguments), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
+        [*arguments, "--devices", "2", "--strategy", "ddp"], env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     deadline = threading.Timer(SECONDS, os.killpg, [process.pid, signal.SIGKILL])
     deadline.start()
     printed = process.communicate()[0]
     deadline.cancel()
-    assert process.returncode == 0, printed
+    return process.returncode, printed
 
-    config = load_config(Path("run"))
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=[pytest.mark.slow, pytest.mark.xdist_group("gpu")])])
+def two_devices(request) -> str:
+    """Lightning's name of them."""
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
+        request.getfixturevalue("processes_that_meet")
+    elif torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return request.param
+
+
+def test_two_processes_give_every_parameter_the_gradient_of_the_whole_batch(text, two_devices):
+    """One step of DDP. AdamW's first moment is then a tenth of the gradient, held to the error budget."""
+    arguments = [*TINY, "--data", text, "--steps", "1", "--clip", "0", "--accelerator", two_devices]
+    interpreted = {"TRITON_INTERPRET": "1"} if two_devices == "cpu" else {}
+    status, printed = run_distributed(command(*arguments), **interpreted)
+    assert status == 0, printed
+    assert printed.count("validation after 1 steps") == 1, printed
+
+    [folder] = Path("runs/toy_lm").iterdir()  # whatever the clocks of both say
+    config = load_config(folder)
     torch.manual_seed(config.seed)
     module = TrainByteLM(config)  # the weights that the run started with
     batch = module.training_batches().batch(0)
+    if two_devices == "gpu":  # where what eager code rounds is what the run rounds
+        module.model.cuda()
+        batch = batch.cuda()
     names = [name for name, _ in module.model.named_parameters()]
 
     def gradients(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -286,11 +405,41 @@ def test_two_processes_give_every_parameter_the_gradient_of_the_whole_batch(text
     exact, eager = gradients(torch.float64), gradients(torch.float32)
     name_of = {id(p): name for name, p in module.model.named_parameters()}
     order = [name_of[id(p)] for group in parameter_groups(module.model, 0.1) for p in group["params"]]
-    moments = checkpoint("run")["optimizer_states"][0]["state"]
+    moments = checkpoint(folder)["optimizer_states"][0]["state"]
     assert sorted(order) == sorted(names)
     assert len(moments) == len(names)
     for index, name in enumerate(order):
-        distributed = moments[index]["exp_avg"].double() / (1 - 0.9)
+        distributed = moments[index]["exp_avg"].to(batch.device).double() / (1 - 0.9)
         budget = 2 * (eager[name] - exact[name]).norm() + torch.finfo(torch.float32).eps * exact[name].norm()
         assert (distributed - exact[name]).norm() <= budget, name
         assert exact[name].norm() > 0, name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("processes_that_meet")
+@pytest.mark.parametrize(
+    ("fault", "status", "message"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 3, "error: the process of rank 1 was killed by signal 9\n"),
+        ("raise OSError(5, 'Input/output error')", 3, "error: [Errno 5] Input/output error\n"),
+        ("raise KeyError('nothing')", 5, "KeyError: 'nothing'\n"),
+        ("return step(module, batch) * float('nan')", 4, "error: the training loss of step 3 is nan; try"),
+    ],
+)
+def test_a_fault_of_the_second_process_ends_both_with_its_status(fault, status, message, text):
+    Path("faulty.py").write_text(f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(train_toy_lm.__file__).parent)!r})
+import train_toy_lm
+from toy_lm.training import TrainByteLM
+step = TrainByteLM.training_step
+def faulty(module, batch):
+    if module.trainer.global_step == 2 and module.trainer.global_rank == 1:
+        {fault}
+    return step(module, batch)
+TrainByteLM.training_step = faulty
+train_toy_lm.exit_with_main()
+""")
+    arguments = [sys.executable, "-u", "faulty.py", *UNCHECKED, "--data", text, "--steps", "50", "--run", "run"]
+    found, printed = run_distributed(arguments)
+    assert (found, printed.count(message)) == (status, 1), printed

@@ -1,9 +1,16 @@
-"""Lightning callbacks: gradient validation for any LightningModule, a Ctrl-C that ends on a whole step, progress."""
+"""Lightning callbacks: gradient validation for any LightningModule, losses that must be finite, a Ctrl-C that ends on a
+whole step, processes that end together, progress."""
 
 import copy
 import dataclasses
 import json
+import math
+import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +121,45 @@ class GradientValidation(lightning.Callback):
             raise GradientViolation(f"gradients outside the error budget at step {step}: {names}")
 
 
+class NonFiniteLoss(RuntimeError):
+    """A loss is NaN or infinite: no later step can mend the model."""
+
+
+class FiniteLoss(lightning.Callback):
+    """Stops a training that diverged: raises NonFiniteLoss, on every rank, at the first loss that is NaN or infinite.
+
+    The losses of the steps are looked at where the GPU is waited for anyway, once in `log_every_n_steps`, and before a
+    validation, so that no checkpoint is written of a diverged model.
+
+    Args:
+        monitor: the logged validation loss.
+        every: steps after which a validation follows.
+    """
+
+    def __init__(self, monitor: str, every: int):
+        self.monitor, self.every = monitor, every
+        self._losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
+                           *_: Any) -> None:  # fmt: skip
+        self._losses.append(outputs["loss"])
+        step = trainer.global_step
+        if step % trainer.log_every_n_steps and step % self.every and step != trainer.max_steps:
+            return
+        # a step's loss is the mean over the devices; that of one which is not finite is not
+        losses = trainer.strategy.reduce(torch.stack(self._losses), reduce_op="mean").tolist()
+        first = step - len(losses) + 1
+        self._losses.clear()
+        for number, loss in enumerate(losses, start=first):
+            if not math.isfinite(loss):
+                raise NonFiniteLoss(f"the training loss of step {number} is {loss}")
+
+    def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        loss = float(trainer.callback_metrics[self.monitor])
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(f"the validation loss after step {trainer.global_step} is {loss}")
+
+
 class FinishOnInterrupt(lightning.Callback):
     """Ctrl-C ends the training after the step in progress, with a validation and a checkpoint; a second one at once.
 
@@ -147,8 +193,79 @@ class FinishOnInterrupt(lightning.Callback):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+class EndTogether(lightning.Callback):
+    """When a process of a distributed run fails, all end, with its exit status.
+
+    Lightning's own watch over the processes that rank 0 has started kills rank 0 too, without a word. Rank 0 may be
+    waiting for the failed one in a collective, which no exception ends; os._exit does, from another thread.
+
+    Args:
+        killed: the exit status where a process was killed, as the system does when memory runs out.
+    """
+
+    def __init__(self, killed: int):
+        self.killed = killed
+        self._launcher = None
+        self._stopped = threading.Event()
+
+    def watch(self, trainer: lightning.Trainer) -> None:
+        """On rank 0, before Lightning starts the other processes: one may fail before any callback is called."""
+        self._launcher = trainer.strategy.launcher
+        if trainer.world_size > 1:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, error: BaseException
+    ) -> None:
+        if not isinstance(error, Exception):
+            self._stopped.set()  # a signal that every process gets: Lightning ends them
+
+    def end_others(self, patience: float = 5) -> int | None:
+        """On rank 0, which failed or stopped: the status of another process that failed, perhaps the cause; else None.
+
+        Those that have not ended after `patience` seconds are killed.
+        """
+        self._stopped.set()
+        deadline = time.monotonic() + patience
+        while (failed := self._failure()) is None and time.monotonic() < deadline:
+            if all(process.poll() is not None for process in self._processes()):
+                break
+            time.sleep(0.1)
+        for process in self._processes():
+            process.kill()
+        return failed
+
+    def _processes(self) -> list[subprocess.Popen]:
+        # of the launcher that starts the script again for every other rank; nobody else's is known here
+        return getattr(self._launcher, "procs", [])
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.2):
+            failed = self._failure()
+            if failed is not None:
+                for process in self._processes():
+                    process.kill()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(failed)
+
+    def _failure(self) -> int | None:
+        for rank, process in enumerate(self._processes(), start=1):
+            status = process.poll()
+            if status is not None and status < 0:  # it could say nothing itself
+                print(f"error: the process of rank {rank} was killed by signal {-status}", file=sys.stderr)
+                return self.killed
+            if status:
+                return status
+        return None
+
+
 class Progress(TQDMProgressBar):
     """One bar over all steps, and a line of its own for every validation."""
+
+    def on_exception(self, *_: Any) -> None:
+        if self._train_progress_bar is not None:
+            self._train_progress_bar.close()  # what is printed next begins a line
 
     def init_validation_tqdm(self) -> Tqdm:
         return Tqdm(disable=True)

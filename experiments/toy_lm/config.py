@@ -1,6 +1,11 @@
 """The options of train_toy_lm.py: one typed dataclass, from the command line or a YAML file, resolved in one place."""
 
+import argparse
 import dataclasses
+import math
+import os
+import re
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +14,14 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+# exit statuses
+DONE, VIOLATION, WRONG_OPTION, ENVIRONMENT, NOT_FINITE, BUG, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 5, 130, 143
+STATUSES = """
+Exit status: 0 done; 1 a gradient left its error budget; 2 a wrong option; 3 the machine: disk, memory, files, another
+process of the run; 4 a loss is not finite; 5 an error of the program, with its traceback; 130 interrupted and 143
+terminated (SIGINT, SIGTERM): the line that says so tells how to resume.
+"""
 
 Auto = Literal["auto"]
 
@@ -38,10 +51,11 @@ class Config:
     heads: PositiveInt | Auto = "auto"
     """Attention heads; they divide the width. auto: 4 on a CPU, 8 on a GPU."""
     context: PositiveInt | Auto = "auto"
-    """Bytes that the model sees at once. auto: 256 on a CPU, 2048 on a GPU."""
+    """Bytes that the model sees at once, at least 2. auto: 256 on a CPU, 2048 on a GPU."""
 
     batch_size: PositiveInt | Auto = "auto"
-    """Sequences per step, over all devices together. auto: 8 on a CPU, 16 per GPU."""
+    """Sequences per step, over all devices together, not per process: each takes its equal share, and any number of
+    devices trains on the same sequences. auto: 8 per process on a CPU, 16 per GPU."""
     steps: PositiveInt | Auto = "auto"
     """Optimiser steps in total. auto: 600 on a CPU, 2000 on a GPU."""
     learning_rate: PositiveFloat | Auto = "auto"
@@ -72,21 +86,22 @@ class Config:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to train. auto: a GPU where there is one."""
     devices: PositiveInt = 1
-    """Number of devices (processes)."""
-    strategy: str = "auto"
-    """Lightning's strategy for several devices, for example ddp."""
-    precision: str = "auto"
-    """Lightning's precision. auto: 32-true on a CPU, bf16-mixed on a GPU. The decay stays in float32 in all of them."""
+    """Number of GPUs, or of processes on a CPU; the script starts a process for each."""
+    strategy: Literal["auto", "ddp"] = "auto"
+    """Lightning's strategy. auto: ddp for several devices. No other: the gradient check needs the whole model."""
+    precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "auto"
+    """Lightning's precision. auto: 32-true on a CPU, bf16-mixed on a GPU. The decay stays in float32 in all of them.
+    16-mixed is for GPUs."""
     backend: str = "auto"
     """Backend of decay_attention while training. auto: the fastest for the device; on a CPU, the eager reference."""
     compile: bool = False
     """Compile the model with torch.compile."""
 
     run: str = "auto"
-    """Folder of the run. auto: runs/toy_lm/DATE-TIME."""
+    """Folder of the run; one that already holds a run is refused. auto: runs/toy_lm/DATE-TIME."""
     resume: str | None = None
     """Continue a run: its folder, one of its checkpoints, or "last" for the newest below runs/toy_lm. Its configuration
-    is taken over; options given here go before it."""
+    is taken over; options given here go before it, but for those of the model."""
 
 
 # what "auto" means for the model and its training
@@ -101,11 +116,13 @@ GPU_DEFAULTS = {
 
 RUNS = Path("runs/toy_lm")
 MODEL_OPTIONS = ("decay", "documents", "layers", "width", "heads")
+# the checkpoint that --resume last found, for the processes that this one starts
+LAST_FOUND = "TOY_LM_LAST_FOUND"
 
 
 def make_parser() -> ArgumentParser:
     """The command line: every field of Config is an option, and --config reads them from a YAML file."""
-    parser = ArgumentParser(description=Config.__doc__)
+    parser = ArgumentParser(description=Config.__doc__, epilog=STATUSES, exit_on_error=False)
     parser.add_argument("--config", action="config", help="Read options from a YAML file.")
     parser.add_class_arguments(Config)
     return parser
@@ -127,21 +144,40 @@ def read_config(arguments: list[str] | None = None) -> Config:
     return config
 
 
-def resolve(config: Config, on_gpu: bool) -> Config:
-    """The configuration with every "auto" of model, training and precision replaced by what it means here."""
-    if config.accelerator == "gpu" and not on_gpu:
+def resolve(config: Config, gpus: int) -> Config:
+    """The configuration with every "auto" of model, training and precision replaced by what it means here.
+
+    `gpus`: how many this machine has; 0 where they are not to be used.
+    """
+    if config.accelerator == "gpu" and not gpus:
         raise OptionError("accelerator: this machine has no CUDA device; expected auto or cpu, got gpu")
-    defaults = dict(GPU_DEFAULTS if on_gpu else CPU_DEFAULTS)
+    if 0 < gpus < config.devices:
+        raise OptionError(
+            f"devices: expected at most {gpus}, the GPUs of this machine, or --accelerator cpu, got {config.devices}"
+        )
+    defaults = dict(GPU_DEFAULTS if gpus else CPU_DEFAULTS)
     defaults["batch_size"] *= config.devices
     auto = {name: value for name, value in defaults.items() if getattr(config, name) == "auto"}
-    config = dataclasses.replace(config, **auto, accelerator="gpu" if on_gpu else "cpu")
+    config = dataclasses.replace(config, **auto, accelerator="gpu" if gpus else "cpu")
     if config.validate_every == "auto":
         config = dataclasses.replace(config, validate_every=max(1, config.steps // 10))
+    if config.precision == "16-mixed" and not gpus:
+        raise OptionError("precision: 16-mixed is for GPUs; expected bf16-mixed or a -true one on a CPU, got 16-mixed")
+    for name in ("learning_rate", "weight_decay"):
+        if not math.isfinite(getattr(config, name)):
+            raise OptionError(f"{name}: expected a finite number, got {getattr(config, name)}")
     if config.documents == "resets" and config.decay != "scalar":
         raise OptionError(f"documents: resets are for decay scalar, got decay {config.decay}; packed is for all")
+    if config.context < 2:
+        # between one byte and itself there is no decay
+        raise OptionError(f"context: expected at least 2, got {config.context}")
     config = dataclasses.replace(config, check_context=min(config.check_context, config.context))
     if config.width % config.heads:
         raise OptionError(f"heads: must divide the width; got {config.heads} heads, width {config.width}")
+    if config.width // config.heads > 256:
+        raise OptionError(
+            f"heads: a head has at most 256 channels of the width; got {config.heads} heads, width {config.width}"
+        )
     if config.batch_size % config.devices:
         raise OptionError(
             f"batch_size: must be a multiple of the devices; got {config.batch_size} sequences, "
@@ -157,11 +193,15 @@ def resolve(config: Config, on_gpu: bool) -> Config:
 
 def find_checkpoint(resume: str) -> tuple[Path, Path]:
     """(run folder, checkpoint) of --resume: "last", a run folder or a checkpoint file."""
-    if resume == "last":
+    if resume == "last" and LAST_FOUND in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        # this process starts after the first one; another run may have written a newer checkpoint since
+        checkpoint = Path(os.environ[LAST_FOUND])
+    elif resume == "last":
         checkpoints = sorted(RUNS.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
         if not checkpoints:
             raise OptionError(f"resume: there is no run with a checkpoint below {RUNS.resolve()}")
         checkpoint = checkpoints[-1]
+        os.environ[LAST_FOUND] = str(checkpoint)
     else:
         path = Path(resume)
         checkpoint = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
@@ -170,10 +210,12 @@ def find_checkpoint(resume: str) -> tuple[Path, Path]:
     return checkpoint.parent.parent, checkpoint
 
 
-def save_config(config: Config, folder: Path) -> None:
-    """Write config.yaml, which --config and --resume read."""
+def save_config(config: Config, folder: Path, *, new: bool = False) -> None:
+    """Write config.yaml, which --config and --resume read. If it has to be new: FileExistsError where there is one."""
     parser = make_parser()
-    parser.save(parser.parse_object(dataclasses.asdict(config)), folder / "config.yaml", overwrite=True)
+    text = parser.dump(parser.parse_object(dataclasses.asdict(config)))
+    with (folder / "config.yaml").open("x" if new else "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def load_config(folder: Path) -> Config:
@@ -185,7 +227,10 @@ def load_config(folder: Path) -> Config:
 
 
 def _parse(parser: ArgumentParser, arguments: list[str] | None) -> dict:
-    options = parser.parse_args(arguments).as_dict()
+    try:
+        options = parser.parse_args(arguments).as_dict()
+    except argparse.ArgumentError as error:
+        raise OptionError(_in_one_line(str(error))) from None
     options.pop("config")
     return {name: _plain(value) for name, value in options.items()}
 
@@ -194,3 +239,28 @@ def _plain(value: Any) -> Any:
     """Without jsonargparse's number types, which Lightning takes for no int, and which no checkpoint may hold."""
     kind = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
     return value if kind is None else kind(value)
+
+
+def _in_one_line(message: str) -> str:
+    """jsonargparse's message as "option: expected …, got …"; as it is, in one line, where it is of another form."""
+    name = re.match(r'Parser key "(\w+)"', message)
+    hint = typing.get_type_hints(Config).get(name and name[1])
+    got = re.search(r"(?:Given value: |Got value: |Not of type \w+: )(\S*)(?: does not conform.*)?$", message)
+    if hint is None or got is None:
+        return " ".join(message.split())
+    return f"{name[1]}: expected {_in_words(hint)}, got {got[1]}"
+
+
+def _in_words(hint: Any) -> str:
+    """What an option takes."""
+    words = {
+        bool: "true or false", str: "a text", PositiveInt: "an integer of at least 1",
+        NonNegativeInt: "an integer of at least 0", PositiveFloat: "a number above 0",
+        NonNegativeFloat: "a number of at least 0",
+    }  # fmt: skip
+    if hint in words:
+        return words[hint]
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+    return " or ".join(_in_words(choice) for choice in choices if choice is not type(None))

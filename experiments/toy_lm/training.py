@@ -63,6 +63,16 @@ class TrainByteLM(lightning.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config.steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """The options given with --resume go before those that the optimiser and its schedule were saved with."""
+        config = self.config
+        for state in checkpoint["optimizer_states"]:
+            for group, weight_decay in zip(state["param_groups"], (config.weight_decay, 0.0), strict=True):
+                group["lr"] *= config.learning_rate / group["initial_lr"]
+                group.update(initial_lr=config.learning_rate, weight_decay=weight_decay)
+        for state in checkpoint["lr_schedulers"]:
+            state["base_lrs"] = [config.learning_rate] * len(state["base_lrs"])
+
 
 def parameter_groups(model: ByteLM, weight_decay: float) -> list[dict]:
     """Weight decay for the matrices that mix channels; none for embeddings, norms, biases and the attention's decay."""
