@@ -111,7 +111,7 @@ def test_documents_apart_train_and_pass_the_gradient_check(documents, tmp_path):
     folder.mkdir()
     for number in range(60):
         (folder / f"{number:02}").write_text(f"file {number}, " * 2)
-    arguments = ["--data", str(folder), "--documents", documents, "--steps", "2", "--run", "run"]
+    arguments = ["--data", str(folder), "--documents", documents, "--steps", "2", "--run", "run", "--heads", "1"]
     assert train(*TINY, *arguments) == 0
     rows = json.loads(Path("run/gradients/step-2.json").read_text())
     assert all(row["passed"] for row in rows)
@@ -218,6 +218,7 @@ def test_options_given_with_resume_go_before_those_of_the_run(text, capsys):
     assert "error: resume: run/checkpoints/last.ckpt is not a checkpoint, or only" in one_line(capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_process_ends_it_cleanly(text):
     arguments = [*UNCHECKED, "--data", text, "--steps", "1000000", "--validate_every", "20", "--run", "run"]
     process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
