@@ -1,30 +1,36 @@
-"""Compile the kernels for sm_90 on any machine, GPU or not, and hold them to what the hardware and config.py allow.
+"""Compile the kernels on any machine, GPU or not, and hold them to what the hardware and config.py allow.
 
     python experiments/compile_kernels.py                                   # every tile of both backends, bfloat16
     python experiments/compile_kernels.py --decays scalar --paths TMA       # part of it
+    python experiments/compile_kernels.py --targets sm_80 gfx942            # the Triton kernels for other GPUs
 
 The launch functions run as they do on a GPU, on CPU tensors, with a driver that compiles and launches nothing; so what
 is compiled is what would be launched. Printed per kernel: registers, bytes of register spills, shared memory, and
 whether ptxas serialised the asynchronous matrix products (which costs a large part of the speed without a word). The
-exit status is 1 if a kernel does not compile, needs more shared memory than a block has, serialises, or (with the
-Triton that the tiles were chosen on; others bring another ptxas) spills more than config.py says.
+exit status is 1 if a kernel does not compile, needs more shared memory than a block has, serialises, or (for sm_90,
+with the Triton that the tiles were chosen on; others bring another ptxas) spills more than config.py says. For other
+targets, whose tiles nobody has timed, more spills are printed and are no fault.
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
+import json
 import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -32,13 +38,38 @@ from decayattn.backends import hopper, launching, portable
 from decayattn.backends.portable import decode as decoding
 from decayattn.problem import AttentionProblem
 
-SHARED_MEMORY = 232_448  # bytes that a block of sm_90 can have
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU to compile for, and the bytes of shared memory that a block can have there."""
+
+    gpu: GPUTarget
+    shared_memory: int
+
+    @property
+    def arch(self) -> str:
+        """What config.py calls it."""
+        hip = self.gpu.backend == "hip"
+        return portable.config.arch((9, 4) if hip else divmod(self.gpu.arch, 10), hip, self.shared_memory)
+
+
+# CUDA Programming Guide, technical specifications per compute capability; of CDNA 3, the local data share
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 << 10),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 99 << 10),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 << 10),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 << 10),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 << 10),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 << 10),
+}
 MULTIPROCESSORS = 132
 SKIP_TOLERANCE = 2.0**-24  # decay_attention's
 PATHS = ["TMA", "both sides", "pointers", "small", "packed", "bias", "decode"]
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
 MORE_SPILLS = {"TMA": 4, "pointers": 8, "small": 0, "packed": 0, "bias": 448, "decode": 0}
+# paths of GPUs without tiles for descriptors and without tiles of small problems
+OTHER_PATHS = ("pointers", "packed", "bias", "decode")
 # the same of the Hopper backend, by kernel and head dimension, whose loops are those of the TMA path: the other side of
 # the diagonal takes registers, and so does where a sequence begins
 HOPPER_MORE_SPILLS = {
@@ -65,8 +96,11 @@ class CompilingDriver:
     launcher_cls = None
     utils = None
 
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target.gpu
 
     def get_current_device(self) -> int:
         return 0
@@ -95,58 +129,86 @@ def main() -> int:
         "its gradient; decode: one query row over a key cache",
     )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--targets", nargs="+", choices=TARGETS, default=["sm_90"],
+        help="the Hopper backend is compiled for sm_90 only",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, help="where to write what is printed")
     options = parser.parse_args()
-    driver.set_active(CompilingDriver())
     print(f"triton {triton.__version__}")
-    failures = 0
-    for backend, dim, decay in itertools.product(options.backends, options.head_dims, options.decays):
-        for path in options.paths:
-            if path not in (HOPPER_MORE_SPILLS if backend == "hopper" else MORE_SPILLS):
-                continue
-            if backend == "hopper" and dim > 128:
-                continue
-            dtype = getattr(torch, options.dtype)
-            for kernel in compiled_kernels(backend, dim, decay, dtype, path):
-                name, shared, found = kernel.metadata.name, kernel.metadata.shared, resources(kernel)
-                allowed = allowed_spills(backend, name, dim, dtype, path)
-                faults = [
-                    fault
-                    for fault, present in {
-                        "serialised": found["serialised"],
-                        "too much shared memory": shared > SHARED_MEMORY,
-                        f"spills more than {allowed} B": triton.__version__.startswith(TUNED_ON)
-                        and found["spills"] > allowed,
-                    }.items()
-                    if present
-                ]
-                failures += bool(faults)
-                print(
-                    f"{backend:7s} D{dim:<4d} {decay:9s} {path:9s} {name:24s} {found['registers']:3d} registers "
-                    f"{found['spills']:5d} B spilled {shared:7d} B shared  {', '.join(faults)}",
-                    flush=True,
-                )
+    found = []
+    for name in options.targets:
+        for kernel in compiled(name, options):
+            found.append(kernel)
+            print(line(kernel), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"triton": triton.__version__, "kernels": found}) + "\n")
+    failures = sum(bool(kernel["faults"]) for kernel in found)
     print(f"{failures} faults")
     return int(failures > 0)
 
 
-def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path: str) -> int:
+def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
+    """What is known of every kernel that was compiled for a target."""
+    target, dtype = TARGETS[name], getattr(torch, options.dtype)
+    driver.set_active(CompilingDriver(target))
+    for backend, dim, decay in itertools.product(options.backends, options.head_dims, options.decays):
+        if backend == "hopper" and (name != "sm_90" or dim > 128):
+            continue
+        of_backend = HOPPER_MORE_SPILLS if backend == "hopper" else MORE_SPILLS if name == "sm_90" else OTHER_PATHS
+        for path in options.paths:
+            if path not in of_backend:
+                continue
+            of_call = {"target": name, "backend": backend, "dim": dim, "decay": decay, "path": path}
+            try:
+                kernels = compiled_kernels(backend, dim, decay, dtype, path, target)
+            except Exception as error:  # the compiler's, of many kinds; the other kernels are compiled all the same
+                traceback.print_exc()
+                nothing = {"registers": 0, "spills": 0, "shared": 0, "serialised": False, "notes": []}
+                yield of_call | {"kernel": "-", **nothing, "faults": [f"does not compile: {type(error).__name__}"]}
+                continue
+            for kernel in kernels:
+                known = {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared, **resources(kernel, target)}
+                allowed = allowed_spills(backend, kernel.metadata.name, dim, dtype, path, target)
+                spills = [f"spills more than {allowed} B"] if known["spills"] > allowed else []
+                strict = name == "sm_90" and triton.__version__.startswith(TUNED_ON)
+                faults = spills if strict else []
+                if known["serialised"]:
+                    faults = ["serialised", *faults]
+                if known["shared"] > target.shared_memory:
+                    faults = ["too much shared memory", *faults]
+                yield of_call | known | {"faults": faults, "notes": [] if strict else spills}
+
+
+def line(kernel: dict) -> str:
+    return (
+        f"{kernel['target']:7s}{kernel['backend']:7s} D{kernel['dim']:<4d} {kernel['decay']:9s} {kernel['path']:9s} "
+        f"{kernel['kernel']:24s} {kernel['registers']:3d} registers {kernel['spills']:5d} B spilled "
+        f"{kernel['shared']:7d} B shared  {', '.join(kernel['faults'] + kernel['notes'])}"
+    )
+
+
+def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path: str, target: Target) -> int:
     """Bytes that config.py grants a kernel; the small ones around the attention have none."""
+    arch = target.arch
     if backend == "hopper":
         if kernel not in HOPPER_TABLES:
             return 0
         return HOPPER_TABLES[kernel](dim).spill_bytes + HOPPER_MORE_SPILLS[path].get((kernel, dim), 0)
     if kernel == "gradients_kernel":
-        return portable.config.both_gradients("sm90", dim, dtype).spill_bytes
+        return portable.config.both_gradients(arch, dim, dtype).spill_bytes
     if kernel not in TABLES:
         return 0
     if kernel == "forward_kernel" and path == "small" and dim <= 128:
-        return portable.config.forward_of_few("sm90", dim, dtype).spill_bytes
+        return portable.config.forward_of_few(arch, dim, dtype).spill_bytes
     aligned = path in ("TMA", "small", "packed")
-    tile = portable.config.choose(TABLES[kernel], "sm90", dim, dtype, aligned, path == "packed")
-    return tile.spill_bytes + MORE_SPILLS[path]
+    tile = portable.config.choose(TABLES[kernel], arch, dim, dtype, aligned, path == "packed")
+    return tile.spill_bytes + (MORE_SPILLS[path] if arch == "sm90" else 0)
 
 
-def compiled_kernels(backend: str, dim: int, decay: str, dtype: torch.dtype, path: str) -> list:
+def compiled_kernels(
+    backend: str, dim: int, decay: str, dtype: torch.dtype, path: str, target: Target = TARGETS["sm_90"]
+) -> list:
     """The kernels of a forward and a backward (or of a decoding step), compiled and not launched."""
     # long, the decay prefix takes two launches, and short only one of them
     length = {"TMA": 4096, "both sides": 4096, "small": 256}.get(path, 1024)
@@ -166,13 +228,13 @@ def compiled_kernels(backend: str, dim: int, decay: str, dtype: torch.dtype, pat
     scale = dim**-0.5
     if path == "decode":
         alpha = log_decay.double().mT.contiguous().mT if decay == "scalar" else None
-        with collecting() as kernels:
+        with collecting(target) as kernels:
             decoding.decode(
                 q[:, :1], k[:, :, :1], v[:, :, :1], log_decay if decay == "constant" else None, scale=scale,
                 lengths=torch.empty(2, dtype=torch.int32), alpha=alpha, first=torch.empty(2, 4, 1, dtype=torch.int32),
             )  # fmt: skip
         return kernels
-    with collecting() as kernels:
+    with collecting(target) as kernels:
         for with_lse in (True, False):
             out, _, *saved = module.launch.forward(problem, q, k, v, log_decay, scale, places, bias, with_lse)
         backward = module.launch.backward if backend == "triton" else module.launch_backward.backward
@@ -182,8 +244,8 @@ def compiled_kernels(backend: str, dim: int, decay: str, dtype: torch.dtype, pat
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[list]:
-    """Every launch in this context compiles for sm_90 and is collected instead."""
+def collecting(target: Target) -> Iterator[list]:
+    """Every launch in this context compiles for the target and is collected instead."""
     kernels, run = [], JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
@@ -192,29 +254,44 @@ def collecting() -> Iterator[list]:
 
     with (
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(portable.launch, "_arch", return_value="sm90"),
+        mock.patch.object(portable.launch, "arch", return_value=target.arch),
+        mock.patch.object(decoding, "arch", return_value=target.arch),
         mock.patch.object(launching, "multiprocessors", return_value=MULTIPROCESSORS),
     ):
         yield kernels
 
 
-def resources(kernel) -> dict[str, int | bool]:
-    """What ptxas says of a compiled kernel."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(kernel.asm["ptx"])
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = done.stdout + done.stderr
-
-    def number(pattern: str) -> int:
-        return int(re.search(pattern, said).group(1))
-
+def resources(kernel, target: Target) -> dict[str, int | bool]:
+    """What ptxas, or the assembler of AMD's GPUs, says of a compiled kernel, in registers and bytes of a thread."""
+    if target.gpu.backend == "hip":
+        said = kernel.asm["amdgcn"]
+        return {
+            "registers": _number(r"\.vgpr_count: +(\d+)", said),
+            "spills": 4 * _number(r"\.vgpr_spill_count: +(\d+)", said),
+            "serialised": False,
+        }
+    said = _assembled(kernel.asm["ptx"], target.gpu.arch)
     return {
-        "registers": number(r"Used (\d+) registers"),
-        "spills": number(r"(\d+) bytes spill stores"),
+        "registers": _number(r"Used (\d+) registers", said),
+        "spills": _number(r"(\d+) bytes spill stores", said),
         "serialised": re.search(r"\(C75\d\d\)", said) is not None,
     }
+
+
+@functools.lru_cache(32)  # the small kernels around the attention come again
+def _assembled(ptx: str, capability: int) -> str:
+    """What ptxas says."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        name = f"--gpu-name={sm_arch_from_capability(capability)}"
+        command = [get_ptxas(capability).path, "-v", name, str(source), "-o", str(source.with_suffix(".cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _number(pattern: str, text: str) -> int:
+    return int(re.search(pattern, text).group(1))
 
 
 if __name__ == "__main__":

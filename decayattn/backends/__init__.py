@@ -46,7 +46,7 @@ def load(name: str) -> ModuleType | str:
     except ImportError as error:
         if error.name is None or not error.name.startswith("triton"):
             raise
-        return f"{error}; install it with `pip install triton`"
+        return f"{error}; PyTorch's builds for GPUs bring it, and for a CPU there is `pip install triton`"
 
 
 def refusal(problem: AttentionProblem, name: str) -> str | None:

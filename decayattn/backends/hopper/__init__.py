@@ -25,6 +25,8 @@ def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why these kernels cannot run for this dtype on this device; None if they can."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device}"
+    if torch.version.hip is not None:  # a gfx90a reports capability 9.0, too
+        return "it runs on NVIDIA GPUs, not with ROCm"
     if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
         return f"it needs compute capability 9.0, not {capability[0]}.{capability[1]}"
     if dtype not in (torch.float16, torch.bfloat16):

@@ -37,18 +37,24 @@ class Kernel:
     # packed or padded sequences in tensors that descriptors can address. Edge tiles come through pointers all the same,
     # and what TMA tiles spill is spilt there, not in the loop over whole tiles. None of them has been timed
     sm90_sequences: tuple[TileConfig, TileConfig, TileConfig]
-    # other GPUs: not run on hardware; sized to the 99 KB of shared memory that the smallest of them have (float32 below
-    # fits in it too, float64 up to D = 64: its gradients need up to 168 KB above)
+    # other GPUs: compiled, and not run on hardware. Sized to the 99 KB of shared memory that the smallest of NVIDIA's
+    # have from Ampere on; AMD's compiler needs less, and they fit in 64 KB there
     other: tuple[TileConfig, TileConfig, TileConfig]
     float32: tuple[TileConfig, TileConfig, TileConfig]
     float64: tuple[TileConfig, TileConfig, TileConfig]
+    # float64 on those: gradients above D = 128 need more than 99 KB with any tile
+    other_float64: tuple[TileConfig, TileConfig, TileConfig]
 
+
+# what a block can have on the smallest GPUs that take the tiles called other
+_OTHER_SHARED_MEMORY = 99 << 10
 
 # Plain FMA instructions on fully unrolled tiles: above 32 × 32 they spill (float32, D128, forward: 2.1 ms at
 # 32 × 32, 15 ms at 64 × 32; key gradients 3.8 ms against 43 ms at 32 × 64; B1 H16 T2048), and compile for tens of
 # seconds.
 _FLOAT32 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1))
 _FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
+_OTHER_FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1))
 # Triton's interpreter runs a program as numpy calls: tiles small enough that short sequences have several of each kind
 _INTERPRETER = TileConfig(32, 32, 4, 1)
 
@@ -73,6 +79,7 @@ FORWARD = Kernel(
     other=(TileConfig(128, 64, 4, 2), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 1)),
     float32=_FLOAT32,
     float64=_FLOAT64,
+    other_float64=_OTHER_FLOAT64,
 )
 
 KEY_GRADIENTS = Kernel(
@@ -94,6 +101,7 @@ KEY_GRADIENTS = Kernel(
     other=(TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2), TileConfig(32, 32, 4, 1)),
     float32=_FLOAT32,
     float64=_FLOAT64,
+    other_float64=_OTHER_FLOAT64,
 )
 
 QUERY_GRADIENTS = Kernel(
@@ -115,7 +123,18 @@ QUERY_GRADIENTS = Kernel(
     other=(TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 32, 4, 1)),
     float32=_FLOAT32,
     float64=_FLOAT64,
+    other_float64=_OTHER_FLOAT64,
 )
+
+
+def arch(capability: tuple[int, int], hip: bool, shared_memory: int) -> str:
+    """Whose tiles a GPU takes: "sm90", or, by the bytes of shared memory that a block can have, "other" or "small".
+
+    A gfx90a reports capability 9.0, too.
+    """
+    if capability == (9, 0) and not hip:
+        return "sm90"
+    return "other" if shared_memory >= _OTHER_SHARED_MEMORY else "small"
 
 
 def choose(
@@ -123,13 +142,13 @@ def choose(
 ) -> TileConfig:
     """The kernel's tiles.
 
-    arch is "sm90", "other" or "interpreter"; dim the larger of the padded head and value dimensions; aligned says that
+    arch is "interpreter" or what `arch` says; dim the larger of the padded head and value dimensions; aligned says that
     TMA descriptors can address every tensor that the kernel reads in tiles; sequences, that they do not fill them.
     """
     if arch == "interpreter":
         return _INTERPRETER
     if dtype.itemsize == 8:
-        tiles = kernel.float64
+        tiles = kernel.float64 if arch == "sm90" else kernel.other_float64
     elif dtype.itemsize == 4:
         tiles = kernel.float32
     elif arch != "sm90":

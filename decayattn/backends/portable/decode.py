@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
-from decayattn.backends.portable.launch import padded
+from decayattn.backends.portable.launch import arch, dot_precision, padded
 from decayattn.backends.portable.tiles import load_scale, load_tile
 from decayattn.backends.tile_decay import load_rate, side_of_head
 from decayattn.backends.tile_math import (
@@ -58,12 +58,13 @@ class DecodeTile:
     num_stages: int
 
 
-def choose(dim: int, dtype: torch.dtype) -> DecodeTile:
-    """Pure function of the larger padded head dimension and the dtype."""
+def choose(gpu: str, dim: int, dtype: torch.dtype) -> DecodeTile:
+    """Pure function of what config.py calls the GPU, the larger padded head dimension and the dtype."""
     if dtype.itemsize == 2:
         # with 64 rows ptxas makes the products wait for one another (sm_90, D = 64, a decay per token); B64: 2.10 ms,
         # with 32 keys 2.14, with 128 keys 2.22
-        return DecodeTile(64 if dim <= 128 else 32, 32, 4, 3)
+        stages = 2 if gpu == "small" else 3  # three take 68 KB (gfx942, D = 128)
+        return DecodeTile(64 if dim <= 128 else 32, 32, 4, stages)
     # products of 32 and 64 bits are unrolled instructions: with 32 rows they spill registers (sm_90, D = 128)
     return DecodeTile(32 if dim <= 128 else 16, 16, 4, 1)
 
@@ -109,7 +110,7 @@ def decode(
             return out, lse
         group = heads // kv_heads
         rows = query_length * group
-        tile = choose(max(padded(head_dim), padded(value_dim)), q.dtype)
+        tile = choose(arch(q.device), max(padded(head_dim), padded(value_dim)), q.dtype)
         block_m = min(padded(rows), tile.max_block_m)
         row_tiles = cdiv(rows, block_m)
         programs = row_tiles * batch * kv_heads
@@ -136,8 +137,7 @@ def decode(
             BLOCK_DV=padded(value_dim),
             DECAY="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
             HAS_FIRST=first is not None, ROW_SCALE=row_scale,
-            PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS,
+            PRECISION=dot_precision(), num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS,
         )  # fmt: skip
         launch(
             combine_kernel, batch * kv_heads * rows,

@@ -195,19 +195,24 @@ def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor, determ
     return like.new_zeros(shape), shape != full
 
 
-def _arch(problem: AttentionProblem) -> str:
-    if problem.device.type != "cuda":
+@functools.cache
+def arch(device: torch.device) -> str:
+    """What config.py calls the GPU; the interpreter on a CPU."""
+    if device.type != "cuda":
         return "interpreter"
-    return "sm90" if torch.cuda.get_device_capability(problem.device) == (9, 0) else "other"
+    gpu = torch.cuda.get_device_properties(device)
+    # what a block can ask for beyond 48 KB; ROCm has no such limit
+    shared_memory = getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block)
+    return config.arch((gpu.major, gpu.minor), torch.version.hip is not None, shared_memory)
 
 
 def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> TileConfig:
     """The tiles of a kernel that reads these tensors in tiles."""
-    arch, dim = _arch(problem), max(padded(problem.head_dim), padded(problem.value_dim))
+    gpu, dim = arch(problem.device), max(padded(problem.head_dim), padded(problem.value_dim))
     # with a bias, the tiles that were chosen for descriptors have their matrix products serialised (compiled, not
     # measured)
-    descriptors = arch == "sm90" and not problem.bias and not any(map(tma.misfit, tiled))
-    return config.choose(kernel, arch, dim, problem.dtype, descriptors, problem.layout != "dense")
+    descriptors = gpu == "sm90" and not problem.bias and not any(map(tma.misfit, tiled))
+    return config.choose(kernel, gpu, dim, problem.dtype, descriptors, problem.layout != "dense")
 
 
 def _tile_of_few(problem: AttentionProblem) -> TileConfig | None:
@@ -240,7 +245,7 @@ def _own_tile(
     """The tile of a small problem, which needs sequences that fill their batch entries, and no bias."""
     if problem.layout != "dense" or problem.bias:
         return None
-    return choose(_arch(problem), max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype)
+    return choose(arch(problem.device), max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype)
 
 
 def padded(dim: int) -> int:
@@ -260,10 +265,15 @@ def _widths(problem: AttentionProblem) -> tuple[int, int]:
     return max(head, line), max(value, line)
 
 
+def dot_precision() -> str:
+    """How products of float32 are computed: PyTorch's setting; AMD's GPUs do not have TF32, but for one generation."""
+    exact = torch.get_float32_matmul_precision() == "highest" or torch.version.hip is not None
+    return "ieee" if exact else "tf32"
+
+
 def _constants(problem: AttentionProblem, sequences: Sequences | None, tile: TileConfig) -> dict:
     """What an attention kernel is compiled for, and how it is launched."""
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return _constants_of(problem, tile, precision, *sequence_blocks.constants(problem, sequences).items())
+    return _constants_of(problem, tile, dot_precision(), *sequence_blocks.constants(problem, sequences).items())
 
 
 @functools.lru_cache(launching.REMEMBERED)
