@@ -103,7 +103,8 @@ class CompilingDriver:
         return self.target.gpu
 
     def get_current_device(self) -> int:
-        return 0
+        # one for each target: Triton remembers what it compiled by the device, and not by its kind
+        return [*TARGETS.values()].index(self.target)
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0

@@ -1,23 +1,31 @@
-"""What every machine can know of the kernels on sm_90: that they compile, fit, and keep their products asynchronous."""
+"""What every machine can know of the kernels on GPUs: that they compile, fit, and, on sm_90, keep their products
+asynchronous."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import compile_matrix
+
 SCRIPT = Path(__file__).resolve().parents[1] / "experiments/compile_kernels.py"
 
 
-def test_both_backends_compile_for_sm90():
-    """One tile per kernel, head dimension, direction and way to lay out sequences; the interpreter, which this process
-    may use, compiles none."""
+def compile_kernels(*options: str) -> subprocess.CompletedProcess:
+    """The script in a process of its own: the interpreter, which this one may use, compiles nothing."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    options = ["--head-dims", "64", "128", "--decays", "scalar", "--paths", "TMA", "small", "packed", "decode"]
-    run = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(SCRIPT), *options], env=environment, capture_output=True, text=True, timeout=900,
         check=False,
     )  # fmt: skip
+
+
+def test_both_backends_compile_for_sm90():
+    """One tile per kernel, head dimension, direction and way to lay out sequences."""
+    paths = ["TMA", "small", "packed", "decode"]
+    run = compile_kernels("--head-dims", "64", "128", "--decays", "scalar", "--paths", *paths)
     assert run.returncode == 0, run.stdout + run.stderr
     for backend, kernels in {
         "hopper": ["forward_kernel", "gradients_kernel"],
@@ -31,4 +39,79 @@ def test_both_backends_compile_for_sm90():
     }.items():
         for dim in (64, 128):
             for kernel in kernels:
-                assert re.search(rf"^{backend} +D{dim} .* {kernel} ", run.stdout, re.MULTILINE), (backend, dim, kernel)
+                line = rf"^sm_90 +{backend} +D{dim} .* {kernel} "
+                assert re.search(line, run.stdout, re.MULTILINE), (backend, dim, kernel)
+
+
+def test_decoding_fits_where_a_block_has_less_shared_memory(tmp_path):
+    """64 KB on gfx942, 99 KB on sm_89, both less than sm_90 has."""
+    path = tmp_path / "kernels.json"
+    options = ["--head-dims", "128", "--decays", "none", "--paths", "decode", "--json", str(path)]
+    run = compile_kernels("--targets", "gfx942", "sm_89", *options)
+    assert run.returncode == 0, run.stdout + run.stderr
+    kernels = json.loads(path.read_text())["kernels"]
+    assert [kernel["target"] for kernel in kernels if kernel["kernel"] == "split_kernel"] == ["gfx942", "sm_89"]
+    for kernel in kernels:
+        assert kernel["registers"] > 0
+        assert kernel["shared"] <= {"gfx942": 64, "sm_89": 99}[kernel["target"]] << 10
+
+
+# Versions of Triton beside one another
+
+
+def compiled(version, kernel, decay="scalar", spills=0, **values):
+    of_call = {"triton": version, "target": "sm_90", "backend": "triton", "dim": 64, "decay": decay, "path": "TMA"}
+    found = {"kernel": kernel, "registers": 40, "spills": spills, "shared": 2048, "faults": [], "notes": []}
+    return of_call | found | values
+
+
+def test_the_table_has_the_most_that_a_kernel_needs():
+    kernels = [
+        compiled("3.6.0", "forward_kernel"),
+        compiled("3.6.0", "forward_kernel", "none", spills=8, registers=36),
+        compiled("3.9.0", "forward_kernel", shared=1000),
+        compiled("3.9.0", "decode_kernel"),
+    ]
+    _, _, forward, decode = compile_matrix.table(kernels, ["3.6.0", "3.9.0"]).splitlines()
+    assert [cell.strip() for cell in forward.split("|")[4:8]] == ["forward_kernel", "TMA", "40 · 8 · 2", "40 · 0 · 1"]
+    assert [cell.strip() for cell in decode.split("|")[4:8]] == ["decode_kernel", "TMA", "", "40 · 0 · 2"]
+
+
+def test_what_is_written_has_a_line_per_kernel(tmp_path):
+    kernels = [compiled("3.6.0", "forward_kernel", spills=spills) for spills in (4, 12)]
+    kernels[1]["notes"] = ["spills more than 8 B"]
+    path = tmp_path / "matrix.json"
+    compile_matrix.write(path, {"commit": "abc"}, kernels)
+    written = json.loads(path.read_text())
+    assert (written["versions"], written["provenance"]) == (["3.6.0"], {"commit": "abc"})
+    (row,) = written["kernels"]
+    assert (row["spills"], row["notes"]) == (12, ["spills more than 8 B"])
+
+
+def test_every_version_is_compiled_with_itself(tmp_path, monkeypatch, capsys):
+    """A version that has been installed is first on the path, and a fault of one of them is the exit status."""
+    runs = []
+
+    def run(command, env=None, **options):
+        if "pip" in command:
+            folder = Path(command[command.index("--target") + 1]) / "triton"
+            folder.mkdir(parents=True)
+            (folder / "__init__.py").touch()
+            return None
+        runs.append((env["PYTHONPATH"].split(os.pathsep)[0], command[command.index("--targets") + 1]))
+        fault = ["serialised"] if "3.7.1" in runs[-1][0] and runs[-1][1] == "sm_90" else []
+        kernel = compiled(None, "forward_kernel", target=runs[-1][1], faults=fault)
+        del kernel["triton"]
+        Path(command[command.index("--json") + 1]).write_text(json.dumps({"kernels": [kernel]}))
+        return subprocess.CompletedProcess(command, int(bool(fault)))
+
+    monkeypatch.setattr(compile_matrix.subprocess, "run", run)
+    monkeypatch.setattr(compile_matrix, "provenance", lambda *_: {})
+    for versions, status in ((["3.6.0"], 0), (["3.6.0", "3.7.1"], 1)):
+        runs.clear()
+        options = ["--short", "--folder", str(tmp_path), "--json", str(tmp_path / "m.json"), "--versions", *versions]
+        monkeypatch.setattr(sys, "argv", ["compile_matrix.py", *options])
+        assert compile_matrix.main() == status
+        folders = [str(tmp_path / f"triton-{version}") for version in versions]
+        assert runs == [(folder, target) for folder in folders for target in compile_matrix.SHORT]
+    assert "fault: triton 3.7.1: sm_90, triton, 64, forward_kernel, TMA: serialised" in capsys.readouterr().out
