@@ -9,6 +9,7 @@ variants of a kernel that has these tiles, the most. The exit status is 1 if a r
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -29,6 +30,8 @@ SHORT = {
     "sm_90": ("--head-dims", "64", "128", "--decays", "scalar", "--paths", "TMA"),
     "gfx942": ("--head-dims", "128", "--decays", "scalar", "--paths", "pointers", "decode"),
 }
+# options of which it takes a part of the table
+PARTS = ("head-dims", "decays", "paths")
 VALUES = ("registers", "spills", "shared")
 # what tells one row of the table from another
 ROW = ("target", "backend", "dim", "kernel", "path")
@@ -39,12 +42,15 @@ def main() -> int:
     parser.add_argument("--versions", nargs="+", default=VERSIONS, help="of Triton")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, help="a part of the table")
     parser.add_argument("--short", action="store_true", help="what is compiled after every change")
-    parser.add_argument("--decays", nargs="+", help="a part of the table, as for compile_kernels.py")
+    for name in PARTS:
+        parser.add_argument(f"--{name}", nargs="+", help="a part of the table, as for compile_kernels.py")
     parser.add_argument("--folder", type=Path, help="where the versions are, or are put")
     parser.add_argument("--json", type=Path, help="default: results/compile_matrix.json, and none with --short")
     options = parser.parse_args()
+    # of two values of an option the last one counts
+    parts = [(f"--{name}", *values) for name in PARTS if (values := vars(options)[name.replace("-", "_")])]
     runs = {
-        target: arguments + (("--decays", *options.decays) if options.decays else ())
+        target: (*arguments, *itertools.chain(*parts))
         for target, arguments in (SHORT if options.short else WHOLE).items()
         if options.targets is None or target in options.targets
     }
