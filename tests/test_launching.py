@@ -344,3 +344,27 @@ def test_remembered_kernels_are_those_that_triton_chooses(backend, monkeypatch):
             run(backend, **call)
     assert "forward_kernel" in launches
     assert "_scan_blocks" in launches
+    # Triton was seen to launch them so
+    assert compatibility.fallbacks() == []
+
+
+@gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_kernels_that_triton_has_forgotten(backend):
+    """Since 3.8 it unloads them from the GPU then."""
+    if isinstance(load(backend), str):
+        pytest.skip(load(backend))
+    inputs = [x.requires_grad_() for x in torch.randn(3, 1, 640, 2, 64, device="cuda", dtype=torch.bfloat16)]
+
+    def results():
+        out = decay_attention(*inputs, torch.full((2,), -0.1, device="cuda"), backend=backend)
+        return out, *torch.autograd.grad(out.sum(), inputs)
+
+    expected = results()
+    for x in gc.get_objects():
+        if isinstance(x, JITFunction):
+            x.device_caches.clear()
+    gc.collect()
+    torch.empty(1 << 24, device="cuda").fill_(torch.nan)
+    for x, y in zip(results(), expected, strict=True):
+        torch.testing.assert_close(x, y)
