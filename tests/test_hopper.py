@@ -96,6 +96,22 @@ def test_far_keys_that_outweigh_the_own(far, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("size", "far"), [(1e25, 30.0), (1e34, 10.0), (3e36, 0.0)])
+def test_large_values(size, far, dim):
+    """Results are no larger than the values, but a sum of p v would be: where a far key outweighs the own, and where
+    all keys weigh the same."""
+    for decay, causal in (("none", True), ("constant", True), ("scalar", True), ("constant", False)):
+        inputs = make(1100, heads=2, dim=dim, decay=decay, strength=1e-3)
+        inputs["q"][..., 0] = 8.0
+        inputs["k"][:, 7, :, 0] = far * (dim / 64) ** 0.5
+        inputs["v"] = inputs["v"].sign() * size
+        verify(inputs, causal=causal, skip_tolerance=None, grad_out=torch.randn_like(inputs["q"]) * 1e-3)
+        out = decay_attention(**inputs, causal=causal, skip_tolerance=None, backend="hopper")
+        again = decay_attention(**inputs, causal=causal, skip_tolerance=None, backend="hopper")
+        assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_a_nan_stays_in_its_row(dim):
     inputs = make(1500, dim=dim, decay="none")
     expected = decay_attention(**inputs, backend="hopper")

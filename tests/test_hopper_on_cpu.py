@@ -105,6 +105,18 @@ def test_far_keys_that_outweigh_the_own(far, dim):
     verify(inputs, skip_tolerance=None)
 
 
+@pytest.mark.parametrize(("decay", "causal"), [("none", True), ("scalar", True), ("constant", False)])
+@pytest.mark.parametrize(("size", "far"), [(1e25, 30.0), (1e34, 10.0), (3e36, 0.0)])
+def test_large_values(size, far, decay, causal):
+    """Results are no larger than the values, but a sum of p v would be: where a far key outweighs the own, and where
+    all keys weigh the same."""
+    inputs = make(300, heads=1, decay=decay, strength=1e-3)
+    inputs["q"][..., 0] = 8.0
+    inputs["k"][:, 7, :, 0] = far
+    inputs["v"] = inputs["v"].sign() * size
+    verify(inputs, causal=causal, skip_tolerance=None, grad_out=torch.randn_like(inputs["q"]) * 1e-3)
+
+
 @pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128)])
 def test_far_tiles_are_skipped(decay, dim):
     inputs = make(700, decay=decay, dim=dim, dtype=torch.float16)

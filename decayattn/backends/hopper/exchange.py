@@ -131,8 +131,14 @@ def hand_over(
 
 @gluon.jit
 def draw(drawn, count):
-    """The state of the count-th item."""
+    """The state of the count-th item, once it is there."""
     drawn.wait_ready(count)
+    return state_of(drawn, count)
+
+
+@gluon.jit
+def state_of(drawn, count):
+    """The state of an item that was drawn, until its queries are released."""
     return load_word(drawn.tiles, stage(count, SLOTS) * WORDS)
 
 

@@ -10,7 +10,8 @@ softmax whose exponentials overlap the product P V of the tile before (FlashAtte
 A row's maximum is that of its edge tiles, among them the one that has its own key. In bfloat16, whose exponents are
 float32's, whole tiles do not look for another: their exponentials begin as soon as the scores are there, and a fifth of
 the instructions is not needed. What was summed tells at the end of an item whether that went well; if not (a far key
-outweighs a row's edge tiles by 2^64), the producer sends the item again, and every tile is taken for an edge.
+outweighs a row's edge tiles by 2^64, or P V overflows, which large values do before), the producer sends the item
+again, and every tile is taken for an edge, with P so small that nothing overflows.
 
 Every warpgroup runs a copy of this code, and short items wait for instructions to arrive. So whole tiles have a loop of
 their own, half as long as that of edge tiles and without a branch, and what few rows need (their own α, for a
@@ -50,6 +51,7 @@ from decayattn.backends.hopper.exchange import (
     drawn_item,
     least,
     own,
+    state_of,
 )
 from decayattn.backends.hopper.fragments import (
     DEPTH,
@@ -72,8 +74,11 @@ from decayattn.backends.tile_range import tiles_between
 
 # powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
 LAG: gl.constexpr = gl.constexpr(8.0)
-# what a row sums up to at most where nothing moved its maximum: far from float32's 2^128, with room for large values
+# what a row sums up to at most where nothing moved its maximum: far from float32's 2^128
 MOST: gl.constexpr = gl.constexpr(2.0**64)
+# powers of two by which p is made smaller where all tiles are edges: 2^24 keys, each of up to 2^LAG, sum up to 1 then,
+# and P V to no more than the largest value
+HEADROOM: gl.constexpr = gl.constexpr(32.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -209,25 +214,38 @@ def _anchored(score, row_max, difference, scale):
 
 
 @gluon.jit
-def _softmax(score, row_max, row_sum, difference, scale, EDGE: gl.constexpr, WIDE: gl.constexpr):
+def _softmax(
+    score, row_max, row_sum, difference, scale, buffers, count, EDGE: gl.constexpr, WIDE: gl.constexpr
+):  # fmt: skip
     """Unnormalised p of a tile, the new (row_max, row_sum), and the factor for what was summed before, which nobody
     reads where no maximum is looked for.
 
     WIDE: p has the exponents of float32, so that only edge tiles look for a maximum. A row that has none yet gets
     p = inf, an overflow.
     """
+    raised = difference
     if EDGE and WIDE:
         # an overflow stays one, whatever this tile moves the maximum by
         row_sum = gl.where(row_sum >= MOST, float("inf"), row_sum)
+        # from memory: few tiles need it, and meanwhile no register has room for it
+        raised += gl.where(state_of(buffers.drawn, count) == CAREFUL, HEADROOM, 0.0)
     new_max, anchor = row_max, row_max
     correction = row_max
     if EDGE or not WIDE:
-        new_max, anchor = _anchored(score, row_max, difference, scale)
+        new_max, anchor = _anchored(score, row_max, raised, scale)
         correction = rescale(row_max, anchor)
         row_sum *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
     p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
     row_sum += shares(by_threads(p))
     return p, new_max, row_sum, correction
+
+
+@gluon.jit
+def _are_finite(out):
+    """(rows, 4): whether the numbers that a thread has of a row are finite, and not beyond 2^64: two of them share an
+    instruction, which adds up their products."""
+    even, odd = gl.split(by_threads(out))
+    return gl.abs(gl.sum(even * odd, 1)) < float("inf")
 
 
 @aggregate
@@ -313,7 +331,9 @@ def _next_tile(
     keys.release(n)
     if EDGE:
         score = _masked(score, rows, tile, is_right, False)
-    next_p, row_max, row_sum, correction = _softmax(score, row_max, row_sum, difference, scale, EDGE, WIDE)
+    next_p, row_max, row_sum, correction = _softmax(
+        score, row_max, row_sum, difference, scale, buffers, rows.count, EDGE, WIDE
+    )
     # ptxas would hoist the wait for P V above the exponentials; a store that needs their sum keeps it below
     buffers.fences.index(WARPGROUP).store(row_sum)
     keys.wait_ready(n + 1, n + 1 < rows.n_end)
@@ -403,7 +423,9 @@ def _consume(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
             score = _masked(score, rows, tile_end - 1, False, True)
-            p, row_max, row_sum, _ = _softmax(score, row_max, row_sum, difference, scale, True, WIDE)
+            p, row_max, row_sum, _ = _softmax(
+                score, row_max, row_sum, difference, scale, buffers, count, True, WIDE
+            )
             if ROW_ALPHA:
                 # for the end, and out of the registers
                 row_alphas.store(row_alpha.sum())
@@ -436,13 +458,13 @@ def _consume(
             acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
 
             total = gl.convert_layout(gl.sum(row_sum, 1), ROW, assert_trivial=True)
-            if WIDE:
-                # of each warp, whether it has a sum that is not below MOST: large, infinite, or a NaN
-                high = gl.max(gl.where(total < MOST, 0, 1).reshape([WARPS, ROWS // WARPS]), 1)
-                overflows.store(gl.where(state == CAREFUL, 0, high))
             # a row that saw no key: total 0 gives out 0 and lse −inf
             seen = total > 0
             total = gl.where(seen, total, 1.0)
+            factor = 1.0 / total
+            if WIDE:
+                # beyond MOST a sum may be wrong, and out, too: it becomes NaN
+                factor = gl.where(total < MOST, factor, float("nan"))
             row_reference = row_max + gl.log2(total)
             if ROW_ALPHA and not CAUSAL:
                 # a row's α, whose sign differs between its keys, does not cancel in a backward's scores either
@@ -459,7 +481,11 @@ def _consume(
 
             acc = warpgroup_mma_wait(0, (acc,))
             values.release(n_end - 1)
-            acc = acc * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC)), 1)
+            acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC)), 1)
+            if WIDE:
+                # of each warp, whether out is wrong in a row
+                wrong = gl.max(gl.where(_are_finite(acc), 0, 1).reshape([WARPS, ROWS // WARPS * 4]), 1)
+                overflows.store(gl.where(state_of(buffers.drawn, count) == CAREFUL, 0, wrong))
             # this warpgroup's q is read, and out has its shape
             q.store(acc.to(q.dtype))
             fence_async_shared()
