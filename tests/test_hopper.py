@@ -6,7 +6,7 @@ import pytest
 import torch
 from hopper_problems import BF16, PACKINGS, int32, make, make_packed, make_padded, random_packing, verify
 
-from decayattn import backends, decay_attention, decay_attention_varlen, visited_fraction
+from decayattn import DecayFlashAttention, backends, decay_attention, decay_attention_varlen, visited_fraction
 from decayattn.backends.hopper import config
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
@@ -455,6 +455,20 @@ def test_deterministic_gradients():
             gradients("hopper")
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_new_tokens_over_a_cache_are_refused():
+    """Not decoded by other kernels, in silence; the first tokens of all are an ordinary call."""
+    layer = DecayFlashAttention(256, 4, backend="hopper", device="cuda", dtype=BF16)
+    x = torch.randn(2, 301, 256, device="cuda", dtype=BF16)
+    with torch.no_grad():
+        cache = layer.make_cache(2, 400)
+        assert torch.equal(layer(x[:, :300], cache=cache), layer(x[:, :300]))
+        with pytest.raises(ValueError, match="'hopper' cannot take this problem: it has no kernels for new tokens"):
+            layer(x[:, 300:], cache=cache)
+        layer.backend = "auto"
+        layer(x[:, 300:], cache=cache)
+    assert cache.longest == 301
 
 
 def test_auto_takes_them_where_they_take_the_problem_and_pay(monkeypatch):

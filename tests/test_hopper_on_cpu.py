@@ -14,6 +14,7 @@ from hopper_problems import make as make_batch
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.backends import hopper, launching
 from decayattn.backends.hopper import config, launch, launch_backward
+from decayattn.nn import DecayCache
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the kernels themselves run here")
 
@@ -196,6 +197,20 @@ def test_deterministic_algorithms():
         torch.use_deterministic_algorithms(False)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=1e-3)
+
+
+def test_new_tokens_over_a_cache_are_refused():
+    """Not decoded by other kernels, in silence; the first tokens of all are an ordinary call."""
+    cache = DecayCache(1, 100, num_heads=2, head_dim=64, dtype=torch.bfloat16)
+    inputs = make(40, decay="constant")
+    first, one = ({n: x if n == "log_decay" else x[:, part] for n, x in inputs.items()} for part in (slice(30), [30]))
+    expected = decay_attention(**first, backend="hopper")
+    assert torch.equal(cache.attend(**first, backend="hopper"), expected)
+    with pytest.raises(ValueError, match="'hopper' cannot take this problem: it has no kernels for new tokens"):
+        cache.attend(**one, backend="hopper")
+    assert cache.longest == 30
+    cache.attend(**one, backend="auto")
+    assert cache.longest == 31
 
 
 # The order of things

@@ -17,6 +17,8 @@ from decayattn.problem import AttentionProblem
 KERNELS = {"triton": "decayattn.backends.portable", "hopper": "decayattn.backends.hopper"}
 # those that "auto" considers, fastest first where they pay
 AUTOMATIC = ("hopper", "triton")
+# those that have kernels for a few new rows over a cache of keys
+DECODING = ("triton",)
 # how every kernel is compiled, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
 NAMES = ("auto", "reference", *KERNELS)
@@ -68,18 +70,22 @@ def check_name(name: str) -> str:
     return name
 
 
-def select(problem: AttentionProblem, name: str) -> str:
+def select(problem: AttentionProblem, name: str, decoding: bool = False) -> str:
     """What runs: "reference", or the name to give to `resolve`; a kernel backend that cannot run here is a ValueError.
 
     Only what is known of a call before its tensors have addresses is asked: torch.compile traces through this.
+    decoding: new rows over a cache of keys.
     """
     if check_name(name) == "reference":
         return name
     if name == "auto":
         # on a CPU the kernels can only be interpreted, which is for debugging: nobody gets that without naming it
-        candidates = AUTOMATIC if problem.device.type == "cuda" else ()
+        candidates = DECODING if decoding else AUTOMATIC
+        candidates = candidates if problem.device.type == "cuda" else ()
         return name if any(refusal(problem, kernel) is None for kernel in candidates) else "reference"
     reason = refusal(problem, name)
+    if reason is None and decoding and name not in DECODING:
+        reason = "it has no kernels for new tokens over those in a cache; 'triton' has, and 'auto' takes them"
     if reason is not None:
         raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
     return name

@@ -60,7 +60,8 @@ class DecayFlashAttention(nn.Module):
         sink: a learned logit per head that takes part in every softmax and gives nothing, 0 at first.
         scale: of the scores: a number, default 1/√D; "learned": exp(log_scale_h)/√D, a parameter per head, 0 at first.
         skip_tolerance: as in decay_attention; a cache reads all that it holds, and has `evict`.
-        backend: as in decay_attention; a plain attribute that may be changed at any time.
+        backend: as in decay_attention; a plain attribute that may be changed at any time. After a cache's first tokens
+            "hopper" is refused, which has no kernels for them.
         device, dtype: of the parameters, as in torch.nn; those of the decay stay at least float32.
 
     The projections start as nn.Linear does (variance 1/(3·fan_in), at width 768 the 0.02 of GPT-2) with zero biases;

@@ -117,9 +117,9 @@ class DecayCache:
     ) -> Tensor:
         """Append T tokens and return the causal attention of their queries over all tokens, (B, T, H, D_v).
 
-        The first tokens of an empty cache go through decay_attention itself, with skip_tolerance. After that all keys
-        that a row sees are read; "reference" is eager PyTorch, and every kernel backend decodes with the same Triton
-        kernels.
+        The first tokens of an empty cache go through decay_attention itself, in any backend, with skip_tolerance. After
+        that all keys that a row sees are read: "reference" is eager PyTorch, "triton" decodes with kernels of its own,
+        which "auto" takes on a GPU, and "hopper" is refused, because it has none.
 
         Args:
             q, k, v, log_decay, scale, window_size, sink, skip_tolerance, backend: as in decay_attention, with T tokens
@@ -153,7 +153,7 @@ class DecayCache:
             self._append(k, v, log_decay, counted)
             return out
         row_scale = scale if isinstance(scale, Tensor) else None
-        chosen = backends.select(AttentionProblem.of(q, v, rates, row_scale, True), backend)
+        chosen = backends.select(AttentionProblem.of(q, v, rates, row_scale, True), backend, decoding=True)
         ends, first = self._append(k, v, log_decay, counted)
         left, _ = window_of(window_size, True)
         if chosen == "reference":
