@@ -4,3 +4,4 @@ from decayattn.functional import decay_attention, decay_attention_varlen, visite
 from decayattn.nn.attention import DecayFlashAttention
 
 __all__ = ["DecayFlashAttention", "decay_attention", "decay_attention_varlen", "visited_fraction"]
+__version__ = "0.1.0"
