@@ -6,6 +6,7 @@ passing through them takes a small call a sixth of the host's time.
 """
 
 import contextlib
+import math
 from collections.abc import Iterable
 
 import torch
@@ -18,7 +19,8 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? row_scale, Tensor? places, Tensor? bias, "
     "float scale, bool causal, SymInt[] window, SymInt[]? longest, float skip_tolerance, str backend"
 )
-# what the forward leaves to the backward, besides its inputs and out
+# what the forward leaves to the backward, besides its inputs and out. base is flat: a dimension of one block up to 128
+# tokens, and more beyond, would make a traced graph be for one of both
 _SAVED = "Tensor row_references, Tensor local, Tensor base, Tensor last_reset, Tensor next_reset, Tensor first_block"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -87,8 +89,9 @@ def _forward(
     out, lse, row_references, prefix, first_block = launcher.forward(
         problem, q, k, v, log_decay, scale, places, bias, with_lse
     )
-    if operator and not with_lse:
-        lse = _not_asked_for(row_references)
+    if operator:
+        lse = lse if with_lse else _not_asked_for(row_references)
+        prefix = prefix._replace(base=prefix.base.flatten())
     return out, lse, row_references, *prefix, first_block
 
 
@@ -101,6 +104,8 @@ def _backward(
     operator = problem is None
     if operator:
         problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
+        heads = problem.batch, problem.num_heads
+        base = base.view(*heads, base.numel() // max(1, math.prod(heads)))
     scale = scale if row_scale is None else row_scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale, deterministic))
@@ -132,7 +137,7 @@ def _forward_fake(
         q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim),
         q.new_empty(rows if with_lse else 0, dtype=problem.accumulator_dtype),
         q.new_empty(rows, dtype=problem.accumulator_dtype),
-        *prefix.allocate(problem, q),
+        *prefix.allocate(problem, q, flat_base=True),
         skipping.allocate(problem, q),
     )
 

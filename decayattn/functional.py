@@ -4,7 +4,16 @@ import torch
 from torch import Tensor
 
 from decayattn import autograd, backends, reference
-from decayattn.problem import AttentionProblem, check_arguments, check_packed_arguments, tolerance_of, window_of
+from decayattn.problem import (
+    AttentionProblem,
+    autocast_dtype,
+    check_arguments,
+    check_bool,
+    check_packed_arguments,
+    integer,
+    tolerance_of,
+    window_of,
+)
 
 
 def decay_attention(
@@ -46,7 +55,8 @@ def decay_attention(
         log_decay: λ in natural logarithm, float32 (or float64 with float64 q).
             None: no decay. A number or 0-d tensor: the same constant γ for every head. (H,): a constant γ_h per head,
             S gets |i − j|·γ_h. (B, T_k, H): one λ per token and query head; −inf resets (nothing before that token is
-            visible from it on), values above 0 let scores grow. A sequence's first λ is never used.
+            visible from it on), values above 0 let scores grow. A sequence's first λ is never used. B and H may be 1,
+            for the same λ in all batch entries or heads; T_k is never broadcast.
         scale: s, a number, or a tensor broadcastable to (B, T_q, H): one finite scale of any sign per query row and
             head. Default 1/√D.
         causal: query i sees the keys j ≤ i. Otherwise it sees all, and the decay acts in both directions.
@@ -56,11 +66,11 @@ def decay_attention(
             where a query sees a key, as far as the other arguments let it.
         sink: (H,) learned logits: every row has one more key, of score sink_h and value 0. lse includes it, and has its
             gradient (Xiao et al., arXiv 2309.17453).
-        seqused_q, seqused_k, leftpad_q, leftpad_k: (B,) int32, where the sequence lies in its batch entry: its queries
-            are the rows leftpad_q ≤ row < seqused_q, its keys the tokens leftpad_k ≤ j < seqused_k, and the last query
-            stands at the last key. Default 0 and T_q, 0 and T_k. Rows and tokens outside have out 0, lse −inf (with a
-            sink, the sink) and gradient 0, and what they hold does not matter. A batch padded on the right has
-            seqused_q = seqused_k = its lengths, one padded on the left leftpad_q = leftpad_k, a key cache has
+        seqused_q, seqused_k, leftpad_q, leftpad_k: (B,) int32 or int64, where the sequence lies in its batch entry: its
+            queries are the rows leftpad_q ≤ row < seqused_q, its keys the tokens leftpad_k ≤ j < seqused_k, and the
+            last query stands at the last key. Default 0 and T_q, 0 and T_k. Rows and tokens outside have out 0, lse
+            −inf (with a sink, the sink) and gradient 0, and what they hold does not matter. A batch padded on the right
+            has seqused_q = seqused_k = its lengths, one padded on the left leftpad_q = leftpad_k, a key cache has
             seqused_k. Numbers outside the tensors are taken as their ends. Not causal with a decay per token, rows
             before the first key of their sequence see nothing.
         return_lse: also return lse.
@@ -79,12 +89,13 @@ def decay_attention(
         key gives out 0, lse −inf (with a sink, the sink) and contributes exactly 0 to every gradient but the sink's.
 
     Under autocast q, k and v are cast to its dtype, log_decay and scale are left alone. The kernels have no second
-    derivative: a double backward raises.
+    derivative: a double backward raises. Tensors on the meta device give results there, whatever the backend.
 
     Raises:
         TypeError, ValueError: for every bad argument, by name, before any kernel starts.
     """
     q, k, v = _autocast(q, k, v)
+    check_bool("return_lse", return_lse)
     check_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
         skip_tolerance,
@@ -125,9 +136,9 @@ def decay_attention_varlen(
 
     Args:
         q, k, v: (total_q, H, D), (total_k, H_kv, D) and (total_k, H_kv, D_v).
-        log_decay: as in decay_attention, one per token being (total_k, H).
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, non-decreasing. Read when the kernels run: changing them in
-            place and replaying a CUDA graph is fine.
+        log_decay: as in decay_attention, one per token being (total_k, H), or (total_k, 1) for all heads.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 or int64, non-decreasing. Read when the kernels run: changing
+            them in place and replaying a CUDA graph is fine.
         max_seqlen_q, max_seqlen_k: no sequence is longer than these. They only size the launch; tokens of a sequence
             beyond them are not computed (zeros, and not seen).
         scale, causal, window_size, sink, return_lse, skip_tolerance, backend: as in decay_attention; a tensor scale
@@ -142,11 +153,13 @@ def decay_attention_varlen(
         TypeError, ValueError: for every bad argument, by name, before any kernel starts.
     """
     q, k, v = _autocast(q, k, v)
+    check_bool("return_lse", return_lse)
     check_packed_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         skip_tolerance,
     )  # fmt: skip
     q, k, v = q[None], k[None], v[None]
+    max_seqlen_q, max_seqlen_k = integer(max_seqlen_q), integer(max_seqlen_k)
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
         log_decay = log_decay[None]
     log_decay, scale = per_head(log_decay, q), per_row(scale, q)
@@ -194,7 +207,8 @@ def visited_fraction(
         q, k, log_decay, scale if isinstance(scale, Tensor) else None, True, window_of(window_size, True),
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
-    backends.select(problem, "triton")
+    if backends.select(problem, "triton") == "reference":  # meta tensors: nothing runs
+        return q.new_empty(problem.batch, problem.num_heads, dtype=torch.float32)
     from decayattn.backends import skipping  # imports Triton
 
     with torch.cuda.device_of(q):
@@ -243,8 +257,8 @@ def _places_in_entries(
 
 def _interval(begin: Tensor, end: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Begin and length (N,), inside an axis whatever the numbers on the device are."""
-    begin = begin.clamp(0, axis)
-    return begin, end.clamp(0, axis).sub_(begin).clamp_(min=0)
+    begin = begin.clamp(0, axis).int()
+    return begin, end.clamp(0, axis).int().sub_(begin).clamp_(min=0)
 
 
 def _between(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
@@ -253,16 +267,16 @@ def _between(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
     Whatever they are, it is inside an axis and disjoint, so that the axis bounds how much it is: an offset smaller than
     one before it counts as that one.
     """
-    offsets = offsets.clamp(0, axis).cummax(0).values
+    offsets = offsets.clamp(0, axis).int().cummax(0).values
     return offsets[:-1], offsets.diff().clamp_(0, longest)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype where it is on, as scaled_dot_product_attention does; float64 is left alone."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    dtype = autocast_dtype(first.device) if isinstance(first, Tensor) else None
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in _AUTOCAST_FROM else t for t in tensors)
 
 
@@ -275,8 +289,12 @@ def per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
         return None
     if not isinstance(log_decay, Tensor):
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return torch.full((q.shape[2],), log_decay, dtype=dtype, device=q.device)
-    return log_decay.expand(q.shape[2]) if log_decay.ndim == 0 else log_decay
+        return torch.full((q.shape[2],), float(log_decay), dtype=dtype, device=q.device)
+    batch, _, heads, _ = q.shape
+    shape = log_decay.shape
+    if len(shape) == 3 and (shape[0] != batch or shape[2] != heads):
+        return log_decay.expand(batch, -1, heads)
+    return log_decay if shape else log_decay.expand(heads)
 
 
 def per_row(scale: Tensor | float | None, q: Tensor) -> Tensor | float:

@@ -1,8 +1,9 @@
 """What one call of decay_attention asks for: its arguments checked once, its shapes and modes frozen."""
 
+import contextlib
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -118,8 +119,8 @@ def check_arguments(
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape[0] != q.shape[0]:
             raise ValueError(f"{name}: expected the batch size of q, {q.shape[0]}, got {tensor.shape[0]}")
-    _check_bool("causal", causal)
-    per_token = _check_log_decay(log_decay, q, "(B, T_k, H)", (*k.shape[:2], q.shape[2]))
+    check_bool("causal", causal)
+    per_token = _check_log_decay(log_decay, q, k, "(B, T_k, H)")
     _check_scale(scale, q, "(B, T_q, H)")
     check_window(window_size)
     _check_sink(sink, q)
@@ -128,7 +129,7 @@ def check_arguments(
     given = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
     for name, lengths in given.items():
         if lengths is not None:
-            _check_int32(name, lengths, q, "(B,)", (q.shape[0],))
+            _check_counts(name, lengths, q, "(B,)", (q.shape[0],))
     if per_token and not causal and q.shape[1] > k.shape[1]:
         raise ValueError(
             "causal: False with a per-token log_decay needs T_q <= T_k, because the first "
@@ -154,23 +155,23 @@ def check_packed_arguments(
 ) -> None:
     """Refuse every bad argument of decay_attention_varlen by name."""
     _check_tensors(q, k, v, ("tokens", "heads", "head_dim"))
-    _check_bool("causal", causal)
-    _check_log_decay(log_decay, q, "(total_k, H)", (k.shape[0], q.shape[1]))
+    check_bool("causal", causal)
+    _check_log_decay(log_decay, q, k, "(total_k, H)")
     _check_scale(scale, q, "(total_q, H)")
     check_window(window_size)
     _check_sink(sink, q)
     check_skip_tolerance(skip_tolerance)
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if isinstance(offsets, Tensor) and (offsets.ndim != 1 or not len(offsets)):
+        if isinstance(offsets, Tensor) and (offsets.ndim != 1 or offsets.shape[0] == 0):
             raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
-        _check_int32(name, offsets, q, "(sequences + 1,)", None)
+        _check_counts(name, offsets, q, "(sequences + 1,)", None)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
             f"cu_seqlens_k: expected the shape of cu_seqlens_q, {tuple(cu_seqlens_q.shape)}, "
             f"got {tuple(cu_seqlens_k.shape)}"
         )
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
+        if not _is_integer(longest):
             raise TypeError(f"{name}: expected an int, got {_describe(longest)}")
         if longest < 0:
             raise ValueError(f"{name}: expected at least 0, got {longest}")
@@ -183,7 +184,7 @@ def is_reset(log_decay: Tensor) -> Tensor:
 
 def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
     """(left, right) with −1 for no limit; a causal query sees nothing to its right anyway."""
-    left, right = (-1, -1) if window_size is None else window_size
+    left, right = (-1, -1) if window_size is None else map(integer, window_size)
     return (left, -1) if causal else (left, right)
 
 
@@ -193,10 +194,15 @@ def _clamped(window: Sequence[int], longest_query: int, longest_key: int) -> tup
     The first key is up to longest_key − 1 to the left of a query, the last one up to longest_query − 1 to the right.
     """
     left, right = window
-    if torch.compiler.is_compiling():
-        # a comparison would tie the graph to these lengths; the operator, which launches, has numbers for them
+    if torch.compiler.is_compiling() or not isinstance(longest_query, int) or not isinstance(longest_key, int):
+        # a comparison would tie a graph to these lengths; the operator, which launches, has numbers for them
         return left, right
     return -1 if left >= longest_key - 1 else left, -1 if right >= longest_query - 1 else right
+
+
+def integer(number: int) -> int:
+    """A checked integer that may be one of numpy's as Python's own, which operators and launches take."""
+    return number if isinstance(number, (int, torch.SymInt)) else int(number)
 
 
 def tolerance_of(skip_tolerance: float | str | None, dtype: torch.dtype) -> float:
@@ -204,6 +210,17 @@ def tolerance_of(skip_tolerance: float | str | None, dtype: torch.dtype) -> floa
     if skip_tolerance == "auto":
         return 2.0**-53 if dtype == torch.float64 else 2.0**-24
     return 0.0 if skip_tolerance is None else float(skip_tolerance)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to; None where it is off. On the meta device there is none."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Autocast switched off, where there is one."""
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> None:
@@ -228,17 +245,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: expected the head dimension of q, {q.shape[-1]}, got {k.shape[-1]}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
-        raise ValueError(f"k: its {k.shape[-2]} heads must divide the {q.shape[-2]} heads of q (grouped queries)")
+        # more key heads than query heads are nobody's mistake in counting heads
+        fits = k.shape[-2] > q.shape[-2] and k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
+        raise ValueError(
+            f"k: its {k.shape[-2]} heads must divide the {q.shape[-2]} heads of q (grouped queries)"
+            f"{_order_hint(q, fits)}"
+        )
     for name, dim in (("q", q.shape[-1]), ("v", v.shape[-1])):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected a head dimension from 1 to {MAX_HEAD_DIM}, got {dim}")
 
 
-def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, axes: str, per_token: tuple[int, ...]) -> bool:
+def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axes: str) -> bool:
     """Whether there is one per token."""
     if log_decay is None:
         return False
-    num_heads = q.shape[-2]
     if isinstance(log_decay, Real) and not isinstance(log_decay, bool):
         if not math.isfinite(log_decay):
             raise ValueError(f"log_decay: expected a finite number, got {log_decay}")
@@ -254,15 +275,38 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, axes: str, per
         raise TypeError(f"log_decay: expected float32 (or float64 with float64 q, k, v), got {log_decay.dtype}")
     if log_decay.device != q.device:
         raise ValueError(f"log_decay: expected the device of q, {q.device}, got {log_decay.device}")
-    shape = tuple(log_decay.shape)
-    if shape in ((), (num_heads,)):
-        return False
-    if shape == per_token:
+    per_token = (*k.shape[:-2], q.shape[-2])
+    # tuples are compared from their first entries on, whatever their lengths: with a symbolic batch that is a guard
+    if log_decay.ndim > 1 and log_decay.shape == per_token:
         return True
+    if _is_decay(log_decay.shape, per_token):
+        return log_decay.ndim > 1
     raise ValueError(
-        f"log_decay: expected shape () or (H,) = ({num_heads},) for a constant decay, "
-        f"or {axes} = {per_token} for one per token; got {shape}"
+        f"log_decay: expected shape () or (H,) = ({per_token[-1]},) for a constant decay, or {axes} = {per_token} for "
+        f"one per token, where batch and heads may be 1; got {tuple(log_decay.shape)}"
+        f"{_decay_hint(log_decay.shape, q, k, per_token)}"
     )
+
+
+def _is_decay(shape: Sequence[int], per_token: Sequence[int]) -> bool:
+    """Whether a log-decay may have this shape. The number of tokens is never broadcast: a constant decay is (H,), and
+    one token's λ beside many keys is a mistake."""
+    if len(shape) < 2:
+        return len(shape) == 0 or shape[0] == per_token[-1]
+    return len(shape) == len(per_token) and _broadcasts(shape, per_token) and shape[-2] == per_token[-2]
+
+
+def _decay_hint(shape: Sequence[int], q: Tensor, k: Tensor, per_token: tuple[int, ...]) -> str:
+    """What a message adds for a log-decay that fits in another order, or with a dimension more or less."""
+    others = {
+        "log_decay[..., None]": (*shape, 1),
+        "log_decay[None]": (1, *shape),
+        "log_decay.squeeze(0)": shape[1:] if shape[:1] == (1,) else (),
+        "log_decay.mT": (*shape[:-2], *shape[:-3:-1]),
+    }
+    fitting = [name for name, other in others.items() if len(other) > 1 and _is_decay(other, per_token)]
+    swapped = (*k.shape[:-3], k.shape[-2], q.shape[-3])
+    return "".join(f"; {name} would fit" for name in fitting) + _order_hint(q, _is_decay(shape, swapped))
 
 
 def _check_scale(scale: Tensor | float | None, q: Tensor, axes: str) -> None:
@@ -281,14 +325,16 @@ def _check_scale(scale: Tensor | float | None, q: Tensor, axes: str) -> None:
     if scale.device != q.device:
         raise ValueError(f"scale: expected the device of q, {q.device}, got {scale.device}")
     rows = q.shape[:-1]
-    padded = (1,) * (len(rows) - scale.ndim) + tuple(scale.shape)
-    if len(padded) != len(rows) or any(have not in (1, want) for have, want in zip(padded, rows, strict=True)):
+    if not _broadcasts(scale.shape, rows):
+        swapped = (*q.shape[:-3], q.shape[-2], q.shape[-3])
         raise ValueError(
             f"scale: expected a tensor broadcastable to {axes} = {tuple(rows)}, got shape {tuple(scale.shape)}"
+            f"{_order_hint(q, _broadcasts(scale.shape, swapped))}"
         )
 
 
-def _check_bool(name: str, value: bool) -> None:
+def check_bool(name: str, value: bool) -> None:
+    """Refuse what is no bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {_describe(value)}")
 
@@ -300,7 +346,7 @@ def check_window(window_size: tuple[int, int] | None) -> None:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size: expected None or a pair (left, right), got {_describe(window_size)}")
     for side in window_size:
-        if isinstance(side, bool) or not isinstance(side, int):
+        if not _is_integer(side):
             raise TypeError(f"window_size: expected two ints, got {_describe(window_size)}")
         if side < -1:
             raise ValueError(f"window_size: expected numbers of tokens, or -1 for no limit, got {window_size}")
@@ -329,7 +375,10 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
     if sink.device != q.device:
         raise ValueError(f"sink: expected the device of q, {q.device}, got {sink.device}")
     if sink.shape != (q.shape[-2],):
-        raise ValueError(f"sink: expected one logit per head, (H,) = ({q.shape[-2]},), got {tuple(sink.shape)}")
+        raise ValueError(
+            f"sink: expected one logit per head, (H,) = ({q.shape[-2]},), got {tuple(sink.shape)}"
+            f"{_order_hint(q, sink.shape == (q.shape[-3],))}"
+        )
 
 
 def _check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
@@ -346,23 +395,47 @@ def _check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
     if bias.device != q.device:
         raise ValueError(f"bias: expected the device of q, {q.device}, got {bias.device}")
     scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    padded = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    if len(padded) != 4 or any(have not in (1, want) for have, want in zip(padded, scores, strict=True)):
+    if not _broadcasts(bias.shape, scores):
+        swapped = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         raise ValueError(
             f"bias: expected a tensor broadcastable to (B, H, T_q, T_k) = {scores}, got shape {tuple(bias.shape)}"
+            f"{_order_hint(q, _broadcasts(bias.shape, swapped))}"
         )
 
 
-def _check_int32(name: str, numbers: Tensor, q: Tensor, axes: str, shape: tuple[int, ...] | None) -> None:
+def _check_counts(name: str, numbers: Tensor, q: Tensor, axes: str, shape: tuple[int, ...] | None) -> None:
     if not isinstance(numbers, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(numbers)}")
-    if numbers.dtype != torch.int32:
-        raise TypeError(f"{name}: expected int32, got {numbers.dtype}")
+    if numbers.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {numbers.dtype}")
     if numbers.device != q.device:
         raise ValueError(f"{name}: expected the device of q, {q.device}, got {numbers.device}")
     if shape is not None and numbers.shape != shape:
         raise ValueError(f"{name}: expected shape {axes} = {shape}, got {tuple(numbers.shape)}")
 
 
+def _is_integer(value: object) -> bool:
+    """Python's, numpy's or a symbolic one."""
+    return type(value) is int or (isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool))
+
+
+def _broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether a tensor of this shape broadcasts to the full one."""
+    missing = len(full) - len(shape)
+    # the wanted size first: of two symbols for one length, only that comparison needs no guard
+    return missing >= 0 and all(have == want or have == 1 for have, want in zip(shape, full[missing:], strict=True))
+
+
+def _order_hint(q: Tensor, fits: bool) -> str:
+    """What a message adds where the shapes would fit if heads came before tokens in q, k and v."""
+    if not fits:
+        return ""
+    batch = "B, " if q.ndim == 4 else ""
+    return f"; q, k, v: expected ({batch}T, H, D); these look like ({batch}H, T, D), then give q.transpose(-3, -2) etc."
+
+
 def _describe(value: object) -> str:
-    return f"{value!r} of type {type(value).__name__}"
+    kind = type(value)
+    # numpy.bool is another type than bool
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return f"{value!r} of type {name}"

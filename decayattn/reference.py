@@ -9,7 +9,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decayattn.problem import AttentionProblem, is_reset
+from decayattn.problem import AttentionProblem, is_reset, without_autocast
 
 
 def attention(
@@ -21,7 +21,7 @@ def attention(
     places (sequences, 4) are AttentionProblem's. sink (H,) is the score of one more key, of value 0, in every row. bias
     broadcasts to (B, H, T_q, T_k): it is added to the scores, or, boolean, says which may be visible.
     """
-    with torch.autocast(problem.device.type, enabled=False):  # the caller applied it; inside it would round the scores
+    with without_autocast(problem.device):  # the caller applied it; inside it would round the scores
         if places is None:
             i = torch.arange(problem.query_length, device=problem.device) + problem.first_position
             return _attend(problem, q, k, v, log_decay, scale, sink, bias, i[None, None], None)
@@ -50,7 +50,7 @@ def _attend(
         column = rearrange(sink.to(dtype), "h -> 1 h 1 1").expand(*scores.shape[:3], 1)
         scores, visible = torch.cat([scores, column], -1), pad(visible, (0, 1), value=True)
     weights, lse = masked_softmax(scores, visible)
-    out = torch.einsum("bhij,bjhe->bihe", weights[..., : len(j)], _per_query_head(problem, v.to(dtype)))
+    out = torch.einsum("bhij,bjhe->bihe", weights[..., : k.shape[1]], _per_query_head(problem, v.to(dtype)))
     return out.to(problem.dtype), lse
 
 
@@ -60,9 +60,9 @@ def _attend_sequences(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Every sequence is cut out into a batch entry of its own, and its results are put back to where it lies."""
     first_row, num_rows, first_key, num_keys = places.long().T[..., None]  # each (sequences, 1)
-    row = torch.arange(min(problem.longest_query, problem.query_length), device=problem.device)
-    key = torch.arange(min(problem.longest_key, problem.key_length), device=problem.device)
-    entry = torch.arange(len(places), device=problem.device)[:, None]
+    row = torch.arange(_within(problem.longest_query, problem.query_length), device=problem.device)
+    key = torch.arange(_within(problem.longest_key, problem.key_length), device=problem.device)
+    entry = torch.arange(places.shape[0], device=problem.device)[:, None]
     entry = torch.zeros_like(entry) if problem.layout == "packed" else entry
 
     def cut(x: Tensor, first: Tensor, number: Tensor, t: Tensor) -> Tensor:
@@ -160,6 +160,11 @@ def _at_rows(x: Tensor, i: Tensor) -> Tensor:
         return x.new_zeros(*x.shape[:2], i.shape[-1])
     # not take_along_dim, which compiles to a graph of its own for every length
     return x.gather(-1, i.clamp(0, x.shape[-1] - 1).expand(*x.shape[:2], -1))
+
+
+def _within(longest: int, axis: int) -> int:
+    """No sequence is longer than the axis. A symbolic one is not compared: that would fix it in an exported graph."""
+    return longest if isinstance(axis, torch.SymInt) else min(longest, axis)
 
 
 def _per_query_head(problem: AttentionProblem, x: Tensor) -> Tensor:

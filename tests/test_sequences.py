@@ -234,12 +234,13 @@ def test_a_launch_has_programs_for_the_blocks_that_can_exist(device):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
-def test_a_graph_replays_with_other_offsets(device):
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_graph_replays_with_other_offsets(dtype, device):
     """More blocks, fewer of them, and tokens that belong to no sequence: all is found anew on the device."""
     inputs = make_packed(device, 400, 400, "resets", dtype=torch.float16)
     names = ("q", "k", "v", "log_decay")
     leaves = [inputs[name].requires_grad_() for name in names]
-    cu = int32(device, 0, 400, 400, 400)
+    cu = int32(device, 0, 400, 400, 400).to(dtype)
     options = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=400, max_seqlen_k=400, backend="triton")
     d_out = torch.randn(400, 2, 8, device=device, dtype=torch.float16)
 
@@ -569,7 +570,7 @@ LENGTHS = [
     for name in ("seqused_q", "seqused_k", "leftpad_q", "leftpad_k")
     for value, error, message in (
         ([1, 2], TypeError, r"expected a torch.Tensor, got \[1, 2\] of type list"),
-        (torch.zeros(2).long(), TypeError, r"expected int32, got torch.int64"),
+        (torch.zeros(2).short(), TypeError, r"expected int32 or int64, got torch.int16"),
         (torch.zeros(2, device="meta").int(), ValueError, r"expected the device of q, cpu, got meta"),
         (torch.zeros(3).int(), ValueError, r"expected shape \(B,\) = \(2,\), got \(3,\)"),
     )
@@ -591,7 +592,7 @@ OFFSETS = [
     for name in ("cu_seqlens_q", "cu_seqlens_k")
     for value, error, message in (
         ([0, 2, 5], TypeError, r"expected a torch.Tensor, got \[0, 2, 5\] of type list"),
-        (torch.zeros(3).long(), TypeError, r"expected int32, got torch.int64"),
+        (torch.zeros(3), TypeError, r"expected int32 or int64, got torch.float32"),
         (torch.zeros(3, device="meta").int(), ValueError, r"expected the device of q, cpu, got meta"),
         (torch.zeros(3, 1).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(3, 1\)"),
         (torch.zeros(0).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(0,\)"),

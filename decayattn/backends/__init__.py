@@ -76,8 +76,9 @@ def select(problem: AttentionProblem, name: str, decoding: bool = False) -> str:
     Only what is known of a call before its tensors have addresses is asked: torch.compile traces through this.
     decoding: new rows over a cache of keys.
     """
-    if check_name(name) == "reference":
-        return name
+    if check_name(name) == "reference" or problem.device.type == "meta":
+        # meta tensors hold no numbers: what every backend returns has the same shapes and dtypes, and nothing runs
+        return "reference"
     if name == "auto":
         # on a CPU the kernels can only be interpreted, which is for debugging: nobody gets that without naming it
         candidates = DECODING if decoding else AUTOMATIC

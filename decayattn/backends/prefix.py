@@ -77,14 +77,14 @@ class SplitPrefix(NamedTuple):
     bases: Tensor  # (B, H, blocks, 2) float32: the high and the low bits of base
 
 
-def allocate(problem: AttentionProblem, like: Tensor) -> DecayPrefix:
-    """Uninitialised buffers of the prefix's shapes (of size 0 where the decay is not per token)."""
+def allocate(problem: AttentionProblem, like: Tensor, flat_base: bool = False) -> DecayPrefix:
+    """Uninitialised buffers of the prefix's shapes (of size 0 where the decay is not per token); base may be flat."""
     tokens, blocks = (problem.key_length, decay_blocks(problem)) if problem.decay == "scalar" else (0, 0)
     shape = (problem.batch, problem.num_heads)
     local_dtype = torch.float32 if problem.dtype.itemsize == 2 else torch.float64
     return DecayPrefix(
         like.new_empty(*shape, tokens, dtype=local_dtype),
-        like.new_empty(*shape, blocks, dtype=torch.float64),
+        like.new_empty(math.prod((*shape, blocks)) if flat_base else (*shape, blocks), dtype=torch.float64),
         like.new_empty(*shape, tokens, dtype=torch.int32),
         like.new_empty(*shape, tokens, dtype=torch.int32),
     )

@@ -11,7 +11,7 @@ from decayattn import backends
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
-from decayattn.problem import MAX_HEAD_DIM, check_skip_tolerance, check_window
+from decayattn.problem import MAX_HEAD_DIM, autocast_dtype, check_skip_tolerance, check_window
 
 
 class DecayFlashAttention(nn.Module):
@@ -244,8 +244,7 @@ class DecayFlashAttention(nn.Module):
         weight = self.in_proj.weight
         device = weight.device if device is None else device
         if dtype is None:
-            kind = torch.device(device).type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+            dtype = autocast_dtype(torch.device(device)) or weight.dtype
         return DecayCache(
             batch_size, max_length, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
             value_dim=self.value_dim, device=device, dtype=dtype,

@@ -10,7 +10,15 @@ from torch import Tensor
 from decayattn import backends
 from decayattn.functional import decay_attention, per_head, per_row, with_sink
 from decayattn.nn.decay import check_positive_int
-from decayattn.problem import RESET_BELOW, SUPPORTED_DTYPES, AttentionProblem, check_arguments, is_reset, window_of
+from decayattn.problem import (
+    RESET_BELOW,
+    SUPPORTED_DTYPES,
+    AttentionProblem,
+    check_arguments,
+    is_reset,
+    window_of,
+    without_autocast,
+)
 from decayattn.reference import masked_softmax
 
 
@@ -145,7 +153,7 @@ class DecayCache:
         _refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
         counted = _counted(new_lengths, q.shape[1])
         if self.longest == 0:
-            with torch.autocast(q.device.type, enabled=False):  # in the dtype of the cache, as later tokens
+            with without_autocast(q.device):  # in the dtype of the cache, as later tokens
                 out = decay_attention(
                     q, k, v, rates if log_decay is None else log_decay, scale=scale, window_size=window_size,
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
@@ -402,7 +410,7 @@ def _attend_eagerly(
         log_decay = log_decay.masked_fill(alone, 0)
     if left is not None:
         visible = visible & (distance <= left)
-    with torch.autocast(q.device.type, enabled=False):  # it would round the scores
+    with without_autocast(q.device):  # it would round the scores
         scores = torch.einsum("bihd,bjhd->bhij", q.to(dtype), k)
         scores = scores * (scale.transpose(1, 2)[..., None] if isinstance(scale, Tensor) else scale)
         if alpha is not None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decayattn.problem import is_reset
+from decayattn.problem import is_reset, without_autocast
 
 
 class Decay(nn.Module):
@@ -94,8 +94,7 @@ class ScalarDecay(Decay):
     def forward(self, x: Tensor) -> Tensor:
         """log_decay (B, T, H) < 0."""
         dtype = _gate_dtype(x)
-        # the meta device knows no autocast
-        with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             return F.logsigmoid(F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype)))
 
     @torch.no_grad()

@@ -128,7 +128,9 @@ class Call:
         b, h = pairs.unbind(1)
         g = h // (self.problem.num_heads // self.problem.num_kv_heads)
         if isinstance(log_decay, Tensor):
-            log_decay = log_decay[b, tokens, h] if log_decay.ndim == 3 else log_decay.expand(self.problem.num_heads)[h]
+            heads = self.problem.num_heads
+            per_token = log_decay.ndim == 3
+            log_decay = log_decay.expand(len(q), -1, heads)[b, tokens, h] if per_token else log_decay.expand(heads)[h]
         elif log_decay is not None:
             log_decay = torch.full(h.shape, log_decay, dtype=torch.float64, device=q.device)
         if isinstance(scale, Tensor):

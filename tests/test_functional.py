@@ -1,0 +1,360 @@
+"""The public functions as callers meet them: what they accept, what they refuse, what tools can make of them."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.export import Dim, export
+
+from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, functional, visited_fraction
+from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
+
+ON_GPU = torch.cuda.is_available()
+FUNCTIONS = (decay_attention, decay_attention_varlen)
+
+
+def make(device="cpu", batch=2, rows=5, keys=None) -> dict:
+    """q, k, v and a log-decay per token: H 4 over H_kv 2, D 8, D_v 6."""
+    keys = rows if keys is None else keys
+    return dict(
+        q=torch.randn(batch, rows, 4, 8, device=device),
+        k=torch.randn(batch, keys, 2, 8, device=device),
+        v=torch.randn(batch, keys, 2, 6, device=device),
+        log_decay=-torch.rand(batch, keys, 4, device=device),
+    )
+
+
+def packed(arguments: dict, *offsets: int, dtype=torch.int32) -> dict:
+    """The first batch entry, cut into sequences."""
+    arguments = {name: x[0] for name, x in arguments.items()}
+    cu = torch.tensor(offsets, dtype=dtype, device=arguments["q"].device)
+    longest = max(0, *cu.diff().tolist())
+    return arguments | dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest)
+
+
+# A log-decay that broadcasts
+
+SHAPES = [(2, 9, 1), (1, 9, 4), (1, 9, 1)]
+
+
+@pytest.mark.parametrize(("backend", "shape"), [*(("reference", shape) for shape in SHAPES), ("triton", (1, 9, 1))])
+def test_a_log_decay_broadcasts_over_batch_and_heads(backend, shape, device):
+    """Its gradient has its own shape; the kernels read it where it lies."""
+    arguments = make(device, rows=9) | dict(log_decay=-torch.rand(shape, device=device))
+    assert_within_budget(verify_attention(**arguments, backend=backend))
+
+
+def test_a_packed_log_decay_broadcasts_over_heads():
+    arguments = packed(make(rows=40), 0, 17, 17, 39) | dict(log_decay=-torch.rand(40, 1))
+    assert_within_budget(verify_attention_varlen(**arguments, backend="reference"))
+
+
+def test_a_log_decay_that_broadcasts_is_the_expanded_one():
+    """Bitwise, growth and resets included, and the gradient is the sum."""
+    arguments = make()
+    log_decay = torch.randn(1, 5, 1)
+    log_decay[0, 3] = -torch.inf
+    leaves = [log_decay.requires_grad_(), log_decay.detach().expand(2, 5, 4).contiguous().requires_grad_()]
+    outs = [decay_attention(**arguments | {"log_decay": leaf}) for leaf in leaves]
+    assert torch.equal(*outs)
+    broadcast, full = (torch.autograd.grad(out.sum(), leaf)[0] for out, leaf in zip(outs, leaves, strict=True))
+    torch.testing.assert_close(broadcast, full.sum((0, 2), keepdim=True))
+
+
+@pytest.mark.parametrize(("shape", "hint"), [
+    ((5, 4), r"; log_decay\[None\] would fit$"),
+    ((2, 5), r"; log_decay\[\.\.\., None\] would fit$"),
+    ((2, 1, 4), r"got \(2, 1, 4\)$"),  # one token's, as a decoding step has it; a constant is (H,)
+    ((1, 1, 1), r"got \(1, 1, 1\)$"),
+    ((3, 5, 4), r"got \(3, 5, 4\)$"),
+    ((1, 2, 5, 4), r"; log_decay\.squeeze\(0\) would fit$"),
+    ((5,), r"; q, k, v: expected \(B, T, H, D\); these look like \(B, H, T, D\).*$"),
+    ((2,), r"got \(2,\)$"),
+])  # fmt: skip
+def test_other_shapes_of_a_log_decay_are_refused(shape, hint):
+    with pytest.raises(ValueError, match=r"^log_decay: .*\(H,\) = \(4,\) .*\(B, T_k, H\) = \(2, 5, 4\).*" + hint):
+        decay_attention(**make() | {"log_decay": torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(("shape", "hint"), [
+    ((40,), r"; log_decay\[\.\.\., None\] would fit"),
+    ((1, 40, 4), r"; log_decay\.squeeze\(0\) would fit"),
+    ((4, 40), r"; log_decay\.mT would fit"),
+    ((1, 4), r"got \(1, 4\)$"),
+])  # fmt: skip
+def test_other_shapes_of_a_packed_log_decay_are_refused(shape, hint):
+    with pytest.raises(ValueError, match=r"^log_decay: .*\(total_k, H\) = \(40, 4\).*" + hint):
+        decay_attention_varlen(**packed(make(rows=40), 0, 40) | {"log_decay": torch.zeros(shape)})
+
+
+# Counts and offsets of other integer types
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The problems and places of the calls so far, as backends get them."""
+    seen, attend = [], functional._attend
+
+    def recorded(problem, q, k, v, log_decay, scale, places, *others):
+        seen.append((problem, places))
+        return attend(problem, q, k, v, log_decay, scale, places, *others)
+
+    monkeypatch.setattr(functional, "_attend", recorded)
+    return seen
+
+
+def test_int64_offsets_are_int32_offsets(asked):
+    """Cut to the axis before they are narrowed; each beside int32 ones, too."""
+    arguments, huge = make(rows=12), torch.tensor([-(2**40), 5, 2**40])
+    narrow, wide = (packed(arguments, 0, 5, 12, dtype=dtype) for dtype in (torch.int32, torch.int64))
+    expected = decay_attention_varlen(**narrow)
+    for changes in (wide, dict(cu_seqlens_q=huge), dict(cu_seqlens_k=huge), dict(cu_seqlens_q=huge, cu_seqlens_k=huge)):
+        assert torch.equal(decay_attention_varlen(**narrow | changes), expected)
+    assert all(places.dtype == torch.int32 and places.tolist() == asked[0][1].tolist() for _, places in asked)
+
+
+@pytest.mark.parametrize("names", [("seqused_k",), ("leftpad_q", "leftpad_k"), ("seqused_q", "seqused_k", "leftpad_k")])
+def test_int64_lengths_are_int32_lengths(names, asked):
+    """Each beside int32 ones, too."""
+    arguments = make()
+    lengths = {name: torch.tensor([3, 2], dtype=torch.int32) for name in names}
+    expected = decay_attention(**arguments, **lengths)
+    for wide in (names, names[:1]):
+        found = decay_attention(**arguments, **lengths | {name: lengths[name].long() for name in wide})
+        assert torch.equal(found, expected)
+    huge = {name: torch.tensor([2**40, -(2**40)]) for name in names}
+    ends = {name: torch.tensor([5, 0], dtype=torch.int32) for name in names}
+    assert torch.equal(decay_attention(**arguments, **huge), decay_attention(**arguments, **ends))
+    assert all(places.dtype == torch.int32 for _, places in asked)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
+def test_numpy_integers(integer, asked):
+    """Python's own reach the backends."""
+    arguments = packed(make(rows=12), 0, 5, 12) | dict(window_size=(2, 0), causal=False)
+    counted = {name: integer(arguments[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
+    counted["window_size"] = tuple(map(integer, arguments["window_size"]))
+    assert torch.equal(decay_attention_varlen(**arguments | counted), decay_attention_varlen(**arguments))
+    (found, _), (expected, _) = asked
+    assert found == expected
+    assert {type(x) for x in (*found.window, found.longest_query, found.longest_key)} == {int}
+
+
+@pytest.mark.parametrize("number", [np.float32(-0.5), np.float64(-0.5), np.int64(-2)])
+def test_numpy_numbers(number):
+    arguments = make()
+    found = decay_attention(**arguments | dict(log_decay=number, scale=number))
+    assert torch.equal(found, decay_attention(**arguments | dict(log_decay=float(number), scale=float(number))))
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"causal": np.True_}, TypeError, r"^causal: expected a bool, got np.True_ of type numpy.bool"),
+    ({"return_lse": 1}, TypeError, r"^return_lse: expected a bool, got 1 of type int"),
+    ({"scale": np.array(0.5)}, TypeError, r"^scale: expected None, a number or a tensor, got array\(0.5\) of type"),
+    ({"log_decay": np.zeros(4)}, TypeError, r"^log_decay: expected None, a number or a tensor, got array.*numpy"),
+    ({"window_size": (np.bool_(1), 0)}, TypeError, r"^window_size: expected two ints, got \(np.True_, 0\)"),
+    ({"window_size": (torch.tensor(3), 0)}, TypeError, r"^window_size: expected two ints, got \(tensor\(3\), 0\)"),
+    ({"window_size": (np.int64(-2), 0)}, ValueError, r"^window_size: expected numbers of tokens, or -1"),
+    ({"sink": np.zeros(4)}, TypeError, r"^sink: expected None or a tensor, got array.* of type numpy.ndarray"),
+    ({"skip_tolerance": np.True_}, TypeError, r"^skip_tolerance: expected 'auto', None or a number .* numpy.bool"),
+    ({"backend": 3}, ValueError, r"^backend: expected one of 'auto', .*, got 3"),
+])  # fmt: skip
+def test_what_else_numpy_has_is_refused_by_name(changes, error, message):
+    for function, arguments in zip(FUNCTIONS, (make(), packed(make(), 0, 5)), strict=True):
+        with pytest.raises(error, match=message):
+            function(**arguments | changes)
+
+
+def test_a_length_on_a_device_is_refused():
+    """It would have to be waited for."""
+    with pytest.raises(TypeError, match=r"^max_seqlen_q: expected an int, got tensor\(5\) of type torch.Tensor"):
+        decay_attention_varlen(**packed(make(), 0, 5) | dict(max_seqlen_q=torch.tensor(5)))
+
+
+# Heads before tokens
+
+
+@pytest.mark.parametrize("name", ["k", "log_decay", "scale", "sink", "bias", "constant"])
+def test_heads_before_tokens_are_recognised(name):
+    """(B, H, T, D), as scaled_dot_product_attention takes it, where the shapes cannot be (B, T, H, D)."""
+    rows = 3 if name == "k" else 5
+    arguments = {x: tensor.mT if x == "log_decay" else tensor for x, tensor in make(rows=rows, keys=5).items()}
+    arguments = {x: tensor.transpose(1, 2) for x, tensor in arguments.items()}  # log_decay as it was
+    others = {"log_decay": {}, "k": {}, "constant": {"log_decay": torch.zeros(4)}}
+    others |= {"scale": {"scale": torch.ones(2, 5, 4)}, "sink": {"sink": torch.zeros(4)}}
+    others |= {"bias": {"bias": torch.zeros(4, 5, 5)}}
+    arguments |= {} if name in ("k", "log_decay") else {"log_decay": None}
+    refused = "log_decay" if name == "constant" else name
+    with pytest.raises(ValueError, match=rf"^{refused}: .*; q, k, v: expected \(B, T, H, D\); .*like \(B, H, T, D\)"):
+        decay_attention(**arguments | others[name])
+
+
+def test_packed_heads_before_tokens_are_recognised():
+    arguments = packed(make(), 0, 5)
+    arguments |= {name: arguments[name].transpose(0, 1) for name in ("q", "k", "v")}
+    with pytest.raises(ValueError, match=r"^log_decay: .*; q, k, v: expected \(T, H, D\); these look like \(H, T, D\)"):
+        decay_attention_varlen(**arguments)
+
+
+def test_a_log_decay_with_heads_before_tokens_is_recognised():
+    arguments = make()
+    with pytest.raises(ValueError, match=r"^log_decay: .*; log_decay.mT would fit"):
+        decay_attention(**arguments | {"log_decay": arguments["log_decay"].mT})
+
+
+# Meta tensors: shapes and dtypes, and nothing runs
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton", "hopper"])
+def test_meta_tensors_give_meta_results(backend, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # what import finds where it is not installed
+    arguments = make("meta", rows=3, keys=5) | dict(backend=backend)
+    lengths = torch.empty(2, dtype=torch.int32, device="meta")
+    for decay in (arguments["log_decay"], None, -0.5):
+        for options in ({}, dict(causal=False, window_size=(2, 1)), dict(seqused_k=lengths, leftpad_q=lengths)):
+            q = arguments["q"].detach().requires_grad_()
+            out, lse = decay_attention(**arguments | dict(q=q, log_decay=decay), **options, return_lse=True)
+            assert out.is_meta
+            assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((2, 3, 4, 6), q.dtype, (2, 4, 3), torch.float32)
+            (dq,) = torch.autograd.grad(out.sum() + lse.sum(), q)
+            assert (dq.shape, dq.device.type) == (q.shape, "meta")
+    halves = {name: x.half() if name in "qkv" else x for name, x in arguments.items()}
+    assert decay_attention(**halves).dtype == torch.float16
+    assert visited_fraction(*(arguments[name] for name in ("q", "k", "log_decay"))).shape == (2, 4)
+
+
+def test_meta_tensors_are_packed():
+    arguments = {name: x[0] for name, x in make("meta").items()}
+    cu = torch.empty(3, dtype=torch.int64, device="meta")
+    offsets = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
+    out, lse = decay_attention_varlen(**arguments, **offsets, return_lse=True)
+    assert (out.shape, lse.shape, out.device.type) == ((5, 4, 6), (4, 5), "meta")
+
+
+def test_meta_tensors_are_checked():
+    with pytest.raises(ValueError, match=r"^backend: expected one of"):
+        decay_attention(**make("meta"), backend="flash")
+    with pytest.raises(ValueError, match=r"^k: expected the head dimension of q, 8, got 7"):
+        decay_attention(**make("meta") | dict(k=torch.empty(2, 5, 2, 7, device="meta")))
+
+
+@pytest.mark.parametrize("decay", ["scalar", "constant", "none"])
+def test_the_layer_is_built_and_called_on_meta(decay):
+    with torch.device("meta"):
+        layer = DecayFlashAttention(16, 4, decay=decay, sink=True, scale="learned", qk_norm=True, output_gate=True)
+        x, mask = torch.empty(2, 5, 16), torch.ones(2, 5, dtype=torch.bool)
+        cu_seqlens = torch.zeros(3, dtype=torch.int32)
+        calls = [(x, {}), (x, dict(padding_mask=mask)), (x[:1], dict(cu_seqlens=cu_seqlens))]
+        results = [layer(tokens, **options) for tokens, options in calls]
+    results.append(layer(x))  # outside of the context, too
+    assert [y.shape for y in results] == [(2, 5, 16), (2, 5, 16), (1, 5, 16), (2, 5, 16)]
+    assert all(y.is_meta for y in results)
+    results[0].sum().backward()
+    assert all(x.grad.is_meta for x in layer.parameters())
+    with torch.no_grad():
+        cache = layer.make_cache(2, 9)
+        assert [layer(tokens, cache=cache).shape for tokens in (x, x[:, :1])] == [(2, 5, 16), (2, 1, 16)]
+
+
+# torch.export: one graph for every batch and length
+
+BATCH, ROWS, KEYS, OFFSETS = Dim("batch"), Dim("rows"), Dim("keys"), Dim("offsets", min=3)
+
+
+class Call(torch.nn.Module):
+    """A function with its options, as export wants it."""
+
+    def __init__(self, function=decay_attention, **options):
+        super().__init__()
+        self.function, self.options = function, options
+
+    def forward(self, q, k, v, log_decay, lengths):
+        return self.function(q, k, v, log_decay, **lengths, **self.options, return_lse=True)
+
+
+def check_export(module, make_inputs, dynamic_shapes, sizes) -> None:
+    """Exported with the first sizes, the module gives with all of them what it gives itself."""
+    exported = export(module, *make_inputs(*sizes[0]), dynamic_shapes=dynamic_shapes).module()
+    for size in sizes:
+        args, kwargs = make_inputs(*size)
+        found, expected = exported(*args, **kwargs), module(*args, **kwargs)
+        for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (found, expected)), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window_size=(3, 0))])
+def test_export_has_dynamic_batch_and_lengths(options):
+    def inputs(batch, rows, keys):
+        return (*make(batch=batch, rows=rows, keys=keys).values(), {}), {}
+
+    of_keys = {0: BATCH, 1: KEYS}
+    shapes = ({0: BATCH, 1: ROWS}, of_keys, of_keys, of_keys, {})
+    check_export(Call(**options), inputs, shapes, [(2, 5, 9), (4, 1, 4), (1, 1, 1), (1, 130, 130)])
+
+
+def test_export_of_padded_sequences():
+    def inputs(batch, rows):
+        lengths = {name: torch.randint(0, rows + 1, (batch,)) for name in ("seqused_q", "seqused_k", "leftpad_k")}
+        return (*make(batch=batch, rows=rows).values(), lengths), {}
+
+    tokens = {0: BATCH, 1: ROWS}
+    shapes = (*[tokens] * 4, {name: {0: BATCH} for name in ("seqused_q", "seqused_k", "leftpad_k")})
+    check_export(Call(), inputs, shapes, [(2, 5), (3, 9), (1, 1)])
+
+
+def test_export_of_packed_sequences():
+    def inputs(sequences, rows):
+        cu = torch.linspace(0, rows, sequences + 1).long()
+        tensors = [x[0] for x in make(batch=1, rows=rows).values()]
+        return (*tensors, dict(cu_seqlens_q=cu, cu_seqlens_k=cu)), {}
+
+    shapes = (*[{0: ROWS}] * 4, {name: {0: OFFSETS} for name in ("cu_seqlens_q", "cu_seqlens_k")})
+    call = Call(decay_attention_varlen, max_seqlen_q=9, max_seqlen_k=9)  # a sequence of the last case is longer
+    check_export(call, inputs, shapes, [(2, 5), (3, 12), (2, 21)])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(decay="constant", causal=False, sink=True, scale="learned")])
+def test_export_of_the_layer(options, masked):
+    def inputs(batch, rows):
+        lengths = torch.randint(1, rows + 1, (batch, 1))
+        mask = dict(padding_mask=torch.arange(rows) < lengths) if masked else {}
+        return (torch.randn(batch, rows, 16),), mask
+
+    shapes = {name: {0: BATCH, 1: ROWS} for name in ("x", *["padding_mask"] * masked)}
+    layer = DecayFlashAttention(16, 4, num_kv_heads=2, **options)
+    check_export(layer, inputs, shapes, [(2, 5), (3, 9), (4, 4), (1, 1)])
+
+
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_export_of_the_kernels_operator(layout, device):
+    """Of both sides of a block of 128 tokens of the decay prefix."""
+
+    def inputs(rows):
+        q = torch.randn(1, rows, 2, 4, device=device)
+        log_decay = -torch.rand(1, rows, 2, device=device)
+        if layout == "dense":
+            return (q, q.clone(), q.clone(), log_decay, {}), {}
+        cu = torch.tensor([0, rows // 2, rows], device=device)
+        lengths = dict(cu_seqlens_q=cu, cu_seqlens_k=cu.clone())
+        return (q[0], q[0].clone(), q[0].clone(), log_decay[0], lengths), {}
+
+    if layout == "dense":
+        call, shapes = Call(backend="triton"), (*[{1: ROWS}] * 4, {})
+    else:
+        call = Call(decay_attention_varlen, backend="triton", max_seqlen_q=70, max_seqlen_k=70)
+        shapes = (*[{0: ROWS}] * 4, {name: {} for name in ("cu_seqlens_q", "cu_seqlens_k")})
+    check_export(call, inputs, shapes, [(5,), (130,)])
+
+
+def test_compile_of_what_is_converted():
+    """A log-decay that broadcasts, int64 offsets: one graph, for other numbers, too."""
+    torch.compiler.reset()
+    compiled = torch.compile(decay_attention_varlen, fullgraph=True, backend="aot_eager")
+    for middle, stance in ((4, "default"), (7, "fail_on_recompile")):
+        arguments = packed(make(rows=9), 0, middle, 9, dtype=torch.int64) | dict(max_seqlen_q=9, max_seqlen_k=9)
+        arguments["log_decay"] = -torch.rand(9, 1)
+        with torch.compiler.set_stance(stance):
+            found = compiled(**arguments)
+        assert torch.equal(found, decay_attention_varlen(**arguments))
