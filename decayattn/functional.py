@@ -1,9 +1,11 @@
 """The public functions: their contracts, then one straight call."""
 
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
 import torch
 from torch import Tensor
 
-from decayattn import autograd, backends, reference
+from decayattn import autograd, backends, keywords, reference
 from decayattn.problem import (
     AttentionProblem,
     autocast_dtype,
@@ -15,7 +17,52 @@ from decayattn.problem import (
     window_of,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
+
+class _Options(TypedDict, total=False):
+    """The keywords that both functions have, besides return_lse, on which the type of their result depends."""
+
+    scale: Tensor | float | None
+    causal: bool
+    window_size: tuple[int, int] | None
+    sink: Tensor | None
+    skip_tolerance: float | str | None
+    backend: str
+
+
+class _DenseOptions(_Options, total=False):
+    bias: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    leftpad_q: Tensor | None
+    leftpad_k: Tensor | None
+
+
+class _PackedOptions(_Options):
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@overload
+def decay_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: Literal[False] = False,
+    **options: "Unpack[_DenseOptions]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def decay_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: Literal[True],
+    **options: "Unpack[_DenseOptions]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def decay_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: bool,
+    **options: "Unpack[_DenseOptions]",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@keywords.named
 def decay_attention(
     q: Tensor,
     k: Tensor,
@@ -34,6 +81,7 @@ def decay_attention(
     return_lse: bool = False,
     skip_tolerance: float | str | None = "auto",
     backend: str = "auto",
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Softmax attention whose scores decay with the distance between query and key.
 
@@ -94,6 +142,8 @@ def decay_attention(
     Raises:
         TypeError, ValueError: for every bad argument, by name, before any kernel starts.
     """
+    if unknown:
+        keywords.refuse(decay_attention, unknown)
     q, k, v = _autocast(q, k, v)
     check_bool("return_lse", return_lse)
     check_arguments(
@@ -110,6 +160,22 @@ def decay_attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def decay_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: Literal[False] = False,
+    **options: "Unpack[_PackedOptions]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def decay_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: Literal[True],
+    **options: "Unpack[_PackedOptions]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def decay_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: bool,
+    **options: "Unpack[_PackedOptions]",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@keywords.named
 def decay_attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -127,6 +193,7 @@ def decay_attention_varlen(
     return_lse: bool = False,
     skip_tolerance: float | str | None = "auto",
     backend: str = "auto",
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""decay_attention of sequences of different lengths that are packed behind one another, without padding.
 
@@ -152,6 +219,8 @@ def decay_attention_varlen(
     Raises:
         TypeError, ValueError: for every bad argument, by name, before any kernel starts.
     """
+    if unknown:
+        keywords.refuse(decay_attention_varlen, unknown)
     q, k, v = _autocast(q, k, v)
     check_bool("return_lse", return_lse)
     check_packed_arguments(

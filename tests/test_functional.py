@@ -1,5 +1,6 @@
 """The public functions as callers meet them: what they accept, what they refuse, what tools can make of them."""
 
+import inspect
 import sys
 
 import numpy as np
@@ -201,6 +202,63 @@ def test_a_log_decay_with_heads_before_tokens_is_recognised():
     arguments = make()
     with pytest.raises(ValueError, match=r"^log_decay: .*; log_decay.mT would fit"):
         decay_attention(**arguments | {"log_decay": arguments["log_decay"].mT})
+
+
+# Keywords of other libraries
+
+
+@pytest.mark.parametrize(("name", "hint"), [
+    ("softmax_scale", "use scale"),
+    ("sm_scale", "use scale"),
+    ("is_causal", "use causal"),
+    ("alibi_slopes", r"use log_decay, \(H,\), the negated slopes"),
+    ("attn_mask", "use bias"),
+    ("g", "use log_decay"),
+    ("log_fgate", "use log_decay"),
+    ("window", "use window_size"),
+    ("dropout_p", "there is no dropout"),
+    ("enable_gqa", "leave it out"),
+    ("deterministic", r"torch\.use_deterministic_algorithms"),
+    ("cu_seqlens", "decay_attention_varlen"),
+    ("log_decays", r"did you mean log_decay\?"),
+    ("xyz", r"it takes q, k, v, log_decay, .*scale, causal, "),
+])  # fmt: skip
+def test_other_libraries_names_are_told_ours(name, hint):
+    for function, arguments in zip(FUNCTIONS, (make(), packed(make(), 0, 5)), strict=True):
+        message = rf"^{name}: unexpected keyword argument of {function.__name__}; .*{hint}"
+        with pytest.raises(TypeError, match=message):
+            function(**arguments, **{name: None})
+
+
+def test_what_only_one_of_both_takes_is_told():
+    with pytest.raises(TypeError, match=r"^cu_seqlens_k: .*; decay_attention_varlen takes cu_seqlens_q"):
+        decay_attention(**make(), cu_seqlens_k=None)
+    for name in ("bias", "seqused_k", "leftpad_q"):
+        with pytest.raises(TypeError, match=f"^{name}: .*; decay_attention takes it"):
+            decay_attention_varlen(**packed(make(), 0, 5), **{name: None})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_no_name_is_both_ours_and_a_hint(function):
+    known = inspect.signature(function).parameters
+    ours = {name for name, hint in functional.keywords._HINTS.items() if hint not in _ELSEWHERE}
+    assert not ours & set(known)
+    assert not any(x.kind is x.VAR_KEYWORD for x in known.values())  # what help() shows has no catch-all
+
+
+_ELSEWHERE = (functional.keywords._PACKED, functional.keywords._PADDED)
+
+
+@pytest.mark.parametrize(("function", "options"), [
+    (decay_attention, functional._DenseOptions), (decay_attention_varlen, functional._PackedOptions)
+])  # fmt: skip
+def test_type_checkers_see_the_same_keywords(function, options):
+    """The overloads name q, k, v, log_decay and return_lse; everything else comes from the dict."""
+    parameters = inspect.signature(function).parameters.values()
+    keywords = {x.name: x for x in parameters if x.kind is x.KEYWORD_ONLY and x.name != "return_lse"}
+    assert set(options.__annotations__) == set(keywords)
+    assert {name: x.annotation for name, x in keywords.items()} == dict(options.__annotations__)
+    assert {name for name, x in keywords.items() if x.default is x.empty} == options.__required_keys__
 
 
 # Meta tensors: shapes and dtypes, and nothing runs
