@@ -27,10 +27,14 @@ OPTIONS = {
 class Resets(nn.Module):
     """A decay of one's own: λ from x, and a reset of one head wherever the first channel of x is above a threshold."""
 
+    def __init__(self, strength=-math.inf):
+        super().__init__()
+        self.strength = strength
+
     def forward(self, x):
         resets = x[..., :1] > torch.tensor([0.5, 1.0, 2.0, math.inf]).to(x)
         log_decay = x[..., :HEADS].to(torch.promote_types(x.dtype, torch.float32)).sigmoid() - 0.8
-        return log_decay.masked_fill(resets, -torch.inf)
+        return log_decay.masked_fill(resets, self.strength)
 
 
 DECAYS = {
@@ -131,19 +135,18 @@ def test_entries_of_different_lengths(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("padding", [math.nan, math.inf])
-def test_what_padding_holds_does_not_matter(backend, padding):
-    """To rows, to what the cache holds, and to later calls."""
-    layer = build(backend, decay=Resets(), bias=True)
-    counts, results = [[7, 0, 3], [1, 2, 0], [1, 1, 1]], []
-    calls = [tokens(3, length) for length in (7, 2, 1)]
-    for filling in (0.0, padding):
-        cache, rows = layer.make_cache(3, 10), []
+def test_what_padding_holds_does_not_matter(backend):
+    """To rows, to what the cache holds, and to later calls: NaN in one entry, inf in the other."""
+    layer = build(backend, decay=Resets(), bias=True, num_kv_heads=1)
+    counts, results = [[7, 3], [0, 2], [1, 1]], []
+    calls = [tokens(2, length) for length in (7, 2, 1)]
+    for filling in (torch.zeros(2), torch.tensor([math.nan, math.inf])):
+        cache, rows = layer.make_cache(2, 10), []
         for x, lengths in zip(calls, counts, strict=True):
-            beyond = torch.arange(x.shape[1]) >= torch.tensor(lengths)[:, None]
-            x = x.masked_fill(beyond[..., None].to(x.device), filling)
-            y = layer(x, cache=cache, new_lengths=torch.tensor(lengths, device=DEVICE))
-            rows.append(y[~beyond.to(x.device)])
+            lengths = torch.tensor(lengths, device=DEVICE)
+            beyond = torch.arange(x.shape[1], device=DEVICE) >= lengths[:, None]
+            x = torch.where(beyond[..., None], filling.to(x)[:, None, None], x)
+            rows.append(layer(x, cache=cache, new_lengths=lengths)[~beyond])
         results.append([torch.cat(rows), *(x[:, : cache.longest] for x in (cache.keys, cache.values, cache.alpha))])
     assert results[0][0].isfinite().all()
     for want, got in zip(*results, strict=True):
@@ -220,9 +223,8 @@ def test_the_first_log_decay_of_an_entry_is_never_used(backend):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strong", [-746.001, -1e9, torch.finfo(torch.float32).min])
-def test_a_log_decay_that_resets(backend, strong):
+def test_a_log_decay_that_resets(strong):
     """It is −inf in tokens of the past and in new ones; −746 itself is a number."""
     k, v = torch.randn(2, 2, 12, HEADS, 8, device=DEVICE)
     log_decay = -torch.rand(2, 12, HEADS, device=DEVICE)
@@ -233,7 +235,7 @@ def test_a_log_decay_that_resets(backend, strong):
         cache = DecayCache(2, 12, num_heads=HEADS, head_dim=8, device=DEVICE)
         cache.append(k[:, :6], v[:, :6], log_decay[:, :6])
         parts = zip(*(x[:, 6:].split([4, 1, 1], 1) for x in (k, k, v, log_decay)), strict=True)
-        out = torch.cat([cache.attend(*part, backend=backend) for part in parts], 1)
+        out = torch.cat([cache.attend(*part, backend="reference") for part in parts], 1)
         results[value] = out, cache.alpha, cache.first
     for got, want in zip(results[strong], results[-torch.inf], strict=True):
         assert torch.equal(got, want)
@@ -243,17 +245,25 @@ def test_a_log_decay_that_resets(backend, strong):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_token_by_token_a_large_log_decay_is_a_reset(backend):
+    layer, x = build("reference", decay=Resets(), num_kv_heads=1), tokens(1, 10)
+    assert layer.decay(x)[:, 1:].isneginf().any()
+    want = layer(x)
+    layer.decay.strength, layer.backend = -1e9, backend
+    assert_close(in_parts(layer, x, [1] * 10), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strong", [-746.001, -1e9, torch.finfo(torch.float32).min, -torch.inf])
 def test_a_constant_decay_that_resets_leaves_a_row_its_own_token(backend, strong):
     """However much larger another score is."""
-    q = 100 * torch.randn(2, 9, HEADS, 8, device=DEVICE)
-    v = torch.randn(2, 9, HEADS, 8, device=DEVICE)
+    q = 100 * torch.randn(1, 9, HEADS, 8, device=DEVICE)
+    v = torch.randn(1, 9, HEADS, 8, device=DEVICE)
     rates, outs = torch.tensor([strong, -0.1, strong, 0.0], device=DEVICE), []
     for given in (rates, rates.clamp(min=-0.2)):
-        cache = DecayCache(2, 9, num_heads=HEADS, head_dim=8, device=DEVICE)
+        cache = DecayCache(1, 9, num_heads=HEADS, head_dim=8, device=DEVICE)
         cache.append(q[:, :5], v[:, :5])
-        parts = zip(*(x[:, 5:].split([3, 1], 1) for x in (-q, q, v)), strict=True)
-        outs.append(torch.cat([cache.attend(*part, given, backend=backend) for part in parts], 1))
+        outs.append(cache.attend(-q[:, 5:], q[:, 5:], v[:, 5:], given, backend=backend))
     own, other = [0, 2], [1, 3]
     assert torch.equal(outs[0][:, :, own], v[:, 5:, own])
     assert torch.equal(outs[0][:, :, other], outs[1][:, :, other])

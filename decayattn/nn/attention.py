@@ -386,9 +386,10 @@ def _check_placed(placed: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[
     """What a position module has returned, if it is q and k again."""
     if not isinstance(placed, (tuple, list)) or len(placed) != 2:
         raise TypeError(f"position: expected a module that returns (q, k), got a {type(placed).__name__}")
-    casts = torch.is_autocast_enabled(q.device.type)  # decay_attention does it then
     for name, got, given in zip("qk", placed, (q, k), strict=True):
-        if got.shape != given.shape or (got.dtype != given.dtype and not casts):
+        # under autocast decay_attention casts them
+        wrong_dtype = got.dtype != given.dtype and not torch.is_autocast_enabled(q.device.type)
+        if got.shape != given.shape or wrong_dtype:
             raise ValueError(
                 f"position: expected {name} back as {tuple(given.shape)} in {given.dtype}, "
                 f"got {tuple(got.shape)} in {got.dtype}"
