@@ -200,11 +200,14 @@ def test_a_mask_with_a_gap_is_refused(mask):
     if mask.amax() == 1:
         with pytest.raises(ValueError, match=NOT_A_STRETCH):
             layer(X, padding_mask=mask.bool())
+
+
+def test_a_mask_with_a_gap_is_refused_in_compiled_code():
     torch.compiler.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    compiled(X, padding_mask=torch.ones_like(mask))
+    compiled = torch.compile(DecayFlashAttention(16, 4), fullgraph=True, backend="eager")
+    compiled(X, padding_mask=MASK)
     with pytest.raises(RuntimeError, match=NOT_A_STRETCH):
-        compiled(X, padding_mask=mask)
+        compiled(X, padding_mask=torch.tensor(GAPS["gap"]).bool())
 
 
 GAP_ON_A_GPU = """
