@@ -339,6 +339,13 @@ def test_strides(dtype, device):
     verify(dict(q=misaligned, k=k, v=v, log_decay=log_decay))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_lse_of_many_rows_and_one_key(dtype, device):
+    """Its score is tiny, and the rows count their positions from far before it."""
+    inputs = Case(query_length=100, key_length=1, decay="constant", dtype=dtype).inputs(device)
+    verify(inputs | dict(scale=1e-3))
+
+
 def test_gradient_of_the_lse_alone(device):
     inputs = Case(query_length=45, key_length=45).inputs(device)
     leaves = [inputs[key].requires_grad_() for key in ("q", "k", "log_decay")]

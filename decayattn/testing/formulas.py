@@ -198,7 +198,8 @@ def _decay_size(log_decay: Tensor | None, i: Tensor, j: Tensor, prefix_block: in
         return _decay_term(log_decay, i, j)
     size = _finite(log_decay.double()).abs()
     if log_decay.ndim == 1:
-        local = (size * min(prefix_block, len(j)))[:, None].expand(-1, len(j))
+        # positions count from the first row of a block, which lies before the first key where there are more rows
+        local = (size * min(prefix_block, max(len(i), len(j))))[:, None].expand(-1, len(j))
     else:
         alpha = nn.functional.pad(size.cumsum(1), (prefix_block, 0))
         local = alpha[:, prefix_block:] - alpha[:, : len(j)]
