@@ -25,8 +25,8 @@ from fuzzing.tensors import Case
 BACKENDS = ("triton", "hopper", "auto", "reference")
 # More roundings are evaluated only for a call that comes as close to its budget with one of them.
 ENOUGH = 0.5
-# A gradient that is one number per head exceeds twice the largest of the 16 errors of DRAWS in 1 of 1000 cases, and there
-# are thousands of them in a run. What is outside its budget then is held to four times as many roundings.
+# A gradient that is one number per head exceeds twice the largest of the 16 errors of DRAWS in 1 of 1000 cases, and
+# there are thousands of them in a run. What is outside its budget then is held to four times as many roundings.
 MORE_DRAWS = tuple(2.0 ** (draw / 64) for draw in range(64) if draw % 4)
 
 
