@@ -15,8 +15,10 @@ from fuzzing.draws import CALLS_PER_FAMILY, RESETS, Draw, Family, Memory, draw
 from fuzzing.tensors import axes_of, build, place
 
 ON_GPU = torch.cuda.is_available()
-LONGEST = 70  # two or three tiles of the interpreter
+LONGEST = 48  # two of the interpreter's tiles; packed sequences are longer together
 INF = math.inf
+# calls of seed 1 of as many families, which take less than a second or two in the interpreter
+NUMBERS = (0, 52, 104, 130, 182, 208, 234, 260, 286, 312, 546, 598, 650, 676, 702)
 
 
 def families(first: int, number: int, seed: int = 0, longest: int = 1000) -> list[Family]:
@@ -26,7 +28,7 @@ def families(first: int, number: int, seed: int = 0, longest: int = 1000) -> lis
 # A short run
 
 
-@pytest.mark.parametrize("number", range(0, 25 * CALLS_PER_FAMILY, CALLS_PER_FAMILY + 1))
+@pytest.mark.parametrize("number", NUMBERS[:5] if ON_GPU else NUMBERS)  # compiling all would take minutes
 def test_kernels_within_the_budget(number):
     result, may_go_on = fuzz_kernels.fuzz(number, 1, LONGEST, ["triton", "reference"])
     assert may_go_on

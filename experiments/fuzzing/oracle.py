@@ -55,9 +55,9 @@ def lost(
     ds = moved * (dp + delta + 2 * tolerance * largest) + p * (2 * tolerance * largest)
     rows = scale.abs()[..., None] if scale.ndim == 2 else scale.abs()[:, None, None].expand(len(q), q.shape[1], 1)
     i, j = _positions(q, k)
-    seen_values = torch.where(p[..., None] > 0, v.abs()[:, None], 0.0).amax(2) if p.numel() else torch.zeros_like(out)
+    largest_values = v.abs().amax(1, keepdim=True) if v.shape[1] else v.new_zeros(len(v), 1, v.shape[2])
     result = {
-        "out": 2 * tolerance * seen_values, "lse": torch.full_like(lse, grown),
+        "out": 2 * tolerance * largest_values * (p.sum(-1, keepdim=True) > 0), "lse": torch.full_like(lse, grown),
         "dq": rows * (ds @ k.abs()), "dk": ds.mT @ (rows * q.abs()), "dv": moved.mT @ grad_out.abs(),
         "dscale": (q.abs() * (ds @ k.abs())).sum(-1), "dbias": ds,
     }  # fmt: skip
