@@ -75,6 +75,11 @@ def pytest_report_header() -> str:
     return "decayattn: " + " · ".join(f"{key} {known[key]}" for key in ("gpu", "torch", "triton", "python", "commit"))
 
 
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    left_out = config.option.markexpr == "not slow"
+    return ["longer cases are deselected: -m slow runs those, -m 'slow or not slow' all"] if left_out else []
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if ON_GPU else "cpu")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pairwise import pairwise
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -100,17 +101,15 @@ def assert_close(got, want):
     torch.testing.assert_close(got, want, rtol=0, atol=200 * torch.finfo(want.dtype).eps * want.abs().max().item())
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "decay", "options"), pairwise(BACKENDS, [*DECAYS], [*OPTIONS]))
 def test_a_prompt_and_then_one_token_at_a_time(backend, decay, options):
     layer, x = build(backend, decay=DECAYS[decay](), **OPTIONS[options]), tokens()
     assert_close(in_parts(layer, x, [19, 1, 1, 1, 1, 1]), layer(x))
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("parts", [[1] * 24, [7, 9, 8], [0, 3, 0, 1, 20]])
+@pytest.mark.parametrize(
+    ("parts", "backend", "decay"), pairwise([[1] * 24, [7, 9, 8], [0, 3, 0, 1, 20]], BACKENDS, [*DECAYS])
+)
 def test_parts_of_any_length(backend, decay, parts):
     layer, x = build(backend, decay=DECAYS[decay](), num_kv_heads=2), tokens(batch=1)
     assert_close(in_parts(layer, x, parts), layer(x))

@@ -9,8 +9,13 @@ import sys
 from pathlib import Path
 
 import compile_matrix
+import pytest
 
 SCRIPT = Path(__file__).resolve().parents[1] / "experiments/compile_kernels.py"
+KERNELS = {
+    "hopper": ["forward_kernel", "gradients_kernel"],
+    "triton": ["forward_kernel", "key_gradients_kernel", "query_gradients_kernel", "gradients_kernel", "split_kernel"],
+}
 
 
 def compile_kernels(*options: str) -> subprocess.CompletedProcess:
@@ -22,27 +27,35 @@ def compile_kernels(*options: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-def test_both_backends_compile_for_sm90():
-    """One tile per kernel, head dimension, direction and way to lay out sequences."""
-    paths = ["TMA", "small", "packed", "decode"]
-    run = compile_kernels("--head-dims", "64", "128", "--decays", "scalar", "--paths", *paths)
+def assert_compiled(backend: str, dims: list[int], paths: list[str], kernels: list[str]) -> None:
+    dims_of_options = map(str, dims)
+    run = compile_kernels(
+        "--backends", backend, "--head-dims", *dims_of_options, "--decays", "scalar", "--paths", *paths
+    )
     assert run.returncode == 0, run.stdout + run.stderr
-    for backend, kernels in {
-        "hopper": ["forward_kernel", "gradients_kernel"],
-        "triton": [
-            "forward_kernel",
-            "key_gradients_kernel",
-            "query_gradients_kernel",
-            "gradients_kernel",
-            "split_kernel",
-        ],
-    }.items():
-        for dim in (64, 128):
-            for kernel in kernels:
-                line = rf"^sm_90 +{backend} +D{dim} .* {kernel} "
-                assert re.search(line, run.stdout, re.MULTILINE), (backend, dim, kernel)
+    for dim in dims:
+        for kernel in kernels:
+            line = rf"^sm_90 +{backend} +D{dim} .* {kernel} "
+            assert re.search(line, run.stdout, re.MULTILINE), (dim, kernel, run.stdout)
 
 
+@pytest.mark.parametrize(
+    ("backend", "path", "kernels"),
+    [("hopper", "TMA", KERNELS["hopper"]), ("triton", "small", ["forward_kernel", "gradients_kernel"])],
+    ids=["hopper", "triton"],
+)
+def test_one_tile_of_each_backend_compiles_for_sm90(backend, path, kernels):
+    assert_compiled(backend, [64], [path], kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", KERNELS)
+def test_both_backends_compile_for_sm90(backend):
+    """One tile per kernel, head dimension, direction and way to lay out sequences."""
+    assert_compiled(backend, [64, 128], ["TMA", "small", "packed", "decode"], KERNELS[backend])
+
+
+@pytest.mark.slow
 def test_decoding_fits_where_a_block_has_less_shared_memory(tmp_path):
     """64 KB on gfx942, 99 KB on sm_89, both less than sm_90 has."""
     path = tmp_path / "kernels.json"

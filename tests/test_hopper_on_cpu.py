@@ -10,6 +10,7 @@ import torch
 from gluon_on_cpu import Deadlock, Kernel, Race, language, machine
 from hopper_problems import DEVICE, PACKINGS, make_packed, make_padded, verify
 from hopper_problems import make as make_batch
+from pairwise import pairwise
 
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.backends import hopper, launching
@@ -38,10 +39,10 @@ def make(*lengths: int, **options) -> dict:
     return make_batch(*lengths, **dict(batch=1, heads=2) | options)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize(
+    ("decay", "dtype", "causal", "dim"),
+    pairwise(["none", "constant", "scalar"], [torch.bfloat16, torch.float16], [True, False], [64, 128]),
+)
 def test_every_kind(decay, dtype, causal, dim):
     verify(make(333, decay=decay, dtype=dtype, dim=dim), causal=causal)
 
@@ -87,9 +88,9 @@ def test_windows(decay, left, dim):
     verify(make(400, 450, decay=decay, dim=dim), window_size=(left, 0))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize(
+    ("decay", "dim", "causal"), pairwise(["scalar", "constant", "none"], [64, 128], [True, False])
+)
 def test_sequences(decay, dim, causal):
     verify(make_packed(*PACKINGS[2], heads=2, kv_heads=1, decay=decay, dim=dim, resets=0.01), causal=causal)
     if (decay, dim) == ("scalar", 64):

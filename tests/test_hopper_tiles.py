@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from decayattn.backends import parts, tma
 from decayattn.backends.hopper import config, descriptors, launch, launch_backward, tile_table
@@ -90,9 +91,9 @@ def row_alpha(decay: tuple, kind: str, line: list[int], inside: int) -> torch.Te
     return base[entry, :, at] - base[entry, :, origin, None] + local[entry, :, first_token + position]
 
 
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-@pytest.mark.parametrize("rows", [64, 128])
-@pytest.mark.parametrize("lengths", [*PACKINGS[:3], None])
+@pytest.mark.parametrize(
+    ("lengths", "rows", "decay"), pairwise([*PACKINGS[:3], None], [64, 128], ["none", "constant", "scalar"])
+)
 def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     """Row terms in the tiles of a table, of one side or two, zeros that are added to, and dq back in its place."""
     problem, places = padded(device) if lengths is None else packed(device, *lengths)

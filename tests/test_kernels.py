@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from pairwise import pairwise
 
 from decayattn import decay_attention
 from decayattn.backends import launching
@@ -61,9 +62,9 @@ def name(case: Case) -> str:
     return "-".join(f"{k}={str(v).removeprefix('torch.')}" for k, v in changed.items()) or "default"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize(
+    ("decay", "causal", "dtype"), pairwise(["none", "constant", "scalar"], [True, False], DTYPES)
+)
 def test_every_decay_direction_and_dtype(decay, causal, dtype, device):
     verify(Case(decay=decay, causal=causal, dtype=dtype, kv_heads=1, value_dim=24).inputs(device))
 
@@ -76,11 +77,14 @@ def test_lengths_that_divide_nothing(length, decay, device):
 
 
 @pytest.mark.parametrize(
-    ("query_length", "key_length"), [(1, 200), (37, 150), (130, 140), (150, 37), (140, 130), (200, 1)]
-)
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_queries_are_the_last_rows(query_length, key_length, decay, causal, device):
+    ("lengths", "decay", "causal"),
+    pairwise(
+        [(1, 200), (37, 150), (130, 140), (150, 37), (140, 130), (200, 1)], ["none", "constant", "scalar"],
+        [True, False],
+    ),
+)  # fmt: skip
+def test_queries_are_the_last_rows(lengths, decay, causal, device):
+    query_length, key_length = lengths
     case = Case(query_length=query_length, key_length=key_length, heads=1, kv_heads=1, decay=decay, causal=causal)
     if decay == "scalar" and not causal and query_length > key_length:
         with pytest.raises(ValueError, match="causal"):  # the first rows lie before the first decay
@@ -106,9 +110,10 @@ def test_grouped_queries(heads, kv_heads, device):
     )
 
 
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("decay", "causal", "dtype"),
+    pairwise(["none", "constant", "scalar"], [True, False], [torch.float16, torch.float64]),
+)
 def test_a_scale_of_its_own_for_every_row(decay, causal, dtype, device):
     verify(Case(decay=decay, causal=causal, row_scale=True, kv_heads=1, dtype=dtype).inputs(device))
 
