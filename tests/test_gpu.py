@@ -89,11 +89,12 @@ def test_views_past_2_to_the_31_elements(far):
 
 def test_tensors_past_2_to_the_31_elements():
     """Every batch entry is computed alone, so the last of many equals, bit by bit, a call on nothing else."""
-    batch, length, heads, dim = 40_000, 16, 64, 64
+    batch, length, heads, dim = 33_000, 16, 64, 64
     shape = (batch, length, heads, dim)
     assert batch * length * heads * dim > 2**31
-    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
-        pytest.skip("needs 60 GB of free GPU memory: eight tensors of 5 GB, and working space")
+    # of 80 GB, more than 16 processes leave whose other tests keep at most 256 MB each
+    if torch.cuda.mem_get_info()[0] < 45 * 2**30:
+        pytest.skip("needs 45 GB of free GPU memory: eight tensors of 4.3 GB, and working space")
     leaves = make(*shape)
     grad_out = torch.randn_like(leaves["q"])
     whole = outputs_and_gradients(leaves, grad_out, backend="triton")
