@@ -105,7 +105,8 @@ def decay_bias(problem: AttentionProblem, log_decay: Tensor, i: Tensor, j: Tenso
     distance = i[..., :, None] - j
     unused = is_reset(log_decay)
     if problem.decay == "scalar":
-        unused[:, :1] = True  # no pair has the first token between them: its gradient is a literal 0, not a rounding error
+        # no pair has the first token between them: its gradient is a literal 0, not a rounding error
+        unused[:, :1] = True
     log_decay = torch.where(unused, 0.0, log_decay.double())
     if problem.decay == "constant":
         return rearrange(log_decay, "h -> 1 h 1 1") * distance.abs()

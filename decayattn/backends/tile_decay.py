@@ -22,7 +22,7 @@ def load_rate(rates, rate_stride, head, DECAY: tl.constexpr, ACCUMULATOR: tl.con
     (`side_of_head`), not arithmetic."""
     if DECAY == "constant":
         rate = tl.load(rates + head * rate_stride)
-        rate = tl.where(rate < RESET_BELOW, 0.0, rate.to(tl.float64) * LOG2E).to(ACCUMULATOR)
+        rate = (tl.where(rate < RESET_BELOW, 0.0, rate).to(tl.float64) * LOG2E).to(ACCUMULATOR)
     else:
         rate = tl.full([], 0.0, ACCUMULATOR)
     return rate

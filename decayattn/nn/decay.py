@@ -4,7 +4,6 @@ Anything that maps x (B, T, embed_dim) to log_decay, (H,) or (B, T, H) in float3
 derive from Decay, which keeps their parameters in float32 when the model around them is converted to 16 bits.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real

@@ -185,7 +185,7 @@ def _decay_term(log_decay: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
 
 
 def _finite(log_decay: Tensor) -> Tensor:
-    """λ (N,) or (N, T_k) as it is added up: a reset counts as 0, and so does a sequence's first, which is never used."""
+    """λ (N,) or (N, T_k) as it is added up: a reset counts as 0, and so does the first of tokens: it is never used."""
     finite = torch.where(is_reset(log_decay), 0.0, log_decay)
     if finite.ndim == 2:
         finite[:, :1] = 0.0

@@ -222,8 +222,8 @@ class RowAlpha:
 @aggregate
 class Decay:
     """Where the decay is in memory: rates of a constant one, the prefix of one per token; CAUSAL, whether rows see no
-    keys after their own; WINDOW, how many before it at most (HAS_LEFT: of a head, whose rate may reset everywhere); PLANNED, where a granule's rows need not look for more
-    (skipping.py)."""
+    keys after their own; WINDOW, how many before it at most (HAS_LEFT: of a head, whose rate may reset everywhere);
+    PLANNED, where a granule's rows need not look for more (skipping.py)."""
 
     rates: gl.tensor
     rate_stride: gl.tensor
@@ -266,8 +266,8 @@ class Decay:
             left = side_of_head(self.rates, self.rate_stride, item.head, self.left if self.WINDOW else None)
         return Decay(
             self.rates, self.rate_stride, self.local + tokens, self.bases + sizes.blocks(item) * 2,
-            self.last_reset + tokens, self.next_reset + tokens, left, self.plan + sizes.granules(item), self.KIND,
-            self.CAUSAL, self.WINDOW, self.PLANNED,
+            self.last_reset + tokens, self.next_reset + tokens, left, self.plan + sizes.granules(item),
+            self.KIND, self.CAUSAL, self.WINDOW, self.PLANNED,
         )  # fmt: skip
 
     @gluon.jit

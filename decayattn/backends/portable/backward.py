@@ -229,8 +229,8 @@ def key_gradients_kernel(
 
 @triton.jit
 def _add_keys(
-    dq, decay_sum, ds_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head, tile, key_length,
-    row_reference_value, row_delta, row_scale, rate, local, base, position, reference, alpha, first, end,
+    dq, decay_sum, ds_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head, tile,
+    key_length, row_reference_value, row_delta, row_scale, rate, local, base, position, reference, alpha, first, end,
     bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, origin, k_edge, v_edge,
     SHARED_BIAS: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
@@ -282,8 +282,8 @@ def _add_keys(
 @triton.jit
 def query_gradients_kernel(
     q_source, k_source, v_source, d_out_source, k_edge, v_edge, delta, row_references, row_scales, rates, local, base,
-    last_reset, next_reset, dq_out, decay_sums, d_row_scales, d_lse, d_lse_strides, sequences, plan, left, right, bias, bias_strides, d_bias,
-    d_bias_strides,
+    last_reset, next_reset, dq_out, decay_sums, d_row_scales, d_lse, d_lse_strides, sequences, plan, left, right, bias,
+    bias_strides, d_bias, d_bias_strides,
     q_strides, k_strides, v_strides, d_out_strides, dq_strides, row_scale_strides, rate_stride,
     scale: tl.float64, query_length, key_length, heads,
     SHARED_BIAS: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
