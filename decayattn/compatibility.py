@@ -95,6 +95,27 @@ def has_tangent(tensors: Iterable[Tensor]) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Values of tensors
+
+
+def _probe_assertion() -> Callable[[Tensor, str], None]:
+    torch._assert_async(torch.ones((), dtype=torch.bool, device="cpu"), "")
+    return torch._assert_async
+
+
+_assertion = _usable("torch._assert_async", _probe_assertion, "a padding_mask on a GPU is waited for")
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """An assertion that runs with the kernels, so that nothing waits for the device: on a CPU a RuntimeError at once,
+    on a GPU a failed assertion, as of an index out of range. torch.compile and CUDA graphs keep it."""
+    if _assertion is not None:
+        _assertion(condition, message)
+    elif not condition:
+        raise RuntimeError(message)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # torch.compile
 
 

@@ -250,6 +250,8 @@ def test_token_by_token_a_large_log_decay_is_a_reset(backend):
     want = layer(x)
     layer.decay.strength, layer.backend = -1e9, backend
     assert_close(in_parts(layer, x, [1] * 10), want)
+    assert_close(in_parts(layer, x, [9, 1]), want)
+    assert_close(layer(x), want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

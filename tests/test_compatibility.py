@@ -60,6 +60,18 @@ def test_without_a_way_to_look_for_observers(name, change, reload, monkeypatch, 
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_with_and_without_assertions_on_the_device(gone, reload, monkeypatch):
+    if gone:
+        monkeypatch.delattr(torch, "_assert_async")
+        reload()
+        (fallback,) = compatibility.fallbacks()
+        assert "a padding_mask on a GPU is waited for" in fallback
+    compatibility.assert_on_device(torch.tensor(True), "all is well")
+    with pytest.raises(RuntimeError, match="a row with a gap"):
+        compatibility.assert_on_device(torch.tensor(False), "a row with a gap")
+
+
 @pytest.mark.parametrize("change", ["gone", "changed"])
 def test_without_the_level_of_forward_derivatives(change, reload, monkeypatch, device):
     inputs = make(device)

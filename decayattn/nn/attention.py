@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decayattn import backends
+from decayattn.compatibility import assert_on_device
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
@@ -363,10 +364,10 @@ def _refuse_unless(condition: Tensor, message: str) -> None:
     """Refuse values of a tensor: at once on a CPU; elsewhere, and in compiled code, by an assertion that runs with the
     kernels, so that nothing waits for the device."""
     if condition.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(condition, message)
+        assert_on_device(condition, message)
         return
     try:
-        torch._assert_async(condition, message)
+        assert_on_device(condition, message)
     except RuntimeError:
         raise ValueError(message) from None
 

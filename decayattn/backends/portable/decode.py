@@ -33,9 +33,6 @@ from decayattn.backends.tile_math import (
     visible,
 )
 from decayattn.backends.tile_range import keys_seen, visited_tiles
-from decayattn.problem import RESET_BELOW as _RESET_BELOW
-
-RESET_BELOW: tl.constexpr = tl.constexpr(_RESET_BELOW)
 
 # Times below: one H200, bfloat16, H32 H_kv8 D128 over 32,768 tokens, a decay per token; from a sweep made once.
 # `python experiments/benchmark_sequences.py --what decode` measures what was chosen.
@@ -181,11 +178,6 @@ def split_kernel(
     if HAS_FIRST:
         own = first_keys + entry * first_strides[0] + head * first_strides[1] + row * first_strides[2]
         first = tl.maximum(first, tl.load(own))
-    rate, query_alpha = 0.0, 0.0
-    if DECAY == "constant":
-        alone = tl.load(rates + head * rate_stride) < RESET_BELOW
-        first = tl.where(alone, tl.maximum(first, position), first)
-        rate = tl.where(alone, 0.0, load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR))[:, None]
     tile_begin, _, _, tile_end = visited_tiles(first, end, BLOCK_N)
     # the tiles of this entry, and not of the longest one, are what is divided: splits of one entry are equally long
     tiles = tl.cdiv(tile_end - tile_begin, splits)
@@ -195,7 +187,10 @@ def split_kernel(
     row_scale = load_scale(scale, row_scales, row_scale_strides, batch, head, row, ROW_SCALE, ACCUMULATOR) * LOG2E
     if ROW_SCALE:
         row_scale = row_scale[:, None]
-    if DECAY == "scalar":
+    rate, query_alpha = 0.0, 0.0
+    if DECAY == "constant":
+        rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)[:, None]
+    elif DECAY == "scalar":
         head_alpha = alpha + entry * alpha_strides[0] + head.to(tl.int64) * alpha_strides[2]
         # rows past the end read nothing
         has_alpha = (position >= 0) & (index < rows)
