@@ -129,10 +129,20 @@ def test_far_tiles_are_skipped(decay, dim):
     assert decay_attention(**inputs, backend="hopper", skip_tolerance=None)[:, 512:].isnan().all()
 
 
-@pytest.mark.parametrize("cache", [1, 2 << 18])  # for one head of keys, and for two of four
-def test_heads_that_are_worked_at_together(cache, monkeypatch):
+# for one head of keys in either direction; for three of five in the forward, and in the backward; for all three and two
+@pytest.mark.parametrize(
+    ("cache", "heads", "kv_heads"), [(1, 4, 4), (1 << 17, 5, 5), (1 << 18, 5, 5), (5 << 16, 6, 3)]
+)
+def test_heads_that_are_worked_at_together(cache, heads, kv_heads, monkeypatch):
     monkeypatch.setattr(config, "CACHE_BYTES", cache)
-    verify(make(260, heads=4, kv_heads=4))
+    monkeypatch.setattr(config, "LEAST_CHUNK_ITEMS", 1)
+    verify(make(150, heads=heads, kv_heads=kv_heads))
+
+
+def test_packed_heads_that_are_worked_at_together(monkeypatch):
+    monkeypatch.setattr(config, "CACHE_BYTES", 9 << 14)  # in the backward, two of three
+    monkeypatch.setattr(config, "LEAST_CHUNK_ITEMS", 1)
+    verify(make_packed([70, 0, 130], heads=3))
 
 
 @pytest.mark.parametrize("shift", [1, 3, 8])  # elements of 2 bytes; 16 bytes are an address that can be read from

@@ -163,13 +163,23 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     assert torch.equal(dq, expected)  # and nothing outside was written
 
 
-def test_heads_together_divide_all_heads(monkeypatch):
+def test_heads_together(monkeypatch):
     monkeypatch.setattr(config, "CACHE_BYTES", 1000)
     assert [launch.heads_together(12, size) for size in (50, 84, 130, 200, 333, 999, 1001)] == [12, 6, 6, 4, 3, 1, 1]
     assert launch.heads_together(12, 500, sharing=3) == 6
     assert launch.heads_together(12, 1001, sharing=3) == 3
-    assert launch.heads_together(7, 200) == 1
+    assert launch.heads_together(7, 200) == 4
     assert launch.heads_together(7, 0) == 7
+    assert launch.heads_together(12, 1001, least=6) == 6
+    assert launch.heads_together(12, 1001, least=5) == 4
+    assert launch.heads_together(12, 1001, sharing=3, least=5) == 6
+    assert launch.heads_together(3, 1001, least=32) == 3
+    for heads, most in itertools.product((1, 2, 521, 512, 1046, 70_001), (1, 2, 3, 7, 40, 512)):
+        together = launch.heads_together(heads, 1000 // most)
+        most = max(1, 1000 // (1000 // most))
+        # prime or not, no fewer than half of those that fit, and as few chunks as can be
+        assert min(heads, -(-most // 2)) <= together <= most
+        assert -(-heads // together) == -(-heads // most)
 
 
 def test_what_the_copy_engine_can_address(device):

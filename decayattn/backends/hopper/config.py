@@ -12,6 +12,9 @@ HEAD_DIMS = (64, 128)
 # what programs read again and again at the same time, keys and values or rows: a share of the 50 MB of L2. With half as
 # much the backward was 1 to 3 % slower, and the forward the same
 CACHE_BYTES = 32 << 20
+# of the heads that the backward works at together: each zeros a share of the next ones' dq, for which those wait. With
+# a few, where there are few keys, they would come one after the other (not measured)
+LEAST_CHUNK_ITEMS = 32
 
 
 @functools.cache

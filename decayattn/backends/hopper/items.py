@@ -59,10 +59,12 @@ class Sizes:
 
     @gluon.jit
     def place(self, item):
-        """(head_row, tile): so many heads `together` that their keys fit the cache, tile after tile."""
+        """(head_row, tile): so many heads `together` that their keys fit the cache, tile after tile; the last ones may
+        be fewer."""
         chunk = self.together * self.row_tiles
-        rest = item % chunk
-        return item // chunk * self.together + rest % self.together, rest // self.together
+        first, rest = item // chunk * self.together, item % chunk
+        heads = gl.minimum(self.together, self.items // self.row_tiles - first)
+        return first + rest % heads, rest // heads
 
     @gluon.jit
     def dense_item(self, item, TILE: gl.constexpr):

@@ -92,11 +92,13 @@ class Sizes:
 
     @gluon.jit
     def chunks(self):
-        """How often heads are worked at together; the last heads are the first chunk."""
-        return self.kv_heads // self.together
+        """How often heads are worked at together; the last heads are the first chunk, and the first heads, which may be
+        fewer, the last one."""
+        return gl.cdiv(self.kv_heads, self.together)
 
     @gluon.jit
     def chunk_items(self):
+        """Of every chunk but the last one."""
         return self.together * self.key_tiles
 
     @gluon.jit
@@ -106,8 +108,15 @@ class Sizes:
     @gluon.jit
     def tiles_of_chunk(self, chunk):
         """The first and the number of its query tiles, where tiles of all heads are counted through."""
-        tiles = self.together * self.GROUP * self.row_tiles
-        return (self.chunks() - 1 - chunk) * tiles, tiles
+        first, end = self.heads_of_chunk(chunk)
+        tiles = self.GROUP * self.row_tiles
+        return first * tiles, (end - first) * tiles
+
+    @gluon.jit
+    def heads_of_chunk(self, chunk):
+        """Its first head of keys, and the end of them."""
+        end = self.kv_heads - chunk * self.together
+        return gl.maximum(end - self.together, 0), end
 
 
 @aggregate
@@ -248,8 +257,9 @@ class Item:
 def found_item(sizes, item):
     """An item by its number."""
     rest = item % sizes.chunk_items()
-    tile = rest // sizes.together
-    kv_head = sizes.kv_heads - 1 - sizes.chunk(item) * sizes.together - rest % sizes.together
+    first, end = sizes.heads_of_chunk(sizes.chunk(item))
+    tile = rest // (end - first)
+    kv_head = end - 1 - rest % (end - first)
     if sizes.RAGGED:
         place = load_place(sizes.key_table, tile)
     else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends import COMPILER_OPTIONS, launching, outputs, skipping
+from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, outputs, skipping
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.hopper import config, descriptors, tile_table
@@ -101,8 +101,10 @@ def _decay(
     return prefix, None, prefix.local
 
 
-def heads_together(heads: int, size: int, sharing: int = 1) -> int:
-    """So many heads that what they read again and again, `size` bytes for `sharing` of them, fits the L2: a divisor of
-    all heads."""
-    together = max(1, config.CACHE_BYTES // max(size, 1)) * sharing
-    return next(n for n in range(min(together, heads), 0, -1) if heads % n == 0)
+def heads_together(heads: int, size: int, sharing: int = 1, least: int = 1) -> int:
+    """So many heads that what they read again and again, `size` bytes for `sharing` of them, fits the L2, or `least`
+    heads, if that is more; but no more than it takes for as few chunks of them, of which the last one may be smaller.
+    """
+    groups = heads // sharing
+    chunks = cdiv(groups, max(1, config.CACHE_BYTES // max(size, 1), cdiv(least, sharing)))
+    return cdiv(groups, chunks) * sharing

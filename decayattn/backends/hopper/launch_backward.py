@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, launching, parts, skipping, tma
+from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, parts, skipping, tma
 from decayattn.backends import prefix as decay_prefix
 from decayattn.backends import sequences as sequence_blocks
 from decayattn.backends.hopper import config, descriptors, tile_table
@@ -72,8 +72,8 @@ def backward(
         group = problem.num_heads // problem.num_kv_heads
         # of a head of keys: q and dO of its group, and dq in float32
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
-        together = heads_together(kv_heads, rows_size)
-        counters = new(kv_heads // together, dtype=torch.int32)
+        together = heads_together(kv_heads, rows_size, least=cdiv(config.LEAST_CHUNK_ITEMS, tiles.key_tiles))
+        counters = new(cdiv(kv_heads, together), dtype=torch.int32)
         launch(
             row_terms_kernel, row_blocks * head_rows,
             out, d_out, unused if d_lse is None else d_lse, row_references, terms, row_sums, dq_fragments, counters,
