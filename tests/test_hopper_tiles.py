@@ -8,7 +8,7 @@ import pytest
 import torch
 from pairwise import pairwise
 
-from decayattn.backends import parts, tma
+from decayattn.backends import hopper, parts, tma
 from decayattn.backends.hopper import config, descriptors, launch, launch_backward, tile_table
 from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.sequences import decay_blocks
@@ -225,3 +225,15 @@ def test_slices_need_one_token_axis(device):
     assert descriptors.slices_misfit(x.transpose(1, 2).contiguous().transpose(1, 2)) is not None
     assert descriptors.slices_misfit(x[:, :2]) is not None
     assert descriptors.slices_misfit(x[:1, :2]) is None
+    assert descriptors.slices_misfit(x[:1, :1].expand(1, 2**30 - 1, 4, 64)) is None
+    assert "1073741824 tokens" in descriptors.slices_misfit(x[:1, :1].expand(1, 2**30, 4, 64))
+
+
+def test_gpus_of_another_make_are_refused(monkeypatch):
+    """Though they may have the capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    refusal, gpu = hopper.refusal.__wrapped__, torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert refusal(torch.bfloat16, gpu) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "not on AMD's" in refusal(torch.bfloat16, gpu)

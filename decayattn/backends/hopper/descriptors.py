@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from decayattn.backends.parts import COLUMNS, DEPTH
 from decayattn.backends.tma import CACHED_DESCRIPTORS, Memory, usable_strides
 
-# where every slice of `slices` ends, on an axis of its own; no tensor has as many rows
+# where every slice of `slices` ends, on an axis of its own; tensors have fewer rows
 SLICE_END = 2**30
 # keys whose parts, in eight rows, lie together in the shared memory that a product reads: 128 bytes of bfloat16
 PART_KEYS = 64
@@ -36,7 +36,9 @@ def tokens(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 
 def slices_misfit(x: Tensor) -> str | None:
-    """Why the token axes of a (B, T, H, D) tensor are not one; None if they are."""
+    """Why the token axes of a (B, T, H, D) tensor are not one that `slices` can take; None if they are."""
+    if x.shape[0] * x.shape[1] >= SLICE_END:
+        return f"it has {x.shape[0] * x.shape[1]} tokens, and {SLICE_END} or more are too many"
     if x.shape[0] > 1 and x.shape[1] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
         return f"its batch entries do not lie behind one another (stride {x.stride(0)})"
     return None

@@ -132,7 +132,8 @@ def backward(
                 gradients_kernel, key_programs + row_programs(problem, sequences, tile.block_m, problem.num_heads),
                 q, k, v, d_out, *of_rows, dq, dk, dv, decay_sums, column_sums, d_row_scales, *lse_gradient, plan,
                 mirror, *window, *strides, dq.stride(), dk.stride(), dv.stride(), row_scale_strides, *sizes,
-                problem.num_kv_heads, key_programs, DECAY_GRADIENT=decay_gradient, **_constants(problem, sequences, tile),
+                problem.num_kv_heads, key_programs, DECAY_GRADIENT=decay_gradient,
+                **_constants(problem, sequences, tile),
             )  # fmt: skip
         else:
             tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
@@ -155,7 +156,8 @@ def backward(
                 _source(v, tile.block_n, widths[1], tile), _source(d_out, tile.block_m, widths[1], tile),
                 *_edges(sequences, tile, k, v), *of_rows, dq, decay_sums, d_row_scales, *lse_gradient, sequences, plan,
                 *window, *_bias(bias), *_bias(d_bias), *strides, dq.stride(), row_scale_strides, *sizes,
-                problem.num_heads, DECAY_GRADIENT=decay_gradient, SHARED_BIAS=shared_bias, **_constants(problem, sequences, tile),
+                problem.num_heads, DECAY_GRADIENT=decay_gradient, SHARED_BIAS=shared_bias,
+                **_constants(problem, sequences, tile),
             )  # fmt: skip
 
         d_log_decay = None
