@@ -11,14 +11,15 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 EXPERIMENTS = TESTS.parent / "experiments"
+NOT_THEN = ("__name__ == '__main__'", "not torch.cuda.is_available()")
 
 
 def run_when_imported(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module that its import runs, blocks opened."""
+    """The statements of a module that its import runs on a GPU, blocks opened."""
     for statement in statements:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) in NOT_THEN:
             continue
         blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
         blocks += [handler.body for handler in getattr(statement, "handlers", [])]
