@@ -57,6 +57,33 @@ def test_a_name_is_taken_literally(name, device, monkeypatch):
     assert ran == [name] * (name != "reference")
 
 
+@pytest.mark.parametrize("decay", [(), (0,), (1, 3, 0)])
+@pytest.mark.parametrize("name", ["auto", "reference", "triton"])
+def test_no_query_heads(name, decay, device):
+    q = torch.zeros(1, 3, 0, 4, device=device, requires_grad=True)
+    k = torch.randn(1, 3, 2, 4, device=device, requires_grad=True)
+    log_decay = torch.zeros(decay, device=device, requires_grad=True)
+    out, lse = decay_attention(q, k, k, log_decay, return_lse=True, backend=name)
+    assert (out.shape, lse.shape) == ((1, 3, 0, 4), (1, 0, 3))
+    gradients = torch.autograd.grad(out.sum() + lse.sum(), [q, k, log_decay], materialize_grads=True)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, log_decay.shape]
+    assert all((x == 0).all() for x in gradients)
+
+
+@pytest.mark.parametrize("decoding", [True, False])
+def test_only_who_has_kernels_for_it_decodes(decoding, monkeypatch):
+    """On a GPU whose every backend takes the problem."""
+    monkeypatch.setattr(backends, "refusal", lambda *arguments: None)
+    asked_for = problem(torch.float16)._replace(device=torch.device("cuda", 0))
+    for name in ("auto", "reference", "triton"):
+        assert backends.select(asked_for, name, decoding) == name
+    if decoding:
+        with pytest.raises(ValueError, match="'hopper' cannot take this problem: it has no kernels for new tokens"):
+            backends.select(asked_for, "hopper", decoding)
+    else:
+        assert backends.select(asked_for, "hopper", decoding) == "hopper"
+
+
 @pytest.mark.skipif(ON_GPU, reason="needs Triton's interpreter, which a GPU run does not set up")
 def test_bfloat16_is_refused_by_the_interpreter():
     with pytest.raises(ValueError, match=r"backend: 'triton' cannot take this problem: .*bfloat16 products wrong"):
