@@ -2,7 +2,7 @@
 
     python experiments/fuzz_kernels.py                               # 5,000 calls, as many processes as cores
     python experiments/fuzz_kernels.py --seed 7 --minutes 30 --calls 100000
-    python experiments/fuzz_kernels.py --seed 7 --only 1234          # one call again, with all of its tensors
+    python experiments/fuzz_kernels.py --seed 7 --only 1234          # one call again, with the errors of all tensors
 
 A call is drawn from its seed and number over the whole contract: dtypes, head dimensions, groups, lengths, strides and
 alignments of inputs and of gradients, decays with growth and resets, windows, sinks, scales, biases, packed and padded
@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the fuzzer; the exit status is 1 if anything failed."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
-    numbers = [options.only] if options.only is not None else list(range(options.calls))
+    numbers = list(range(options.calls))
+    if options.only is not None:
+        first = options.only // CALLS_PER_FAMILY * CALLS_PER_FAMILY if options.after_others else options.only
+        numbers = list(range(first, options.only + 1))
     arguments = (options.seed, options.longest, options.backends)
     began = time.monotonic()
     if options.only is not None:
@@ -77,6 +80,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option("--calls", type=int, default=5000 if cuda else 100, help="how many calls")
     option("--seed", type=int, default=0, help="what calls are drawn from, with their numbers")
     option("--only", type=int, metavar="NUMBER", help="this call only, in this process")
+    option("--after-others", action="store_true", help="with --only: after the calls of its family that come before "
+           "it, as in the whole run: for what only shows in a process that has done other things")  # fmt: skip
     option("--longest", type=int, default=1000 if cuda else 70, help="longest sequence; part of what is drawn from")
     option("--processes", type=int, default=os.cpu_count() if cuda else 1, help="processes, all on one GPU")
     option("--backends", nargs="+", choices=judge.BACKENDS, help="default: triton, hopper where it takes a call, and "

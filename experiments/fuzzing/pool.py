@@ -45,7 +45,7 @@ def calls(
 
     def stop(worker: _Worker) -> None:
         worker.process.kill()
-        worker.process.join()
+        worker.process.join(30)  # no longer: one that hangs in a GPU's driver may never end
         worker.connection.close()
         workers.remove(worker)
         if worker.left:
