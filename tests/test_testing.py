@@ -223,6 +223,12 @@ def test_strides_reach_the_tested_call(monkeypatch):
     assert seen["strides"] == inputs["q"].stride() != inputs["q"].contiguous().stride()
 
 
+@pytest.mark.parametrize("shape", [(0, 1), (2, 0, 1), (0, 3)])
+def test_accepts_a_broadcast_scale_of_no_rows(shape):
+    q, k = torch.randn(2, 0, 3, 8), torch.randn(2, 5, 3, 8)
+    assert_within_budget(verify_attention(q, k, k, scale=torch.ones(shape), backend="reference"))
+
+
 def test_rows_that_see_nothing_pass_with_any_lse_gradient():
     inputs = make_inputs(torch.float32, "constant", rows=23, keys=9)
     grad_lse = torch.randn(2, 4, 23)

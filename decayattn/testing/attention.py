@@ -304,7 +304,7 @@ class Call:
         over_tokens = name in OVER_TOKENS
         axis = self.problem.key_length if over_tokens else self.problem.query_length
         if (x.shape[0], x.shape[2]) != (self.problem.batch, axis):
-            return [(list(range(len(x))), x.flatten(2))]
+            return [(list(range(len(x))), x.flatten(2))] if x.numel() else []
         together: dict[tuple[int, int], list[Place]] = {}
         for place in self.places:
             at = place.tokens if over_tokens else place.rows
