@@ -20,9 +20,15 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def reload(monkeypatch):
     """The module as it is where names are missing, until the test ends."""
-    yield lambda: importlib.reload(compatibility)
+
+    def reload() -> None:
+        held = compatibility._held
+        importlib.reload(compatibility)
+        compatibility._held.update(held)  # launches of other tests are remembered
+
+    yield reload
     monkeypatch.undo()
-    importlib.reload(compatibility)
+    reload()
 
 
 def make(device):

@@ -25,6 +25,9 @@ def fill(x, count, WIDTH: tl.constexpr, MODE: tl.constexpr, rest=None):
     tl.store(x, count)
 
 
+MODULE = object()
+
+
 class Driver:
     """As much of Triton's driver as compiling for a GPU that is not there needs; launches are written down."""
 
@@ -41,7 +44,7 @@ class Driver:
 
         self.launcher_cls = Launcher
         self.utils = SimpleNamespace(
-            load_binary=lambda *_: (object(), 5, 32, 0, 1024),
+            load_binary=lambda *_: (MODULE, 5, 32, 0, 1024),
             unload_module=lambda module: log.append(("unloaded",)),
             get_device_properties=lambda device: {"max_shared_mem": 1 << 17},
         )
@@ -79,7 +82,10 @@ def log(monkeypatch):
         return run(self, *args, grid=grid, warmup=warmup, **constants)
 
     monkeypatch.setattr(JITFunction, "run", asked)
-    return fake.log
+    yield fake.log
+    for compiled in compatibility._held.values():
+        if getattr(compiled, "module", None) is MODULE:
+            compiled.module = None  # else Triton unloads it when Python ends, from a GPU that is not there
 
 
 @pytest.fixture
