@@ -138,7 +138,8 @@ for name in names:  # PyTorch itself has what it needs
     setattr(torch._C, name, private[name])
 
 assert len(compatibility.fallbacks()) == 2, compatibility.fallbacks()
-inputs = [x.requires_grad_() for x in (*torch.randn(3, 1, 10, 1, 16), -torch.rand(1, 10, 1))]
+device = "cuda" if torch.cuda.is_available() else "cpu"
+inputs = [x.to(device).requires_grad_() for x in (*torch.randn(3, 1, 10, 1, 16), -torch.rand(1, 10, 1))]
 
 def call(backend, *tensors):
     return decay_attention(*tensors, backend=backend, return_lse=True)

@@ -292,7 +292,8 @@ print("compiled")
 def test_the_kernels_compile():
     """For sm_90, within the shared memory of smaller GPUs; the interpreter lets pass what the compiler refuses."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1] / "experiments")
+    root = Path(__file__).resolve().parents[1]
+    environment["PYTHONPATH"] = os.pathsep.join([str(root / "experiments"), str(root), environment.get("PYTHONPATH", "")])
     run = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
