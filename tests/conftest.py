@@ -44,6 +44,9 @@ def patch_the_language_once() -> None:
 
 if INTERPRET == "1":
     patch_the_language_once()
+    import interpreted_memory  # which imports triton
+
+    interpreted_memory.watch()
 
 
 def interpreting_changed() -> bool:

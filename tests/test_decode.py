@@ -268,23 +268,24 @@ def test_a_nan_in_a_query_shows():
 
 COMPILE = """
 import torch
-from compile_kernels import CompilingDriver, collecting, resources
+from compile_kernels import TARGETS, CompilingDriver, collecting, resources
 from triton.runtime import driver
 from decayattn.backends.portable.decode import decode
 
-driver.set_active(CompilingDriver())
+target = TARGETS["sm_90"]
+driver.set_active(CompilingDriver(target))
 for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
     q, k, lengths = torch.empty(2, 5, 8, 64, dtype=dtype), torch.empty(2, 512, 2, 64, dtype=dtype), torch.empty(2).int()
     scale, rates, first = torch.empty(2, 5, 8, dtype=wide), torch.empty(8, dtype=wide), torch.empty(2, 8, 5).int()
     alpha = torch.empty(2, 512, 8, dtype=torch.float64)
-    with collecting() as kernels:
+    with collecting(target) as kernels:
         decode(q, k, k, scale=0.1, lengths=lengths, first=first, alpha=alpha)
         decode(q, k, k, rates, scale=scale, lengths=lengths, first=first, left=100)
         decode(q, k, k, scale=0.1, lengths=lengths)
     assert len(kernels) == 6, len(kernels)
     for kernel in kernels:
         assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared
-        assert not resources(kernel)["serialised"]
+        assert not resources(kernel, target)["serialised"]
 print("compiled")
 """
 

@@ -236,4 +236,4 @@ def test_gpus_of_another_make_are_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     assert refusal(torch.bfloat16, gpu) is None
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "not on AMD's" in refusal(torch.bfloat16, gpu)
+    assert "not with ROCm" in refusal(torch.bfloat16, gpu)

@@ -540,7 +540,7 @@ def test_one_graph_for_lengths_with_and_without_a_plan(device):
     (math.nan, ValueError, "got nan"),
     (INF, ValueError, "got inf"),
     (True, TypeError, "got True of type bool"),
-    (torch.tensor(0.1), TypeError, "of type Tensor"),
+    (torch.tensor(0.1), TypeError, "of type torch.Tensor"),
     ((0.1,), TypeError, "of type tuple"),
 ])  # fmt: skip
 def test_bad_tolerances_are_refused(value, error, message):

@@ -338,7 +338,8 @@ def _summarise(
         token = start + n * ROWS + tl.arange(0, ROWS)
         row = (first_granule + n) * ROWS + tl.arange(0, ROWS)
         own_key = row + first_position
-        is_row = row < tl.where(of_granule, query_length, 0)
+        # where it is no granule's turn, rows may lie before the first one
+        is_row = tl.where(of_granule, row, query_length) < query_length
         is_key = token < tl.where(of_block | (of_granule & ALIGNED), key_length, 0)
         keys = _row_pointers(k, k_strides, entry, kv_head, first_token + token)
         queries = _row_pointers(q, q_strides, entry, head, first_row + row)
