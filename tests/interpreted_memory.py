@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to look where a kernel reads and writes: only inside the storages of what it was launched on.
+"""Triton's interpreter, made to look where a kernel reads and writes: only inside the tensors that it was launched on.
 
 A GPU seldom notices: its allocator hands out large blocks, and what lies beside a tensor in one can be read. Here every
 address counts, those of masked lanes aside.

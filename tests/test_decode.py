@@ -294,7 +294,8 @@ def test_the_kernels_compile():
     """For sm_90, within the shared memory of smaller GPUs; the interpreter lets pass what the compiler refuses."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).resolve().parents[1]
-    environment["PYTHONPATH"] = os.pathsep.join([str(root / "experiments"), str(root), environment.get("PYTHONPATH", "")])
+    paths = [str(root / "experiments"), str(root), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     run = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
