@@ -104,7 +104,8 @@ def decay_attention(
             None: no decay. A number or 0-d tensor: the same constant γ for every head. (H,): a constant γ_h per head,
             S gets |i − j|·γ_h. (B, T_k, H): one λ per token and query head; −inf resets (nothing before that token is
             visible from it on), values above 0 let scores grow. A sequence's first λ is never used. B and H may be 1,
-            for the same λ in all batch entries or heads; T_k is never broadcast.
+            for the same λ in all batch entries or heads; T_k is never broadcast. Every λ below −746, where e^λ is 0 in
+            float64, is a reset, whose gradient is 0; such a constant leaves a row its own key.
         scale: s, a number, or a tensor broadcastable to (B, T_q, H): one finite scale of any sign per query row and
             head. Default 1/√D.
         causal: query i sees the keys j ≤ i. Otherwise it sees all, and the decay acts in both directions.
