@@ -4,15 +4,18 @@ import itertools
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from decayattn import DecayFlashAttention
 from decayattn.nn.decay import alibi_log_decay, retnet_log_decay
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 from toy_lm.figures import half_life_table, read_log
 from toy_lm.model import ByteLM, decay_rates, generate, next_byte_loss
+from toy_lm.report import copy_to_evaluate
 from toy_lm.training import learning_rate_factor, parameter_groups
 
 DECAYS = ["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none"]
@@ -144,3 +147,12 @@ def test_logs_of_a_resumed_run_join_without_repetition(tmp_path):
         (folder / "metrics.csv").write_text("step,train_bits,val_bits\n" + rows)
     assert read_log(tmp_path, "train_bits") == ((0, 9, 10), (4.0, 3.0, 2.9))
     assert read_log(tmp_path, "val_bits") == ((), ())
+
+
+def test_a_model_is_evaluated_by_whatever_backend_takes_it():
+    """"hopper" trains in 16 bits and has no kernels for a cache; samples and half-lives are of a float32 copy."""
+    model = ByteLM(layers=2, width=32, heads=2, decay="scalar", backend="hopper")
+    evaluated = copy_to_evaluate(SimpleNamespace(model=model, config=SimpleNamespace(accelerator="cpu")))
+    assert len(generate(evaluated, b"import ", 4, seed=0)) == 4
+    assert len(decay_rates(evaluated, tokens(1, 9))) == 2
+    assert [layer.backend for layer in model.modules() if isinstance(layer, DecayFlashAttention)] == ["hopper"] * 2

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
+from decayattn import DecayFlashAttention
 from toy_lm import figures
 from toy_lm.config import Config
 from toy_lm.data import ValidationBatches
-from toy_lm.model import decay_rates, generate
+from toy_lm.model import ByteLM, decay_rates, generate
 from toy_lm.training import TrainByteLM
 
 PROMPT_BYTES = 100
@@ -24,8 +25,7 @@ def report(module: TrainByteLM, folder: Path, step: int) -> None:
         figures.draw_half_lives(folder, config.context, f"Half-lives of the {config.decay} decay after {step} steps")
     if config.sample_bytes:
         prompt = bytes(module.validation_text[:PROMPT_BYTES].tolist())
-        model = copy.deepcopy(module.model).to(device_of(config))
-        continuation = generate(model, prompt, config.sample_bytes, seed=config.seed)
+        continuation = generate(copy_to_evaluate(module), prompt, config.sample_bytes, seed=config.seed)
         prompt, continuation = (text.decode(errors="replace") for text in (prompt, continuation))
         sample = f"--- prompt (validation text)\n{prompt}\n--- continuation by the model\n{continuation}\n"
         (folder / "sample.txt").write_text(sample, encoding="utf-8")
@@ -38,8 +38,7 @@ def save_half_lives(module: TrainByteLM, path: Path, step: int) -> None:
     if config.decay == "none":
         return
     [batch] = ValidationBatches(module.validation_text, config.context, count=8, batch_size=8)
-    model = copy.deepcopy(module.model).to(device_of(config))  # a copy is never compiled
-    rates = decay_rates(model, batch[:, :-1].to(device_of(config)))
+    rates = decay_rates(copy_to_evaluate(module), batch[:, :-1].to(device_of(config)))
     path.write_text(json.dumps(figures.half_life_table(rates, step), indent=1) + "\n")
 
 
@@ -51,6 +50,16 @@ def describe(module: TrainByteLM) -> str:
         f"{parameters:,} parameters: {config.layers} layers, width {config.width}, {config.heads} heads, "
         f"{config.decay} decay, context {config.context}\n{text}"
     )
+
+
+def copy_to_evaluate(module: TrainByteLM) -> ByteLM:
+    """The model in float32, never compiled, and in no backend's hands: that of the training may have no float32, or no
+    kernels for a cache."""
+    model = copy.deepcopy(module.model).to(device_of(module.config))
+    for layer in model.modules():
+        if isinstance(layer, DecayFlashAttention):
+            layer.backend = "auto"
+    return model
 
 
 def device_of(config: Config) -> torch.device:
