@@ -289,24 +289,11 @@ def _attend(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     places: Tensor | None, bias: Tensor | None, sink: Tensor | None, backend: str, return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """out and lse, which is None if it is neither asked for nor needed for the sink."""
+    """out and lse, which is None if it is not asked for and a kernel backend runs."""
     chosen = backends.select(problem, backend)
     if chosen == "reference":
         return reference.attention(problem, q, k, v, log_decay, scale, places, sink, bias)
-    with_lse = return_lse or sink is not None
-    out, lse = autograd.attention(problem, q, k, v, log_decay, scale, places, bias, chosen, with_lse)
-    return (out, lse) if sink is None else with_sink(out, lse, sink)
-
-
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse when every row has one more key, of score sink and value 0: no kernel needs to know."""
-    sink = sink.to(lse.dtype)[:, None].expand_as(lse)
-    # a row that sees nothing has lse −inf, and no difference of two infinities may reach a gradient
-    nothing = lse.isneginf()
-    seen = torch.where(nothing, 0.0, lse)
-    total = torch.where(nothing, sink, torch.logaddexp(seen, sink))
-    weight = torch.where(nothing, 0.0, torch.exp(seen - torch.where(nothing, 0.0, total)))
-    return (out * weight.transpose(1, 2)[..., None]).to(out.dtype), total
+    return autograd.attention(problem, q, k, v, log_decay, scale, places, bias, sink, chosen, return_lse)
 
 
 def _places_in_entries(

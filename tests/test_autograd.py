@@ -57,12 +57,14 @@ def assert_equal(found, expected) -> None:
 # The operators' own contract
 
 
-def operator_arguments(leaves: dict, causal: bool, bias: Tensor | None = None, with_lse: bool = True) -> tuple:
+def operator_arguments(
+    leaves: dict, causal: bool, bias: Tensor | None = None, with_lse: bool = True, sink: Tensor | None = None
+) -> tuple:
     scale = 1.0 if "scale" in leaves else 0.3
     places, window, longest, skip_tolerance = None, (-1, -1), None, 2.0**-24
     return (
-        *(leaves.get(name) for name in NAMES), places, bias, scale, causal, window, longest, skip_tolerance, "triton",
-        with_lse,
+        *(leaves.get(name) for name in NAMES), places, bias, sink, scale, causal, window, longest, skip_tolerance,
+        "triton", with_lse,
     )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def test_opcheck_of_the_backward(decay, causal, row_scale, lse_gradient, device)
     values |= dict(d_out=torch.ones_like(values["out"]))
     values |= dict(d_lse=torch.randn_like(values["lse"]) if lse_gradient else None)
     for decay_gradient in {False, decay != "none"}:
-        values |= dict(decay_gradient=decay_gradient, bias_gradient=False)
+        values |= dict(decay_gradient=decay_gradient, bias_gradient=False, sink_gradient=False)
         torch.library.opcheck(backward, tuple(values[x.name] for x in backward._schema.arguments))
 
 

@@ -305,6 +305,19 @@ def test_10_a_reset_counts_as_zero():
     close(expected[[0, cut]], torch.zeros(2).double())
 
 
+def test_7_an_error_of_the_row_terms_leaves_the_gradient_of_a_rate(case):
+    """With a sink of score 0.3, too, which has a part of P and of dS."""
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).abs().double()
+    lse = torch.logaddexp(case.lse, torch.tensor(0.3, dtype=torch.float64))
+    p = (case.scores - lse[:, None]).exp()
+    dp = case.do @ case.v.T
+    exact = p * (dp - ((p * dp).sum(1) - case.dlse)[:, None])
+    delta = (p * dp).sum(1) - case.dlse + torch.randn(T, dtype=torch.float64)
+    ds = p * (dp - delta[:, None])
+    error = case.dlse + (1 - p.sum(1)) * delta - ds.sum(1)
+    close((ds * distance).sum() + (error * (p * distance).sum(1)).sum(), (exact * distance).sum())
+
+
 def test_11_base_2(case):
     in_base_2 = case.scores / math.log(2)
     m = in_base_2.amax(1)

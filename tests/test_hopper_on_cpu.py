@@ -82,6 +82,11 @@ def test_huge_finite_decays_are_resets(dim, causal):
         verify(inputs, window_size=(140, 0))
 
 
+@pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128)])
+def test_a_sink(decay, dim):
+    verify(make(200, decay=decay, dim=dim, strength=2.0), sink=torch.randn(2))
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("decay", "left"), [("none", 64), ("constant", 0), ("scalar", 130)])
 def test_windows(decay, left, dim):

@@ -107,6 +107,22 @@ def test_sinks(decay, causal, dtype, device):
     verify(inputs, causal=causal, window_size=(40, 2))
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("decay", ["constant", "scalar"])
+def test_a_sink_costs_no_accuracy(decay, seed, device):
+    """The gradient of a strong decay is a small difference of row terms: they have to be of the output that is
+    returned, rounded once."""
+    torch.manual_seed(seed)
+    new = dict(device=device, dtype=torch.float16)
+    q, k, v = torch.randn(1, 53, 4, 64, **new), torch.randn(1, 53, 1, 64, **new), torch.randn(1, 53, 1, 112, **new)
+    log_decay = -3 - torch.rand((4,) if decay == "constant" else (1, 53, 4), device=device)
+    comparisons = verify_attention(q, k, v, log_decay, sink=torch.randn(4, device=device), backend="triton", seed=seed)
+    assert_within_budget(comparisons)
+    gradient = next(c for c in comparisons if c.name == "dlog_decay")
+    assert gradient.error < 0.5 * gradient.budget
+
+
+
 @pytest.mark.parametrize(("decay", "causal"), [
     ("none", False), ("constant", True), ("scalar", True), ("scalar", False), ("resets", True),
 ])  # fmt: skip
@@ -503,7 +519,8 @@ def test_opcheck(layout, decay, device):
     bias = torch.randn(20, 20, device=device) if layout == "padded" else None
     values = dict(
         **{name: inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay")}, row_scale=inputs["scale"],
-        places=int32(device, *PLACES[layout]), bias=bias, scale=1.0, causal=True, window=[6, -1],
+        places=int32(device, *PLACES[layout]), bias=bias, sink=torch.randn(2, device=device, requires_grad=True),
+        scale=1.0, causal=True, window=[6, -1],
         longest=[10, 9] if layout == "packed" else None, skip_tolerance=0.5, backend="triton", with_lse=True,
     )  # fmt: skip
     forward, backward = torch.ops.decayattn.forward.default, torch.ops.decayattn.backward.default
@@ -513,7 +530,7 @@ def test_opcheck(layout, decay, device):
     results = forward(*(values[x.name] for x in forward._schema.arguments))
     values |= dict(zip((x.name for x in forward._schema.returns), results, strict=True))
     values |= dict(d_out=torch.ones_like(values["out"]), d_lse=torch.randn_like(values["lse"]))
-    values |= dict(decay_gradient=True, bias_gradient=bias is not None)
+    values |= dict(decay_gradient=True, bias_gradient=bias is not None, sink_gradient=True)
     torch.library.opcheck(backward, tuple(values[x.name] for x in backward._schema.arguments))
 
 

@@ -506,7 +506,7 @@ def test_a_coarse_tolerance_is_kept(device):
 
 def test_opcheck(device):
     inputs = make(device, 520, 520, heads=1, dim=8)
-    arguments = (*(inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay")), None, None, None)
+    arguments = (*(inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay")), *[None] * 4)
     torch.library.opcheck(
         torch.ops.decayattn.forward.default,
         (*arguments, 0.3, True, (-1, -1), None, HARMLESS, "triton", True),

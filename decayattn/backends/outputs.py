@@ -32,3 +32,13 @@ def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool) -> Outputs:
         q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim), row_references,
         torch.empty_like(row_references) if with_lse else None,
     )  # fmt: skip
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """out and lse when every row has one more key, of score sink and value 0, and what that adds to lse."""
+    sink = sink.to(lse.dtype)[:, None].expand_as(lse)
+    # a row that sees nothing has lse −inf: with the sink it sees that alone, and no key gets anything
+    nothing = lse.isneginf()
+    total = torch.where(nothing, sink, torch.logaddexp(torch.where(nothing, 0.0, lse), sink))
+    added = torch.where(nothing, 0.0, total - lse)
+    return (out * torch.exp(-added).transpose(1, 2)[..., None]).to(out.dtype), total, added

@@ -8,7 +8,8 @@ from einops import repeat
 from torch import Tensor
 
 from decayattn import backends
-from decayattn.functional import decay_attention, per_head, per_row, with_sink
+from decayattn.backends.outputs import with_sink
+from decayattn.functional import decay_attention, per_head, per_row
 from decayattn.nn.decay import check_positive_int
 from decayattn.problem import (
     RESET_BELOW,

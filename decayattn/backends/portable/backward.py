@@ -229,14 +229,14 @@ def key_gradients_kernel(
 
 @triton.jit
 def _add_keys(
-    dq, decay_sum, ds_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head, tile,
+    dq, decay_sum, ds_sum, p_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head, tile,
     key_length, row_reference_value, row_delta, row_scale, rate, local, base, position, reference, alpha, first, end,
     bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, origin, k_edge, v_edge,
     SHARED_BIAS: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
     ROW_CANCELS: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One key tile into a query tile's (dq, decay_sum, ds_sum, distance_mean)."""
+    """One key tile into a query tile's (dq, decay_sum, ds_sum, p_sum, distance_mean)."""
     ACCUMULATOR: tl.constexpr = dq.dtype
     start = tile * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)
@@ -266,6 +266,7 @@ def _add_keys(
             distance = tl.abs(position[:, None] - key[None, :]).to(ACCUMULATOR)
             decay_sum += tl.sum(ds * distance, 1)
             ds_sum += tl.sum(ds, 1)
+            p_sum += tl.sum(p, 1)
             distance_mean += tl.sum(p * distance, 1)
         elif CAUSAL:
             decay_sum += tl.sum(ds, 1)
@@ -276,7 +277,7 @@ def _add_keys(
             d_bias, d_bias_strides, index[:, None], key[None, :], query_length, key_length, ds, SHARED_BIAS
         )
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACCUMULATOR)
-    return dq, decay_sum, ds_sum, distance_mean
+    return dq, decay_sum, ds_sum, p_sum, distance_mean
 
 
 @triton.jit
@@ -352,22 +353,23 @@ def query_gradients_kernel(
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR)
     decay_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
-    # of a constant decay: Σ dS and Σ P |i − j|
+    # of a constant decay: Σ dS, Σ P and Σ P |i − j|
     ds_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
+    p_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
     distance_mean = tl.zeros([BLOCK_M], ACCUMULATOR)
     for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
-        dq, decay_sum, ds_sum, distance_mean = _add_keys(
-            dq, decay_sum, ds_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
-            edge_tile(n, tile_begin, whole_begin, whole_end), key_length,
+        dq, decay_sum, ds_sum, p_sum, distance_mean = _add_keys(
+            dq, decay_sum, ds_sum, p_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch,
+            kv_head, edge_tile(n, tile_begin, whole_begin, whole_end), key_length,
             row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
             end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, token_origin, k_edge, v_edge,
             SHARED_BIAS, True, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT,
             DESCRIPTOR, PRECISION,
         )  # fmt: skip
     for tile in range(whole_begin, whole_end):
-        dq, decay_sum, ds_sum, distance_mean = _add_keys(
-            dq, decay_sum, ds_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head,
-            tile, key_length,
+        dq, decay_sum, ds_sum, p_sum, distance_mean = _add_keys(
+            dq, decay_sum, ds_sum, p_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch,
+            kv_head, tile, key_length,
             row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
             end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, token_origin, k_edge, v_edge,
             SHARED_BIAS, False, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT,
@@ -376,7 +378,9 @@ def query_gradients_kernel(
 
     here = head_rows + index
     if DECAY_GRADIENT and DECAY == "constant":
-        # Σ_j dS is dLSE but for the error of Δ, which a 16-bit output brings and every dS has P times: it leaves again
+        # Σ_j dS is dLSE, and, where a sink has the rest of P, that times Δ; but for the error of Δ, which a 16-bit
+        # output brings and every dS has P times: it leaves again
+        ds_sum -= (1 - p_sum) * row_delta
         if d_lse is not None:
             offset = batch.to(tl.int64) * d_lse_strides[0] + head.to(tl.int64) * d_lse_strides[1]
             own_row = row if row_origin is None else row + row_origin
