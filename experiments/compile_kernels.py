@@ -7,9 +7,10 @@
 The launch functions run as they do on a GPU, on CPU tensors, with a driver that compiles and launches nothing; so what
 is compiled is what would be launched. Printed per kernel: registers, bytes of register spills, shared memory, and
 whether ptxas serialised the asynchronous matrix products (which costs a large part of the speed without a word). The
-exit status is 1 if a kernel does not compile, needs more shared memory than a block has, serialises, or (for sm_90,
-with the Triton that the tiles were chosen on; others bring another ptxas) spills more than config.py says. For other
-targets, whose tiles nobody has timed, more spills are printed and are no fault.
+exit status is 1 if a kernel does not compile, needs more shared memory than a block has, serialises, reads tiles in a
+way that ptxas gets wrong (shares_an_address), or (for sm_90, with the Triton that the tiles were chosen on; others
+bring another ptxas) spills more than config.py says. For other targets, whose tiles nobody has timed, more spills are
+printed and are no fault.
 """
 
 import argparse
@@ -67,7 +68,7 @@ SKIP_TOLERANCE = 2.0**-24  # decay_attention's
 PATHS = ["TMA", "both sides", "pointers", "small", "packed", "bias", "decode"]
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
-MORE_SPILLS = {"TMA": 4, "pointers": 8, "small": 0, "packed": 0, "bias": 448, "decode": 0}
+MORE_SPILLS = {"TMA": 4, "pointers": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0}
 # paths of GPUs without tiles for descriptors and without tiles of small problems
 OTHER_PATHS = ("pointers", "packed", "bias", "decode")
 # the same of the Hopper backend, by kernel and head dimension, whose loops are those of the TMA path: the other side of
@@ -176,6 +177,8 @@ def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
                 faults = spills if strict else []
                 if known["serialised"]:
                     faults = ["serialised", *faults]
+                if shares_an_address(kernel.asm.get("ptx", "")):
+                    faults = ["tiles of two layouts at one address", *faults]
                 if known["shared"] > target.shared_memory:
                     faults = ["too much shared memory", *faults]
                 yield of_call | known | {"faults": faults, "notes": [] if strict else spills}
@@ -277,6 +280,20 @@ def resources(kernel, target: Target) -> dict[str, int | bool]:
         "spills": _number(r"(\d+) bytes spill stores", said),
         "serialised": re.search(r"\(C75\d\d\)", said) is not None,
     }
+
+
+def shares_an_address(ptx: str) -> bool:
+    """Whether matrix products read tiles of two layouts through descriptors that are formed from one register.
+
+    The upper half of a descriptor says how the tile's lines lie; the address is in the lower one. ptxas 12.8 and 12.9
+    (Triton 3.6 to 3.8) have formed wrong descriptors where two upper halves were added to one register: products of
+    other memory, or an illegal access.
+    """
+    layouts: dict[str, set[int]] = {}
+    for register, number in re.findall(r"add\.s64\s+%rd\d+, (%rd\d+), (-?\d{16,});", ptx):
+        # what an address may have beyond 32 bits is carried, not a layout
+        layouts.setdefault(register, set()).add((int(number) % 2**64 + 2**14) >> 32)
+    return any(len(found) > 1 for found in layouts.values())
 
 
 @functools.lru_cache(32)  # the small kernels around the attention come again

@@ -69,6 +69,17 @@ def test_decoding_fits_where_a_block_has_less_shared_memory(tmp_path):
         assert kernel["shared"] <= {"gfx942": 64, "sm_89": 99}[kernel["target"]] << 10
 
 
+def test_descriptors_of_two_layouts_from_one_register_are_a_fault():
+    from compile_kernels import shares_an_address  # which imports the backends
+
+    one = "add.s64 \t%rd260, %rd223, -9223371899415822334;\nadd.s64 \t%rd261, %rd224, -9223371899415822334;\n"
+    same = "add.s64 \t%rd262, %rd224, -9223371899415822332;\nadd.s64 \t%rd263, %rd224, 64;\n"
+    other = "add.s64 \t%rd281, %rd224, -4611685949707911136;\n"
+    assert not shares_an_address(one + same)
+    assert not shares_an_address(one.replace("%rd224", "%rd225") + other)
+    assert shares_an_address(one + other)
+
+
 # Versions of Triton beside one another
 
 

@@ -187,7 +187,8 @@ def key_gradients_kernel(
         head_left, head_right = left, right
         if DECAY == "constant":
             head_left = side_of_head(rates, rate_stride, head, left)
-            head_right = side_of_head(rates, rate_stride, head, right)
+            if not CAUSAL:
+                head_right = side_of_head(rates, rate_stride, head, right)
         first, end = rows_that_see(
             key, query_length, first_position, last_reset + head_tokens, next_reset + head_tokens,
             CAUSAL, DECAY == "scalar", head_left, head_right,
@@ -343,7 +344,9 @@ def query_gradients_kernel(
         row_origin,
     )  # fmt: skip
     if DECAY == "constant":
-        left, right = side_of_head(rates, rate_stride, head, left), side_of_head(rates, rate_stride, head, right)
+        left = side_of_head(rates, rate_stride, head, left)
+        if not CAUSAL:
+            right = side_of_head(rates, rate_stride, head, right)
     first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
     if plan is not None:
         first = tl.maximum(

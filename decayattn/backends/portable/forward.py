@@ -130,7 +130,9 @@ def forward_kernel(
         q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, True, DESCRIPTOR, row_origin
     )
     if DECAY == "constant":
-        left, right = side_of_head(rates, rate_stride, head, left), side_of_head(rates, rate_stride, head, right)
+        left = side_of_head(rates, rate_stride, head, left)
+        if not CAUSAL:
+            right = side_of_head(rates, rate_stride, head, right)
     first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
     if plan is not None:
         first = tl.maximum(
