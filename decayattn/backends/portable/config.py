@@ -120,6 +120,7 @@ QUERY_GRADIENTS = Kernel(
     ),
     sm90_sequences=(
         TileConfig(64, 128, 4, 2, spill_bytes=256),
+        # with what a constant decay's gradient spills: without it 160 and 16
         TileConfig(64, 64, 4, 3, True, 196),
         TileConfig(128, 32, 8, 2, spill_bytes=36),
     ),
