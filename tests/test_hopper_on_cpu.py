@@ -112,6 +112,20 @@ def test_far_keys_that_outweigh_the_own(far, dim):
     verify(inputs, skip_tolerance=None)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("decay", "causal"), [("none", False), ("scalar", False), ("constant", True)])
+def test_a_far_key_and_then_one_that_outweighs_it(decay, causal, dim):
+    """The sum of whole tiles overflows, and the maximum of an edge tile after them is so much larger that it takes all
+    before to 0: 0 times infinity is an overflow, too."""
+    inputs = make(64, 500, heads=1, dim=dim, decay=decay, strength=1e-3)
+    inputs["q"][..., 0] = 8.0
+    # all rows come to the first of these keys in a whole tile and to the other one in an edge tile after it: to the
+    # right of their own or, causal, where their windows begin
+    for key, far in ((200, 60.0), (110 if causal else 499, 180.0)):
+        inputs["k"][:, key, :, 0] = far * dim**0.5 / 8
+    verify(inputs, causal=causal, skip_tolerance=None, window_size=(400, 0) if causal else None)
+
+
 @pytest.mark.parametrize(("decay", "causal"), [("none", True), ("scalar", True), ("constant", False)])
 @pytest.mark.parametrize(("size", "far"), [(1e25, 30.0), (1e34, 10.0), (3e36, 0.0)])
 def test_large_values(size, far, decay, causal):

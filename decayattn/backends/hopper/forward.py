@@ -460,11 +460,13 @@ def _consume(
             total = gl.convert_layout(gl.sum(row_sum, 1), ROW, assert_trivial=True)
             # a row that saw no key: total 0 gives out 0 and lse −inf
             seen = total > 0
+            # beyond MOST a sum may be wrong; a NaN is an overflow that a later tile brought to 0 times infinity
+            fits = total < MOST
             total = gl.where(seen, total, 1.0)
             factor = 1.0 / total
             if WIDE:
-                # beyond MOST a sum may be wrong, and out, too: it becomes NaN
-                factor = gl.where(total < MOST, factor, float("nan"))
+                # with its sum, out is wrong, too: it becomes NaN
+                factor = gl.where(fits, factor, float("nan"))
             row_reference = row_max + gl.log2(total)
             if ROW_ALPHA and not CAUSAL:
                 # a row's α, whose sign differs between its keys, does not cancel in a backward's scores either
