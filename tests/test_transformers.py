@@ -309,9 +309,10 @@ def test_cropping_takes_tokens_back():
     cache = DecayModelCache(model.config)
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -4:]
-        for crop in (-4, TOKENS - 4):  # so many off the end; so many left
+        for crop in (-4, torch.tensor(-4), TOKENS - 4):  # so many off the end; so many left
             cache.crop(crop)
             assert cache.get_seq_length() == TOKENS - 4
+            assert type(cache.get_seq_length()) is int
             again = model(ids[:, -4:], attention_mask=mask, past_key_values=cache).logits
             torch.testing.assert_close(again, expected)
         cache.crop(0)

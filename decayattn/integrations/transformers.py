@@ -14,8 +14,10 @@ It needs the extra `decayattn[transformers]`.
 import copy
 import inspect
 import math
+import operator
 from collections.abc import Iterator
 from itertools import chain
+from typing import SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -163,7 +165,7 @@ class DecayCacheLayer(DynamicLayer):
         if self.cache is not None:
             self.cache.reorder(beam_idx.to(self.cache.device))
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: SupportsIndex) -> None:
         """Forget the last −tokens_to_remove tokens of every entry, none of them padding.
 
         A positive number is the length to keep, as the first releases of transformers 5 call it. A reset among the
@@ -171,6 +173,7 @@ class DecayCacheLayer(DynamicLayer):
         """
         if self.cache is None:
             return
+        tokens_to_remove = operator.index(tokens_to_remove)  # some releases of transformers count in tensors
         removed = self.cache.longest - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
         removed = min(max(removed, 0), self.cache.longest)
         self.cache.lengths.sub_(removed).clamp_(min=0)
