@@ -43,15 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     numbers = list(range(options.calls))
     if options.only is not None:
-        first = options.only // CALLS_PER_FAMILY * CALLS_PER_FAMILY if options.after_others else options.only
+        first = options.only // options.family * options.family if options.after_others else options.only
         numbers = list(range(first, options.only + 1))
-    arguments = (options.seed, options.longest, options.backends)
+    arguments = (options.seed, options.longest, options.family, options.backends)
     began = time.monotonic()
     if options.only is not None:
-        print(draw_here(options.only, options.seed, options.longest))
+        print(draw_here(options.only, options.seed, options.longest, options.family))
         results = ((number, fuzz(number, *arguments)[0]) for number in numbers)
     else:
-        families = [numbers[n : n + CALLS_PER_FAMILY] for n in range(0, len(numbers), CALLS_PER_FAMILY)]
+        families = [numbers[n : n + options.family] for n in range(0, len(numbers), options.family)]
         results = pool.calls(fuzz, arguments, families, options.processes, options.limit)
     summary = Summary(options)
     with _progress(len(numbers)) as progress:
@@ -82,6 +82,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option("--only", type=int, metavar="NUMBER", help="this call only, in this process")
     option("--after-others", action="store_true", help="with --only: after the calls of its family that come before "
            "it, as in the whole run: for what only shows in a process that has done other things")  # fmt: skip
+    option("--family", type=int, metavar="CALLS", default=CALLS_PER_FAMILY, help="calls that share what kernels are "
+           "compiled for: more of them are faster and vary less; part of what is drawn from")  # fmt: skip
     option("--longest", type=int, default=1000 if cuda else 70, help="longest sequence; part of what is drawn from")
     option("--processes", type=int, default=os.cpu_count() if cuda else 1, help="processes, all on one GPU")
     option("--backends", nargs="+", choices=judge.BACKENDS, help="default: triton, hopper where it takes a call, and "
@@ -96,14 +98,16 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def draw_here(number: int, seed: int, longest: int) -> Any:
-    return draw(seed, number, longest, bfloat16=torch.cuda.is_available())
+def draw_here(number: int, seed: int, longest: int, family: int = CALLS_PER_FAMILY) -> Any:
+    return draw(seed, number, longest, torch.cuda.is_available(), family)
 
 
-def fuzz(number: int, seed: int, longest: int, backends: list[str] | None) -> tuple[dict[str, Any], bool]:
+def fuzz(
+    number: int, seed: int, longest: int, family: int, backends: list[str] | None
+) -> tuple[dict[str, Any], bool]:  # fmt: skip
     """One call: its result, and whether this process can go on."""
     torch.set_num_threads(1)
-    call = draw_here(number, seed, longest)
+    call = draw_here(number, seed, longest, family)
     if backends is None:
         backends = ["triton", *["hopper"] * torch.cuda.is_available(), *[call.extra] * bool(call.extra)]
     began = time.monotonic()
@@ -144,7 +148,7 @@ class Summary:
         self.done += 1
         if isinstance(result, Exception):
             what = {"TimeoutError": "timeout", "ChildProcessError": "crash"}.get(type(result).__name__, "fuzzer")
-            call = str(draw_here(number, self.options.seed, self.options.longest))
+            call = str(draw_here(number, self.options.seed, self.options.longest, self.options.family))
             result = {"call": call, "failures": [(what, str(result))], "ratios": {}, "overflowed": []}
         for backend, tensors in result["ratios"].items():
             self.ran[backend] += 1
@@ -164,8 +168,9 @@ class Summary:
 
     def again(self, number: int) -> str:
         backends = f" --backends {' '.join(self.options.backends)}" if self.options.backends else ""
-        seed, longest = self.options.seed, self.options.longest
-        return f"python {SCRIPT} --seed {seed} --longest {longest} --only {number}{backends}"
+        seed, longest, family = self.options.seed, self.options.longest, self.options.family
+        shared = f" --family {family}" if family != CALLS_PER_FAMILY else ""
+        return f"python {SCRIPT} --seed {seed} --longest {longest}{shared} --only {number}{backends}"
 
     def kinds(self) -> dict[str, int]:
         """In how many calls what failed: backend and tensor, backend and exception, "crash" and the like."""

@@ -33,7 +33,7 @@ def families(first: int, number: int, seed: int = 0, longest: int = 1000) -> lis
 
 @pytest.mark.parametrize("number", NUMBERS[:5] if ON_GPU else NUMBERS)  # compiling all would take minutes
 def test_kernels_within_the_budget(number):
-    result, may_go_on = fuzz_kernels.fuzz(number, 1, LONGEST, ["triton", "reference"])
+    result, may_go_on = fuzz_kernels.fuzz(number, 1, LONGEST, CALLS_PER_FAMILY, ["triton", "reference"])
     assert may_go_on
     assert not result["failures"], (fuzz_kernels.draw_here(number, 1, LONGEST), result["failures"])
     assert set(result["ratios"]) == {"triton", "reference"}
@@ -69,6 +69,7 @@ def test_calls_of_a_family_share_what_is_compiled():
     assert all(call.family == calls[0].family for call in ours)
     assert all(call.family != calls[0].family for call in others)
     assert len({(call.rows, call.keys) for call in ours}) > CALLS_PER_FAMILY / 2
+    assert draw(3, 17, calls_per_family=10).family == draw(3, 10, calls_per_family=10).family != ours[0].family
 
 
 def test_the_whole_contract_is_drawn():
@@ -282,6 +283,15 @@ def test_one_call_again(capsys, monkeypatch, tmp_path):
     assert (report["calls"], report["failed"], report["kinds"]) == (1, 1, {"reference out": 1})
     assert "torch" in report
     assert "commit" in report
+
+
+def test_a_call_of_a_larger_family_again(capsys, monkeypatch):
+    run = judge.run
+    monkeypatch.setattr(judge, "run", lambda *given: (found := run(*given)) | {"out": found["out"] + 1})
+    arguments = ["--seed", "3", "--longest", "20", "--family", "100", "--only", "61", "--backends", "reference"]
+    assert fuzz_kernels.main(arguments) == 1
+    again = "python experiments/fuzz_kernels.py " + " ".join(arguments[:6]) + " --only 61 --backends reference"
+    assert f"FAILED {again}: reference out " in capsys.readouterr().out
 
 
 def test_calls_in_processes(interpreter, capsys):

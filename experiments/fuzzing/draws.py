@@ -90,6 +90,7 @@ class Draw:
     value_size: float
     gradient_size: float
     poisoned: bool  # NaN and inf where "what they hold does not matter"
+    far: tuple[int, float]  # every so many keys, and up to which logit such a key and any row have; (0, 0): none
     extra: str  # "auto", "reference" or "": one more backend
 
     def __str__(self) -> str:
@@ -110,14 +111,16 @@ def _is_usual(name: str, value: Any) -> bool:
         "after": (0, 0), "longest": (0, 0), "padding": {}, "resets": 0.0, "reset_values": (), "scale value": 0.0,
         "scale_shape": "", "bias_shape": "", "bias_size": 0.0, "bias_hidden": 0.0, "window value": None,
         "rates": "", "tolerance": "auto", "query_size": 1.0, "key_size": 1.0, "value_size": 1.0, "gradient_size": 1.0,
-        "poisoned": False, "extra": "",
+        "poisoned": False, "far": (0, 0.0), "extra": "",
     }  # fmt: skip
     return name in usual and usual[name] == value
 
 
-def draw(seed: int, number: int, longest: int = 1000, bfloat16: bool = True) -> Draw:
+def draw(
+    seed: int, number: int, longest: int = 1000, bfloat16: bool = True, calls_per_family: int = CALLS_PER_FAMILY
+) -> Draw:  # fmt: skip
     """Call `number` of a run. Without bfloat16 (Triton's interpreter has none) its calls have float16."""
-    number_of_family = number // CALLS_PER_FAMILY
+    number_of_family = number // calls_per_family
     family = _family(random.Random(f"{seed}/family/{number_of_family}"), longest)
     if not bfloat16 and family.dtype == "bfloat16":
         family = replace(family, dtype="float16")
@@ -290,7 +293,7 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
         bias_size, hidden = rng.choice((1.0, 1.0, 8.0)), rng.choice((0.0, 0.1, 0.6))
     large = _chance(rng, 0.25)
     value_size = rng.choice((1e-3, 100.0, 1e10, 1e25)) if _chance(rng, 0.12) else 1.0
-    return Draw(
+    call = Draw(
         number, family, rng.randrange(2**31), batch, rows, keys, sequences, before, after, more, padding,
         rates, resets, reset_values, scale, scale_shape, bias_shape, bias_size, hidden, window,
         tolerance=rng.choice(("auto", "auto", "auto", None, 1e-3)),
@@ -298,5 +301,8 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
         key_size=rng.choice((1.0, 4.0, 16.0, 100.0)) if large else 1.0,
         value_size=min(value_size, 100.0) if family.dtype == "float16" else value_size,
         gradient_size=rng.choice((1e-3, 30.0)) if _chance(rng, 0.1) else 1.0,
-        poisoned=_chance(rng, 0.6), extra=rng.choice(("", "auto", "reference")),
+        poisoned=_chance(rng, 0.6), extra=rng.choice(("", "auto", "reference")), far=(0, 0.0),
     )  # fmt: skip
+    if _chance(rng, 0.15):
+        call = replace(call, far=(rng.choice((3, 61, 97, 200)), rng.choice((30.0, 60.0, 120.0, 200.0))))
+    return call

@@ -55,6 +55,12 @@ def build(draw: Draw, device: torch.device | str) -> Case:
     q = random.normal(*entries, draw.rows, family.heads, family.head_dim) * draw.query_size
     k = random.normal(*entries, draw.keys, family.kv_heads, family.head_dim) * draw.key_size
     v = random.normal(*entries, draw.keys, family.kv_heads, family.value_dim) * draw.value_size
+    every, logit = draw.far
+    if every:
+        # keys that outweigh a row's nearest ones, some of them more than others
+        q[..., 0] = 8.0
+        some = k[..., random.integer(every) :: every, :, 0]
+        some.copy_(random.uniform(*some.shape) * logit * math.sqrt(family.head_dim) / 8)
     log_decay, per_token = _log_decay(draw, random, entries), family.decay == "token"
     scale = _scale(draw, random, entries)
     bias = _bias(draw, random) if family.bias != "none" else None
