@@ -216,10 +216,12 @@ from decayattn import DecayFlashAttention
 
 layer, x = DecayFlashAttention(16, 4, device="cuda"), torch.zeros(2, 5, 16, device="cuda")
 mask = torch.ones(2, 5, dtype=torch.bool, device="cuda")
+gap = mask.clone()
+gap[0, 2] = False  # which waits: a number from the host is copied
 torch.cuda.set_sync_debug_mode("error")  # nothing waits for the device
 layer(x, padding_mask=mask)
-mask[0, 2] = False
-layer(x, padding_mask=mask)
+torch.cuda._sleep(2**32)  # cycles, two seconds: once the assertion has failed, nothing can be launched
+layer(x, padding_mask=gap)
 torch.cuda.set_sync_debug_mode("default")
 print("launched", flush=True)
 torch.cuda.synchronize()
