@@ -386,6 +386,40 @@ def test_accepts_the_unedited_formulas(dtype, monkeypatch):
     assert_within_budget(verify_attention(**make_inputs(dtype, row_scale=True)))
 
 
+def large_logits(seed):
+    """float32 with logits of hundreds: what P is off by comes from the sum over D, whose rounding follows its order."""
+    torch.manual_seed(seed)
+    q, k = (4 * torch.randn(2, 20, 8, 165) for _ in range(2))
+    return {"q": q, "k": k, "v": torch.randn(2, 20, 8, 32), "scale": 0.4, "causal": False}
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4])
+def test_accepts_another_order_of_summation(seed, monkeypatch):
+    def reverse(results, q, k, **heads):
+        results = explicit_attention(**heads, q=q.flip(-1), k=k.flip(-1))
+        return results | {name: results[name].flip(-1) for name in ("dq", "dk")}
+
+    _with(monkeypatch, reverse)
+    assert_within_budget(verify_attention(**large_logits(seed)))
+
+
+def test_refuses_rounded_operands_of_large_logits(monkeypatch):
+    """Operands of q·k with eight bits less than float32 (tf32 has thirteen less)."""
+
+    def round_operands(results, q, k, **heads):
+        return explicit_attention(**heads, q=_without_bits(q, 8), k=_without_bits(k, 8))
+
+    _with(monkeypatch, round_operands)
+    failed = {c.name for c in verify_attention(**large_logits(1)) if not c.passed}
+    assert failed >= {"out", "dq", "dk"}, failed
+
+
+def _without_bits(x, bits):
+    """x rounded to so many bits less of its mantissa."""
+    large = x * (2.0**bits + 1)  # Dekker's splitting
+    return large - (large - x)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("term", "damaged"),
