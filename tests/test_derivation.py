@@ -173,6 +173,16 @@ def test_7_constant_decay(case):
     close(t_d_alpha.sum(), d_gamma)
 
 
+def test_7_distances_by_bits():
+    """r − c, of terms that are a literal 0 at r = c, each."""
+    bits, rows = torch.arange(7), torch.arange(128)
+    has = rows[:, None] >> bits & 1
+    for c in (0, 1, 63, 64, 100, 127):
+        terms = torch.where(has[c] == 0, 2**bits * has, -(2**bits) * (1 - has))
+        assert torch.equal(terms.sum(1), rows - c)
+        assert (terms[c] == 0).all()
+
+
 def test_8_two_level_prefix():
     length, block = 200_000, 128
     log_decay = -1.4 * torch.rand(length, generator=torch.Generator().manual_seed(0))

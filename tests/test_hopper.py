@@ -75,6 +75,16 @@ def test_resets(share, dim):
     verify(inputs | dict(q=inputs["q"][:, -700:]))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [(1000, 1000), (700, 1100)])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, BF16), (128, BF16), (128, torch.float16)])
+def test_the_own_pair_has_no_part_in_the_gradient_of_a_rate(dim, dtype, lengths, causal):
+    """Its dS is about the gradient of lse here, and all others are a millionth of it."""
+    inputs = make(*lengths, heads=3, decay="constant", dim=dim, dtype=dtype)
+    rates = torch.tensor([-14.0, -17.0, -20.0], device=inputs["q"].device)
+    verify(inputs | dict(log_decay=rates), causal=causal)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_strong_decay_and_growth(dim):
     for strength in (2.5, 100.0):

@@ -15,9 +15,10 @@ What is one number per row, its reference and Δ, costs no instruction per score
 come with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ and to V dOᵀ.
 
 Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where a decay's gradient cancels,
-so do they. Both are products with eight columns: of keys beside dk, with the row's number in every second column for a
-constant decay's Σ dS (i − j), and of rows beside dq. One loop serves edge tiles and whole ones, with a branch around
-the comparison: two loops cost registers, and spills slow the shared memory that this kernel lives on (3 % at D = 128).
+so do they. Both are products with few columns: of keys beside dk, by bits of the row's number for a constant decay's
+Σ dS (i − j), into which the own pair must not come (_bit_weights), and of rows beside dq. One loop serves edge tiles
+and whole ones, with branches around what whole ones do not need: two loops cost registers, and spills slow the shared
+memory that this kernel lives on (3 % at D = 128).
 
 Not causal, a decay's sign differs on either side of the diagonal, and the loop is run through once per side
 (key_items.py). A row has a reference for each, with ∓α_i, and the producer sends that of the side, and the difference
@@ -70,6 +71,8 @@ FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
 # columns that sum up dS: as few as a product can have, and the sums' layout
 COPIES: gl.constexpr = gl.constexpr(8)
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COPIES.value, 16]))
+# bits of a row's number in a tile (_bit_weights)
+BITS: gl.constexpr = gl.constexpr(7)
 DQ: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
 
 
@@ -190,17 +193,64 @@ def _add_row_sums(row_sum, row_sums, first_row, visit, work, WARPGROUP: gl.const
     gl.atomic_add(row_sums + (first_row + row), row_sum, mask=inside, sem="relaxed")
 
 
-@gluon.jit
-def _key_sum(of_keys, distance, DECAY: gl.constexpr):
-    """Σ dS of the rows of a tile, or Σ dS (i − j) for a constant decay: (64 keys, 4 copies).
+@gluon.constexpr_function
+def _key_columns(DECAY):
+    """How many columns sum up dS of keys."""
+    return 16 if DECAY == "constant" else 8
 
-    of_keys is dSᵀ times the weights, distance i − j of the tile's first row, not read unless the decay is constant.
+
+@gluon.jit
+def _bit_weights(column, row):
+    """What a row of a tile counts for in a column of the sums of keys: 2^b in column 2 b if its number has bit b, and
+    in column 2 b + 1 if it does not; 1 in the two columns behind those.
+
+    r − c is the sum of 2^b over the bits that r has and c lacks, less that over the bits that c has and r lacks. So the
+    columns 2 b of the bits that c lacks, less the columns 2 b + 1 of those that it has, are Σ dS (r − c), and row c
+    counts for 0 in each of them. With c the key's own row, dS of the own pair stays out of the gradient of a constant
+    decay, to which it does not belong: where the decay is strong, all others are less than the rounding of that one.
     """
-    total, moment = gl.split(gl.reshape(of_keys, [SHARE, COPIES // 2, 2]))
+    bit = column // 2
+    return gl.where(bit < BITS, (((row >> bit) + column) & 1) << bit, 1)
+
+
+@gluon.jit
+def _two_bits(x):
+    """x (64 keys, bits 0 to 7) by threads, (64, 4) each: bits 0 to 3, and bits 4 to 7."""
+    low, high = gl.split(gl.permute(gl.reshape(x, [SHARE, 2, 4]), [0, 2, 1]))
+    return gl.convert_layout(low, SHARES, assert_trivial=True), gl.convert_layout(high, SHARES, assert_trivial=True)
+
+
+@gluon.jit
+def _distance_sum(of_keys, own_row, edge):
+    """Σ dS (i − j) of the rows of a tile: (64 keys, 4 shares).
+
+    of_keys is dSᵀ times _bit_weights, own_row what number the key's own row has in the tile or would have.
+    """
+    has, lacks = gl.split(gl.reshape(of_keys, [SHARE, 8, 2]))
+    low, high = _two_bits(has)
+    own_row = gl.expand_dims(gl.convert_layout(own_row, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
+    bit = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, SHARES)), 0)
+    # the last thread's second bit is none, but Σ dS
+    is_sum = bit + 4 == BITS
+    # of the own row, what is not in c: in whole tiles, where nothing is its own row unless that is row 0, c is 0
+    rest = own_row
+    if edge:
+        low_lacks, high_lacks = _two_bits(lacks)
+        low = gl.where((own_row >> bit) & 1 == 0, low, -low_lacks)
+        high = gl.where(((own_row >> (bit + 4)) & 1 == 0) | is_sum, high, -high_lacks)
+        rest = own_row & -(1 << BITS)
+    return low + high * gl.where(is_sum, (-rest).to(gl.float32), 1.0)
+
+
+@gluon.jit
+def _key_sum(of_keys, own_row, edge, DECAY: gl.constexpr):
+    """Of the rows of a tile Σ dS, in 4 copies, or for a constant decay Σ dS (i − j), in 4 shares: (64 keys, 4)."""
     if DECAY == "constant":
-        distance = gl.convert_layout(distance.to(gl.float32), gl.SliceLayout(1, total.type.layout), assert_trivial=True)
-        total = moment + total * gl.expand_dims(distance, 1)
-    return gl.convert_layout(total, SHARES, assert_trivial=True)
+        total = _distance_sum(of_keys, own_row, edge)
+    else:
+        total, _ = gl.split(gl.reshape(of_keys, [SHARE, COPIES // 2, 2]))
+        total = gl.convert_layout(total, SHARES, assert_trivial=True)
+    return total
 
 
 @gluon.jit
@@ -257,7 +307,7 @@ def _add_rows(
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
     if D == 64:
-        # from its 16-bit form: its float32 form would stay in registers beside dP, where both have 64
+        # from its 16-bit form: its float32 form would stay in registers beside dP, where both have 64 (100 bytes spill)
         p = _widened(pT)
     dsT = score_gradient(p, dpT, 0).to(DTYPE)
 
@@ -280,7 +330,8 @@ def _add_rows(
     dq, row_sum = _start_dq_part(buffers, n, before, WARPGROUP, D, ROW_SUMS)
     dsT = gl.convert_layout(dsT, OPERAND)
     dk = warpgroup_mma(dsT, query, dk, is_async=True)
-    of_keys = gl.zeros([SHARE, COPIES], gl.float32, SUMS)
+    COLUMNS: gl.constexpr = _key_columns(DECAY)
+    of_keys = gl.zeros([SHARE, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
     if work.sizes.DECAY_GRADIENT:
         weights = buffers.weights.index(_nothing(n)).permute((1, 0))
         of_keys = warpgroup_mma(dsT, weights, of_keys, use_acc=False, is_async=True)
@@ -296,7 +347,7 @@ def _add_rows(
         if ROW_SUMS:
             _add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
     if work.sizes.DECAY_GRADIENT:
-        key_sum += _key_sum(of_keys, tile * ROWS + work.first_position() - key_position, DECAY)
+        key_sum += _key_sum(of_keys, key_position - work.first_position() - tile * ROWS, edge, DECAY)
     return dk, dv, key_sum
 
 
@@ -410,9 +461,9 @@ def _consume(
                 # found again, which keeps a line of the table out of the registers of the loop
                 done = found_item(sizes, item)
                 tokens, own_start = done.first_token(member), done.place.start + WARPGROUP * SHARE
-                # of 4 copies
-                sums = gl.sum(key_sum, 1) * 0.25
+                sums = gl.sum(key_sum, 1)
                 if DECAY == "scalar":
+                    sums *= 0.25  # of 4 copies
                     share = gl.arange(0, SHARE, sums.type.layout)
                     here = column_sums + tokens + own_start + share
                     gl.store(here, sums, mask=own_start + share < done.place.key_length)
@@ -454,14 +505,18 @@ def gradients_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STEP: gl.constexpr = _step(D, has_row_sums(DECAY, DECAY_GRADIENT))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, ROWS], DTYPE)
+    COLUMNS: gl.constexpr = _key_columns(DECAY)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, ROWS], DTYPE)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(DTYPE, [1, COPIES, STEP], ONES)
     ones.index(0).store(gl.full([COPIES, STEP], 1.0, DTYPE, LAYOUT))
-    copy = gl.expand_dims(gl.arange(0, COPIES, gl.SliceLayout(1, LAYOUT)), 1)
+    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT)), 1)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
-    weights = gl.allocate_shared_memory(DTYPE, [1, COPIES, ROWS], WEIGHTS)
-    weights.index(0).store(gl.where(copy % 2 == 0, 1, row).to(DTYPE))
+    weights = gl.allocate_shared_memory(DTYPE, [1, COLUMNS, ROWS], WEIGHTS)
+    if DECAY == "constant":
+        weights.index(0).store(_bit_weights(column, row).to(DTYPE))
+    else:
+        weights.index(0).store(gl.full([COLUMNS, ROWS], 1.0, DTYPE, LAYOUT))
     zeros = allocate_zeros(zeros_desc)
     fence_async_shared()
     buffers = Buffers(

@@ -76,7 +76,7 @@ def backward(dim: int) -> BackwardConfig:
     """The backward's schedule for a kernel_dim; two consumer warpgroups of 64 keys each.
 
     dk and dv take 128 registers of a thread at D = 128, leaving room for scores of 64 rows; two stages of q and dO,
-    with dSᵀ and dq on their way out, fill the shared memory (212 and 223 KB).
+    with dSᵀ and dq on their way out, fill the shared memory (213 and 223 KB).
 
     spill_bytes are those of kernels with one side (key_items.py). With two sides, a decay per token spills 64 bytes
     (D = 64) and 432 (D = 128).

@@ -23,7 +23,7 @@ class Buffers:
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
     zeros: gl.shared_memory_descriptor  # (8, 256)
     ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
-    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): 1 and the row's number, by turns
+    weights: gl.shared_memory_descriptor  # (1, 8 or 16, ROWS): what rows count for in the sums of keys
     queries_ready: gl.shared_memory_descriptor
     d_outs_ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
