@@ -77,7 +77,7 @@ def test_resets(share, dim):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [(1000, 1000), (700, 1100)])
-@pytest.mark.parametrize(("dim", "dtype"), [(64, BF16), (128, BF16), (128, torch.float16)])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, BF16), (64, torch.float16), (128, BF16), (128, torch.float16)])
 def test_the_own_pair_has_no_part_in_the_gradient_of_a_rate(dim, dtype, lengths, causal):
     """Its dS is about the gradient of lse here, and all others are a millionth of it."""
     inputs = make(*lengths, heads=3, decay="constant", dim=dim, dtype=dtype)

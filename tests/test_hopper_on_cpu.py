@@ -83,11 +83,12 @@ def test_huge_finite_decays_are_resets(dim, causal):
 
 
 @pytest.mark.parametrize(("keys", "causal"), [(257, True), (257, False), (300, True), (323, False), (200, True)])
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (128, torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128])
 def test_the_own_pair_has_no_part_in_the_gradient_of_a_rate(dim, dtype, keys, causal):
     """Its dS is about the gradient of lse here, and all others are a millionth of it."""
     inputs = make(257, keys, heads=1, decay="constant", dim=dim, dtype=dtype)
-    verify(inputs | dict(log_decay=torch.tensor([-17.0])), causal=causal)
+    verify(inputs | dict(log_decay=torch.tensor([-14.0])), causal=causal)
 
 
 @pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128)])

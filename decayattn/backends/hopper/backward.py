@@ -306,7 +306,9 @@ def _add_rows(
     pT = p.to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
-    if D == 64:
+    # in the 16 bits of a float16, what is below 6e-5 is coarse, and under strong rates all of a rate's gradient is there
+    FINE: gl.constexpr = DECAY == "constant" and work.sizes.DECAY_GRADIENT and DTYPE == gl.float16
+    if D == 64 and not FINE:
         # from its 16-bit form: its float32 form would stay in registers beside dP, where both have 64 (100 bytes spill)
         p = _widened(pT)
     dsT = score_gradient(p, dpT, 0).to(DTYPE)
