@@ -236,6 +236,35 @@ def test_rows_that_see_nothing_pass_with_any_lse_gradient():
     assert_within_budget(verify_attention(**inputs, grad_lse=grad_lse, backend="reference"))
 
 
+@pytest.mark.parametrize(
+    ("times", "seen", "passed"),
+    [
+        (0.9, attention.DRAWS, True),
+        (1.5, (*attention.DRAWS, *attention.MORE_DRAWS), True),
+        (2.5, attention.DRAWS, False),
+    ],
+)
+def test_more_roundings_where_a_number_exceeds_its_budget_by_little(times, seen, passed, monkeypatch):
+    """dsink is one number per head, whose budget is too small in 1 of 1000 cases with 16 roundings."""
+    factors, draw, run, error = [], attention.Call.draw, attention.Call.run, 1e-3
+
+    def drawn(call, factor):
+        """Eager's dsink is off by so much with DRAWS, and by twice that with one of MORE_DRAWS."""
+        factors.append(factor)
+        twice = factor == attention.MORE_DRAWS[30]
+        return draw(call, factor) | {"dsink": call.oracle()["dsink"] + (2 * error if twice else error)}
+
+    def tested(call, *args):
+        return run(call, *args) | {"dsink": (call.oracle()["dsink"] + times * 2 * error).float()}
+
+    monkeypatch.setattr(attention.Call, "draw", drawn)
+    monkeypatch.setattr(attention.Call, "run", tested)
+    inputs = make_inputs(torch.bfloat16) | {"sink": torch.randn(4)}
+    found = by_name(verify_attention(**inputs, backend="reference"))["dsink"]
+    assert found.budget == pytest.approx(2 * error * (2 if len(seen) > 16 else 1), rel=0.01)
+    assert (tuple(factors), found.passed) == (seen, passed)
+
+
 def test_some_heads_of_a_big_problem(plant):
     inputs = make_inputs(torch.float32, "constant")
     assert_within_budget(verify_attention(**inputs, backend="reference", heads=[(0, 1), (1, 3)]))

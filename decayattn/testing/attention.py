@@ -13,7 +13,7 @@ from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.problem import AttentionProblem, check_arguments, check_packed_arguments, window_of
 from decayattn.testing import formulas
 from decayattn.testing.formulas import explicit_attention
-from decayattn.testing.table import format_table, ratio
+from decayattn.testing.table import Row, format_table, ratio
 
 # For 16-bit inputs the prefix of the decay inside a block of tokens is stored in float32, which shows in the LSE only
 PREFIX_BLOCK = 128
@@ -23,6 +23,11 @@ PREFIX_BLOCK = 128
 # factor are added up in another order. A normal error of one number exceeds twice another one in 3 of 10 cases, and
 # twice the largest of 16 in 1 of 1000.
 DRAWS = tuple(2.0 ** (draw / 16) for draw in range(16))  # 1 first; the others have no short mantissa, so all is rounded
+
+# A call has several such numbers, and a test suite thousands. What exceeds its budget with DRAWS is held to four times
+# as many roundings, but for what exceeds it LUCK times: that is no luck
+MORE_DRAWS = tuple(2.0 ** (draw / 64) for draw in range(64) if draw % 4)
+LUCK = 2.0
 
 # the arguments of decay_attention that may have a gradient
 INPUTS = ("q", "k", "v", "log_decay", "scale", "bias", "sink")
@@ -356,6 +361,51 @@ class Call:
         )  # fmt: skip
 
 
+class Budget:
+    """The budget of one call's results, from as many eager evaluations as it takes.
+
+    Args:
+        call: the call.
+        x64: its oracle by tensor: all that are judged.
+    """
+
+    def __init__(self, call: Call, x64: dict[str, Tensor]) -> None:
+        self.call, self.x64, self.sizes = call, x64, call.sizes()
+        self.eager_error = {name: call.distance(name, x, x) for name, x in x64.items()}
+
+    def widen(self, factors: Sequence[float]) -> None:
+        """Evaluate with these factors (`DRAWS`), too."""
+        for factor in factors:
+            self.include(self.call.draw(factor))
+
+    def include(self, drawn: dict[str, Tensor]) -> None:
+        """The results of one more eager evaluation (`Call.draw`)."""
+        for name, error in self.eager_error.items():
+            self.eager_error[name] = torch.maximum(error, self.call.distance(name, drawn[name], self.x64[name]))
+
+    def compare(self, tested: dict[str, Tensor]) -> list[Comparison]:
+        """The tensors against the budget as it is."""
+        return [
+            self.call.compare(name, x, self.x64[name], self.eager_error[name], self.sizes[name])
+            for name, x in tested.items()
+        ]
+
+    def judge(self, tested: dict[str, Tensor]) -> list[Comparison]:
+        """The tensors against the budget of DRAWS, and of MORE_DRAWS too where that is exceeded by little."""
+        self.widen(DRAWS)
+        found = self.compare(tested)
+        if may_be_luck(found):
+            self.widen(MORE_DRAWS)
+            found = self.compare(tested)
+        return found
+
+
+def may_be_luck(rows: Sequence[Row]) -> bool:
+    """Whether something exceeds its budget, and nothing by so much that more roundings cannot grant it."""
+    failed = [row for row in rows if not row.passed]
+    return bool(failed) and all(row.error <= LUCK * row.budget for row in failed)  # a NaN is not
+
+
 def verify_attention(
     q: Tensor,
     k: Tensor,
@@ -527,15 +577,11 @@ def _judge(
         judged_out = judged.transpose(1, 2)[..., None]
         grad_out, grad_lse = torch.where(judged_out, grad_out, 0.0), torch.where(judged, grad_lse, 0.0)
     call = Call(inputs, grad_out, grad_lse, places, tuple(pairs), problem)
-    tested, x64, sizes = call.run(backend, options), call.oracle(), call.sizes()
-    eager_error = {name: call.distance(name, x, x) for name, x in x64.items()}
-    for factor in DRAWS:
-        for name, x in call.draw(factor).items():
-            eager_error[name] = torch.maximum(eager_error[name], call.distance(name, x, x64[name]))
+    tested = call.run(backend, options)
     if heads is not None:  # the other pairs have outputs, too, but nobody evaluated them
         tested["out"] = torch.where(judged_out, tested["out"], 0.0)
         tested["lse"] = torch.where(judged, tested["lse"], 0.0)
-    return [call.compare(name, x, x64[name], eager_error[name], sizes[name]) for name, x in tested.items()]
+    return Budget(call, call.oracle()).judge(tested)
 
 
 def assert_within_budget(comparisons: Sequence[Comparison]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from decayattn import reference
 from decayattn.problem import AttentionProblem
-from decayattn.testing.attention import DRAWS, INPUTS, Call, places_of
+from decayattn.testing.attention import DRAWS, INPUTS, MORE_DRAWS, Call, may_be_luck, places_of
 from decayattn.testing.table import ratio
 
 
@@ -51,8 +51,9 @@ def compare_model_gradients(
     """Hold the gradient of every parameter, computed through a kernel backend, against the error budget.
 
     The oracle is a float64 copy of the model with backend "reference"; eager is a copy in the model's own precision
-    with an attention that rounds where a kernel has to (`explicit_attention`), drawn several times (`DRAWS`) because a
-    parameter may be a single number and because all layers after an attention see its rounding.
+    with an attention that rounds where a kernel has to (`explicit_attention`), drawn several times (`DRAWS`; where a
+    gradient exceeds its budget by little, `MORE_DRAWS` too) because a parameter may be a single number and because all
+    layers after an attention see its rounding.
 
     What it can see depends on the precision. In float32 an error of 1e-5 of a gradient shows. In bfloat16 rounding
     alone moves gradients by about 0.5 %, budgets are 1 to 3 %, and no comparison tells an error below that from
@@ -93,18 +94,21 @@ def compare_model_gradients(
 
     tested = gradients(model, backend, own, autocast)
     oracle = gradients(copy.deepcopy(model).double(), "reference", torch.float64, None)
-    eager = []
-    for factor in DRAWS:
-        with mock.patch.object(reference, "attention", functools.partial(_RoundedAttention.call, factor=factor)):
-            eager.append(gradients(model, "reference", own, autocast, factor))
-
     decay = _decay_parameters(model)
     precision = str(own if autocast is None else autocast).removeprefix("torch.")
-    return [
-        _gradient_row(name, name in decay, precision, p.dtype, tested[name], oracle[name], [x[name] for x in eager])
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
+    eager, rows = [], []
+    for factors in (DRAWS, MORE_DRAWS):
+        for factor in factors:
+            with mock.patch.object(reference, "attention", functools.partial(_RoundedAttention.call, factor=factor)):
+                eager.append(gradients(model, "reference", own, autocast, factor))
+        rows = [
+            _gradient_row(name, name in decay, precision, p.dtype, tested[name], oracle[name], [x[name] for x in eager])
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
+        if not may_be_luck(rows):
+            break
+    return rows
 
 
 def _gradient_row(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.problem import AttentionProblem
-from decayattn.testing.attention import DRAWS, INPUTS, Call, places_of
+from decayattn.testing.attention import DRAWS, INPUTS, MORE_DRAWS, Budget, Call, places_of
 from decayattn.testing.table import ratio
 from fuzzing import oracle
 from fuzzing.tensors import Case
@@ -25,9 +25,6 @@ from fuzzing.tensors import Case
 BACKENDS = ("triton", "hopper", "auto", "reference")
 # More roundings are evaluated only for a call that comes as close to its budget with one of them.
 ENOUGH = 0.5
-# A gradient that is one number per head exceeds twice the largest of the 16 errors of DRAWS in 1 of 1000 cases, and
-# there are thousands of them in a run. What is outside its budget then is held to four times as many roundings.
-MORE_DRAWS = tuple(2.0 ** (draw / 64) for draw in range(64) if draw % 4)
 
 
 @dataclass
@@ -188,7 +185,6 @@ def _compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict
             batched += ["dlog_decay"] * ("dlog_decay" in tensors and case.draw.family.decay == "token")
             tensors |= {name: tensors[name][None] for name in batched}
     x64 = call.gather(oracle.attention, torch.float64)
-    sizes = call.sizes()
     names = [name for name in x64 if any(name in tensors for tensors in results.values())]
     first = call.draw(DRAWS[0])
     for name in list(names):
@@ -200,18 +196,17 @@ def _compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict
         elif not bool((held.isfinite() | exact.isneginf()).all()):
             verdict.overflowed.append(name)
             names.remove(name)
-    eager = {name: call.distance(name, first[name], x64[name]) for name in names}
+    budget = Budget(call, {name: x64[name] for name in names})
+    budget.include(first)
 
     def ratios() -> dict[str, dict[str, float]]:
         found = {}
         for backend, tensors in results.items():
             found[backend] = {}
-            for name in names:
-                if name in tensors:
-                    comparison = call.compare(name, tensors[name], x64[name], eager[name], sizes[name])
-                    own = ratio(comparison.error, comparison.budget)
-                    found[backend][name] = own if comparison.passed or own > 1 else math.inf
-                    texts[backend, name] = comparison
+            for comparison in budget.compare({name: tensors[name] for name in names if name in tensors}):
+                own = ratio(comparison.error, comparison.budget)
+                found[backend][comparison.name] = own if comparison.passed or own > 1 else math.inf
+                texts[backend, comparison.name] = comparison
         return found
 
     def worst(found: dict[str, dict[str, float]]) -> float:
@@ -221,16 +216,13 @@ def _compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict
     found = ratios()
     for factors, least in ((DRAWS[1:], ENOUGH), (MORE_DRAWS, 1.0)):
         if worst(found) > least:
-            for factor in factors:
-                drawn = call.draw(factor)
-                for name in names:
-                    eager[name] = torch.maximum(eager[name], call.distance(name, drawn[name], x64[name]))
+            budget.widen(factors)
             found = ratios()
     if worst(found) > 1 and case.tolerance:
         allowed = call.gather(lambda **heads: oracle.lost(**heads, tolerance=case.tolerance), torch.float64)
-        for name in names:
+        for name, error in budget.eager_error.items():
             # the budget has twice the eager error in it
-            eager[name] = eager[name] + call.distance(name, torch.zeros_like(allowed[name]), allowed[name]) / 2
+            budget.eager_error[name] = error + call.distance(name, torch.zeros_like(allowed[name]), allowed[name]) / 2
         found = ratios()
     verdict.ratios = found
     for backend, tensors in found.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decayattn.problem import AttentionProblem
 from decayattn.testing import Comparison
-from decayattn.testing.attention import DRAWS, INPUTS, Call, places_of
+from decayattn.testing.attention import INPUTS, Budget, Call, places_of
 from sequence_benchmark.report import missing, passed, spread
 
 SECTION = "decode"
@@ -97,13 +97,10 @@ def verify(step: Step, inputs: dict[str, Tensor], decay: str, results: tuple[Ten
         call = Call(arguments, torch.zeros_like(q), grad_lse, places, pairs, problem)
         with torch.enable_grad():
             x64 = call.oracle()
-        sizes, draws = call.sizes(), [call.draw(factor) for factor in DRAWS]
         out, lse = results
-        for name, x in (("out", out[own, :, heads]), ("lse", lse[own, heads])):
-            errors = torch.stack([call.distance(name, draw[name], x64[name]) for draw in draws])
-            found = call.compare(name, x, x64[name], errors.amax(0), sizes[name])
-            where = entry, kv_head * group + found.head[1]
-            comparisons.append(replace(found, head=where))
+        tested = {"out": out[own, :, heads], "lse": lse[own, heads]}
+        for found in Budget(call, {name: x64[name] for name in tested}).judge(tested):
+            comparisons.append(replace(found, head=(entry, kv_head * group + found.head[1])))
     return comparisons
 
 
