@@ -3,9 +3,11 @@
 import contextlib
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -14,19 +16,21 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from decayattn import backends, check, compatibility
+from decayattn import backends, compatibility
 from decayattn.backends import launching, tma
+from decayattn.check import __main__ as check
+from decayattn.check import choice, errors, processes, speed
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 CPU = torch.device("cpu")
 F32 = torch.float32
-TINY = check.Case(F32, 8, length=20, batch=1, heads=2, kv_heads=1)
+TINY = errors.Case(F32, 8, length=20, batch=1, heads=2, kv_heads=1)
 
 
 def run(monkeypatch, capsys, *tasks, device=DEVICE) -> tuple[int, str]:
     """Exit status and output, with these (backend, case) as all that is judged, in this process."""
-    monkeypatch.setattr(check, "cases", lambda device: list(tasks))
+    monkeypatch.setattr(errors, "cases", lambda device, unchecked: [task for task in tasks if task[0] not in unchecked])
     status = check.main(["--device", device, "--no-speed", "--processes", "1"])
     return status, capsys.readouterr().out
 
@@ -41,9 +45,9 @@ def rows(printed: str, backend: str, length: int = TINY.length) -> list[str]:
 
 def test_every_case_of_a_cpu_is_right():
     """Shorter than the program judges them: the interpreter takes its time."""
-    for backend, case in check.cases(CPU):
+    for backend, case in errors.cases(CPU):
         if backend == "reference" or not ON_GPU:
-            verdict = check.judge(backend, replace(case, length=23), "cpu")
+            verdict = errors.judge(backend, replace(case, length=23), "cpu")
             assert verdict.passed, verdict
             assert verdict.error is None
             assert 0 < verdict.fraction < 1
@@ -51,15 +55,34 @@ def test_every_case_of_a_cpu_is_right():
 
 def test_a_gpu_has_every_decay_dtype_and_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    tasks = check.cases(torch.device("cuda", 0))
+    tasks = errors.cases(torch.device("cuda", 0))
     for backend in backends.KERNELS:
         some = [case for name, case in tasks if name == backend]
-        assert {case.decay for case in some} == set(check._DECAYS)
+        assert {case.decay for case in some} == set(errors._DECAYS)
         assert {case.dtype for case in some} >= {torch.float16, torch.bfloat16}
         assert {case.head_dim for case in some} >= {64, 128}
         assert {case.causal for case in some} == {True, False}
-    assert {case.form for _, case in tasks} == {"dense", "last rows", "packed", "options", "decode"}
+    assert {case.form for _, case in tasks} == {"dense", "last rows", "packed", "options", "decode", "timed"}
     assert len({(name, case.name) for name, case in tasks}) == len(tasks)
+
+
+@pytest.mark.parametrize("absent", [(), ("hopper",), ("hopper", "triton")])
+def test_what_is_timed_is_judged(absent, monkeypatch):
+    """By the backend that "auto" takes."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    tasks = errors.cases(torch.device("cuda", 0), absent)
+    assert not {name for name, _ in tasks} & set(absent)
+    timed = [(name, case.head_dim, case.decay) for name, case in tasks if case.form == "timed"]
+    fastest = [name for name in backends.AUTOMATIC if name not in absent][:1]
+    assert set(timed) == {(name, dim, decay) for name in fastest for dim in (64, 128) for decay in ("scalar", "none")}
+    assert all((case.batch, case.heads, case.length) == errors.TIMED_SHAPE for _, case in tasks if case.form == "timed")
+
+
+def test_a_timed_case_is_right(device):
+    case = errors.Case(torch.float16, 16, form="timed", length=23, batch=2, heads=3, kv_heads=3)
+    verdict = errors.judge("triton", case, str(device))
+    assert verdict.passed, verdict
+    assert verdict.seconds > 0
 
 
 # What is wrong
@@ -71,6 +94,7 @@ def test_all_right(monkeypatch, capsys):
     assert "All that was checked is right" in printed
     for title in ("Versions", "torch", "Triton", 'backend="auto"', "Errors against float64"):
         assert title in printed
+    assert len(re.findall(r"^  \(\d+\.\d s\)$", printed, re.MULTILINE)) == 3  # what every section took
     assert all(line.endswith("ok") for backend in ("reference", "triton") for line in rows(printed, backend))
 
 
@@ -136,10 +160,12 @@ def test_a_program_of_its_own_without_triton_and_with_it(interpreter):
     code = f"""
         import sys
         import torch
-        from decayattn import backends, check
+        from decayattn import backends
+        from decayattn.check import __main__ as check, errors
 
-        tiny = check.{TINY!r}
-        check.cases = lambda device: [("reference", tiny), ("triton", tiny)]
+        tiny = errors.{TINY!r}
+        tasks = [("reference", tiny), ("triton", tiny)]
+        errors.cases = lambda device, unchecked: [task for task in tasks if task[0] not in unchecked]
         sys.modules["triton"] = None  # what import finds where it is not installed
         print("exit status", check.main(["--device", "cpu"]))
         del sys.modules["triton"]
@@ -172,9 +198,9 @@ def test_a_gpu_whose_kernels_would_be_interpreted_is_wrong(monkeypatch):
     gpu = torch.device("cuda", 0)
     knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=True))
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))
-    assert set(check.unchecked_backends(gpu, {})) == set(backends.KERNELS)
-    assert "TRITON_INTERPRET is set" in check.interpreted_on_a_gpu(gpu)
-    assert check.interpreted_on_a_gpu(CPU) is None
+    assert set(choice.unchecked_backends(gpu, {})) == set(backends.KERNELS)
+    assert "TRITON_INTERPRET is set" in choice.interpreted_on_a_gpu(gpu)
+    assert choice.interpreted_on_a_gpu(CPU) is None
 
 
 @pytest.mark.parametrize(
@@ -203,9 +229,9 @@ def test_what_auto_takes_and_why_nothing_faster():
         mock.patch.object(tma, "misfit", return_value=None),  # a fake tensor has no address
         FakeTensorMode(),
     ):
-        found = {choice.call: choice for choice in check.choices(torch.device("cuda", 0))}
+        found = {chosen.call: chosen for chosen in choice.choices(torch.device("cuda", 0))}
     hopper.refusal.cache_clear()
-    assert [choice.error for choice in found.values()] == [None] * len(found)
+    assert [chosen.error for chosen in found.values()] == [None] * len(found)
     assert (found["bf16 D128"].backend, found["bf16 D128"].reasons) == ("hopper", ())
     for call, reason in {
         "bf16 D256": "up to 128 as D, not 256",
@@ -224,8 +250,42 @@ def test_what_auto_takes_and_why_nothing_faster():
 
 def test_what_ends_a_process_is_told():
     """A square root that does not exist takes its process along."""
-    found = list(check.in_processes(math.sqrt, [(4.0,), (-1.0,)], 1))
+    processes.prepare()
+    with processes.in_processes(math.sqrt, [(4.0,), (-1.0,)], 1) as answers:
+        found = list(answers)
     assert found == [2.0, "its process ended with exit status 1"]
+
+
+def test_an_interrupted_program_ends_its_processes():
+    """Those that work, and those that have not begun."""
+    begin = time.monotonic()
+    tasks = [(0,), (600,), (600,)]
+    with contextlib.suppress(KeyboardInterrupt), processes.in_processes(time.sleep, tasks, 1) as answers:
+        next(answers)
+        raise KeyboardInterrupt
+    assert time.monotonic() - begin < 300
+
+
+def test_what_is_preloaded_leaves_gpus_alone():
+    """Processes are forked from it, and could not use a GPU that it had touched."""
+    code = """
+        import sys
+        import torch
+
+        def touched(*arguments):
+            raise SystemExit("a GPU is touched")
+
+        torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = touched
+        import decayattn.check.preload
+
+        from triton.runtime import driver
+
+        assert driver._active is None
+        assert "decayattn.backends.hopper" in sys.modules
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_after_an_error_comes_a_new_process(monkeypatch):
@@ -242,8 +302,9 @@ def test_after_an_error_comes_a_new_process(monkeypatch):
             self.ended = True
 
     started = []
-    monkeypatch.setattr(check, "_Worker", Worker)
-    found = list(check.in_processes(None, [("a",), ("error",), ("b",), ("c",)], 1))
+    monkeypatch.setattr(processes, "_Worker", Worker)
+    with processes.in_processes(None, [("a",), ("error",), ("b",), ("c",)], 1) as answers:
+        found = list(answers)
     assert found == [(0, "a"), (0, "error"), (1, "b"), (1, "c")]
     assert all(worker.ended for worker in started)
 
@@ -251,17 +312,17 @@ def test_after_an_error_comes_a_new_process(monkeypatch):
 # Speed
 
 
-def peer(name: str, load, **options) -> check.Peer:
-    return check.Peer(name, options.pop("layout", "BTHD"), options.pop("decay", False), load, **options)
+def peer(name: str, load, **options) -> speed.Peer:
+    return speed.Peer(name, options.pop("layout", "BTHD"), options.pop("decay", False), load, **options)
 
 
 def test_speeds_are_interleaved_and_failures_are_told(monkeypatch):
-    monkeypatch.setattr(check, "TIMED_SHAPE", (1, 2, 8))
+    monkeypatch.setattr(errors, "TIMED_SHAPE", (1, 2, 8))
     order = []
-    monkeypatch.setattr(check, "_milliseconds", lambda call, repeats: (order.append(call()), 2.0)[1])
+    monkeypatch.setattr(speed, "_milliseconds", lambda call, repeats: (order.append(call()), 2.0)[1])
 
     def absent():
-        raise check.NotInstalled("fla")
+        raise speed.NotInstalled("fla")
 
     def refusing(q, k, v):
         raise RuntimeError("No available kernel. Aborting execution.")
@@ -277,9 +338,9 @@ def test_speeds_are_interleaved_and_failures_are_told(monkeypatch):
         peer("refusing", lambda: refusing),
         peer("ours", lambda: refusing, ours=True),
     ]
-    monkeypatch.setattr(check, "_not_to_be_timed", lambda *arguments: None)
-    good, missing, refused, ours = check.speeds(16, CPU, set(), peers)
-    assert [len(good.rounds[direction]) for direction in check.DIRECTIONS] == [check.ROUNDS] * 2
+    monkeypatch.setattr(speed, "_not_to_be_timed", lambda *arguments: None)
+    good, missing, refused, ours = speed.speeds(16, CPU, set(), peers)
+    assert [len(good.rounds[direction]) for direction in speed.DIRECTIONS] == [speed.ROUNDS] * 2
     assert good.median("forward") == 2.0
     assert isinstance(order[0], torch.Tensor)  # the forward
     assert [gradient.shape for gradient in order[1]] == [(1, 2, 8, 16)] * 3 + [(1, 2, 8)]
@@ -288,31 +349,51 @@ def test_speeds_are_interleaved_and_failures_are_told(monkeypatch):
     assert ours.absent is False
 
 
+def test_only_kernels_of_pytorch_are_loaded_ahead(monkeypatch):
+    """Others may tune themselves, beside processes that use the GPU too."""
+    monkeypatch.setattr(errors, "TIMED_SHAPE", (1, 2, 8))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    called = []
+
+    def attend(name):
+        def attend(q, k, v):
+            called.append((name, q.shape[-1]))
+            if name == "refusing":
+                raise RuntimeError("No available kernel. Aborting execution.")
+            return q + k + v
+
+        return peer(name, lambda: attend, sdpa=name != "other")
+
+    speed.load(CPU, [attend("refusing"), attend("good"), attend("other")])
+    # good: the forward, and once more for the gradient
+    assert called == [(name, dim) for dim in (64, 128) for name in ("refusing", "good", "good")]
+
+
 def test_a_wrong_backend_is_not_timed(monkeypatch):
     q = torch.zeros(1, 8, 2, 16)
-    assert check._not_to_be_timed(q, q, q, None, set()) == "not timed: no kernel takes this call"
+    assert speed._not_to_be_timed(q, q, q, None, set()) == "not timed: no kernel takes this call"
     monkeypatch.setattr(backends, "select", lambda problem, name: "auto")
     monkeypatch.setattr(backends, "resolve", lambda *arguments: "triton")
-    assert check._not_to_be_timed(q, q, q, None, set()) is None
-    assert "triton, which takes this call, is wrong" in check._not_to_be_timed(q, q, q, None, {"triton"})
+    assert speed._not_to_be_timed(q, q, q, None, set()) is None
+    assert "triton, which takes this call, is wrong" in speed._not_to_be_timed(q, q, q, None, {"triton"})
 
 
 def test_the_table_of_speeds(monkeypatch, capsys):
-    def speed(name, forward, both, reason=None, absent=False, **options):
+    def measured(name, forward, both, reason=None, absent=False, **options):
         rounds = {"forward": [forward], "forward + backward": [both]} if reason is None else {}
-        return check.Speed(peer(name, None, **options), rounds, reason, absent)
+        return speed.Speed(peer(name, None, **options), rounds, reason, absent)
 
     found = [
-        speed("ours", 1.0, 4.0, ours=True),
-        speed("SDPA, slow", 2.0, 6.0, sdpa=True),
-        speed("SDPA, fast", 1.5, 5.0, sdpa=True),
-        speed("fla, decay per token", 0, 0, "not installed", True),
-        speed("other", 0, 0, "RuntimeError: too old", True),
-        speed("ours, broken", 0, 0, "RuntimeError: no", ours=True),
+        measured("ours", 1.0, 4.0, ours=True),
+        measured("SDPA, slow", 2.0, 6.0, sdpa=True),
+        measured("SDPA, fast", 1.5, 5.0, sdpa=True),
+        measured("fla, decay per token", 0, 0, "not installed", True),
+        measured("other", 0, 0, "RuntimeError: too old", True),
+        measured("ours, broken", 0, 0, "RuntimeError: no", ours=True),
     ]
-    monkeypatch.setattr(check, "speeds", lambda *arguments: found)
+    monkeypatch.setattr(speed, "speeds", lambda *arguments: found)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    wrong = check.report_speed(CPU, set())
+    wrong = speed.report(CPU, set())
     printed = capsys.readouterr().out
     assert wrong == [f"ours, broken, bf16 B4 H16 T4096 D{dim}: RuntimeError: no" for dim in (64, 128)]
     assert "1.000 [1.000, 1.000] 1.50x" in printed
@@ -327,14 +408,14 @@ def test_the_table_of_speeds(monkeypatch, capsys):
 def test_a_gpu(monkeypatch, capsys):
     """Every section, with a part of the cases and short sequences; as many processes as cases."""
     device = torch.device("cuda", 0)
-    unchecked = check.unchecked_backends(device, {})
-    some = [task for task in check.cases(device) if task[0] not in unchecked][::4]
-    monkeypatch.setattr(check, "cases", lambda device: some)
-    monkeypatch.setattr(check, "TIMED_SHAPE", (1, 2, 1000))
+    unchecked = choice.unchecked_backends(device, {})
+    monkeypatch.setattr(errors, "TIMED_SHAPE", (1, 2, 1000))
+    some = errors.cases(device, unchecked)[::4]
+    monkeypatch.setattr(errors, "cases", lambda device, unchecked: some)
     status = check.main(["--processes", str(len(some))])
     printed = capsys.readouterr().out
     assert status == 0, printed
-    judged = [line for name in backends.NAMES for line in rows(printed, name, some[0][1].length)]
+    judged = [line for name in backends.NAMES for length in (301, 1000) for line in rows(printed, name, length)]
     assert len(judged) == len(some)
     assert all(line.endswith("ok") for line in judged), printed
     assert "SDPA, PyTorch's choice" in printed

@@ -1,0 +1,181 @@
+"""Which backends there are, what an ordinary call runs on, and why not on what would be faster."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decayattn import backends
+from decayattn.check.text import one_line, row, section, short
+from decayattn.check.versions import version
+from decayattn.problem import AttentionProblem
+
+
+def missing_backends() -> dict[str, str]:
+    """The kernel backends that cannot be imported, and why."""
+    missing = {}
+    for name in backends.KERNELS:
+        try:
+            found = backends.load(name)
+        except Exception as error:
+            found = one_line(error)
+        if isinstance(found, str):
+            missing[name] = found
+    return missing
+
+
+def triton_belongs_here(device: torch.device) -> bool:
+    """Whether a machine without Triton is wrong: where there is a GPU, and where decayattn requires it."""
+    return device.type == "cuda" or sys.platform == "linux"
+
+
+def enable_interpreter(device: torch.device) -> None:
+    """Have Triton interpret its kernels on a CPU, where it can: a program may ask for that before it imports Triton."""
+    if device.type == "cpu" and "triton" not in sys.modules and _interpreter_is_broken() is None:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _interpreter_is_broken() -> str | None:
+    if importlib.util.find_spec("numpy") is None:
+        return "Triton's interpreter needs numpy, which is not installed"
+    if _release(version("triton")) < (3, 7) and _release(version("numpy")) >= (2, 4):
+        return "Triton before 3.7 cannot interpret loops with numpy 2.4 or later"
+    return None
+
+
+def unchecked_backends(device: torch.device, missing: dict[str, str]) -> dict[str, str]:
+    """The kernel backends that cannot be judged here, and why."""
+    if (reason := interpreted_on_a_gpu(device)) is not None:
+        return dict.fromkeys(backends.KERNELS, reason)
+    unchecked = dict(missing)
+    for name in backends.KERNELS:
+        if name not in missing:
+            broken = _interpreter_is_broken() if (name, device.type) == ("triton", "cpu") else None
+            # the interpreter takes no bfloat16, "hopper" nothing but 16 bits
+            reason = broken or backends.load(name).refusal(torch.float16, device)
+            unchecked |= {} if reason is None else {name: reason}
+    return unchecked
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(number) for number in version.split(".")[:2] if number.isdigit())
+
+
+def interpreted_on_a_gpu(device: torch.device) -> str | None:
+    """What is wrong where the kernels of a GPU would be interpreted."""
+    triton = sys.modules.get("triton")
+    if device.type != "cuda" or triton is None or not triton.knobs.runtime.interpret:
+        return None
+    return "TRITON_INTERPRET is set: on a GPU, too, Triton would interpret its kernels instead of compiling them"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an ordinary call runs on, and why not on what would be faster."""
+
+    call: str
+    backend: str
+    reasons: tuple[str, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class OrdinaryCall:
+    name: str
+    dtype: torch.dtype
+    head_dim: int = 64
+    query_length: int = 1024
+    key_length: int = 1024
+    bias: bool = False
+    cache: bool = False  # one new token for a DecayCache
+
+    def choose(self, device: torch.device) -> Choice:
+        """What "auto" does with the call, causal and with a decay per token."""
+        batch, heads = 2, 8
+        q, k, v = (
+            torch.empty(batch, length, heads, self.head_dim, dtype=self.dtype, device=device)
+            for length in (self.query_length, self.key_length, self.key_length)
+        )
+        log_decay = torch.empty(batch, self.key_length, heads, device=device)
+        bias = torch.empty(1, heads, 1, self.key_length, device=device) if self.bias else None
+        problem = AttentionProblem.of(q, v, log_decay, None, True, bias=bias)
+        scale = self.head_dim**-0.5
+        chosen = backends.select(problem, "auto")
+        if chosen == "auto":
+            chosen = "triton" if self.cache else backends.resolve(problem, "auto", q, k, v, scale)
+        names = (*backends.AUTOMATIC, "reference")
+        reasons = [f"{name}: {self._why_not(name, problem, q, k, v, scale)}" for name in names[: names.index(chosen)]]
+        return Choice(self.name, chosen, tuple(reasons))
+
+    def _why_not(self, name: str, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> str:
+        """Why "auto" does not take the backend, which is faster than what it takes."""
+        loaded = backends.load(name)
+        if isinstance(loaded, str):
+            return loaded
+        if problem.device.type == "cpu" and name == "triton":
+            return "on a CPU it can only be interpreted, which is for debugging"
+        reason = backends.refusal(problem, name)
+        if reason is None and self.cache:
+            return "every cache is decoded by the kernels of triton"
+        return reason or loaded.misfit(problem, q, k, v, scale) or "it is slower for so few tokens"
+
+
+def half(device: torch.device) -> torch.dtype:
+    """The 16-bit dtype that a GPU computes fast: bfloat16 from capability 8.0 on."""
+    old = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.float16 if old else torch.bfloat16
+
+
+def ordinary_calls(device: torch.device) -> list[OrdinaryCall]:
+    dtype = half(device)
+    name = short(dtype)
+    return [
+        OrdinaryCall(f"{name} D64", dtype),
+        OrdinaryCall(f"{name} D128", dtype, 128),
+        OrdinaryCall(f"{name} D256", dtype, 256),
+        OrdinaryCall(f"{name} D64, T 256", dtype, 64, 256, 256),
+        OrdinaryCall(f"{name} D64, with a bias", dtype, bias=True),
+        OrdinaryCall("float32 D64", torch.float32),
+        OrdinaryCall(f"{name} D64, 1 query of 4096 keys", dtype, 64, 1, 4096),
+        OrdinaryCall(f"{name} D64, 1 token, DecayCache", dtype, 64, 1, 4096, cache=True),
+    ]
+
+
+def choices(device: torch.device) -> Iterator[Choice]:
+    for call in ordinary_calls(device):
+        try:
+            yield call.choose(device)
+        except Exception as error:
+            yield Choice(call.name, "", error=one_line(error))
+
+
+def report(device: torch.device, missing: dict[str, str]) -> list[str]:
+    """What is wrong with the backends."""
+    with section('The backend of backend="auto" (B2 H8, T 1024 unless said, causal, decay per token)'):
+        wrong = []
+        for name, reason in missing.items():
+            row(f"{name} cannot be imported: {reason}")
+            if triton_belongs_here(device):
+                wrong.append(f"backend {name} cannot be imported: {reason}")
+        if (reason := interpreted_on_a_gpu(device)) is not None:
+            wrong.append(reason)
+        widths = (max(len(call.name) for call in ordinary_calls(device)), 9)
+        before, errors = (), {}  # an error, and the first call that it came from
+        for choice in choices(device):
+            if choice.error is not None:
+                row(choice.call, "ERROR", choice.error, widths=widths)
+                errors.setdefault(choice.error, choice.call)
+                continue
+            same = choice.reasons and choice.reasons == before
+            reasons = ["for the same reasons"] if same else [f"not {reason}" for reason in choice.reasons]
+            first, *others = reasons or [""]
+            row(choice.call, choice.backend, first, widths=widths)
+            for reason in others:
+                row("", "", reason, widths=widths)
+            before = choice.reasons
+    return wrong + [f'backend="auto", {call}: {error}' for error, call in errors.items()]

@@ -1,0 +1,268 @@
+"""Errors of calls against float64, as fractions of the error budget: what ordinary calls need, and what is timed."""
+
+import contextlib
+import functools
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decayattn import backends, compatibility
+from decayattn.check.choice import half
+from decayattn.check.processes import in_processes
+from decayattn.check.text import one_line, row, section, short
+from decayattn.nn.cache import DecayCache
+from decayattn.problem import AttentionProblem
+from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
+from decayattn.testing.attention import INPUTS, Budget, Call, places_of
+from decayattn.testing.table import ratio
+
+# processes that compile and judge at once on a GPU, and memory for each: a CUDA context, and in float64 the results of
+# a timed call, their sizes, and one eager evaluation
+MOST_PROCESSES = 16
+PROCESS_BYTES = 5 * 2**30
+# B, H and T of the calls that are timed, and what they are asked for: all work that is compared is done
+TIMED_SHAPE = (4, 16, 4096)
+TIMED_OPTIONS = {"skip_tolerance": None, "return_lse": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small call of grouped queries, of a length that divides nothing, or one of those that are timed.
+
+    decay is "none", "constant", "scalar" (one per token), or "resets": one per token that resets and grows.
+    form is "dense", "last rows" (fewer queries than keys), "packed" (sequences, one of them empty), "options" (a
+    window, a sink, a bias and a scale per row), "decode" (one token for a cache: no gradient) or "timed" (as the
+    speed section calls it, one head of it judged: the kernels that are compiled for it are those that are timed).
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    decay: str = "scalar"
+    form: str = "dense"
+    causal: bool = True
+    value_dim: int | None = None
+    length: int = 301
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+
+    @property
+    def name(self) -> str:
+        dims = f"D{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim else "")
+        words = [f"{short(self.dtype)} {dims} T{self.length}", _DECAYS[self.decay]]
+        words += [self.form] * (self.form != "dense") + ["not causal"] * (not self.causal)
+        return ", ".join(words)
+
+    def compare(self, backend: str, device: torch.device) -> list[Comparison]:
+        """Every result of the call against its budget."""
+        batch, heads, kv_heads, length = self.batch, self.heads, self.kv_heads, self.length
+        value_dim = self.value_dim or self.head_dim
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator, device=device)
+
+        q = normal(batch, length, heads, self.head_dim)
+        k, v = normal(batch, length, kv_heads, self.head_dim), normal(batch, length, kv_heads, value_dim)
+        log_decay = None
+        if self.decay == "constant":
+            log_decay = -0.2 * uniform(heads)
+        elif self.decay == "scalar":
+            log_decay = -0.2 * uniform(batch, length, heads)
+        elif self.decay == "resets":
+            log_decay = 0.1 - 0.4 * uniform(batch, length, heads)
+            log_decay[uniform(batch, length, heads) < 0.02] = -math.inf
+        given = {"causal": self.causal, "backend": backend}
+        if self.form == "decode":
+            return _compare_decoding(q[:, -1:], k, v, log_decay, backend)
+        if self.form == "packed":
+            ends = [0, length // 3, length // 3, length // 2, length]
+            ends = torch.tensor(ends, dtype=torch.int32, device=device)
+            packed = (x[0] if x is not None and x.ndim > 1 else x for x in (q, k, v, log_decay))
+            return verify_attention_varlen(*packed, cu_seqlens_q=ends, cu_seqlens_k=ends, **given)
+        if self.form == "last rows":
+            q = q[:, -(length // 3) :]
+        if self.form == "options":
+            given |= {
+                "window_size": (length // 2, 0), "sink": normal(heads, dtype=torch.float32),
+                "bias": normal(heads, 1, length), "scale": normal(batch, length, heads, dtype=torch.float32),
+            }  # fmt: skip
+        if self.form == "timed":
+            given |= TIMED_OPTIONS | {"heads": [(batch - 1, heads - 1)]}
+        return verify_attention(q, k, v, log_decay, **given)
+
+
+_DECAYS = {
+    "none": "no decay",
+    "constant": "constant decay",
+    "scalar": "decay per token",
+    "resets": "growth and resets",
+}
+
+
+def _compare_decoding(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, backend: str) -> list[Comparison]:
+    """The newest token's output by a DecayCache that holds the others, judged as the last row of a call."""
+    batch, length, kv_heads, head_dim = k.shape
+    cache = DecayCache(
+        batch, length, num_heads=q.shape[2], num_kv_heads=kv_heads, head_dim=head_dim, value_dim=v.shape[3],
+        device=q.device, dtype=q.dtype,
+    )  # fmt: skip
+    per_token = log_decay is not None and log_decay.ndim == 3
+    with torch.no_grad():
+        cache.append(k[:, :-1], v[:, :-1], log_decay[:, :-1] if per_token else None)
+        newest = log_decay[:, -1:] if per_token else log_decay
+        out = cache.attend(q, k[:, -1:], v[:, -1:], newest, backend=backend)
+    problem = AttentionProblem.of(q, v, log_decay, None, True)
+    places = places_of(problem, None)
+    pairs = tuple((place, head) for place in places for head in range(problem.num_heads))
+    grad_lse = torch.zeros_like(out[..., 0].transpose(1, 2), dtype=problem.accumulator_dtype)
+    inputs = dict(zip(INPUTS, (q, k, v, log_decay, None, None, None), strict=True))
+    call = Call(inputs, torch.zeros_like(out), grad_lse, places, pairs, problem)
+    return Budget(call, {"out": call.oracle()["out"]}).judge({"out": out})
+
+
+def timed(dtype: torch.dtype, head_dim: int, decay: str) -> Case:
+    batch, heads, length = TIMED_SHAPE
+    return Case(dtype, head_dim, decay, "timed", length=length, batch=batch, heads=heads, kv_heads=heads)
+
+
+def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[str, Case]]:
+    """(backend, case) of all that is judged by the backends that can be.
+
+    On a GPU every case compiles kernels of its own; none covers what another one does. What takes longest begins first:
+    the comments say how many seconds one core compiles for sm_90, with Triton 3.6.
+    """
+    f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+    if device.type == "cpu":
+        small = functools.partial(Case, length=70, batch=1, heads=2, kv_heads=1)
+        interpreted = [
+            small(f32, 16), small(f32, 16, "resets"), small(f16, 64), small(f32, 24, "constant", causal=False),
+            small(f32, 16, "none", "last rows"), small(f32, 16, "scalar", "options", value_dim=8),
+            small(f16, 64, "resets", "decode"),
+        ]  # fmt: skip
+        eager = [small(f32, 64, decay) for decay in _DECAYS]
+        eager += [small(f32, 64, "scalar", causal=False), small(f32, 64, "resets", "packed")]
+        found = [("reference", case) for case in eager] + [("triton", case) for case in interpreted]
+        return [(name, case) for name, case in found if name not in unchecked]
+    fast = half(device)
+    is_timed = next((name for name in backends.AUTOMATIC if name not in unchecked), None)
+    found = [
+        (is_timed, timed(fast, 64, "scalar")),  # 12
+        ("hopper", Case(f16, 128, "resets", "packed")),  # 12
+        ("triton", Case(bf16, 80, "scalar", "options", value_dim=24)),  # 10
+        ("hopper", Case(f16, 128, "constant", causal=False)),  # 10
+        (is_timed, timed(fast, 128, "scalar")),  # 9
+        (is_timed, timed(fast, 64, "none")),  # 9
+        ("triton", Case(f32, 64, "resets")),  # 8
+        (is_timed, timed(fast, 128, "none")),  # 8
+        ("triton", Case(f32, 64, "constant", causal=False)),  # 7
+        ("triton", Case(bf16, 128, "scalar", causal=False)),  # 6
+        ("triton", Case(f16, 128, "resets", "packed")),  # 6
+        ("triton", Case(bf16, 256, "scalar")),  # 6
+        ("triton", Case(f16, 64, "constant")),  # 4
+        ("triton", Case(bf16, 128, "none", "last rows")),  # 4
+        ("triton", Case(bf16, 64, "resets")),  # 4
+        ("triton", Case(bf16, 128, "scalar", "decode")),  # 1
+        ("triton", Case(bf16, 64, "constant", "decode")),  # 1
+        ("reference", Case(f32, 64, "resets")),
+        ("reference", Case(f32, 64, "constant")),
+    ]
+    return [
+        (name, case) for name, case in found
+        if name is not None and name not in unchecked and (case.dtype != bf16 or fast == bf16)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A case's result that comes closest to its budget, or exceeds it most."""
+
+    backend: str
+    case: Case
+    passed: bool = False
+    fraction: float = math.nan  # error / budget
+    tensor: str = ""
+    error: str | None = None
+    seconds: float = math.nan  # compiling included
+    fallbacks: tuple[str, ...] = ()  # of the process, as far as it had launched kernels
+
+
+def judge(backend: str, case: Case, device: str) -> Verdict:
+    """One case; whatever it raises is an error of the verdict."""
+    begin = time.perf_counter()
+    try:
+        comparisons = case.compare(backend, torch.device(device))
+    except Exception as error:
+        seconds, fallbacks = time.perf_counter() - begin, (*compatibility.fallbacks(),)
+        return Verdict(backend, case, error=one_line(error), seconds=seconds, fallbacks=fallbacks)
+
+    def closeness(comparison: Comparison) -> tuple[bool, float]:
+        fraction = ratio(comparison.error, comparison.budget)
+        return not comparison.passed, math.inf if math.isnan(fraction) else fraction
+
+    worst = max(comparisons, key=closeness)
+    passed = all(comparison.passed for comparison in comparisons)
+    fraction = ratio(worst.error, worst.budget)
+    seconds, fallbacks = time.perf_counter() - begin, (*compatibility.fallbacks(),)
+    return Verdict(backend, case, passed, fraction, worst.name, seconds=seconds, fallbacks=fallbacks)
+
+
+@contextlib.contextmanager
+def judging(tasks: Sequence[tuple[str, Case]], device: torch.device, processes: int) -> Iterator[Iterator[Verdict]]:
+    """The verdicts on the cases in their order: so many processes begin at once, or this one when it is asked."""
+    arguments = [(backend, case, str(device)) for backend, case in tasks]
+    if processes == 1:
+        yield (judge(*some) for some in arguments)
+        return
+    with in_processes(judge, arguments, processes) as answers:
+        yield (
+            Verdict(backend, case, error=found) if isinstance(found, str) else found
+            for (backend, case), found in zip(tasks, answers, strict=True)
+        )
+
+
+def default_processes(device: torch.device) -> int:
+    """Compiling is what takes the time on a GPU; a CPU interprets its tiny cases faster than it starts a process."""
+    if device.type == "cpu":
+        return 1
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    in_memory = torch.cuda.mem_get_info(device)[0] // PROCESS_BYTES
+    return max(1, min(MOST_PROCESSES, processors, in_memory))
+
+
+def report(
+    tasks: Sequence[tuple[str, Case]], verdicts: Iterable[Verdict], unchecked: dict[str, str]
+) -> tuple[list[str], set[str]]:
+    """What is wrong, and the backends that it concerns."""
+    wrong, concerned, fallbacks = [], set(), {}
+    with section("Errors against float64, as fractions of the error budget (above 1: FAIL)"):
+        for name, reason in unchecked.items():
+            row(f"{name} is not checked: {reason}")
+        widths = (9, max(len(case.name) for _, case in tasks), 7, 6, 10)
+        row("backend", "call", "seconds", "worst", "of", widths=widths)
+        for verdict in verdicts:
+            name, case, seconds = verdict.backend, verdict.case.name, f"{verdict.seconds:7.1f}"
+            if verdict.error is not None:
+                row(name, case, seconds, "ERROR", verdict.error, widths=widths)
+                wrong.append(f"{name}, {case}: {verdict.error}")
+            else:
+                fraction = f"{verdict.fraction:.2f}"
+                row(name, case, seconds, fraction, verdict.tensor, "ok" if verdict.passed else "FAIL", widths=widths)
+                if not verdict.passed:
+                    wrong.append(f"{name}, {case}: {verdict.tensor} is {fraction} times its error budget")
+            if verdict.error is not None or not verdict.passed:
+                concerned.add(name)
+            fallbacks |= dict.fromkeys(verdict.fallbacks)
+    print("Private names of PyTorch and Triton that are not used here")
+    for name in fallbacks or ["none"]:
+        row(name)
+    print(flush=True)
+    return wrong, concerned
