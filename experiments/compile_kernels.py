@@ -79,8 +79,10 @@ HOPPER_MORE_SPILLS = {
         ("forward_kernel", 128): 36,
         ("gradients_kernel", 64): 60, ("gradients_kernel", 128): 332,
     },
-    "packed": {("forward_kernel", 128): 4},
+    "packed": {("forward_kernel", 128): 12},
 }  # fmt: skip
+# by kernel, head dimension and dtype: P in float32, for the gradient of a constant rate
+HOPPER_FLOAT16_SPILLS = {("gradients_kernel", 64, torch.float16): 104}
 # the Triton of the measurements in config.py
 TUNED_ON = "3.6."
 TABLES = {
@@ -198,7 +200,9 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
     if backend == "hopper":
         if kernel not in HOPPER_TABLES:
             return 0
-        return HOPPER_TABLES[kernel](dim).spill_bytes + HOPPER_MORE_SPILLS[path].get((kernel, dim), 0)
+        of_path, of_dtype = (kernel, dim), (kernel, dim, dtype)
+        more = HOPPER_MORE_SPILLS[path].get(of_path, 0) + HOPPER_FLOAT16_SPILLS.get(of_dtype, 0)
+        return HOPPER_TABLES[kernel](dim).spill_bytes + more
     if kernel == "gradients_kernel":
         return portable.config.both_gradients(arch, dim, dtype).spill_bytes
     if kernel not in TABLES:
