@@ -1,6 +1,6 @@
 """Right before fast: ours against the error budget, everybody against the float64 oracle."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +14,16 @@ from decayattn.testing import Comparison, verify_attention
 ORACLE_SCORES = 2**26
 
 
-def verify_ours(case: Case, inputs: dict[str, Tensor], backend: str) -> list[Comparison]:
-    """decay_attention on the very inputs that are timed: its first and last (batch entry, head) against the budget."""
+def verify_ours(
+    case: Case, inputs: dict[str, Tensor], backend: str, heads: Sequence[tuple[int, int]] | None = None
+) -> list[Comparison]:
+    """decay_attention on the very inputs that are timed: these (batch entry, head) pairs against the budget, the first
+    and the last one by default."""
+    if heads is None:
+        heads = [(0, 0), (case.batch - 1, case.heads - 1)]
     return verify_attention(
         inputs["q"], inputs["k"], inputs["v"], inputs.get("log_decay"), grad_out=inputs["grad_out"], backend=backend,
-        causal=case.causal, heads=[(0, 0), (case.batch - 1, case.heads - 1)], skip_tolerance=None,
+        causal=case.causal, heads=heads, skip_tolerance=None,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from attention_benchmark.peers import without_decay
 _PEER_COLOURS = {
     "cudnn": "#000000",
     "flash": "#7f7f7f",
+    "flash_attn": "#999933",
     "flex": "#56b4e9",
     "flex-grad": "#0072b2",
     "fla": "#009e73",
@@ -59,7 +60,7 @@ def _draw_peer(panel: Any, name: str, names: list[str], rows: list[dict[str, Any
     is_ours = name not in _PEER_COLOURS
     ours = [other for other in names if other not in _PEER_COLOURS]
     colour = _OUR_COLOURS[ours.index(name) % len(_OUR_COLOURS)] if is_ours else _PEER_COLOURS[name]
-    dashed = name in ("cudnn", "flash") or name.endswith(without_decay(""))
+    dashed = name in ("cudnn", "flash", "flash_attn") or name.endswith(without_decay(""))
     panel.errorbar(
         [row["length"] for row in rows], speed, yerr=[below, above], label=name, color=colour, capsize=3,
         linestyle="--" if dashed else "-", linewidth=2.8 if is_ours else 1.5,

@@ -16,6 +16,8 @@ from attention_benchmark.peers import Attend, Peer, reason
 
 # categories under which the profiler's trace files what the device was asked to do
 _LAUNCHES = ("kernel", "gpu_memset", "gpu_memcpy")
+# milliseconds of a call
+Timer = Callable[[Callable[[], object]], float]
 # what reports say of figures in ms
 MILLISECONDS = (
     "median over interleaved rounds, each a median by CUDA events with a cleared L2 cache, the host ahead of the "
@@ -78,7 +80,7 @@ class Timing:
 
 
 def time_rounds(
-    prepared: dict[str, Prepared], rounds: int, timer: Callable[[Callable[[], object]], float]
+    prepared: dict[str, Prepared], rounds: int, timer: Timer
 ) -> tuple[dict[tuple[str, str], Timing], dict[str, str]]:
     """(timings by (peer, direction), reasons of the peers that failed).
 
@@ -102,7 +104,7 @@ def time_rounds(
     return {key: timing for key, timing in timings.items() if key[0] not in failed}, failed
 
 
-def device_and_timer(round_ms: float, without_gpu: str) -> tuple[str, Callable[[Callable[[], object]], float] | None]:
+def device_and_timer(round_ms: float, without_gpu: str) -> tuple[str, Timer | None]:
     """Where a benchmark runs, and its timer; without a GPU the kernels are interpreted, nothing is timed, and it says
     so."""
     if torch.cuda.is_available():
@@ -112,7 +114,7 @@ def device_and_timer(round_ms: float, without_gpu: str) -> tuple[str, Callable[[
     return "cpu", None
 
 
-def cuda_timer(warmup: float, duration: float) -> Callable[[Callable[[], object]], float]:
+def cuda_timer(warmup: float, duration: float) -> Timer:
     """A timer by CUDA events: the median of calls that together take `duration` ms, the L2 cache cleared before each.
 
     It measures the device, even of calls that keep a slow host busy for longer: the device sleeps first, for all peers
@@ -125,6 +127,32 @@ def cuda_timer(warmup: float, duration: float) -> Callable[[Callable[[], object]
         return statistics.median(_milliseconds(call, max(1, int(duration / each)), asleep=_HEAD_START))
 
     return timer
+
+
+def sustained_timer(seconds: float) -> Timer:
+    """A timer of calls back to back, as in training: mean over as many as fill `seconds`, after a quarter of them.
+
+    The host only launches, so it stays ahead of the device wherever a call takes the device longer than the host.
+    """
+
+    def timer(call: Callable[[], object]) -> float:
+        each = _back_to_back(call, 3)
+        count = max(3, int(seconds * 1e3 / each))
+        _back_to_back(call, max(2, count // 4))
+        return _back_to_back(call, count)
+
+    return timer
+
+
+def _back_to_back(call: Callable[[], object], count: int) -> float:
+    """Milliseconds per call of so many, between two events."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / count
 
 
 def _milliseconds(call: Callable[[], object], count: int, asleep: int) -> list[float]:

@@ -141,12 +141,27 @@ def _fox(case: Case, device: torch.device) -> Attend:
     return lambda q, k, v, log_decay: kernel(q, k, v, log_decay, head_first=True)
 
 
+def _flash_attn(case: Case, device: torch.device) -> Attend:
+    """FlashAttention-4, the kernels in CuTe (github.com/Dao-AILab/flash-attention, flash_attn.cute)."""
+    kernel = _imported("flash_attn.cute").flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
+        out = kernel(q, k, v, causal=case.causal)
+        return out[0] if isinstance(out, tuple) else out  # some releases return the log-sum-exp beside it
+
+    return attend
+
+
 def per_token(case: Case, module: str) -> ModuleType:
     """The module of a peer that takes one decay per token and nothing else."""
     if case.decay != "scalar":
         raise Absent(f"takes a scalar decay only, not {case.decay}")
     if not case.causal:
         raise Absent("takes causal cases only")
+    return _imported(module)
+
+
+def _imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a package that breaks while it is imported is as absent as one that is not installed
@@ -158,6 +173,7 @@ OTHERS = {
     for peer in (
         Peer(BASELINE, "SDPA cuDNN, no decay", "BHTD", "none", sdpa(SDPBackend.CUDNN_ATTENTION)),
         Peer("flash", "SDPA FlashAttention, no decay", "BHTD", "none", sdpa(SDPBackend.FLASH_ATTENTION)),
+        Peer("flash_attn", "FlashAttention-4, no decay", "BTHD", "none", _flash_attn),
         Peer("flex", "FlexAttention, decay without its gradient", "BHTD", "fixed", _flex),
         Peer("flex-grad", "FlexAttention, decay and its gradient", "BHTD", "learned", _flex_with_gradient),
         Peer("fla", "flash-linear-attention, decay and its gradient", "BTHD", "learned", _fla),
