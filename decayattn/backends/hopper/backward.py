@@ -306,8 +306,8 @@ def _add_rows(
     pT = p.to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
-    # in the 16 bits of a float16, what is below 6e-5 is coarse, and under strong rates all of a rate's gradient is there
-    FINE: gl.constexpr = DECAY == "constant" and work.sizes.DECAY_GRADIENT and DTYPE == gl.float16
+    # float16 is coarse below 6e-5, and under strong rates a rate's gradient is made of such P alone
+    FINE: gl.constexpr = work.sizes.DECAY_GRADIENT and DECAY == "constant" and DTYPE == gl.float16  # noqa: SIM300
     if D == 64 and not FINE:
         # from its 16-bit form: its float32 form would stay in registers beside dP, where both have 64 (100 bytes spill)
         p = _widened(pT)
