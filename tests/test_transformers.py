@@ -15,7 +15,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 
 import safetensors.torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
 
 from decayattn.integrations.transformers import DECAYS, DecayConfig, DecayForCausalLM, DecayModel, DecayModelCache
 from decayattn.nn import ScalarDecay
@@ -93,8 +93,14 @@ def plain_logits(model, row):
         for h in range(heads):
             shared = h // (heads // kv_heads)
             scores = q[:, h] @ k[:, shared].T / math.sqrt(width) + alpha[:, None, h] - alpha[None, :, h]
-            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-            out.append(scores.softmax(-1) @ v[:, shared])
+            hidden = torch.ones(length, length).triu(1).bool()
+            if config.window_size is not None:
+                hidden |= torch.ones(length, length).tril(-1 - config.window_size[0]).bool()
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if config.sink:
+                column = weights[prefix + "self_attn.sink"][h].expand(length, 1)
+                scores = torch.cat([scores, column], -1)
+            out.append(scores.softmax(-1)[:, :length] @ v[:, shared])
         out = torch.cat(out, -1)
         if config.output_gate:
             out = out * gate.sigmoid()
@@ -105,7 +111,10 @@ def plain_logits(model, row):
     return norm(x, "model.norm.weight") @ weights["lm_head.weight"].T
 
 
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "output_gate": True, "head_dim": 6}], ids=["plain", "all"])
+ALL_OPTIONS = {"qk_norm": True, "output_gate": True, "head_dim": 6, "window_size": (3, 0), "sink": True}
+
+
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_logits_are_those_of_a_plain_stack(decay, options):
     model, ids = build(decay, **options), random_ids()
@@ -198,6 +207,78 @@ def test_a_left_padded_batch_generates_what_each_prompt_does_alone(decay):
         for token in tokens:  # and by hand
             assert plain_logits(model, text)[-1].argmax() == token
             text = torch.cat([text, token[None]])
+
+
+@pytest.mark.parametrize("decay", ["scalar", "alibi"])
+def test_a_window_and_a_sink_are_kept_by_padding_and_generation(decay):
+    model, (ids, mask) = build(decay, window_size=(2, 0), sink=True), left_padded()
+    logits = model(ids, attention_mask=mask).logits
+    together = generate(model, ids, mask)
+    for row, real, tokens, got in zip(ids, mask.bool(), together, logits, strict=True):
+        text = row[real]
+        torch.testing.assert_close(got[real], plain_logits(model, text))
+        for token in tokens:
+            assert plain_logits(model, text)[-1].argmax() == token
+            text = torch.cat([text, token[None]])
+
+
+LENGTHS = (4, 1, 1, 3)
+
+
+def packed(which):
+    """What DataCollatorWithFlattening returns for rows of these lengths, and the rows."""
+    rows = list(random_ids(seed=7).flatten().split([*LENGTHS, 27 - sum(LENGTHS)]))[: len(LENGTHS)]
+    collator = DataCollatorWithFlattening(
+        return_position_ids=which != "lengths", return_flash_attn_kwargs=which != "positions",
+        return_seq_idx=which == "all",
+    )  # fmt: skip
+    return collator([{"input_ids": row.tolist()} for row in rows]), rows
+
+
+@pytest.mark.parametrize("which", ["lengths", "positions", "all"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_packed_sequences_are_those_sequences_alone(decay, which):
+    model, (batch, rows) = build(decay, window_size=(2, 0), sink=True), packed(which)
+    out = model(**batch)
+    alone = [model(row[None]).logits[0] for row in rows]
+    torch.testing.assert_close(out.logits[0], torch.cat(alone))
+    predictions = torch.cat([logits[:-1] for logits in alone])
+    torch.testing.assert_close(out.loss, F.cross_entropy(predictions.float(), torch.cat([row[1:] for row in rows])))
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad(torch.cat(alone).square().sum(), parameters)
+    torch.testing.assert_close(torch.autograd.grad(out.logits.square().sum(), parameters), wanted)
+    with torch.no_grad():
+        assert model(**batch).past_key_values is None
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_packed_sequences_are_recomputed_as_they_were():
+    model, (batch, _) = build().train(), packed("all")
+    wanted = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+    model.gradient_checkpointing_enable()
+    got = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_positions_that_only_count_up_change_nothing():
+    model, ids = build(), random_ids()[:1]
+    torch.testing.assert_close(model(ids, position_ids=torch.arange(5, 5 + TOKENS)[None]).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention_mask": torch.ones(1, sum(LENGTHS))}, "cu_seq_lens_q: packed sequences are one row"),
+        ({"use_cache": True}, "past_key_values, use_cache: expected none with packed sequences"),
+        ({"past_key_values": 1}, "past_key_values, use_cache: expected none with packed sequences"),
+        ({"cu_seq_lens_q": None, "position_ids": None}, "cu_seq_lens_k: packed sequences are given by cu_seq_lens_q"),
+        ({"cu_seq_lens_q": None, "position_ids": torch.arange(3)}, r"position_ids: expected a tensor \(1, 9\)"),
+    ],
+)
+def test_packed_sequences_that_cannot_be_are_refused(arguments, message):
+    model, (batch, _) = build(), packed("all")
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        model(**batch | arguments)
 
 
 @pytest.mark.parametrize("decay", ["scalar", "retnet-learned"])
@@ -332,7 +413,12 @@ def test_a_cache_is_started_where_no_gradient_is_recorded():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_saving_and_loading(decay, tied, tmp_path):
-    model, ids = build(decay, dtype=torch.float32, tie_word_embeddings=tied, qk_norm=True, eos_token_id=4), random_ids()
+    half_lives = (2, 64) if decay == "scalar" else None
+    model = build(
+        decay, dtype=torch.float32, tie_word_embeddings=tied, qk_norm=True, eos_token_id=4, window_size=(4, 0),
+        sink=True, initial_half_lives=half_lives,
+    )  # fmt: skip
+    ids = random_ids()
     model.save_pretrained(tmp_path)
     assert ("lm_head.weight" in safetensors.torch.load_file(tmp_path / "model.safetensors")) != tied
 
@@ -340,6 +426,9 @@ def test_saving_and_loading(decay, tied, tmp_path):
     assert type(config) is DecayConfig
     assert config.decay == decay
     assert config.eos_token_id == 4
+    assert config.window_size == (4, 0)
+    assert config.sink is True
+    assert config.initial_half_lives == half_lives
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is DecayForCausalLM
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
@@ -370,11 +459,12 @@ def test_the_decay_stays_float32_in_a_16_bit_model(decay, dtype, tmp_path):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_what_a_checkpoint_lacks_starts_as_in_a_new_model(decay, tmp_path):
-    model = build(decay, dtype=torch.float32)
+    model = build(decay, dtype=torch.float32, sink=True)
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     saved = safetensors.torch.load_file(path)
-    lost = {name for name in saved if name.endswith(("decay.bias", "decay.log_decay", "decay.sign", "norm.weight"))}
+    endings = ("decay.bias", "decay.log_decay", "decay.sign", "norm.weight", "sink")
+    lost = {name for name in saved if name.endswith(endings)}
     safetensors.torch.save_file({n: x for n, x in saved.items() if n not in lost}, path, metadata={"format": "pt"})
     fresh = DecayForCausalLM(model.config).state_dict()
     for name, value in DecayForCausalLM.from_pretrained(tmp_path).state_dict().items():
@@ -394,6 +484,15 @@ def test_the_start_of_a_new_model():
         else:
             # the standard deviation of n samples is itself off by 1/√(2n) of it
             assert abs(value.std() / 0.02 - 1) < 5 / math.sqrt(2 * value.numel()), name
+
+
+def test_forget_gates_start_with_the_half_lives_of_the_configuration():
+    config = DecayConfig(
+        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, initial_half_lives=[2, 4096]
+    )
+    want = ScalarDecay(64, 4, initial_half_lives=(2, 4096)).half_lives()
+    for block in AutoModelForCausalLM.from_config(config).model.layers:
+        assert torch.equal(block.self_attn.decay.half_lives(), want)
 
 
 def test_the_default_width_of_the_mlp_is_eight_thirds():
@@ -476,7 +575,12 @@ def test_bad_arguments_are_refused_by_name():
         ({"hidden_size": 12 * 300}, ValueError, "head_dim: expected at most 256, got 300"),
         ({"qk_norm": 1}, TypeError, "qk_norm: expected a bool, got 1"),
         ({"backend": "flash"}, ValueError, "backend: expected one of 'auto', 'reference', .* got 'flash'"),
-        ({"window_size": (99, 0)}, ValueError, "window_size: an option of DecayFlashAttention that this model"),
+        ({"value_dim": 99}, ValueError, "value_dim: an option of DecayFlashAttention that this model"),
+        ({"window_size": 99}, TypeError, r"window_size: expected None or a pair \(left, right\)"),
+        ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers of tokens, or -1"),
+        ({"sink": 1}, TypeError, "sink: expected a bool, got 1"),
+        ({"initial_half_lives": (4, 2)}, ValueError, "initial_half_lives: expected two numbers of tokens"),
+        ({"initial_half_lives": (2, 4), "decay": "alibi"}, ValueError, "initial_half_lives: expected only with decay="),
         ({"num_heads": 4}, ValueError, "num_heads: an option of DecayFlashAttention"),
         ({"output_attentions": True}, ValueError, "output_attentions: flash attention never has"),
     ],

@@ -1,6 +1,7 @@
 """A decoder-only language model of DecayFlashAttention layers for Hugging Face transformers.
 
-Importing this module registers the model with transformers' Auto classes::
+Importing this module registers the model with transformers' Auto classes, so a program imports it before it loads a
+checkpoint::
 
     import decayattn.integrations.transformers
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,12 +40,13 @@ from transformers.utils import can_return_tuple
 from decayattn import backends
 from decayattn.nn import ConstantDecay, Decay, DecayCache, DecayFlashAttention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
-from decayattn.nn.decay import check_bool, check_positive_int
+from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_positive_int
+from decayattn.problem import check_window
 
 DECAYS = ("scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none")
 # options of the layer that are no fields of DecayConfig; device and dtype mean something else to transformers
 _LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
-    "head_dim", "decay", "qk_norm", "output_gate", "backend", "device", "dtype",
+    "head_dim", "decay", "qk_norm", "output_gate", "window_size", "sink", "backend", "device", "dtype",
 }  # fmt: skip
 
 
@@ -59,8 +61,10 @@ class DecayConfig(PreTrainedConfig):
         head_dim: default hidden_size / num_attention_heads.
         decay: "scalar", a forget gate per token and head; "alibi" or "retnet", one constant per head, and the same
             with "-learned" behind it; "none".
-        qk_norm, output_gate, backend: as in DecayFlashAttention. Its other options are not the model's, and are
-            refused; what else comes is kept as an attribute, as transformers does.
+        initial_half_lives: (shortest, longest) half-life of a forget gate at the start, in tokens, as in ScalarDecay;
+            with decay="scalar" only. Default ScalarDecay's.
+        qk_norm, output_gate, window_size, sink, backend: as in DecayFlashAttention, in every layer. Its other options
+            are not the model's, and are refused; what else comes is kept as an attribute, as transformers does.
         rms_norm_eps: of the model's norms.
         max_position_embeddings: the length that the model is meant for, which other tools read. Nothing here depends
             on it: the model has no position embedding, knows order by its decay, and caches grow as needed.
@@ -82,8 +86,11 @@ class DecayConfig(PreTrainedConfig):
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         decay: str = "scalar",
+        initial_half_lives: tuple[float, float] | None = None,
         qk_norm: bool = False,
         output_gate: bool = False,
+        window_size: tuple[int, int] | None = None,
+        sink: bool = False,
         rms_norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
         max_position_embeddings: int = 2048,
@@ -114,8 +121,14 @@ class DecayConfig(PreTrainedConfig):
             head_dim = default_head_dim("hidden_size", self.hidden_size, "num_attention_heads", heads)
         self.head_dim = check_head_dim("head_dim", head_dim)
         self.decay = decay
+        if initial_half_lives is not None and decay != "scalar":
+            raise ValueError(f"initial_half_lives: expected only with decay='scalar', got decay={decay!r}")
+        self.initial_half_lives = None if initial_half_lives is None else check_half_lives(initial_half_lives)
         self.qk_norm = check_bool("qk_norm", qk_norm)
         self.output_gate = check_bool("output_gate", output_gate)
+        check_window(window_size)
+        self.window_size = None if window_size is None else tuple(window_size)  # a list where it comes from JSON
+        self.sink = check_bool("sink", sink)
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
         self.max_position_embeddings = max_position_embeddings
@@ -227,17 +240,22 @@ class DecayBlock(GradientCheckpointingLayer):
         self.self_attn = DecayFlashAttention(
             config.hidden_size, config.num_attention_heads, num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim, decay=_make_decay(config), qk_norm=config.qk_norm,
-            output_gate=config.output_gate, backend=config.backend,
+            output_gate=config.output_gate, window_size=config.window_size, sink=config.sink, backend=config.backend,
         )  # fmt: skip
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DecayMLP(config)
 
     def forward(
-        self, x: Tensor, past_key_values: DecayModelCache | None = None, new_lengths: Tensor | None = None
+        self,
+        x: Tensor,
+        past_key_values: DecayModelCache | None = None,
+        new_lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         normed = self.input_layernorm(x)
         if past_key_values is None:
-            attended = self.self_attn(normed)
+            attended = self.self_attn(normed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         else:
             cache = past_key_values.layers[self.layer_idx].room_for(*x.shape[:2], self.self_attn)
             attended = self.self_attn(normed, cache=cache, new_lengths=new_lengths)
@@ -264,8 +282,10 @@ class DecayPreTrainedModel(PreTrainedModel):
             start.reset_parameters()
             for own, value in zip(_tensors(module), _tensors(start), strict=True):
                 initialization.copy_(own, value)
-        else:
-            super()._init_weights(module)
+            return
+        super()._init_weights(module)
+        if isinstance(module, DecayFlashAttention) and module.sink is not None:
+            initialization.zeros_(module.sink)
 
 
 class DecayModel(DecayPreTrainedModel):
@@ -298,22 +318,33 @@ class DecayModel(DecayPreTrainedModel):
                 outputs are 0.
             past_key_values: the tokens so far; takes in the new ones. Under torch.no_grad() only.
             use_cache: start past_key_values where none came. Default config.use_cache, and no where gradients are
-                recorded, because a cache has none.
+                recorded, because a cache has none, and for packed sequences, which no token follows.
             output_hidden_states: also return hidden_states, (B, T, hidden_size) before the first layer and after every
                 one, the last of them after the norm.
+            cu_seq_lens_q, max_length_q: packed sequences, in kwargs, as DataCollatorWithFlattening returns them with
+                return_flash_attn_kwargs=True: input_ids (1, total), where sequence n is the tokens
+                cu_seq_lens_q[n] ≤ t < cu_seq_lens_q[n + 1], and none longer than max_length_q (default total). Nothing
+                crosses a boundary. cu_seq_lens_k and max_length_k are the same again, and not read.
+            position_ids: (1, total), in kwargs: packed sequences, too, where cu_seq_lens_q does not come. A sequence
+                begins where a position is not the one before plus one; that is all they are for, and finding it
+                waits for the device. With cu_seq_lens_q neither these nor seq_idx are read.
             kwargs: what transformers passes to every model, as far as it changes nothing here; the rest is refused.
 
         Raises:
             TypeError, ValueError: for every bad argument, by name.
         """
+        packing = {name: kwargs.pop(name, None) for name in _PACKING}
         _refuse_unknown({"output_attentions": self.config.output_attentions, **kwargs})
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: expected exactly one of the two")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        packed = _is_packed(packing)
+        if packed and (use_cache or past_key_values is not None):
+            raise ValueError("past_key_values, use_cache: expected none with packed sequences, which no token follows")
         if past_key_values is None:
             if use_cache is None:
-                use_cache = self.config.use_cache and not torch.is_grad_enabled()
+                use_cache = self.config.use_cache and not torch.is_grad_enabled() and not packed
             past_key_values = DecayModelCache(self.config) if use_cache else None
         elif not isinstance(past_key_values, DecayModelCache):
             raise TypeError(f"past_key_values: expected a DecayModelCache, got a {type(past_key_values).__name__}")
@@ -324,6 +355,7 @@ class DecayModel(DecayPreTrainedModel):
         if x.ndim != 3:
             raise ValueError(f"inputs_embeds: expected (B, T, hidden_size), got {tuple(inputs_embeds.shape)}")
         new_lengths, real = None, None
+        sequences = _sequences(packing, x, attention_mask) if packed else {}
         if attention_mask is not None:
             real = _new_columns(attention_mask, x, past_key_values)
             # tokens first, in their order, then padding: causality hides it, and a cache overwrites it
@@ -335,7 +367,7 @@ class DecayModel(DecayPreTrainedModel):
         for block in self.layers:
             if output_hidden_states:
                 states.append(x)
-            x = block(x, past_key_values=past_key_values, new_lengths=new_lengths)
+            x = block(x, past_key_values=past_key_values, new_lengths=new_lengths, **sequences)
         states.append(self.norm(x))
         if real is not None:
             back = order.argsort(dim=1)[..., None]
@@ -376,7 +408,8 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
 
         Args:
             labels: (B, T), the tokens of the input themselves (the loss shifts them); −100 where one shall not count,
-                as on padding and on a first token behind padding. loss is the mean cross-entropy in nats.
+                as on padding, on a first token behind padding and on the first of a packed sequence. loss is the mean
+                cross-entropy in nats.
             logits_to_keep: the last so many positions, 0 for all, or the positions themselves.
             kwargs: as in DecayModel.forward, and for transformers' loss function: num_items_in_batch, ignore_index,
                 shift_labels.
@@ -419,17 +452,12 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
 
 
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
-_PACKED = "packed sequences are not supported, and the model has no positions; pass padded rows and attention_mask"
+# packed sequences, as transformers gives them to a model
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "seq_idx")
 _NO_WEIGHTS = "flash attention never has the attention weights"
 # What transformers and those who build on it pass to any model. The first value of each changes nothing here, as None
 # does; any other is refused for the reason behind it.
 _OF_EVERY_MODEL = {
-    "position_ids": (None, _PACKED),
-    "seq_idx": (None, _PACKED),
-    "cu_seq_lens_q": (None, _PACKED),
-    "cu_seq_lens_k": (None, _PACKED),
-    "max_length_q": (None, _PACKED),
-    "max_length_k": (None, _PACKED),
     "output_attentions": (False, _NO_WEIGHTS),
     "output_router_logits": (False, "the model has no experts"),
     "is_causal": (True, "the model is causal"),
@@ -451,8 +479,40 @@ def _refuse_unknown(kwargs: dict) -> None:
             raise ValueError(f"{name}: {reason}")
 
 
+def _is_packed(packing: dict) -> bool:
+    """Whether packed sequences came; what only goes with them is refused without them."""
+    if packing["cu_seq_lens_q"] is not None or packing["position_ids"] is not None:
+        return True
+    for name, value in packing.items():
+        if value is not None:
+            raise ValueError(f"{name}: packed sequences are given by cu_seq_lens_q or by position_ids")
+    return False
+
+
+def _sequences(packing: dict, x: Tensor, attention_mask: Tensor | None) -> dict:
+    """cu_seqlens and max_seqlen of DecayFlashAttention, for tokens x (1, total, hidden_size)."""
+    name = "position_ids" if packing["cu_seq_lens_q"] is None else "cu_seq_lens_q"
+    if x.shape[0] != 1 or attention_mask is not None:
+        raise ValueError(
+            f"{name}: packed sequences are one row, input_ids (1, total), without attention_mask; leave {name} out "
+            "with padded rows, because the model has no positions"
+        )
+    if name == "cu_seq_lens_q":
+        return {"cu_seqlens": packing[name], "max_seqlen": packing["max_length_q"]}
+    positions = packing[name]
+    if not isinstance(positions, Tensor) or positions.shape != x.shape[:2]:
+        raise ValueError(f"position_ids: expected a tensor {tuple(x.shape[:2])}, got {positions!r}")
+    begins = F.pad(positions[0].diff() != 1, (1, 0), value=True).nonzero()[:, 0]
+    cu_seqlens = F.pad(begins, (0, 1), value=x.shape[1]).int()
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": int(cu_seqlens.diff().max())}
+
+
 def _make_decay(config: DecayConfig) -> str | nn.Module:
     """What config.decay means to DecayFlashAttention."""
+    if config.initial_half_lives is not None:
+        return ScalarDecay(
+            config.hidden_size, config.num_attention_heads, initial_half_lives=config.initial_half_lives
+        )
     if config.decay in ("scalar", "none"):
         return config.decay
     preset, _, learned = config.decay.partition("-")

@@ -78,7 +78,7 @@ class ScalarDecay(Decay):
     ):
         super().__init__(num_heads)
         self.embed_dim = check_positive_int("embed_dim", embed_dim)
-        self.initial_half_lives = _check_half_lives(initial_half_lives)
+        self.initial_half_lives = check_half_lives(initial_half_lives)
         options = {"device": device, "dtype": _parameter_dtype(dtype)}
         self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, **options))
         self.bias = nn.Parameter(torch.empty(num_heads, **options))
@@ -262,7 +262,7 @@ def _fill(destination: Tensor, values: Sequence[float]) -> None:
     destination.copy_(source)
 
 
-def _check_half_lives(half_lives: tuple[float, float]) -> tuple[float, float]:
+def check_half_lives(half_lives: tuple[float, float]) -> tuple[float, float]:
     message = "initial_half_lives: expected two numbers of tokens, 0 < shortest <= longest < inf, got "
     if not isinstance(half_lives, Sequence) or not all(_is_real(value) for value in half_lives):
         raise TypeError(f"{message}{half_lives!r}")
