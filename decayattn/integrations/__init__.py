@@ -1,1 +1,1 @@
-"""Interfaces of other libraries. Each module needs its library, an optional extra; nothing else imports them."""
+"""Interfaces of other libraries. Nothing else imports them, and `transformers` needs its library, an optional extra."""

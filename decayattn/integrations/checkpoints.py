@@ -1,0 +1,108 @@
+"""Weights of other libraries' forgetting attention, for DecayFlashAttention.
+
+Each function takes the state dict of such a layer, or that of a model and the layer's prefix in it, and returns that of
+the DecayFlashAttention that computes the same::
+
+    layer = DecayFlashAttention(width, num_heads)
+    layer.load_state_dict(from_fla(model.state_dict(), prefix="model.layers.0.attn."))
+
+The layer is built with the options that the other one had; load_state_dict names what does not fit. Parameters without
+an equivalent are refused by name. Nothing but torch is needed.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_NORMS = {"q_norm.weight", "k_norm.weight"}
+_SHIFT = "it mixes every token with the one before, which DecayFlashAttention does not do"
+
+
+def from_fla(state: Mapping[str, Tensor], *, prefix: str = "") -> dict[str, Tensor]:
+    """DecayFlashAttention's state dict from that of flash-linear-attention's ForgettingAttention.
+
+    Their options and ours: hidden_size, num_heads and num_kv_heads are embed_dim, num_heads and num_kv_heads,
+    use_output_gate=True is output_gate=True, qkv_bias=True is bias=True (biases that they do not have become 0). Their
+    layer passes no window_size to its kernel. qk_norm=True is refused, because it has a gain for every head and
+    channel; that of early versions, one gain for all heads, is qk_norm=True with an eps as in from_fox.
+
+    Args:
+        state: the other layer's state dict, or that of a model around it.
+        prefix: of the layer's names in state, with its dot.
+
+    Raises:
+        ValueError: for parameters without an equivalent and for those that are missing, by name.
+    """
+    gate = {"f_proj.weight": "decay.weight", "f_proj.bias": "decay.bias"}
+    return _convert(_of_layer(state, prefix), prefix, "g_proj", gate, required=gate)
+
+
+def from_fox(state: Mapping[str, Tensor], *, prefix: str = "", ogate_act: str = "sigmoid") -> dict[str, Tensor]:
+    """DecayFlashAttention's state dict from that of the official Forgetting Transformer's ForgettingAttentionLayer.
+
+    Their options and ours: fgate_type="full" is decay="scalar", "bias_only" and "fixed" are a ConstantDecay that is not
+    learned, "none" is decay="none"; use_output_gate=True is output_gate=True; qk_norm=True together with
+    qk_norm_share_param_across_head=True is qk_norm=True, with an eps of 1e-5: `layer.q_norm.eps = layer.k_norm.eps =
+    1e-5`. use_rope=True, which no parameter tells, needs a rotary module as the layer's position.
+
+    Refused are use_k_shift, use_v_shift, use_output_norm, a gain per head in qk_norm and ogate_act="silu": the paper's
+    FoX (LLaMA) can be converted, FoX (Pro) cannot.
+
+    Args:
+        state, prefix: as in from_fla.
+        ogate_act: the layer's option of that name, which no parameter tells.
+
+    Raises:
+        ValueError: for parameters without an equivalent and for those that are missing, by name.
+    """
+    own = _of_layer(state, prefix)
+    reasons = {
+        "k_proj.shift_proj.weight": _SHIFT,
+        "v_proj.shift_proj.weight": _SHIFT,
+        "output_norm.weight": "DecayFlashAttention does not normalise what its heads return",
+    }
+    for name, reason in reasons.items():
+        if name in own:
+            raise ValueError(f"{prefix}{name}: {reason}")
+    if "ogate_proj.weight" in own and ogate_act != "sigmoid":
+        raise ValueError(f"ogate_act: expected 'sigmoid', as DecayFlashAttention has it, got {ogate_act!r}")
+    if "fgate_bias" in own:
+        logits = own["fgate_bias"]
+        own["fgate_bias"] = F.logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    gate = {"fgate_proj.weight": "decay.weight", "fgate_proj.bias": "decay.bias", "fgate_bias": "decay.log_decay"}
+    return _convert(own, prefix, "ogate_proj", gate)
+
+
+def _of_layer(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _convert(
+    own: dict[str, Tensor], prefix: str, output_gate: str, decay: Mapping[str, str], required: Iterable[str] = ()
+) -> dict[str, Tensor]:
+    """Our state dict; decay maps the names of their forget gate to ours."""
+    projections = ["q_proj", "k_proj", "v_proj"]
+    if f"{output_gate}.weight" in own:
+        projections.append(output_gate)
+    weights = [f"{name}.weight" for name in projections]
+    biases = [f"{name}.bias" for name in projections]
+    for name in (*weights, "o_proj.weight", *required):
+        if name not in own:
+            raise ValueError(f"{prefix}{name}: missing in the state dict")
+    for name in sorted(own.keys() - {*weights, *biases, "o_proj.weight", "o_proj.bias", *decay, *_NORMS}):
+        raise ValueError(f"{prefix}{name}: DecayFlashAttention has no equivalent")
+
+    # one product: the rows of q, k, v and the output gate, in this order
+    converted = {"in_proj.weight": torch.cat([own[name] for name in weights]), "out_proj.weight": own["o_proj.weight"]}
+    if own.keys() & {*biases, "o_proj.bias"}:
+        for name in (*projections, "o_proj"):
+            own.setdefault(f"{name}.bias", torch.zeros_like(own[f"{name}.weight"][:, 0]))
+        converted["in_proj.bias"] = torch.cat([own[name] for name in biases])
+        converted["out_proj.bias"] = own["o_proj.bias"]
+    for name in own.keys() & _NORMS:
+        if own[name].shape[0] == own[name.replace("norm", "proj")].shape[0]:
+            raise ValueError(f"{prefix}{name}: it has a gain for every head, DecayFlashAttention one for all heads")
+        converted[name] = own[name]
+    return converted | {ours: own[theirs] for theirs, ours in decay.items() if theirs in own}

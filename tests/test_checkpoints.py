@@ -1,0 +1,85 @@
+"""Weights of other libraries' layers: what the layer computes with them, as a formula, is what ours computes."""
+
+import other_libraries
+import pytest
+import torch
+
+from decayattn import DecayFlashAttention
+from decayattn.integrations.checkpoints import from_fla, from_fox
+from decayattn.nn import ConstantDecay
+
+WIDTH, HEADS = 24, 4
+
+
+def randomised(layer):
+    """In float64, every parameter and buffer off its start."""
+    torch.manual_seed(0)
+    for tensor in layer.double().state_dict().values():
+        tensor.add_(0.5 * torch.randn_like(tensor))
+    return layer
+
+
+def check(theirs, ours, weights):
+    ours.double().load_state_dict(weights)
+    x = torch.randn(2, 11, WIDTH, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x)[0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_layers_of_fla(kv_heads, gate, bias):
+    options = dict(num_kv_heads=kv_heads, qkv_bias=bias, use_output_gate=gate)
+    theirs = randomised(other_libraries.ForgettingAttention(WIDTH, HEADS, **options))
+    ours = DecayFlashAttention(WIDTH, HEADS, num_kv_heads=kv_heads, bias=bias, output_gate=gate)
+    check(theirs, ours, from_fla(theirs.state_dict()))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("fgate", ["full", "bias_only", "fixed", "none"])
+def test_layers_of_the_forgetting_transformer(fgate, gate, norm):
+    theirs = randomised(other_libraries.ForgettingAttentionLayer(
+        WIDTH, HEADS, fgate_type=fgate, use_output_gate=gate, qk_norm=norm, qk_norm_share_param_across_head=norm
+    ))  # fmt: skip
+    decay = {"full": "scalar", "none": "none"}.get(fgate) or ConstantDecay.from_values([0.0] * HEADS)
+    ours = DecayFlashAttention(WIDTH, HEADS, decay=decay, qk_norm=norm, output_gate=gate)
+    if norm:
+        ours.q_norm.eps = ours.k_norm.eps = 1e-5
+    check(theirs, ours, from_fox(theirs.state_dict()))
+
+
+def test_a_layer_of_a_model():
+    theirs = randomised(torch.nn.ModuleDict({x: other_libraries.ForgettingAttention(WIDTH, HEADS) for x in "ab"}))
+    weights = from_fla({f"model.{name}": x for name, x in theirs.state_dict().items()}, prefix="model.b.")
+    check(theirs["b"], DecayFlashAttention(WIDTH, HEADS), weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qk_norm": True}, r"layer\.[qk]_norm.weight: it has a gain for every head"),
+        ({"use_output_norm": True}, "layer.output_norm.weight: DecayFlashAttention does not normalise"),
+        ({"use_k_shift": True}, "layer.k_proj.shift_proj.weight: it mixes every token with the one before"),
+        ({"use_v_shift": True}, "layer.v_proj.shift_proj.weight: it mixes every token with the one before"),
+    ],
+)
+def test_what_has_no_equivalent_is_refused_by_name(options, message):
+    theirs = torch.nn.ModuleDict({"layer": other_libraries.ForgettingAttentionLayer(WIDTH, HEADS, **options)})
+    with pytest.raises(ValueError, match=message):
+        from_fox(theirs.state_dict(), prefix="layer.")
+
+
+def test_other_refusals():
+    theirs = other_libraries.ForgettingAttentionLayer(WIDTH, HEADS, use_output_gate=True).state_dict()
+    with pytest.raises(ValueError, match=r"ogate_act: expected 'sigmoid', .* got 'silu'"):
+        from_fox(theirs, ogate_act="silu")
+    with pytest.raises(ValueError, match=r"f_proj.weight: missing in the state dict"):
+        from_fla(theirs)
+    with pytest.raises(ValueError, match=r"attn.q_proj.weight: missing in the state dict"):
+        from_fla(theirs, prefix="attn.")
+    with pytest.raises(ValueError, match=r"q_conv1d.weight: DecayFlashAttention has no equivalent"):
+        from_fox(theirs | {"q_conv1d.weight": torch.zeros(3)})
+    normed = other_libraries.ForgettingAttention(WIDTH, HEADS, num_kv_heads=2, qk_norm=True)
+    with pytest.raises(ValueError, match=r"[qk]_norm.weight: it has a gain for every head"):
+        from_fla(normed.state_dict())
