@@ -8,8 +8,8 @@ import pytest
 README = Path(__file__).parents[1] / "README.md"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def blocks(language: str, document: Path = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def test_every_example_runs(capsys):

@@ -1,0 +1,97 @@
+"""MIGRATION.md: what every example computes with the other library's formula is what it computes with ours."""
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import other_libraries
+import pytest
+import torch
+from test_readme import blocks
+
+import decayattn
+
+GUIDE = Path(decayattn.__file__).parent / "MIGRATION.md"
+
+
+@pytest.fixture
+def float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def test_before_and_after_are_the_same(monkeypatch, float64):
+    for name, module in other_libraries.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    torch.manual_seed(0)
+    setup, *examples = blocks("python", GUIDE)
+    names = {"__name__": "guide"}
+    exec(compile(setup, "MIGRATION.md, setup", "exec"), names)
+    inputs = {name: x.requires_grad_() for name, x in names.items() if isinstance(x, torch.Tensor)}
+    assert len(examples) > 10
+    for number, example in enumerate(examples, start=1):
+        names.pop("before", None), names.pop("after", None)
+        try:
+            exec(compile(example, f"MIGRATION.md, example {number}", "exec"), names)
+        except Exception as error:
+            pytest.fail(f"MIGRATION.md, example {number}: {error!r}\n{example}")
+        before, after = names["before"], names["after"]
+        torch.testing.assert_close(after, before, msg=lambda text: f"{text}\n{example}")  # noqa: B023
+        weights = torch.randn_like(before)
+        options = {"allow_unused": True, "retain_graph": True}
+        wanted, found = (torch.autograd.grad((y * weights).sum(), inputs.values(), **options) for y in (before, after))
+        assert any(x is not None for x in wanted), example
+        for name, want, got in zip(inputs, wanted, found, strict=True):
+            if want is not None:
+                torch.testing.assert_close(got, want, msg=lambda text: f"{name}: {text}\n{example}")  # noqa: B023
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_formula_of_flex_attention_is_what_pytorch_computes(float64):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 50, 16, generator=generator) for heads in (4, 2, 2))
+    gates = torch.randn(2, 50, 4, generator=generator)
+
+    def decayed(score, b, h, i, j):
+        return score + gates[b, i, h] - gates[b, j, h]
+
+    def visible(b, h, i, j):
+        return (i >= j) & (i - j < 9)
+
+    results = []
+    for library in (flex, other_libraries):
+        mask = library.create_block_mask(visible, None, None, 50, 50, device="cpu")
+        results.append(library.flex_attention(q, k, v, decayed, mask, enable_gqa=True))
+    torch.testing.assert_close(*results)
+
+
+def test_pruning_loses_what_skip_tolerance_says(float64):
+    """What the Forgetting Transformer's adaptive threshold leaves out has at most the probability e^-10 in a row."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = 0.7 * torch.randn(2, 2, 300, 4, 16, generator=generator)
+    log_decay = torch.nn.functional.logsigmoid(torch.randn(2, 300, 4, generator=generator) + 1)
+    bias = other_libraries.decay_between(log_decay, 300)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4 + bias
+    weights = scores.masked_fill(other_libraries.distances(300, 300) < 0, -torch.inf).softmax(-1)
+    lost = (weights * other_libraries.pruned(q, k, bias, None, "auto")).sum(-1).amax()
+    assert 0 < lost <= math.exp(-10)
+
+
+def test_names_of_the_table_are_refused_with_ours():
+    table = re.findall(r"^\| (`.*?) \|", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    names = set(re.findall(r"`(\w+)", " ".join(table))) - {"scale", "window_size"}
+    assert len(names) > 15
+    q = torch.zeros(1, 1, 1, 1)
+    for name in sorted(names):
+        with pytest.raises(TypeError, match=f"{name}: unexpected keyword") as caught:
+            decayattn.decay_attention(q, q, q, **{name: None})
+        assert not re.search("it takes|did you mean", str(caught.value)), name
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", GUIDE.read_text(encoding="utf-8")):
+        assert (GUIDE.parent / target).exists(), target
