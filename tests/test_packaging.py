@@ -1,8 +1,10 @@
 """What is installed and shipped: the version, the source distribution, the types that a checker sees."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,65 @@ def test_the_source_distribution_has_every_folder():
     folders = {path.split("/")[0] for path in listed.stdout.splitlines() if "/" in path}
     lines = (ROOT / "MANIFEST.in").read_text().splitlines()
     assert folders == {"decayattn", *(line.removeprefix("graft ") for line in lines if line.startswith("graft"))}
+
+
+IN_A_WHEEL = """
+import sys
+from pathlib import Path
+
+import torch
+
+import decayattn
+from decayattn import DecayFlashAttention, decay_attention
+from decayattn.integrations.checkpoints import from_fla
+
+package = Path(decayattn.__file__).parent
+assert package.parent == Path(sys.argv[1]), package
+assert {"DERIVATION.md", "MIGRATION.md", "py.typed"} <= {file.name for file in package.iterdir()}
+x = torch.randn(1, 9, 8, requires_grad=True)
+DecayFlashAttention(8, 2)(x).sum().backward()
+assert x.grad.isfinite().all()
+q = torch.randn(1, 9, 2, 4)
+assert torch.equal(decay_attention(q, q, q, -0.1), decay_attention(q, q, q, -0.1, backend="reference"))
+"""
+
+
+@pytest.mark.slow  # two builds and a process that imports torch
+def test_distributions_are_whole_and_work_without_the_repository(tmp_path):
+    """All that git tracks is in the source distribution, and a wheel made of that runs elsewhere."""
+    pytest.importorskip("setuptools", minversion="77")
+    listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=False)
+    files = [file for file in listed.stdout.splitlines() if (ROOT / file).exists()]
+    if not files:
+        pytest.skip("not a clone")
+    copy, built, installed = (tmp_path / name for name in ("copy", "built", "installed"))
+    for file in files:  # building leaves folders behind, which are not to be in the clone
+        (copy / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, copy / file)
+
+    def build(what, source):
+        program = f"from setuptools import build_meta; print(build_meta.build_{what}({str(built)!r}))"
+        run = subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stdout + run.stderr
+        return built / run.stdout.splitlines()[-1]
+
+    built.mkdir()
+    with tarfile.open(build("sdist", copy)) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert {file for file in files if not (unpacked / file).exists()} == set()
+    shutil.unpack_archive(build("wheel", unpacked), installed, "zip")
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    program = [sys.executable, "-c", IN_A_WHEEL, str(installed)]
+    run = subprocess.run(program, cwd=built, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_what_is_cited_is_this_version():
+    citation = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == decayattn.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{decayattn.__version__}]" in changes
 
 
 @pytest.mark.slow  # mypy reads all of torch
