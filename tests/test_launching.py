@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from conftest import ON_GPU
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import max_shared_mem
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -68,6 +69,11 @@ class Driver:
 GPU = torch.device("cuda", 0)
 
 
+def forget_shared_memory() -> None:
+    """Triton asks a device once how much it has, from 3.8 on: that of one that is not there is not everybody's."""
+    getattr(max_shared_mem, "cache_clear", lambda: None)()
+
+
 @pytest.fixture
 def log(monkeypatch):
     """What was launched on a GPU that is not there, unloaded from it, and asked of Triton."""
@@ -82,7 +88,9 @@ def log(monkeypatch):
         return run(self, *args, grid=grid, warmup=warmup, **constants)
 
     monkeypatch.setattr(JITFunction, "run", asked)
+    forget_shared_memory()
     yield fake.log
+    forget_shared_memory()
     for compiled in compatibility._held.values():
         if getattr(compiled, "module", None) is MODULE:
             compiled.module = None  # else Triton unloads it when Python ends, from a GPU that is not there
