@@ -129,8 +129,10 @@ def decay_attention(
             inputs, growth and outliers included; visited_fraction tells what is left. The "reference" never skips.
         backend: "auto" takes the fastest that accepts the problem. "reference" is eager PyTorch, differentiable to any
             order; "triton" the Triton kernels, whose gradients repeat bit by bit (that of a broadcast bias only under
-            torch.use_deterministic_algorithms); "hopper" the Gluon kernels for sm_90. A name is taken literally or
-            refused with the reason.
+            torch.use_deterministic_algorithms); "hopper" the Gluon kernels for sm_90, whose gradients add up in no
+            fixed order, and which copy gradients of out that are expanded or at no multiple of 16 bytes. A name is
+            taken literally or refused with the reason. Under torch.use_deterministic_algorithms "auto" takes the
+            backward of "triton", and "hopper" refuses, or with warn_only=True warns.
 
     Returns:
         out (B, T_q, H, D_v) in the dtype of q, or (out, lse) with lse (B, H, T_q) in float32 (float64 for float64
