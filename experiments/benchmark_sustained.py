@@ -1,6 +1,6 @@
 """Sustained speed, the power limit reached, as in training: ours beside cuDNN and others; correct first.
 
-    python experiments/benchmark_sustained.py                            # on a GPU: six shapes, under 2 minutes; JSON
+    python experiments/benchmark_sustained.py                            # on a GPU: six shapes, about 2 minutes; JSON
     python experiments/benchmark_sustained.py --shapes 4,8192,16,128 --peers cudnn --decays scalar none constant
     python experiments/benchmark_sustained.py --not-causal --shapes 4,8192,16,64 4,8192,16,128
 
@@ -127,7 +127,8 @@ def run(options: argparse.Namespace, argv: Sequence[str], device: str) -> int:
         "method": METHOD, "rounds": options.rounds, "seconds": options.seconds, "kernels": {},
         "missing": [], "checks": [], "rows": [],
     }  # fmt: skip
-    print(" · ".join(f"{key} {result[key]}" for key in ("gpu", "driver", "torch", "triton", "cudnn", "commit")))
+    about = ("gpu", "driver", "torch", "triton", "cudnn", "commit")
+    print(" · ".join(f"{key} {result[key]}" for key in about), flush=True)
     per_shape = len(kernels_of(options.shapes[0], options)) * (1 + 2 * options.rounds * (device == "cuda"))
     progress = Progress(len(options.shapes) * per_shape)
     for number, size in enumerate(options.shapes, start=1):
