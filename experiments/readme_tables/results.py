@@ -1,0 +1,70 @@
+"""What was measured, as results/ has it; figures without a known origin are refused."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# what a figure's file has to say of its origin, besides its GPU
+_ORIGIN = ("commit", "torch", "triton", "command")
+
+
+class Refused(Exception):
+    """A file in results/ that may not be quoted; the message says why."""
+
+
+class Shape(NamedTuple):
+    """One attention problem with D_v = D."""
+
+    head_dim: int
+    length: int
+    batch: int
+    heads: int
+    causal: bool
+
+
+# of a shape and a direction, every kernel's figures: ms, ms_range, tflops, ratio_to_cudnn
+Speeds = dict[tuple[Shape, str], dict[str, dict[str, Any]]]
+
+# what files with a row per kernel call those that the others call "ours"
+_OURS = {
+    "decayattn hopper": "ours", "decayattn hopper none": "ours, no decay", "decayattn triton": "triton",
+    "decayattn triton none": "triton, no decay",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Results:
+    """A folder of results, and how a page that quotes it calls it ("results/", or "../results/")."""
+
+    folder: Path
+    prefix: str = "results/"
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def link(self, name: str, text: str = "JSON") -> str:
+        return f"[{text}]({self.prefix}{name})"
+
+    def load(self, name: str, on_gpu: bool = True) -> dict[str, Any]:
+        """The JSON file of that name, its origin beside its figures; raises Refused unless the origin is whole."""
+        report = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        report |= report.pop("provenance", {})  # some files keep it apart
+        absent = [key for key in (*_ORIGIN, *["gpu"] * on_gpu) if not report.get(key)]
+        if not report.get("gpu") and "+cpu" not in str(report.get("torch")):
+            absent.append("gpu")  # without one, only a torch for CPUs is believed
+        if absent:
+            raise Refused(f"results/{name}: lacks {', '.join(dict.fromkeys(absent))}; nobody could measure it again")
+        if report.get("dirty"):
+            raise Refused(f"results/{name}: the code differed from commit {report['commit'][:9]} when it was measured")
+        return report
+
+
+def speeds(report: dict[str, Any]) -> Speeds:
+    """The rows of benchmark_sustained.py (all kernels of a shape) or of benchmark_attention.py (one kernel each)."""
+    found: Speeds = {}
+    for row in report["rows"]:
+        shape = Shape(row["head_dim"], row["length"], row["batch"], row["heads"], row.get("causal", True))
+        kernels = row["kernels"] if "kernels" in row else {_OURS.get(row["peer"], row["peer"]): row}
+        found.setdefault((shape, row["direction"]), {}).update(kernels)
+    return found

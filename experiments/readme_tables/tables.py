@@ -1,0 +1,313 @@
+"""The marked blocks, each a function of results/ to lines of Markdown."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from readme_tables import picture
+from readme_tables.results import Results, Shape, Speeds, speeds
+
+# the first of these that is there tells of ours; a kernel of somebody else that it lacks comes from the later ones
+SPEED_FILES = ("benchmark_sustained.json", "benchmark_attention_hopper.json", "benchmark_attention.json")
+NOT_CAUSAL_FILE = "benchmark_sustained_not_causal.json"
+SKIPPING_FILES = ("benchmark_skipping_pruning.json", "benchmark_skipping.json")
+PICTURE = "speed.svg"
+LABELS = {
+    "ours": "decayattn, decay and its gradient",
+    "ours, no decay": "decayattn, no decay",
+    "ours, constant": "decayattn, a constant per head and its gradient",
+    "triton, constant": "decayattn's Triton kernels, the same",
+    "flash_attn": "FlashAttention-4, no decay",
+    "flex": "FlexAttention, decay without its gradient",
+    "fox": "Forgetting Transformer, decay and its gradient",
+    "fla": "flash-linear-attention, decay and its gradient",
+    "cudnn": "cuDNN (PyTorch SDPA), no decay",
+}
+_OTHERS = ("flash_attn", "flex", "fox", "fla")
+# data of a run whose report is another file
+_NO_REPORT = ("train_h200/half_lives.json",)
+_DIRECTIONS = ("forward", "backward")
+
+
+def _where(report: dict[str, Any]) -> str:
+    cudnn = int(report.get("cudnn") or 0)
+    versions = [f"torch {report['torch'].split('+')[0]}", f"Triton {report['triton']}"]
+    if cudnn:
+        versions.append(f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}")
+    return ", ".join([report["gpu"], *versions])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(head), "|" + "---|" * len(head), *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+# --------------------------------------------------------------------------------------------------- speed of attention
+
+
+def _of_files(results: Results) -> tuple[dict[str, Any], Speeds, dict[str, str]]:
+    """(the report that tells of ours, all causal speeds, and of every kernel the file that it is from)."""
+    first, found, source = None, {}, {}
+    for name in SPEED_FILES:
+        if not results.has(name):
+            continue
+        report = results.load(name)
+        kernels = {kernel for figures in speeds(report).values() for kernel in figures}
+        new = kernels - set(source) if first is None else {k for k in kernels if k in _OTHERS and k not in source}
+        first = first or report
+        source |= dict.fromkeys(new, name)
+        for (shape, direction), figures in speeds(report).items():
+            if shape.causal and (first is report or (shape, direction) in found):
+                chosen = {kernel: x for kernel, x in figures.items() if kernel in new}
+                found.setdefault((shape, direction), {}).update(chosen)
+    return first, found, source
+
+
+def _regime(name: str) -> str:
+    return "sustained: calls back to back, at the power limit" if "sustained" in name else "short bursts of calls"
+
+
+def _sources(results: Results, source: dict[str, str]) -> Iterator[str]:
+    """The files of a comparison, the one of ours first."""
+    own = source["ours"]
+    yield f"{_where(results.load(own))}; bfloat16, causal; {_regime(own)} ({results.link(own)})."
+    for name in SPEED_FILES:
+        kernels = [LABELS[kernel].split(",")[0] for kernel in _OTHERS if source.get(kernel) == name]
+        if kernels and name != own:
+            yield f"{' and '.join(kernels)}: {_regime(name)}, against cuDNN in the same process ({results.link(name)})."
+
+
+def ratios(results: Results) -> picture.Ratios:
+    """Multiples of cuDNN's speed."""
+    return {
+        (kernel, shape, direction): figures["ratio_to_cudnn"]
+        for (shape, direction), kernels in _of_files(results)[1].items()
+        for kernel, figures in kernels.items()
+        if kernel in picture.COLOURS and figures["ratio_to_cudnn"] is not None
+    }
+
+
+def svg(results: Results) -> str:
+    """The picture of speeds."""
+    return picture.draw(ratios(results), LABELS, _alt(results))
+
+
+def _alt(results: Results) -> str:
+    found = ratios(results)
+    said = []
+    for direction in _DIRECTIONS:
+        own = [ratio for (kernel, _, way), ratio in found.items() if kernel == "ours" and way == direction]
+        said.append(f"{min(own):.2f} to {max(own):.2f} {direction}")
+    return f"Speed as a multiple of cuDNN's without decay: decayattn with decay and its gradient {', '.join(said)}"
+
+
+def speed(results: Results) -> list[str]:
+    """The picture, and what it is of."""
+    source = _of_files(results)[2]
+    lines = [f"![{_alt(results)}]({results.prefix}{PICTURE})", ""]
+    return [*lines, " ".join(["Speed as a multiple of cuDNN's, which has no decay:", *_sources(results, source)])]
+
+
+def attention(results: Results) -> list[str]:
+    """A row per kernel, a column per shape."""
+    _, found, source = _of_files(results)
+    tables = _speed_table(found, source, True)
+    if results.has(NOT_CAUSAL_FILE):
+        report = results.load(NOT_CAUSAL_FILE)
+        tables += ["", f"Not causal ({results.link(NOT_CAUSAL_FILE)}):", ""]
+        names = dict.fromkeys(kernel for kernels in speeds(report).values() for kernel in kernels)
+        tables += _speed_table(speeds(report), names, False)
+    return tables
+
+
+def _speed_table(found: Speeds, kernels: Any, causal: bool) -> list[str]:
+    shapes = sorted({shape for shape, _ in found if shape.causal == causal})
+    heads = {shape.heads for shape in shapes}
+    assert len(heads) == 1, "one number of heads in a table"
+    head = [f"forward / backward, H{heads.pop()}"]
+    head += [f"D{shape.head_dim} T{shape.length} B{shape.batch}" for shape in shapes]
+    names = [name for name in LABELS if name in kernels and name != "cudnn"]
+    rows = [[LABELS[name], *(_pair(found, shape, name, "ratio_to_cudnn", 2) for shape in shapes)] for name in names]
+    # what others read first: ours in bold
+    rows = [[f"**{cell}**" for cell in row] if name == "ours" else row for name, row in zip(names, rows, strict=True)]
+    for name in ("cudnn", "ours"):
+        label = f"{LABELS[name]}, TFLOP/s"
+        rows.append([label, *(_pair(found, shape, name, "tflops", 0) for shape in shapes)])
+    return _table(head, rows)
+
+
+def _pair(found: Speeds, shape: Shape, name: str, key: str, digits: int) -> str:
+    """Forward / backward of one kernel."""
+    both = (found.get((shape, direction), {}).get(name, {}).get(key) for direction in _DIRECTIONS)
+    return " / ".join("–" if number is None else f"{number:.{digits}f}" for number in both)
+
+
+# ---------------------------------------------------------------------------------------------------------- skipping
+
+
+def skipping(results: Results) -> list[str]:
+    """Milliseconds with and without the tiles that cannot matter."""
+    name = next(name for name in SKIPPING_FILES if results.has(name))
+    report = results.load(name)
+    labels = {
+        "skipping": "**decayattn, what is skipped ≤ 2⁻²⁴ of any row**",
+        "whole": "decayattn, nothing skipped",
+        "fox pruned": "Forgetting Transformer, pruned at e⁻¹⁰",
+        "cudnn": "cuDNN, no decay, nothing skipped",
+    }
+    columns = [("pruning", "uniform", "mean λ −0.01"), ("constant", "alibi", "ALiBi")]
+    where = f"ms forward / backward; {report['gpu']}, bfloat16, causal, B1 H16 ({results.link(name)})"
+    head, cells = [where], {peer: [] for peer in labels}
+    visited = ["fraction of the tiles that is visited"]
+    for study, rates, what in columns:
+        chosen = [row for row in report["rows"] if (row["study"], row["rates"]) == (study, rates)]
+        for dim, length in sorted({(row["head_dim"], row["length"]) for row in chosen}):
+            head.append(f"{what}, T{length} D{dim}")
+            for peer, row_of_cells in cells.items():
+                of_peer = [row for row in chosen if (row["head_dim"], row["peer"]) == (dim, peer)]
+                ms = {row["direction"]: f"{row['ms']:#.3g}".rstrip(".") for row in of_peer}
+                row_of_cells.append(" / ".join(ms.get(direction, "–") for direction in _DIRECTIONS))
+            row = next(row for row in chosen if (row["head_dim"], row["peer"]) == (dim, "skipping"))
+            visited.append(f"{1 / row['ideal']:.2f}")
+    table = _table(head, [[label, *cells[peer]] for peer, label in labels.items()] + [visited])
+    return table
+
+
+def planning(results: Results) -> list[str]:
+    """What looking for tiles to skip costs where there are none."""
+    name = "benchmark_skipping.json"
+    report = results.load(name)
+    rows = []
+    for row in report["rows"]:
+        if (row["study"], row["peer"], row["direction"]) == ("planning", "skipping", "forward"):
+            reads = "the decay alone tells" if row["rates"] == "none to speak of" else "q and k are read"
+            shape = f"B{row['batch']} T{row['length']} D{row['head_dim']}"
+            whole = row["ms"] * row["speed_over_whole"]  # a speed over another is the other's time over its own
+            ms = f"{whole:.2f} ms", f"{row['ms']:.2f} ms ({row['ms'] / whole - 1:+.1%})"
+            rows.append([shape, reads, f"{row['plan_us']:.0f} µs", *ms])
+    return _table(["shape", "", "the plan", "a forward that does not look", "a forward"], rows)
+
+
+def lengths(results: Results) -> list[str]:
+    """Time over the length, with and without skipping."""
+    name = "benchmark_skipping.json"
+    report = results.load(name)
+    rows = {}
+    for row in report["rows"]:
+        if row["study"] == "lengths":
+            rows.setdefault(row["length"], {}).setdefault(row["peer"], []).append(f"{row['ms']:#.3g}".rstrip("."))
+            head_dim = row["head_dim"]
+    lines = [
+        [f"T{length}", *(" / ".join(by_peer.get(peer, ["–"])) for peer in ("skipping", "whole"))]
+        for length, by_peer in rows.items()
+    ]
+    head = ["ms forward / backward", "decayattn", "nothing skipped"]
+    return [*_table(head, lines), "", f"B1 H16 D{head_dim}, mean λ −0.01, {_where(report)} ({results.link(name)})."]
+
+
+# ------------------------------------------------------------------------------------- sequences, host time, training
+
+
+def sequences(results: Results) -> list[str]:
+    """Packed documents beside a dense batch of the same work, and decoding beside a copy of memory."""
+    name = "benchmark_sequences.json"
+    report = results.load(name)
+    packed = {}
+    for row in report["packed"]:
+        if row["workload"] == "packed":
+            packed.setdefault(row["head_dim"], []).append(row["ratio_to_alike"])
+    fraction = ", ".join(f"{' / '.join(f'{x:.2f}' for x in both)} (D{dim})" for dim, both in packed.items())
+    written = {row["mode"]: f"{row['tokens_per_second']:.0f}" for row in report["generate"]}
+    prompt = report["generate"][0]["prompt"]
+    decode = [row for row in report["decode"] if row["decay"] != "copy"]
+    ratio = min(row["ratio_to_copy"] for row in decode)
+    case = "{batch} × {tokens:,} tokens, H{heads} H_kv{kv_heads} D{head_dim}".format(**decode[0])
+    return [
+        "* Packed documents of mixed length, TFLOP/s over those of a dense batch of the same work, forward / "
+        f"backward: {fraction}.",
+        f"* One new token over {case} cached: the cache is read at {ratio:.2f} times the speed of a copy of memory, or "
+        "more, in every decay mode.",
+        f"* A toy model of {report['generate'][0]['case'].split(', half')[0]} after {prompt:,} tokens writes "
+        f"{written['cache']} tokens per second with the cache, {written['evict']} evicting, "
+        f"{written['recompute']} without a cache: so small a model waits for Python.",
+        "",
+        f"{_where(report)} ({results.link(name)}).",
+    ]
+
+
+def eviction(results: Results) -> list[str]:
+    """The longest cache while a long text is written."""
+    name = "benchmark_sequences_cpu.json"
+    stream = results.load(name, on_gpu=False)["stream"]
+    return [
+        "Where λ ≤ 0 and scores are bounded, as by `qk_norm`, memory follows the half-lives: a text of "
+        f"{stream['count']:,} tokens by heads that forget half in 1 and 2 tokens never had more than "
+        f"{max(stream['before'])} in a cache ({results.link(name)})."
+    ]
+
+
+def overhead(results: Results) -> list[str]:
+    """What a small call costs the host, and the device in a CUDA graph."""
+    name = "benchmark_overhead.json"
+    report = results.load(name)
+    labels = {
+        "decayattn auto": "decayattn", "flex-grad": "FlexAttention, decay and its gradient", "fla": LABELS["fla"],
+        "cudnn": LABELS["cudnn"],
+    }  # fmt: skip
+    dims = sorted({row["head_dim"] for row in report["rows"]})
+    rows = []
+    for peer, label in labels.items():
+        cells = [row for dim in dims for row in report["rows"] if (row["head_dim"], row["peer"]) == (dim, peer)]
+        rows.append(
+            [
+                label,
+                *(f"{row['host_us']:.0f} ({' to '.join(f'{x:.0f}' for x in row['host_us_range'])})" for row in cells),
+                *(f"{row['graph_us']:.0f}" for row in cells),
+            ]
+        )
+    head = ["µs per forward and backward", *(f"host, D{dim} (range)" for dim in dims)]
+    head += [f"GPU in a CUDA graph, D{dim}" for dim in dims]
+    return [*_table(head, rows), "", f"B1 H8 T256, {_where(report)} ({results.link(name)})."]
+
+
+def training(results: Results) -> list[str]:
+    """What the toy model learns, in which time."""
+    said = []
+    for name, on_gpu in (("train_cpu.json", False), ("train_h200/summary.json", True)):
+        report = results.load(name, on_gpu)
+        bits = " → ".join(f"{report[f'validation_bits_{when}']:.2f}" for when in ("before", "after"))
+        size = f"{report['parameters'] / 1e6:.1f} M parameters, {report['steps']} steps in {report['seconds']:.0f} s"
+        said.append(f"* {report['gpu'] or '2 CPU cores'}: {size}, {bits} bits per byte ({results.link(name)}).")
+    return said
+
+
+# ------------------------------------------------------------------------------------------------- experiments/README
+
+
+def files(results: Results) -> list[str]:
+    """Where each file of results/ is from."""
+    rows = []
+    for path in sorted(results.folder.rglob("*.json")):
+        name = str(path.relative_to(results.folder))
+        if name in _NO_REPORT:
+            continue
+        report = results.load(name, on_gpu=False)
+        where = report["gpu"] or "CPU"
+        rows.append(
+            [
+                results.link(name, f"`{name}`"),
+                f"`{report['command']}`",
+                f"{where}, torch {report['torch']}, Triton {report['triton']}",
+                f"{report['commit'][:9]}, {report['date'][:10]}",
+            ]
+        )
+    return _table(["file", "command", "where", "commit, date"], rows)
+
+
+BLOCKS = {
+    "speed": speed, "attention": attention, "skipping": skipping, "planning": planning, "lengths": lengths,
+    "sequences": sequences,
+    "eviction": eviction, "overhead": overhead, "training": training, "files": files,
+}  # fmt: skip

@@ -1,0 +1,162 @@
+"""README's tables and picture are what the JSON in results/ says, and JSON of unknown origin is refused."""
+
+import json
+import shutil
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import report  # noqa: E402  (a script beside its modules, not a package)
+from readme_tables import tables  # noqa: E402
+from readme_tables.results import Refused, Results, Shape, speeds  # noqa: E402
+
+PAGE = "experiments/README.md"
+ORIGIN = {
+    "gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "triton": "3.6.0", "cudnn": 91900, "commit": "abc", "dirty": False,
+    "command": "python x.py", "date": "2026-11-23T00:00:00+00:00",
+}  # fmt: skip
+
+
+def sustained(causal: bool = True) -> dict:
+    """A report of benchmark_sustained.py, with made-up figures."""
+    rows = []
+    for head_dim, length in ((64, 2048), (128, 2048)):
+        for at, direction in enumerate(("forward", "backward")):
+            speed = {"cudnn": 400, "ours": 480 - 40 * at, "ours, no decay": 500, "triton, constant": 300}
+            kernels = {
+                name: {"ms": 1.0, "ms_range": [0.9, 1.1], "tflops": x, "ratio_to_cudnn": x / 400}
+                for name, x in speed.items()
+            }
+            shape = {"batch": 16, "length": length, "heads": 16, "head_dim": head_dim, "causal": causal}
+            rows.append(shape | {"direction": direction, "kernels": kernels})
+    return ORIGIN | {"rows": rows}
+
+
+@pytest.fixture
+def results(tmp_path) -> Results:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/benchmark_sustained.json").write_text(json.dumps(sustained()))
+    return Results(tmp_path / "results")
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """The pages and the results, to be changed."""
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    for name in report.PAGES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_the_pages_are_what_the_json_says(capsys):
+    assert report.main(["--check"]) == 0, capsys.readouterr().out + "\nrun python experiments/report.py"
+
+
+def test_a_figure_that_changed_is_seen_and_written(copy, capsys):
+    path = copy / "results/train_cpu.json"
+    path.write_text(path.read_text().replace('"seconds": 186.7', '"seconds": 42.0'))
+    assert report.main(["--check"], copy) == 1
+    assert "+* 2 CPU cores: 0.9 M parameters, 600 steps in 42 s" in capsys.readouterr().out
+    assert (copy / PAGE).read_text() == (ROOT / PAGE).read_text()
+    assert report.main([], copy) == 0
+    assert "in 42 s" in (copy / PAGE).read_text()
+    assert report.main(["--check"], copy) == 0
+
+
+def test_a_table_edited_by_hand_and_an_old_picture_are_seen(copy):
+    page, picture = copy / PAGE, copy / "results" / tables.PICTURE
+    text = page.read_text()
+    page.write_text(text.replace("bits per byte", "bits per bite"))
+    assert report.main(["--check"], copy) == 1
+    page.write_text(text)
+    assert report.main(["--check"], copy) == 0
+    picture.unlink()
+    assert report.main(["--check"], copy) == 1
+
+
+def test_a_table_that_nobody_knows_is_refused(copy, capsys):
+    page = copy / PAGE
+    page.write_text(page.read_text() + "<!-- table: nobody -->\n<!-- end -->\n")
+    assert report.main([], copy) == 1
+    assert "README.md: there is no table nobody" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["commit", "gpu", "torch", "triton", "command"])
+def test_json_without_its_origin_is_refused(key, results):
+    path = results.folder / "benchmark_sustained.json"
+    path.write_text(json.dumps(sustained() | {key: None}))
+    with pytest.raises(Refused, match=rf"results/benchmark_sustained\.json: lacks {key};"):
+        tables.attention(results)
+
+
+def test_json_of_code_that_is_in_no_commit_is_refused(results):
+    path = results.folder / "benchmark_sustained.json"
+    path.write_text(json.dumps(sustained() | {"dirty": True}))
+    with pytest.raises(Refused, match="differed from commit abc"):
+        tables.attention(results)
+    path.write_text(json.dumps(sustained() | {"dirty": None}))  # a copy without git, whose commit was given
+    tables.attention(results)
+
+
+def test_only_a_cpu_has_no_gpu(results):
+    path = results.folder / "x.json"
+    path.write_text(json.dumps(ORIGIN | {"gpu": None}))
+    with pytest.raises(Refused, match="lacks gpu"):
+        results.load("x.json", on_gpu=False)
+    path.write_text(json.dumps({"provenance": ORIGIN | {"gpu": None, "torch": "2.13.0+cpu"}}))
+    assert results.load("x.json", on_gpu=False)["commit"] == "abc"
+
+
+def test_the_table_has_a_row_per_kernel_and_a_column_per_shape(results):
+    lines = tables.attention(results)
+    assert lines[0] == "| forward / backward, H16 | D64 T2048 B16 | D128 T2048 B16 |"
+    rows = dict(line.strip("| ").split(" | ", 1) for line in lines[2:])
+    assert rows["**decayattn, decay and its gradient**"] == "**1.20 / 1.10** | **1.20 / 1.10**"
+    assert rows["decayattn's Triton kernels, the same"] == "0.75 / 0.75 | 0.75 / 0.75"
+    assert rows["cuDNN (PyTorch SDPA), no decay, TFLOP/s"] == "400 / 400 | 400 / 400"
+    (results.folder / tables.NOT_CAUSAL_FILE).write_text(json.dumps(sustained(causal=False)))
+    assert f"Not causal ([JSON](results/{tables.NOT_CAUSAL_FILE})):" in tables.attention(results)
+
+
+def test_kernels_of_others_come_from_the_file_that_has_them(results):
+    """Against cuDNN in their own process; ours only from the first file."""
+    rows = [
+        {"batch": 16, "length": 2048, "heads": 16, "head_dim": 64, "direction": direction, "peer": peer, "ms": 1.0,
+         "tflops": 100.0, "ratio_to_cudnn": ratio}
+        for direction in ("forward", "backward")
+        for peer, ratio in (("cudnn", 1.0), ("fox", 0.5), ("decayattn hopper", 9.0))
+    ]  # fmt: skip
+    (results.folder / "benchmark_attention_hopper.json").write_text(json.dumps(ORIGIN | {"rows": rows}))
+    shape = Shape(64, 2048, 16, 16, True)
+    found = tables.ratios(results)
+    assert found["fox", shape, "forward"] == 0.5
+    assert found["ours", shape, "forward"] == 1.2
+    said = "\n".join(tables.speed(results))
+    assert "1.20 to 1.20 forward, 1.10 to 1.10 backward" in said
+    assert "sustained: calls back to back, at the power limit ([JSON](results/benchmark_sustained.json))" in said
+    assert "Forgetting Transformer: short bursts of calls" in said
+
+
+def test_rows_of_either_benchmark_say_the_same(results):
+    report = sustained()
+    single = [
+        {key: x for key, x in row.items() if key != "kernels"} | {"peer": "decayattn hopper"} | row["kernels"]["ours"]
+        for row in report["rows"]
+    ]
+    one, other = speeds(report), speeds({"rows": single})
+    assert one.keys() == other.keys()
+    assert all(other[key]["ours"]["tflops"] == one[key]["ours"]["tflops"] for key in one)
+
+
+def test_the_picture_is_svg_with_a_bar_per_figure(results):
+    root = xml.etree.ElementTree.fromstring(tables.svg(results))
+    bars = [element for element in root.iter() if element.tag.endswith("rect") and len(element)]
+    assert sorted(bar[0].text for bar in bars) == sorted(["1.20"] * 2 + ["1.10"] * 2 + ["1.25"] * 4)
+    heights = {bar[0].text: float(bar.get("height")) for bar in bars}
+    assert heights["1.20"] / heights["1.10"] == pytest.approx(1.2 / 1.1, rel=1e-2)
