@@ -132,7 +132,7 @@ def test_kernels_of_others_come_from_the_file_that_has_them(results):
         for direction in ("forward", "backward")
         for peer, ratio in (("cudnn", 1.0), ("fox", 0.5), ("decayattn hopper", 9.0))
     ]  # fmt: skip
-    (results.folder / "benchmark_attention_hopper.json").write_text(json.dumps(ORIGIN | {"rows": rows}))
+    (results.folder / "benchmark_attention.json").write_text(json.dumps(ORIGIN | {"rows": rows}))
     shape = Shape(64, 2048, 16, 16, True)
     found = tables.ratios(results)
     assert found["fox", shape, "forward"] == 0.5

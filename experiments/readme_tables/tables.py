@@ -6,8 +6,9 @@ from typing import Any
 from readme_tables import picture
 from readme_tables.results import Results, Shape, Speeds, speeds
 
-# the first of these that is there tells of ours; a kernel of somebody else that it lacks comes from the later ones
-SPEED_FILES = ("benchmark_sustained.json", "benchmark_attention_hopper.json", "benchmark_attention.json")
+# the first of these that is there has the speeds; kernels of others that it lacks come from the other file
+SPEED_FILES = ("benchmark_sustained.json", "benchmark_attention_hopper.json")
+OTHERS_FILE = "benchmark_attention.json"
 NOT_CAUSAL_FILE = "benchmark_sustained_not_causal.json"
 SKIPPING_FILES = ("benchmark_skipping_pruning.json", "benchmark_skipping.json")
 PICTURE = "speed.svg"
@@ -47,22 +48,18 @@ def _line(cells: Sequence[str]) -> str:
 # --------------------------------------------------------------------------------------------------- speed of attention
 
 
-def _of_files(results: Results) -> tuple[dict[str, Any], Speeds, dict[str, str]]:
-    """(the report that tells of ours, all causal speeds, and of every kernel the file that it is from)."""
-    first, found, source = None, {}, {}
-    for name in SPEED_FILES:
-        if not results.has(name):
-            continue
-        report = results.load(name)
-        kernels = {kernel for figures in speeds(report).values() for kernel in figures}
-        new = kernels - set(source) if first is None else {k for k in kernels if k in _OTHERS and k not in source}
-        first = first or report
-        source |= dict.fromkeys(new, name)
-        for (shape, direction), figures in speeds(report).items():
-            if shape.causal and (first is report or (shape, direction) in found):
-                chosen = {kernel: x for kernel, x in figures.items() if kernel in new}
-                found.setdefault((shape, direction), {}).update(chosen)
-    return first, found, source
+def _of_files(results: Results) -> tuple[Speeds, dict[str, str]]:
+    """(causal speeds by shape and direction, and of every kernel the file that it is from)."""
+    own = next(name for name in SPEED_FILES if results.has(name))
+    found = {key: dict(kernels) for key, kernels in speeds(results.load(own)).items() if key[0].causal}
+    source = {kernel: own for kernels in found.values() for kernel in kernels}
+    others = speeds(results.load(OTHERS_FILE)) if results.has(OTHERS_FILE) else {}
+    lacking = [kernel for kernel in _OTHERS if kernel not in source]
+    for key in found.keys() & others.keys():
+        borrowed = {kernel: others[key][kernel] for kernel in lacking if kernel in others[key]}
+        found[key] |= borrowed
+        source |= dict.fromkeys(borrowed, OTHERS_FILE)
+    return found, source
 
 
 def _regime(name: str) -> str:
@@ -73,17 +70,17 @@ def _sources(results: Results, source: dict[str, str]) -> Iterator[str]:
     """The files of a comparison, the one of ours first."""
     own = source["ours"]
     yield f"{_where(results.load(own))}; bfloat16, causal; {_regime(own)} ({results.link(own)})."
-    for name in SPEED_FILES:
-        kernels = [LABELS[kernel].split(",")[0] for kernel in _OTHERS if source.get(kernel) == name]
-        if kernels and name != own:
-            yield f"{' and '.join(kernels)}: {_regime(name)}, against cuDNN in the same process ({results.link(name)})."
+    borrowed = [LABELS[kernel].split(",")[0] for kernel in _OTHERS if source.get(kernel) == OTHERS_FILE]
+    if borrowed:
+        names = " and ".join([", ".join(borrowed[:-1]), borrowed[-1]] if len(borrowed) > 1 else borrowed)
+        yield f"{names}: {_regime(OTHERS_FILE)}, against cuDNN in the same process ({results.link(OTHERS_FILE)})."
 
 
 def ratios(results: Results) -> picture.Ratios:
     """Multiples of cuDNN's speed."""
     return {
         (kernel, shape, direction): figures["ratio_to_cudnn"]
-        for (shape, direction), kernels in _of_files(results)[1].items()
+        for (shape, direction), kernels in _of_files(results)[0].items()
         for kernel, figures in kernels.items()
         if kernel in picture.COLOURS and figures["ratio_to_cudnn"] is not None
     }
@@ -105,14 +102,14 @@ def _alt(results: Results) -> str:
 
 def speed(results: Results) -> list[str]:
     """The picture, and what it is of."""
-    source = _of_files(results)[2]
+    source = _of_files(results)[1]
     lines = [f"![{_alt(results)}]({results.prefix}{PICTURE})", ""]
     return [*lines, " ".join(["Speed as a multiple of cuDNN's, which has no decay:", *_sources(results, source)])]
 
 
 def attention(results: Results) -> list[str]:
     """A row per kernel, a column per shape."""
-    _, found, source = _of_files(results)
+    found, source = _of_files(results)
     tables = _speed_table(found, source, True)
     if results.has(NOT_CAUSAL_FILE):
         report = results.load(NOT_CAUSAL_FILE)
