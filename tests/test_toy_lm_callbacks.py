@@ -118,6 +118,31 @@ def test_a_first_process_that_fails_ends_the_others_and_asks_whether_they_failed
     assert all(process.wait(timeout=30) for process in trainer.strategy.launcher.procs)
 
 
+def test_a_gradient_that_is_not_finite_stops_before_the_step_and_is_kept(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    callback = FiniteLoss("val_bits", every=7, folder=tmp_path)
+    strategy = SimpleNamespace(reduce=lambda loss, reduce_op: loss)
+    trainer = SimpleNamespace(global_step=4, precision="bf16-mixed", strategy=strategy, is_global_zero=True)
+    batch = torch.ones(5, 2)
+    callback.on_train_batch_start(trainer, model, batch, 0)
+    loss = model(batch).sum()
+    callback.on_before_backward(trainer, model, loss)
+    loss.backward()
+    callback.on_before_optimizer_step(trainer, model, None)
+    model[1].weight.grad[0, 1] = math.nan
+    with pytest.raises(NonFiniteLoss, match=r"the gradient of step 5 is not finite.*: 1 of 4 .* 1\.weight \("):
+        callback.on_before_optimizer_step(trainer, model, None)
+    kept = torch.load(tmp_path / "not_finite.pt")
+    assert kept["step"] == 5
+    assert torch.equal(kept["batch"], batch)
+    assert kept["state_dict"].keys() == model.state_dict().keys()
+    callback.on_before_backward(trainer, model, torch.tensor(math.inf))
+    with pytest.raises(NonFiniteLoss, match="the training loss of step 5 is inf"):
+        callback.on_before_optimizer_step(trainer, model, None)
+    trainer.precision = "16-mixed"  # a GradScaler sees to it
+    callback.on_before_optimizer_step(trainer, model, None)
+
+
 def test_losses_are_looked_at_when_they_are_logged_and_the_first_bad_one_is_named():
     strategy = SimpleNamespace(reduce=lambda losses, reduce_op: losses)
     callback = FiniteLoss("val_bits", every=7)

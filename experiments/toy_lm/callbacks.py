@@ -128,17 +128,52 @@ class NonFiniteLoss(RuntimeError):
 class FiniteLoss(lightning.Callback):
     """Stops a training that diverged: raises NonFiniteLoss, on every rank, at the first loss that is NaN or infinite.
 
+    A gradient that is not finite would make the next loss so. It stops the training before the model is changed by it,
+    and the model and the batch that gave it are kept, so that the step can be looked at. With a GradScaler, which
+    leaves out such steps, gradients are not looked at.
+
     The losses of the steps are looked at where the GPU is waited for anyway, once in `log_every_n_steps`, and before a
     validation, so that no checkpoint is written of a diverged model.
 
     Args:
         monitor: the logged validation loss.
         every: steps after which a validation follows.
+        folder: where not_finite.pt is written: step, batch and state_dict; None: nowhere.
     """
 
-    def __init__(self, monitor: str, every: int):
-        self.monitor, self.every = monitor, every
+    def __init__(self, monitor: str, every: int, folder: Path | None = None):
+        self.monitor, self.every, self.folder = monitor, every, folder
         self._losses: list[Tensor] = []
+        self._batch = self._loss = None
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any,
+                             *_: Any) -> None:  # fmt: skip
+        self._batch = batch
+
+    def on_before_backward(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule,
+                           loss: Tensor) -> None:  # fmt: skip
+        self._loss = loss.detach()
+
+    def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule,
+                                 *_: Any) -> None:  # fmt: skip
+        if trainer.precision.startswith("16"):
+            return
+        gradients = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+        if bool(torch.stack([gradient.isfinite().all() for gradient in gradients.values()]).all()):
+            return
+        step, loss = trainer.global_step + 1, float(trainer.strategy.reduce(self._loss, reduce_op="mean"))
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(f"the training loss of step {step} is {loss}")
+        names = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+        kept = ""
+        if self.folder is not None and trainer.is_global_zero:
+            kept = f" ({self.folder / 'not_finite.pt'} has the model and the batch)"
+            state = {"step": step, "batch": self._batch, "state_dict": pl_module.state_dict()}
+            torch.save(state, self.folder / "not_finite.pt")
+        raise NonFiniteLoss(
+            f"the gradient of step {step} is not finite, its loss is {loss:.4g}: {len(names)} of {len(gradients)} "
+            f"parameters, the last of them {names[-1]}{kept}"
+        )
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
                            *_: Any) -> None:  # fmt: skip

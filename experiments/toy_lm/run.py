@@ -141,7 +141,7 @@ def make_trainer(
     interrupt, together = FinishOnInterrupt(), EndTogether(ENVIRONMENT)
     callbacks = [
         together,
-        FiniteLoss("val_bits", config.validate_every),
+        FiniteLoss("val_bits", config.validate_every, folder),
         interrupt,
         Progress(refresh_rate=10),
         ModelCheckpoint(

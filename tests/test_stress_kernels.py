@@ -1,0 +1,30 @@
+"""The stress test: it passes on kernels that repeat, and notices those that do not."""
+
+import stress_kernels
+
+
+def test_kernels_repeat(capsys):
+    assert stress_kernels.main(["--minutes", "0", "--backends", "triton"]) == 0
+    printed = capsys.readouterr().out
+    assert "every call repeated" in printed
+    assert printed.count("1 calls, 0 deviated") == len(stress_kernels.SHAPES) * 4
+
+
+def test_what_does_not_repeat_is_noticed(capsys, monkeypatch):
+    """One entry of dk by its last bit, and a NaN, in the second call of each case."""
+    call, count = stress_kernels.call, [0]
+
+    def changing(*given):
+        found = [x.contiguous() for x in call(*given)]
+        count[0] += 1
+        if count[0] % 3 == 0:  # the first, the one beside it, and the one that repeats
+            found[3].view(-1)[7] *= 1 + 2**-20
+            found[0].view(-1)[5] = float("nan")
+        return found
+
+    monkeypatch.setattr(stress_kernels, "call", changing)
+    assert stress_kernels.main(["--minutes", "0", "--backends", "triton", "--far", "0"]) == 1
+    printed = capsys.readouterr().out
+    assert "call 1: dk: 1 of" in printed
+    assert "call 1: out: 1 of" in printed
+    assert "nan instead of" in printed
