@@ -82,11 +82,15 @@ def test_huge_finite_decays_are_resets(dim, causal):
         verify(inputs, window_size=(140, 0))
 
 
-@pytest.mark.parametrize(("keys", "causal"), [(257, True), (257, False), (300, True), (323, False), (200, True)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_the_own_pair_has_no_part_in_the_gradient_of_a_rate(dim, dtype, keys, causal):
+@pytest.mark.parametrize(
+    ("lengths", "dtype", "dim"),
+    pairwise(
+        [(257, True), (257, False), (300, True), (323, False), (200, True)], [torch.float16, torch.bfloat16], [64, 128]
+    ),
+)
+def test_the_own_pair_has_no_part_in_the_gradient_of_a_rate(lengths, dtype, dim):
     """Its dS is about the gradient of lse here, and all others are a millionth of it."""
+    keys, causal = lengths
     inputs = make(257, keys, heads=1, decay="constant", dim=dim, dtype=dtype)
     verify(inputs | dict(log_decay=torch.tensor([-14.0])), causal=causal)
 
