@@ -6,8 +6,8 @@
     python experiments/train_toy_lm.py --devices 2         # two GPUs, the batch shared between them
 
 Exit status: 0 done; 1 a gradient left its error budget; 2 a wrong option; 3 the machine: disk, memory, files, another
-process of the run; 4 a loss is not finite; 5 an error of the program, with its traceback; 130 interrupted and 143
-terminated (SIGINT, SIGTERM): the line that says so tells how to resume.
+process of the run; 4 a loss or gradient is not finite; 5 an error of the program, with its traceback; 130 interrupted
+and 143 terminated (SIGINT, SIGTERM): the line that says so tells how to resume.
 """
 
 import os

@@ -395,13 +395,14 @@ class Budget:
 
         More evaluations only make it larger: what the first one grants needs no other.
         """
-        found = []
-        for factors in (DRAWS[:1], DRAWS[1:], MORE_DRAWS):
-            self.widen(factors)
+        self.widen(DRAWS[:1])
+        found = self.compare(tested)
+        if not all(row.passed for row in found):
+            self.widen(DRAWS[1:])
             found = self.compare(tested)
-            wanting = not all(row.passed for row in found) if factors == DRAWS[:1] else may_be_luck(found)
-            if not wanting:
-                break
+        if may_be_luck(found):
+            self.widen(MORE_DRAWS)
+            found = self.compare(tested)
         return found
 
 

@@ -156,8 +156,8 @@ def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
     """
     if factor == 1.0:
         return q @ k.mT
-    order = torch.randperm(q.shape[-1], generator=torch.Generator().manual_seed(round(factor * 2**20)))
-    columns = order.to(q.device)
+    random = torch.Generator("cpu").manual_seed(round(factor * 2**20))
+    columns = torch.randperm(q.shape[-1], generator=random, device="cpu").to(q.device)
     products = q.new_zeros(*q.shape[:2], k.shape[1])
     for query, key in zip(q.movedim(-1, 0)[columns], k.movedim(-1, 0)[columns], strict=True):
         products.baddbmm_(query[..., None], key[:, None])

@@ -19,8 +19,8 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 DONE, VIOLATION, WRONG_OPTION, ENVIRONMENT, NOT_FINITE, BUG, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 5, 130, 143
 STATUSES = """
 Exit status: 0 done; 1 a gradient left its error budget; 2 a wrong option; 3 the machine: disk, memory, files, another
-process of the run; 4 a loss is not finite; 5 an error of the program, with its traceback; 130 interrupted and 143
-terminated (SIGINT, SIGTERM): the line that says so tells how to resume.
+process of the run; 4 a loss or gradient is not finite; 5 an error of the program, with its traceback; 130 interrupted
+and 143 terminated (SIGINT, SIGTERM): the line that says so tells how to resume.
 """
 
 Auto = Literal["auto"]
