@@ -8,9 +8,9 @@ The launch functions run as they do on a GPU, on CPU tensors, with a driver that
 is compiled is what would be launched. Printed per kernel: registers, bytes of register spills, shared memory, and
 whether ptxas serialised the asynchronous matrix products (which costs a large part of the speed without a word). The
 exit status is 1 if a kernel does not compile, needs more shared memory than a block has, serialises, reads tiles in a
-way that ptxas gets wrong (shares_an_address), or (for sm_90, with the Triton that the tiles were chosen on; others
-bring another ptxas) spills more than config.py says. For other targets, whose tiles nobody has timed, more spills are
-printed and are no fault.
+way that ptxas gets wrong (shares_an_address), keeps something else where a barrier is (reuses_a_barrier), or (for
+sm_90, with the Triton that the tiles were chosen on; others bring another ptxas) spills more than config.py says. For
+other targets, whose tiles nobody has timed, more spills are printed and are no fault.
 """
 
 import argparse
@@ -181,6 +181,8 @@ def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
                     faults = ["serialised", *faults]
                 if shares_an_address(kernel.asm.get("ptx", "")):
                     faults = ["tiles of two layouts at one address", *faults]
+                if reuses_a_barrier(kernel.asm.get("ptx", "")):
+                    faults = ["something else where a barrier is", *faults]
                 if known["shared"] > target.shared_memory:
                     faults = ["too much shared memory", *faults]
                 yield of_call | known | {"faults": faults, "notes": [] if strict else spills}
@@ -298,6 +300,26 @@ def shares_an_address(ptx: str) -> bool:
         # what an address may have beyond 32 bits is carried, not a layout
         layouts.setdefault(register, set()).add((int(number) % 2**64 + 2**14) >> 32)
     return any(len(found) > 1 for found in layouts.values())
+
+
+def reuses_a_barrier(ptx: str) -> bool:
+    """Whether something else is kept where an mbarrier was made that was not invalidated.
+
+    Triton gives memory away that nothing uses any more, and a barrier's ends where nobody waits for it. To the GPU it
+    is a barrier until mbarrier.inval says otherwise: where processes shared the time of an H200, words that were stored
+    there read as the barrier's first state after some context switches.
+    """
+    address = r"\[\s*(%r\d+|global_smem)\s*(?:\+\s*(\d+))?\s*\]"
+    begins = {register: int(number) for register, number in re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx)}
+    begins["global_smem"] = 0
+
+    def places(instruction: str) -> set[int]:
+        found = re.findall(rf"{instruction}[^\[\n;]*{address}", ptx)
+        return {begins[register] + int(number or 0) for register, number in found if register in begins}
+
+    barriers = places(r"mbarrier\.init") - places(r"mbarrier\.inval")
+    others = places(r"\b(?:ld|st|atom|red|ldmatrix|stmatrix)\.(?:\w+\.)*?shared")
+    return any(barrier <= other < barrier + 8 for barrier in barriers for other in others)
 
 
 @functools.lru_cache(32)  # the small kernels around the attention come again

@@ -1,15 +1,16 @@
 """The same calls again and again, as training makes them: results that should repeat must, and none may be NaN.
 
     python experiments/stress_kernels.py                        # a minute, every shape, every backend that takes it
-    python experiments/stress_kernels.py --minutes 10 --load 4  # beside four processes that keep the GPU busy
+    python experiments/stress_kernels.py --minutes 10 --load 8  # beside eight processes that keep the GPU busy
     python experiments/stress_kernels.py --shapes 16,2048,8,64 --backends hopper
 
 A test calls a kernel once, on a problem that a few programs work at. What one launch in thousands does wrong, where
-every program has many work tiles and launches follow one another, only shows in a training that diverges. Here q, k and
-v are slices of one projection, gates have half-lives of 2 to 4,096 tokens, some keys outweigh a row's nearest by far,
-and memory that a launch allocates holds NaN. out, lse, dk and dv are held to the bits of the first call; dq and dλ,
-which "hopper" adds up in no fixed order, to its values. The first call is held to the "triton" kernels' results, which
-the error budget of the tests knows.
+every program has many work tiles and launches follow one another, only shows in a training that diverges; and some of
+that only where other processes want the GPU, too, which takes it from a kernel between any two instructions. Here q, k
+and v are slices of one projection, gates have half-lives of 2 to 4,096 tokens, some keys outweigh a row's nearest by
+far, memory that a launch allocates holds NaN, and other processes share the GPU's time. out (with lse and alone), lse,
+dk and dv are held to the bits of the first call; dq and dλ, which "hopper" adds up in no fixed order, to its values.
+The first call is held to the "triton" kernels' results, which the error budget of the tests knows.
 
 Every deviation is a line: call, tensor, how many entries, the first one. The exit status is 1 if there is any.
 Without a GPU the Triton kernels run in the interpreter, on short shapes.
@@ -37,7 +38,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 SHAPES = ["16,2048,8,64", "4,8192,16,64", "4,8192,16,128"] if ON_GPU else ["1,70,1,16"]
 # relative to a tensor's largest entry: how far sums in another order, and other kernels, may be off
 ORDER, KERNELS = 1e-2, 5e-2
-NAMES = ("out", "lse", "dq", "dk", "dv", "dλ")
+NAMES = ("out alone", "out", "lse", "dq", "dk", "dv", "dλ")
 SUMS_IN_NO_ORDER = ("dq", "dλ")
 
 
@@ -66,9 +67,12 @@ def call(backend: str, given: tuple[Tensor, ...], tolerance: float | str | None)
     projection, log_decay, grad_out, grad_lse = given
     leaves = [projection.detach().requires_grad_(), log_decay.detach().requires_grad_()]
     q, k, v = leaves[0].unbind(2)
-    out, lse = decay_attention(q, k, v, leaves[1], return_lse=True, skip_tolerance=tolerance, backend=backend)
-    d_projection, d_log_decay = torch.autograd.grad([out, lse], leaves, [grad_out, grad_lse])
-    return [out.detach(), lse.detach(), *d_projection.unbind(2), d_log_decay]
+    options = dict(skip_tolerance=tolerance, backend=backend)
+    # whoever wants no lse gets another kernel
+    alone = decay_attention(q, k, v, leaves[1], **options)
+    out, lse = decay_attention(q, k, v, leaves[1], return_lse=True, **options)
+    d_projection, d_log_decay = torch.autograd.grad([alone, lse], leaves, [grad_out, grad_lse])
+    return [alone.detach(), out.detach(), lse.detach(), *d_projection.unbind(2), d_log_decay]
 
 
 def poison() -> None:
@@ -134,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--shapes", nargs="+", default=SHAPES, metavar="B,T,H,D", help="batch, tokens, heads, head dimension")
     option("--backends", nargs="+", default=["hopper", "triton"] if ON_GPU else ["triton"])
     option("--far", nargs="+", type=float, default=[0.0, 120.0], help="logits of keys that outweigh all others")
-    option("--load", type=int, default=0, help="processes that keep the GPU busy meanwhile")
+    option("--load", type=int, default=2 * ON_GPU, help="processes that keep the GPU busy meanwhile")
     options = parser.parse_args(arguments)
     shapes = [tuple(int(size) for size in text.split(",")) for text in options.shapes]
     cases = [(s, b, f, t) for s in shapes for b in options.backends for f in options.far for t in ("auto", None)]

@@ -80,6 +80,19 @@ def test_descriptors_of_two_layouts_from_one_register_are_a_fault():
     assert shares_an_address(one + other)
 
 
+def test_memory_of_a_barrier_is_for_nothing_else():
+    from compile_kernels import reuses_a_barrier
+
+    made = "add.s32 \t%r5, %r1, 200448;\n@%p4 mbarrier.init.shared::cta.b64 [%r5], 3;\nadd.s32 \t%r6, %r1, 200448;\n"
+    waited = "add.s32 \t%r7, %r1, 200448;\nmbarrier.try_wait.parity.shared.b64 complete, [%r7], %r8;\n"
+    stored = "@%p6 st.shared.b32 [ %r6 + 0 ], %r367;\n"
+    beside = "ld.shared.b32 \t%r368, [global_smem+200456];\n"
+    assert not reuses_a_barrier(made + waited + beside)
+    assert not reuses_a_barrier(made + "mbarrier.inval.shared::cta.b64 [%r5];\n" + stored)
+    assert reuses_a_barrier(made + waited + stored)
+    assert reuses_a_barrier(made + "ld.shared.v2.b32 \t{%r8, %r9}, [global_smem+200452];\n")
+
+
 # Versions of Triton beside one another
 
 

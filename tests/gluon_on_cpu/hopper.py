@@ -44,6 +44,10 @@ def init(barrier: Barriers, count: int) -> None:
     barrier.barriers[barrier.first] = machine.Barrier(machine.program(), int(count))
 
 
+def invalidate(barrier: Barriers) -> None:
+    barrier.barriers[barrier.first] = None
+
+
 def expect(barrier: Barriers, size: int, pred: Array | bool = True) -> None:
     if pred:
         barrier.one.bytes += int(size)

@@ -45,7 +45,7 @@ language = SimpleNamespace(
 )
 mbarrier = SimpleNamespace(
     MBarrierLayout=lambda: hopper.BARRIER, arrive=hopper.arrive, expect=hopper.expect, init=hopper.init,
-    wait=hopper.wait,
+    invalidate=hopper.invalidate, wait=hopper.wait,
 )  # fmt: skip
 tma = SimpleNamespace(store_wait=hopper.store_wait)
 copy_engine = SimpleNamespace(

@@ -599,3 +599,5 @@ def gradients_kernel(
         [4, 1],
         [REGISTERS, 24],
     )  # fmt: skip
+    # to its end, or Triton gives its memory to something else where nobody waits for it (rings.make_ring)
+    mbarrier.invalidate(buffers.d_scores_read)

@@ -39,12 +39,13 @@ class Buffers:
     """Everything in shared memory.
 
     queries is a ring of items, and its tiles are the warpgroups' q: tile (slot · warpgroups + warpgroup). In the same
-    slots, drawn holds WORDS about each item, firsts the smallest and the largest first key of each warpgroup's rows:
-    (slot · 2) and (slot · 2 + 1), and overflows, which consumers write, whether a warp's sums did: (slot · 4 +
-    warpgroup). beta and differences (of bases, one per warpgroup) follow the ring of the keys; a constant decay has the
-    same beta for all keys of a head, which follow the ring of the queries. Not causal, ends is like firsts: where the
-    rows' keys end; and signs has what multiplies beta left and right of the diagonal: ones, and minus ones. row_alphas
-    is a warpgroup's own: α of its rows, from an item's beginning to its end; and so are fences (forward._next_tile).
+    slots, which are free when the queries are released, drawn holds WORDS about each item, firsts the smallest and the
+    largest first key of each warpgroup's rows: (slot · 2) and (slot · 2 + 1), and overflows, which consumers write,
+    whether a warp's sums did: (slot · 4 + warpgroup). beta and differences (of bases, one per warpgroup) follow the
+    ring of the keys; a constant decay has the same beta for all keys of a head, which follow the ring of the queries.
+    Not causal, ends is like firsts: where the rows' keys end; and signs has what multiplies beta left and right of the
+    diagonal: ones, and minus ones. row_alphas is a warpgroup's own: α of its rows, from an item's beginning to its end;
+    and so are fences (forward._next_tile).
     """
 
     queries: Ring

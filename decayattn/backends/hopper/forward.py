@@ -576,7 +576,7 @@ def forward_kernel(
     )
     buffers = Buffers(
         make_ring(q_tiles, SLOTS, WARPGROUPS), make_ring(k_tiles, STAGES, WARPGROUPS),
-        make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, WARPGROUPS), beta, differences, firsts,
+        make_ring(v_tiles, STAGES, WARPGROUPS), make_ring(drawn, SLOTS, 0), beta, differences, firsts,
         ends, signs, overflows, fences, row_alphas,
     )  # fmt: skip
 

@@ -88,11 +88,19 @@ class Ring:
 
 @gluon.jit
 def make_ring(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring that so many consumers release; 0 where another ring tells that its buffers are free.
+
+    No barrier is made that nobody waits for: Triton would give its memory to something else, and to the GPU it still
+    is a barrier. Where processes share the GPU's time, an H200 has written the barrier's state over what was there.
+    """
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = ready
+    if CONSUMERS > 0:
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
         mbarrier.init(ready.index(n), count=1)
-        mbarrier.init(empty.index(n), count=CONSUMERS)
+        if CONSUMERS > 0:
+            mbarrier.init(empty.index(n), count=CONSUMERS)
     return Ring(tiles, ready, empty, STAGES)
 
 
@@ -117,5 +125,6 @@ def next_item(counter, items):
     """The number of the item after this one; `items`, after the last. Where every program has one, none is drawn."""
     following = items
     if gl.num_programs(0) < items:
-        following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        # relaxed: the number orders nothing else in memory
+        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
     return following
