@@ -12,8 +12,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from decayattn import backends, compatibility
-from decayattn.backends.outputs import with_sink
+from decayattn import compatibility
+from decayattn.backends import registry
+from decayattn.backends.runtime.outputs import with_sink
 from decayattn.problem import AttentionProblem
 
 _INPUTS = (
@@ -93,7 +94,7 @@ def _forward(
     if operator:
         problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
     scale = scale if row_scale is None else row_scale
-    launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale))
+    launcher = registry.load(registry.resolve(problem, backend, q, k, v, scale))
     out, lse, row_references, prefix, first_block = launcher.forward(
         problem, q, k, v, log_decay, scale, places, bias, with_lse or sink is not None
     )
@@ -115,7 +116,7 @@ def _backward(
     backend, out, row_references, local, base, last_reset, next_reset, first_block, sink_probability, decay_gradient,
     bias_gradient, sink_gradient, problem=None,
 ):  # fmt: skip
-    from decayattn.backends.prefix import DecayPrefix  # imports Triton, so not before a kernel backend has run
+    from decayattn.backends.planning.prefix import DecayPrefix  # imports Triton, so not before a kernel backend has run
 
     operator = problem is None
     if operator:
@@ -124,7 +125,7 @@ def _backward(
         base = base.view(*heads, base.numel() // max(1, math.prod(heads)))
     scale = scale if row_scale is None else row_scale
     deterministic = torch.are_deterministic_algorithms_enabled()
-    launcher = backends.load(backends.resolve(problem, backend, q, k, v, scale, deterministic))
+    launcher = registry.load(registry.resolve(problem, backend, q, k, v, scale, deterministic))
     gradients = launcher.backward(
         problem, d_out, d_lse, q, k, v, log_decay, scale, places, bias, out, row_references,
         DecayPrefix(local, base, last_reset, next_reset), first_block, decay_gradient, bias_gradient,
@@ -156,7 +157,7 @@ torch.library.impl("decayattn::backward", "CompositeExplicitAutograd", _backward
 def _forward_fake(
     q, k, v, log_decay, row_scale, places, bias, sink, scale, causal, window, longest, skip_tolerance, backend, with_lse
 ):  # fmt: skip
-    from decayattn.backends import prefix, skipping  # they import Triton
+    from decayattn.backends.planning import prefix, skipping  # they import Triton
 
     problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
     rows = (problem.batch, problem.num_heads, problem.query_length)

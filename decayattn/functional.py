@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from decayattn import autograd, backends, keywords, reference
+from decayattn import autograd, keywords, reference
+from decayattn.backends import registry
 from decayattn.problem import (
     AttentionProblem,
     autocast_dtype,
@@ -279,9 +280,9 @@ def visited_fraction(
         q, k, log_decay, scale if isinstance(scale, Tensor) else None, True, window_of(window_size, True),
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
-    if backends.select(problem, "triton") == "reference":  # meta tensors: nothing runs
+    if registry.select(problem, "triton") == "reference":  # meta tensors: nothing runs
         return q.new_empty(problem.batch, problem.num_heads, dtype=torch.float32)
-    from decayattn.backends import skipping  # imports Triton
+    from decayattn.backends.planning import skipping  # imports Triton
 
     with torch.cuda.device_of(q):
         return skipping.visited_fraction(problem, q, k, log_decay, scale)
@@ -292,7 +293,7 @@ def _attend(
     places: Tensor | None, bias: Tensor | None, sink: Tensor | None, backend: str, return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out and lse, which is None if it is not asked for and a kernel backend runs."""
-    chosen = backends.select(problem, backend)
+    chosen = registry.select(problem, backend)
     if chosen == "reference":
         return reference.attention(problem, q, k, v, log_decay, scale, places, sink, bias)
     return autograd.attention(problem, q, k, v, log_decay, scale, places, bias, sink, chosen, return_lse)

@@ -28,7 +28,7 @@ from attention_benchmark.cases import DECAYS, DTYPES, Case, cases, random_inputs
 from attention_benchmark.options import declare, parse_speeds, positive
 from provenance import ROOT, provenance
 
-from decayattn import backends
+from decayattn.backends import registry
 from decayattn.problem import AttentionProblem
 from decayattn.testing import format_table
 
@@ -88,7 +88,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--decay", "kind of log-decay", choices=DECAYS, default="scalar")
     option("--mean-log-decay", "mean log-decay per token, natural log (drawn from [2m, 0])", type=float, default=-0.01)
     option("--not-causal", "queries see the keys after their own, too", action="store_true", default=False)
-    option("--backends", "our backends", choices=backends.NAMES, nargs="+", default=["auto" if cuda else "triton"])
+    option("--backends", "our backends", choices=registry.NAMES, nargs="+", default=["auto" if cuda else "triton"])
     option("--peers", "kernels to compare with", choices=tuple(peers.OTHERS), nargs="*", default=list(peers.OTHERS))
     option("--without-decay", "ours without a decay, too: what it costs", action="store_true", default=False)
     option("--rounds", "interleaved rounds", type=positive, default=5)
@@ -114,9 +114,9 @@ def choose_peers(options: argparse.Namespace, case: Case, device: str) -> list[p
 
 def launched(problem: AttentionProblem, name: str, inputs: dict[str, Any]) -> str:
     """The backend that a name stands for."""
-    name = backends.select(problem, name)
+    name = registry.select(problem, name)
     q, k, v = (inputs[x] for x in ("q", "k", "v"))
-    return name if name == "reference" else backends.resolve(problem, name, q, k, v, q.shape[-1] ** -0.5)
+    return name if name == "reference" else registry.resolve(problem, name, q, k, v, q.shape[-1] ** -0.5)
 
 
 def benchmark(

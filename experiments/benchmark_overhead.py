@@ -26,7 +26,8 @@ from attention_benchmark.peers import BASELINE, Absent, reason
 from attention_benchmark.report import write
 from provenance import ROOT, provenance
 
-from decayattn import backends, decay_attention
+from decayattn import decay_attention
+from decayattn.backends import registry
 
 METHOD = {
     "host_us": "microseconds of the clock per forward and backward, over a series of calls between two "
@@ -67,7 +68,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--length", "sequence length T", type=positive, default=256)
     option("--head-dims", "head dimensions D = D_v", type=positive, nargs="+", metavar="D")
     option("--dtype", "dtype of q, k, v", choices=tuple(DTYPES))
-    option("--backends", "our backends", choices=backends.NAMES, nargs="+")
+    option("--backends", "our backends", choices=registry.NAMES, nargs="+")
     option(
         "--peers",
         "calls to compare with",

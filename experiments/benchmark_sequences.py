@@ -29,7 +29,7 @@ from provenance import ROOT, provenance
 from sequence_benchmark import decoding, figure, generation, packed
 from sequence_benchmark.report import new_report
 
-from decayattn import backends
+from decayattn.backends import registry
 from decayattn.problem import MAX_HEAD_DIM
 
 PARTS = {"packed": packed.run, "decode": decoding.run, "generate": generation.run}
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
     option("--output", "JSON file; None writes none", type=Path)
     option("--plot", "PNG file; None: beside the JSON file", type=Path)
-    option("--backend", "our backend in the packed part", choices=backends.NAMES)
+    option("--backend", "our backend in the packed part", choices=registry.NAMES)
     option("--packed-head-dims", "head dimensions D = D_v", type=positive, nargs="+", metavar="D")
     option("--packed-heads", "heads H", type=positive)
     option("--packed-documents", "packed documents", type=positive)

@@ -27,7 +27,8 @@ from provenance import ROOT, provenance
 from skipping_benchmark import checks, figure, planning, report
 from skipping_benchmark.workloads import SKIPPING, WHOLE, Workload, peers_of, studies
 
-from decayattn import backends, visited_fraction
+from decayattn import visited_fraction
+from decayattn.backends import registry
 
 STUDIES = ("planning", "pruning", "constant", "lengths")
 GPU_DEFAULTS = {
@@ -57,7 +58,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--head-dims", "head dimensions D = D_v", type=positive, nargs="+", metavar="D")
     option("--heads", "heads H", type=positive)
     option("--dtype", "dtype of q, k, v", choices=tuple(DTYPES))
-    option("--backend", "our backend", choices=backends.NAMES)
+    option("--backend", "our backend", choices=registry.NAMES)
     option("--mean-log-decay", "mean log-decay per token, natural log (drawn from [2m, 0])", type=float)
     option("--planning", "sequence length of the study", type=positive)
     option("--tokens", "tokens in a batch of that study: B = max(1, tokens // T)", type=positive)

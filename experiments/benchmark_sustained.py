@@ -35,7 +35,7 @@ from attention_benchmark.progress import Progress
 from attention_benchmark.report import write
 from provenance import ROOT, provenance
 
-from decayattn import backends
+from decayattn.backends import registry
 from decayattn.testing import format_table
 
 METHOD = {
@@ -94,7 +94,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--dtype", "dtype of q, k, v", choices=tuple(DTYPES))
     option("--not-causal", "queries see the keys after their own, too", action="store_true", default=False)
     option("--mean-log-decay", "mean log-decay per token, natural log (drawn from [2m, 0])", type=float, default=-0.01)
-    option("--backends", "our backends", choices=backends.NAMES, nargs="+")
+    option("--backends", "our backends", choices=registry.NAMES, nargs="+")
     option("--decays", "decays of ours", choices=DECAYS, nargs="+", default=["scalar", "none"])
     option("--peers", "kernels to compare with", choices=tuple(peers.OTHERS), nargs="*")
     option("--rounds", "interleaved rounds", type=positive, default=3)

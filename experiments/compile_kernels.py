@@ -35,8 +35,13 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from decayattn.backends import hopper, launching, portable
+from decayattn.backends.hopper import backend as hopper
+from decayattn.backends.hopper import config as hopper_config
+from decayattn.backends.portable import backend as portable
+from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
+from decayattn.backends.portable import launch as portable_launch
+from decayattn.backends.runtime import launching
 from decayattn.problem import AttentionProblem
 
 
@@ -51,7 +56,7 @@ class Target:
     def arch(self) -> str:
         """What config.py calls it."""
         hip = self.gpu.backend == "hip"
-        return portable.config.arch((9, 4) if hip else divmod(self.gpu.arch, 10), hip, self.shared_memory)
+        return portable_config.arch((9, 4) if hip else divmod(self.gpu.arch, 10), hip, self.shared_memory)
 
 
 # CUDA Programming Guide, technical specifications per compute capability; of CDNA 3, the local data share
@@ -86,11 +91,11 @@ HOPPER_FLOAT16_SPILLS = {("gradients_kernel", 64, torch.float16): 104}
 # the Triton of the measurements in config.py
 TUNED_ON = "3.6."
 TABLES = {
-    "forward_kernel": portable.config.FORWARD,
-    "key_gradients_kernel": portable.config.KEY_GRADIENTS,
-    "query_gradients_kernel": portable.config.QUERY_GRADIENTS,
+    "forward_kernel": portable_config.FORWARD,
+    "key_gradients_kernel": portable_config.KEY_GRADIENTS,
+    "query_gradients_kernel": portable_config.QUERY_GRADIENTS,
 }
-HOPPER_TABLES = {"forward_kernel": hopper.config.forward, "gradients_kernel": hopper.config.backward}
+HOPPER_TABLES = {"forward_kernel": hopper_config.forward, "gradients_kernel": hopper_config.backward}
 
 
 class CompilingDriver:
@@ -206,13 +211,13 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
         more = HOPPER_MORE_SPILLS[path].get(of_path, 0) + HOPPER_FLOAT16_SPILLS.get(of_dtype, 0)
         return HOPPER_TABLES[kernel](dim).spill_bytes + more
     if kernel == "gradients_kernel":
-        return portable.config.both_gradients(arch, dim, dtype).spill_bytes
+        return portable_config.both_gradients(arch, dim, dtype).spill_bytes
     if kernel not in TABLES:
         return 0
     if kernel == "forward_kernel" and path == "small" and dim <= 128:
-        return portable.config.forward_of_few(arch, dim, dtype).spill_bytes
+        return portable_config.forward_of_few(arch, dim, dtype).spill_bytes
     aligned = path in ("TMA", "small", "packed")
-    tile = portable.config.choose(TABLES[kernel], arch, dim, dtype, aligned, path == "packed")
+    tile = portable_config.choose(TABLES[kernel], arch, dim, dtype, aligned, path == "packed")
     return tile.spill_bytes + (MORE_SPILLS[path] if arch == "sm90" else 0)
 
 
@@ -246,10 +251,9 @@ def compiled_kernels(
         return kernels
     with collecting(target) as kernels:
         for with_lse in (True, False):
-            out, _, *saved = module.launch.forward(problem, q, k, v, log_decay, scale, places, bias, with_lse)
-        backward = module.launch.backward if backend == "triton" else module.launch_backward.backward
+            out, _, *saved = module.forward(problem, q, k, v, log_decay, scale, places, bias, with_lse)
         asked_for = decay != "none", bias is not None
-        backward(problem, d_out, None, q, k, v, log_decay, scale, places, bias, out, *saved, *asked_for)
+        module.backward(problem, d_out, None, q, k, v, log_decay, scale, places, bias, out, *saved, *asked_for)
     return kernels
 
 
@@ -264,7 +268,7 @@ def collecting(target: Target) -> Iterator[list]:
 
     with (
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(portable.launch, "arch", return_value=target.arch),
+        mock.patch.object(portable_launch, "arch", return_value=target.arch),
         mock.patch.object(decoding, "arch", return_value=target.arch),
         mock.patch.object(launching, "multiprocessors", return_value=MULTIPROCESSORS),
     ):

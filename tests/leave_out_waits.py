@@ -29,12 +29,14 @@ from gluon_on_cpu import Kernel, language, machine
 from hopper_problems import PACKINGS, make, make_packed
 
 from decayattn import decay_attention, decay_attention_varlen
-from decayattn.backends import hopper, launching
-from decayattn.backends.hopper import launch, launch_backward
+from decayattn.backends.hopper import backend as hopper
+from decayattn.backends.hopper.backward import launch as launch_backward
+from decayattn.backends.hopper.forward import launch
+from decayattn.backends.runtime import launching
 
 KERNELS = Path(inspect.getfile(hopper)).parent
 # files whose functions are told apart by who calls them
-SHARED = ("rings.py", "exchange.py", "key_exchange.py")
+SHARED = ("common/rings.py", "forward/exchange.py", "backward/exchange.py")
 # in which order warps and copies take turns
 SEEDS = range(4)
 WAITS = [
@@ -134,9 +136,10 @@ def site_of(frame: Any) -> Site:
     site = []
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if file.parent == KERNELS:
-            site.append((file.name, frame.f_lineno))
-            if file.name not in SHARED:
+        if file.is_relative_to(KERNELS):
+            name = str(file.relative_to(KERNELS))
+            site.append((name, frame.f_lineno))
+            if name not in SHARED:
                 break
         frame = frame.f_back
     return tuple(site)
@@ -159,8 +162,7 @@ def calls(run: Callable[[], Any], direction: str) -> set[Site]:
     found = collections.Counter()
     with intercepted(lambda site: found.update([site]) or True):
         run()
-    backward = {"backward.py", "key_producer.py", "zeroing.py"}
-    return {site for site in found if site and (site[-1][0] in backward) == (direction == "backward")}
+    return {site for site in found if site and site[-1][0].startswith(f"{direction}/")}
 
 
 def without(left_out: Site) -> contextlib.ExitStack:

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from decayattn import backends, decay_attention
+from decayattn import decay_attention
+from decayattn.backends import registry
 
 ON_GPU = torch.cuda.is_available()
 # the tests are about one graph that is right; what inductor adds needs a C++ compiler on a CPU
@@ -289,7 +290,7 @@ def test_selective_checkpointing_decides_about_the_operator(kept, runs, device, 
     """Whose results are kept, or whose kernels run again."""
     leaves = make(device)
     expected = outputs_and_gradients(attend, leaves)
-    kernels = backends.load("triton")
+    kernels = registry.load("triton")
     launched = mock.Mock(wraps=kernels.forward)
     monkeypatch.setattr(kernels, "forward", launched)
     policies = {torch.ops.decayattn.forward.default: kept}

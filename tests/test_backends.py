@@ -8,8 +8,9 @@ import textwrap
 import pytest
 import torch
 
-from decayattn import backends, decay_attention
-from decayattn.backends import launching
+from decayattn import decay_attention
+from decayattn.backends import registry
+from decayattn.backends.runtime import integers, launching
 from decayattn.problem import AttentionProblem
 
 ON_GPU = torch.cuda.is_available()
@@ -34,21 +35,21 @@ def python(code: str, **environment: str) -> str:
 @pytest.mark.parametrize("name", ["hopper9000", "Triton", "", None])
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(ValueError, match=f"backend: expected one of 'auto', 'reference', .*'triton'.*got {name!r}"):
-        backends.select(problem(), name)
+        registry.select(problem(), name)
 
 
 def test_auto_is_a_kernel_on_a_gpu_and_the_reference_elsewhere(device):
-    assert backends.select(problem(device=device), "auto") == ("auto" if device.type == "cuda" else "reference")
-    assert backends.select(problem(), "auto") == "reference"
-    assert backends.select(problem(torch.bfloat16), "auto") == "reference"
+    assert registry.select(problem(device=device), "auto") == ("auto" if device.type == "cuda" else "reference")
+    assert registry.select(problem(), "auto") == "reference"
+    assert registry.select(problem(torch.bfloat16), "auto") == "reference"
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
 def test_a_name_is_taken_literally(name, device, monkeypatch):
     """The named backend runs, and nothing else does."""
     ran = []
-    for kernel in backends.KERNELS:
-        module = backends.load(kernel)
+    for kernel in registry.KERNELS:
+        module = registry.load(kernel)
         if not isinstance(module, str):
             forward = module.forward
             monkeypatch.setattr(module, "forward", lambda *a, k=kernel, f=forward: (ran.append(k), f(*a))[1])
@@ -73,26 +74,26 @@ def test_no_query_heads(name, decay, device):
 @pytest.mark.parametrize("decoding", [True, False])
 def test_only_who_has_kernels_for_it_decodes(decoding, monkeypatch):
     """On a GPU whose every backend takes the problem."""
-    monkeypatch.setattr(backends, "refusal", lambda *arguments: None)
+    monkeypatch.setattr(registry, "refusal", lambda *arguments: None)
     asked_for = problem(torch.float16)._replace(device=torch.device("cuda", 0))
     for name in ("auto", "reference", "triton"):
-        assert backends.select(asked_for, name, decoding) == name
+        assert registry.select(asked_for, name, decoding) == name
     if decoding:
         with pytest.raises(ValueError, match="'hopper' cannot take this problem: it has no kernels for new tokens"):
-            backends.select(asked_for, "hopper", decoding)
+            registry.select(asked_for, "hopper", decoding)
     else:
-        assert backends.select(asked_for, "hopper", decoding) == "hopper"
+        assert registry.select(asked_for, "hopper", decoding) == "hopper"
 
 
 @pytest.mark.skipif(ON_GPU, reason="needs Triton's interpreter, which a GPU run does not set up")
 def test_bfloat16_is_refused_by_the_interpreter():
     with pytest.raises(ValueError, match=r"backend: 'triton' cannot take this problem: .*bfloat16 products wrong"):
-        backends.select(problem(torch.bfloat16), "triton")
+        registry.select(problem(torch.bfloat16), "triton")
 
 
 def test_a_device_without_kernels_is_refused():
     with pytest.raises(ValueError, match=r"backend: 'triton' cannot take this problem: .*not on mps"):
-        backends.select(problem()._replace(device=torch.device("mps")), "triton")
+        registry.select(problem()._replace(device=torch.device("mps")), "triton")
 
 
 def test_on_a_cpu_triton_is_refused_without_its_interpreter():
@@ -149,34 +150,34 @@ def test_an_import_error_of_our_own_is_not_mistaken_for_a_missing_triton(monkeyp
     def broken(name):
         raise ImportError("a typo of ours", name="decayattn.backends.portable.typo")
 
-    monkeypatch.setattr(backends.importlib, "import_module", broken)
-    backends.load.cache_clear()
+    monkeypatch.setattr(registry.importlib, "import_module", broken)
+    registry.load.cache_clear()
     try:
         with pytest.raises(ImportError, match="a typo of ours"):
-            backends.load("triton")
+            registry.load("triton")
     finally:
-        backends.load.cache_clear()
+        registry.load.cache_clear()
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 127, 128, 129, 2**20 - 1, 2**20])
 def test_sizes_round_up(number):
-    assert backends.next_power_of_2(number) == min(2**n for n in range(25) if 2**n >= number)
+    assert integers.next_power_of_2(number) == min(2**n for n in range(25) if 2**n >= number)
     for divisor in (1, 2, 7, 128):
-        assert (backends.cdiv(number, divisor) - 1) * divisor < number <= backends.cdiv(number, divisor) * divisor
-    assert backends.cdiv(0, 7) == 0
+        assert (integers.cdiv(number, divisor) - 1) * divisor < number <= integers.cdiv(number, divisor) * divisor
+    assert integers.cdiv(0, 7) == 0
 
 
 @pytest.mark.parametrize(("length", "heads", "chosen"), [(1024, 8, "triton"), (2048, 8, "hopper"), (256, 64, "hopper")])
 def test_auto_takes_what_pays(length, heads, chosen, monkeypatch):
     """On a GPU whose every backend takes the problem."""
-    hopper = backends.load("hopper")
+    hopper = registry.load("hopper")
     if isinstance(hopper, str):
         pytest.skip(hopper)
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(backends, "_objection", lambda *arguments: None)
+    monkeypatch.setattr(registry, "_objection", lambda *arguments: None)
     q = torch.zeros(1, length, heads, 64)
     asked_for = AttentionProblem.of(q, q, torch.zeros(heads), None, True)
-    assert backends.resolve(asked_for, "auto", q, q, q, 0.125) == chosen
-    assert backends.resolve(asked_for, "hopper", q, q, q, 0.125) == "hopper"
+    assert registry.resolve(asked_for, "auto", q, q, q, 0.125) == chosen
+    assert registry.resolve(asked_for, "hopper", q, q, q, 0.125) == "hopper"
     packed = asked_for._replace(layout="packed", sequences=3)  # of which nothing was measured
-    assert backends.resolve(packed, "auto", q, q, q, 0.125) == "hopper"
+    assert registry.resolve(packed, "auto", q, q, q, 0.125) == "hopper"

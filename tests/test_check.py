@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from decayattn import backends, compatibility
-from decayattn.backends import launching, tma
+from decayattn import compatibility
+from decayattn.backends import registry
+from decayattn.backends.runtime import launching, tma
 from decayattn.check import __main__ as check
 from decayattn.check import choice, errors, processes, speed
 
@@ -56,7 +57,7 @@ def test_every_case_of_a_cpu_is_right():
 def test_a_gpu_has_every_decay_dtype_and_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     tasks = errors.cases(torch.device("cuda", 0))
-    for backend in backends.KERNELS:
+    for backend in registry.KERNELS:
         some = [case for name, case in tasks if name == backend]
         assert {case.decay for case in some} == set(errors._DECAYS)
         assert {case.dtype for case in some} >= {torch.float16, torch.bfloat16}
@@ -73,7 +74,7 @@ def test_what_is_timed_is_judged(absent, monkeypatch):
     tasks = errors.cases(torch.device("cuda", 0), absent)
     assert not {name for name, _ in tasks} & set(absent)
     timed = [(name, case.head_dim, case.decay) for name, case in tasks if case.form == "timed"]
-    fastest = [name for name in backends.AUTOMATIC if name not in absent][:1]
+    fastest = [name for name in registry.AUTOMATIC if name not in absent][:1]
     assert set(timed) == {(name, dim, decay) for name in fastest for dim in (64, 128) for decay in ("scalar", "none")}
     assert all((case.batch, case.heads, case.length) == errors.TIMED_SHAPE for _, case in tasks if case.form == "timed")
 
@@ -100,7 +101,7 @@ def test_all_right(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("direction", "place", "tensor"), [("forward", 1, "lse"), ("backward", 3, "dlog_decay")])
 def test_a_wrong_kernel_is_named(direction, place, tensor, monkeypatch, capsys):
-    portable = backends.load("triton")
+    portable = registry.load("triton")
     right = getattr(portable, direction)
 
     def wrong(*args, **kwargs):
@@ -119,7 +120,7 @@ def test_a_wrong_kernel_is_named(direction, place, tensor, monkeypatch, capsys):
 
 
 def test_a_nan_is_wrong(monkeypatch, capsys):
-    portable = backends.load("triton")
+    portable = registry.load("triton")
     right = portable.forward
     monkeypatch.setattr(portable, "forward", lambda *a: (lambda out, *rest: (out * torch.nan, *rest))(*right(*a)))
     status, printed = run(monkeypatch, capsys, ("triton", TINY))
@@ -131,7 +132,7 @@ def test_a_kernel_that_does_not_compile_is_one_line_and_the_rest_goes_on(monkeyp
     def failing(*args, **kwargs):
         raise RuntimeError("PassManager::run failed\nand much else")
 
-    monkeypatch.setattr(backends.load("triton"), "backward", failing)
+    monkeypatch.setattr(registry.load("triton"), "backward", failing)
     status, printed = run(monkeypatch, capsys, ("triton", TINY), ("reference", TINY))
     assert status == 1
     assert "ERROR" in rows(printed, "triton")[0]
@@ -146,8 +147,8 @@ def test_a_backend_that_breaks_while_it_is_imported_is_wrong(monkeypatch, capsys
             raise ImportError("cannot import name 'tma'", name="decayattn.backends.hopper.tma")
         return backends_load(name)
 
-    backends_load = backends.load
-    monkeypatch.setattr(backends, "load", load)
+    backends_load = registry.load
+    monkeypatch.setattr(registry, "load", load)
     status, printed = run(monkeypatch, capsys, ("hopper", TINY), ("triton", TINY))
     assert status == 1
     assert "backend hopper cannot be imported: ImportError: cannot import name 'tma'" in printed
@@ -160,7 +161,7 @@ def test_a_program_of_its_own_without_triton_and_with_it(interpreter):
     code = f"""
         import sys
         import torch
-        from decayattn import backends
+        from decayattn.backends import registry
         from decayattn.check import __main__ as check, errors
 
         tiny = errors.{TINY!r}
@@ -169,7 +170,7 @@ def test_a_program_of_its_own_without_triton_and_with_it(interpreter):
         sys.modules["triton"] = None  # what import finds where it is not installed
         print("exit status", check.main(["--device", "cpu"]))
         del sys.modules["triton"]
-        backends.load.cache_clear()
+        registry.load.cache_clear()
         print("exit status", check.main(["--device", "cpu"]))
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -198,7 +199,7 @@ def test_a_gpu_whose_kernels_would_be_interpreted_is_wrong(monkeypatch):
     gpu = torch.device("cuda", 0)
     knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=True))
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))
-    assert set(choice.unchecked_backends(gpu, {})) == set(backends.KERNELS)
+    assert set(choice.unchecked_backends(gpu, {})) == set(registry.KERNELS)
     assert "TRITON_INTERPRET is set" in choice.interpreted_on_a_gpu(gpu)
     assert choice.interpreted_on_a_gpu(CPU) is None
 
@@ -218,10 +219,10 @@ def test_a_wrong_option_is_exit_status_2(options, capsys):
 
 def test_what_auto_takes_and_why_nothing_faster():
     """On an H100, as far as a machine without one can tell: fake tensors, and its capability."""
-    for name in backends.KERNELS:
-        if isinstance(backends.load(name), str):
-            pytest.skip(backends.load(name))
-    hopper = backends.load("hopper")
+    for name in registry.KERNELS:
+        if isinstance(registry.load(name), str):
+            pytest.skip(registry.load(name))
+    hopper = registry.load("hopper")
     hopper.refusal.cache_clear()
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
@@ -372,8 +373,8 @@ def test_only_kernels_of_pytorch_are_loaded_ahead(monkeypatch):
 def test_a_wrong_backend_is_not_timed(monkeypatch):
     q = torch.zeros(1, 8, 2, 16)
     assert speed._not_to_be_timed(q, q, q, None, set()) == "not timed: no kernel takes this call"
-    monkeypatch.setattr(backends, "select", lambda problem, name: "auto")
-    monkeypatch.setattr(backends, "resolve", lambda *arguments: "triton")
+    monkeypatch.setattr(registry, "select", lambda problem, name: "auto")
+    monkeypatch.setattr(registry, "resolve", lambda *arguments: "triton")
     assert speed._not_to_be_timed(q, q, q, None, set()) is None
     assert "triton, which takes this call, is wrong" in speed._not_to_be_timed(q, q, q, None, {"triton"})
 
@@ -415,7 +416,7 @@ def test_a_gpu(monkeypatch, capsys):
     status = check.main(["--processes", str(len(some))])
     printed = capsys.readouterr().out
     assert status == 0, printed
-    judged = [line for name in backends.NAMES for length in (301, 1000) for line in rows(printed, name, length)]
+    judged = [line for name in registry.NAMES for length in (301, 1000) for line in rows(printed, name, length)]
     assert len(judged) == len(some)
     assert all(line.endswith("ok") for line in judged), printed
     assert "SDPA, PyTorch's choice" in printed

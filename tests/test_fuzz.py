@@ -239,7 +239,7 @@ def test_a_wrong_result_is_noticed(name, device, monkeypatch):
 
 
 def test_a_wrong_kernel_is_noticed(device, monkeypatch):
-    from decayattn.backends import prefix
+    from decayattn.backends.planning import prefix
 
     gradient = prefix.gradient
     monkeypatch.setattr(prefix, "gradient", lambda *given: gradient(*given).roll(1, 1))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from decayattn import decay_attention
-from decayattn.backends import refusal
+from decayattn.backends.registry import refusal
 from decayattn.problem import AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention
 

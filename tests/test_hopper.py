@@ -6,7 +6,8 @@ import pytest
 import torch
 from hopper_problems import BF16, PACKINGS, int32, make, make_packed, make_padded, random_packing, verify
 
-from decayattn import DecayFlashAttention, backends, decay_attention, decay_attention_varlen, visited_fraction
+from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, visited_fraction
+from decayattn.backends import registry
 from decayattn.backends.hopper import config
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
@@ -485,8 +486,8 @@ def test_new_tokens_over_a_cache_are_refused():
 
 def test_auto_takes_them_where_they_take_the_problem_and_pay(monkeypatch):
     ran = []
-    for name in backends.KERNELS:
-        module = backends.load(name)
+    for name in registry.KERNELS:
+        module = registry.load(name)
         monkeypatch.setattr(module, "forward", lambda *a, n=name, f=module.forward: (ran.append(n), f(*a))[1])
     inputs = make(770, 2000)
     decay_attention(**inputs)

@@ -13,8 +13,11 @@ from hopper_problems import make as make_batch
 from pairwise import pairwise
 
 from decayattn import decay_attention, decay_attention_varlen
-from decayattn.backends import hopper, launching
-from decayattn.backends.hopper import config, launch, launch_backward
+from decayattn.backends.hopper import backend as hopper
+from decayattn.backends.hopper import config
+from decayattn.backends.hopper.backward import launch as launch_backward
+from decayattn.backends.hopper.forward import launch
+from decayattn.backends.runtime import launching
 from decayattn.nn import DecayCache
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the kernels themselves run here")

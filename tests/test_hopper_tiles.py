@@ -8,10 +8,15 @@ import pytest
 import torch
 from pairwise import pairwise
 
-from decayattn.backends import hopper, parts, tma
-from decayattn.backends.hopper import config, descriptors, launch, launch_backward, tile_table
-from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
-from decayattn.backends.sequences import decay_blocks
+from decayattn.backends.hopper import backend as hopper
+from decayattn.backends.hopper import config
+from decayattn.backends.hopper.backward import launch as launch_backward
+from decayattn.backends.hopper.backward.row_terms import row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.common import descriptors, tile_table
+from decayattn.backends.hopper.forward import launch
+from decayattn.backends.planning.sequences import decay_blocks
+from decayattn.backends.runtime import tma
+from decayattn.backends.tiles import parts
 from decayattn.problem import AttentionProblem
 
 HEADS, DIM = 2, 40

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pairwise import pairwise
 
 from decayattn import decay_attention
-from decayattn.backends import launching
 from decayattn.backends.portable import launch
+from decayattn.backends.runtime import launching
 from decayattn.problem import AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention
 

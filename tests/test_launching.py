@@ -17,7 +17,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from decayattn import compatibility, decay_attention, decay_attention_varlen
-from decayattn.backends import launching, load
+from decayattn.backends.registry import load
+from decayattn.backends.runtime import launching
 
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the interpreter compiles nothing")
 

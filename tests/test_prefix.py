@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from decayattn.backends import prefix, sequences
+from decayattn.backends.planning import prefix, sequences
 from decayattn.problem import AttentionProblem
 
 ON_GPU = torch.cuda.is_available()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from decayattn import decay_attention, decay_attention_varlen
-from decayattn.backends import sequences
+from decayattn.backends.planning import sequences
 from decayattn.problem import AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import strategies as st
 
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, reference, visited_fraction
-from decayattn.backends import load, prefix, sequences, skipping
+from decayattn.backends.planning import prefix, sequences, skipping
 from decayattn.backends.portable import config
+from decayattn.backends.registry import load
 from decayattn.problem import AttentionProblem, tolerance_of, window_of
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 

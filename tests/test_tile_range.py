@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from hypothesis import strategies as st
 
-from decayattn.backends.tile_range import edge_tile, keys_seen, rows_that_see, visited_tiles
+from decayattn.backends.tiles.visibility import edge_tile, keys_seen, rows_that_see, visited_tiles
 
 settings = hypothesis.settings(
     max_examples=150 if torch.cuda.is_available() else 30, deadline=None, derandomize=True,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from decayattn.backends import hopper
+from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.portable import config, decode, launch
 
 GPU = torch.device("cuda", 0)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from decayattn import DecayFlashAttention, backends
+from decayattn import DecayFlashAttention
+from decayattn.backends import registry
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 from toy_lm import callbacks
@@ -75,8 +76,8 @@ def test_auto_is_every_backend_that_may_train(monkeypatch, tmp_path, dtype, name
     def refuse_on_hopper(dtype, device):
         return None if dtype == torch.bfloat16 else "16 bits only"
 
-    monkeypatch.setattr(backends.load("triton"), "refusal", lambda dtype, device: None)
-    monkeypatch.setattr(backends.load("hopper"), "refusal", refuse_on_hopper)
+    monkeypatch.setattr(registry.load("triton"), "refusal", lambda dtype, device: None)
+    monkeypatch.setattr(registry.load("hopper"), "refusal", refuse_on_hopper)
     device = torch.device("cuda")
     for backend in ("auto", "reference"):
         validation = GradientValidation(squared_error, {}, tmp_path, backend=backend)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decayattn import backends
+from decayattn.backends import registry
 from decayattn.check.text import one_line, row, section, short
 from decayattn.check.versions import version
 from decayattn.problem import AttentionProblem
@@ -18,9 +18,9 @@ from decayattn.problem import AttentionProblem
 def missing_backends() -> dict[str, str]:
     """The kernel backends that cannot be imported, and why."""
     missing = {}
-    for name in backends.KERNELS:
+    for name in registry.KERNELS:
         try:
-            found = backends.load(name)
+            found = registry.load(name)
         except Exception as error:
             found = one_line(error)
         if isinstance(found, str):
@@ -50,13 +50,13 @@ def _interpreter_is_broken() -> str | None:
 def unchecked_backends(device: torch.device, missing: dict[str, str]) -> dict[str, str]:
     """The kernel backends that cannot be judged here, and why."""
     if (reason := interpreted_on_a_gpu(device)) is not None:
-        return dict.fromkeys(backends.KERNELS, reason)
+        return dict.fromkeys(registry.KERNELS, reason)
     unchecked = dict(missing)
-    for name in backends.KERNELS:
+    for name in registry.KERNELS:
         if name not in missing:
             broken = _interpreter_is_broken() if (name, device.type) == ("triton", "cpu") else None
             # the interpreter takes no bfloat16, "hopper" nothing but 16 bits
-            reason = broken or backends.load(name).refusal(torch.float16, device)
+            reason = broken or registry.load(name).refusal(torch.float16, device)
             unchecked |= {} if reason is None else {name: reason}
     return unchecked
 
@@ -105,21 +105,21 @@ class OrdinaryCall:
         bias = torch.empty(1, heads, 1, self.key_length, device=device) if self.bias else None
         problem = AttentionProblem.of(q, v, log_decay, None, True, bias=bias)
         scale = self.head_dim**-0.5
-        chosen = backends.select(problem, "auto")
+        chosen = registry.select(problem, "auto")
         if chosen == "auto":
-            chosen = "triton" if self.cache else backends.resolve(problem, "auto", q, k, v, scale)
-        names = (*backends.AUTOMATIC, "reference")
+            chosen = "triton" if self.cache else registry.resolve(problem, "auto", q, k, v, scale)
+        names = (*registry.AUTOMATIC, "reference")
         reasons = [f"{name}: {self._why_not(name, problem, q, k, v, scale)}" for name in names[: names.index(chosen)]]
         return Choice(self.name, chosen, tuple(reasons))
 
     def _why_not(self, name: str, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> str:
         """Why "auto" does not take the backend, which is faster than what it takes."""
-        loaded = backends.load(name)
+        loaded = registry.load(name)
         if isinstance(loaded, str):
             return loaded
         if problem.device.type == "cpu" and name == "triton":
             return "on a CPU it can only be interpreted, which is for debugging"
-        reason = backends.refusal(problem, name)
+        reason = registry.refusal(problem, name)
         if reason is None and self.cache:
             return "every cache is decoded by the kernels of triton"
         return reason or loaded.misfit(problem, q, k, v, scale) or "it is slower for so few tokens"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decayattn import backends, compatibility
+from decayattn import compatibility
+from decayattn.backends import registry
 from decayattn.check.choice import half
 from decayattn.check.processes import in_processes
 from decayattn.check.text import one_line, row, section, short
@@ -153,7 +154,7 @@ def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[str
         found = [("reference", case) for case in eager] + [("triton", case) for case in interpreted]
         return [(name, case) for name, case in found if name not in unchecked]
     fast = half(device)
-    is_timed = next((name for name in backends.AUTOMATIC if name not in unchecked), None)
+    is_timed = next((name for name in registry.AUTOMATIC if name not in unchecked), None)
     found = [
         (is_timed, timed(fast, 64, "scalar")),  # 12
         ("hopper", Case(f16, 128, "resets", "packed")),  # 12

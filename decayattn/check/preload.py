@@ -3,8 +3,8 @@
 import contextlib
 
 import decayattn.check.errors  # noqa: F401
-from decayattn import backends
+from decayattn.backends import registry
 
-for _name in backends.KERNELS:
+for _name in registry.KERNELS:
     with contextlib.suppress(Exception):  # whoever needs it imports it again, and tells why it cannot be
-        backends.load(_name)
+        registry.load(_name)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from decayattn import backends, decay_attention
+from decayattn import decay_attention
+from decayattn.backends import registry
 from decayattn.check import errors
 from decayattn.check.choice import half
 from decayattn.check.text import one_line, row, section, short
@@ -140,9 +141,9 @@ def _tensors(head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _not_to_be_timed(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, wrong: set[str]) -> str | None:
     problem = AttentionProblem.of(q, v, log_decay, None, True)
-    chosen = backends.select(problem, "auto")
+    chosen = registry.select(problem, "auto")
     if chosen == "auto":
-        chosen = backends.resolve(problem, "auto", q, k, v, q.shape[3] ** -0.5)
+        chosen = registry.resolve(problem, "auto", q, k, v, q.shape[3] ** -0.5)
     if chosen in wrong:
         return f"not timed: {chosen}, which takes this call, is wrong (above)"
     return "not timed: no kernel takes this call" if chosen == "reference" else None

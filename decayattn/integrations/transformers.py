@@ -37,7 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from decayattn import backends
+from decayattn.backends import registry
 from decayattn.nn import ConstantDecay, Decay, DecayCache, DecayFlashAttention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
 from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_positive_int
@@ -137,7 +137,7 @@ class DecayConfig(PreTrainedConfig):
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
-        self.backend = backends.check_name(backend)
+        self.backend = registry.check_name(backend)
         super().__init__(**kwargs)
 
 

@@ -7,7 +7,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from decayattn import backends
+from decayattn.backends import registry
 from decayattn.compatibility import assert_on_device
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
@@ -120,7 +120,7 @@ class DecayFlashAttention(nn.Module):
         self.scale = _check_scale(scale)
         check_skip_tolerance(skip_tolerance)
         self.skip_tolerance = skip_tolerance
-        self.backend = backends.check_name(backend)
+        self.backend = registry.check_name(backend)
 
         options = {"device": device, "dtype": dtype}
         q_width, k_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -7,8 +7,8 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from decayattn import backends
-from decayattn.backends.outputs import with_sink
+from decayattn.backends import registry
+from decayattn.backends.runtime.outputs import with_sink
 from decayattn.functional import decay_attention, per_head, per_row
 from decayattn.nn.decay import check_positive_int
 from decayattn.problem import (
@@ -162,7 +162,7 @@ class DecayCache:
             self._append(k, v, log_decay, counted)
             return out
         row_scale = scale if isinstance(scale, Tensor) else None
-        chosen = backends.select(AttentionProblem.of(q, v, rates, row_scale, True), backend, decoding=True)
+        chosen = registry.select(AttentionProblem.of(q, v, rates, row_scale, True), backend, decoding=True)
         ends, first = self._append(k, v, log_decay, counted)
         left, _ = window_of(window_size, True)
         if chosen == "reference":

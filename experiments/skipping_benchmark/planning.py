@@ -27,8 +27,8 @@ def times(
 
 def launches(workload: Workload, inputs: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
     """By direction, what the plan adds to a call's launches; nothing where the workload is not planned."""
-    from decayattn.backends import prefix as decay_prefix  # imports Triton
-    from decayattn.backends import skipping
+    from decayattn.backends.planning import prefix as decay_prefix  # imports Triton
+    from decayattn.backends.planning import skipping
 
     q, k, log_decay = (inputs[name] for name in ("q", "k", "log_decay"))
     tolerance = tolerance_of("auto", q.dtype)

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from decayattn import backends
+from decayattn.backends import registry
 from decayattn.testing import GradientRow, compare_model_gradients, format_table
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -104,7 +104,7 @@ class GradientValidation(lightning.Callback):
         if self.backend not in ("auto", "reference"):
             return [self.backend]
         # of one that cannot be imported, the reason in words
-        loaded = {name: backends.load(name) for name in backends.KERNELS}
+        loaded = {name: registry.load(name) for name in registry.KERNELS}
         return [name for name, x in loaded.items() if not isinstance(x, str) and x.refusal(dtype, device) is None]
 
     def _check_on_rank_zero(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from provenance import provenance
 
 from decayattn import decay_attention
-from decayattn.backends import NAMES as BACKENDS
+from decayattn.backends.registry import NAMES as BACKENDS
 from toy_lm.callbacks import (
     EndTogether,
     FinishOnInterrupt,

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper as gluon_hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends.hopper import copy_engine
+from decayattn.backends.hopper.common import copy_engine
 from gluon_on_cpu import arrays, hopper, language, machine
 from gluon_on_cpu.arrays import Array, Pointer
 

@@ -13,6 +13,8 @@ transposed.
 import triton
 import triton.language as tl
 
+from decayattn.backends.planning.sequences import offsets_of_head, tile_of_program
+from decayattn.backends.planning.skipping import end_of_planned_rows, first_planned_key
 from decayattn.backends.portable.tiles import (
     add_bias_gradient,
     from_pair,
@@ -23,18 +25,9 @@ from decayattn.backends.portable.tiles import (
     of_head,
     store_tile,
 )
-from decayattn.backends.sequences import offsets_of_head, tile_of_program
-from decayattn.backends.skipping import end_of_planned_rows, first_planned_key
-from decayattn.backends.tile_decay import (
-    base_difference,
-    key_alpha,
-    load_rate,
-    row_alpha,
-    row_reference,
-    side_of_head,
-)
-from decayattn.backends.tile_math import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
-from decayattn.backends.tile_range import edge_tile, keys_seen, rows_that_see, visited_tiles
+from decayattn.backends.tiles.decay import base_difference, key_alpha, load_rate, row_alpha, row_reference, side_of_head
+from decayattn.backends.tiles.scores import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
+from decayattn.backends.tiles.visibility import edge_tile, keys_seen, rows_that_see, visited_tiles
 
 
 @triton.jit

@@ -19,20 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
 from decayattn.backends.portable.launch import arch, dot_precision, padded
 from decayattn.backends.portable.tiles import load_scale, load_tile
-from decayattn.backends.tile_decay import load_rate, side_of_head
-from decayattn.backends.tile_math import (
-    LN2,
-    LOG2E,
-    decayed_score,
-    finite_or_zero,
-    probability,
-    rescale,
-    visible,
-)
-from decayattn.backends.tile_range import keys_seen, visited_tiles
+from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.integers import cdiv, next_power_of_2
+from decayattn.backends.runtime.launching import COMPILER_OPTIONS
+from decayattn.backends.tiles.decay import load_rate, side_of_head
+from decayattn.backends.tiles.scores import LN2, LOG2E, decayed_score, finite_or_zero, probability, rescale, visible
+from decayattn.backends.tiles.visibility import keys_seen, visited_tiles
 
 # Times below: one H200, bfloat16, H32 H_kv8 D128 over 32,768 tokens, a decay per token; from a sweep made once.
 # `python experiments/benchmark_sequences.py --what decode` measures what was chosen.

@@ -7,6 +7,8 @@ Tiles: q (BLOCK_M, D) · k (BLOCK_N, D) · v (BLOCK_N, D_v) · score, p (BLOCK_M
 import triton
 import triton.language as tl
 
+from decayattn.backends.planning.sequences import offsets_of_head, tile_of_program
+from decayattn.backends.planning.skipping import first_planned_key
 from decayattn.backends.portable.tiles import (
     from_pair,
     from_token,
@@ -16,26 +18,9 @@ from decayattn.backends.portable.tiles import (
     of_head,
     store_tile,
 )
-from decayattn.backends.sequences import offsets_of_head, tile_of_program
-from decayattn.backends.skipping import first_planned_key
-from decayattn.backends.tile_decay import (
-    base_difference,
-    key_alpha,
-    load_rate,
-    row_alpha,
-    row_reference,
-    side_of_head,
-)
-from decayattn.backends.tile_math import (
-    LN2,
-    LOG2E,
-    decayed_score,
-    finite_or_zero,
-    probability,
-    rescale,
-    visible,
-)
-from decayattn.backends.tile_range import edge_tile, keys_seen, visited_tiles
+from decayattn.backends.tiles.decay import base_difference, key_alpha, load_rate, row_alpha, row_reference, side_of_head
+from decayattn.backends.tiles.scores import LN2, LOG2E, decayed_score, finite_or_zero, probability, rescale, visible
+from decayattn.backends.tiles.visibility import edge_tile, keys_seen, visited_tiles
 
 
 @triton.jit

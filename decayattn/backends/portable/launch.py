@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2, outputs, skipping, tma
-from decayattn.backends import prefix as decay_prefix
-from decayattn.backends import sequences as sequence_blocks
+from decayattn.backends.planning import prefix as decay_prefix
+from decayattn.backends.planning import sequences as sequence_blocks
+from decayattn.backends.planning import skipping
+from decayattn.backends.planning.prefix import DecayPrefix
+from decayattn.backends.planning.sequences import Sequences, fill_outside, row_programs, token_programs
 from decayattn.backends.portable import config
 from decayattn.backends.portable.backward import (
     gradients_kernel,
@@ -19,8 +21,9 @@ from decayattn.backends.portable.backward import (
 )
 from decayattn.backends.portable.config import TileConfig
 from decayattn.backends.portable.forward import forward_kernel
-from decayattn.backends.prefix import DecayPrefix
-from decayattn.backends.sequences import Sequences, fill_outside, row_programs, token_programs
+from decayattn.backends.runtime import launching, outputs, tma
+from decayattn.backends.runtime.integers import cdiv, next_power_of_2
+from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.problem import AttentionProblem
 
 _ROW_TERMS_BLOCK = 64

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from decayattn.backends.tile_math import LOG2E
+from decayattn.backends.tiles.scores import LOG2E
 
 
 @triton.jit

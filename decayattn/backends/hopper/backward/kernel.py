@@ -20,13 +20,13 @@ so do they. Both are products with few columns: of keys beside dk, by bits of th
 and whole ones, with branches around what whole ones do not need: two loops cost registers, and spills slow the shared
 memory that this kernel lives on (3 % at D = 128).
 
-Not causal, a decay's sign differs on either side of the diagonal, and the loop is run through once per side
-(key_items.py). A row has a reference for each, with ∓α_i, and the producer sends that of the side, and the difference
-of two bases with its sign. So the loop does not know of sides, but where it adds row sums: α_j and the sums of keys
-change their sign between two runs.
+Not causal, a decay's sign differs on either side of the diagonal, and the loop is run through once per side (items.py).
+A row has a reference for each, with ∓α_i, and the producer sends that of the side, and the difference of two bases with
+its sign. So the loop does not know of sides, but where it adds row sums: α_j and the sums of keys change their sign
+between two runs.
 
-What passes between the warps is in key_exchange.py, the producer in key_producer.py; zeroing.py makes 0 what dq is
-added to. rows.py prepares what is one number per row before it, and brings dq to its layout after it.
+What passes between the warps is in exchange.py, the producer in producer.py; zeroing.py makes 0 what dq is added to.
+row_terms.py prepares what is one number per row before it, and brings dq to its layout after it.
 
 Tiles, per warpgroup: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · terms (ROWS, 16) · scoreT, pT, dpT, dsT (64, ROWS) ·
 dq part (64, 64).
@@ -42,10 +42,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from decayattn.backends.dependent_launch import let_next_start, wait_for_launch_before
-from decayattn.backends.hopper import copy_engine
-from decayattn.backends.hopper.config import WARPGROUP_ROWS
-from decayattn.backends.hopper.fragments import (
+from decayattn.backends.hopper.backward.exchange import Buffers
+from decayattn.backends.hopper.backward.items import KEYS, SHARE, Sizes, found_item, has_row_sums, load_rate
+from decayattn.backends.hopper.backward.producer import produce
+from decayattn.backends.hopper.backward.row_terms import DELTA
+from decayattn.backends.hopper.backward.zeroing import allocate_zeros
+from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common.fragments import (
     DEPTH,
     SHARES,
     among_columns,
@@ -54,15 +57,12 @@ from decayattn.backends.hopper.fragments import (
     from_threads,
     ones_of_parts,
 )
-from decayattn.backends.hopper.key_exchange import Buffers
-from decayattn.backends.hopper.key_items import KEYS, SHARE, Sizes, found_item, has_row_sums, load_rate
-from decayattn.backends.hopper.key_producer import produce
-from decayattn.backends.hopper.rings import allocate_words, arrive, make_ring, signal
-from decayattn.backends.hopper.rows import DELTA
-from decayattn.backends.hopper.tile_table import allocate_tiles, flat, stacked
-from decayattn.backends.hopper.zeroing import allocate_zeros
-from decayattn.backends.tile_math import LOG2E, decayed_score, probability, score_gradient, visible
-from decayattn.backends.tile_range import edge_tile
+from decayattn.backends.hopper.common.rings import allocate_words, arrive, make_ring, signal
+from decayattn.backends.hopper.common.tile_table import allocate_tiles, flat, stacked
+from decayattn.backends.hopper.config import WARPGROUP_ROWS
+from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
+from decayattn.backends.tiles.scores import LOG2E, decayed_score, probability, score_gradient, visible
+from decayattn.backends.tiles.visibility import edge_tile
 
 # one part of dq: what a warpgroup multiplies of a tile, 64 rows × 64 columns, and its shape as fragments
 PART: gl.constexpr = gl.constexpr(64)

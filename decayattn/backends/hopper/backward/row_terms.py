@@ -7,11 +7,11 @@ layout and dtype.
 import triton
 import triton.language as tl
 
-from decayattn.backends import parts
-from decayattn.backends.dependent_launch import let_next_start, wait_for_launch_before
-from decayattn.backends.hopper.tile_table import WORDS
-from decayattn.backends.parts import with_parts
-from decayattn.backends.tile_decay import load_rate, row_alpha, row_reference
+from decayattn.backends.hopper.common.tile_table import WORDS
+from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
+from decayattn.backends.tiles import parts
+from decayattn.backends.tiles.decay import load_rate, row_alpha, row_reference
+from decayattn.backends.tiles.parts import with_parts
 
 LINE: tl.constexpr = tl.constexpr(WORDS)
 COLUMNS: tl.constexpr = tl.constexpr(parts.COLUMNS)
@@ -68,7 +68,7 @@ def row_terms_kernel(
     terms is (head rows, row tiles, SIDES, ROWS, COLUMNS), or (heads, tiles of the table, …): the parts of score_factor
     times the reference, divided by the scale like all that is added to products of q and k, then those of −Δ. Rows past
     the end and those that see nothing get a reference with which their P is 0 without a mask, and no gradient whatever
-    dLSE is. With two sides (key_items.py) the forward saves the whole log-sum-exp, and α_i, which scores have with the
+    dLSE is. With two sides (items.py) the forward saves the whole log-sum-exp, and α_i, which scores have with the
     sign of their side, joins it here; decay is what _row_alpha reads, None with one side.
 
     Of what the next kernel adds to, the row sums become 0, and dq of the head rows from first_zeroed on, with which it

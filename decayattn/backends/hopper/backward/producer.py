@@ -4,11 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from decayattn.backends.hopper import copy_engine
-from decayattn.backends.hopper.key_items import found_item, load_rate
-from decayattn.backends.hopper.zeroing import start_zeroing, tell_zeroed, wait_zeroed
-from decayattn.backends.prefix import DECAY_BLOCK
-from decayattn.backends.tile_range import edge_tile
+from decayattn.backends.hopper.backward.items import found_item, load_rate
+from decayattn.backends.hopper.backward.zeroing import start_zeroing, tell_zeroed, wait_zeroed
+from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.planning.prefix import DECAY_BLOCK
+from decayattn.backends.tiles.visibility import edge_tile
 
 BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
 

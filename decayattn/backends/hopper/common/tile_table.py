@@ -13,12 +13,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, launching
-from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.descriptors import SLICE_END
-from decayattn.backends.launching import Launch
-from decayattn.backends.prefix import DECAY_BLOCK
-from decayattn.backends.sequences import parts_before
+from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.descriptors import SLICE_END
+from decayattn.backends.planning.prefix import DECAY_BLOCK
+from decayattn.backends.planning.sequences import parts_before
+from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.integers import cdiv
+from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.problem import AttentionProblem
 
 # of a line: the tile's start, then its sequence's rows, tokens, batch entry, first row and token there, first block of

@@ -1,20 +1,21 @@
 """From tensors to the forward's launches: buffers, descriptors, grid."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, outputs, skipping
-from decayattn.backends import prefix as decay_prefix
-from decayattn.backends import sequences as sequence_blocks
-from decayattn.backends.hopper import config, descriptors, tile_table
-from decayattn.backends.hopper.forward import forward_kernel
-from decayattn.backends.launching import Launch
-from decayattn.backends.prefix import DecayPrefix
-from decayattn.backends.sequences import Sequences
+from decayattn.backends.hopper import config
+from decayattn.backends.hopper.common import descriptors, tile_table
+from decayattn.backends.hopper.common.call import heads_together, left_of, source_of
+from decayattn.backends.hopper.forward.kernel import forward_kernel
+from decayattn.backends.planning import prefix as decay_prefix
+from decayattn.backends.planning import sequences as sequence_blocks
+from decayattn.backends.planning import skipping
+from decayattn.backends.planning.prefix import DecayPrefix
+from decayattn.backends.planning.sequences import Sequences
+from decayattn.backends.runtime import launching, outputs
+from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.problem import AttentionProblem
 
 
@@ -72,16 +73,6 @@ def forward(
         return out, lse, row_references, prefix, first_block
 
 
-def left_of(problem: AttentionProblem) -> int:
-    """How many keys before its own a query sees at most; 0, which nothing reads, without a limit."""
-    return max(0, min(problem.window[0], problem.key_length))
-
-
-def source_of(problem: AttentionProblem) -> Callable[[Tensor, int, int], TensorDescriptor]:
-    """How the copy engine addresses tokens where the problem's sequences lie."""
-    return descriptors.tokens if problem.layout == "dense" else descriptors.slices
-
-
 def _decay(
     problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, counter: Tensor,
     sequences: Sequences | None, launch: Launch,
@@ -99,12 +90,3 @@ def _decay(
         return prefix, decay_prefix.constant_split(log_decay, -1.0 / score_scale, counter, launch), prefix.local
     counter.zero_()
     return prefix, None, prefix.local
-
-
-def heads_together(heads: int, size: int, sharing: int = 1, least: int = 1) -> int:
-    """So many heads that what they read again and again, `size` bytes for `sharing` of them, fits the L2, or `least`
-    heads, if that is more; but no more than it takes for as few chunks of them, of which the last one may be smaller.
-    """
-    groups = heads // sharing
-    chunks = cdiv(groups, max(1, config.CACHE_BYTES // max(size, 1), cdiv(least, sharing)))
-    return cdiv(groups, chunks) * sharing

@@ -1,9 +1,9 @@
 """How dq of the Hopper backward, which is added to, becomes 0: by the copy engine, while other heads are worked at.
 
 Heads are worked at in chunks of Sizes.together. With every item of a chunk its producer makes a share of the next
-chunk's dq 0; the first chunk's is 0 before (rows.py). A launch that zeroed all of it would write twice as much as dq
-has while nothing is multiplied. In memory, counters[0] is the number of items that were drawn, and counters[chunk], for
-all chunks but the first, of how many shares the zeros are there.
+chunk's dq 0; the first chunk's is 0 before (row_terms.py). A launch that zeroed all of it would write twice as much as
+dq has while nothing is multiplied. In memory, counters[0] is the number of items that were drawn, and counters[chunk],
+for all chunks but the first, of how many shares the zeros are there.
 
 Programs wait for each other, but only for items that were drawn before their own: if something else on the GPU keeps
 some programs from starting, the others get on.
@@ -12,7 +12,7 @@ some programs from starting, the others get on.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper import copy_engine
+from decayattn.backends.hopper.common import copy_engine
 
 # what is zeroed at once, of dq seen as rows of so many columns
 LINES: gl.constexpr = gl.constexpr(8)

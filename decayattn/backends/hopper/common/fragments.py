@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends import parts
 from decayattn.backends.hopper.config import WARPGROUP_ROWS
+from decayattn.backends.tiles import parts
 
 SHARE: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
 PARTS: gl.constexpr = gl.constexpr(parts.PARTS)

@@ -28,14 +28,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, launching, next_power_of_2
-from decayattn.backends import prefix as decay_prefix
-from decayattn.backends import sequences as packing
-from decayattn.backends.launching import Launch
-from decayattn.backends.prefix import DECAY_BLOCK, DecayPrefix
-from decayattn.backends.sequences import Sequences, offsets_of_head, parts_before, tile_of_program
-from decayattn.backends.tile_math import LOG2E
-from decayattn.backends.tile_range import keys_seen
+from decayattn.backends.planning import prefix as decay_prefix
+from decayattn.backends.planning import sequences as packing
+from decayattn.backends.planning.prefix import DECAY_BLOCK, DecayPrefix
+from decayattn.backends.planning.sequences import Sequences, offsets_of_head, parts_before, tile_of_program
+from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.integers import next_power_of_2
+from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.tiles.scores import LOG2E
+from decayattn.backends.tiles.visibility import keys_seen
 from decayattn.problem import AttentionProblem
 
 GRANULE = 64

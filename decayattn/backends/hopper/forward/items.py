@@ -6,13 +6,13 @@ An item is a tile of rows of a sequence and a head, 64 rows per consumer warpgro
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.tile_table import Place, dense_place, load_place
 from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
-from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.tile_table import Place, dense_place, load_place
-from decayattn.backends.sequences import parts_before
-from decayattn.backends.tile_decay import side_of_head
-from decayattn.backends.tile_math import LOG2E, RESET_BELOW
-from decayattn.backends.tile_range import keys_seen
+from decayattn.backends.planning.sequences import parts_before
+from decayattn.backends.tiles.decay import side_of_head
+from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
+from decayattn.backends.tiles.visibility import keys_seen
 
 ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
 KEYS: gl.constexpr = gl.constexpr(KEY_TILE)

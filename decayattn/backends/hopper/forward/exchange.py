@@ -8,14 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from decayattn.backends import parts
-from decayattn.backends.hopper import copy_engine, descriptors
+from decayattn.backends.hopper.common import copy_engine, descriptors
+from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.fragments import DEPTH
+from decayattn.backends.hopper.common.rings import Ring, load_word, stage, store_word
+from decayattn.backends.hopper.common.tile_table import Place, dense_place, stacked
 from decayattn.backends.hopper.config import KEY_TILE
-from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.fragments import DEPTH
-from decayattn.backends.hopper.items import KEYS, Item
-from decayattn.backends.hopper.rings import Ring, load_word, stage, store_word
-from decayattn.backends.hopper.tile_table import Place, dense_place, stacked
+from decayattn.backends.hopper.forward.items import KEYS, Item
+from decayattn.backends.tiles import parts
 
 WARPS: gl.constexpr = gl.constexpr(4)
 # consumer warpgroups, as a width that a tensor can have

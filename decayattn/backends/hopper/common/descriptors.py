@@ -11,8 +11,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends.parts import COLUMNS, DEPTH
-from decayattn.backends.tma import CACHED_DESCRIPTORS, Memory, usable_strides
+from decayattn.backends.runtime.tma import CACHED_DESCRIPTORS, Memory, usable_strides
+from decayattn.backends.tiles.parts import COLUMNS, DEPTH
 
 # where every slice of `slices` ends, on an axis of its own; tensors have fewer rows
 SLICE_END = 2**30

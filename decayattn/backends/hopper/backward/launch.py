@@ -5,15 +5,20 @@ import math
 import torch
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, parts, skipping, tma
-from decayattn.backends import prefix as decay_prefix
-from decayattn.backends import sequences as sequence_blocks
-from decayattn.backends.hopper import config, descriptors, tile_table
-from decayattn.backends.hopper.backward import gradients_kernel
-from decayattn.backends.hopper.launch import heads_together, left_of, source_of
-from decayattn.backends.hopper.rows import row_terms_kernel, unpack_dq_kernel
-from decayattn.backends.hopper.zeroing import LINES
-from decayattn.backends.prefix import DecayPrefix
+from decayattn.backends.hopper import config
+from decayattn.backends.hopper.backward.kernel import gradients_kernel
+from decayattn.backends.hopper.backward.row_terms import row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.backward.zeroing import LINES
+from decayattn.backends.hopper.common import descriptors, tile_table
+from decayattn.backends.hopper.common.call import heads_together, left_of, source_of
+from decayattn.backends.planning import prefix as decay_prefix
+from decayattn.backends.planning import sequences as sequence_blocks
+from decayattn.backends.planning import skipping
+from decayattn.backends.planning.prefix import DecayPrefix
+from decayattn.backends.runtime import launching, tma
+from decayattn.backends.runtime.integers import cdiv
+from decayattn.backends.runtime.launching import COMPILER_OPTIONS
+from decayattn.backends.tiles import parts
 from decayattn.problem import AttentionProblem
 
 # rows of a program of row_terms_kernel; divides every query tile
@@ -62,7 +67,7 @@ def backward(
         new, unused = row_references.new_empty, row_references
         rates, rate_stride = (log_decay, log_decay.stride(0)) if constant else (unused, 0)
         blocks = sequence_blocks.decay_blocks(problem)
-        # of the diagonal, which are worked at apart (key_items.py)
+        # of the diagonal, which are worked at apart (items.py)
         sides = 1 if problem.causal or problem.decay == "none" else 2
         decay_of_rows = (rates, rate_stride, prefix.local, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)

@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.rings import Ring, load_word, store_word
+from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.rings import Ring, load_word, store_word
 
 
 @aggregate

@@ -20,11 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
-from decayattn.backends.dependent_launch import let_next_start
-from decayattn.backends.launching import Launch
-from decayattn.backends.parts import PARTS, in_parts
-from decayattn.backends.sequences import (
+from decayattn.backends.planning.sequences import (
     BLOCK,
     Sequences,
     constants,
@@ -35,7 +31,12 @@ from decayattn.backends.sequences import (
     tile_of_program,
     token_programs,
 )
-from decayattn.backends.tile_math import LOG2E, RESET_BELOW
+from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.dependent_launch import let_next_start
+from decayattn.backends.runtime.integers import cdiv, next_power_of_2
+from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.tiles.parts import PARTS, in_parts
+from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
 from decayattn.problem import AttentionProblem
 
 DECAY_BLOCK = BLOCK

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends import COMPILER_OPTIONS, cdiv, launching, next_power_of_2
-from decayattn.backends.launching import Launch
+from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.integers import cdiv, next_power_of_2
+from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.problem import AttentionProblem
 
 # rows or tokens of a block: tiles of every size lie inside one, and so does one block of the decay prefix

@@ -21,6 +21,8 @@ from decayattn import compatibility
 # launch(kernel, programs, *args, **constants) is kernel[(programs,)](*args, **constants)
 Launch = Callable[..., None]
 
+# how every kernel is compiled, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
+COMPILER_OPTIONS = {"enable_fp_fusion": True}
 # pointers that are multiples of this are compiled for
 _ALIGNMENT = 16
 # what is divided among multiprocessors is divided in the interpreter too: so few that short problems already have

@@ -10,13 +10,13 @@ a visit has one sign, and no score needs its own.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.tile_table import Place, coordinates, dense_place, load_place
 from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
-from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.tile_table import Place, coordinates, dense_place, load_place
-from decayattn.backends.skipping import GRANULE
-from decayattn.backends.tile_decay import side_of_head
-from decayattn.backends.tile_math import LOG2E, RESET_BELOW
-from decayattn.backends.tile_range import rows_that_see, tiles_between
+from decayattn.backends.planning.skipping import GRANULE
+from decayattn.backends.tiles.decay import side_of_head
+from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
+from decayattn.backends.tiles.visibility import rows_that_see, tiles_between
 
 KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
 # keys of one consumer warpgroup

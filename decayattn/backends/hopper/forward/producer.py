@@ -4,8 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from decayattn.backends.hopper import copy_engine
-from decayattn.backends.hopper.exchange import (
+from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common.rings import load_word, next_item, stage, store_word
+from decayattn.backends.hopper.common.tile_table import coordinates
+from decayattn.backends.hopper.forward.exchange import (
     BETA_TILES,
     CAREFUL,
     END,
@@ -18,9 +20,7 @@ from decayattn.backends.hopper.exchange import (
     load_beta,
     overflowed,
 )
-from decayattn.backends.hopper.items import KEYS, ROWS, Walk
-from decayattn.backends.hopper.rings import load_word, next_item, stage, store_word
-from decayattn.backends.hopper.tile_table import coordinates
+from decayattn.backends.hopper.forward.items import KEYS, ROWS, Walk
 
 
 @gluon.jit

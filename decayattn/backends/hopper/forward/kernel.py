@@ -35,10 +35,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from decayattn.backends.dependent_launch import wait_for_launch_before
-from decayattn.backends.hopper import copy_engine
-from decayattn.backends.hopper.copy_engine import aggregate
-from decayattn.backends.hopper.exchange import (
+from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.fragments import (
+    DEPTH,
+    SHARES,
+    among_columns,
+    bits_before,
+    by_threads,
+    common_columns,
+    from_threads,
+    ones_of_parts,
+    shares,
+    where_bits,
+)
+from decayattn.backends.hopper.common.rings import allocate_words, make_ring, stage
+from decayattn.backends.hopper.common.tile_table import Place, allocate_tiles, coordinates, flat
+from decayattn.backends.hopper.forward.exchange import (
     CAREFUL,
     END,
     SLOTS,
@@ -53,24 +66,11 @@ from decayattn.backends.hopper.exchange import (
     own,
     state_of,
 )
-from decayattn.backends.hopper.fragments import (
-    DEPTH,
-    SHARES,
-    among_columns,
-    bits_before,
-    by_threads,
-    common_columns,
-    from_threads,
-    ones_of_parts,
-    shares,
-    where_bits,
-)
-from decayattn.backends.hopper.items import KEYS, ROWS, Decay, Sizes, Walk
-from decayattn.backends.hopper.producer import produce
-from decayattn.backends.hopper.rings import allocate_words, make_ring, stage
-from decayattn.backends.hopper.tile_table import Place, allocate_tiles, coordinates, flat
-from decayattn.backends.tile_math import LN2, finite_or_zero, probability, rescale
-from decayattn.backends.tile_range import tiles_between
+from decayattn.backends.hopper.forward.items import KEYS, ROWS, Decay, Sizes, Walk
+from decayattn.backends.hopper.forward.producer import produce
+from decayattn.backends.runtime.dependent_launch import wait_for_launch_before
+from decayattn.backends.tiles.scores import LN2, finite_or_zero, probability, rescale
+from decayattn.backends.tiles.visibility import tiles_between
 
 # powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
 LAG: gl.constexpr = gl.constexpr(8.0)

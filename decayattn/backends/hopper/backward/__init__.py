@@ -1,0 +1,1 @@
+"""The backward: row terms and zeros, its work items, what producer and consumers exchange, the kernel, its launch."""

@@ -1,0 +1,30 @@
+"""What both launches ask of a call: how tensors are addressed, how far rows see, which heads are worked at together."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from decayattn.backends.hopper import config
+from decayattn.backends.hopper.common import descriptors
+from decayattn.backends.runtime.integers import cdiv
+from decayattn.problem import AttentionProblem
+
+
+def left_of(problem: AttentionProblem) -> int:
+    """How many keys before its own a query sees at most; 0, which nothing reads, without a limit."""
+    return max(0, min(problem.window[0], problem.key_length))
+
+
+def source_of(problem: AttentionProblem) -> Callable[[Tensor, int, int], TensorDescriptor]:
+    """How the copy engine addresses tokens where the problem's sequences lie."""
+    return descriptors.tokens if problem.layout == "dense" else descriptors.slices
+
+
+def heads_together(heads: int, size: int, sharing: int = 1, least: int = 1) -> int:
+    """So many heads that what they read again and again, `size` bytes for `sharing` of them, fits the L2, or `least`
+    heads, if that is more; but no more than it takes for as few chunks of them, of which the last one may be smaller.
+    """
+    groups = heads // sharing
+    chunks = cdiv(groups, max(1, config.CACHE_BYTES // max(size, 1), cdiv(least, sharing)))
+    return cdiv(groups, chunks) * sharing

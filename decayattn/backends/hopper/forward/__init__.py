@@ -1,0 +1,1 @@
+"""The forward: its work items, what producer and consumers exchange, the kernel, its launch."""

@@ -1,0 +1,36 @@
+"""Triton kernels for every CUDA GPU, and for Triton's interpreter on a CPU."""
+
+import torch
+import triton
+from torch import Tensor
+
+from decayattn.backends.portable.launch import backward, forward
+from decayattn.problem import AttentionProblem
+
+__all__ = ["DETERMINISTIC", "backward", "forward", "misfit", "pays", "refusal"]
+
+# only the gradient of a bias is ever added up by atomics, and under deterministic algorithms it is not
+DETERMINISTIC = True
+
+
+def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels cannot run for this dtype on this device; None if they can."""
+    if device.type == "cuda":
+        return None
+    if device.type != "cpu":
+        return f"it runs on CUDA devices, not on {device}"
+    if not triton.knobs.runtime.interpret:
+        return "on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before triton is imported"
+    if dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 products wrong; use float16 or float32 there"
+    return None
+
+
+def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float) -> None:
+    """They take every problem."""
+    return None
+
+
+def pays(problem: AttentionProblem) -> bool:
+    """They come last, and take what the others leave."""
+    return True
