@@ -126,9 +126,21 @@ def stress(shape: Sequence[int], backend: str, far: float, tolerance: float | st
 
 
 def load(processes: int) -> list[subprocess.Popen]:
-    """Processes that multiply matrices until they are ended."""
-    program = "import torch\nx = torch.randn(4096, 4096, device='cuda')\nwhile True: x @ x; torch.cuda.synchronize()"
-    return [subprocess.Popen([sys.executable, "-c", program]) for _ in range(processes)]
+    """Processes that multiply matrices until they are ended; every one has begun."""
+    program = """
+import torch
+x = torch.randn(4096, 4096, device="cuda")
+x @ x
+torch.cuda.synchronize()
+print(flush=True)
+while True:
+    x @ x
+    torch.cuda.synchronize()
+"""
+    begun = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(processes)]
+    for process in begun:
+        process.stdout.readline()
+    return begun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

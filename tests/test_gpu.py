@@ -1,6 +1,7 @@
 """What only a GPU can show: launches, addresses past 2^31, grids past 65,535, a million tokens, graphs, two devices."""
 
 import pytest
+import stress_kernels
 import torch
 from torch import Tensor
 
@@ -31,6 +32,12 @@ def outputs_and_gradients(leaves: dict, grad_out: Tensor, **options) -> list[Ten
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm() / exact.norm())
+
+
+def test_kernels_repeat_where_processes_share_the_gpu():
+    """A GPU whose time is shared stops a kernel anywhere; the one-process suite never sees that."""
+    arguments = ["--minutes", "0.25", "--shapes", "16,2048,8,64", "--far", "0", "--load", "3"]
+    assert stress_kernels.main(arguments) == 0
 
 
 # Launches
