@@ -11,7 +11,7 @@ import torch
 from decayattn import decay_attention
 from decayattn.backends import registry
 from decayattn.backends.runtime import integers, launching
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 
 ON_GPU = torch.cuda.is_available()
 
@@ -74,7 +74,7 @@ def test_no_query_heads(name, decay, device):
 @pytest.mark.parametrize("decoding", [True, False])
 def test_only_who_has_kernels_for_it_decodes(decoding, monkeypatch):
     """On a GPU whose every backend takes the problem."""
-    monkeypatch.setattr(registry, "refusal", lambda *arguments: None)
+    monkeypatch.setattr(registry, "unavailable", lambda *arguments: None)
     asked_for = problem(torch.float16)._replace(device=torch.device("cuda", 0))
     for name in ("auto", "reference", "triton"):
         assert registry.select(asked_for, name, decoding) == name
@@ -176,8 +176,9 @@ def test_auto_takes_what_pays(length, heads, chosen, monkeypatch):
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(registry, "_objection", lambda *arguments: None)
     q = torch.zeros(1, length, heads, 64)
-    asked_for = AttentionProblem.of(q, q, torch.zeros(heads), None, True)
-    assert registry.resolve(asked_for, "auto", q, q, q, 0.125) == chosen
-    assert registry.resolve(asked_for, "hopper", q, q, q, 0.125) == "hopper"
+    inputs = Inputs(q, q, q, torch.zeros(heads), scale=0.125)
+    asked_for = AttentionProblem.of(q, q, inputs.log_decay, None, True)
+    assert registry.resolve(asked_for, "auto", inputs) == chosen
+    assert registry.resolve(asked_for, "hopper", inputs) == "hopper"
     packed = asked_for._replace(layout="packed", sequences=3)  # of which nothing was measured
-    assert registry.resolve(packed, "auto", q, q, q, 0.125) == "hopper"
+    assert registry.resolve(packed, "auto", inputs) == "hopper"

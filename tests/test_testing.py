@@ -634,8 +634,9 @@ def test_a_missing_decay_gradient_in_a_model_is_refused(model_and_batch, autocas
     model, batch = model_and_batch
     attention, calls = reference.attention, iter(range(2))
 
-    def detached(problem, q, k, v, log_decay, *rest):
-        return attention(problem, q, k, v, log_decay.detach() if next(calls, None) is not None else log_decay, *rest)
+    def detached(problem, inputs):
+        without = inputs._replace(log_decay=inputs.log_decay.detach())
+        return attention(problem, without if next(calls, None) is not None else inputs)
 
     monkeypatch.setattr(reference, "attention", detached)
     rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", autocast=autocast)
