@@ -7,6 +7,7 @@ passing through them takes a small call a sixth of the host's time.
 
 import contextlib
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, get_type_hints
 
@@ -56,6 +57,8 @@ def _results(fields: type) -> str:
 # so many arguments of an operator; the one input that is no tensor is the last
 _INPUTS, _TENSORS, _SAVED = len(Inputs._fields), len(Inputs._fields) - 1, len(Saved._fields)
 _CALL = _INPUTS + len(Modes._fields)
+# Asked of what says of every input whether its gradient is needed
+_asked = operator.itemgetter(*map(Inputs._fields.index, ("log_decay", "bias", "sink")))
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -110,6 +113,7 @@ def _forward(
     launcher, sink = registry.loaded(registry.resolve(problem, backend, inputs)), inputs.sink
     out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None)
     if sink is not None:
+        assert lse is not None  # asked for
         out, lse, added = with_sink(out, lse, sink)
         saved = saved._replace(
             # P of the keys is relative to it, and the kernels' backward has no other one
@@ -130,6 +134,8 @@ def _backward(
     )
     if not asked.sink_gradient:
         return gradients
+    assert inputs.sink is not None
+    assert saved.sink_probability is not None
     return gradients._replace(d_sink=_sink_gradient(inputs.sink, out, saved.sink_probability, d_out, d_lse))
 
 
@@ -242,11 +248,10 @@ def _keep(ctx, problem, inputs, modes, with_lse, output):
 
 
 def _differentiate(ctx, d_out, d_lse, *_):
-    """The gradients of the inputs, named as they are."""
+    """The gradients of the tensors, in the order of Inputs."""
     kept = ctx.saved_tensors
     inputs, out, saved = Inputs(*kept[:_TENSORS], ctx.scale), kept[_TENSORS], Saved(*kept[_TENSORS + 1 :])
-    wanted = Inputs(*ctx.needs_input_grad[:_INPUTS])
-    asked = Asked(wanted.log_decay, wanted.bias, wanted.sink)
+    asked = Asked(*_asked(ctx.needs_input_grad))
     d_lse = d_lse if ctx.with_lse else None
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
@@ -258,15 +263,15 @@ def _differentiate(ctx, d_out, d_lse, *_):
         with contextlib.nullcontext() if is_seen else compatibility.below_autograd():
             gradients = torch.ops.decayattn.backward.default(*inputs, *ctx.modes, out, *saved, d_out, d_lse, *asked)
         gradients = Gradients(*gradients)
-    return Inputs(
-        q=gradients.dq,
-        k=gradients.dk,
-        v=gradients.dv,
-        log_decay=gradients.d_log_decay if asked.decay_gradient else None,
-        row_scale=gradients.d_row_scale if inputs.row_scale is not None else None,
-        bias=gradients.d_bias if asked.bias_gradient else None,
-        sink=gradients.d_sink if asked.sink_gradient else None,
-        scale=None,
+    return (
+        gradients.dq,
+        gradients.dk,
+        gradients.dv,
+        gradients.d_log_decay if asked.decay_gradient else None,
+        gradients.d_row_scale if inputs.row_scale is not None else None,
+        None,  # places
+        gradients.d_bias if asked.bias_gradient else None,
+        gradients.d_sink if asked.sink_gradient else None,
     )
 
 
@@ -285,8 +290,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *inputs, problem, modes, with_lse = arguments
-        inputs = Inputs(*inputs)
+        *_, problem, inputs, modes, with_lse = arguments
         output = _without_gradient(problem, inputs, modes, with_lse)
         _keep(ctx, problem, inputs, modes, with_lse, output)
         # nobody asks for the others of a problem's, and an output takes the host's time, here and in the backward
@@ -294,13 +298,14 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        return *_differentiate(ctx, *gradients), None, None, None
+        return *_differentiate(ctx, *gradients), None, None, None, None
 
 
 def _with_gradient(problem, inputs, modes, with_lse):
     """out, lse and, at the operator, what was saved."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors):
-        return _Differentiable.apply(*inputs, problem, modes, with_lse)
+        # autograd looks for tensors among the arguments, not inside of them
+        return _Differentiable.apply(*inputs.tensors, problem, inputs, modes, with_lse)
     return _without_gradient(problem, inputs, modes, with_lse)
 
 
@@ -326,11 +331,9 @@ else:
         _keep(ctx, None, call, modes, with_lse, output)
 
     def _differentiate_operator(ctx, *gradients):
-        return *_differentiate(ctx, *gradients), *(None for _ in Modes._fields), None
+        return *_differentiate(ctx, *gradients), None, *(None for _ in Modes._fields), None
 
-    torch.library.register_autograd(
-        "decayattn::forward", _differentiate_operator, setup_context=_keep_of_operator
-    )
+    torch.library.register_autograd("decayattn::forward", _differentiate_operator, setup_context=_keep_of_operator)
 
 
 torch.library.register_autograd("decayattn::backward", _refuse_second_derivative)

@@ -1,5 +1,6 @@
 """Which backend takes a call: the one that was named, or a refusal that says why. Never another one in its place."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import textwrap
 import pytest
 import torch
 
-from decayattn import decay_attention
+from decayattn import decay_attention, reference
 from decayattn.backends import registry
 from decayattn.backends.runtime import integers, launching
 from decayattn.problem import AttentionProblem, Inputs
@@ -182,3 +183,26 @@ def test_auto_takes_what_pays(length, heads, chosen, monkeypatch):
     assert registry.resolve(asked_for, "hopper", inputs) == "hopper"
     packed = asked_for._replace(layout="packed", sequences=3)  # of which nothing was measured
     assert registry.resolve(packed, "auto", inputs) == "hopper"
+
+
+def test_every_backend_fulfils_the_protocol():
+    """Its names, and the parameters of each in the order of the protocol."""
+    members = [name for name in vars(registry.Backend) if name == "DETERMINISTIC" or not name.startswith("_")]
+    assert set(members) >= {"unavailable", "unsupported", "is_profitable", "forward", "backward", "decode"}
+    for kernel in registry.KERNELS:
+        module = registry.load(kernel)
+        if isinstance(module, str):
+            pytest.skip(module)
+        assert isinstance(module.DETERMINISTIC, bool)
+        assert set(module.__all__) == set(members)
+        for name in members:
+            found, wanted = getattr(module, name), getattr(registry.Backend, name)
+            if name == "decode":
+                wanted = registry.Decode.__call__
+            if callable(found):
+                _, *expected = inspect.signature(wanted).parameters
+                assert list(inspect.signature(found).parameters) == expected, (kernel, name)
+            else:
+                assert name == "DETERMINISTIC" or (name, found) == ("decode", None)
+    _, *expected = inspect.signature(registry.Decode.__call__).parameters
+    assert list(inspect.signature(reference.decode).parameters) == expected
