@@ -1,7 +1,7 @@
 """DecayCache: keys, values and decay of the tokens so far, for generation one token at a time."""
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -217,6 +217,31 @@ class DecayCache:
                 used.copy_(used.index_select(0, index))
         for state in (self.first, self.lengths, self.dropped, self._log_evicted):
             state.copy_(state.index_select(0, index))
+
+    def select(self, index: Tensor) -> None:
+        """Keep the entries index (N,) int32 or int64, in that order, any of them more than once: batch_size becomes N.
+
+        In new buffers; `reorder` is without them where batch_size stays.
+        """
+        _check_tensor("index", index, self.device)
+        if index.dtype not in (torch.int32, torch.int64) or index.ndim != 1:
+            raise ValueError(f"index: expected (N,) int32 or int64, got {index.dtype} {tuple(index.shape)}")
+        self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
+        self.first, self.lengths = self.first.index_select(0, index), self.lengths.index_select(0, index)
+        self.dropped = self.dropped.index_select(0, index)
+        self._log_evicted = self._log_evicted.index_select(0, index)
+        if self.alpha is not None:
+            self.alpha = self.alpha[index]
+        self.batch_size = len(index)
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last so many tokens of every entry, or all that it has. A reset among them is not undone."""
+        if isinstance(tokens, bool) or not isinstance(tokens, Integral):
+            raise TypeError(f"tokens: expected an int, got {tokens!r} of type {type(tokens).__name__}")
+        if not 0 <= tokens <= self.longest:
+            raise ValueError(f"tokens: expected 0 to the {self.longest} held, got {tokens}")
+        self.lengths.sub_(tokens).clamp_(min=0)
+        self.longest -= int(tokens)
 
     @torch.no_grad()
     def evict(self, tolerance: float, score_bound: Tensor | float, log_decay: Tensor | float | None = None) -> Tensor:
