@@ -164,7 +164,10 @@ def decay_attention(
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
     out, lse = _attend(problem, inputs, backend, return_lse)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
 
 
 @overload
@@ -250,7 +253,10 @@ def decay_attention_varlen(
     )  # fmt: skip
     out, lse = _attend(problem, inputs, backend, return_lse)
     out = out.squeeze(0)  # not out[0], whose gradient would be copied into zeros
-    return (out, lse.squeeze(0)) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse.squeeze(0)
 
 
 @torch.no_grad()

@@ -181,9 +181,11 @@ def visible_pairs(
         visible = visible & (distance >= -right)
     if num_keys is not None:
         visible = visible & (j < num_keys)[:, None, None]
+    if log_decay is None:
+        return visible
     if problem.decay == "constant":
         visible = visible & ((distance == 0) | ~rearrange(is_reset(log_decay), "h -> 1 h 1 1"))
-    elif problem.decay == "scalar":
+    else:
         segment = rearrange(is_reset(log_decay), "b t h -> b h t").cumsum(-1)
         same_segment = _at_rows(segment, i)[..., :, None] == segment[..., None, :]
         visible = visible & (i >= 0)[..., None] & same_segment  # before the first key there is no λ

@@ -104,7 +104,7 @@ class OrdinaryCall:
         bias = torch.empty(1, heads, 1, self.key_length, device=device) if self.bias else None
         problem = AttentionProblem.of(q, v, log_decay, None, True, bias=bias)
         inputs = Inputs(q, k, v, log_decay, bias=bias, scale=self.head_dim**-0.5)
-        chosen = registry.select(problem, "auto")
+        chosen: str = registry.select(problem, "auto")
         if chosen == "auto":
             chosen = "triton" if self.cache else registry.resolve(problem, "auto", inputs)
         names = (*registry.AUTOMATIC, "reference")
@@ -161,10 +161,11 @@ def report(device: torch.device, missing: dict[str, str]) -> list[str]:
             row(f"{name} cannot be imported: {reason}")
             if triton_belongs_here(device):
                 wrong.append(f"backend {name} cannot be imported: {reason}")
-        if (reason := interpreted_on_a_gpu(device)) is not None:
-            wrong.append(reason)
+        if (interpreted := interpreted_on_a_gpu(device)) is not None:
+            wrong.append(interpreted)
         widths = (max(len(call.name) for call in ordinary_calls(device)), 9)
-        before, errors = (), {}  # an error, and the first call that it came from
+        before: tuple[str, ...] = ()
+        errors: dict[str, str] = {}  # an error, and the first call that it came from
         for choice in choices(device):
             if choice.error is not None:
                 row(choice.call, "ERROR", choice.error, widths=widths)

@@ -141,7 +141,7 @@ def _tensors(head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _not_to_be_timed(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, wrong: set[str]) -> str | None:
     problem = AttentionProblem.of(q, v, log_decay, None, True)
-    chosen = registry.select(problem, "auto")
+    chosen: str = registry.select(problem, "auto")
     if chosen == "auto":
         chosen = registry.resolve(problem, "auto", Inputs(q, k, v, log_decay, scale=q.shape[3] ** -0.5))
     if chosen in wrong:
