@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from decayattn.backends.hopper.common.rings import allocate_words, load_word, store_word
+from decayattn.backends.hopper.common.pipelines import allocate_words, load_word, store_word
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ from decayattn.backends.runtime import launching
 
 KERNELS = Path(inspect.getfile(hopper)).parent
 # files whose functions are told apart by who calls them
-SHARED = ("common/rings.py", "forward/exchange.py", "backward/exchange.py")
+SHARED = ("common/pipelines.py", "forward/shared.py", "backward/shared.py")
 # in which order warps and copies take turns
 SEEDS = range(4)
 WAITS = [

@@ -78,7 +78,7 @@ def backward(dim: int) -> BackwardConfig:
     dk and dv take 128 registers of a thread at D = 128, leaving room for scores of 64 rows; two stages of q and dO,
     with dSᵀ and dq on their way out, fill the shared memory (213 and 223 KB).
 
-    spill_bytes are those of kernels with one side (items.py). With two sides, a decay per token spills 64 bytes
+    spill_bytes are those of kernels with one side (work.py). With two sides, a decay per token spills 64 bytes
     (D = 64) and 432 (D = 128).
     """
     if dim == 64:

@@ -1,1 +1,1 @@
-"""The backward: row terms and zeros, its work items, what producer and consumers exchange, the kernel, its launch."""
+"""The backward: row terms and zeros, work tiles, shared memory, producer, consumers, kernel and launch."""

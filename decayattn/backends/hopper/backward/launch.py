@@ -72,7 +72,7 @@ def backward(
         new, unused = row_references.new_empty, row_references
         rates, rate_stride = (log_decay, log_decay.stride(0)) if constant else (unused, 0)
         blocks = sequence_blocks.decay_blocks(problem)
-        # of the diagonal, which are worked at apart (items.py)
+        # sides of the diagonal, which are visited one after the other (work.py)
         sides = 1 if problem.causal or problem.decay == "none" else 2
         decay_of_rows = (rates, rate_stride, prefix.local, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)

@@ -1,52 +1,64 @@
-"""What stands around the gradients of the Hopper backward, in plain Triton.
-
-`row_terms_kernel` prepares what is one number per row, and zeros; `unpack_dq_kernel` brings dq from fragments to its
-layout and dtype.
-"""
+"""Row terms of the gradients, before the backward's kernel, and dq unpacked from fragments, after it; in plain
+Triton."""
 
 import triton
 import triton.language as tl
 
-from decayattn.backends.hopper.common.tile_table import WORDS
+from decayattn.backends.hopper.common.tile_table import (
+    ENTRY,
+    FIRST_BLOCK,
+    FIRST_ROW,
+    FIRST_TOKEN,
+    KEY_LENGTH,
+    QUERY_LENGTH,
+    START,
+    line_of_tile,
+)
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.tiles import parts
 from decayattn.backends.tiles.decay import load_rate, row_alpha, row_reference
 from decayattn.backends.tiles.parts import with_parts
 
-LINE: tl.constexpr = tl.constexpr(WORDS)
 COLUMNS: tl.constexpr = tl.constexpr(parts.COLUMNS)
-# where the parts of Δ begin, after those of the reference
+# the first column of Δ, after those of LSE₂
 DELTA: tl.constexpr = tl.constexpr(parts.PARTS)
 # a score below all others whatever the scale; finite, because a product multiplies it by 0, too
 NEVER: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def _place_of_tile(table, tile, entry, query_length):
-    """(batch entry, first row, rows) of the sequence of a tile of rows; dense, table is None, and the others are."""
+def _sequence_of_tile(table, tile, entry, query_length):
+    """(batch entry, first row, rows) of a row tile's sequence; dense, table is None and the sequence is its entry."""
     first_row = 0
     if table is not None:
-        line = table + (1 + tile) * LINE
-        query_length, entry, first_row = tl.load(line + 1), tl.load(line + 3).to(tl.int64), tl.load(line + 4)
+        line = line_of_tile(table, tile)
+        query_length, entry = tl.load(line + QUERY_LENGTH), tl.load(line + ENTRY).to(tl.int64)
+        first_row = tl.load(line + FIRST_ROW)
     return entry, first_row, query_length
 
 
 @triton.jit
 def _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY: tl.constexpr):
-    """α of a block's rows relative to its reference, in base 2; rows past the end repeat the last one."""
+    """α of a block's rows relative to its anchor, in base 2; rows past the end repeat the last one."""
     rates, rate_stride, local, base, key_length, blocks = decay
     head_row = entry * heads + head
     local += head_row * key_length
     base += head_row * blocks
     if table is not None:
-        line = table + (1 + tile) * LINE
-        key_length = tl.load(line + 2)
-        local += tl.load(line + 5)
-        base += tl.load(line + 6)
+        line = line_of_tile(table, tile)
+        key_length = tl.load(line + KEY_LENGTH)
+        local += tl.load(line + FIRST_TOKEN)
+        base += tl.load(line + FIRST_BLOCK)
     first_position = key_length - query_length
     position = tl.minimum(row, query_length - 1) + first_position
     rate = load_rate(rates, rate_stride, head, DECAY, tl.float32)
     return row_alpha(position, row_reference(start, first_position), rate, local, base, DECAY)
+
+
+@triton.jit
+def terms_row_of_tile(tile, side, SIDES: tl.constexpr, ROWS: tl.constexpr):
+    """The first row of a query tile's terms; tiles are counted through all heads."""
+    return (tile * SIDES + side) * ROWS
 
 
 @triton.jit
@@ -58,21 +70,21 @@ def _of_program(heads, parts):
 
 @triton.jit(do_not_specialize=["row_tiles", "first_zeroed", "counters_end"])
 def row_terms_kernel(
-    out, d_out, d_lse, row_references, terms, row_sums, dq_fragments, counters, table, decay, out_strides,
+    out, d_out, d_lse, row_lse2, terms, row_sums, dq_fragments, counters, table, decay, out_strides,
     d_out_strides, d_lse_strides, score_factor, query_length, row_tiles, heads, first_zeroed, counters_end,
     D: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DECAY: tl.constexpr,
     SIDES: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Per row what is added to its scores and to its dP: the reference that the forward saved, and Δ = Σ dO·O − dLSE.
+    """The row terms: what is added to a row's scores, its LSE₂ from the forward, and to its dP, −Δ = dLSE − Σ dO·O.
 
-    terms is (head rows, row tiles, SIDES, ROWS, COLUMNS), or (heads, tiles of the table, …): the parts of score_factor
-    times the reference, divided by the scale like all that is added to products of q and k, then those of −Δ. Rows past
-    the end and those that see nothing get a reference with which their P is 0 without a mask, and no gradient whatever
-    dLSE is. With two sides (items.py) the forward saves the whole log-sum-exp, and α_i, which scores have with the
-    sign of their side, joins it here; decay is what _row_alpha reads, None with one side.
+    terms is (head rows, row tiles, SIDES, ROWS, COLUMNS), or (heads, tiles of the table, …): first the parts of
+    score_factor · LSE₂, which is divided by the scale like everything that is added to products of q and k, then the
+    parts of −Δ. Rows past the end and rows that see no key get an LSE₂ with which their P is 0 without a mask, and no
+    gradient, whatever dLSE is. With two sides (work.py) the forward saves the whole LSE₂, and α_i is added here with
+    the sign of the side; decay is what _row_alpha reads, None with one side.
 
-    Of what the next kernel adds to, the row sums become 0, and dq of the head rows from first_zeroed on, with which it
-    begins; and so do its counters, of which there are not more than programs here.
+    This kernel also zeroes what the next one adds to first: the row sums, dq of the head rows from first_zeroed on, and
+    the counters, of which there are no more than programs here.
     """
     let_next_start(heads)
     tl.store(counters + tl.program_id(0), 0, mask=tl.program_id(0) < counters_end)
@@ -83,8 +95,8 @@ def row_terms_kernel(
     if table is not None:
         if tile >= tl.load(table):
             return
-        start = tl.load(table + (1 + tile) * LINE) + start % ROWS
-    entry, first_row, query_length = _place_of_tile(table, tile, tile_row // heads, query_length)
+        start = tl.load(line_of_tile(table, tile) + START) + start % ROWS
+    entry, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, query_length)
     row = start + tl.arange(0, BLOCK_M)
     inside = row < query_length
     here = (entry * heads + head) * axis + first_row + row
@@ -101,20 +113,20 @@ def row_terms_kernel(
     if HAS_D_LSE:
         offset = entry * d_lse_strides[0] + head * d_lse_strides[1] + token * d_lse_strides[2]
         delta -= tl.load(d_lse + offset, mask=inside, other=0.0)
-    reference = tl.load(row_references + here, mask=inside, other=float("inf"))
-    seen = reference < float("inf")
+    lse2 = tl.load(row_lse2 + here, mask=inside, other=float("inf"))
+    seen = lse2 < float("inf")
     if SIDES == 2:
         alpha = _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY)
     for side in tl.static_range(SIDES):
-        side_reference = reference
+        side_lse2 = lse2
         if SIDES == 2:
-            side_reference = reference - alpha if side == 0 else reference + alpha
+            side_lse2 = lse2 - alpha if side == 0 else lse2 + alpha
         tile_terms = with_parts(
-            tl.zeros([BLOCK_M, COLUMNS], tl.bfloat16), tl.where(seen, score_factor * side_reference, NEVER), 0
+            tl.zeros([BLOCK_M, COLUMNS], tl.bfloat16), tl.where(seen, score_factor * side_lse2, NEVER), 0
         )
         tile_terms = with_parts(tile_terms, tl.where(seen, -delta, 0.0), DELTA)
         in_tile = block % (ROWS // BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)
-        terms_row = ((tile_row * row_tiles + tile) * SIDES + side) * ROWS + in_tile
+        terms_row = terms_row_of_tile(tile_row * row_tiles + tile, side, SIDES, ROWS) + in_tile
         tl.store(terms + terms_row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile_terms)
 
     SIZE: tl.constexpr = BLOCK_M * D
@@ -129,8 +141,8 @@ def unpack_dq_kernel(
     dq_fragments, dq, table, dq_strides, scale, query_length, row_tiles, heads, D: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """dq = s · fragments, one part of 64 rows × 64 columns per program. May be launched before the launch before it has
-    ended."""
+    """dq = s · fragments, one part of 64 rows × 64 columns per program. It may be launched before the launch before it
+    has ended."""
     wait_for_launch_before(heads)
     PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # of a tile
     parts = row_tiles * PARTS
@@ -139,10 +151,10 @@ def unpack_dq_kernel(
     if table is not None:
         if tile >= tl.load(table):
             return
-        start = tl.load(table + (1 + tile) * LINE) + start % ROWS
-    entry, first_row, query_length = _place_of_tile(table, tile, tile_row // heads, query_length)
+        start = tl.load(line_of_tile(table, tile) + START) + start % ROWS
+    entry, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, query_length)
     x = tl.load(dq_fragments + (tile_row * parts + part) * PART * PART + tl.arange(0, PART * PART))
-    # the inverse of _add_dq_part's order
+    # the inverse of stage_dq_part (dq.py)
     x = tl.permute(tl.reshape(x * scale, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     x = tl.reshape(x, (PART, PART)).to(dq.dtype.element_ty)
     row = start + tl.arange(0, PART)[:, None]

@@ -1,12 +1,12 @@
-"""How dq of the Hopper backward, which is added to, becomes 0: by the copy engine, while other heads are worked at.
+"""Zeroing dq of the backward, to which the copy engine adds: by the copy engine, while other heads are computed.
 
-Heads are worked at in chunks of Sizes.together. With every item of a chunk its producer makes a share of the next
-chunk's dq 0; the first chunk's is 0 before (row_terms.py). A launch that zeroed all of it would write twice as much as
-dq has while nothing is multiplied. In memory, counters[0] is the number of items that were drawn, and counters[chunk],
-for all chunks but the first, of how many shares the zeros are there.
+Heads are computed in chunks of KeySchedule.together. With every work tile of a chunk, its producer zeroes a share of
+the next chunk's dq; the first chunk's is zeroed before (row_terms.py). A launch that zeroed all of it would write twice
+the bytes of dq while nothing is computed. counters[0] is the number of work tiles that were fetched. counters[chunk],
+for all chunks but the first, is the number of shares whose zeros are in memory.
 
-Programs wait for each other, but only for items that were drawn before their own: if something else on the GPU keeps
-some programs from starting, the others get on.
+Programs wait for each other, but only for work tiles that were fetched before their own: if something else on the GPU
+keeps some programs from starting, the others still finish.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common import copy_engine
 
-# what is zeroed at once, of dq seen as rows of so many columns
+# lines that are zeroed at once, with dq seen as lines of so many columns
 LINES: gl.constexpr = gl.constexpr(8)
 COLUMNS: gl.constexpr = gl.constexpr(256)
 
@@ -28,40 +28,40 @@ def allocate_zeros(zeros_desc):
 
 
 @gluon.jit
-def start_zeroing(sizes, zeros, zeros_desc, item, D: gl.constexpr):
-    """Begin to zero an item's share of the next chunk's dq; whether there is a next chunk."""
-    OF_A_TILE: gl.constexpr = sizes.ROWS * D // (LINES * COLUMNS)
-    items = sizes.chunk_items()
-    owed = sizes.chunk(item) + 1 < sizes.chunks()
-    if owed:
-        first_tile, tiles = sizes.tiles_of_chunk(sizes.chunk(item) + 1)
-        share = gl.cdiv(tiles * OF_A_TILE, items)
-        begin = item % items * share
+def start_zeroing(schedule, zeros, zeros_desc, index, D: gl.constexpr):
+    """Begin to zero a work tile's share of the next chunk's dq; returns whether there is a next chunk."""
+    OF_A_TILE: gl.constexpr = schedule.ROWS * D // (LINES * COLUMNS)
+    work_tiles = schedule.chunk_work_tiles()
+    has_next = schedule.chunk(index) + 1 < schedule.chunks()
+    if has_next:
+        first_tile, tiles = schedule.tiles_of_chunk(schedule.chunk(index) + 1)
+        share = gl.cdiv(tiles * OF_A_TILE, work_tiles)
+        begin = index % work_tiles * share
         for n in range(begin, gl.minimum(begin + share, tiles * OF_A_TILE)):
             copy_engine.store(zeros_desc, [(first_tile * OF_A_TILE + n) * LINES, 0], zeros)
-    return owed
+    return has_next
 
 
 @gluon.jit
-def tell_zeroed(sizes, counters, item):
-    """When the zeros that start_zeroing sent are in memory, count the item."""
+def publish_zeroed(schedule, counters, index):
+    """Wait until the zeros of start_zeroing are in memory, and count the work tile's share."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;", "=r,r", [item], dtype=gl.int32, is_pure=False,
+        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;", "=r,r", [index], dtype=gl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
-    # one thread has sent them, and perhaps another one counts
+    # one thread has stored them, and another one may count
     copy_engine.thread_barrier()
-    gl.atomic_add(counters + sizes.chunk(item) + 1, 1, sem="release")
+    gl.atomic_add(counters + schedule.chunk(index) + 1, 1, sem="release")
 
 
 @gluon.jit
-def wait_zeroed(sizes, counters, item):
-    """Until dq of an item's chunk, which is not the first, is 0."""
-    counter = counters + sizes.chunk(item)
-    told = gl.atomic_add(counter, 0, sem="acquire")
-    while told < sizes.chunk_items():
-        told = gl.atomic_add(counter, 0, sem="acquire")
-    # what the copy engine adds comes after the zeros
+def wait_zeroed(schedule, counters, index):
+    """Wait until dq of a work tile's chunk, which is not the first, is zeroed."""
+    counter = counters + schedule.chunk(index)
+    zeroed = gl.atomic_add(counter, 0, sem="acquire")
+    while zeroed < schedule.chunk_work_tiles():
+        zeroed = gl.atomic_add(counter, 0, sem="acquire")
+    # the copy engine adds to them only after this
     gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.b32 $0, 0;", "=r,r", [told], dtype=gl.int32, is_pure=False, pack=1
+        "fence.proxy.async; mov.b32 $0, 0;", "=r,r", [zeroed], dtype=gl.int32, is_pure=False, pack=1
     )

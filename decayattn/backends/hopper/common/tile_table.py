@@ -22,8 +22,15 @@ from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.problem import AttentionProblem
 
-# of a line: the tile's start, then its sequence's rows, tokens, batch entry, first row and token there, first block of
-# the decay prefix among those of a head, and first tile of rows in the table
+# the words of a line: _list_tiles writes them; load_bounds and row_terms.py read them
+START: gl.constexpr = gl.constexpr(0)  # the first row or key of the tile in its sequence
+QUERY_LENGTH: gl.constexpr = gl.constexpr(1)
+KEY_LENGTH: gl.constexpr = gl.constexpr(2)
+ENTRY: gl.constexpr = gl.constexpr(3)  # the batch entry of the sequence
+FIRST_ROW: gl.constexpr = gl.constexpr(4)  # of the sequence in its entry
+FIRST_TOKEN: gl.constexpr = gl.constexpr(5)
+FIRST_BLOCK: gl.constexpr = gl.constexpr(6)  # of the decay prefix of a head
+FIRST_TILE: gl.constexpr = gl.constexpr(7)  # of the sequence among the tiles of rows in the table
 WORDS = 8
 LINE: gl.constexpr = gl.constexpr(WORDS)
 _SLICE_END: gl.constexpr = gl.constexpr(SLICE_END)
@@ -58,7 +65,7 @@ def build(
     launch(
         _list_tiles, problem.sequences,
         places, problem.sequences, row_table, key_table, row_tiles, key_tiles, ROWS=rows, KEYS=keys,
-        LAST_FIRST=last_first, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK, WORDS=WORDS,
+        LAST_FIRST=last_first, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
         **COMPILER_OPTIONS,
     )  # fmt: skip
     return Tiles(row_table, key_table, row_tiles, key_tiles)
@@ -71,10 +78,16 @@ def _most_tiles(problem: AttentionProblem, tile: int, axis: int, longest: int) -
     return min(tiles, axis // tile + problem.sequences) if problem.layout == "packed" else tiles
 
 
+@triton.jit
+def line_of_tile(table, tile):
+    """A tile's line; the number of tiles comes before the first one."""
+    return table + (1 + tile) * LINE
+
+
 @triton.jit(do_not_specialize=["count", "most_rows", "most_keys"])
 def _list_tiles(
     places, count, row_table, key_table, most_rows, most_keys, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LAST_FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, WORDS: tl.constexpr,
+    LAST_FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The lines of one sequence. The longest come first, so that the last programs to finish have little to do."""
     sequence = tl.program_id(0)
@@ -96,12 +109,13 @@ def _list_tiles(
     entry, first_block = sequence, sequence * 0
     if PACKED:
         entry, first_block = sequence * 0, parts_before(first_token, sequence, BLOCK)
-    facts = (rows, tokens, entry, first_row, first_token, first_block, row_tile)
+    # from QUERY_LENGTH to FIRST_TILE
+    sequence_words = (rows, tokens, entry, first_row, first_token, first_block, row_tile)
     row_tiles = tl.where(tokens > 0, tl.cdiv(rows, ROWS), 0)
-    _write_lines(row_table, row_tile, row_tiles, most_rows, facts, ROWS, LAST_FIRST, CHUNK, WORDS)
+    _write_lines(row_table, row_tile, row_tiles, most_rows, sequence_words, ROWS, LAST_FIRST, CHUNK)
     in_order = all_rows <= most_rows
     if key_table is not None:
-        _write_lines(key_table, key_tile, tl.cdiv(tokens, KEYS), most_keys, facts, KEYS, False, CHUNK, WORDS)
+        _write_lines(key_table, key_tile, tl.cdiv(tokens, KEYS), most_keys, sequence_words, KEYS, False, CHUNK)
         in_order = in_order & (all_keys <= most_keys)
     if sequence == 0:
         tl.store(row_table, tl.where(in_order, all_rows, 0))
@@ -111,16 +125,15 @@ def _list_tiles(
 
 @triton.jit
 def _write_lines(
-    table, first, tiles, most, facts, TILE: tl.constexpr, LAST_FIRST: tl.constexpr, CHUNK: tl.constexpr,
-    WORDS: tl.constexpr,
+    table, first, tiles, most, sequence_words, TILE: tl.constexpr, LAST_FIRST: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     for start in range(0, tiles, CHUNK):
         tile = start + tl.arange(0, CHUNK)
-        here = table + (1 + first + tile) * WORDS
+        line = line_of_tile(table, first + tile)
         inside = (tile < tiles) & (first + tile < most)
-        tl.store(here, (tiles - 1 - tile if LAST_FIRST else tile) * TILE, mask=inside)
-        for i in tl.static_range(len(facts)):
-            tl.store(here + 1 + i, tl.zeros([CHUNK], tl.int32) + facts[i], mask=inside)
+        tl.store(line + START, (tiles - 1 - tile if LAST_FIRST else tile) * TILE, mask=inside)
+        for i in tl.static_range(len(sequence_words)):
+            tl.store(line + QUERY_LENGTH + i, tl.zeros([CHUNK], tl.int32) + sequence_words[i], mask=inside)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -128,8 +141,8 @@ def _write_lines(
 
 
 @aggregate
-class Place:
-    """A line of a table: where a tile begins, and where its sequence lies."""
+class TileBounds:
+    """A line of a table: where a tile begins, and the bounds of its sequence."""
 
     start: gl.tensor
     query_length: gl.tensor
@@ -153,19 +166,20 @@ class Place:
 
 
 @gluon.jit
-def load_place(table, tile):
-    line = table + (1 + tile) * LINE
-    return Place(
-        gl.load(line), gl.load(line + 1), gl.load(line + 2), gl.load(line + 3), gl.load(line + 4), gl.load(line + 5),
-        gl.load(line + 6), gl.load(line + 7),
+def load_bounds(table, tile):
+    line = line_of_tile(table, tile)
+    return TileBounds(
+        gl.load(line + START), gl.load(line + QUERY_LENGTH), gl.load(line + KEY_LENGTH), gl.load(line + ENTRY),
+        gl.load(line + FIRST_ROW), gl.load(line + FIRST_TOKEN), gl.load(line + FIRST_BLOCK),
+        gl.load(line + FIRST_TILE),
     )  # fmt: skip
 
 
 @gluon.jit
-def dense_place(start, query_length, key_length, batch):
-    """The same where a sequence fills its batch entry."""
+def dense_bounds(start, query_length, key_length, batch):
+    """The same for a sequence that fills its batch entry."""
     zero = start * 0
-    return Place(start, query_length, key_length, batch, zero, zero, zero, zero)
+    return TileBounds(start, query_length, key_length, batch, zero, zero, zero, zero)
 
 
 @gluon.jit

@@ -1,1 +1,1 @@
-"""The forward: its work items, what producer and consumers exchange, the kernel, its launch."""
+"""The forward: work tiles, decay, shared memory, producer, consumers, kernel and launch."""

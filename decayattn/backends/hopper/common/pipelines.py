@@ -1,4 +1,4 @@
-"""Between the producer warp and the consumer warpgroups: rings of buffers in shared memory, and the items' numbers."""
+"""Pipelines of shared-memory buffers between a producer warp and consumer warpgroups, and the scheduler's counter."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,7 +27,7 @@ def phase(n, STAGES: gl.constexpr):
 
 @gluon.jit
 def signal(barrier, pred=True):
-    """Arrive at a barrier, for a warpgroup whose warps need not have come here. Expecting 0 bytes is an arrival.
+    """Arrive at a barrier for a warpgroup, whose warps are not synchronised first. Expecting 0 bytes is an arrival.
 
     mbarrier.arrive has a barrier of the warpgroup on either side, because Triton takes it for an access to all shared
     memory, and warps that wait for each other let the matrix products wait.
@@ -37,24 +37,28 @@ def signal(barrier, pred=True):
 
 @gluon.jit
 def arrive(barrier, pred=True):
-    """Arrive at a barrier, for a warpgroup, when all its warps have come here."""
+    """Arrive at a barrier for a warpgroup, when all its warps have reached this point."""
     copy_engine.thread_barrier()
     signal(barrier, pred)
 
 
 @aggregate
-class Ring:
-    """Buffers that the producer fills in turn, and that every consumer releases after reading; n counts all fills."""
+class Pipeline:
+    """Buffers that the producer fills in turn and every consumer releases after it has read them; n counts all fills.
+
+    A buffer is full when the copies (or the commit) that its `full` barrier counts are complete, and empty again when
+    all consumers have arrived at its `empty` barrier.
+    """
 
     tiles: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, ready, empty, STAGES):
+    def __init__(self, tiles, full, empty, STAGES):
         self.tiles = tiles
-        self.ready = ready
+        self.full = full
         self.empty = empty
         self.STAGES = gl.constexpr(STAGES)
 
@@ -63,45 +67,50 @@ class Ring:
         return self.tiles.index(stage(n, self.STAGES))
 
     @gluon.jit
-    def arrival(self, n):
+    def full_barrier(self, n):
         """The barrier on which the n-th fill's copies complete."""
-        return self.ready.index(stage(n, self.STAGES))
+        return self.full.index(stage(n, self.STAGES))
 
     @gluon.jit
-    def wait_empty(self, n):
+    def producer_acquire(self, n):
         mbarrier.wait(self.empty.index(stage(n, self.STAGES)), phase(n, self.STAGES) ^ 1)
 
     @gluon.jit
-    def wait_ready(self, n, pred=True):
-        mbarrier.wait(self.ready.index(stage(n, self.STAGES)), phase(n, self.STAGES), pred=pred)
+    def producer_commit(self, n):
+        """The producer's own stores of the n-th fill are done: for buffers that the copy engine does not fill."""
+        mbarrier.arrive(self.full_barrier(n), count=1)
 
     @gluon.jit
-    def release(self, n, pred=True):
+    def consumer_wait(self, n, pred=True):
+        mbarrier.wait(self.full.index(stage(n, self.STAGES)), phase(n, self.STAGES), pred=pred)
+
+    @gluon.jit
+    def consumer_release(self, n, pred=True):
         arrive(self.empty.index(stage(n, self.STAGES)), pred)
 
     @gluon.jit
-    def skip(self, n):
-        """Release a tile unread. Not before it has come: an early arrival would count for the tile before it."""
-        self.wait_ready(n)
-        self.release(n)
+    def consumer_skip(self, n):
+        """Release a tile unread, once it has arrived: an earlier release would count for the tile before it."""
+        self.consumer_wait(n)
+        self.consumer_release(n)
 
 
 @gluon.jit
-def make_ring(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring that so many consumers release; 0 where another ring tells that its buffers are free.
+def make_pipeline(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A pipeline that so many consumers release; with 0, its buffers are free when another pipeline's are.
 
-    No barrier is made that nobody waits for: Triton would give its memory to something else, and to the GPU it still
-    is a barrier. Where processes share the GPU's time, an H200 has written the barrier's state over what was there.
+    No barrier is made that nobody waits for: Triton would reuse its memory, while to the GPU it still is a barrier.
+    Where processes share the GPU's time, an H200 has written the barrier's state over what was there.
     """
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = ready
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = full
     if CONSUMERS > 0:
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
-        mbarrier.init(ready.index(n), count=1)
+        mbarrier.init(full.index(n), count=1)
         if CONSUMERS > 0:
             mbarrier.init(empty.index(n), count=CONSUMERS)
-    return Ring(tiles, ready, empty, STAGES)
+    return Pipeline(tiles, full, empty, STAGES)
 
 
 @gluon.jit
@@ -121,10 +130,10 @@ def load_word(words, n, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
-def next_item(counter, items):
-    """The number of the item after this one; `items`, after the last. Where every program has one, none is drawn."""
-    following = items
-    if gl.num_programs(0) < items:
+def fetch_next(counter, work_tiles):
+    """The number of the program's next work tile; `work_tiles` after the last. Not read where every program has one."""
+    index = work_tiles
+    if gl.num_programs(0) < work_tiles:
         # relaxed: the number orders nothing else in memory
-        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    return following
+        index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    return index

@@ -1,25 +1,25 @@
-"""What the producer and the consumers of the Hopper backward share."""
+"""Shared memory of the backward: tiles, numbers, and the barriers between producer and consumers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from decayattn.backends.hopper.common.copy_engine import aggregate
-from decayattn.backends.hopper.common.rings import Ring, load_word, store_word
+from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, store_word
 
 
 @aggregate
-class Buffers:
-    """Shared memory: tiles, numbers, and the barriers that say which of them may be read or written."""
+class BackwardShared:
+    """All shared memory of the backward, with the barriers that say which part may be read or written (kernel.py)."""
 
     keys: gl.shared_memory_descriptor  # (2, 1, …, 64, D)
-    values: gl.shared_memory_descriptor  # the same; then the place of dv on its way out
+    values: gl.shared_memory_descriptor  # the same; then dv, from where it is stored
     queries: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D), as are d_outs
     d_outs: gl.shared_memory_descriptor
     terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
-    differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the reference of the rows minus α at the key tile's
+    differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the anchor of the rows minus α at the key tile's
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
-    d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS); then the place of dk
+    d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS); then dk, from where it is stored
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
     zeros: gl.shared_memory_descriptor  # (8, 256)
     ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
@@ -27,13 +27,13 @@ class Buffers:
     queries_ready: gl.shared_memory_descriptor
     d_outs_ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    first_scores: gl.shared_memory_descriptor  # the first warpgroup has its scores
+    first_scores: gl.shared_memory_descriptor  # warpgroup 0 has its scores of the tile: warpgroup 1 begins
     d_scores_ready: gl.shared_memory_descriptor
-    d_scores_read: gl.shared_memory_descriptor  # dSᵀ of the tile before has been, by both; with two slots only
+    d_scores_read: gl.shared_memory_descriptor  # both have read dSᵀ of the tile before; with two slots only
     keys_ready: gl.shared_memory_descriptor
-    keys_read: gl.shared_memory_descriptor  # and dSᵀ of the last tile, by both
-    dv_ready: gl.shared_memory_descriptor  # it stands where the values were
-    drawn: Ring  # the number of the item
+    keys_read: gl.shared_memory_descriptor  # both have read the keys, and dSᵀ of the last tile
+    dv_ready: gl.shared_memory_descriptor  # both have stored it where the values were
+    published: Pipeline  # the number of the work tile: one word
     STAGES: gl.constexpr
     SLOTS: gl.constexpr
 
@@ -41,7 +41,7 @@ class Buffers:
     def __init__(
         self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, zeros, ones, weights,
         queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, d_scores_read, keys_ready, keys_read,
-        dv_ready, drawn, STAGES, SLOTS,
+        dv_ready, published, STAGES, SLOTS,
     ):  # fmt: skip
         self.keys = keys
         self.values = values
@@ -64,7 +64,7 @@ class Buffers:
         self.keys_ready = keys_ready
         self.keys_read = keys_read
         self.dv_ready = dv_ready
-        self.drawn = drawn
+        self.published = published
         self.STAGES = gl.constexpr(STAGES)
         self.SLOTS = gl.constexpr(SLOTS)
 
@@ -78,25 +78,25 @@ class Buffers:
 
     @gluon.jit
     def slot(self, n):
-        """Where dSᵀ of the n-th tile is; n may be −1."""
+        """The slot of dSᵀ of the n-th tile; n may be −1."""
         return (n + self.SLOTS) % self.SLOTS
 
     @gluon.jit
     def wait_d_scores(self, n, pred=True):
-        """Until both warpgroups' dSᵀ of the n-th tile is there."""
+        """Wait until both warpgroups have stored dSᵀ of the n-th tile."""
         mbarrier.wait(self.d_scores_ready.index(self.slot(n)), (n // self.SLOTS) & 1, pred=pred)
 
     @gluon.jit
-    def hand_over(self, count, item):
-        """The producer's count-th item."""
-        self.drawn.wait_empty(count)
-        store_word(self.drawn.tiles, 0, item)
-        mbarrier.arrive(self.drawn.arrival(count), count=1)
+    def publish(self, count, index):
+        """Publish the number of the count-th work tile, for the producer."""
+        self.published.producer_acquire(count)
+        store_word(self.published.tiles, 0, index)
+        self.published.producer_commit(count)
 
     @gluon.jit
-    def draw(self, count):
-        """The number of the count-th item, for the consumers."""
-        self.drawn.wait_ready(count)
-        item = load_word(self.drawn.tiles, 0)
-        self.drawn.release(count)
-        return item
+    def published_index(self, count):
+        """The number of the count-th work tile, once it is published, for the consumers."""
+        self.published.consumer_wait(count)
+        index = load_word(self.published.tiles, 0)
+        self.published.consumer_release(count)
+        return index

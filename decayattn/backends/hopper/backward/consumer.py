@@ -1,0 +1,298 @@
+"""The backward's consumers: two warpgroups, each with 64 keys of a work tile, through the query tiles that see them."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from decayattn.backends.hopper.backward.dq import (
+    PART,
+    add_dq_part,
+    add_row_sums,
+    d_scores_for_dq,
+    is_loaded,
+    opaque_zero,
+    stage_dq_part,
+    start_dq_part,
+)
+from decayattn.backends.hopper.backward.key_sums import key_columns, key_sums
+from decayattn.backends.hopper.backward.row_terms import DELTA
+from decayattn.backends.hopper.backward.work import (
+    KEYS,
+    WARPGROUP_KEYS,
+    find_work,
+    load_rate,
+    query_tile,
+    visit_count,
+)
+from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common.fragments import (
+    SHARES,
+    among_columns,
+    by_threads,
+    common_columns,
+    from_threads,
+    ones_of_parts,
+)
+from decayattn.backends.hopper.common.pipelines import arrive, signal
+from decayattn.backends.hopper.common.tile_table import flat, stacked
+from decayattn.backends.tiles.scores import LOG2E, decayed_score, probability, score_gradient, visible
+
+
+@gluon.jit
+def _widened(x):
+    """16-bit values as float32."""
+    if x.dtype == gl.bfloat16:
+        # two instructions for a pair, where the conversion takes more
+        x = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        x = x.to(gl.float32)
+    return x
+
+
+@gluon.jit
+def _next_tile(
+    n, tile, is_edge, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """Add the n-th query tile to gradients, (dk, dv, key_sum), and dq of the visit before it to its target.
+
+    keys: (key, α of it, first and end of the rows that see it), one per key of the warpgroup
+    dq_target: (descriptor of the fragments, first part of the head, row sums, first row of the head)
+    previous: the visit before it as tile · SIDES + side; −1 if there is none in this head
+    """
+    dk, dv, key_sum = gradients
+    key_position, key_alpha, first, end = keys
+    dq_desc, first_part, row_sums, first_row = dq_target
+    ROWS: gl.constexpr = work.schedule.ROWS
+    DECAY: gl.constexpr = work.schedule.DECAY
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    DTYPE: gl.constexpr = shared.queries.dtype
+    zero = gl.zeros([WARPGROUP_KEYS, ROWS], gl.float32, SCORE)
+    stage = shared.stage(n)
+    phase = shared.phase(n)
+    query = flat(shared.queries.index(stage))
+    d_out = flat(shared.d_outs.index(stage))
+
+    own = WARPGROUP + opaque_zero(n)
+    ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS
+    LOADED: gl.constexpr = is_loaded(D, ROW_SUMS)
+    KEY_SUMS: gl.constexpr = 1 if work.schedule.DECAY_GRADIENT else 0
+
+    if WARPGROUP == 1:
+        # in step with the first it is 1 to 3 % slower
+        mbarrier.wait(shared.first_scores.index(stage), phase)
+    mbarrier.wait(shared.queries_ready.index(stage), phase)
+    key = flat(shared.keys.index(own))
+    scoreT = warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
+    terms = shared.terms.index(stage).permute((1, 0))
+    scoreT = warpgroup_mma(ones_of_parts(0, SCORE), terms, scoreT, is_async=True)
+    mbarrier.wait(shared.d_outs_ready.index(stage), phase)
+    value = flat(shared.values.index(own))
+    dpT = warpgroup_mma(value, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dpT = warpgroup_mma(ones_of_parts(DELTA, SCORE), terms, dpT, is_async=True)
+    scoreT = warpgroup_mma_wait(2, (scoreT,))
+    if WARPGROUP == 0:
+        signal(shared.first_scores.index(stage))
+    if DECAY != "none":
+        # what the tile's rows share joins what a key has
+        key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
+    scoreT = decayed_score(
+        scoreT * score_scale, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none"
+    )
+    if is_edge:
+        # the tile's first row is read here: were it known before, the compiler would compare before the scores are
+        # there
+        here = shared.starts.index(stage).load(key_alpha.type.layout)
+        x = by_threads(scoreT)
+        sees = visible(common_columns(x), among_columns(first - here, x), among_columns(end - here, x))
+        scoreT = from_threads(gl.where(sees, x, float("-inf")), SCORE)
+    p = probability(scoreT, 0)
+    pT = p.to(DTYPE)
+    dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
+    dpT = warpgroup_mma_wait(1, (dpT,))
+    # float16 is coarse below 6e-5, and under strong rates the gradient of a rate comes from such P alone
+    FINE: gl.constexpr = work.schedule.DECAY_GRADIENT and DECAY == "constant" and shared.queries.dtype == gl.float16
+    if D == 64 and not FINE:
+        # rounded to 16 bits: in float32, P would take 64 registers beside the 64 of dP, and 100 bytes would spill
+        p = _widened(pT)
+    dsT = score_gradient(p, dpT, 0).to(DTYPE)
+
+    # waited for here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
+    shared.wait_d_scores(n - 1, pred=n > 0)
+    before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, ROW_SUMS)
+    if shared.SLOTS == 2:
+        # both have read the slot, for dq of tile n − 2; of three slots, they had before q of this tile could come
+        mbarrier.wait(shared.d_scores_read, (n - 1) & 1, pred=n > 0)
+        if LOADED:
+            arrive(shared.d_scores_read)
+    shared.d_scores.index(shared.slot(n) * 2 + WARPGROUP).store(dsT)
+    if not LOADED:
+        fence_async_shared()
+    tma.store_wait(0)  # the copy engine has read what stage_dq_part stored a tile ago
+    arrive(shared.d_scores_ready.index(shared.slot(n)))
+    # dv is done by now. Were its operand kept in registers, ptxas would have too few at D = 128 and serialise the
+    # products below
+    dv = warpgroup_mma_wait(0, (dv,))
+    dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, D, ROW_SUMS)
+    dsT = gl.convert_layout(dsT, OPERAND)
+    dk = warpgroup_mma(dsT, query, dk, is_async=True)
+    COLUMNS: gl.constexpr = key_columns(DECAY)
+    KEY_SUMS_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    of_keys = gl.zeros([WARPGROUP_KEYS, COLUMNS], gl.float32, KEY_SUMS_LAYOUT)
+    if work.schedule.DECAY_GRADIENT:
+        weights = shared.weights.index(opaque_zero(n)).permute((1, 0))
+        of_keys = warpgroup_mma(dsT, weights, of_keys, use_acc=False, is_async=True)
+    dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums are still running
+    if shared.SLOTS == 2 and not LOADED:
+        arrive(shared.d_scores_read)
+    stage_dq_part(shared, dq, WARPGROUP)
+    dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
+    fence_async_shared()  # not earlier: ptxas crashes while products are running
+    arrive(shared.empty.index(stage))
+    if previous >= 0:
+        add_dq_part(dq_desc, first_part + previous // work.schedule.SIDES * 2, shared, WARPGROUP)
+        if ROW_SUMS:
+            add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
+    if work.schedule.DECAY_GRADIENT:
+        key_sum += key_sums(of_keys, key_position - work.first_position() - tile * ROWS, is_edge, DECAY)
+    return dk, dv, key_sum
+
+
+@gluon.jit
+def _dk_staging(dk_desc, shared, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr):
+    """A slot of dSᵀ that stages 64 columns of this warpgroup's dk, for a work tile whose query tiles end with the n-th:
+    not the last one's slot, which the other warpgroup reads once more at the first tile of its next work tile."""
+    staging = shared.d_scores.index(shared.slot(n + HALF) * 2 + WARPGROUP)
+    # all of it as tiles of dk, of which the first is used: at D = 64 it is twice as large as a tile, and Triton
+    # 3.8 reinterprets a buffer only as one of the same size
+    COUNT: gl.constexpr = staging.shape[0] * staging.shape[1] // (WARPGROUP_KEYS * PART)
+    tiles = copy_engine.reinterpret(staging, dk_desc.dtype, stacked(COUNT, dk_desc.block_shape), dk_desc.layout)
+    return tiles.index(0)
+
+
+@gluon.jit
+def _store_dk(dk_desc, dk, n, work, shared, WARPGROUP: gl.constexpr, D: gl.constexpr):
+    """Begin to store dk, 64 columns at a time."""
+    halves = (dk, dk)
+    if D == 128:
+        halves = gl.split(gl.permute(gl.reshape(dk, [WARPGROUP_KEYS, 2, PART]), [0, 2, 1]))
+    HALVES: gl.constexpr = D // PART
+    for half in gl.static_range(HALVES):
+        flat(_dk_staging(dk_desc, shared, n, half, WARPGROUP)).store(halves[half])
+    fence_async_shared()
+    copy_engine.thread_barrier()
+    for half in gl.static_range(HALVES):
+        staging = _dk_staging(dk_desc, shared, n, half, WARPGROUP)
+        copy_engine.store(dk_desc, work.key_at(WARPGROUP, half * PART), staging)
+
+
+@gluon.jit
+def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
+    """One consumer warpgroup: its 64 keys of every work tile through the query tiles that see the work tile's keys.
+
+    sums: pointers to what the gradient of the decay is made of: row sums, column sums, sums per rate.
+    """
+    rates, rate_stride, local, last_reset, next_reset = decay
+    row_sums, column_sums, rate_sums = sums
+    ROWS: gl.constexpr = schedule.ROWS
+    DECAY: gl.constexpr = schedule.DECAY
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    index = shared.published_index(0)
+    count = index * 0
+    n = index * 0
+    while index < schedule.work_tiles:
+        work = find_work(schedule, index)
+        own_start = work.bounds.start + WARPGROUP * WARPGROUP_KEYS
+        key = own_start + gl.arange(0, WARPGROUP_KEYS, KEY)
+        inside = gl.minimum(key, work.bounds.key_length - 1)
+        dk = gl.zeros([WARPGROUP_KEYS, D], gl.float32, ACC)
+        dv = gl.zeros([WARPGROUP_KEYS, D], gl.float32, ACC)
+        for member in range(schedule.GROUP):
+            tokens = work.first_token(member)
+            first_part = work.first_tile(member) * 2 + WARPGROUP
+            first_row = work.first_row(member)
+            dq_target = (dq_desc, first_part, row_sums, first_row)
+            key_alpha = inside.to(gl.float32)
+            if DECAY == "scalar":
+                key_alpha = gl.load(local + tokens + inside)
+            elif DECAY == "constant":
+                rate = load_rate(rates, rate_stride, work.head(member))
+                key_alpha = (key - work.bounds.start).to(gl.float32) * rate
+            left = work.left_limit(member, rates, rate_stride)
+            rows = work.rows_of(key, last_reset + tokens, next_reset + tokens, left)
+            ends = work.rows_of_ends(member, last_reset + tokens, next_reset + tokens, left)
+            key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
+            # the last visit, tile · SIDES + side
+            previous = -1
+            for side in range(schedule.SIDES):
+                first, end = work.rows_of_side(rows, side)
+                visited = work.visited(ends, side)
+
+                # waited for only now: the loads above run while the keys arrive
+                mbarrier.wait(shared.keys_ready, count & 1)
+                # dk of the last work tile has left the slots of dSᵀ: one thread knows, and all will write there
+                tma.store_wait(0)
+                copy_engine.thread_barrier()
+                for visit in range(visit_count(visited)):
+                    tile, is_edge = query_tile(visit, visited)
+                    dk, dv, key_sum = _next_tile(
+                        n, tile, is_edge, previous, (dk, dv, key_sum), (key, key_alpha, first, end), work, shared,
+                        dq_target, scale * LOG2E, WARPGROUP, D,
+                    )  # fmt: skip
+                    previous = tile * schedule.SIDES + side
+                    n += 1
+                if schedule.SIDES == 2:
+                    # right of the diagonal the sign is the other one: with a change of sign after each side, sums are
+                    # left − right
+                    key_alpha, key_sum = -key_alpha, -key_sum
+            if member == schedule.GROUP - 1:
+                # dv takes the place of this warpgroup's values
+                flat(shared.values.index(WARPGROUP)).store(dv.to(shared.values.dtype))
+                fence_async_shared()
+                arrive(shared.dv_ready)
+            # dq of the head's last tile
+            shared.wait_d_scores(n - 1, pred=previous >= 0)
+            last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, schedule.ROW_SUMS)
+            dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, D, schedule.ROW_SUMS)
+            dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
+            arrive(shared.keys_read, member == schedule.GROUP - 1)
+            if previous >= 0:
+                tma.store_wait(0)
+                copy_engine.thread_barrier()
+                stage_dq_part(shared, dq, WARPGROUP)
+                fence_async_shared()
+                copy_engine.thread_barrier()
+                add_dq_part(dq_desc, first_part + previous // schedule.SIDES * 2, shared, WARPGROUP)
+                if schedule.ROW_SUMS:
+                    add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
+            if schedule.DECAY_GRADIENT:
+                # found again: the bounds would need registers in the loop
+                done = find_work(schedule, index)
+                tokens, own_start = done.first_token(member), done.bounds.start + WARPGROUP * WARPGROUP_KEYS
+                total = gl.sum(key_sum, 1)
+                if DECAY == "scalar":
+                    total *= 0.25  # of 4 copies
+                    share = gl.arange(0, WARPGROUP_KEYS, total.type.layout)
+                    here = column_sums + tokens + own_start + share
+                    gl.store(here, total, mask=own_start + share < done.bounds.key_length)
+                else:
+                    tile = done.first_block(member) + done.bounds.start // KEYS
+                    gl.store(rate_sums + tile * 2 + WARPGROUP, gl.sum(total, 0))
+
+        # both warpgroups have read dSᵀ of the last tile, too
+        mbarrier.wait(shared.keys_read, count & 1)
+        _store_dk(dk_desc, (dk * scale).to(shared.d_scores.dtype), n, find_work(schedule, index), shared, WARPGROUP, D)
+        count += 1
+        index = shared.published_index(count)
+    tma.store_wait(0)

@@ -1,0 +1,127 @@
+"""dq of the backward: products of dS and k, as fragments that the copy engine adds up; and the row sums of dS.
+
+dq needs all keys of a tile, so each of the two consumer warpgroups multiplies one half of it: rows (D = 64) or columns
+(D = 128). "Fragments" are dq in the order in which registers hold a product.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from decayattn.backends.hopper.backward.work import KEYS, WARPGROUP_KEYS
+from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common.tile_table import flat
+from decayattn.backends.hopper.config import WARPGROUP_ROWS
+
+# one part of dq: what a warpgroup multiplies of a tile, 64 rows × 64 columns, and its shape as fragments
+PART: gl.constexpr = gl.constexpr(64)
+FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
+FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
+# copies of a sum of dS: the columns of the narrowest product, and its layout
+COPIES: gl.constexpr = gl.constexpr(8)
+SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COPIES.value, 16]))
+DQ: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
+
+
+@gluon.jit
+def opaque_zero(n):
+    """0 for the number of a tile, but the compiler does not know: where it stands in an address, matrix descriptors are
+    made anew for every tile, and do not stay in 20 registers, which makes the loop spill."""
+    return n >> 31
+
+
+@gluon.constexpr_function
+def is_loaded(D, ROW_SUMS):
+    """Whether the products for dq take dS from registers. It pays where row sums are another product with the same
+    operand: if both read shared memory, the kernel is 6 % slower. Without them registers are 4 % slower, and D = 128
+    has none left."""
+    return D == 64 and ROW_SUMS
+
+
+@gluon.constexpr_function
+def product_keys(D, ROW_SUMS):
+    """How many keys a product for dq has. Those of a few take turns with the row sums, whose products are small and
+    wait for each other one after the other (2 to 3 %)."""
+    return 32 if is_loaded(D, ROW_SUMS) else WARPGROUP_ROWS
+
+
+@gluon.jit
+def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr):
+    """dS of the tile in a slot, some keys at a time, as left operands of this warpgroup's part of dq: all 64 rows
+    (D = 128), or one half of them (D = 64)."""
+    STEP: gl.constexpr = product_keys(D, ROW_SUMS)
+    d_scores = ()
+    for key in gl.static_range(0, KEYS, STEP):
+        left = shared.d_scores.index(slot * 2 + key // WARPGROUP_KEYS).slice(key % WARPGROUP_KEYS, STEP, 0)
+        if D == 64:
+            left = left.slice(PART * PART_OF, PART, 1)
+        left = left.permute((1, 0))
+        if is_loaded(D, ROW_SUMS):
+            left = left.load(gl.DotOperandLayout(0, DQ, 2))
+        d_scores += (left,)
+    return d_scores
+
+
+@gluon.jit
+def start_dq_part(shared, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr):
+    """Issue dS k of a tile: columns (D = 128) or rows (D = 64) of one half of dq; and the sums of rows of dS (64, 8
+    copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both."""
+    STEP: gl.constexpr = product_keys(D, ROW_SUMS)
+    dq = gl.zeros([PART, PART], gl.float32, DQ)
+    row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
+    first = opaque_zero(n)
+    for key in gl.static_range(0, KEYS, STEP):
+        left = d_scores[key // STEP]
+        right = flat(shared.keys.index(first + key // WARPGROUP_KEYS)).slice(key % WARPGROUP_KEYS, STEP, 0)
+        if D == 128:
+            right = right.slice(PART * PART_OF, PART, 1)
+        dq = warpgroup_mma(left, right, dq, use_acc=key > 0, is_async=True)
+        if is_loaded(D, ROW_SUMS):
+            ones = shared.ones.index(first).permute((1, 0))
+            left = gl.convert_layout(left, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+            row_sum = warpgroup_mma(left, ones, row_sum, use_acc=key > 0, is_async=True)
+    if ROW_SUMS and D == 128:
+        ones = shared.ones.index(first).permute((1, 0))
+        row_sum = warpgroup_mma(d_scores[PART_OF], ones, row_sum, use_acc=False, is_async=True)
+    return dq, row_sum
+
+
+@gluon.jit
+def stage_dq_part(shared, dq, WARPGROUP: gl.constexpr):
+    """A part as fragments to shared memory, where the copy engine adds it from."""
+    # (warp, row / 8, row % 8, column / 8, column % 8 / 2, column % 2) → every thread's registers side by side
+    fragments = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    shared.dq_parts.index(WARPGROUP).store(gl.reshape(fragments, [FRAGMENT_ROWS, FRAGMENT_COLUMNS]))
+
+
+@gluon.jit
+def add_dq_part(dq_desc, part, shared, WARPGROUP: gl.constexpr):
+    """Add what stage_dq_part stored, a fence and a barrier ago, to its bounds in the fragments."""
+    copy_engine.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], shared.dq_parts.index(WARPGROUP))
+
+
+@gluon.jit
+def _axis(x, AXIS: gl.constexpr):
+    """Of a tensor of three dimensions, the index along one."""
+    ROWS: gl.constexpr = gl.SliceLayout(2 if AXIS < 2 else 1, x.type.layout)
+    COLUMNS: gl.constexpr = gl.SliceLayout(1 if AXIS == 0 else 0, ROWS)
+    index = gl.expand_dims(gl.arange(0, x.shape[AXIS], COLUMNS), 1 if AXIS == 0 else 0)
+    return gl.expand_dims(index, 2 if AXIS < 2 else 1)
+
+
+@gluon.jit
+def add_row_sums(row_sum, row_sums, first_row, visit, work, WARPGROUP: gl.constexpr, D: gl.constexpr):
+    """Add what start_dq_part summed of the rows of a visit's tile to the sums in memory."""
+    # (warp, row / 8, row % 8, copy / 2, copy % 2): four threads have the same two rows, and the first two add one each
+    row_sum, _ = gl.split(gl.reshape(row_sum, [4, 2, 8, COPIES // 2, 2]))
+    first_rows, others = gl.split(gl.permute(row_sum, [0, 2, 3, 1]))
+    copy = _axis(first_rows, 2)
+    row_sum = gl.where(copy == 0, first_rows, others)
+    SIDES: gl.constexpr = work.schedule.SIDES
+    if SIDES == 2:
+        row_sum = gl.where(visit % SIDES == 0, row_sum, -row_sum)
+    row = visit // SIDES * work.schedule.ROWS + _axis(first_rows, 0) * 16 + copy * 8 + _axis(first_rows, 1)
+    if D == 64:
+        row += WARPGROUP * PART
+    inside = (row < work.bounds.query_length) & (copy < 2)
+    gl.atomic_add(row_sums + (first_row + row), row_sum, mask=inside, sem="relaxed")

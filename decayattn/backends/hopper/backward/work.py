@@ -1,0 +1,295 @@
+"""The backward's work tiles, their order, and the query tiles that each visits.
+
+A work tile is a tile of 128 keys of one sequence and one head of keys. It visits the rows of all query heads of its
+group.
+
+Not causal, a decay has one sign for rows i ≥ j, left of which is key j, and the other for rows i < j, right of which it
+is. So query tiles are visited side by side of the diagonal, those on the diagonal twice: a visit has one sign.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
+from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
+from decayattn.backends.planning.skipping import GRANULE
+from decayattn.backends.tiles.decay import side_of_head
+from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
+from decayattn.backends.tiles.visibility import edge_tile, rows_that_see, tiles_between
+
+KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
+# keys of one consumer warpgroup
+WARPGROUP_KEYS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
+GRANULE_ROWS: gl.constexpr = gl.constexpr(GRANULE)
+
+
+@gluon.constexpr_function
+def has_row_sums(DECAY, DECAY_GRADIENT):
+    """Whether row sums of dS are needed: by the gradient of a decay per token. A constant rate's has sums of keys
+    only."""
+    return DECAY_GRADIENT and DECAY == "scalar"
+
+
+@aggregate
+class KeySchedule:
+    """The lengths and heads of a call, and the order of its work tiles.
+
+    A chunk of `together` heads, whose rows fit the cache, takes turns tile by tile. Causal, the first key tiles are
+    seen by the most rows and come first, so the last ones of several heads end at the same time. The last heads come
+    first: ALiBi and RetNet give them the longest memory, so they have the most to do where keys are skipped.
+    """
+
+    work_tiles: gl.tensor
+    kv_heads: gl.tensor  # of all entries
+    together: gl.tensor
+    key_table: gl.tensor
+    key_tiles: gl.tensor
+    heads: gl.tensor
+    query_axis: gl.tensor
+    key_axis: gl.tensor
+    block_axis: gl.tensor
+    row_tiles: gl.tensor
+    left: gl.tensor
+    mirror: gl.tensor
+    ROWS: gl.constexpr
+    GROUP: gl.constexpr
+    DECAY: gl.constexpr
+    DECAY_GRADIENT: gl.constexpr
+    ROW_SUMS: gl.constexpr
+    RAGGED: gl.constexpr
+    WINDOW: gl.constexpr
+    PLANNED: gl.constexpr
+    CAUSAL: gl.constexpr
+    SIDES: gl.constexpr  # 2 where they differ, else 1: side 0 has all rows
+
+    @gluon.constexpr_function
+    def __init__(
+        self, work_tiles, kv_heads, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles,
+        left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED, CAUSAL, SIDES,
+    ):  # fmt: skip
+        self.work_tiles = work_tiles
+        self.kv_heads = kv_heads
+        self.together = together
+        self.key_table = key_table
+        self.key_tiles = key_tiles
+        self.heads = heads
+        self.query_axis = query_axis
+        self.key_axis = key_axis
+        self.block_axis = block_axis
+        self.row_tiles = row_tiles
+        self.left = left
+        self.mirror = mirror
+        self.ROWS = gl.constexpr(ROWS)
+        self.GROUP = gl.constexpr(GROUP)
+        self.DECAY = gl.constexpr(DECAY)
+        self.DECAY_GRADIENT = gl.constexpr(DECAY_GRADIENT)
+        self.ROW_SUMS = gl.constexpr(has_row_sums(DECAY, DECAY_GRADIENT))
+        self.RAGGED = gl.constexpr(RAGGED)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.PLANNED = gl.constexpr(PLANNED)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.SIDES = gl.constexpr(SIDES)
+
+    @gluon.jit
+    def chunks(self):
+        """The number of chunks. The first chunk has the last heads; the last one has the first heads and may be
+        smaller."""
+        return gl.cdiv(self.kv_heads, self.together)
+
+    @gluon.jit
+    def chunk_work_tiles(self):
+        """The number of work tiles of every chunk but the last one."""
+        return self.together * self.key_tiles
+
+    @gluon.jit
+    def chunk(self, index):
+        return index // self.chunk_work_tiles()
+
+    @gluon.jit
+    def tiles_of_chunk(self, chunk):
+        """(first, number) of a chunk's query tiles, counted through all heads."""
+        first, end = self.heads_of_chunk(chunk)
+        tiles = self.GROUP * self.row_tiles
+        return first * tiles, (end - first) * tiles
+
+    @gluon.jit
+    def heads_of_chunk(self, chunk):
+        """[first, end) of a chunk's heads of keys."""
+        end = self.kv_heads - chunk * self.together
+        return gl.maximum(end - self.together, 0), end
+
+
+@aggregate
+class KeyWork:
+    """A work tile of the backward: a key tile of a head of keys.
+
+    Dense, every batch entry is one sequence. RAGGED, bounds come from the table of key tiles, and tiles of rows are
+    counted through all sequences.
+    """
+
+    schedule: KeySchedule
+    bounds: TileBounds
+    kv_head: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, schedule, bounds, kv_head):
+        self.schedule = schedule
+        self.bounds = bounds
+        self.kv_head = kv_head
+
+    @gluon.jit
+    def first_position(self):
+        return self.bounds.key_length - self.bounds.query_length
+
+    @gluon.jit
+    def head(self, member):
+        return self.kv_head * self.schedule.GROUP + member
+
+    @gluon.jit
+    def head_row(self, member):
+        return self.bounds.entry * self.schedule.heads + self.head(member)
+
+    @gluon.jit
+    def first_row(self, member):
+        """Where the rows of a query head begin in a buffer (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
+        return self.head_row(member) * self.schedule.query_axis + self.bounds.first_row
+
+    @gluon.jit
+    def first_token(self, member):
+        return self.head_row(member).to(gl.int64) * self.schedule.key_axis + self.bounds.first_token
+
+    @gluon.jit
+    def first_block(self, member):
+        return self.head_row(member) * self.schedule.block_axis + self.bounds.first_block
+
+    @gluon.jit
+    def first_tile(self, member):
+        """A head's first query tile, counted through all heads."""
+        if self.schedule.RAGGED:
+            first = self.head(member) * self.schedule.row_tiles + self.bounds.first_tile
+        else:
+            first = self.head_row(member) * self.schedule.row_tiles
+        return first
+
+    @gluon.jit
+    def query_at(self, member, row):
+        """The rows of a head from `row` on, for the copy engine."""
+        bounds = self.bounds
+        return coordinates(
+            bounds.entry, self.head(member), row, bounds.first_row, bounds.query_length, self.schedule.query_axis,
+            self.schedule.RAGGED,
+        )  # fmt: skip
+
+    @gluon.jit
+    def key_at(self, WARPGROUP: gl.constexpr, COLUMN: gl.constexpr = 0):
+        """The keys of a warpgroup, from a column on, for the copy engine."""
+        bounds = self.bounds
+        return coordinates(
+            bounds.entry, self.kv_head, bounds.start + WARPGROUP * WARPGROUP_KEYS, bounds.first_token,
+            bounds.key_length, self.schedule.key_axis, self.schedule.RAGGED, COLUMN,
+        )  # fmt: skip
+
+    @gluon.jit
+    def left_limit(self, member, rates, rate_stride):
+        """How many keys before its own a row of a head sees; not read without a window or a constant decay."""
+        left = self.schedule.left
+        if self.schedule.DECAY == "constant":
+            left = side_of_head(rates, rate_stride, self.head(member), left if self.schedule.WINDOW else None)
+        return left
+
+    @gluon.jit
+    def rows_of(self, key, last_reset, next_reset, left):
+        """(first, own, end): rows [first, end) see the key, which is left of the diagonal for those from `own` on."""
+        HAS_RESETS: gl.constexpr = self.schedule.DECAY == "scalar"
+        CAUSAL: gl.constexpr = self.schedule.CAUSAL
+        rows = self.bounds.query_length
+        inside = gl.minimum(key, self.bounds.key_length - 1)
+        if self.schedule.DECAY == "constant":
+            # not causal, a window is a rate's that resets everywhere, and as wide to the right
+            first, end = rows_that_see(
+                inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS, left, left
+            )
+        elif self.schedule.WINDOW:
+            first, end = rows_that_see(
+                inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS, left
+            )
+        else:
+            first, end = rows_that_see(inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS)
+        # not clipped to the last row: keys past the end get no rows
+        own = gl.maximum(key - self.first_position(), 0)
+        if CAUSAL:
+            first = own
+        else:
+            first = gl.where(own < end, first, end)
+        return first, own, end
+
+    @gluon.jit
+    def rows_of_side(self, rows, side):
+        """[first, end) of the rows on one side of the diagonal that see a key, from its rows_of."""
+        first, own, end = rows
+        if self.schedule.SIDES == 2:
+            first, end = gl.where(side == 0, own, first), gl.where(side == 0, end, gl.minimum(own, end))
+        return first, end
+
+    @gluon.jit
+    def rows_of_ends(self, member, last_reset, next_reset, left):
+        """rows_of the first and the last key of the tile, between which those of all others are (they grow with the
+        key).
+
+        PLANNED: rows behind the last granule that visits the tile do not see it (skipping.py).
+        """
+        first_min, own_min, end_min = self.rows_of(self.bounds.start, last_reset, next_reset, left)
+        first_max, own_max, end_max = self.rows_of(self.bounds.start + KEYS - 1, last_reset, next_reset, left)
+        if self.schedule.PLANNED:
+            last_granule = gl.load(self.schedule.mirror + self.first_block(member) + self.bounds.start // KEYS)
+            planned = (last_granule + 1) * GRANULE_ROWS
+            end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
+        return (first_min, own_min, end_min), (first_max, own_max, end_max)
+
+    @gluon.jit
+    def visited(self, ends, side):
+        """(begin, whole_begin, whole_end, end) of the query tiles on a side that see a key of the tile
+        (tiles_between)."""
+        first_min, end_min = self.rows_of_side(ends[0], side)
+        first_max, end_max = self.rows_of_side(ends[1], side)
+        return tiles_between(first_min, first_max, end_min, end_max, self.schedule.ROWS)
+
+
+@gluon.jit
+def visit_count(visited):
+    """How many query tiles a side has, from its KeyWork.visited."""
+    begin, _, _, end = visited
+    return end - begin
+
+
+@gluon.jit
+def query_tile(visit, visited):
+    """(tile, is_edge) of a visit, for the producer and the consumers: edge tiles come first, then whole ones."""
+    begin, whole_begin, whole_end, end = visited
+    edges = end - begin - (whole_end - whole_begin)
+    is_edge = visit < edges
+    return gl.where(is_edge, edge_tile(visit, begin, whole_begin, whole_end), whole_begin + visit - edges), is_edge
+
+
+@gluon.jit
+def find_work(schedule, index):
+    """The work tile of this number."""
+    rest = index % schedule.chunk_work_tiles()
+    first, end = schedule.heads_of_chunk(schedule.chunk(index))
+    tile = rest // (end - first)
+    kv_head = end - 1 - rest % (end - first)
+    if schedule.RAGGED:
+        bounds = load_bounds(schedule.key_table, tile)
+    else:
+        kv_heads = schedule.heads // schedule.GROUP
+        bounds = dense_bounds(tile * KEYS, schedule.query_axis, schedule.key_axis, kv_head // kv_heads)
+        kv_head = kv_head % kv_heads
+    return KeyWork(schedule, bounds, kv_head)
+
+
+@gluon.jit
+def load_rate(rates, rate_stride, head):
+    """γ of a head in base 2; 0 where it resets at every token, which is visibility (left_limit)."""
+    rate = gl.load(rates + head * rate_stride)
+    return gl.where(rate < RESET_BELOW, 0.0, (rate * LOG2E).to(gl.float32))

@@ -1,0 +1,275 @@
+"""The forward's consumers: warpgroups of 64 query rows that walk the keys of their rows with an online softmax."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common.fragments import SHARES, ones_of_parts
+from decayattn.backends.hopper.common.pipelines import stage
+from decayattn.backends.hopper.common.tile_table import flat
+from decayattn.backends.hopper.forward.rows import Rows, Side, masked
+from decayattn.backends.hopper.forward.shared import (
+    CAREFUL,
+    END,
+    SLOTS,
+    WARPS,
+    largest,
+    minimum,
+    published_state,
+    published_work,
+    select,
+    smallest,
+    wait_for_work,
+)
+from decayattn.backends.hopper.forward.softmax import SUM_LIMIT, are_finite, rescale_accumulator, softmax
+from decayattn.backends.hopper.forward.work import KEYS, ROWS, Walk
+from decayattn.backends.tiles.scores import LN2
+from decayattn.backends.tiles.visibility import tiles_between
+
+
+@gluon.jit
+def _ones(shared, is_right, SCORE: gl.constexpr, CAUSAL: gl.constexpr):
+    """The left operand that adds β to the scores: ones, or, right of the diagonal, minus ones."""
+    if CAUSAL:
+        ones = ones_of_parts(0, SCORE)
+    else:
+        # from shared memory: there are not enough registers for two operands
+        ones = shared.signs.index(is_right.to(gl.int32))
+    return ones
+
+
+@gluon.jit
+def _start_scores(q, shared, n, count, zero, is_right, KIND: gl.constexpr, CAUSAL: gl.constexpr):
+    """Issue q·kᵀ + β of the n-th tile: the scores divided by the scale."""
+    SCORE: gl.constexpr = zero.type.layout
+    kT = flat(shared.keys.tile(n)).permute((1, 0))
+    score = warpgroup_mma(q, kT, zero, use_acc=False, is_async=True)
+    # β comes last: where it is large, every product added after it would be rounded to its precision
+    if KIND == "scalar":
+        beta = shared.beta.index(stage(n, shared.keys.STAGES))
+        score = warpgroup_mma(_ones(shared, is_right, SCORE, CAUSAL), beta, score, is_async=True)
+    elif KIND == "constant":
+        beta = shared.beta.index(stage(count, SLOTS))
+        score = warpgroup_mma(_ones(shared, is_right, SCORE, CAUSAL), beta, score, is_async=True)
+    return score
+
+
+@gluon.jit
+def _base_difference(shared, n, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
+    """α at the warpgroup's anchor minus α at the start of the n-th tile: one number."""
+    difference = 0.0
+    if KIND != "none":
+        difference = select(shared.differences.index(stage(n, shared.keys.STAGES)), WARPGROUP)
+    return difference
+
+
+@gluon.jit
+def _next_tile(
+    shared, rows, n, acc, p, row_max, row_sum, scale, zero, WARPGROUP: gl.constexpr, EDGE: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
+    """One tile: the scores of the n-th while P V of the tile before is added to acc; (acc, p, row_max, row_sum)."""
+    SCORE: gl.constexpr = zero.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    P: gl.constexpr = p.type.layout
+    KIND: gl.constexpr = rows.decay.KIND
+    CAUSAL: gl.constexpr = rows.decay.CAUSAL
+    keys, values = shared.keys, shared.values
+    tile, is_right = rows.walk.tile(n - rows.sent), rows.walk.is_right(n - rows.sent)
+    score = _start_scores(rows.q, shared, n, rows.count, zero, is_right, KIND, CAUSAL)
+    difference = _base_difference(shared, n, WARPGROUP, KIND)
+    if not CAUSAL and KIND != "none":
+        # right of the diagonal the sign is the other one. The row maximum leaves α of the row out as if all its keys
+        # were on the left, so that it counts twice on the right
+        row_alpha = shared.row_alphas.index(WARPGROUP).load(ROW)
+        difference = gl.where(is_right, -(difference + 2 * row_alpha), difference)
+    values.consumer_wait(n - 1)
+    acc = warpgroup_mma(p, flat(values.tile(n - 1)), acc, is_async=True)
+    score = warpgroup_mma_wait(1, (score,))
+    keys.consumer_release(n)
+    if EDGE:
+        score = masked(score, rows, tile, is_right, False)
+    next_p, row_max, row_sum, correction = softmax(
+        score, row_max, row_sum, difference, scale, shared, rows.count, EDGE, WIDE
+    )
+    # ptxas would move the wait for P V above the exponentials; a store that needs their sum keeps it below them
+    shared.fences.index(WARPGROUP).store(row_sum)
+    keys.consumer_wait(n + 1, n + 1 < rows.n_end)
+    acc = warpgroup_mma_wait(0, (acc,))
+    values.consumer_release(n - 1)
+    if EDGE or not WIDE:
+        acc = rescale_accumulator(acc, correction, acc.shape[1])
+    return acc, gl.convert_layout(next_p.to(p.dtype), P), row_max, row_sum
+
+
+@gluon.jit
+def consume(shared, schedule, decay, outputs, scale, WARPGROUP: gl.constexpr, WITH_LSE: gl.constexpr, D: gl.constexpr):
+    """One consumer warpgroup: 64 query rows of every work tile through the keys that they see.
+
+    outputs: the descriptor of out, and pointers to lse and row_lse2, what a backward reads.
+    """
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    KIND: gl.constexpr = decay.KIND
+    CAUSAL: gl.constexpr = decay.CAUSAL
+    out_desc, lse, row_lse2 = outputs
+    queries, keys, values = shared.queries, shared.keys, shared.values
+    WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
+    # whether α of the rows is needed
+    ROW_ALPHA: gl.constexpr = KIND != "none" and (WITH_LSE or not CAUSAL)
+    zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
+    row_alphas = shared.row_alphas.index(WARPGROUP)
+    state = wait_for_work(shared, 0)
+    count = state * 0
+    sent = state * 0
+    while state != END:
+        work, tiles, key_tile_end = published_work(shared, count, schedule)
+        bounds, head = work.bounds, work.head
+        query_length, first_position = bounds.query_length, work.first_position()
+        start = bounds.start + WARPGROUP * ROWS
+        overflow = shared.overflow(count, WARPGROUP)
+        if start < query_length:
+            head_decay = decay.of(schedule, work)
+            # rows past the end repeat the last one, and are never stored
+            final_row = gl.minimum(start + ROWS, query_length) - 1
+            position = gl.minimum(start + gl.arange(0, ROWS, ROW), final_row) + first_position
+            first_min = select(smallest(shared.firsts, count), WARPGROUP)
+            first_max = select(largest(shared.firsts, count), WARPGROUP)
+            tile_end = work.tile_end(start, ROWS)
+            # a tile that ends with the first row's own key is an edge tile too: after it every row has a maximum
+            diagonal = gl.maximum(start + first_position, 0)
+            begin, whole_begin, whole_end, _ = tiles_between(first_min, first_max, diagonal, tile_end * KEYS, KEYS)
+            whole_end = gl.where(state == CAREFUL, whole_begin, whole_end)
+            if ROW_ALPHA:
+                # loaded while the warpgroup waits for the first tile
+                row_alpha = head_decay.row_alpha(position, work.anchor(start), head_decay.rate(head))
+            walk = Walk(key_tile_end, tiles, key_tile_end, True)
+            left = Side(first_max, whole_begin, whole_end)
+            right = left
+            visits = key_tile_end - begin
+            if not CAUSAL:
+                key_tile_begin = minimum(smallest(shared.firsts, count)) // KEYS
+                walk = Walk(key_tile_end, key_tile_end - key_tile_begin, work.first_right_key() // KEYS, False)
+                end_min = select(smallest(shared.ends, count), WARPGROUP)
+                end_max = select(largest(shared.ends, count), WARPGROUP)
+                # the first tile is an edge tile too: rows before all keys have no other
+                right_first = gl.maximum(final_row + first_position, 0) + 1
+                _, right_begin, right_end, _ = tiles_between(0, right_first, end_min, end_max, KEYS)
+                right_end = gl.where(state == CAREFUL, right_begin, right_end)
+                right = Side(right_first, right_begin, right_end)
+                # tiles that only other warpgroups see are visited, and masked, up to this one's last tile
+                visits = walk.left_visits + gl.maximum(gl.cdiv(end_max, KEYS) - walk.right_begin, 0)
+            n_end = sent + visits
+            # n counts the visits of all work tiles; this warpgroup skips those before its own first tile
+            n_begin = key_tile_end - tile_end
+            for n in range(sent, sent + n_begin):
+                keys.consumer_skip(n)
+                values.consumer_skip(n)
+            n = sent + n_begin
+            queries.consumer_wait(count)
+            keys.consumer_wait(n)
+            q = flat(shared.query_tile(count, WARPGROUP))
+            rows = Rows(q, count, sent, n_end, walk, left, right, position, bounds, head_decay)
+            score = _start_scores(q, shared, n, count, zero, walk.is_right(n_begin), KIND, CAUSAL)
+            difference = _base_difference(shared, n, WARPGROUP, KIND)
+            # out of the last work tile has left from where its q was
+            tma.store_wait(0)
+            queries.consumer_release(count - 1, count > 0)
+            score = warpgroup_mma_wait(0, (score,))
+            keys.consumer_release(n)
+            row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+            row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
+            score = masked(score, rows, tile_end - 1, False, True)
+            p, row_max, row_sum, _ = softmax(
+                score, row_max, row_sum, difference, scale, shared, count, True, WIDE
+            )
+            if ROW_ALPHA:
+                # read at the end: until then it needs no registers
+                row_alphas.store(row_alpha.sum())
+            p = gl.convert_layout(p.to(q.dtype), P)
+            acc = gl.zeros([ROWS, D], gl.float32, ACC)
+            keys.consumer_wait(n + 1, n + 1 < n_end)
+            n += 1
+            # edge tiles, then whole ones, left of the diagonal; not causal, the same right of it; then edge tiles
+            whole = gl.maximum(sent + key_tile_end - whole_end, n)
+            edge = gl.maximum(sent + key_tile_end - whole_begin, whole)
+            right_follows = not CAUSAL
+            while n < n_end:
+                for m in range(n, whole):
+                    acc, p, row_max, row_sum = _next_tile(
+                        shared, rows, m, acc, p, row_max, row_sum, scale, zero, WARPGROUP, True, WIDE
+                    )
+                for m in range(whole, edge):
+                    acc, p, row_max, row_sum = _next_tile(
+                        shared, rows, m, acc, p, row_max, row_sum, scale, zero, WARPGROUP, False, WIDE
+                    )
+                n = edge
+                whole, edge = n_end, n_end
+                if not CAUSAL:
+                    if right_follows:
+                        right_n = sent + walk.left_visits
+                        whole = gl.maximum(right_n + right.whole_begin - walk.right_begin, n)
+                        edge = gl.maximum(right_n + right.whole_end - walk.right_begin, whole)
+                    right_follows = False
+            values.consumer_wait(n_end - 1)
+            acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
+
+            total = gl.convert_layout(gl.sum(row_sum, 1), ROW, assert_trivial=True)
+            # a row that saw no key has total 0; it gets out 0 and lse −inf
+            seen = total > 0
+            # a sum above SUM_LIMIT may be wrong; NaN is an overflow that a later tile multiplied by 0
+            fits = total < SUM_LIMIT
+            total = gl.where(seen, total, 1.0)
+            factor = 1.0 / total
+            if WIDE:
+                # out is wrong if its sum is: it becomes NaN, which are_finite finds
+                factor = gl.where(fits, factor, float("nan"))
+            lse2 = row_max + gl.log2(total)
+            if ROW_ALPHA and not CAUSAL:
+                # α of a row has another sign on either side, so it does not cancel in the backward's scores either
+                lse2 += row_alphas.load(ROW)
+            row = start + gl.arange(0, ROWS, ROW)
+            here = schedule.rows(work) + row
+            inside = row < query_length
+            gl.store(row_lse2 + here, gl.where(seen, lse2, float("inf")), mask=inside)
+            if WITH_LSE:
+                row_lse = lse2
+                if ROW_ALPHA and CAUSAL:
+                    row_lse += row_alphas.load(ROW)
+                gl.store(lse + here, gl.where(seen, row_lse * LN2, float("-inf")), mask=inside)
+
+            acc = warpgroup_mma_wait(0, (acc,))
+            values.consumer_release(n_end - 1)
+            acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC)), 1)
+            if WIDE:
+                # per warp, whether out is wrong in any row
+                wrong = gl.max(gl.where(are_finite(acc), 0, 1).reshape([WARPS, ROWS // WARPS * 4]), 1)
+                overflow.store(gl.where(published_state(shared, count) == CAREFUL, 0, wrong))
+            # out takes the place of q, which has been read and has its shape
+            q.store(acc.to(q.dtype))
+            fence_async_shared()
+            if gl.max(overflow.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0])), 0) == 0:
+                copy_engine.store(out_desc, schedule.rows_at(work, start), shared.query_tile(count, WARPGROUP))
+            for n in range(n_end, sent + tiles):
+                keys.consumer_skip(n)
+                values.consumer_skip(n)
+        else:
+            # this warpgroup has no rows: it releases the tiles that the others read
+            overflow.store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
+            tma.store_wait(0)
+            queries.consumer_release(count - 1, count > 0)
+            for n in range(sent, sent + tiles):
+                keys.consumer_skip(n)
+                values.consumer_skip(n)
+        sent += tiles
+        count += 1
+        state = wait_for_work(shared, count)
+    tma.store_wait(0)

@@ -1,0 +1,160 @@
+"""The decay as the forward reads it: α of rows, bases of key blocks, and visibility by resets and windows."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.forward.work import KEYS, ROWS
+from decayattn.backends.tiles.decay import side_of_head
+from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
+from decayattn.backends.tiles.visibility import keys_seen
+
+
+@aggregate
+class Base:
+    """α at the start of a block, as the sum of two float32 numbers."""
+
+    high: gl.tensor
+    low: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, high, low):
+        self.high = high
+        self.low = low
+
+    @gluon.jit
+    def minus(self, other):
+        """The difference as one float32 number."""
+        return (self.high - other.high) + (self.low - other.low)
+
+
+@aggregate
+class RowAlpha:
+    """α of rows relative to their anchor, as its loaded terms: only `sum` waits for the loads."""
+
+    base: Base
+    anchor_base: Base
+    local: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, base, anchor_base, local):
+        self.base = base
+        self.anchor_base = anchor_base
+        self.local = local
+
+    @gluon.jit
+    def sum(self):
+        return self.base.minus(self.anchor_base) + self.local
+
+
+@aggregate
+class Decay:
+    """Pointers to the decay: rates of a constant one, the prefix of one per token; and which keys rows see.
+
+    CAUSAL: no keys after the row's own. WINDOW: at most `left` keys before it (HAS_LEFT: a head may have a limit, since
+    its rate may reset at every token). PLANNED: the plan has the first block that a granule of rows visits
+    (skipping.py).
+    """
+
+    rates: gl.tensor
+    rate_stride: gl.tensor
+    local: gl.tensor
+    bases: gl.tensor
+    last_reset: gl.tensor
+    next_reset: gl.tensor
+    left: gl.tensor
+    plan: gl.tensor
+    KIND: gl.constexpr
+    CAUSAL: gl.constexpr
+    WINDOW: gl.constexpr
+    PLANNED: gl.constexpr
+    HAS_LEFT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, rates, rate_stride, local, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED
+    ):
+        self.rates = rates
+        self.rate_stride = rate_stride
+        self.local = local
+        self.bases = bases
+        self.last_reset = last_reset
+        self.next_reset = next_reset
+        self.left = left
+        self.plan = plan
+        self.KIND = gl.constexpr(KIND)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.PLANNED = gl.constexpr(PLANNED)
+        self.HAS_LEFT = gl.constexpr(WINDOW or KIND == "constant")
+
+    @gluon.jit
+    def of(self, schedule, work):
+        """The same decay with pointers to the sequence and head of a work tile, and with the window of the head."""
+        tokens = schedule.tokens(work)
+        left = self.left
+        if self.KIND == "constant":
+            left = side_of_head(self.rates, self.rate_stride, work.head, self.left if self.WINDOW else None)
+        return Decay(
+            self.rates, self.rate_stride, self.local + tokens, self.bases + schedule.blocks(work) * 2,
+            self.last_reset + tokens, self.next_reset + tokens, left, self.plan + schedule.granules(work),
+            self.KIND, self.CAUSAL, self.WINDOW, self.PLANNED,
+        )  # fmt: skip
+
+    @gluon.jit
+    def first_key(self, position):
+        """The first key that a position sees: its last reset, or where its window begins."""
+        HAS_RESETS: gl.constexpr = self.KIND == "scalar"
+        if self.HAS_LEFT:
+            first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS, self.left)
+        else:
+            first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS)
+        return first
+
+    @gluon.jit
+    def keys_end(self, position, key_length):
+        """Where the keys end that a position sees, not causal: its next reset, or the sequence."""
+        HAS_RESETS: gl.constexpr = self.KIND == "scalar"
+        if self.KIND == "constant":
+            # not causal, a window is a rate's that resets everywhere, and as wide to the right
+            _, end = keys_seen(
+                position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS, None, self.left
+            )
+        else:
+            _, end = keys_seen(position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS)
+        return end
+
+    @gluon.jit
+    def first_visited(self, position, row):
+        """The first key that a row at this position sees, or that its granule's plan visits, if that is later."""
+        first = self.first_key(position)
+        if self.PLANNED:
+            first = gl.maximum(first, gl.load(self.plan + row // ROWS) * KEYS)
+        return first
+
+    @gluon.jit
+    def rate(self, head):
+        """γ of a head in base 2."""
+        if self.KIND == "constant":
+            rate = gl.load(self.rates + head * self.rate_stride)
+            rate = gl.where(rate < RESET_BELOW, 0.0, (rate * LOG2E).to(gl.float32))
+        else:
+            rate = 0.0
+        return rate
+
+    @gluon.jit
+    def base(self, tile):
+        """α at the start of a tile's block."""
+        here = self.bases + gl.maximum(tile, 0) * 2
+        return Base(gl.load(here), gl.load(here + 1))
+
+    @gluon.jit
+    def row_alpha(self, position, anchor, rate):
+        """α of positions relative to the anchor."""
+        if self.KIND == "scalar":
+            token = gl.maximum(position, 0)
+            alpha = RowAlpha(self.base(token // KEYS), self.base(anchor // KEYS), gl.load(self.local + token))
+        else:
+            zero = (anchor * 0).to(gl.float32)
+            alpha = RowAlpha(Base(zero, zero), Base(zero, zero), (position - anchor).to(gl.float32) * rate)
+        return alpha

@@ -1,0 +1,243 @@
+"""Shared memory of the forward, and the record of a work tile that the producer publishes and the consumers read."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decayattn.backends.hopper.common import copy_engine, descriptors
+from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.fragments import DEPTH
+from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, stage, store_word
+from decayattn.backends.hopper.common.tile_table import TileBounds, dense_bounds, stacked
+from decayattn.backends.hopper.config import KEY_TILE
+from decayattn.backends.hopper.forward.work import KEYS, QueryWork
+from decayattn.backends.tiles import parts
+
+WARPS: gl.constexpr = gl.constexpr(4)
+# consumer warpgroups, as a width that a tensor can have
+WARPGROUPS_PADDED: gl.constexpr = gl.constexpr(4)
+# work tiles whose queries are in shared memory at once: one in use, one on its way
+SLOTS: gl.constexpr = gl.constexpr(2)
+# rows of β that the copy engine fetches, keys of a tile that it fetches, and such tiles of a block
+COLUMNS: gl.constexpr = gl.constexpr(parts.COLUMNS)
+PART_KEYS: gl.constexpr = gl.constexpr(descriptors.PART_KEYS)
+BETA_TILES: gl.constexpr = gl.constexpr(KEY_TILE // descriptors.PART_KEYS)
+
+# the states of a record: a first pass, a second one in which every tile is an edge tile, and no work tile any more
+NORMAL: gl.constexpr = gl.constexpr(0)
+CAREFUL: gl.constexpr = gl.constexpr(1)
+END: gl.constexpr = gl.constexpr(2)
+
+# the words of a record (publish, published_work); those from QUERY_LENGTH on are written for RAGGED calls only
+STATE: gl.constexpr = gl.constexpr(0)
+INDEX: gl.constexpr = gl.constexpr(1)
+TILES: gl.constexpr = gl.constexpr(2)
+TILE_END: gl.constexpr = gl.constexpr(3)
+START: gl.constexpr = gl.constexpr(4)
+ENTRY: gl.constexpr = gl.constexpr(5)
+HEAD_ROW: gl.constexpr = gl.constexpr(6)
+QUERY_LENGTH: gl.constexpr = gl.constexpr(7)
+KEY_LENGTH: gl.constexpr = gl.constexpr(8)
+FIRST_ROW: gl.constexpr = gl.constexpr(9)
+FIRST_TOKEN: gl.constexpr = gl.constexpr(10)
+FIRST_BLOCK: gl.constexpr = gl.constexpr(11)
+WORDS: gl.constexpr = gl.constexpr(12)
+
+
+@aggregate
+class ForwardShared:
+    """All shared memory of the forward.
+
+    Three pipelines have barriers of their own: queries (SLOTS work tiles), keys and values (STAGES key tiles). The
+    others follow one of them:
+
+    with queries  published   the record of the work tile; its own barrier says that it is there
+                  firsts      the smallest and the largest first key of each warpgroup's rows
+                  ends        the same of the ends of their keys; not read if causal
+                  overflows   whether the sums of each warp overflowed: written by consumers, read by the producer
+                  beta        −α_j / scale of a block's keys, if the decay is constant
+    with keys     beta        the same, if the decay is per token
+                  differences α at each warpgroup's anchor minus α at the start of the tile's block
+    constant      signs       ones and minus ones: what multiplies beta left and right of the diagonal; not causal only
+    a warpgroup's row_alphas  α of its rows, from the first tile of a work tile to its end
+                  fences      see consumer.next_tile
+    """
+
+    queries: Pipeline
+    keys: Pipeline
+    values: Pipeline
+    published: Pipeline
+    beta: gl.shared_memory_descriptor
+    differences: gl.shared_memory_descriptor
+    firsts: gl.shared_memory_descriptor
+    ends: gl.shared_memory_descriptor
+    signs: gl.shared_memory_descriptor
+    overflows: gl.shared_memory_descriptor
+    fences: gl.shared_memory_descriptor
+    row_alphas: gl.shared_memory_descriptor
+    WARPGROUPS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, queries, keys, values, published, beta, differences, firsts, ends, signs, overflows, fences, row_alphas,
+        WARPGROUPS,
+    ):  # fmt: skip
+        self.queries = queries
+        self.keys = keys
+        self.values = values
+        self.published = published
+        self.beta = beta
+        self.differences = differences
+        self.firsts = firsts
+        self.ends = ends
+        self.signs = signs
+        self.overflows = overflows
+        self.fences = fences
+        self.row_alphas = row_alphas
+        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
+
+    @gluon.jit
+    def query_tile(self, count, WARPGROUP: gl.constexpr):
+        """A warpgroup's q of the count-th work tile, and then its out."""
+        return self.queries.tiles.index(stage(count, SLOTS) * self.WARPGROUPS + WARPGROUP)
+
+    @gluon.jit
+    def overflow(self, count, WARPGROUP: gl.constexpr):
+        """Whether sums of a warpgroup overflowed in the count-th work tile: (WARPS,)."""
+        return self.overflows.index(stage(count, SLOTS) * WARPGROUPS_PADDED + WARPGROUP)
+
+    @gluon.jit
+    def overflowed(self, count):
+        """Whether any sum overflowed in the work tile that last used the slot of the count-th one."""
+        EVERY: gl.constexpr = gl.BlockedLayout([WARPS], [32], [1], [0])
+        some = 0
+        for w in gl.static_range(self.WARPGROUPS):
+            some |= gl.max(self.overflow(count, w).load(EVERY), 0)
+        return some != 0
+
+
+@gluon.jit
+def allocate_beta(desc, COUNT: gl.constexpr):
+    """(COUNT, DEPTH, KEYS): what products add to the scores of tiles; zeros but for the rows that load_beta fetches."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DEPTH, KEYS], gl.bfloat16)
+    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    beta = gl.allocate_shared_memory(gl.bfloat16, [COUNT, DEPTH, KEYS], LAYOUT)
+    for n in gl.static_range(COUNT):
+        beta.index(n).store(gl.full([DEPTH, KEYS], 0.0, gl.bfloat16, ZEROS))
+    return beta
+
+
+@gluon.jit
+def load_beta(desc, block, barrier, beta, n):
+    """Fetch the parts of a block's keys, as BETA_TILES tiles of the descriptor. The other rows of beta stay zeros."""
+    COUNT: gl.constexpr = beta.shape[0] * BETA_TILES * (DEPTH // COLUMNS)
+    tiles = copy_engine.reinterpret(beta, gl.bfloat16, stacked(COUNT, desc.block_shape), desc.layout)
+    for part in gl.static_range(BETA_TILES):
+        tile = tiles.index((n * BETA_TILES + part) * (DEPTH // COLUMNS))
+        copy_engine.load(desc, [block, 0, part * PART_KEYS], barrier, tile)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The record of a work tile
+
+
+@gluon.jit
+def publish(
+    shared, count, state, index, work, tiles, tile_end, firsts, ends, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Publish the count-th work tile of this program: `tiles` visits of key tiles, from tile_end down (work.Walk).
+
+    firsts, ends: (smallest, largest) over the rows of each warpgroup.
+    """
+    words, word, bounds = shared.published.tiles, stage(count, SLOTS) * WORDS, work.bounds
+    store_word(words, word + STATE, state)
+    store_word(words, word + INDEX, index)
+    store_word(words, word + TILES, tiles)
+    store_word(words, word + TILE_END, tile_end)
+    # a work tile without key tiles has no rows either
+    store_word(words, word + START, gl.where(tiles > 0, bounds.start, bounds.query_length))
+    store_word(words, word + ENTRY, bounds.entry)
+    store_word(words, word + HEAD_ROW, work.head_row)
+    if RAGGED:
+        store_word(words, word + QUERY_LENGTH, bounds.query_length)
+        store_word(words, word + KEY_LENGTH, bounds.key_length)
+        store_word(words, word + FIRST_ROW, bounds.first_row)
+        store_word(words, word + FIRST_TOKEN, bounds.first_token)
+        store_word(words, word + FIRST_BLOCK, bounds.first_block)
+    smallest(shared.firsts, count).store(firsts[0])
+    largest(shared.firsts, count).store(firsts[1])
+    if not CAUSAL:
+        smallest(shared.ends, count).store(ends[0])
+        largest(shared.ends, count).store(ends[1])
+    shared.published.producer_commit(count)
+
+
+@gluon.jit
+def publish_end(shared, count):
+    """Publish that there is no work tile any more."""
+    store_word(shared.published.tiles, stage(count, SLOTS) * WORDS + STATE, END)
+    shared.published.producer_commit(count)
+
+
+@gluon.jit
+def published_index(shared, count):
+    """The number of the work tile that last used the slot of the count-th one; for the producer."""
+    return load_word(shared.published.tiles, stage(count, SLOTS) * WORDS + INDEX, 1)
+
+
+@gluon.jit
+def published_state(shared, count):
+    """The state of the count-th work tile, from when it is published until its queries are released."""
+    return load_word(shared.published.tiles, stage(count, SLOTS) * WORDS + STATE)
+
+
+@gluon.jit
+def wait_for_work(shared, count):
+    """The state of the count-th work tile, once it is published."""
+    shared.published.consumer_wait(count)
+    return published_state(shared, count)
+
+
+@gluon.jit
+def published_work(shared, count, schedule):
+    """(work, tiles, tile_end) of a published work tile, until its queries are released."""
+    words, word = shared.published.tiles, stage(count, SLOTS) * WORDS
+    start = load_word(words, word + START)
+    entry, head_row = load_word(words, word + ENTRY), load_word(words, word + HEAD_ROW)
+    if schedule.RAGGED:
+        bounds = TileBounds(
+            start, load_word(words, word + QUERY_LENGTH), load_word(words, word + KEY_LENGTH), entry,
+            load_word(words, word + FIRST_ROW), load_word(words, word + FIRST_TOKEN),
+            load_word(words, word + FIRST_BLOCK), start * 0,
+        )  # fmt: skip
+    else:
+        bounds = dense_bounds(start, schedule.query_axis, schedule.key_axis, entry)
+    work = QueryWork(bounds, head_row, head_row - entry * schedule.heads)
+    return work, load_word(words, word + TILES), load_word(words, word + TILE_END)
+
+
+@gluon.jit
+def smallest(ranges, count):
+    """Of firsts or ends of the count-th work tile, the smallest over the rows of each warpgroup."""
+    return ranges.index(stage(count, SLOTS) * 2)
+
+
+@gluon.jit
+def largest(ranges, count):
+    """The same, the largest."""
+    return ranges.index(stage(count, SLOTS) * 2 + 1)
+
+
+@gluon.jit
+def select(values, WARPGROUP: gl.constexpr):
+    """One warpgroup's number, of one number per warpgroup in shared memory."""
+    # every thread reads all of them and keeps one
+    EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0])
+    every = values.load(EVERY)
+    mine = gl.arange(0, WARPGROUPS_PADDED, EVERY) == WARPGROUP
+    return gl.sum(gl.where(mine, every, 0), 0)
+
+
+@gluon.jit
+def minimum(values):
+    """The smallest of one number per warpgroup in shared memory."""
+    return gl.min(values.load(gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0])), 0)

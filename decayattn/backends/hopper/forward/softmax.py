@@ -1,0 +1,99 @@
+"""The online softmax of a tile: its maximum, its exponentials, their sum, and the correction of earlier sums."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decayattn.backends.hopper.common.fragments import SHARES, by_threads, shares
+from decayattn.backends.hopper.forward.shared import CAREFUL, published_state
+from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
+
+# powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
+LAG: gl.constexpr = gl.constexpr(8.0)
+# the largest sum of a row that is trusted where its maximum did not move: far from float32's 2^128
+SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**64)
+# powers of two by which p is made smaller where all tiles are edges: 2^24 keys, each of up to 2^LAG, sum up to 1 then,
+# and P V to no more than the largest value
+HEADROOM: gl.constexpr = gl.constexpr(32.0)
+
+
+def _rescale_assembly(width):
+    """acc · correction for the `width` accumulators of a thread, skipped where no thread of the warp has a correction.
+
+    Operands: the results; the accumulators, in the results' registers; the correction of each. A thread has two rows,
+    which alternate every two accumulators.
+    """
+    first_row, second_row = f"${2 * width}", f"${2 * width + 2}"
+    lines = [
+        "{",
+        ".reg .pred changed, any;",
+        f"setp.neu.f32 changed, {first_row}, 0f3F800000;",
+        f"setp.neu.or.f32 changed, {second_row}, 0f3F800000, changed;",
+        "vote.sync.any.pred any, changed, 0xffffffff;",
+        "@!any bra DONE;",
+        *(f"mul.f32 ${n}, ${n}, {second_row if n // 2 % 2 else first_row};" for n in range(width)),
+        "DONE:",
+        "}",
+    ]
+    constraints = ["=r"] * width + [str(n) for n in range(width)] + ["r"] * width
+    return "\n".join(lines), ",".join(constraints)
+
+
+RESCALE_32: gl.constexpr = gl.constexpr(_rescale_assembly(32))
+RESCALE_64: gl.constexpr = gl.constexpr(_rescale_assembly(64))
+
+
+@gluon.jit
+def rescale_accumulator(acc, correction, D: gl.constexpr):
+    """acc · correction; the multiplications are skipped where every correction of a warp is 1."""
+    correction = gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout)), 1)
+    _, factors = gl.broadcast(acc, correction)
+    RESCALE: gl.constexpr = RESCALE_32 if D == 64 else RESCALE_64
+    return gl.inline_asm_elementwise(
+        RESCALE[0], RESCALE[1], [acc, factors], dtype=gl.float32, is_pure=True, pack=D // 2
+    )
+
+
+@gluon.jit
+def _anchored(score, row_max, difference, scale):
+    """(row_max, anchor): the new row_max, and the finite number that scores are taken relative to.
+
+    row_max lags behind the true maximum: it moves only when a row's scores grow by more than LAG, so that most tiles
+    correct nothing. p is at most 2^LAG then.
+    """
+    tile_max = gl.max(score, 1) * scale + difference
+    new_max = gl.where(tile_max > row_max + LAG, tile_max, row_max)
+    return new_max, finite_or_zero(new_max)
+
+
+@gluon.jit
+def softmax(score, row_max, row_sum, difference, scale, shared, count, EDGE: gl.constexpr, WIDE: gl.constexpr):
+    """(p, row_max, row_sum, correction): p of a tile, unnormalised, and the factor for earlier sums.
+
+    WIDE: p has the exponents of float32, so that only edge tiles look for a maximum; the correction of the others is
+    not read. A row that has no maximum yet gets p = inf, an overflow.
+    """
+    raised = difference
+    if EDGE and WIDE:
+        # an overflow stays one, however far this tile moves the maximum
+        row_sum = gl.where(row_sum >= SUM_LIMIT, float("inf"), row_sum)
+        # read again for every edge tile, which are few: it would need a register otherwise
+        raised += gl.where(published_state(shared, count) == CAREFUL, HEADROOM, 0.0)
+    new_max, anchor = row_max, row_max
+    correction = row_max
+    if EDGE or not WIDE:
+        new_max, anchor = _anchored(score, row_max, raised, scale)
+        correction = rescale(row_max, anchor)
+        row_sum *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
+    p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
+    row_sum += shares(by_threads(p))
+    return p, new_max, row_sum, correction
+
+
+@gluon.jit
+def are_finite(out):
+    """(rows, 4): whether the numbers that a thread has of a row are finite and at most about 2^64.
+
+    One instruction tests two of them: it adds their product to a sum.
+    """
+    even, odd = gl.split(by_threads(out))
+    return gl.abs(gl.sum(even * odd, 1)) < float("inf")

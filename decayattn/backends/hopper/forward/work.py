@@ -1,0 +1,199 @@
+"""The forward's work tiles, their order, and the order in which each visits its key tiles.
+
+A work tile is a tile of query rows of one sequence and one head: 64 rows for every consumer warpgroup.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
+from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
+from decayattn.backends.planning.sequences import parts_before
+
+ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
+KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
+
+
+@aggregate
+class QuerySchedule:
+    """The lengths and heads of a call, and the order of its work tiles.
+
+    Dense, every batch entry is one sequence, and row_tiles counts the tiles of one entry. RAGGED, the tiles of all
+    sequences are in a table, and row_tiles counts all of them. The axes are those of the tensors in memory.
+    """
+
+    work_tiles: gl.tensor
+    row_tiles: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    together: gl.tensor
+    query_axis: gl.tensor
+    key_axis: gl.tensor
+    block_axis: gl.tensor
+    granule_axis: gl.tensor
+    table: gl.tensor
+    RAGGED: gl.constexpr
+    PACKED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, work_tiles, row_tiles, heads, group, together, query_axis, key_axis, block_axis, granule_axis, table,
+        RAGGED, PACKED,
+    ):  # fmt: skip
+        self.work_tiles = work_tiles
+        self.row_tiles = row_tiles
+        self.heads = heads
+        self.group = group
+        self.together = together
+        self.query_axis = query_axis
+        self.key_axis = key_axis
+        self.block_axis = block_axis
+        self.granule_axis = granule_axis
+        self.table = table
+        self.RAGGED = gl.constexpr(RAGGED)
+        self.PACKED = gl.constexpr(PACKED)
+
+    @gluon.jit
+    def head_and_tile(self, index):
+        """(head_row, tile) of a work tile. `together` heads, whose keys fit the cache, take turns tile by tile; the
+        last chunk may have fewer heads."""
+        chunk = self.together * self.row_tiles
+        first, rest = index // chunk * self.together, index % chunk
+        heads = gl.minimum(self.together, self.work_tiles // self.row_tiles - first)
+        return first + rest % heads, rest // heads
+
+    @gluon.jit
+    def dense_work(self, index, TILE: gl.constexpr):
+        """The tiles that see the most keys come first."""
+        head_row, tile = self.head_and_tile(index)
+        start = (self.row_tiles - 1 - tile) * TILE
+        bounds = dense_bounds(start, self.query_axis, self.key_axis, head_row // self.heads)
+        return QueryWork(bounds, head_row, head_row % self.heads)
+
+    @gluon.jit
+    def ragged_work(self, index, bounds):
+        head, _ = self.head_and_tile(index)
+        return QueryWork(bounds, bounds.entry * self.heads + head, head)
+
+    @gluon.jit
+    def find(self, index, TILE: gl.constexpr):
+        """The work tile of this number."""
+        if self.RAGGED:
+            _, tile = self.head_and_tile(index)
+            work = self.ragged_work(index, load_bounds(self.table, tile))
+        else:
+            work = self.dense_work(index, TILE)
+        return work
+
+    @gluon.jit
+    def rows(self, work):
+        """Where the rows of a work tile's sequence and head begin in a buffer (B, H, T_q)."""
+        return work.head_row.to(gl.int64) * self.query_axis + work.bounds.first_row
+
+    @gluon.jit
+    def tokens(self, work):
+        return work.head_row.to(gl.int64) * self.key_axis + work.bounds.first_token
+
+    @gluon.jit
+    def blocks(self, work):
+        return work.head_row * self.block_axis + work.bounds.first_block
+
+    @gluon.jit
+    def granules(self, work):
+        """Where the granules of a work tile's sequence and head begin in a plan (skipping.offset_of_head)."""
+        bounds, granules = work.bounds, work.head_row * self.granule_axis
+        if self.PACKED:
+            # the sequence's number, of which the table has this much
+            sequence = bounds.first_block - bounds.first_token // KEYS
+            granules += parts_before(bounds.first_row, sequence, ROWS)
+        return granules
+
+    @gluon.jit
+    def rows_at(self, work, row):
+        """Rows of a work tile's head from `row` of its sequence on, for the copy engine."""
+        bounds = work.bounds
+        return coordinates(
+            bounds.entry, work.head, row, bounds.first_row, bounds.query_length, self.query_axis, self.RAGGED
+        )
+
+    @gluon.jit
+    def keys_at(self, work, kv_head, key):
+        """Keys of a head of keys from `key` of a work tile's sequence on, for the copy engine."""
+        bounds = work.bounds
+        return coordinates(
+            bounds.entry, kv_head, key, bounds.first_token, bounds.key_length, self.key_axis, self.RAGGED
+        )
+
+
+@aggregate
+class QueryWork:
+    """A work tile of the forward: a tile of query rows of a sequence, and its head."""
+
+    bounds: TileBounds
+    head_row: gl.tensor
+    head: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, bounds, head_row, head):
+        self.bounds = bounds
+        self.head_row = head_row
+        self.head = head
+
+    @gluon.jit
+    def first_position(self):
+        return self.bounds.key_length - self.bounds.query_length
+
+    @gluon.jit
+    def anchor(self, start):
+        """The position from which α of rows is counted, in every backend: that of the first row of a block of rows."""
+        return start // KEYS * KEYS + self.first_position()
+
+    @gluon.jit
+    def tile_end(self, start, ROWS_: gl.constexpr):
+        """End of the key tiles of the rows from `start`. It is at least 1: rows that see no key visit one tile, in
+        which every score is masked."""
+        final_row = gl.minimum(start + ROWS_, self.bounds.query_length) - 1
+        return gl.maximum(gl.cdiv(final_row + 1 + self.first_position(), KEYS), 1)
+
+    @gluon.jit
+    def first_right_key(self):
+        """The first key to the right of the diagonal, for the first row."""
+        return gl.maximum(self.bounds.start + self.first_position() + 1, 0)
+
+
+@aggregate
+class Walk:
+    """The order in which a work tile visits key tiles.
+
+    The first left_visits go down from left_end, left of the diagonal, so that softmax begins where decayed scores are
+    largest. Not CAUSAL, the others go up from right_begin, right of the diagonal. Tiles on the diagonal come twice.
+    """
+
+    left_end: gl.tensor
+    left_visits: gl.tensor
+    right_begin: gl.tensor
+    CAUSAL: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, left_end, left_visits, right_begin, CAUSAL):
+        self.left_end = left_end
+        self.left_visits = left_visits
+        self.right_begin = right_begin
+        self.CAUSAL = gl.constexpr(CAUSAL)
+
+    @gluon.jit
+    def is_right(self, visit):
+        return visit >= self.left_visits
+
+    @gluon.jit
+    def tile(self, visit):
+        tile = self.left_end - 1 - visit
+        if not self.CAUSAL:
+            tile = gl.where(self.is_right(visit), self.right_begin + (visit - self.left_visits), tile)
+        return tile
+
+    @gluon.jit
+    def tile_or_last(self, visit, bounds):
+        """tile, for a visit that may be beyond the last one."""
+        return gl.minimum(self.tile(visit), (bounds.key_length - 1) // KEYS)
