@@ -116,4 +116,7 @@ def _argument(value: Any) -> Any:
         return Pointer.to(value)
     if isinstance(value, TensorDescriptor):
         return hopper.Descriptor(value)
+    if isinstance(value, tuple):
+        elements = map(_argument, value)
+        return type(value)._make(elements) if hasattr(value, "_make") else tuple(elements)
     return Array.of(value)

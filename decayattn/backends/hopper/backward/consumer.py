@@ -199,7 +199,7 @@ def _store_dk(dk_desc, dk, n, work, shared, WARPGROUP: gl.constexpr, D: gl.const
 def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
     """One consumer warpgroup: its 64 keys of every work tile through the query tiles that see the work tile's keys.
 
-    sums: pointers to what the gradient of the decay is made of: row sums, column sums, sums per rate.
+    sums: pointers to row, column and rate sums (kernel.BackwardDecay)
     """
     rates, rate_stride, local, last_reset, next_reset = decay
     row_sums, column_sums, rate_sums = sums

@@ -56,6 +56,9 @@ Tiles, per warpgroup: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · terms (ROWS,
 dq part (64, 64).
 """
 
+from typing import NamedTuple
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -65,13 +68,53 @@ from decayattn.backends.hopper.backward.dq import COPIES, FRAGMENT_COLUMNS, FRAG
 from decayattn.backends.hopper.backward.key_sums import bit_weights, key_columns
 from decayattn.backends.hopper.backward.producer import produce
 from decayattn.backends.hopper.backward.shared import BackwardShared
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums, side_count
 from decayattn.backends.hopper.backward.zeroing import allocate_zeros
+from decayattn.backends.hopper.common.call import field
 from decayattn.backends.hopper.common.fragments import DEPTH
 from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
 from decayattn.backends.hopper.common.tile_table import allocate_tiles
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
 
+
+class BackwardDecay(NamedTuple):
+    """The tensors of the decay and of its gradient; each is read or written only where the modes say so."""
+
+    rates: Tensor  # (H,): of a constant decay
+    local: Tensor  # of a decay per token: α in its block
+    base: Tensor  # and at the blocks' beginnings, float64
+    last_reset: Tensor
+    next_reset: Tensor
+    mirror: Tensor  # the last granule of rows that visits every block of keys (skipping.last_granules); PLANNED
+    # of its gradient, not written without one
+    row_sums: Tensor  # (B, H, T_q): Σ_j dS of a row, added up; of a decay per token
+    column_sums: Tensor  # (B, H, T_k): Σ_i dS of a key; of a decay per token
+    rate_sums: Tensor  # (B, H, blocks, 2): Σ dS (i − j) of a consumer's keys; of a constant decay
+
+
+class BackwardModes(NamedTuple):
+    """What the kernel is compiled for, besides its tile."""
+
+    group: int  # query heads per head of keys
+    decay: str
+    decay_gradient: bool
+    ragged: bool
+    window: bool
+    planned: bool
+    causal: bool
+
+
+class BackwardTile(NamedTuple):
+    """config.BackwardConfig, as far as the kernel needs it."""
+
+    dim: int
+    rows: int
+    stages: int
+    slots: int
+    registers: int
+
+
+# not in a tuple: of those Triton compiles for integers that are 1 or multiples of 16, do_not_specialize or not
 _INTEGERS = [
     "rate_stride", "left", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "entries", "heads",
     "together",
@@ -80,21 +123,33 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def gradients_kernel(
-    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, zeros_desc, rates, local, base,
-    last_reset, next_reset, mirror, row_sums, column_sums, rate_sums, key_table, counters, rate_stride, scale, left,
-    query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together, D: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, DECAY: gl.constexpr,
-    DECAY_GRADIENT: gl.constexpr, RAGGED: gl.constexpr, WINDOW: gl.constexpr, PLANNED: gl.constexpr,
-    CAUSAL: gl.constexpr, SIDES: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, zeros_desc, decay_tensors, scheduler,
+    rate_stride, scale, left, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
+    MODES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of all key tiles over their groups of query heads; added up: dq, row sums, and the sums of a rate. It
     may be launched before the launch before it has ended.
 
-    counters: 0 (zeroing.py)
-    key_table: tiles of keys; not read unless RAGGED. key_tiles: those of an entry
-    left: not read unless WINDOW; mirror (skipping.last_granules): not read unless PLANNED
+    scheduler: key_table, the tiles of keys, which is not read unless RAGGED; and counters, 0 (zeroing.py)
+    left: keys before its own that a row sees; not read unless WINDOW
     query_length, key_length, blocks (of the decay prefix): lengths of the axes on which the sequences lie
+    key_tiles: those of an entry; together: heads of keys that are computed at the same time (KeySchedule)
     """
+    GROUP: gl.constexpr = field(MODES, "group")
+    DECAY: gl.constexpr = field(MODES, "decay")
+    DECAY_GRADIENT: gl.constexpr = field(MODES, "decay_gradient")
+    RAGGED: gl.constexpr = field(MODES, "ragged")
+    WINDOW: gl.constexpr = field(MODES, "window")
+    PLANNED: gl.constexpr = field(MODES, "planned")
+    CAUSAL: gl.constexpr = field(MODES, "causal")
+    SIDES: gl.constexpr = side_count(DECAY, CAUSAL)
+    D: gl.constexpr = field(TILE, "dim")
+    ROWS: gl.constexpr = field(TILE, "rows")
+    STAGES: gl.constexpr = field(TILE, "stages")
+    SLOTS: gl.constexpr = field(TILE, "slots")
+    REGISTERS: gl.constexpr = field(TILE, "registers")
+    rates, local, base, last_reset, next_reset, mirror, row_sums, column_sums, rate_sums = decay_tensors
+    key_table, counters = scheduler
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STEP: gl.constexpr = product_keys(D, has_row_sums(DECAY, DECAY_GRADIENT))
@@ -165,8 +220,8 @@ def gradients_kernel(
 
     decay = (rates, rate_stride, local, last_reset, next_reset)
     decay_of_producer = (rates, rate_stride, base, last_reset, next_reset)
-    sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc)
     sums = (row_sums, column_sums, rate_sums)
+    sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc)
     gl.warp_specialize(
         [
             (consume, (schedule, shared, dq_desc, dk_desc, decay, sums, scale, 0, D)),

@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from decayattn.backends.hopper import config
-from decayattn.backends.hopper.backward.kernel import gradients_kernel
+from decayattn.backends.hopper.backward.kernel import (
+    BackwardDecay,
+    BackwardModes,
+    BackwardTile,
+    gradients_kernel,
+)
 from decayattn.backends.hopper.backward.row_terms import row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.backward.work import side_count
 from decayattn.backends.hopper.backward.zeroing import LINES
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.common.call import heads_together, left_of, source_of
@@ -72,8 +78,7 @@ def backward(
         new, unused = row_references.new_empty, row_references
         rates, rate_stride = (log_decay, log_decay.stride(0)) if constant else (unused, 0)
         blocks = sequence_blocks.decay_blocks(problem)
-        # sides of the diagonal, which are visited one after the other (work.py)
-        sides = 1 if problem.causal or problem.decay == "none" else 2
+        sides = side_count(problem.decay, problem.causal)
         decay_of_rows = (rates, rate_stride, prefix.local, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // _FRAGMENTS[1], _FRAGMENTS[1])
@@ -104,20 +109,25 @@ def backward(
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
             if places is not None:
                 rate_sums.zero_()  # there are more blocks than tiles
+        decay_tensors = BackwardDecay(
+            rates, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset, mirror, row_sums, column_sums,
+            rate_sums,
+        )  # fmt: skip
+        modes = BackwardModes(
+            group, problem.decay, decay_gradient, ragged=places is not None, window=problem.window[0] >= 0,
+            planned=planned, causal=problem.causal,
+        )  # fmt: skip
         launch(
             gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
             source(q, tile.rows, dim), source(k, config.WARPGROUP_ROWS, dim), source(v, config.WARPGROUP_ROWS, dim),
             source(d_out, tile.rows, dim), descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, config.HEAD_DIMS[0]), source(dv, config.WARPGROUP_ROWS, dim),
             descriptors.plain(dq_fragments, _FRAGMENTS[0]), descriptors.plain(dq_fragments, LINES.value),
-            rates, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset,
-            mirror, row_sums, column_sums, rate_sums, unused if tiles.keys is None else tiles.keys, counters,
-            rate_stride, scale, left_of(problem), problem.query_length, problem.key_length, blocks, tiles.row_tiles,
-            tiles.key_tiles, entries, problem.num_heads, together, D=dim, ROWS=tile.rows,
-            STAGES=tile.stages, SLOTS=tile.slots, GROUP=group, DECAY=problem.decay, DECAY_GRADIENT=decay_gradient,
-            RAGGED=places is not None, WINDOW=problem.window[0] >= 0, PLANNED=planned, CAUSAL=problem.causal,
-            SIDES=sides, REGISTERS=tile.registers, num_warps=4, maxnreg=tile.launch_registers, launch_pdl=True,
-            **COMPILER_OPTIONS,
+            decay_tensors, (unused if tiles.keys is None else tiles.keys, counters), rate_stride, scale,
+            left_of(problem), problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles,
+            entries, problem.num_heads, together, MODES=modes,
+            TILE=BackwardTile(dim, tile.rows, tile.stages, tile.slots, tile.registers), num_warps=4,
+            maxnreg=tile.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )  # fmt: skip
 
         dq_parts = tiles.row_tiles * (tile.rows // _PART) * (dim // _PART)

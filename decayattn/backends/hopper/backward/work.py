@@ -31,6 +31,12 @@ def has_row_sums(DECAY, DECAY_GRADIENT):
     return DECAY_GRADIENT and DECAY == "scalar"
 
 
+@gluon.constexpr_function
+def side_count(DECAY, CAUSAL):
+    """How many sides of the diagonal are visited one after the other: 2 where a decay has another sign on each."""
+    return 1 if CAUSAL or DECAY == "none" else 2
+
+
 @aggregate
 class KeySchedule:
     """The lengths and heads of a call, and the order of its work tiles.

@@ -1,14 +1,22 @@
-"""What both launches ask of a call: how tensors are addressed, how far rows see, which heads are worked at together."""
+"""What launches ask of a call (how tensors are addressed, how far rows see, which heads are computed together), and how
+kernels read the tuples that they are compiled for."""
 
 from collections.abc import Callable
 
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.common import descriptors
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.problem import AttentionProblem
+
+
+@gluon.constexpr_function
+def field(of_call, name):
+    """A field of a NamedTuple that a kernel is compiled for."""
+    return getattr(of_call, name)
 
 
 def left_of(problem: AttentionProblem) -> int:

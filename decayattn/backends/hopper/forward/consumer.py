@@ -112,7 +112,7 @@ def _next_tile(
 def consume(shared, schedule, decay, outputs, scale, WARPGROUP: gl.constexpr, WITH_LSE: gl.constexpr, D: gl.constexpr):
     """One consumer warpgroup: 64 query rows of every work tile through the keys that they see.
 
-    outputs: the descriptor of out, and pointers to lse and row_lse2, what a backward reads.
+    outputs: the descriptor of out, and pointers to lse and row_lse2 (forward_kernel).
     """
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -120,7 +120,8 @@ def consume(shared, schedule, decay, outputs, scale, WARPGROUP: gl.constexpr, WI
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     KIND: gl.constexpr = decay.KIND
     CAUSAL: gl.constexpr = decay.CAUSAL
-    out_desc, lse, row_lse2 = outputs
+    out_desc, row_outputs = outputs
+    lse, row_lse2 = row_outputs
     queries, keys, values = shared.queries, shared.keys, shared.values
     WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
     # whether α of the rows is needed

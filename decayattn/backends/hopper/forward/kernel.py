@@ -41,10 +41,14 @@ Tiles, per warpgroup: q, out (64, D) · k, v (KEYS, D) · beta (16, KEYS) · sco
 acc (64, D) · row_sum (64, 4), the partial sums of the four threads that share a row.
 """
 
+from typing import NamedTuple
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from decayattn.backends.hopper.common.call import field
 from decayattn.backends.hopper.common.fragments import DEPTH
 from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
 from decayattn.backends.hopper.common.tile_table import allocate_tiles
@@ -62,6 +66,41 @@ from decayattn.backends.hopper.forward.shared import (
 from decayattn.backends.hopper.forward.work import ROWS, QuerySchedule
 from decayattn.backends.runtime.dependent_launch import wait_for_launch_before
 
+
+class ForwardDecay(NamedTuple):
+    """The tensors of the decay; each is read only where the modes say so."""
+
+    rates: Tensor  # (H,): of a constant decay
+    local: Tensor  # of a decay per token: α in its block
+    bases: Tensor  # and at the blocks' beginnings, as pairs of float32
+    last_reset: Tensor
+    next_reset: Tensor  # not causal
+    plan: Tensor  # the first block of keys that every granule of rows visits; PLANNED, which needs CAUSAL
+
+
+class ForwardModes(NamedTuple):
+    """What the kernel is compiled for, besides its tile."""
+
+    decay: str
+    ragged: bool
+    packed: bool
+    causal: bool
+    window: bool
+    planned: bool
+    with_lse: bool
+
+
+class ForwardTile(NamedTuple):
+    """config.ForwardConfig, as far as the kernel needs it."""
+
+    dim: int
+    warpgroups: int
+    stages: int
+    registers: int
+    producer_registers: int
+
+
+# not in a tuple: of those Triton compiles for integers that are 1 or multiples of 16, do_not_specialize or not
 _INTEGERS = [
     "rate_stride", "left", "work_tiles", "row_tiles", "heads", "group", "together", "query_length", "key_length",
     "blocks", "granules",
@@ -70,23 +109,34 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, beta_desc, out_desc, lse, row_lse2, rates, local, bases, last_reset, next_reset,
-    plan, counter, table, scale, rate_stride, left, work_tiles, row_tiles, heads, group, together, query_length,
-    key_length, blocks, granules, KIND: gl.constexpr, RAGGED: gl.constexpr, PACKED: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PLANNED: gl.constexpr, WITH_LSE: gl.constexpr, D: gl.constexpr,
-    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    num_warps: gl.constexpr,
+    q_desc, k_desc, v_desc, beta_desc, out_desc, row_outputs, decay_tensors, counter, table, scale, rate_stride, left,
+    work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules, MODES: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. It may be launched before the launch before it has ended.
 
-    scale: s·log2(e), positive
-    counter: the scheduler's, 0; not read where every program has one work tile
     beta_desc: −α_j / scale of the keys; not read without a decay
+    row_outputs: lse, which is not written unless WITH_LSE, and row_lse2, what the backward reads
+    counter: the scheduler's, 0; not read where every program has one work tile
     table: tiles of rows; not read unless RAGGED
-    next_reset: not read if CAUSAL; left: unless WINDOW; plan, the first block of every granule: unless PLANNED. The
-    last two need CAUSAL
+    scale: s·log2(e), positive
+    left: keys before its own that a row sees; not read unless WINDOW, which needs CAUSAL
+    group: query heads per head of keys; together: heads that are computed at the same time (QuerySchedule)
     query_length, key_length, blocks (of the decay prefix), granules: lengths of the axes on which the sequences lie
     """
+    KIND: gl.constexpr = field(MODES, "decay")
+    RAGGED: gl.constexpr = field(MODES, "ragged")
+    PACKED: gl.constexpr = field(MODES, "packed")
+    CAUSAL: gl.constexpr = field(MODES, "causal")
+    WINDOW: gl.constexpr = field(MODES, "window")
+    PLANNED: gl.constexpr = field(MODES, "planned")
+    WITH_LSE: gl.constexpr = field(MODES, "with_lse")
+    D: gl.constexpr = field(TILE, "dim")
+    WARPGROUPS: gl.constexpr = field(TILE, "warpgroups")
+    STAGES: gl.constexpr = field(TILE, "stages")
+    REGISTERS: gl.constexpr = field(TILE, "registers")
+    PRODUCER_REGISTERS: gl.constexpr = field(TILE, "producer_registers")
+    rates, local, bases, last_reset, next_reset, plan = decay_tensors
     decay = Decay(rates, rate_stride, local, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED)
 
     q_tiles = allocate_tiles(q_desc, SLOTS * WARPGROUPS)
@@ -128,7 +178,7 @@ def forward_kernel(
         ends, signs, overflows, fences, row_alphas, WARPGROUPS,
     )  # fmt: skip
 
-    outputs = (out_desc, lse, row_lse2)
+    outputs = (out_desc, row_outputs)
     sources = (q_desc, k_desc, v_desc, beta_desc)
     if WARPGROUPS == 2:
         gl.warp_specialize(

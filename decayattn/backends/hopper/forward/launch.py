@@ -8,7 +8,7 @@ from torch import Tensor
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.common.call import heads_together, left_of, source_of
-from decayattn.backends.hopper.forward.kernel import forward_kernel
+from decayattn.backends.hopper.forward.kernel import ForwardDecay, ForwardModes, ForwardTile, forward_kernel
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
@@ -43,27 +43,31 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         source = source_of(problem)
         q_desc = source(q, config.WARPGROUP_ROWS, dim)
         head_rows = problem.num_heads * (problem.batch if places is None else 1)
-        items = tiles.row_tiles * head_rows
+        work_tiles = tiles.row_tiles * head_rows
         group = problem.num_heads // problem.num_kv_heads
         keys_and_values = problem.longest_key * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-        programs = min(items, launching.multiprocessors(problem.device))
+        programs = min(work_tiles, launching.multiprocessors(problem.device))
+        constant = problem.decay == "constant"
+        decay_tensors = ForwardDecay(
+            log_decay if constant else row_references, prefix.local, bases, prefix.last_reset, prefix.next_reset,
+            first_block,
+        )  # fmt: skip
+        modes = ForwardModes(
+            problem.decay, ragged=places is not None, packed=problem.layout == "packed", causal=problem.causal,
+            window=problem.window[0] >= 0, planned=skipping.is_planned(problem), with_lse=with_lse,
+        )  # fmt: skip
+        tile = ForwardTile(
+            dim, schedule.warpgroups, schedule.stages, schedule.registers, schedule.producer_registers
+        )  # fmt: skip
         launch(
             forward_kernel, programs,
             q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
             q_desc if beta is None else descriptors.key_parts(beta),
-            source(out, config.WARPGROUP_ROWS, dim),
-            lse if with_lse else row_references, row_references,
-            log_decay if problem.decay == "constant" else row_references,
-            prefix.local, bases, prefix.last_reset, prefix.next_reset, first_block, counter,
-            row_references if tiles.rows is None else tiles.rows,
-            score_scale, log_decay.stride(0) if problem.decay == "constant" else 0, left_of(problem),
-            items, tiles.row_tiles, problem.num_heads, group,
-            heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
-            sequence_blocks.decay_blocks(problem), first_block.shape[-1],
-            KIND=problem.decay, RAGGED=places is not None, PACKED=problem.layout == "packed",
-            CAUSAL=problem.causal, WINDOW=problem.window[0] >= 0, PLANNED=skipping.is_planned(problem),
-            WITH_LSE=with_lse, D=dim, WARPGROUPS=schedule.warpgroups, STAGES=schedule.stages,
-            REGISTERS=schedule.registers, PRODUCER_REGISTERS=schedule.producer_registers, num_warps=4,
+            source(out, config.WARPGROUP_ROWS, dim), (lse if with_lse else row_references, row_references),
+            decay_tensors, counter, row_references if tiles.rows is None else tiles.rows, score_scale,
+            log_decay.stride(0) if constant else 0, left_of(problem), work_tiles, tiles.row_tiles, problem.num_heads,
+            group, heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
+            sequence_blocks.decay_blocks(problem), first_block.shape[-1], MODES=modes, TILE=tile, num_warps=4,
             maxnreg=schedule.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )  # fmt: skip
         return out, lse, Saved(row_references, *prefix, first_block)
