@@ -119,8 +119,8 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     counters = torch.full([4], 7, dtype=torch.int32, device=device)
     block = launch_backward._ROW_TERMS_BLOCK
     row_terms_kernel[(tiles.row_tiles * rows // block * HEADS,)](
-        out, d_out, d_lse, references, terms, row_sums, fragments, counters, tiles.rows,
-        of_rows if sides == 2 else None, out.stride(), d_out.stride(), d_lse.stride(), -8.0, problem.query_length,
+        out, d_out, d_lse, references, terms, (row_sums, fragments, counters), tiles.rows,
+        of_rows if sides == 2 else None, (out.stride(), d_out.stride(), d_lse.stride()), -8.0, problem.query_length,
         tiles.row_tiles, HEADS, 1, 3, D=WIDTH, VALUE_DIM=DIM, ROWS=rows, BLOCK_M=block, DECAY=decay, SIDES=sides,
         HAS_D_LSE=True, ROW_SUMS=True,
     )  # fmt: skip

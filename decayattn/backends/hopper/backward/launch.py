@@ -89,11 +89,11 @@ def backward(
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size, least=cdiv(config.LEAST_CHUNK_ITEMS, tiles.key_tiles))
         counters = new(cdiv(kv_heads, together), dtype=torch.int32)
+        strides = (out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride())
         launch(
             row_terms_kernel, row_blocks * head_rows,
-            out, d_out, unused if d_lse is None else d_lse, row_references, terms, row_sums, dq_fragments, counters,
-            tiles.rows, decay_of_rows if sides == 2 else None, out.stride(), d_out.stride(),
-            _NO_STRIDES if d_lse is None else d_lse.stride(), -math.log(2) / scale, problem.query_length,
+            out, d_out, unused if d_lse is None else d_lse, row_references, terms, (row_sums, dq_fragments, counters),
+            tiles.rows, decay_of_rows if sides == 2 else None, strides, -math.log(2) / scale, problem.query_length,
             tiles.row_tiles, problem.num_heads, head_rows - together * group, counters.numel(),
             D=dim, VALUE_DIM=problem.value_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, DECAY=problem.decay,
             SIDES=sides, HAS_D_LSE=d_lse is not None, ROW_SUMS=decay_gradient and scalar, num_warps=4,

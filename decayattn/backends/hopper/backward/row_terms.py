@@ -70,8 +70,8 @@ def _of_program(heads, parts):
 
 @triton.jit(do_not_specialize=["row_tiles", "first_zeroed", "counters_end"])
 def row_terms_kernel(
-    out, d_out, d_lse, row_lse2, terms, row_sums, dq_fragments, counters, table, decay, out_strides,
-    d_out_strides, d_lse_strides, score_factor, query_length, row_tiles, heads, first_zeroed, counters_end,
+    out, d_out, d_lse, row_lse2, terms, zeroed, table, decay, strides, score_factor, query_length, row_tiles, heads,
+    first_zeroed, counters_end,
     D: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DECAY: tl.constexpr,
     SIDES: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -84,8 +84,11 @@ def row_terms_kernel(
     the sign of the side; decay is what _row_alpha reads, None with one side.
 
     This kernel also zeroes what the next one adds to first: the row sums, dq of the head rows from first_zeroed on, and
-    the counters, of which there are no more than programs here.
+    the counters, of which there are no more than programs here: (row sums, dq fragments, counters) are `zeroed`.
+    strides are those of out, d_out and d_lse.
     """
+    row_sums, dq_fragments, counters = zeroed
+    out_strides, d_out_strides, d_lse_strides = strides
     let_next_start(heads)
     tl.store(counters + tl.program_id(0), 0, mask=tl.program_id(0) < counters_end)
     blocks = row_tiles * (ROWS // BLOCK_M)
