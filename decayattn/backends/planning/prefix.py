@@ -194,11 +194,11 @@ def _add_in_segment(sum_a, ended_a, sum_b, ended_b):
 
 
 @triton.jit
-def _load_log_decay(log_decay, strides, batch, head, first_token, tokens, length):
+def _load_log_decay(log_decay, strides, work, head, tokens):
     """λ of tokens, of one head or of heads that broadcast against them. The first one is never used: 0."""
-    tokens_there = (first_token + tokens).to(tl.int64)
-    pointers = log_decay + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2] + tokens_there * strides[1]
-    value = tl.load(pointers, mask=tokens < length, other=0.0)
+    tokens_there = (work.first_token + tokens).to(tl.int64)
+    pointers = log_decay + work.entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+    value = tl.load(pointers + tokens_there * strides[1], mask=tokens < work.key_length, other=0.0)
     return tl.where(tokens > 0, value, 0.0)  # not part of the mask, which would then let no read take several tokens
 
 
@@ -218,19 +218,18 @@ def _block_totals(
 
     A program has the blocks of HEADS heads.
     """
-    start, sequence, group, entry, _, _, first_token, length = tile_of_program(
-        sequences, heads // HEADS, 0, length, BLOCK, True, False, PACKED, SEARCHES
-    )
+    work = tile_of_program(sequences, heads // HEADS, 0, length, BLOCK, True, False, PACKED, SEARCHES)
+    length = work.key_length
     if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
-        if start >= length:
+        if work.start >= length:
             return
-    head = group * HEADS + tl.arange(0, HEADS)
-    _, token_row, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
-    tokens = (start + tl.arange(0, BLOCK))[None, :]
-    value = _load_log_decay(log_decay, strides, entry, head[:, None], first_token, tokens, length)
-    tl.store(turned + token_row[:, None] + tokens, value, mask=tokens < length)
+    head = work.head * HEADS + tl.arange(0, HEADS)
+    offsets = offsets_of_head(sequences, work, head, heads, PACKED)
+    tokens = (work.start + tl.arange(0, BLOCK))[None, :]
+    value = _load_log_decay(log_decay, strides, work, head[:, None], tokens)
+    tl.store(turned + offsets.tokens[:, None] + tokens, value, mask=tokens < length)
     value, is_reset = _without_resets(value)
-    here = block_row + start // BLOCK
+    here = offsets.blocks + work.start // BLOCK
     tl.store(totals + here, tl.sum(value, 1))
     tl.store(last_resets + here, tl.max(tl.where(is_reset, tokens, -1), 1))
     tl.store(first_resets + here, tl.min(tl.where(is_reset, tokens, length), 1))
@@ -282,13 +281,11 @@ def _scan_blocks(
     if ZERO_COUNTER:
         tl.store(counter, 0, mask=tl.program_id(0) == 0)
     if sums is None:
-        start = 0
-        sequence, head, entry, _, _, first_token, length = sequence_of_program(sequences, heads, 0, length, PACKED)
+        work = sequence_of_program(sequences, heads, 0, length, PACKED)
     else:
-        start, sequence, head, entry, _, _, first_token, length = tile_of_program(
-            sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES
-        )
-    _, token_row, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
+        work = tile_of_program(sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES)
+    start, length = work.start, work.key_length
+    _, token_row, block_row = offsets_of_head(sequences, work, work.head, heads, PACKED)
     if sequences is not None:  # noqa: SIM102
         if start >= length:
             return
@@ -296,7 +293,7 @@ def _scan_blocks(
     block = start // BLOCK + tl.arange(0, BLOCKS)[:, None]
     tokens = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     there, inside = block * BLOCK < length, tokens < length
-    value = _load_log_decay(log_decay, strides, entry, head, first_token, tokens, length)
+    value = _load_log_decay(log_decay, strides, work, work.head, tokens)
     if sums is None:
         value, is_reset = _without_resets(value)
         alpha, before, after = _around_in_sequence(value, is_reset, tokens, length, BLOCKS)
@@ -356,12 +353,9 @@ def _segment_heads(
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per block: the sum of dα from its start up to its first reset, which is what earlier blocks take from it."""
-    start, sequence, head, _, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
-    )
-    query_row, token_row, block_row = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
+    work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES)
+    start, key_length = work.start, work.key_length
+    query_row, token_row, block_row = offsets_of_head(sequences, work, work.head, heads, PACKED)
     if sequences is not None:  # noqa: SIM102
         if start >= key_length:
             return
@@ -370,7 +364,7 @@ def _segment_heads(
     segment_end = tl.where(starts_segment, start, tl.load(next_reset + token_row + start))
     inside = (tokens < key_length) & (tokens < segment_end)
     value = _load_alpha_gradient(
-        row_sums + query_row, column_sums + token_row, tokens, inside, key_length - query_length
+        row_sums + query_row, column_sums + token_row, tokens, inside, key_length - work.query_length
     )
     tl.store(heads_out + block_row + start // BLOCK, tl.sum(value, 0))
 
@@ -406,21 +400,15 @@ def _reverse_sums(
     """dλ of all BLOCKS blocks of a sequence; or, given the `_segment_heads` of all, of one block: its own later dα of
     the segment, plus those in the blocks that its last segment reaches into."""
     if heads_in is None:
-        start = 0
-        sequence, head, entry, first_row, query_length, first_token, key_length = sequence_of_program(
-            sequences, heads, query_length, key_length, PACKED
-        )
+        work = sequence_of_program(sequences, heads, query_length, key_length, PACKED)
     else:
-        start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
-            sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
-        )
-    query_row, token_row, block_row = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
+        work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES)
+    start, key_length = work.start, work.key_length
+    query_row, token_row, block_row = offsets_of_head(sequences, work, work.head, heads, PACKED)
     if sequences is not None:  # noqa: SIM102
         if start >= key_length:
             return
-    first_position = key_length - query_length
+    first_position = key_length - work.query_length
     block = start // BLOCK + tl.arange(0, BLOCKS)[:, None]
     tokens = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     final = tl.minimum(block * BLOCK + BLOCK, key_length) - 1
@@ -438,6 +426,6 @@ def _reverse_sums(
     total, _ = tl.associative_scan((value, (segment_end == tokens + 1).to(tl.int32)), 1, _add_in_segment, reverse=True)
     total += tl.where(segment_end > final, carried, 0.0)
     total = tl.where(segment_start == tokens, 0.0, total)
-    tokens_there = (first_token + tokens).to(tl.int64)
-    pointers = grad + entry.to(tl.int64) * strides[0] + tokens_there * strides[1] + head * strides[2]
+    tokens_there = (work.first_token + tokens).to(tl.int64)
+    pointers = grad + work.entry.to(tl.int64) * strides[0] + tokens_there * strides[1] + work.head * strides[2]
     tl.store(pointers, total.to(grad.dtype.element_ty), mask=inside)

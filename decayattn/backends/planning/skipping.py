@@ -189,9 +189,20 @@ def as_argument(problem: AttentionProblem, plan: Tensor) -> tuple[Tensor, int] |
 
 
 @triton.jit
-def offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZE: tl.constexpr):
-    """Where the parts of SIZE rows or tokens of a head of a sequence, which begins at `first`, begin in a (B, H, axis)
-    buffer of a plan."""
+def granules_of_head(axis, work, head, heads, PACKED: tl.constexpr):
+    """Where the granules of a head of work's sequence begin in a (B, H, axis) buffer of a plan."""
+    return _offset_of_head(axis, work.sequence, head, heads, work.first_row, PACKED, ROWS)
+
+
+@triton.jit
+def blocks_of_head(axis, work, head, heads, PACKED: tl.constexpr):
+    """Where its blocks of keys begin in such a buffer."""
+    return _offset_of_head(axis, work.sequence, head, heads, work.first_token, PACKED, BLOCK)
+
+
+@triton.jit
+def _offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZE: tl.constexpr):
+    """The same for parts of SIZE rows or tokens, of a sequence that begins at `first`."""
     if PACKED:
         offset = head.to(tl.int64) * axis + parts_before(first, sequence, SIZE)
     else:
@@ -200,23 +211,22 @@ def offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZ
 
 
 @triton.jit
-def first_planned_key(
-    plan, sequence, head, heads, first_row, start, query_length, TILE: tl.constexpr, PACKED: tl.constexpr
-):
+def first_planned_key(plan, work, heads, TILE: tl.constexpr, PACKED: tl.constexpr):
     """The first key that any granule of a tile of TILE rows visits; plan is `as_argument` of first_block."""
-    first_block = plan[0] + offset_of_head(plan[1], sequence, head, heads, first_row, PACKED, ROWS)
-    granule = start // ROWS
+    first_block = plan[0] + granules_of_head(plan[1], work, work.head, heads, PACKED)
+    granule = work.start // ROWS
     block = tl.load(first_block + granule)
     for other in tl.static_range(1, TILE // ROWS):
-        block = tl.minimum(block, tl.load(first_block + tl.minimum(granule + other, (query_length - 1) // ROWS)))
+        last = (work.query_length - 1) // ROWS
+        block = tl.minimum(block, tl.load(first_block + tl.minimum(granule + other, last)))
     return block * BLOCK
 
 
 @triton.jit
-def end_of_planned_rows(plan, sequence, head, heads, first_token, start, PACKED: tl.constexpr):
-    """The mirror: the end of the rows that visit the key tile at `start`; plan is `as_argument` of last_granules."""
-    last_granule = plan[0] + offset_of_head(plan[1], sequence, head, heads, first_token, PACKED, BLOCK)
-    return (tl.load(last_granule + start // BLOCK) + 1) * ROWS
+def end_of_planned_rows(plan, work, head, heads, PACKED: tl.constexpr):
+    """The mirror: the end of a head's rows that visit a key tile; plan is `as_argument` of last_granules."""
+    last_granule = plan[0] + blocks_of_head(plan[1], work, head, heads, PACKED)
+    return (tl.load(last_granule + work.start // BLOCK) + 1) * ROWS
 
 
 @triton.jit
@@ -276,18 +286,17 @@ def _summarise(
     the block if that cannot, and no other row of a granule has an earlier first key or a higher α.
     """
     ACCUMULATOR: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
-    start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
+    work = tile_of_program(
         sequences, heads, query_length, key_length, BLOCK * TOGETHER, True, False, PACKED, SEARCHES, True
     )
+    start, head, entry, query_length, key_length = work.start, work.head, work.entry, work.query_length, work.key_length
     if start >= key_length:
         return
-    _, head_tokens, head_blocks = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
+    _, head_tokens, head_blocks = offsets_of_head(sequences, work, head, heads, PACKED)
     kv_head = head // GROUP
     local, base = local + head_tokens, base + head_blocks
-    of_blocks += 2 * offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK)
-    of_granules += 2 * offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
+    of_blocks += 2 * blocks_of_head(block_axis, work, head, heads, PACKED)
+    of_granules += 2 * granules_of_head(granule_axis, work, head, heads, PACKED)
 
     # blocks past the end repeat the last one
     own, last = tl.arange(0, TOGETHER), key_length - 1
@@ -342,9 +351,9 @@ def _summarise(
         # where it is no granule's turn, rows may lie before the first one
         is_row = tl.where(of_granule, row, query_length) < query_length
         is_key = token < tl.where(of_block | (of_granule & ALIGNED), key_length, 0)
-        keys = _row_pointers(k, k_strides, entry, kv_head, first_token + token)
-        queries = _row_pointers(q, q_strides, entry, head, first_row + row)
-        own_keys = _row_pointers(k, k_strides, entry, kv_head, first_token + own_key)
+        keys = _row_pointers(k, k_strides, entry, kv_head, work.first_token + token)
+        queries = _row_pointers(q, q_strides, entry, head, work.first_row + row)
+        own_keys = _row_pointers(k, k_strides, entry, kv_head, work.first_token + own_key)
         k_squares, q_squares, own_squares, products = _sums(
             keys, queries, own_keys, k_strides[3], q_strides[3], is_key, is_row, D, WIDTH, PART, ALIGNED, ACCUMULATOR
         )
@@ -356,7 +365,7 @@ def _summarise(
             s = tl.full([ROWS], scale, ACCUMULATOR) * LOG2E
         else:
             here = row_scales + entry.to(tl.int64) * row_scale_strides[0] + head.to(tl.int64) * row_scale_strides[2]
-            here += (first_row + row).to(tl.int64) * row_scale_strides[1]
+            here += (work.first_row + row).to(tl.int64) * row_scale_strides[1]
             s = tl.load(here, mask=is_row, other=0.0).to(ACCUMULATOR) * LOG2E
         longest = tl.maximum(tl.where(n % 2 == 0, 0.0, longest), _longest(k_squares))
         both_halves = ((blocks >> (n // 2)) & (n % 2)) != 0
@@ -399,16 +408,15 @@ def _find_first_blocks(
     DECAY: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """The first blocks that TOGETHER granules visit."""
-    start, sequence, head, _, first_row, query_length, first_token, key_length = tile_of_program(
+    work = tile_of_program(
         sequences, heads, query_length, key_length, ROWS * TOGETHER, False, True, PACKED, SEARCHES
     )
+    start, query_length, key_length = work.start, work.query_length, work.key_length
     if (start >= query_length) | (key_length == 0):
         return
-    _, head_tokens, _ = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
-    of_blocks += 2 * offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK)
-    here = offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
+    _, head_tokens, _ = offsets_of_head(sequences, work, work.head, heads, PACKED)
+    of_blocks += 2 * blocks_of_head(block_axis, work, work.head, heads, PACKED)
+    here = granules_of_head(granule_axis, work, work.head, heads, PACKED)
     of_granules, first_block = of_granules + 2 * here, first_block + here
 
     # granules past the end repeat the last one
@@ -444,12 +452,11 @@ def _find_last_granules(
     first_block, last_granule, sequences, query_length, key_length, heads, granule_axis, block_axis,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    start, sequence, head, _, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
-    )
+    work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES)
+    start, query_length, key_length = work.start, work.query_length, work.key_length
     if start >= key_length:
         return
-    first_block += offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
+    first_block += granules_of_head(granule_axis, work, work.head, heads, PACKED)
     # rows before the block see nothing of it
     own = tl.maximum(start + query_length - key_length, 0) // ROWS
     last = tl.zeros([CHUNK], tl.int32) - 1
@@ -457,5 +464,5 @@ def _find_last_granules(
         granule = chunk + tl.arange(0, CHUNK)
         first = tl.load(first_block + granule, mask=granule * ROWS < query_length, other=2147483647)
         last = tl.maximum(last, tl.where(first <= start // BLOCK, granule, -1))
-    here = offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK) + start // BLOCK
+    here = blocks_of_head(block_axis, work, work.head, heads, PACKED) + start // BLOCK
     tl.store(last_granule + here, tl.max(last, 0))

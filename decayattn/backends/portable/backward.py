@@ -137,19 +137,22 @@ def key_gradients_kernel(
     """dk = Σ s dSᵀ q, dv = Σ Pᵀ dO of one key tile over its group of query heads; column sums of dS per query head."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
     # causal: the first key tiles are seen by the most rows, and come first
-    key_start, sequence, kv_head, batch, first_row, query_length, first_token, key_length = tile_of_program(
+    work = tile_of_program(
         sequences, kv_heads, query_length, key_length, BLOCK_N, True, False, PACKED, SEARCHES, program=program
     )
+    key_start, kv_head, batch, query_length, key_length = (
+        work.start, work.head, work.entry, work.query_length, work.key_length,
+    )  # fmt: skip
     row_origin, token_origin = None, None
     if sequences is not None:
         if key_start >= key_length:
             return
-        row_origin, token_origin = first_row, first_token
-        dk_out = from_token(dk_out, dk_strides, first_token)
-        dv_out = from_token(dv_out, dv_strides, first_token)
-        row_scales = from_token(row_scales, row_scale_strides, first_row)
+        row_origin, token_origin = work.first_row, work.first_token
+        dk_out = from_token(dk_out, dk_strides, work.first_token)
+        dv_out = from_token(dv_out, dv_strides, work.first_token)
+        row_scales = from_token(row_scales, row_scale_strides, work.first_row)
         if bias is not None:
-            bias = from_pair(bias, bias_strides, first_row, first_token)
+            bias = from_pair(bias, bias_strides, work.first_row, work.first_token)
     first_position = key_length - query_length
     # keys past the end repeat the last one: they widen no interval, and are never stored
     key = tl.minimum(key_start + tl.arange(0, BLOCK_N), key_length - 1)
@@ -165,13 +168,11 @@ def key_gradients_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACCUMULATOR)
     for member in range(0, GROUP):
         head = kv_head * GROUP + member
-        head_rows, head_tokens, head_blocks = offsets_of_head(
-            sequences, sequence, head, kv_heads * GROUP, first_row, query_length, first_token, key_length, PACKED
-        )
-        head_local = local + head_tokens
-        head_base = base + head_blocks
-        head_delta = delta + head_rows
-        head_references = row_references + head_rows
+        offsets = offsets_of_head(sequences, work, head, kv_heads * GROUP, PACKED)
+        head_local = local + offsets.tokens
+        head_base = base + offsets.blocks
+        head_delta = delta + offsets.rows
+        head_references = row_references + offsets.rows
         head_bias = bias
         if bias is not None:
             head_bias = of_head(bias, bias_strides, batch, head)
@@ -183,13 +184,11 @@ def key_gradients_kernel(
             if not CAUSAL:
                 head_right = side_of_head(rates, rate_stride, head, right)
         first, end = rows_that_see(
-            key, query_length, first_position, last_reset + head_tokens, next_reset + head_tokens,
+            key, query_length, first_position, last_reset + offsets.tokens, next_reset + offsets.tokens,
             CAUSAL, DECAY == "scalar", head_left, head_right,
         )  # fmt: skip
         if mirror is not None:
-            end = tl.minimum(
-                end, end_of_planned_rows(mirror, sequence, head, kv_heads * GROUP, first_token, key_start, PACKED)
-            )
+            end = tl.minimum(end, end_of_planned_rows(mirror, work, head, kv_heads * GROUP, PACKED))
         tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_M)
         column_sum = tl.zeros([BLOCK_N], ACCUMULATOR)
         for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
@@ -214,7 +213,7 @@ def key_gradients_kernel(
             )  # fmt: skip
         if DECAY_GRADIENT:
             index = key_start + tl.arange(0, BLOCK_N)
-            tl.store(column_sums + head_tokens + index, column_sum, mask=index < key_length)
+            tl.store(column_sums + offsets.tokens + index, column_sum, mask=index < key_length)
     if not ROW_SCALE:
         dk *= tl.full([], scale, ACCUMULATOR)
     store_tile(dk_out, dk_strides, batch, kv_head, key_start, key_length, dk, BLOCK_N, D, BLOCK_D)
@@ -289,38 +288,37 @@ def query_gradients_kernel(
 ):  # fmt: skip
     """dq = s Σ dS k of a query tile; per row Σ σ dS (per-token decay) or Σ dS |i − j| (constant), and ds = q·Σ dS k."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
-    start, sequence, head, batch, first_row, query_length, first_token, key_length = tile_of_program(
+    work = tile_of_program(
         sequences, heads, query_length, key_length, BLOCK_M, False, True, PACKED, SEARCHES, program=program
     )
+    start, head, batch, query_length, key_length = work.start, work.head, work.entry, work.query_length, work.key_length
     kv_head = head // GROUP
-    head_rows, head_tokens, head_blocks = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
+    offsets = offsets_of_head(sequences, work, head, heads, PACKED)
     row_origin, token_origin = None, None
     if sequences is not None:
         if (start >= query_length) | (key_length == 0):
             return
-        row_origin, token_origin = first_row, first_token
-        dq_out = from_token(dq_out, dq_strides, first_row)
-        row_scales = from_token(row_scales, row_scale_strides, first_row)
+        row_origin, token_origin = work.first_row, work.first_token
+        dq_out = from_token(dq_out, dq_strides, work.first_row)
+        row_scales = from_token(row_scales, row_scale_strides, work.first_row)
         if bias is not None:
-            bias = from_pair(bias, bias_strides, first_row, first_token)
+            bias = from_pair(bias, bias_strides, work.first_row, work.first_token)
         if d_bias is not None:
-            d_bias = from_pair(d_bias, d_bias_strides, first_row, first_token)
+            d_bias = from_pair(d_bias, d_bias_strides, work.first_row, work.first_token)
     if bias is not None:
         bias = of_head(bias, bias_strides, batch, head)
     if d_bias is not None:
         d_bias = of_head(d_bias, d_bias_strides, batch, head)
     first_position = key_length - query_length
-    local += head_tokens
-    last_reset += head_tokens
-    next_reset += head_tokens
-    base += head_blocks
+    local += offsets.tokens
+    last_reset += offsets.tokens
+    next_reset += offsets.tokens
+    base += offsets.blocks
 
     index = start + tl.arange(0, BLOCK_M)
     row = tl.minimum(index, query_length - 1)
     position = row + first_position
-    here = head_rows + row
+    here = offsets.rows + row
     reference = row_reference(start, first_position)
     rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)
     alpha = row_alpha(position, reference, rate, local, base, DECAY)
@@ -342,9 +340,7 @@ def query_gradients_kernel(
             right = side_of_head(rates, rate_stride, head, right)
     first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
     if plan is not None:
-        first = tl.maximum(
-            first, first_planned_key(plan, sequence, head, heads, first_row, start, query_length, BLOCK_M, PACKED)
-        )
+        first = tl.maximum(first, first_planned_key(plan, work, heads, BLOCK_M, PACKED))
     tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_N)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR)
@@ -372,7 +368,7 @@ def query_gradients_kernel(
             DESCRIPTOR, PRECISION,
         )  # fmt: skip
 
-    here = head_rows + index
+    here = offsets.rows + index
     if DECAY_GRADIENT and DECAY == "constant":
         # Σ_j dS is dLSE, and, where a sink has the rest of P, that times Δ; but for the error of Δ, which a 16-bit
         # output brings and every dS has P times: it leaves again

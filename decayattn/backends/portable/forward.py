@@ -77,30 +77,27 @@ def forward_kernel(
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence."""
     ACCUMULATOR: tl.constexpr = row_references.dtype.element_ty
     # causal: the last row tiles see the most keys, and come first
-    start, sequence, head, batch, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK_M, False, True, PACKED, SEARCHES
-    )
+    work = tile_of_program(sequences, heads, query_length, key_length, BLOCK_M, False, True, PACKED, SEARCHES)
+    start, head, batch, query_length, key_length = work.start, work.head, work.entry, work.query_length, work.key_length
     kv_head = head // GROUP
-    head_rows, head_tokens, head_blocks = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
+    offsets = offsets_of_head(sequences, work, head, heads, PACKED)
     row_origin, token_origin = None, None
     if sequences is not None:
         # out of a sequence there is nothing to write, and fill_outside writes to one without a key
         if (start >= query_length) | (key_length == 0):
             return
-        row_origin, token_origin = first_row, first_token
-        out = from_token(out, out_strides, first_row)
-        row_scales = from_token(row_scales, row_scale_strides, first_row)
+        row_origin, token_origin = work.first_row, work.first_token
+        out = from_token(out, out_strides, work.first_row)
+        row_scales = from_token(row_scales, row_scale_strides, work.first_row)
         if bias is not None:
-            bias = from_pair(bias, bias_strides, first_row, first_token)
+            bias = from_pair(bias, bias_strides, work.first_row, work.first_token)
     if bias is not None:
         bias = of_head(bias, bias_strides, batch, head)
     first_position = key_length - query_length
-    local += head_tokens
-    last_reset += head_tokens
-    next_reset += head_tokens
-    base += head_blocks
+    local += offsets.tokens
+    last_reset += offsets.tokens
+    next_reset += offsets.tokens
+    base += offsets.blocks
 
     # rows past the end repeat the last one: they widen no interval, and are never stored
     row = tl.minimum(start + tl.arange(0, BLOCK_M), query_length - 1)
@@ -120,9 +117,7 @@ def forward_kernel(
             right = side_of_head(rates, rate_stride, head, right)
     first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
     if plan is not None:
-        first = tl.maximum(
-            first, first_planned_key(plan, sequence, head, heads, first_row, start, query_length, BLOCK_M, PACKED)
-        )
+        first = tl.maximum(first, first_planned_key(plan, work, heads, BLOCK_M, PACKED))
     tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_N)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACCUMULATOR)
@@ -151,7 +146,7 @@ def forward_kernel(
     # where it is exact for a row that one key dominates
     reference_value = row_max + tl.log2(total)
     row = start + tl.arange(0, BLOCK_M)
-    here = head_rows + row
+    here = offsets.rows + row
     tl.store(row_references + here, tl.where(seen, reference_value, float("inf")), mask=row < query_length)
     if lse is not None:
         row_lse = (reference_value + alpha if ROW_CANCELS else reference_value) * LN2
