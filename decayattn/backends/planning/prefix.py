@@ -68,6 +68,15 @@ class DecayPrefix(NamedTuple):
     next_reset: Tensor  # (B, H, T_k) int32
 
 
+@triton.jit
+def prefix_of_head(prefix, offsets):
+    """Pointers to the first token and block of a head that begins at these offsets."""
+    return DecayPrefix(
+        prefix.local + offsets.tokens, prefix.base + offsets.blocks,
+        prefix.last_reset + offsets.tokens, prefix.next_reset + offsets.tokens,
+    )  # fmt: skip
+
+
 class SplitPrefix(NamedTuple):
     """The prefix in numbers that products and float32 arithmetic add exactly: what the Hopper forward reads.
 

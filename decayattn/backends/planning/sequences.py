@@ -175,7 +175,7 @@ def tile_of_program(
             head, tile, sequence = program % heads, program // heads % tiles, program // heads // tiles
         else:
             tile, head, sequence = program % tiles, program // tiles % heads, program // tiles // heads
-        entry, first_row, first_token = sequence, 0, 0
+        entry, first_row, first_token = sequence, sequence * 0, sequence * 0
         if LAST_FIRST:
             tile = tiles - 1 - tile
     else:
@@ -209,14 +209,14 @@ def tile_of_program(
 def sequence_of_program(sequences, heads, query_length, key_length, PACKED: tl.constexpr):
     """The WorkTile of a program that works on all rows and tokens of one head of a sequence."""
     head, sequence = tl.program_id(0) % heads, tl.program_id(0) // heads
-    entry, first_row, first_token = sequence, 0, 0
+    start, entry, first_row, first_token = sequence * 0, sequence, sequence * 0, sequence * 0
     if sequences is not None:
         place = sequences.places + sequence * 4
         first_row, query_length = tl.load(place), tl.load(place + 1)
         first_token, key_length = tl.load(place + 2), tl.load(place + 3)
         if PACKED:
             entry = sequence * 0
-    return WorkTile(0, sequence, head, entry, first_row, query_length, first_token, key_length)
+    return WorkTile(start, sequence, head, entry, first_row, query_length, first_token, key_length)
 
 
 @triton.jit
