@@ -32,6 +32,7 @@ from decayattn.backends.planning.sequences import (
     token_programs,
 )
 from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.dependent_launch import let_next_start
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
@@ -126,15 +127,14 @@ def build(
         sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
         launch(
             _block_totals, token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads // together),
-            log_decay, log_decay.stride(), prefix.local, *sums, *sizes, HEADS=together, num_warps=1, **modes,
+            strided(log_decay), prefix.local, sums, *sizes, HEADS=together, num_warps=1, **modes,
         )  # fmt: skip
         log_decay = prefix.local.mT  # λ, which the scan replaces by β
         programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
     launch(
         _scan_blocks, programs,
-        log_decay, log_decay.stride(), sums, *prefix, *(split or (prefix.base, prefix.base)), factor,
-        prefix.last_reset if counter is None else counter, *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
-        SPLIT=split is not None, ZERO_COUNTER=counter is not None, num_warps=min(blocks, _MOST_WARPS), **modes,
+        strided(log_decay), sums, prefix, split, factor, counter, *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
+        num_warps=min(blocks, _MOST_WARPS), **modes,
     )  # fmt: skip
     return prefix
 
@@ -203,10 +203,10 @@ def _add_in_segment(sum_a, ended_a, sum_b, ended_b):
 
 
 @triton.jit
-def _load_log_decay(log_decay, strides, work, head, tokens):
+def _load_log_decay(log_decay, work, head, tokens):
     """λ of tokens, of one head or of heads that broadcast against them. The first one is never used: 0."""
-    tokens_there = (work.first_token + tokens).to(tl.int64)
-    pointers = log_decay + work.entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+    strides, tokens_there = log_decay.strides, (work.first_token + tokens).to(tl.int64)
+    pointers = log_decay.data + work.entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
     value = tl.load(pointers + tokens_there * strides[1], mask=tokens < work.key_length, other=0.0)
     return tl.where(tokens > 0, value, 0.0)  # not part of the mask, which would then let no read take several tokens
 
@@ -220,7 +220,7 @@ def _without_resets(value):
 
 @triton.jit
 def _block_totals(
-    log_decay, strides, turned, totals, last_resets, first_resets, length, heads, sequences,
+    log_decay, turned, sums, length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Per block: the sum of λ, its last reset (−1 without one) and its first one (T_k without one); λ as (B, H, T_k).
@@ -235,9 +235,10 @@ def _block_totals(
     head = work.head * HEADS + tl.arange(0, HEADS)
     offsets = offsets_of_head(sequences, work, head, heads, PACKED)
     tokens = (work.start + tl.arange(0, BLOCK))[None, :]
-    value = _load_log_decay(log_decay, strides, work, head[:, None], tokens)
+    value = _load_log_decay(log_decay, work, head[:, None], tokens)
     tl.store(turned + offsets.tokens[:, None] + tokens, value, mask=tokens < length)
     value, is_reset = _without_resets(value)
+    totals, last_resets, first_resets = sums
     here = offsets.blocks + work.start // BLOCK
     tl.store(totals + here, tl.sum(value, 1))
     tl.store(last_resets + here, tl.max(tl.where(is_reset, tokens, -1), 1))
@@ -278,16 +279,14 @@ def _around_by_blocks(sums, block_row, start, length, BLOCK: tl.constexpr, CHUNK
 
 @triton.jit
 def _scan_blocks(
-    log_decay, strides, sums, local, base, last_reset, next_reset, split_beta, split_base, factor: tl.float64, counter,
-    length, heads, sequences,
+    log_decay, sums, prefix, split, factor: tl.float64, counter, length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-    SPLIT: tl.constexpr, ZERO_COUNTER: tl.constexpr,
 ):  # fmt: skip
     """The prefix of all BLOCKS blocks of a sequence; or, given the three sums of `_block_totals`, of one block."""
-    if SPLIT:
+    if split is not None:
         # the attention's programs wait until all of these have ended
         let_next_start(heads)
-    if ZERO_COUNTER:
+    if counter is not None:
         tl.store(counter, 0, mask=tl.program_id(0) == 0)
     if sums is None:
         work = sequence_of_program(sequences, heads, 0, length, PACKED)
@@ -302,31 +301,31 @@ def _scan_blocks(
     block = start // BLOCK + tl.arange(0, BLOCKS)[:, None]
     tokens = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     there, inside = block * BLOCK < length, tokens < length
-    value = _load_log_decay(log_decay, strides, work, work.head, tokens)
+    value = _load_log_decay(log_decay, work, work.head, tokens)
     if sums is None:
         value, is_reset = _without_resets(value)
         alpha, before, after = _around_in_sequence(value, is_reset, tokens, length, BLOCKS)
     else:
         alpha, before, after = _around_by_blocks(sums, block_row, start, length, BLOCK, CHUNK)
         value, is_reset = _without_resets(value)
-    tl.store(base + block_row + block, alpha, mask=there)
+    tl.store(prefix.base + block_row + block, alpha, mask=there)
     here = token_row + tokens
     beta = tl.cumsum(value, 1)
-    tl.store(local + here, beta.to(local.dtype.element_ty), mask=inside)
-    if SPLIT:
-        _store_parts(split_beta, beta * factor, block_row + block, there, BLOCK)
+    tl.store(prefix.local + here, beta.to(prefix.local.dtype.element_ty), mask=inside)
+    if split is not None:
+        _store_parts(split.beta, beta * factor, block_row + block, there, BLOCK)
         high = alpha.to(tl.float32)
-        tl.store(split_base + (block_row + block) * 2, high, mask=there)
-        tl.store(split_base + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32), mask=there)
+        tl.store(split.bases + (block_row + block) * 2, high, mask=there)
+        tl.store(split.bases + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32), mask=there)
     last, coming = tl.where(is_reset, tokens, before), tl.where(is_reset, tokens, after)
     if tl.max(tl.max(is_reset.to(tl.int32), 1), 0) != 0:  # most have none, and two scans less
         last = tl.associative_scan(last, 1, _larger)
         coming = tl.associative_scan(coming, 1, _smaller, reverse=True)
-    tl.store(last_reset + here, last, mask=inside)
+    tl.store(prefix.last_reset + here, last, mask=inside)
     # the next reset strictly after t: seen from t + 1, so the scan's result moves back by one token
-    tl.store(next_reset + here - 1, coming, mask=inside & (tokens > block * BLOCK))
+    tl.store(prefix.next_reset + here - 1, coming, mask=inside & (tokens > block * BLOCK))
     final = tl.minimum(block * BLOCK + BLOCK, length) - 1
-    tl.store(next_reset + token_row + final, after, mask=there)
+    tl.store(prefix.next_reset + token_row + final, after, mask=there)
 
 
 @triton.jit

@@ -11,13 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends.planning.prefix import DecayPrefix
-
-
-class Strided(NamedTuple):
-    """A tensor and its strides."""
-
-    data: Tensor | None  # None where a descriptor reads all of it
-    strides: tuple[int, ...]
+from decayattn.backends.runtime.arguments import Strided
 
 
 class Inputs(NamedTuple):
@@ -92,10 +86,6 @@ class Traits(NamedTuple):
     causal: bool
     row_cancels: bool  # tiles.scores.decayed_score
     precision: str  # of products
-
-
-def strided(x: Tensor | None) -> Strided | None:
-    return None if x is None else Strided(x, x.stride())
 
 
 def broadcast(x: Tensor | None) -> Strided | None:

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from decayattn.backends.planning.sequences import offsets_of_head, tile_of_program
 from decayattn.backends.planning.skipping import end_of_planned_rows
-from decayattn.backends.portable.arguments import QueryRows, Sizes, Strided, TileSource
+from decayattn.backends.portable.arguments import QueryRows, Sizes, TileSource
 from decayattn.backends.portable.tiles import (
     add_bias_gradient,
     bias_of_head,
@@ -29,6 +29,7 @@ from decayattn.backends.portable.tiles import (
     load_tile,
     store_tile,
 )
+from decayattn.backends.runtime.arguments import Strided
 from decayattn.backends.tiles.decay import base_difference, key_alpha, side_of_head
 from decayattn.backends.tiles.scores import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
 from decayattn.backends.tiles.visibility import edge_tile, rows_that_see, visited_tiles

@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends.portable.arguments import TileSource, strided
+from decayattn.backends.portable.arguments import TileSource
 from decayattn.backends.portable.launch import arch, dot_precision, padded
 from decayattn.backends.portable.tiles import load_scale, load_tile
 from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.tiles.decay import load_rate, side_of_head

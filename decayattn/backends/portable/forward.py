@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from decayattn.backends.planning.sequences import offsets_of_head, tile_of_program
-from decayattn.backends.portable.arguments import QueryRows, Strided, TileSource
+from decayattn.backends.portable.arguments import QueryRows, TileSource
 from decayattn.backends.portable.tiles import (
     bias_of_head,
     decay_of_head,
@@ -21,6 +21,7 @@ from decayattn.backends.portable.tiles import (
     load_tile,
     store_tile,
 )
+from decayattn.backends.runtime.arguments import Strided
 from decayattn.backends.tiles.decay import base_difference, key_alpha
 from decayattn.backends.tiles.scores import LN2, LOG2E, decayed_score, finite_or_zero, probability, rescale, visible
 from decayattn.backends.tiles.visibility import edge_tile, visited_tiles

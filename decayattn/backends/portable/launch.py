@@ -20,11 +20,9 @@ from decayattn.backends.portable.arguments import (
     QueryGradients,
     RowTerms,
     Sizes,
-    Strided,
     Traits,
     Window,
     broadcast,
-    strided,
 )
 from decayattn.backends.portable.backward import (
     gradients_kernel,
@@ -35,6 +33,7 @@ from decayattn.backends.portable.backward import (
 from decayattn.backends.portable.config import TileConfig
 from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.runtime import launching, outputs, tma
+from decayattn.backends.runtime.arguments import Strided, strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.problem import AttentionProblem
