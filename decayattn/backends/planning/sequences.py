@@ -1,4 +1,4 @@
-"""Where packed and padded sequences lie, which program works on which part of them, and what lies outside them.
+"""Packed and padded sequences: where they begin, the work tile of each program, and the rows outside all sequences.
 
 A launch has programs for the blocks of BLOCK rows (or tokens) that the sequences have, not for as many as the longest
 one would need in each: `ends` counts the blocks up to the end of every sequence, and a program finds its sequence by
@@ -266,7 +266,7 @@ def _fill_outside(
     sequences, tensors, strides, shapes, values, number, axis, OF_KEYS: tl.constexpr, PACKED: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows (OF_KEYS: tokens) of a batch entry, whatever lies on it: most programs have nothing to fill."""
+    """One block of rows (OF_KEYS: tokens) of a batch entry; most lie inside sequences, with nothing to fill."""
     blocks = tl.cdiv(axis, BLOCK)
     entry = tl.program_id(0) // blocks
     row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

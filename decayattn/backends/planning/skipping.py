@@ -1,4 +1,4 @@
-"""Which tiles cannot matter: causal attention with a decay need not visit keys whose whole probability is negligible.
+"""The plan of skipped tiles: causal attention with a decay need not visit keys whose total probability is negligible.
 
 Query rows are taken in granules of GRANULE, keys in blocks of DECAY_BLOCK. With s_i the scale and i the position of a
 row, whose own key it sees, in natural logarithm:
@@ -444,7 +444,7 @@ def _find_first_blocks(
     last_reset, next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance: tl.float64, sizes,
     DECAY: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """The first blocks that TOGETHER granules visit."""
+    """The first blocks of keys that TOGETHER granules visit."""
     heads = sizes.heads
     work = tile_of_program(
         sequences, heads, sizes.query_length, sizes.key_length, ROWS * TOGETHER, False, True, PACKED, SEARCHES
@@ -490,6 +490,7 @@ def _find_last_granules(
     first_block, last_granule, sequences, sizes,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """The last granule that visits one block of keys."""
     heads = sizes.heads
     work = tile_of_program(
         sequences, heads, sizes.query_length, sizes.key_length, BLOCK, True, False, PACKED, SEARCHES

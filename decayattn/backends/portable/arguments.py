@@ -103,9 +103,9 @@ def broadcast(x: Tensor | None) -> Strided | None:
 class TileSource(NamedTuple):
     """A (B, T, H, D) tensor that load_tile reads: a TMA descriptor, or None, and the tensor itself.
 
-    A descriptor ends where the tensor does. Instead of zeros it gives what follows a sequence, which is good enough for
-    rows that no sum meets. For others the tensor is given as well: tiles that may reach beyond the sequence are read
-    through its pointer.
+    A descriptor ends at the end of the tensor, not of a sequence: tiles at a sequence's end contain rows of the next
+    one. That is harmless for rows that enter no sum. Where rows enter a sum, the tensor's pointer is given as well, and
+    tiles at a sequence's end are read through it.
     """
 
     descriptor: tl.tensor_descriptor | None

@@ -64,7 +64,7 @@ def choose(gpu: str, dim: int, dtype: torch.dtype) -> DecodeTile:
 
 
 def number_of_splits(programs: int, key_tiles: int, multiprocessors: int) -> int:
-    """Into how many parts to divide the keys, when there are so many programs without a division."""
+    """The parts that the keys are divided into; programs: how many there are without a division."""
     wanted = cdiv(_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, programs)
     return max(1, min(wanted, cdiv(key_tiles, _TILES_PER_SPLIT), _MAX_SPLITS))
 
@@ -267,7 +267,7 @@ def combine_kernel(
     parts, out, lse, query_length, kv_heads, splits,
     GROUP: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one row from the parts that its splits left."""
+    """out and lse of one row, from the Parts of its splits."""
     rows = query_length * GROUP
     batch_head, m = tl.program_id(0) // rows, tl.program_id(0) % rows
     batch, row = batch_head // kv_heads, m // GROUP

@@ -1,4 +1,4 @@
-"""From tensors to launches: buffers, memory paths, grids. The kernels' only callers."""
+"""Launches of the portable attention kernels: their buffers, tiles, memory paths and grids."""
 
 import functools
 from collections.abc import Callable

@@ -85,7 +85,7 @@ def load_tile(
 ):  # fmt: skip
     """(ROWS, COLUMNS) of a TileSource from token `start` of a sequence on, which begins at token `first`.
 
-    MASKED: what lies beyond the sequence's length is 0; but what a descriptor gives there, where there is nothing else.
+    MASKED: beyond the sequence's length it is 0; where only a descriptor reads the tensor, it is what follows there.
     """
     if source.descriptor is not None and (source.tensor.data is None or not MASKED):
         tile = source.descriptor.load([entry, start + first, head, 0]).reshape([ROWS, COLUMNS])
