@@ -7,7 +7,9 @@ passing through them takes a small call a sixth of the host's time.
 
 import contextlib
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -15,63 +17,78 @@ from torch import Tensor
 from decayattn import compatibility
 from decayattn.backends import registry
 from decayattn.backends.runtime.outputs import with_sink
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, BackendName, Gradients, Inputs, Saved
 
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? row_scale, Tensor? places, Tensor? bias, "
-    "Tensor? sink, float scale, bool causal, SymInt[] window, SymInt[]? longest, float skip_tolerance, str backend"
-)
-# what the forward leaves to the backward, besides its inputs and out. base is flat: a dimension of one block up to 128
-# tokens, and more beyond, would make a traced graph be for one of both
-_SAVED = (
-    "Tensor row_references, Tensor local, Tensor base, Tensor last_reset, Tensor next_reset, Tensor first_block, "
-    "Tensor sink_probability"
-)
-# so many inputs are tensors
-_TENSORS = 8
+
+class Modes(NamedTuple):
+    """What the operators are told besides tensors: AttentionProblem is made anew from both."""
+
+    causal: bool
+    window: Sequence[int]
+    longest: Sequence[int] | None  # (longest_query, longest_key) of packed sequences
+    skip_tolerance: float
+    backend: BackendName
+
+
+class Asked(NamedTuple):
+    """Which gradients are asked for, of those that take work of their own."""
+
+    decay_gradient: bool
+    bias_gradient: bool
+    sink_gradient: bool
+
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", BackendName: "str",
+    Sequence[int]: "SymInt[]", Sequence[int] | None: "SymInt[]?",
+}  # fmt: skip
+
+
+def _arguments(fields: type) -> str:
+    """The schema of a NamedTuple's fields as an operator's arguments."""
+    return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
+
+
+def _results(fields: type) -> str:
+    """The schema of a NamedTuple's fields as an operator returns them: tensors only."""
+    return ", ".join(f"Tensor {name}" for name in get_type_hints(fields))
+
+
+# so many arguments of an operator; the one input that is no tensor is the last
+_INPUTS, _TENSORS, _SAVED = len(Inputs._fields), len(Inputs._fields) - 1, len(Saved._fields)
+_CALL = _INPUTS + len(Modes._fields)
+# Asked of what says of every input whether its gradient is needed
+_asked = operator.itemgetter(*map(Inputs._fields.index, ("log_decay", "bias", "sink")))
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 torch.library.define(
     "decayattn::forward",
-    f"({_INPUTS}, bool with_lse) -> (Tensor out, Tensor lse, {_SAVED})",
+    f"({_arguments(Inputs)}, {_arguments(Modes)}, bool with_lse) -> (Tensor out, Tensor lse, {_results(Saved)})",
     tags=_TAGS,
 )
 torch.library.define(
     "decayattn::backward",
-    f"(Tensor d_out, Tensor? d_lse, {_INPUTS}, Tensor out, {_SAVED}, bool decay_gradient, bool bias_gradient, "
-    "bool sink_gradient) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor d_log_decay, Tensor d_row_scale, Tensor d_bias, Tensor d_sink)",
+    f"({_arguments(Inputs)}, {_arguments(Modes)}, Tensor out, {_results(Saved)}, Tensor d_out, Tensor? d_lse, "
+    f"{_arguments(Asked)}) -> ({_results(Gradients)})",
     tags=_TAGS,
 )
 
 
 def attention(
-    problem: AttentionProblem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    scale: Tensor | float,
-    places: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    backend: str,
-    with_lse: bool,
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """out and, with_lse, lse from a kernel backend, differentiable once."""
-    tensors = [x for x in (q, k, v, log_decay, scale, bias, sink) if isinstance(x, Tensor)]
+    tensors = [x for x in inputs.tensors if x is not None]
     if compatibility.has_tangent(tensors):
         # PyTorch would drop the tangent at the operator without a word
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
-    row_scale, scale = (scale, 1.0) if problem.row_scale else (None, scale)
     longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
-    inputs = (
-        q, k, v, log_decay, row_scale, places, bias, sink, scale, problem.causal, problem.window, longest,
-        problem.skip_tolerance, backend, with_lse,
-    )  # fmt: skip
-    watched = _watched(x for x in (*tensors, places) if x is not None)
-    out, lse, *_ = torch.ops.decayattn.forward.default(*inputs) if watched else _with_gradient(problem, inputs)
+    modes = Modes(problem.causal, problem.window, longest, problem.skip_tolerance, backend)
+    if _watched(tensors):
+        out, lse, *_ = torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
+    else:
+        out, lse, *_ = _with_gradient(problem, inputs, modes, with_lse)
     return out, lse if with_lse else None
 
 
@@ -86,56 +103,45 @@ def _watched(tensors: Iterable[Tensor]) -> bool:
     )
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What is behind the operators
+
+
 def _forward(
-    q, k, v, log_decay, row_scale, places, bias, sink, scale, causal, window, longest, skip_tolerance, backend,
-    with_lse, problem=None,
-):  # fmt: skip
-    operator = problem is None
-    if operator:
-        problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
-    scale = scale if row_scale is None else row_scale
-    launcher = registry.load(registry.resolve(problem, backend, q, k, v, scale))
-    out, lse, row_references, prefix, first_block = launcher.forward(
-        problem, q, k, v, log_decay, scale, places, bias, with_lse or sink is not None
-    )
-    sink_probability = None
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool
+) -> tuple[Tensor, Tensor | None, Saved]:
+    launcher, sink = registry.loaded(registry.resolve(problem, backend, inputs)), inputs.sink
+    out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None)
     if sink is not None:
+        assert lse is not None  # asked for
         out, lse, added = with_sink(out, lse, sink)
-        # P of the keys is relative to it, and the kernels' backward has no other one
-        row_references = row_references + added / math.log(2)
-        sink_probability = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-    if operator:
-        lse = lse if with_lse else _not_asked_for(row_references)
-        prefix = prefix._replace(base=prefix.base.flatten())
-        sink_probability = _not_asked_for(row_references) if sink is None else sink_probability
-    return out, lse, row_references, *prefix, first_block, sink_probability
+        saved = saved._replace(
+            # P of the keys is relative to it, and the kernels' backward has no other one
+            row_references=saved.row_references + added / math.log(2),
+            sink_probability=torch.exp(sink.to(lse.dtype)[:, None] - lse),
+        )
+    return out, lse, saved
 
 
 def _backward(
-    d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, sink, scale, causal, window, longest, skip_tolerance,
-    backend, out, row_references, local, base, last_reset, next_reset, first_block, sink_probability, decay_gradient,
-    bias_gradient, sink_gradient, problem=None,
-):  # fmt: skip
-    from decayattn.backends.planning.prefix import DecayPrefix  # imports Triton, so not before a kernel backend has run
-
-    operator = problem is None
-    if operator:
-        problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
-        heads = problem.batch, problem.num_heads
-        base = base.view(*heads, base.numel() // max(1, math.prod(heads)))
-    scale = scale if row_scale is None else row_scale
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, out: Tensor, saved: Saved, d_out: Tensor,
+    d_lse: Tensor | None, asked: Asked,
+) -> Gradients:  # fmt: skip
     deterministic = torch.are_deterministic_algorithms_enabled()
-    launcher = registry.load(registry.resolve(problem, backend, q, k, v, scale, deterministic))
+    launcher = registry.loaded(registry.resolve(problem, backend, inputs, deterministic))
     gradients = launcher.backward(
-        problem, d_out, d_lse, q, k, v, log_decay, scale, places, bias, out, row_references,
-        DecayPrefix(local, base, last_reset, next_reset), first_block, decay_gradient, bias_gradient,
-    )  # fmt: skip
-    d_sink = _sink_gradient(d_out, d_lse, out, sink, sink_probability) if sink_gradient else None
-    gradients = *gradients, d_sink
-    return tuple(_not_asked_for(row_references) if x is None else x for x in gradients) if operator else gradients
+        problem, inputs, out, saved, d_out, d_lse, asked.decay_gradient, asked.bias_gradient
+    )
+    if not asked.sink_gradient:
+        return gradients
+    assert inputs.sink is not None
+    assert saved.sink_probability is not None
+    return gradients._replace(d_sink=_sink_gradient(inputs.sink, out, saved.sink_probability, d_out, d_lse))
 
 
-def _sink_gradient(d_out, d_lse, out, sink, sink_probability):
+def _sink_gradient(
+    sink: Tensor, out: Tensor, sink_probability: Tensor, d_out: Tensor, d_lse: Tensor | None
+) -> Tensor:
     """dsink_h = −Σ_i P_i,sink Δ_i: its value is 0, and so is its dP."""
     accumulator = sink_probability.dtype
     delta = torch.einsum("bihe,bihe->bhi", d_out.to(accumulator), out.to(accumulator))
@@ -144,84 +150,129 @@ def _sink_gradient(d_out, d_lse, out, sink, sink_probability):
     return -(sink_probability * delta).sum((0, 2), dtype=torch.float64).to(sink.dtype)
 
 
-def _not_asked_for(like):
-    """An operator returns tensors only: one of size 0 stands for what was not asked for."""
-    return like.new_empty(0)
+# ----------------------------------------------------------------------------------------------------------------------
+# The operators. They return tensors only, of which one of size 0 stands for what there is not, and base is flat: a
+# dimension of one block up to 128 tokens, and more beyond, would make a traced graph be for one of both
 
 
-torch.library.impl("decayattn::forward", "CompositeExplicitAutograd", _forward)
-torch.library.impl("decayattn::backward", "CompositeExplicitAutograd", _backward)
+def _split(arguments: Sequence) -> tuple[Inputs, Modes, Sequence]:
+    """An operator's arguments by name, and those behind the ones that both have."""
+    return Inputs(*arguments[:_INPUTS]), Modes(*arguments[_INPUTS:_CALL]), arguments[_CALL:]
+
+
+def _split_backward(arguments: Sequence) -> tuple[Inputs, Modes, Tensor, Saved, Tensor, Tensor | None, Asked]:
+    inputs, modes, (out, *rest) = _split(arguments)
+    d_out, d_lse, *asked = rest[_SAVED:]
+    return inputs, modes, out, Saved(*rest[:_SAVED]), d_out, d_lse, Asked(*asked)
+
+
+def _problem_of(inputs: Inputs, modes: Modes) -> AttentionProblem:
+    return AttentionProblem.of(
+        inputs.q, inputs.v, inputs.log_decay, inputs.row_scale, modes.causal, modes.window, inputs.places,
+        modes.longest, inputs.bias, modes.skip_tolerance,
+    )  # fmt: skip
+
+
+def _tensor(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+def _forward_operator(*arguments):
+    inputs, modes, (with_lse,) = _split(arguments)
+    out, lse, saved = _forward(_problem_of(inputs, modes), inputs, modes.backend, with_lse)
+    like = saved.row_references
+    saved = saved._replace(base=saved.base.flatten(), sink_probability=_tensor(saved.sink_probability, like))
+    return out, _tensor(lse if with_lse else None, like), *saved
+
+
+def _backward_operator(*arguments):
+    inputs, modes, out, saved, d_out, d_lse, asked = _split_backward(arguments)
+    problem = _problem_of(inputs, modes)
+    heads = problem.batch, problem.num_heads
+    saved = saved._replace(base=saved.base.view(*heads, saved.base.numel() // max(1, math.prod(heads))))
+    gradients = _backward(problem, inputs, modes.backend, out, saved, d_out, d_lse, asked)
+    return tuple(_tensor(x, saved.row_references) for x in gradients)
+
+
+torch.library.impl("decayattn::forward", "CompositeExplicitAutograd", _forward_operator)
+torch.library.impl("decayattn::backward", "CompositeExplicitAutograd", _backward_operator)
 
 
 @torch.library.register_fake("decayattn::forward")
-def _forward_fake(
-    q, k, v, log_decay, row_scale, places, bias, sink, scale, causal, window, longest, skip_tolerance, backend, with_lse
-):  # fmt: skip
+def _forward_fake(*arguments):
     from decayattn.backends.planning import prefix, skipping  # they import Triton
 
-    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, bias, skip_tolerance)
+    inputs, modes, (with_lse,) = _split(arguments)
+    problem, q = _problem_of(inputs, modes), inputs.q
     rows = (problem.batch, problem.num_heads, problem.query_length)
-    return (
-        q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim),
-        q.new_empty(rows if with_lse else 0, dtype=problem.accumulator_dtype),
-        q.new_empty(rows, dtype=problem.accumulator_dtype),
-        *prefix.allocate(problem, q, flat_base=True),
-        skipping.allocate(problem, q),
-        q.new_empty(0 if sink is None else rows, dtype=problem.accumulator_dtype),
-    )
+    saved = Saved(
+        q.new_empty(rows, dtype=problem.accumulator_dtype), *prefix.allocate(problem, q, flat_base=True),
+        skipping.allocate(problem, q), q.new_empty(0 if inputs.sink is None else rows, dtype=problem.accumulator_dtype),
+    )  # fmt: skip
+    out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
+    return out, q.new_empty(rows if with_lse else 0, dtype=problem.accumulator_dtype), *saved
 
 
 @torch.library.register_fake("decayattn::backward")
-def _backward_fake(
-    d_out, d_lse, q, k, v, log_decay, row_scale, places, bias, sink, scale, causal, window, longest, skip_tolerance,
-    backend, out, row_references, local, base, last_reset, next_reset, first_block, sink_probability, decay_gradient,
-    bias_gradient, sink_gradient,
-):  # fmt: skip
-    def contiguous(x):
+def _backward_fake(*arguments):
+    inputs, _, _, saved, _, _, asked = _split_backward(arguments)
+    like = saved.row_references
+
+    def contiguous(x: Tensor) -> Tensor:
         return x.new_empty(x.shape)
 
-    return (
-        contiguous(q), contiguous(k), contiguous(v),
-        contiguous(log_decay) if decay_gradient else _not_asked_for(row_references),
-        torch.empty_like(row_references).transpose(1, 2) if row_scale is not None else _not_asked_for(row_references),
-        contiguous(bias) if bias_gradient else _not_asked_for(row_references),
-        contiguous(sink) if sink_gradient else _not_asked_for(row_references),
-    )  # fmt: skip
+    gradients = Gradients(
+        dq=contiguous(inputs.q),
+        dk=contiguous(inputs.k),
+        dv=contiguous(inputs.v),
+        d_log_decay=contiguous(inputs.log_decay) if asked.decay_gradient else None,
+        d_row_scale=torch.empty_like(like).transpose(1, 2) if inputs.row_scale is not None else None,
+        d_bias=contiguous(inputs.bias) if asked.bias_gradient else None,
+        d_sink=contiguous(inputs.sink) if asked.sink_gradient else None,
+    )
+    return tuple(_tensor(x, like) for x in gradients)
 
 
-def _keep(ctx, tensors, modes, output, problem=None):
+# ----------------------------------------------------------------------------------------------------------------------
+# Autograd
+
+
+def _keep(ctx, problem, inputs, modes, with_lse, output):
     """What a backward needs of a forward."""
-    ctx.problem, (*ctx.modes, ctx.with_lse) = problem, modes
+    ctx.problem, ctx.scale, ctx.modes, ctx.with_lse = problem, inputs.scale, modes, with_lse
     ctx.set_materialize_grads(False)
     out, lse, *saved = output
-    ctx.save_for_backward(*tensors, out, *saved)
+    ctx.save_for_backward(*inputs.tensors, out, *saved)
     if problem is None:
-        ctx.mark_non_differentiable(*saved, *(() if ctx.with_lse else (lse,)))
+        ctx.mark_non_differentiable(*saved, *(() if with_lse else (lse,)))
 
 
 def _differentiate(ctx, d_out, d_lse, *_):
-    q, k, v, log_decay, row_scale, places, bias, sink, out, *saved = ctx.saved_tensors
+    """The gradients of the tensors, in the order of Inputs."""
+    kept = ctx.saved_tensors
+    inputs, out, saved = Inputs(*kept[:_TENSORS], ctx.scale), kept[_TENSORS], Saved(*kept[_TENSORS + 1 :])
+    asked = Asked(*_asked(ctx.needs_input_grad))
+    d_lse = d_lse if ctx.with_lse else None
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-    # behind those of the tensors come those of the modes
-    _, _, _, decay_gradient, _, _, bias_gradient, sink_gradient, *others = ctx.needs_input_grad
-    inputs = (
-        d_out, d_lse if ctx.with_lse else None, q, k, v, log_decay, row_scale, places, bias, sink, *ctx.modes, out,
-        *saved, decay_gradient, bias_gradient, sink_gradient,
-    )  # fmt: skip
-    if torch.is_grad_enabled():
-        # to be differentiated, which this operator refuses
-        gradients = torch.ops.decayattn.backward.default(*inputs)
-    elif ctx.problem is not None and not _watched((d_out,)):
-        gradients = _backward(*inputs, ctx.problem)
+    if ctx.problem is not None and not torch.is_grad_enabled() and not _watched((d_out,)):
+        gradients = _backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, asked)
     else:
-        with (compatibility.below_autograd or contextlib.nullcontext)():
-            gradients = torch.ops.decayattn.backward.default(*inputs)
-    dq, dk, dv, d_log_decay, d_row_scale, d_bias, d_sink = gradients
+        # where gradients are recorded, it is to be differentiated, which this operator refuses
+        is_seen = torch.is_grad_enabled() or compatibility.below_autograd is None
+        with contextlib.nullcontext() if is_seen else compatibility.below_autograd():
+            gradients = torch.ops.decayattn.backward.default(*inputs, *ctx.modes, out, *saved, d_out, d_lse, *asked)
+        gradients = Gradients(*gradients)
     return (
-        dq, dk, dv, d_log_decay if decay_gradient else None, d_row_scale if row_scale is not None else None, None,
-        d_bias if bias_gradient else None, d_sink if sink_gradient else None, *(None for _ in others),
-    )  # fmt: skip
+        gradients.dq,
+        gradients.dk,
+        gradients.dv,
+        gradients.d_log_decay if asked.decay_gradient else None,
+        gradients.d_row_scale if inputs.row_scale is not None else None,
+        None,  # places
+        gradients.d_bias if asked.bias_gradient else None,
+        gradients.d_sink if asked.sink_gradient else None,
+    )
 
 
 def _refuse_second_derivative(ctx, *_):
@@ -238,40 +289,51 @@ class _Differentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        *tensors, problem, modes = inputs
-        output = _without_gradient(problem, (*tensors, *modes))
-        _keep(ctx, tensors, modes, output, problem)
+    def forward(ctx, *arguments):
+        *_, problem, inputs, modes, with_lse = arguments
+        output = _without_gradient(problem, inputs, modes, with_lse)
+        _keep(ctx, problem, inputs, modes, with_lse, output)
         # nobody asks for the others of a problem's, and an output takes the host's time, here and in the backward
         return output if problem is None else output[:2]
 
-    backward = staticmethod(_differentiate)
+    @staticmethod
+    def backward(ctx, *gradients):
+        return *_differentiate(ctx, *gradients), None, None, None, None
 
 
-def _with_gradient(problem, inputs):
-    tensors, modes = inputs[:_TENSORS], inputs[_TENSORS:]  # the first mode is the scale
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return _Differentiable.apply(*tensors, problem, modes) if wanted else _without_gradient(problem, inputs)
+def _with_gradient(problem, inputs, modes, with_lse):
+    """out, lse and, at the operator, what was saved."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors):
+        # autograd looks for tensors among the arguments, not inside of them
+        return _Differentiable.apply(*inputs.tensors, problem, inputs, modes, with_lse)
+    return _without_gradient(problem, inputs, modes, with_lse)
 
 
-def _without_gradient(problem, inputs):
+def _without_gradient(problem, inputs, modes, with_lse):
     if problem is not None:
-        return _forward(*inputs, problem)
+        out, lse, saved = _forward(problem, inputs, modes.backend, with_lse)
+        return out, lse, *saved
     with compatibility.below_autograd():
-        return torch.ops.decayattn.forward.default(*inputs)
+        return torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
 
 
 if compatibility.below_autograd is not None:
 
     @torch.library.impl("decayattn::forward", "Autograd")
-    def _operator_with_gradient(*inputs):
-        return _with_gradient(None, inputs)
+    def _operator_with_gradient(*arguments):
+        inputs, modes, (with_lse,) = _split(arguments)
+        return _with_gradient(None, inputs, modes, with_lse)
 
 else:
-    torch.library.register_autograd(
-        "decayattn::forward", _differentiate,
-        setup_context=lambda ctx, inputs, output: _keep(ctx, inputs[:_TENSORS], inputs[_TENSORS:], output),
-    )  # fmt: skip
+
+    def _keep_of_operator(ctx, inputs, output):
+        call, modes, (with_lse,) = _split(inputs)
+        _keep(ctx, None, call, modes, with_lse, output)
+
+    def _differentiate_operator(ctx, *gradients):
+        return *_differentiate(ctx, *gradients), None, *(None for _ in Modes._fields), None
+
+    torch.library.register_autograd("decayattn::forward", _differentiate_operator, setup_context=_keep_of_operator)
 
 
 torch.library.register_autograd("decayattn::backward", _refuse_second_derivative)

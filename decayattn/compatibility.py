@@ -140,7 +140,7 @@ def assume_constant_result(function: Callable) -> Callable:
     """
     if not _has_mark:
         return torch.compiler.assume_constant_result(function)
-    function._dynamo_marked_constant = True
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
@@ -224,7 +224,8 @@ def first_launch(
             chosen._run = _observing(run, passed)
         except AttributeError as error:
             launch(kernel, programs, args, constants)
-            return _leave_to_triton(str(error))
+            _leave_to_triton(str(error))
+            return None
         try:
             launched = launch(kernel, programs, args, constants)
         finally:
@@ -234,9 +235,11 @@ def first_launch(
         try:
             direct = _direct(kernel, chosen, args, constants)
         except AttributeError as error:
-            return _leave_to_triton(str(error))
+            _leave_to_triton(str(error))
+            return None
         if not any(_agrees(direct, programs, device, args, given) for given in passed):
-            return _leave_to_triton("is given other arguments")
+            _leave_to_triton("is given other arguments")
+            return None
         _compared.add(kernel.fn)
         return direct
 

@@ -9,6 +9,8 @@ from decayattn import autograd, keywords, reference
 from decayattn.backends import registry
 from decayattn.problem import (
     AttentionProblem,
+    BackendName,
+    Inputs,
     autocast_dtype,
     check_arguments,
     check_bool,
@@ -30,7 +32,7 @@ class _Options(TypedDict, total=False):
     window_size: tuple[int, int] | None
     sink: Tensor | None
     skip_tolerance: float | str | None
-    backend: str
+    backend: BackendName
 
 
 class _DenseOptions(_Options, total=False):
@@ -81,7 +83,7 @@ def decay_attention(
     leftpad_k: Tensor | None = None,
     return_lse: bool = False,
     skip_tolerance: float | str | None = "auto",
-    backend: str = "auto",
+    backend: BackendName = "auto",
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Softmax attention whose scores decay with the distance between query and key.
@@ -154,14 +156,18 @@ def decay_attention(
         q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
         skip_tolerance,
     )  # fmt: skip
-    log_decay, scale = per_head(log_decay, q), per_row(scale, q)
+    log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
     places = _places_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
+    inputs = Inputs(q, k, v, log_decay, row_scale, places, bias, sink, number)
     problem = AttentionProblem.of(
-        q, v, log_decay, scale if isinstance(scale, Tensor) else None, causal, window_of(window_size, causal), places,
-        bias=bias, skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
+        q, v, log_decay, row_scale, causal, window_of(window_size, causal), places, bias=bias,
+        skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
-    out, lse = _attend(problem, q, k, v, log_decay, scale, places, bias, sink, backend, return_lse)
-    return (out, lse) if return_lse else out
+    out, lse = _attend(problem, inputs, backend, return_lse)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
 
 
 @overload
@@ -196,7 +202,7 @@ def decay_attention_varlen(
     sink: Tensor | None = None,
     return_lse: bool = False,
     skip_tolerance: float | str | None = "auto",
-    backend: str = "auto",
+    backend: BackendName = "auto",
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""decay_attention of sequences of different lengths that are packed behind one another, without padding.
@@ -235,18 +241,22 @@ def decay_attention_varlen(
     max_seqlen_q, max_seqlen_k = integer(max_seqlen_q), integer(max_seqlen_k)
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
         log_decay = log_decay[None]
-    log_decay, scale = per_head(log_decay, q), per_row(scale, q)
+    log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
     rows = tokens = _between(cu_seqlens_q, q.shape[1], max_seqlen_q)
     if cu_seqlens_k is not cu_seqlens_q or k.shape[1] != q.shape[1] or max_seqlen_k != max_seqlen_q:
         tokens = _between(cu_seqlens_k, k.shape[1], max_seqlen_k)
     places = torch.stack([*rows, *tokens], 1)
+    inputs = Inputs(q, k, v, log_decay, row_scale, places, None, sink, number)
     problem = AttentionProblem.of(
-        q, v, log_decay, scale if isinstance(scale, Tensor) else None, causal, window_of(window_size, causal), places,
-        (max_seqlen_q, max_seqlen_k), skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
+        q, v, log_decay, row_scale, causal, window_of(window_size, causal), places, (max_seqlen_q, max_seqlen_k),
+        skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
-    out, lse = _attend(problem, q, k, v, log_decay, scale, places, None, sink, backend, return_lse)
+    out, lse = _attend(problem, inputs, backend, return_lse)
     out = out.squeeze(0)  # not out[0], whose gradient would be copied into zeros
-    return (out, lse.squeeze(0)) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse.squeeze(0)
 
 
 @torch.no_grad()
@@ -275,9 +285,9 @@ def visited_fraction(
     """
     q, k = _autocast(q, k)
     check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
-    log_decay, scale = per_head(log_decay, q), per_row(scale, q)
+    log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
     problem = AttentionProblem.of(
-        q, k, log_decay, scale if isinstance(scale, Tensor) else None, True, window_of(window_size, True),
+        q, k, log_decay, row_scale, True, window_of(window_size, True),
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )  # fmt: skip
     if registry.select(problem, "triton") == "reference":  # meta tensors: nothing runs
@@ -285,18 +295,17 @@ def visited_fraction(
     from decayattn.backends.planning import skipping  # imports Triton
 
     with torch.cuda.device_of(q):
-        return skipping.visited_fraction(problem, q, k, log_decay, scale)
+        return skipping.visited_fraction(problem, q, k, log_decay, number if row_scale is None else row_scale)
 
 
 def _attend(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    places: Tensor | None, bias: Tensor | None, sink: Tensor | None, backend: str, return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
     """out and lse, which is None if it is not asked for and a kernel backend runs."""
     chosen = registry.select(problem, backend)
     if chosen == "reference":
-        return reference.attention(problem, q, k, v, log_decay, scale, places, sink, bias)
-    return autograd.attention(problem, q, k, v, log_decay, scale, places, bias, sink, chosen, return_lse)
+        return reference.attention(problem, inputs)
+    return autograd.attention(problem, inputs, chosen, return_lse)
 
 
 def _places_in_entries(
@@ -357,10 +366,10 @@ def per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
     return log_decay if shape else log_decay.expand(heads)
 
 
-def per_row(scale: Tensor | float | None, q: Tensor) -> Tensor | float:
-    """scale as a float, or (B, T_q, H) in the accumulator dtype."""
+def per_row(scale: Tensor | float | None, q: Tensor) -> tuple[Tensor | None, float]:
+    """scale as Inputs has it: row_scale (B, T_q, H) in the accumulator dtype, or None, and the number."""
     if scale is None:
-        return q.shape[3] ** -0.5
+        return None, q.shape[3] ** -0.5
     if not isinstance(scale, Tensor):
-        return float(scale)
-    return scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32).expand(q.shape[:3])
+        return None, float(scale)
+    return scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32).expand(q.shape[:3]), 1.0

@@ -72,7 +72,7 @@ def named(function: Callable) -> Callable:
     """The function without its catch-all of unknown keywords in what help() and inspect.signature show."""
     signature = inspect.signature(function)
     known = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
-    function.__signature__ = signature.replace(parameters=known)
+    function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
     return function
 
 

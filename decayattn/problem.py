@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,12 @@ SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 # a log-decay below this is a reset: e^λ is 0 in float64 there, and −1e9 or finfo.min is how people write one
 RESET_BELOW = -746.0
+
+
+# the names that arguments may have, for annotations
+BackendName = Literal["auto", "reference", "triton", "hopper"]
+DecayName = Literal["none", "constant", "scalar"]
+LayoutName = Literal["dense", "padded", "packed"]
 
 
 class AttentionProblem(NamedTuple):
@@ -39,12 +45,12 @@ class AttentionProblem(NamedTuple):
     value_dim: int
     dtype: torch.dtype
     device: torch.device
-    decay: str
+    decay: DecayName
     causal: bool
     row_scale: bool
     bias: bool = False
     window: tuple[int, int] = (-1, -1)
-    layout: str = "dense"
+    layout: LayoutName = "dense"
     sequences: int = 0
     longest_query: int = 0
     longest_key: int = 0
@@ -86,8 +92,8 @@ class AttentionProblem(NamedTuple):
         """
         batch, query_length, num_heads, head_dim = q.shape
         _, key_length, num_kv_heads, value_dim = v.shape
-        decay = "none" if log_decay is None else "constant" if log_decay.ndim == 1 else "scalar"
-        layout = "dense" if places is None else "padded" if longest is None else "packed"
+        decay: DecayName = "none" if log_decay is None else "constant" if log_decay.ndim == 1 else "scalar"
+        layout: LayoutName = "dense" if places is None else "padded" if longest is None else "packed"
         sequences = batch if places is None else places.shape[0]
         longest_query, longest_key = (query_length, key_length) if longest is None else longest
         return cls(
@@ -95,6 +101,71 @@ class AttentionProblem(NamedTuple):
             q.dtype, q.device, decay, causal, row_scale is not None, bias is not None,
             _clamped(window, longest_query, longest_key), layout, sequences, longest_query, longest_key, skip_tolerance,
         )  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, checked and brought to their full shapes, and its scale."""
+
+    q: Tensor  # (B, T_q, H, D)
+    k: Tensor  # (B, T_k, H_kv, D)
+    v: Tensor  # (B, T_k, H_kv, D_v)
+    log_decay: Tensor | None = None  # (H,) constant, or (B, T_k, H) scalar
+    row_scale: Tensor | None = None  # (B, T_q, H) in the accumulator dtype
+    places: Tensor | None = None  # AttentionProblem's, (sequences, 4) int32
+    bias: Tensor | None = None  # broadcastable to (B, H, T_q, T_k), floating or boolean
+    sink: Tensor | None = None  # (H,)
+    scale: float = 1.0  # of all rows; 1 where every row has one of its own
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All but the number, which comes last."""
+        return self[:-1]
+
+    @property
+    def any_scale(self) -> Tensor | float:
+        """One number for all rows, or one per row."""
+        return self.scale if self.row_scale is None else self.row_scale
+
+
+class DecayPrefix(NamedTuple):
+    """What the kernels read of a per-token decay, in (B, H, ·) and base 2; empty tensors for other decays.
+
+    Every sequence has a prefix of its own: its blocks start at its first token, and its resets are counted from there.
+    """
+
+    # β (B, H, T_k): float32 for 16-bit inputs, else float64, since a strong decay costs float32's low bits
+    local: Tensor
+    base: Tensor  # α at each block's start (B, H, blocks), float64
+    last_reset: Tensor  # (B, H, T_k) int32
+    next_reset: Tensor  # (B, H, T_k) int32
+
+
+class Saved(NamedTuple):
+    """What a forward saves for the backward, besides its inputs and out; any backend reads what another one saved."""
+
+    row_references: Tensor  # (B, H, T_q): the log-sum-exp as tiles count it, in base 2
+    local: Tensor  # from here on DecayPrefix's
+    base: Tensor
+    last_reset: Tensor
+    next_reset: Tensor
+    first_block: Tensor  # the first blocks of keys that were visited (skipping.plan)
+    sink_probability: Tensor | None = None  # (B, H, T_q): P of the sink, which no backend sees
+
+    @property
+    def prefix(self) -> DecayPrefix:
+        return DecayPrefix(self.local, self.base, self.last_reset, self.next_reset)
+
+
+class Gradients(NamedTuple):
+    """Of the inputs, in their shapes; None for what is not asked for."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_log_decay: Tensor | None
+    d_row_scale: Tensor | None
+    d_bias: Tensor | None
+    d_sink: Tensor | None = None  # no backend's
 
 
 def check_arguments(

@@ -9,36 +9,84 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decayattn.problem import AttentionProblem, is_reset, without_autocast
+from decayattn.problem import AttentionProblem, Inputs, is_reset, without_autocast
 
 
-def attention(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    places: Tensor | None = None, sink: Tensor | None = None, bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (B, T_q, H, D_v) and lse (B, H, T_q): softmax of the decayed scores over the visible keys.
 
-    places (sequences, 4) are AttentionProblem's. sink (H,) is the score of one more key, of value 0, in every row. bias
-    broadcasts to (B, H, T_q, T_k): it is added to the scores, or, boolean, says which may be visible.
+    The sink (H,) is the score of one more key, of value 0, in every row. The bias is added to the scores, or, boolean,
+    says which keys may be visible.
     """
     with without_autocast(problem.device):  # the caller applied it; inside it would round the scores
-        if places is None:
+        if inputs.places is None:
             i = torch.arange(problem.query_length, device=problem.device) + problem.first_position
-            return _attend(problem, q, k, v, log_decay, scale, sink, bias, i[None, None], None)
-        return _attend_sequences(problem, q, k, v, log_decay, scale, sink, bias, places)
+            return _attend(problem, inputs, i[None, None], None)
+        return _attend_sequences(problem, inputs, inputs.places)
+
+
+def decode(
+    inputs: Inputs,
+    lengths: Tensor,
+    *,
+    alpha: Tensor | None = None,
+    first: Tensor | None = None,
+    left: int | None = None,
+    longest: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out (B, T_q, H, D_v) and lse (B, H, T_q) of the last T_q tokens of every cache entry.
+
+    Args:
+        inputs: q of those tokens, the whole buffers of the cache as k and v, (B, T_max, H_kv, ·), log_decay where it is
+            constant, and a scale.
+        lengths: (B,), tokens in use, the T_q new ones among them. Beyond them may lie anything.
+        alpha: (B, T_max, H) float64, the running sum of a decay per token (resets counted as 0), instead of log_decay.
+        first: (B, H, T_q), the first key that a row sees; default 0.
+        left: a row at position i sees the keys j ≥ i − left only; None is no limit.
+        longest: no length is larger; default T_max.
+    """
+    q, log_decay, rows = inputs.q, inputs.log_decay, inputs.q.shape[1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    longest = inputs.k.shape[1] if longest is None else longest
+    j = torch.arange(longest, device=q.device)
+    i = lengths[:, None] - rows + torch.arange(rows, device=q.device)
+    used = (j < lengths[:, None])[..., None]  # beyond it may lie NaN, and 0 · NaN is NaN
+    k, v = (torch.where(used[..., None], x[:, :longest], 0.0).to(dtype) for x in (inputs.k, inputs.v))
+    k, v = (_repeat_heads(x, q.shape[2] // x.shape[2]) for x in (k, v))
+    distance = i[:, None, :, None] - j
+    visible = distance >= 0
+    if first is not None:
+        visible = visible & (j >= first[..., None])
+    if log_decay is not None:  # a rate that resets leaves a row its own token
+        alone = is_reset(log_decay)
+        visible = visible & ((distance == 0) | ~alone[:, None, None])
+        log_decay = log_decay.masked_fill(alone, 0)
+    if left is not None:
+        visible = visible & (distance <= left)
+    with without_autocast(q.device):  # it would round the scores
+        scores = scaled_products(q.to(dtype), k, inputs.any_scale)
+        if alpha is not None:
+            alpha = torch.where(used, alpha[:, :longest], 0.0).transpose(1, 2)
+            own = alpha.take_along_dim(i[:, None].clamp(0, longest - 1), -1)
+            scores = scores + (own[..., :, None] - alpha[..., None, :]).to(dtype)
+        elif log_decay is not None:
+            scores = scores + (log_decay.double()[:, None, None] * distance).to(dtype)
+        weights, lse = masked_softmax(scores, visible)
+        out = torch.einsum("bhij,bjhe->bihe", weights, v)
+    return out.to(q.dtype), lse
 
 
 def _attend(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    sink: Tensor | None, bias: Tensor | None, i: Tensor, num_keys: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    problem: AttentionProblem, inputs: Inputs, i: Tensor, num_keys: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """`attention` of one sequence per batch entry, which begins at key 0.
 
     i (B or 1, 1, T_q) are the rows' positions on the keys' axis, num_keys (B, 1) how many keys there are; None: T_k.
     """
-    dtype = problem.accumulator_dtype
+    dtype, log_decay, bias, sink = problem.accumulator_dtype, inputs.log_decay, inputs.bias, inputs.sink
+    k, v = (_repeat_heads(x.to(dtype), problem.num_heads // problem.num_kv_heads) for x in (inputs.k, inputs.v))
     j = torch.arange(k.shape[1], device=problem.device)
-    scores = scaled_products(q.to(dtype), _per_query_head(problem, k.to(dtype)), scale)
+    scores = scaled_products(inputs.q.to(dtype), k, inputs.any_scale)
     if log_decay is not None:
         scores = scores + decay_bias(problem, log_decay, i, j).to(dtype)
     visible = visible_pairs(problem, log_decay, i, j, num_keys)
@@ -50,14 +98,11 @@ def _attend(
         column = rearrange(sink.to(dtype), "h -> 1 h 1 1").expand(*scores.shape[:3], 1)
         scores, visible = torch.cat([scores, column], -1), pad(visible, (0, 1), value=True)
     weights, lse = masked_softmax(scores, visible)
-    out = torch.einsum("bhij,bjhe->bihe", weights[..., : k.shape[1]], _per_query_head(problem, v.to(dtype)))
+    out = torch.einsum("bhij,bjhe->bihe", weights[..., : k.shape[1]], v)
     return out.to(problem.dtype), lse
 
 
-def _attend_sequences(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    sink: Tensor | None, bias: Tensor | None, places: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _attend_sequences(problem: AttentionProblem, inputs: Inputs, places: Tensor) -> tuple[Tensor, Tensor]:
     """Every sequence is cut out into a batch entry of its own, and its results are put back to where it lies."""
     first_row, num_rows, first_key, num_keys = places.long().T[..., None]  # each (sequences, 1)
     row = torch.arange(_within(problem.longest_query, problem.query_length), device=problem.device)
@@ -77,14 +122,21 @@ def _attend_sequences(
     def keys_of(x: Tensor) -> Tensor:
         return cut(x, first_key, num_keys, key)
 
+    bias, sink = inputs.bias, inputs.sink
     if bias is not None:
         bias = bias.expand(problem.batch, problem.num_heads, problem.query_length, problem.key_length)
         bias = rearrange(rows_of(rearrange(bias, "b h i j -> b i h j")), "b i h j -> b j h i")
         bias = rearrange(keys_of(bias), "b j h i -> b h i j")
-    log_decay = keys_of(log_decay) if problem.decay == "scalar" else log_decay
-    scale = rows_of(scale) if problem.row_scale else scale
-    i = (row + num_keys - num_rows)[:, None]
-    out, lse = _attend(problem, rows_of(q), keys_of(k), keys_of(v), log_decay, scale, sink, bias, i, num_keys)
+    log_decay = inputs.log_decay
+    cut_out = inputs._replace(
+        q=rows_of(inputs.q),
+        k=keys_of(inputs.k),
+        v=keys_of(inputs.v),
+        log_decay=log_decay if log_decay is None or problem.decay == "constant" else keys_of(log_decay),
+        row_scale=None if inputs.row_scale is None else rows_of(inputs.row_scale),
+        bias=bias,
+    )
+    out, lse = _attend(problem, cut_out, (row + num_keys - num_rows)[:, None], num_keys)
     # rows past the end of a sequence are put behind the last row, which is cut off again
     to = entry, torch.where(row < num_rows, first_row + row, problem.query_length)
     everywhere = (problem.batch, problem.query_length + 1, problem.num_heads)
@@ -129,9 +181,11 @@ def visible_pairs(
         visible = visible & (distance >= -right)
     if num_keys is not None:
         visible = visible & (j < num_keys)[:, None, None]
+    if log_decay is None:
+        return visible
     if problem.decay == "constant":
         visible = visible & ((distance == 0) | ~rearrange(is_reset(log_decay), "h -> 1 h 1 1"))
-    elif problem.decay == "scalar":
+    else:
         segment = rearrange(is_reset(log_decay), "b t h -> b h t").cumsum(-1)
         same_segment = _at_rows(segment, i)[..., :, None] == segment[..., None, :]
         visible = visible & (i >= 0)[..., None] & same_segment  # before the first key there is no λ
@@ -168,7 +222,6 @@ def _within(longest: int, axis: int) -> int:
     return longest if isinstance(axis, torch.SymInt) else min(longest, axis)
 
 
-def _per_query_head(problem: AttentionProblem, x: Tensor) -> Tensor:
+def _repeat_heads(x: Tensor, group: int) -> Tensor:
     """Keys or values (B, T_k, H_kv, ·) as every query head reads them."""
-    group = problem.num_heads // problem.num_kv_heads
     return x if group == 1 else repeat(x, "b j h d -> b j (h g) d", g=group)

@@ -29,7 +29,7 @@ from attention_benchmark.options import declare, parse_speeds, positive
 from provenance import ROOT, provenance
 
 from decayattn.backends import registry
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 from decayattn.testing import format_table
 
 # What a call without options measures: the first on a GPU; the second is what the interpreter does in seconds
@@ -115,8 +115,8 @@ def choose_peers(options: argparse.Namespace, case: Case, device: str) -> list[p
 def launched(problem: AttentionProblem, name: str, inputs: dict[str, Any]) -> str:
     """The backend that a name stands for."""
     name = registry.select(problem, name)
-    q, k, v = (inputs[x] for x in ("q", "k", "v"))
-    return name if name == "reference" else registry.resolve(problem, name, q, k, v, q.shape[-1] ** -0.5)
+    call = Inputs(*(inputs[x] for x in ("q", "k", "v")), scale=inputs["q"].shape[-1] ** -0.5)
+    return name if name == "reference" else registry.resolve(problem, name, call)
 
 
 def benchmark(

@@ -42,7 +42,7 @@ from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
 from decayattn.backends.portable import launch as portable_launch
 from decayattn.backends.runtime import launching
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 
 
 @dataclass(frozen=True)
@@ -245,15 +245,16 @@ def compiled_kernels(
         alpha = log_decay.double().mT.contiguous().mT if decay == "scalar" else None
         with collecting(target) as kernels:
             decoding.decode(
-                q[:, :1], k[:, :, :1], v[:, :, :1], log_decay if decay == "constant" else None, scale=scale,
-                lengths=torch.empty(2, dtype=torch.int32), alpha=alpha, first=torch.empty(2, 4, 1, dtype=torch.int32),
+                Inputs(q[:, :1], k[:, :, :1], v[:, :, :1], log_decay if decay == "constant" else None, scale=scale),
+                torch.empty(2, dtype=torch.int32), alpha=alpha, first=torch.empty(2, 4, 1, dtype=torch.int32),
             )  # fmt: skip
         return kernels
+    inputs = Inputs(q, k, v, log_decay, places=places, bias=bias, scale=scale)
     with collecting(target) as kernels:
         for with_lse in (True, False):
-            out, _, *saved = module.forward(problem, q, k, v, log_decay, scale, places, bias, with_lse)
+            out, _, saved = module.forward(problem, inputs, with_lse)
         asked_for = decay != "none", bias is not None
-        module.backward(problem, d_out, None, q, k, v, log_decay, scale, places, bias, out, *saved, *asked_for)
+        module.backward(problem, inputs, out, saved, d_out, None, *asked_for)
     return kernels
 
 

@@ -113,8 +113,7 @@ def stress(shape: Sequence[int], backend: str, far: float, tolerance: float | st
         first, call("triton", given, tolerance), False, KERNELS)]  # fmt: skip
     end = time.monotonic() + seconds
     while time.monotonic() < end or calls == 0:
-        if calls % 8 == 0:
-            poison()
+        poison()  # before every call: the memory of the last one holds what should be there
         calls += 1
         lines += [f"call {calls}: {line}" for line in deviations(call(backend, given, tolerance), first, True, ORDER)]
         for line in lines:
@@ -126,9 +125,21 @@ def stress(shape: Sequence[int], backend: str, far: float, tolerance: float | st
 
 
 def load(processes: int) -> list[subprocess.Popen]:
-    """Processes that multiply matrices until they are ended."""
-    program = "import torch\nx = torch.randn(4096, 4096, device='cuda')\nwhile True: x @ x; torch.cuda.synchronize()"
-    return [subprocess.Popen([sys.executable, "-c", program]) for _ in range(processes)]
+    """Processes that multiply matrices until they are ended; every one has begun."""
+    program = """
+import torch
+x = torch.randn(4096, 4096, device="cuda")
+x @ x
+torch.cuda.synchronize()
+print(flush=True)
+while True:
+    x @ x
+    torch.cuda.synchronize()
+"""
+    begun = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(processes)]
+    for process in begun:
+        process.stdout.readline()
+    return begun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

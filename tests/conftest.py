@@ -1,6 +1,5 @@
 """Where the kernels run (on a GPU, else in Triton's interpreter) and what uninitialised memory looks like."""
 
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -24,29 +23,12 @@ with torch.device("cpu"):
 torch.set_num_threads(1)  # the suite runs in several processes, whose threads would wait for each other
 
 
-def patch_the_language_once() -> None:
-    """Triton's interpreter patches its language where a kernel is launched, and once more at every call of a function
-    in it, which takes more than half of the time."""
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
-
-    @functools.cache
-    def languages(fn) -> list:
-        return [x for x in fn.__globals__.values() if x is tl or x is tl.core]
-
-    def patch_once(fn):
-        return patch(fn) if any(tl.core.is_builtin(x.load) for x in languages(fn)) else nothing
-
-    interpreter._patch_lang = patch_once
-
-
 if INTERPRET == "1":
-    patch_the_language_once()
-    import interpreted_memory  # which imports triton
+    import interpreted_memory  # they import triton
+    import quick_interpreter
 
     interpreted_memory.watch()
+    quick_interpreter.hurry()
 
 
 def interpreting_changed() -> bool:

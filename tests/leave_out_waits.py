@@ -117,7 +117,7 @@ def results(direction: str, inputs: dict, options: dict, seed: int) -> list[torc
         mock.patch.object(launch, "forward_kernel", Kernel(FORWARD, seed)),
         mock.patch.object(launch_backward, "gradients_kernel", Kernel(GRADIENTS, seed)),
         mock.patch.object(launching, "multiprocessors", return_value=2),
-        mock.patch.object(hopper, "refusal", return_value=None),
+        mock.patch.object(hopper, "unavailable", return_value=None),
     ):
         found = list(function(**inputs | leaves, **options, return_lse=True, backend="hopper"))
         if direction == "backward":

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from decayattn import decay_attention
+from decayattn import autograd, decay_attention
 from decayattn.backends import registry
+from decayattn.problem import Gradients, Inputs, Saved
 
 ON_GPU = torch.cuda.is_available()
 # the tests are about one graph that is right; what inductor adds needs a C++ compiler on a CPU
@@ -67,6 +68,24 @@ def operator_arguments(
         *(leaves.get(name) for name in NAMES), places, bias, sink, scale, causal, window, longest, skip_tolerance,
         "triton", with_lse,
     )  # fmt: skip
+
+
+def test_the_schemas_are_those_of_the_named_tuples():
+    """In their order and with their types, so that neither operator counts positions."""
+    forward, backward = torch.ops.decayattn.forward.default._schema, torch.ops.decayattn.backward.default._schema
+    call = [*Inputs._fields, *autograd.Modes._fields]
+    assert [x.name for x in forward.arguments] == [*call, "with_lse"]
+    assert [x.name for x in forward.returns] == ["out", "lse", *Saved._fields]
+    between = ["out", *Saved._fields, "d_out", "d_lse"]
+    assert [x.name for x in backward.arguments] == [*call, *between, *autograd.Asked._fields]
+    assert [x.name for x in backward.returns] == list(Gradients._fields)
+    types = {x.name: str(x.type) for x in forward.arguments}
+    optional = {name for name in Inputs._fields if name in Inputs._field_defaults and name != "scale"}
+    assert {name: types[name] for name in Inputs._fields} == {
+        name: "Optional[Tensor]" if name in optional else "float" if name == "scale" else "Tensor"
+        for name in Inputs._fields
+    }
+    assert {str(x.type) for x in [*forward.returns, *backward.returns]} == {"Tensor"}
 
 
 MODES = [("none", True, False), ("constant", False, True), ("scalar", True, True), ("scalar", False, False)]

@@ -1,5 +1,6 @@
 """Which backend takes a call: the one that was named, or a refusal that says why. Never another one in its place."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -8,10 +9,10 @@ import textwrap
 import pytest
 import torch
 
-from decayattn import decay_attention
+from decayattn import decay_attention, reference
 from decayattn.backends import registry
 from decayattn.backends.runtime import integers, launching
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 
 ON_GPU = torch.cuda.is_available()
 
@@ -74,7 +75,7 @@ def test_no_query_heads(name, decay, device):
 @pytest.mark.parametrize("decoding", [True, False])
 def test_only_who_has_kernels_for_it_decodes(decoding, monkeypatch):
     """On a GPU whose every backend takes the problem."""
-    monkeypatch.setattr(registry, "refusal", lambda *arguments: None)
+    monkeypatch.setattr(registry, "unavailable", lambda *arguments: None)
     asked_for = problem(torch.float16)._replace(device=torch.device("cuda", 0))
     for name in ("auto", "reference", "triton"):
         assert registry.select(asked_for, name, decoding) == name
@@ -176,8 +177,32 @@ def test_auto_takes_what_pays(length, heads, chosen, monkeypatch):
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(registry, "_objection", lambda *arguments: None)
     q = torch.zeros(1, length, heads, 64)
-    asked_for = AttentionProblem.of(q, q, torch.zeros(heads), None, True)
-    assert registry.resolve(asked_for, "auto", q, q, q, 0.125) == chosen
-    assert registry.resolve(asked_for, "hopper", q, q, q, 0.125) == "hopper"
+    inputs = Inputs(q, q, q, torch.zeros(heads), scale=0.125)
+    asked_for = AttentionProblem.of(q, q, inputs.log_decay, None, True)
+    assert registry.resolve(asked_for, "auto", inputs) == chosen
+    assert registry.resolve(asked_for, "hopper", inputs) == "hopper"
     packed = asked_for._replace(layout="packed", sequences=3)  # of which nothing was measured
-    assert registry.resolve(packed, "auto", q, q, q, 0.125) == "hopper"
+    assert registry.resolve(packed, "auto", inputs) == "hopper"
+
+
+def test_every_backend_fulfils_the_protocol():
+    """Its names, and the parameters of each in the order of the protocol."""
+    members = [name for name in vars(registry.Backend) if name == "DETERMINISTIC" or not name.startswith("_")]
+    assert set(members) >= {"unavailable", "unsupported", "is_profitable", "forward", "backward", "decode"}
+    for kernel in registry.KERNELS:
+        module = registry.load(kernel)
+        if isinstance(module, str):
+            pytest.skip(module)
+        assert isinstance(module.DETERMINISTIC, bool)
+        assert set(module.__all__) == set(members)
+        for name in members:
+            found, wanted = getattr(module, name), getattr(registry.Backend, name)
+            if name == "decode":
+                wanted = registry.Decode.__call__
+            if callable(found):
+                _, *expected = inspect.signature(wanted).parameters
+                assert list(inspect.signature(found).parameters) == expected, (kernel, name)
+            else:
+                assert name == "DETERMINISTIC" or (name, found) == ("decode", None)
+    _, *expected = inspect.signature(registry.Decode.__call__).parameters
+    assert list(inspect.signature(reference.decode).parameters) == expected

@@ -726,3 +726,25 @@ def test_errors_of_construction_name_the_argument(change, error, message):
 def test_a_cache_tells_what_it_is():
     text = repr(DecayCache(2, 9, num_heads=4, num_kv_heads=1, head_dim=8))
     assert text.startswith("DecayCache(batch_size=2, max_length=9, longest=0, num_heads=4, num_kv_heads=1, head_dim=8")
+
+
+def test_select_and_crop_are_what_they_say():
+    """Entries by their index, any number of them; the last tokens gone; and bad arguments by name."""
+    torch.manual_seed(0)
+    cache = DecayCache(3, 12, num_heads=2, head_dim=4)
+    q, k, v = torch.randn(3, 3, 8, 2, 4)
+    log_decay = -torch.rand(3, 8, 2)
+    cache.append(k[:, :7], v[:, :7], log_decay[:, :7])
+    cache.select(torch.tensor([2, 0, 2, 1]))
+    cache.crop(3)
+    assert (cache.batch_size, cache.longest, cache.lengths.tolist()) == (4, 4, [4] * 4)
+    again, kept = [2, 0, 2, 1], [0, 1, 2, 3, 7]
+    out = cache.attend(*(x[again, 7:] for x in (q, k, v, log_decay)))
+    expected = decay_attention(*(x[again][:, kept] for x in (q, k, v, log_decay)))[:, 4:]
+    torch.testing.assert_close(out, expected)
+    for index in ([0], torch.tensor([0.0]), torch.tensor(0)):
+        with pytest.raises((TypeError, ValueError), match="index: expected"):
+            cache.select(index)
+    for tokens in (-1, 6, 1.0, True):
+        with pytest.raises((TypeError, ValueError), match="tokens: expected"):
+            cache.crop(tokens)

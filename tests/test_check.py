@@ -105,9 +105,9 @@ def test_a_wrong_kernel_is_named(direction, place, tensor, monkeypatch, capsys):
     right = getattr(portable, direction)
 
     def wrong(*args, **kwargs):
-        results = list(right(*args, **kwargs))
-        results[place] = results[place] * 1.001
-        return tuple(results)
+        results = right(*args, **kwargs)
+        changed = (*results[:place], results[place] * 1.001, *results[place + 1 :])
+        return type(results)._make(changed) if direction == "backward" else changed
 
     monkeypatch.setattr(portable, direction, wrong)
     status, printed = run(monkeypatch, capsys, ("triton", TINY), ("reference", TINY))
@@ -223,7 +223,7 @@ def test_what_auto_takes_and_why_nothing_faster():
         if isinstance(registry.load(name), str):
             pytest.skip(registry.load(name))
     hopper = registry.load("hopper")
-    hopper.refusal.cache_clear()
+    hopper.unavailable.cache_clear()
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(launching, "multiprocessors", return_value=132),
@@ -231,7 +231,7 @@ def test_what_auto_takes_and_why_nothing_faster():
         FakeTensorMode(),
     ):
         found = {chosen.call: chosen for chosen in choice.choices(torch.device("cuda", 0))}
-    hopper.refusal.cache_clear()
+    hopper.unavailable.cache_clear()
     assert [chosen.error for chosen in found.values()] == [None] * len(found)
     assert (found["bf16 D128"].backend, found["bf16 D128"].reasons) == ("hopper", ())
     for call, reason in {

@@ -12,6 +12,7 @@ import torch
 from decayattn import decay_attention
 from decayattn.backends.portable import decode as decode_module
 from decayattn.backends.portable.decode import decode, number_of_splits
+from decayattn.problem import Inputs
 
 ON_GPU = torch.cuda.is_available()
 # one rounding is a matter of luck: the budget takes the worst of several evaluations, whose scores and P are held as
@@ -66,10 +67,9 @@ class Case:
             last = torch.where(resets, token[:, None], 0).cummax(1).values
             position = (lengths[:, None] - self.rows + token[: self.rows]).clamp(min=0)
             first = last.gather(1, position[..., None].expand(-1, -1, self.heads)).int().transpose(1, 2)
-        return decode(
-            self.q, keys, values, self.rates, scale=self.scale, lengths=lengths, alpha=alpha, first=first,
-            left=self.left, **options,
-        )  # fmt: skip
+        scale = dict(row_scale=self.scale) if isinstance(self.scale, torch.Tensor) else dict(scale=self.scale)
+        inputs = Inputs(self.q, keys, values, self.rates, **scale)
+        return decode(inputs, lengths, alpha=alpha, first=first, left=self.left, **options)
 
     def dense(self, b, dtype, rounding=torch.float64, factor=1.0):
         """out (H, T_q, D_v) and lse (H, T_q) of an entry from λ itself, and their sizes A: no sum in them cancels.
@@ -232,8 +232,8 @@ def test_a_strong_decay_stays_exact_at_any_position(dtype):
     case.q, case.keys, case.values = (x[:1].expand(2, -1, -1, -1).clone() for x in (case.q, case.keys, case.values))
     alpha = case.log_decay[:1].double().cumsum(1)
     out, lse = decode(
-        case.q, case.keys, case.values, scale=0.25, lengths=torch.tensor([100, 100], dtype=torch.int32).to(case.device),
-        alpha=torch.cat([alpha, alpha - 7e5 - 1 / 3]),
+        Inputs(case.q, case.keys, case.values, scale=0.25),
+        torch.tensor([100, 100], dtype=torch.int32).to(case.device), alpha=torch.cat([alpha, alpha - 7e5 - 1 / 3]),
     )  # fmt: skip
     torch.testing.assert_close(out[0], out[1], rtol=0, atol=2 * torch.finfo(dtype).eps * case.values.abs().max().item())
     torch.testing.assert_close(lse[0], lse[1], rtol=0, atol=2e-6)
@@ -271,6 +271,7 @@ import torch
 from compile_kernels import TARGETS, CompilingDriver, collecting, resources
 from triton.runtime import driver
 from decayattn.backends.portable.decode import decode
+from decayattn.problem import Inputs
 
 target = TARGETS["sm_90"]
 driver.set_active(CompilingDriver(target))
@@ -279,9 +280,9 @@ for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float
     scale, rates, first = torch.empty(2, 5, 8, dtype=wide), torch.empty(8, dtype=wide), torch.empty(2, 8, 5).int()
     alpha = torch.empty(2, 512, 8, dtype=torch.float64)
     with collecting(target) as kernels:
-        decode(q, k, k, scale=0.1, lengths=lengths, first=first, alpha=alpha)
-        decode(q, k, k, rates, scale=scale, lengths=lengths, first=first, left=100)
-        decode(q, k, k, scale=0.1, lengths=lengths)
+        decode(Inputs(q, k, k, scale=0.1), lengths, first=first, alpha=alpha)
+        decode(Inputs(q, k, k, rates, scale), lengths, first=first, left=100)
+        decode(Inputs(q, k, k, scale=0.1), lengths)
     assert len(kernels) == 6, len(kernels)
     for kernel in kernels:
         assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared

@@ -97,9 +97,9 @@ def asked(monkeypatch):
     """The problems and places of the calls so far, as backends get them."""
     seen, attend = [], functional._attend
 
-    def recorded(problem, q, k, v, log_decay, scale, places, *others):
-        seen.append((problem, places))
-        return attend(problem, q, k, v, log_decay, scale, places, *others)
+    def recorded(problem, inputs, *others):
+        seen.append((problem, inputs.places))
+        return attend(problem, inputs, *others)
 
     monkeypatch.setattr(functional, "_attend", recorded)
     return seen

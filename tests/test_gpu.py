@@ -1,11 +1,12 @@
 """What only a GPU can show: launches, addresses past 2^31, grids past 65,535, a million tokens, graphs, two devices."""
 
 import pytest
+import stress_kernels
 import torch
 from torch import Tensor
 
 from decayattn import decay_attention
-from decayattn.backends.registry import refusal
+from decayattn.backends.registry import unavailable
 from decayattn.problem import AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention
 
@@ -31,6 +32,12 @@ def outputs_and_gradients(leaves: dict, grad_out: Tensor, **options) -> list[Ten
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm() / exact.norm())
+
+
+def test_kernels_repeat_where_processes_share_the_gpu():
+    """A GPU whose time is shared stops a kernel anywhere; the one-process suite never sees that."""
+    arguments = ["--minutes", "0.25", "--shapes", "16,2048,8,64", "--far", "0", "--load", "3"]
+    assert stress_kernels.main(arguments) == 0
 
 
 # Launches
@@ -178,7 +185,7 @@ def test_two_hundred_runs_are_bitwise_equal(causal):
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
 def test_a_captured_graph_replays_on_changed_inputs(decay, backend):
     leaves = make(length=300)
-    if reason := refusal(AttentionProblem.of(leaves["q"], leaves["v"], None, None, True), backend):
+    if reason := unavailable(AttentionProblem.of(leaves["q"], leaves["v"], None, None, True), backend):
         pytest.skip(reason)
     leaves.pop("log_decay")
     if decay != "none":
@@ -226,7 +233,7 @@ def test_two_devices_in_one_process(backend):
             torch.cuda.set_device(current)
             for tensors, grad_out in inputs:
                 here = [x.to(f"cuda:{device}") for x in tensors]
-                if reason := refusal(AttentionProblem.of(here[0], here[2], None, None, True), backend):
+                if reason := unavailable(AttentionProblem.of(here[0], here[2], None, None, True), backend):
                     pytest.skip(reason)
                 assert_within_budget(verify_attention(*here, grad_out=grad_out.to(here[0].device), backend=backend))
                 leaves = dict(zip(NAMES, (x.requires_grad_() for x in here), strict=True))

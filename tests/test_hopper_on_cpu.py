@@ -30,7 +30,7 @@ def run_on_cpu(monkeypatch, seed: int = 0, programs: int = 3) -> None:
     monkeypatch.setattr(launch, "forward_kernel", Kernel(FORWARD, seed))
     monkeypatch.setattr(launch_backward, "gradients_kernel", Kernel(GRADIENTS, seed))
     monkeypatch.setattr(launching, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(hopper, "refusal", lambda dtype, device: None)
+    monkeypatch.setattr(hopper, "unavailable", lambda dtype, device: None)
 
 
 @pytest.fixture(autouse=True)

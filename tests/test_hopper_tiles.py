@@ -237,8 +237,8 @@ def test_slices_need_one_token_axis(device):
 def test_gpus_of_another_make_are_refused(monkeypatch):
     """Though they may have the capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    refusal, gpu = hopper.refusal.__wrapped__, torch.device("cuda", 0)
+    unavailable, gpu = hopper.unavailable.__wrapped__, torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert refusal(torch.bfloat16, gpu) is None
+    assert unavailable(torch.bfloat16, gpu) is None
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "not with ROCm" in refusal(torch.bfloat16, gpu)
+    assert "not with ROCm" in unavailable(torch.bfloat16, gpu)

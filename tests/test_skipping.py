@@ -592,6 +592,6 @@ def test_the_layer_passes_its_tolerance_on(monkeypatch):
 
 def test_the_kernels_are_needed_for_the_fraction(monkeypatch):
     q = torch.zeros(1, 4, 1, 8)
-    monkeypatch.setattr(load("triton"), "refusal", lambda *arguments: "no GPU")
+    monkeypatch.setattr(load("triton"), "unavailable", lambda *arguments: "no GPU")
     with pytest.raises(ValueError, match="backend: 'triton' cannot take this problem: no GPU"):
         visited_fraction(q, q, -1.0)

@@ -445,6 +445,55 @@ def test_refuses_rounded_operands_of_large_logits(monkeypatch):
     assert failed >= {"out", "dq", "dk"}, failed
 
 
+def one_value_for_all_keys(seed):
+    """The sums over 1,500 keys have one sign, so they grow with every key, and what is added loses bits."""
+    torch.manual_seed(seed)
+    q, k = 0.3 * torch.randn(1, 40, 2, 16), torch.randn(1, 1500, 2, 16)
+    return {"q": q, "k": k, "v": torch.randn(17).expand(1, 1500, 2, 17), "causal": False}
+
+
+def key_by_key(results, q, k, v, scale, **heads):
+    """An online softmax in float32 that adds one key after the other."""
+    scores = scale[:, None, None] * (q @ k.mT)
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    weighted, row_sum = torch.zeros_like(results["out"]), torch.zeros_like(results["lse"][..., None])
+    for key in range(k.shape[1]):
+        weighted += p[..., key, None] * v[:, None, key]
+        row_sum += p[..., key, None]
+    lse = scores.amax(-1) + row_sum[..., 0].log()
+    return results | {"out": weighted / row_sum, "lse": lse}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_accepts_sums_over_keys_one_after_the_other(seed, monkeypatch):
+    _with(monkeypatch, key_by_key)
+    assert_within_budget(verify_attention(**one_value_for_all_keys(seed)))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_accepts_sums_over_rows_one_after_the_other(seed, monkeypatch):
+    """dv, of one output gradient for all rows."""
+
+    def row_by_row(results, q, k, scale, grad_out, **heads):
+        p = (scale[:, None, None] * (q @ k.mT)).softmax(-1)
+        results["dv"].zero_()
+        for row in range(q.shape[1]):
+            results["dv"] += p[:, row, :, None] * grad_out[:, row, None]
+
+    _with(monkeypatch, row_by_row)
+    inputs = one_value_for_all_keys(seed)
+    v = torch.randn(1, 40, 2, 17)
+    inputs |= {"q": inputs["k"], "k": inputs["q"], "v": v, "grad_out": inputs["v"]}
+    assert_within_budget(verify_attention(**inputs))
+
+
+def test_refuses_rounded_values_in_sums_over_keys(monkeypatch):
+    """Values with eight bits less than float32: more than any order of the keys is off by."""
+    _with(monkeypatch, lambda results, v, **heads: explicit_attention(**heads, v=_without_bits(v, 8)))
+    failed = {c.name for c in verify_attention(**one_value_for_all_keys(0)) if not c.passed}
+    assert failed == {"out"}
+
+
 def _without_bits(x, bits):
     """x rounded to so many bits less of its mantissa."""
     large = x * (2.0**bits + 1)  # Dekker's splitting
@@ -585,8 +634,9 @@ def test_a_missing_decay_gradient_in_a_model_is_refused(model_and_batch, autocas
     model, batch = model_and_batch
     attention, calls = reference.attention, iter(range(2))
 
-    def detached(problem, q, k, v, log_decay, *rest):
-        return attention(problem, q, k, v, log_decay.detach() if next(calls, None) is not None else log_decay, *rest)
+    def detached(problem, inputs):
+        without = inputs._replace(log_decay=inputs.log_decay.detach())
+        return attention(problem, without if next(calls, None) is not None else inputs)
 
     monkeypatch.setattr(reference, "attention", detached)
     rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", autocast=autocast)

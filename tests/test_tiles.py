@@ -39,7 +39,7 @@ def gpu(monkeypatch):
 
     def clear():
         launch.arch.cache_clear()
-        hopper.refusal.cache_clear()
+        hopper.unavailable.cache_clear()
 
     yield install
     clear()
@@ -50,10 +50,10 @@ def test_tiles_follow_from_the_gpu(name, gpu):
     *known, expected = GPUS[name]
     gpu(*known)
     assert launch.arch(GPU) == expected
-    refusal = hopper.refusal(torch.bfloat16, GPU)
-    assert (refusal is None) == (name == "H100")
+    reason = hopper.unavailable(torch.bfloat16, GPU)
+    assert (reason is None) == (name == "H100")
     if known[1]:
-        assert "not with ROCm" in refusal
+        assert "not with ROCm" in reason
 
 
 def test_float32_products_without_tf32(gpu):

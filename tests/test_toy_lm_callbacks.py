@@ -76,8 +76,8 @@ def test_auto_is_every_backend_that_may_train(monkeypatch, tmp_path, dtype, name
     def refuse_on_hopper(dtype, device):
         return None if dtype == torch.bfloat16 else "16 bits only"
 
-    monkeypatch.setattr(registry.load("triton"), "refusal", lambda dtype, device: None)
-    monkeypatch.setattr(registry.load("hopper"), "refusal", refuse_on_hopper)
+    monkeypatch.setattr(registry.load("triton"), "unavailable", lambda dtype, device: None)
+    monkeypatch.setattr(registry.load("hopper"), "unavailable", refuse_on_hopper)
     device = torch.device("cuda")
     for backend in ("auto", "reference"):
         validation = GradientValidation(squared_error, {}, tmp_path, backend=backend)

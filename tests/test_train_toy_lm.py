@@ -135,8 +135,8 @@ def wrong_decay_gradient(monkeypatch):
     """Kernels whose gradient of the log-decay is 0.1 % too large."""
     kernels = functional.autograd.attention
 
-    def attention(problem, q, k, v, log_decay, *rest):
-        return kernels(problem, q, k, v, ScaledGradient.apply(log_decay), *rest)
+    def attention(problem, inputs, *rest):
+        return kernels(problem, inputs._replace(log_decay=ScaledGradient.apply(inputs.log_decay)), *rest)
 
     monkeypatch.setattr(functional.autograd, "attention", attention)
 

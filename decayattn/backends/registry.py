@@ -1,88 +1,160 @@
-"""Which backend takes a problem. A backend refuses one with a reason, or launches forward and backward; no more."""
+"""Which backend takes a problem. A backend refuses one with a reason, or launches; no more."""
 
 import functools
 import importlib
 import warnings
-from types import ModuleType
+from typing import Protocol, cast, get_args
 
 import torch
 from torch import Tensor
 
 from decayattn.compatibility import assume_constant_result
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, BackendName, Gradients, Inputs, Saved
 
-# kernel backends; each is a package with refusal(dtype, device), misfit(problem, q, k, v, scale), forward(...),
-# backward(...), DETERMINISTIC, whether that backward repeats bit by bit, and pays(problem), whether no other one is
-# known to be faster. What one's forward saves, another's backward can read
+# kernel backends, modules that fulfil Backend
 KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn.backends.hopper.backend"}
-# those that "auto" considers, fastest first where they pay
+# those that "auto" considers, fastest first where they are profitable
 AUTOMATIC = ("hopper", "triton")
-# those that have kernels for a few new rows over a cache of keys
-DECODING = ("triton",)
-NAMES = ("auto", "reference", *KERNELS)
+NAMES = get_args(BackendName)
 _NOT_DETERMINISTIC = (
     "it has no deterministic backward, which torch.use_deterministic_algorithms asks for; 'triton' has one"
 )
 
 
+class Decode(Protocol):
+    """Attention of the last T_q tokens of every cache entry: out and lse."""
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        lengths: Tensor,
+        *,
+        alpha: Tensor | None = None,
+        first: Tensor | None = None,
+        left: int | None = None,
+        longest: int | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Backend(Protocol):
+    """What a kernel backend is. It only launches: autograd, sinks and the checks of arguments are the library's."""
+
+    @property
+    def DETERMINISTIC(self) -> bool:
+        """Whether the backward repeats bit by bit."""
+
+    @property
+    def decode(self) -> Decode | None:
+        """A few new rows over a cache of keys; None where it has no kernels for them."""
+
+    def unavailable(self, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why these kernels cannot run for this dtype on this device; None if they can."""
+
+    def unsupported(self, problem: AttentionProblem, inputs: Inputs) -> str | None:
+        """Why these kernels cannot take this problem with these very tensors; None if they can."""
+
+    def is_profitable(self, problem: AttentionProblem) -> bool:
+        """Whether no other backend is known to be faster."""
+
+    def forward(
+        self, problem: AttentionProblem, inputs: Inputs, with_lse: bool = False
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        """out (B, T_q, H, D_v); lse (B, H, T_q), at least where it is asked for; and what any backend's backward reads.
+        """
+
+    def backward(
+        self,
+        problem: AttentionProblem,
+        inputs: Inputs,
+        out: Tensor,
+        saved: Saved,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        decay_gradient: bool,
+        bias_gradient: bool,
+    ) -> Gradients:
+        """Of q, k, v and a scale per row, and as asked for of log_decay and bias."""
+
+
 @functools.cache
-def load(name: str) -> ModuleType | str:
-    """The backend's package, or why it cannot be imported here. Triton is imported on this first use, not before."""
+def load(name: str) -> Backend | str:
+    """The backend, or why it cannot be imported here. Triton is imported on this first use, not before."""
     try:
-        return importlib.import_module(KERNELS[name])
+        return cast(Backend, importlib.import_module(KERNELS[name]))
     except ImportError as error:
         if error.name is None or not error.name.startswith("triton"):
             raise
         return f"{error}; PyTorch's builds for GPUs bring it, and for a CPU there is `pip install triton`"
 
 
-def refusal(problem: AttentionProblem, name: str) -> str | None:
-    """Why the kernel backend cannot take this problem; None if it can."""
-    return _refusal(name, problem.dtype, problem.device)
+def loaded(name: str) -> Backend:
+    """A backend that was found to be there."""
+    return load(name)  # type: ignore[return-value]  # a cast would be a call more
+
+
+def unavailable(problem: AttentionProblem, name: str) -> str | None:
+    """Why the kernel backend cannot run for this problem's dtype on its device; None if it can."""
+    return _unavailable(name, problem.dtype, problem.device)
 
 
 # torch.compile cannot trace an import
 @assume_constant_result
-def _refusal(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
+def _unavailable(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
     backend = load(name)
-    return backend if isinstance(backend, str) else backend.refusal(dtype, device)
+    return backend if isinstance(backend, str) else backend.unavailable(dtype, device)
 
 
-def check_name(name: str) -> str:
+@assume_constant_result
+def _decodes(name: str) -> bool:
+    backend = load(name)
+    return not isinstance(backend, str) and backend.decode is not None
+
+
+def check_name(name: str) -> BackendName:
     """Refuse what is no backend's name."""
     if name not in NAMES:
         raise ValueError(f"backend: expected one of {', '.join(map(repr, NAMES))}, got {name!r}")
-    return name
+    return cast(BackendName, name)
 
 
-def select(problem: AttentionProblem, name: str, decoding: bool = False) -> str:
+def select(problem: AttentionProblem, name: str, decoding: bool = False) -> BackendName:
     """What runs: "reference", or the name to give to `resolve`; a kernel backend that cannot run here is a ValueError.
 
     Only what is known of a call before its tensors have addresses is asked: torch.compile traces through this.
     decoding: new rows over a cache of keys.
     """
-    if check_name(name) == "reference" or problem.device.type == "meta":
+    name = check_name(name)
+    if name == "reference" or problem.device.type == "meta":
         # meta tensors hold no numbers: what every backend returns has the same shapes and dtypes, and nothing runs
         return "reference"
     if name == "auto":
         # on a CPU the kernels can only be interpreted, which is for debugging: nobody gets that without naming it
-        candidates = DECODING if decoding else AUTOMATIC
+        candidates = _decoding() if decoding else AUTOMATIC
         candidates = candidates if problem.device.type == "cuda" else ()
-        return name if any(refusal(problem, kernel) is None for kernel in candidates) else "reference"
-    reason = refusal(problem, name)
-    if reason is None and decoding and name not in DECODING:
-        reason = "it has no kernels for new tokens over those in a cache; 'triton' has, and 'auto' takes them"
+        return name if any(unavailable(problem, kernel) is None for kernel in candidates) else "reference"
+    reason = unavailable(problem, name)
+    if reason is None and decoding and not _decodes(name):
+        others = " and ".join(map(repr, _decoding()))
+        reason = f"it has no kernels for new tokens over those in a cache; {others} has, and 'auto' takes them"
     if reason is not None:
         raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
     return name
 
 
-def resolve(
-    problem: AttentionProblem, name: str, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float,
-    deterministic: bool = False,
-) -> str:  # fmt: skip
-    """The kernel backend that launches: the named one or an error; for "auto" the first that pays and takes these very
-    tensors.
+def decoder(problem: AttentionProblem, name: str) -> Decode:
+    """The kernels of what `select` has returned for new rows over a cache of keys."""
+    names = _decoding() if name == "auto" else (name,)
+    found = next(kernel for kernel in names if unavailable(problem, kernel) is None)
+    return cast(Decode, loaded(found).decode)
+
+
+def _decoding() -> tuple[str, ...]:
+    return tuple(name for name in AUTOMATIC if _decodes(name))
+
+
+def resolve(problem: AttentionProblem, name: str, inputs: Inputs, deterministic: bool = False) -> str:
+    """The kernel backend that launches: the named one or an error; for "auto" the first that is profitable and takes
+    these very tensors.
 
     deterministic asks for a backward that repeats bit by bit. Where PyTorch shall only warn of one that does not, a
     named backend runs, and warns.
@@ -90,27 +162,25 @@ def resolve(
     if name == "auto":
         found = (
             kernel for kernel in AUTOMATIC
-            if _pays(problem, kernel) and not _objection(problem, kernel, q, k, v, scale, deterministic)
+            if _is_profitable(problem, kernel) and not _objection(problem, kernel, inputs, deterministic)
         )  # fmt: skip
         return next(found)
     only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    reason = _objection(problem, name, q, k, v, scale, deterministic and not only_warn)
+    reason = _objection(problem, name, inputs, deterministic and not only_warn)
     if reason is not None:
         raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
-    if deterministic and not load(name).DETERMINISTIC:
+    if deterministic and not loaded(name).DETERMINISTIC:
         warnings.warn(f"backend: {name!r}: {_NOT_DETERMINISTIC}", stacklevel=2)
     return name
 
 
-def _pays(problem: AttentionProblem, name: str) -> bool:
+def _is_profitable(problem: AttentionProblem, name: str) -> bool:
     backend = load(name)
-    return isinstance(backend, str) or backend.pays(problem)
+    return isinstance(backend, str) or backend.is_profitable(problem)
 
 
-def _objection(
-    problem: AttentionProblem, name: str, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float, deterministic: bool
-) -> str | None:
-    reason = refusal(problem, name) or load(name).misfit(problem, q, k, v, scale)
-    if reason is None and deterministic and not load(name).DETERMINISTIC:
+def _objection(problem: AttentionProblem, name: str, inputs: Inputs, deterministic: bool) -> str | None:
+    reason = unavailable(problem, name) or loaded(name).unsupported(problem, inputs)
+    if reason is None and deterministic and not loaded(name).DETERMINISTIC:
         reason = _NOT_DETERMINISTIC
     return reason

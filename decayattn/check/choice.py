@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from decayattn.backends import registry
 from decayattn.check.text import one_line, row, section, short
 from decayattn.check.versions import version
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 
 
 def missing_backends() -> dict[str, str]:
@@ -56,7 +55,7 @@ def unchecked_backends(device: torch.device, missing: dict[str, str]) -> dict[st
         if name not in missing:
             broken = _interpreter_is_broken() if (name, device.type) == ("triton", "cpu") else None
             # the interpreter takes no bfloat16, "hopper" nothing but 16 bits
-            reason = broken or registry.load(name).refusal(torch.float16, device)
+            reason = broken or registry.loaded(name).unavailable(torch.float16, device)
             unchecked |= {} if reason is None else {name: reason}
     return unchecked
 
@@ -104,25 +103,25 @@ class OrdinaryCall:
         log_decay = torch.empty(batch, self.key_length, heads, device=device)
         bias = torch.empty(1, heads, 1, self.key_length, device=device) if self.bias else None
         problem = AttentionProblem.of(q, v, log_decay, None, True, bias=bias)
-        scale = self.head_dim**-0.5
-        chosen = registry.select(problem, "auto")
+        inputs = Inputs(q, k, v, log_decay, bias=bias, scale=self.head_dim**-0.5)
+        chosen: str = registry.select(problem, "auto")
         if chosen == "auto":
-            chosen = "triton" if self.cache else registry.resolve(problem, "auto", q, k, v, scale)
+            chosen = "triton" if self.cache else registry.resolve(problem, "auto", inputs)
         names = (*registry.AUTOMATIC, "reference")
-        reasons = [f"{name}: {self._why_not(name, problem, q, k, v, scale)}" for name in names[: names.index(chosen)]]
+        reasons = [f"{name}: {self._why_not(name, problem, inputs)}" for name in names[: names.index(chosen)]]
         return Choice(self.name, chosen, tuple(reasons))
 
-    def _why_not(self, name: str, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> str:
+    def _why_not(self, name: str, problem: AttentionProblem, inputs: Inputs) -> str:
         """Why "auto" does not take the backend, which is faster than what it takes."""
         loaded = registry.load(name)
         if isinstance(loaded, str):
             return loaded
         if problem.device.type == "cpu" and name == "triton":
             return "on a CPU it can only be interpreted, which is for debugging"
-        reason = registry.refusal(problem, name)
+        reason = registry.unavailable(problem, name)
         if reason is None and self.cache:
             return "every cache is decoded by the kernels of triton"
-        return reason or loaded.misfit(problem, q, k, v, scale) or "it is slower for so few tokens"
+        return reason or loaded.unsupported(problem, inputs) or "it is slower for so few tokens"
 
 
 def half(device: torch.device) -> torch.dtype:
@@ -162,10 +161,11 @@ def report(device: torch.device, missing: dict[str, str]) -> list[str]:
             row(f"{name} cannot be imported: {reason}")
             if triton_belongs_here(device):
                 wrong.append(f"backend {name} cannot be imported: {reason}")
-        if (reason := interpreted_on_a_gpu(device)) is not None:
-            wrong.append(reason)
+        if (interpreted := interpreted_on_a_gpu(device)) is not None:
+            wrong.append(interpreted)
         widths = (max(len(call.name) for call in ordinary_calls(device)), 9)
-        before, errors = (), {}  # an error, and the first call that it came from
+        before: tuple[str, ...] = ()
+        errors: dict[str, str] = {}  # an error, and the first call that it came from
         for choice in choices(device):
             if choice.error is not None:
                 row(choice.call, "ERROR", choice.error, widths=widths)

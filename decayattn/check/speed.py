@@ -23,7 +23,7 @@ from decayattn.check import errors
 from decayattn.check.choice import half
 from decayattn.check.text import one_line, row, section, short
 from decayattn.check.versions import NOT_INSTALLED
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 
 # rounds over all kernels, and how long each of them runs in a round
 ROUNDS, ROUND_MILLISECONDS = 7, 10.0
@@ -141,9 +141,9 @@ def _tensors(head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _not_to_be_timed(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, wrong: set[str]) -> str | None:
     problem = AttentionProblem.of(q, v, log_decay, None, True)
-    chosen = registry.select(problem, "auto")
+    chosen: str = registry.select(problem, "auto")
     if chosen == "auto":
-        chosen = registry.resolve(problem, "auto", q, k, v, q.shape[3] ** -0.5)
+        chosen = registry.resolve(problem, "auto", Inputs(q, k, v, log_decay, scale=q.shape[3] ** -0.5))
     if chosen in wrong:
         return f"not timed: {chosen}, which takes this call, is wrong (above)"
     return "not timed: no kernel takes this call" if chosen == "reference" else None

@@ -41,7 +41,7 @@ from decayattn.backends import registry
 from decayattn.nn import ConstantDecay, Decay, DecayCache, DecayFlashAttention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
 from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_positive_int
-from decayattn.problem import check_window
+from decayattn.problem import BackendName, check_window
 
 DECAYS = ("scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none")
 # options of the layer that are no fields of DecayConfig; device and dtype mean something else to transformers
@@ -99,7 +99,7 @@ class DecayConfig(PreTrainedConfig):
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         **kwargs,
     ):
         if decay not in DECAYS:
@@ -156,7 +156,7 @@ class DecayCacheLayer(DynamicLayer):
     def room_for(self, batch_size: int, tokens: int, attention: DecayFlashAttention) -> DecayCache:
         """The cache of that layer, with room for so many more tokens."""
         needed = self.get_seq_length() + tokens
-        size = self.max_length if needed <= self.max_length <= 2 * needed else 2 * needed
+        size = int(min(self.max_length, 2 * needed)) if needed <= self.max_length else 2 * needed
         if self.cache is None:
             self.cache = attention.make_cache(batch_size, size)
         elif needed > self.cache.max_length:
@@ -188,21 +188,15 @@ class DecayCacheLayer(DynamicLayer):
             return
         tokens_to_remove = operator.index(tokens_to_remove)  # some releases of transformers count in tensors
         removed = self.cache.longest - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
-        removed = min(max(removed, 0), self.cache.longest)
-        self.cache.lengths.sub_(removed).clamp_(min=0)
-        self.cache.longest -= removed
+        self.cache.crop(min(max(removed, 0), self.cache.longest))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.cache is not None:
             self.batch_select_indices(torch.arange(self.cache.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.cache is None:
-            return
-        for name, state in vars(self.cache).items():
-            if isinstance(state, Tensor):  # they all have the entries in front
-                setattr(self.cache, name, state[indices.to(state.device)])
-        self.cache.batch_size = len(self.cache.lengths)
+        if self.cache is not None:
+            self.cache.select(indices.to(self.cache.device))
 
 
 class DecayModelCache(Cache):

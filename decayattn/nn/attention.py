@@ -3,6 +3,7 @@
 import inspect
 import math
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,14 @@ from decayattn.compatibility import assert_on_device
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
-from decayattn.problem import MAX_HEAD_DIM, autocast_dtype, check_skip_tolerance, check_window
+from decayattn.problem import (
+    MAX_HEAD_DIM,
+    BackendName,
+    DecayName,
+    autocast_dtype,
+    check_skip_tolerance,
+    check_window,
+)
 
 
 class DecayFlashAttention(nn.Module):
@@ -89,7 +97,7 @@ class DecayFlashAttention(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         value_dim: int | None = None,
-        decay: str | nn.Module = "scalar",
+        decay: DecayName | nn.Module = "scalar",
         causal: bool = True,
         bias: bool = False,
         qk_norm: bool = False,
@@ -99,7 +107,7 @@ class DecayFlashAttention(nn.Module):
         sink: bool = False,
         scale: float | str | None = None,
         skip_tolerance: float | str | None = "auto",
-        backend: str = "auto",
+        backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -122,7 +130,7 @@ class DecayFlashAttention(nn.Module):
         self.skip_tolerance = skip_tolerance
         self.backend = registry.check_name(backend)
 
-        options = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         q_width, k_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         v_width, out_width = self.num_kv_heads * self.value_dim, num_heads * self.value_dim
         # one product; q, k, v and g are slices of its rows, which the kernels read in place
@@ -184,7 +192,8 @@ class DecayFlashAttention(nn.Module):
         elif new_lengths is not None:
             raise ValueError("new_lengths: expected only with a cache")
         self._check_sequences(x, padding_mask, cu_seqlens, max_seqlen, resets, cache)
-        padding, places = None, {}
+        padding: Tensor | None = None
+        places: dict[str, Any] = {}
         if padding_mask is not None:
             padding, places = padding_mask == 0, _places(padding_mask)
         elif cu_seqlens is not None:
@@ -197,7 +206,7 @@ class DecayFlashAttention(nn.Module):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.value_dim))
-        if self.qk_norm:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = _normalise(q, self.q_norm), _normalise(k, self.k_norm)
         if self.position is not None:
             start = {} if cache is None else {"start": cache.lengths + cache.dropped}
@@ -207,7 +216,7 @@ class DecayFlashAttention(nn.Module):
             if not isinstance(log_decay, Tensor) or log_decay.ndim != 3:
                 raise ValueError("resets: expected only where the decay is one per token")
             log_decay = log_decay.masked_fill(resets.bool()[..., None], -math.inf)
-        options = dict(
+        options: dict[str, Any] = dict(
             scale=self._score_scale(), window_size=self.window_size, sink=self.sink,
             skip_tolerance=self.skip_tolerance, backend=self.backend,
         )  # fmt: skip
@@ -218,7 +227,7 @@ class DecayFlashAttention(nn.Module):
             per_token = isinstance(log_decay, Tensor) and log_decay.ndim == 3
             # squeezed, not indexed: the gradient of an index is copied into zeros
             out = decay_attention_varlen(
-                q.squeeze(0), k.squeeze(0), v.squeeze(0), log_decay.squeeze(0) if per_token else log_decay,
+                q.squeeze(0), k.squeeze(0), v.squeeze(0), log_decay.squeeze(0) if per_token else log_decay,  # type: ignore[union-attr]
                 cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
                 causal=self.causal, **options,
             )[None]  # fmt: skip
@@ -261,7 +270,7 @@ class DecayFlashAttention(nn.Module):
         Raises:
             ValueError: without qk_norm, when nothing bounds a score.
         """
-        if not self.qk_norm:
+        if self.q_norm is None or self.k_norm is None:
             raise ValueError("qk_norm: expected True, because without it nothing bounds a score")
         scale = self._score_scale()
         scale = self.head_dim**-0.5 if scale is None else scale
@@ -272,8 +281,8 @@ class DecayFlashAttention(nn.Module):
         return (scale.abs() * self.head_dim * gains * slack).expand(self.num_heads)
 
     def extra_repr(self) -> str:
-        names = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "causal", "qk_norm", "output_gate")
-        names = names if self.window_size is None else (*names, "window_size")
+        names = ["embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "causal", "qk_norm", "output_gate"]
+        names += [] if self.window_size is None else ["window_size"]
         options = [f"{name}={getattr(self, name)}" for name in names]
         return ", ".join([*options, f"scale={self.scale!r}", f"backend={self.backend!r}"])
 
@@ -285,7 +294,7 @@ class DecayFlashAttention(nn.Module):
 
     def _score_scale(self) -> Tensor | float | None:
         if self.log_scale is None:
-            return self.scale
+            return self.scale  # type: ignore[return-value]  # "learned" has a log_scale
         wide = torch.promote_types(self.log_scale.dtype, torch.float32)
         return self.log_scale.to(wide).exp() / math.sqrt(self.head_dim)
 

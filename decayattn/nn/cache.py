@@ -1,12 +1,12 @@
 """DecayCache: keys, values and decay of the tokens so far, for generation one token at a time."""
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
-from einops import repeat
 from torch import Tensor
 
+from decayattn import reference
 from decayattn.backends import registry
 from decayattn.backends.runtime.outputs import with_sink
 from decayattn.functional import decay_attention, per_head, per_row
@@ -15,12 +15,13 @@ from decayattn.problem import (
     RESET_BELOW,
     SUPPORTED_DTYPES,
     AttentionProblem,
+    BackendName,
+    Inputs,
     check_arguments,
     is_reset,
     window_of,
     without_autocast,
 )
-from decayattn.reference import masked_softmax
 
 
 class DecayCache:
@@ -122,7 +123,7 @@ class DecayCache:
         sink: Tensor | None = None,
         new_lengths: Tensor | None = None,
         skip_tolerance: float | str | None = "auto",
-        backend: str = "auto",
+        backend: BackendName = "auto",
     ) -> Tensor:
         """Append T tokens and return the causal attention of their queries over all tokens, (B, T, H, D_v).
 
@@ -148,7 +149,7 @@ class DecayCache:
                 f"q: expected the tokens of k and the heads of the cache, (T, H) = {(k.shape[1], self.num_heads)}, "
                 f"got {tuple(q.shape[1:3])}"
             )
-        rates, scale = per_head(log_decay, q), per_row(scale, q)
+        rates, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
         log_decay, rates = (rates, None) if rates is not None and rates.ndim == 3 else (None, rates)
         self._check_tokens(k, v, log_decay, new_lengths)
         _refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
@@ -161,16 +162,13 @@ class DecayCache:
                 )  # fmt: skip
             self._append(k, v, log_decay, counted)
             return out
-        row_scale = scale if isinstance(scale, Tensor) else None
-        chosen = registry.select(AttentionProblem.of(q, v, rates, row_scale, True), backend, decoding=True)
+        problem = AttentionProblem.of(q, v, rates, row_scale, True)
+        chosen = registry.select(problem, backend, decoding=True)
         ends, first = self._append(k, v, log_decay, counted)
         left, _ = window_of(window_size, True)
-        if chosen == "reference":
-            attend = _attend_eagerly
-        else:  # imports Triton, so not before it is asked for
-            from decayattn.backends.portable.decode import decode as attend
-        out, lse = attend(
-            q, self.keys, self.values, rates, scale=scale, lengths=ends, alpha=self.alpha, first=first,
+        decode = reference.decode if chosen == "reference" else registry.decoder(problem, chosen)
+        out, lse = decode(
+            Inputs(q, self.keys, self.values, rates, row_scale, scale=number), ends, alpha=self.alpha, first=first,
             left=None if left < 0 else left, longest=self.longest,
         )  # fmt: skip
         return out if sink is None else with_sink(out, lse, sink)[0]
@@ -219,6 +217,31 @@ class DecayCache:
                 used.copy_(used.index_select(0, index))
         for state in (self.first, self.lengths, self.dropped, self._log_evicted):
             state.copy_(state.index_select(0, index))
+
+    def select(self, index: Tensor) -> None:
+        """Keep the entries index (N,) int32 or int64, in that order, any of them more than once: batch_size becomes N.
+
+        In new buffers; `reorder` is without them where batch_size stays.
+        """
+        _check_tensor("index", index, self.device)
+        if index.dtype not in (torch.int32, torch.int64) or index.ndim != 1:
+            raise ValueError(f"index: expected (N,) int32 or int64, got {index.dtype} {tuple(index.shape)}")
+        self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
+        self.first, self.lengths = self.first.index_select(0, index), self.lengths.index_select(0, index)
+        self.dropped = self.dropped.index_select(0, index)
+        self._log_evicted = self._log_evicted.index_select(0, index)
+        if self.alpha is not None:
+            self.alpha = self.alpha[index]
+        self.batch_size = len(index)
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last so many tokens of every entry, or all that it has. A reset among them is not undone."""
+        if isinstance(tokens, bool) or not isinstance(tokens, Integral):
+            raise TypeError(f"tokens: expected an int, got {tokens!r} of type {type(tokens).__name__}")
+        if not 0 <= tokens <= self.longest:
+            raise ValueError(f"tokens: expected 0 to the {self.longest} held, got {tokens}")
+        self.lengths.sub_(tokens).clamp_(min=0)
+        self.longest -= int(tokens)
 
     @torch.no_grad()
     def evict(self, tolerance: float, score_bound: Tensor | float, log_decay: Tensor | float | None = None) -> Tensor:
@@ -389,40 +412,6 @@ class DecayCache:
         if not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError(f"{name}: expected a number or a tensor (H,), got {value!r} of type {type(value).__name__}")
         return torch.full((self.num_heads,), value, device=self.device, dtype=torch.float64)
-
-
-def _attend_eagerly(
-    q: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor | None, *, scale: Tensor | float, lengths: Tensor,
-    alpha: Tensor | None, first: Tensor, left: int | None, longest: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What backends.portable.decode computes, with its arguments, as dense eager code."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    rows, group = q.shape[1], q.shape[2] // keys.shape[2]
-    j = torch.arange(longest, device=q.device)
-    i = lengths[:, None] - rows + torch.arange(rows, device=q.device)
-    used = (j < lengths[:, None])[..., None]  # beyond it may lie NaN, and 0 · NaN is NaN
-    k, v = (torch.where(used[..., None], x[:, :longest], 0.0).to(dtype) for x in (keys, values))
-    k, v = (repeat(x, "b j h d -> b j (h g) d", g=group) for x in (k, v))
-    distance = i[:, None, :, None] - j
-    visible = (distance >= 0) & (j >= first[..., None])
-    if log_decay is not None:  # a rate that resets leaves a row its own token
-        alone = is_reset(log_decay)
-        visible = visible & ((distance == 0) | ~alone[:, None, None])
-        log_decay = log_decay.masked_fill(alone, 0)
-    if left is not None:
-        visible = visible & (distance <= left)
-    with without_autocast(q.device):  # it would round the scores
-        scores = torch.einsum("bihd,bjhd->bhij", q.to(dtype), k)
-        scores = scores * (scale.transpose(1, 2)[..., None] if isinstance(scale, Tensor) else scale)
-        if alpha is not None:
-            alpha = torch.where(used, alpha[:, :longest], 0.0).transpose(1, 2)
-            own = alpha.take_along_dim(i[:, None].clamp(0, longest - 1), -1)
-            scores = scores + (own[..., :, None] - alpha[..., None, :]).to(dtype)
-        elif log_decay is not None:
-            scores = scores + (log_decay.double()[:, None, None] * distance).to(dtype)
-        weights, lse = masked_softmax(scores, visible)
-        out = torch.einsum("bhij,bjhe->bihe", weights, v)
-    return out.to(q.dtype), lse
 
 
 def _counted(new_lengths: Tensor | None, tokens: int) -> Tensor | None:

@@ -7,6 +7,7 @@ derive from Decay, which keeps their parameters in float32 when the model around
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +80,7 @@ class ScalarDecay(Decay):
         super().__init__(num_heads)
         self.embed_dim = check_positive_int("embed_dim", embed_dim)
         self.initial_half_lives = check_half_lives(initial_half_lives)
-        options = {"device": device, "dtype": _parameter_dtype(dtype)}
+        options: dict[str, Any] = {"device": device, "dtype": _parameter_dtype(dtype)}
         self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, **options))
         self.bias = nn.Parameter(torch.empty(num_heads, **options))
         self.reset_parameters()
@@ -139,13 +140,17 @@ class ConstantDecay(Decay):
         super().__init__(len(numbers))
         self.initial_values = numbers
         self.learned = learned
-        options = {"device": device, "dtype": _parameter_dtype(dtype)}
+        options: dict[str, Any] = {"device": device, "dtype": _parameter_dtype(dtype)}
         if learned:
             self.log_rate = nn.Parameter(torch.empty(self.num_heads, **options))
             self.register_buffer("sign", torch.empty(self.num_heads, **options))
         else:
             self.register_buffer("log_decay", torch.empty(self.num_heads, **options))
         self.reset_parameters()
+
+    # the buffers, of which there is either
+    sign: Tensor
+    log_decay: Tensor
 
     @classmethod
     def from_values(cls, values: Sequence[float] | Tensor, **options) -> "ConstantDecay":
@@ -258,7 +263,8 @@ def _fill(destination: Tensor, values: Sequence[float]) -> None:
         # imported here only: torch.distributed.tensor costs half a second that most users never need
         from torch.distributed.tensor import distribute_tensor
 
-        source = distribute_tensor(source, destination.device_mesh, destination.placements)
+        mesh, placements = getattr(destination, "device_mesh"), getattr(destination, "placements")  # noqa: B009
+        source = distribute_tensor(source, mesh, placements)
     destination.copy_(source)
 
 

@@ -15,10 +15,10 @@ eps(accumulator) is float32's, and the last term stays far below the first two f
 oracle is no more exact than what it judges, so eps is float64's and A is multiplied by 1 + max |S|: both sides round
 their scores, and exp turns an absolute error of eps·|S| in a score into a relative one. One rounding is a matter of
 luck where a norm is over few independent entries (a constant decay's gradient is one number per head), so ‖eager − x64‖
-is the largest of up to 16 roundings of the same values (`DRAWS`; of as many as it takes), whose scores add up the
-products q·k in orders of their own: A has no part in how exp magnifies the rounding of a score. What is outside of
-that budget by less than a factor of 2 is held to 64 roundings (`MORE_DRAWS`). Nothing is tuned by hand, and nothing
-needs Triton.
+is the largest of up to 16 roundings of the same values (`DRAWS`; of as many as it takes). Their scores add up the
+products q·k in orders of their own: A has no part in how exp magnifies the rounding of a score. So do, above 16 bits,
+P·V, the sum of P and dv, whose terms may all have one sign. What is outside of that budget by less than a factor of 2
+is held to 64 roundings (`MORE_DRAWS`). Nothing is tuned by hand, and nothing needs Triton.
 """
 
 from decayattn.testing.attention import (

@@ -19,9 +19,9 @@ from decayattn.testing.table import Row, format_table, ratio
 PREFIX_BLOCK = 128
 
 # Factors of the eager evaluations. The output gradients (or the loss), the scores and P before its rounding are
-# multiplied by a factor, which is divided out at the end: the same values, rounded elsewhere. The products q·k of every
-# factor are added up in another order. A normal error of one number exceeds twice another one in 3 of 10 cases, and
-# twice the largest of 16 in 1 of 1000.
+# multiplied by a factor, which is divided out at the end: the same values, rounded elsewhere. Every factor adds up in
+# another order, too (see explicit_attention). A normal error of one number exceeds twice another one in 3 of 10 cases,
+# and twice the largest of 16 in 1 of 1000.
 DRAWS = tuple(2.0 ** (draw / 16) for draw in range(16))  # 1 first; the others have no short mantissa, so all is rounded
 
 # A call has several such numbers, and a test suite thousands. What exceeds its budget with DRAWS is held to four times

@@ -13,6 +13,11 @@ SCORES_AT_ONCE = 2**25
 # A factor without a short mantissa, between those of attention.DRAWS
 ELSEWHERE = 2.0 ** (1 / 32)
 
+# How many keys (or rows) an evaluation adds to a sum at once: kernels go key by key, or tile by tile
+TOKENS_AT_ONCE = (1, 32)
+# of longer sums as many as it takes for so many steps
+MOST_STEPS = 1024
+
 
 def explicit_attention(
     q: Tensor,
@@ -45,7 +50,8 @@ def explicit_attention(
         rounding: P, dS and out are rounded to this dtype, as a kernel for inputs of that dtype has to; None: never.
         factor: the scores and P are rounded as multiples by this factor. Kernels, too, hold scores as multiples (by
             log2 e, for exp2), and an online softmax rounds P before it is normalised. Every factor but 1 also has its
-            own order in which the products of a score are added up.
+            own order in which the products of a score are added up, and, above 16 bits, the keys in P·V and in the sum
+            that P is normalised by, and the rows in dv.
         absolute: every term enters with its absolute value, so no sum cancels. P is the true P, it is never negative.
         prefix_block: with absolute, the decay of a score counts as the difference of two prefixes that start in the
             last so many tokens, and not only with its own size.
@@ -60,6 +66,9 @@ def explicit_attention(
     size = torch.abs if absolute else _identity
     minus = torch.add if absolute else torch.sub
     rounded = _identity if rounding is None else lambda x: x.to(rounding).to(q.dtype)
+
+    # rounding P to 16 bits is off by more than any order of a sum
+    in_order = factor != 1.0 and rounding in (None, q.dtype)
 
     row_scale = (scale if scale.ndim == 2 else scale[:, None].expand(heads, rows))[..., None]
     result = {"out": v.new_zeros(heads, rows, v.shape[2]), "lse": q.new_zeros(heads, rows)}
@@ -89,6 +98,17 @@ def explicit_attention(
         if sink is not None:
             total = torch.logaddexp(total, sink.double()[:, None])
         p = torch.where(visible, (scores - total[..., None]).exp(), 0.0).to(q.dtype)  # nothing visible: 0, not ∞ − ∞
+        p_rounded = rounded(p * factor)
+        if in_order:
+            weighted = _over_tokens(p_rounded, nn.functional.pad(v, (0, 1), value=1.0), factor) / factor
+            # a kernel divides by this sum, which is 1 but for its rounding, and its log-sum-exp has it
+            weighted, normaliser = weighted[..., :-1], weighted[..., -1:]
+            if sink is not None:
+                normaliser = normaliser + (sink[:, None] - total).exp().to(q.dtype)[..., None]
+            normaliser = torch.where(normaliser > 0, normaliser, 1.0)  # nothing visible
+            total = total + normaliser[..., 0].double().log()
+        else:
+            weighted, normaliser = p_rounded @ size(v) / factor, 1.0
         lse = (total * factor).to(q.dtype).double() / factor
         result["lse"][:, chunk] = lse
         if absolute:
@@ -102,8 +122,7 @@ def explicit_attention(
             if sink is not None:
                 p_sink = (sink[:, None] - lse).exp()
                 result["lse"][:, chunk] += p_sink * sink.abs()[:, None] - torch.xlogy(p_sink, p_sink)
-        p_rounded = rounded(p * factor)
-        out = rounded(p_rounded @ size(v) / factor)
+        out = rounded(weighted / normaliser)
         result["out"][:, chunk] = out
 
         # the backward has P from the saved log-sum-exp, which is rounded, and from scores that it computes once more,
@@ -121,7 +140,7 @@ def explicit_attention(
         ds = torch.where(visible, p * minus(dp, delta[..., None]), 0.0)
         if "dbias" in result:
             result["dbias"][:, chunk] = ds
-        result["dv"] += p_rounded.mT @ do / factor
+        result["dv"] += (_over_tokens(p_rounded.mT, do, factor) if in_order else p_rounded.mT @ do) / factor
         if scale.ndim == 2:
             result["dk"] += rounded(s * ds).mT @ qi
         else:
@@ -156,12 +175,31 @@ def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
     """
     if factor == 1.0:
         return q @ k.mT
-    random = torch.Generator("cpu").manual_seed(round(factor * 2**20))
-    columns = torch.randperm(q.shape[-1], generator=random, device="cpu").to(q.device)
-    products = q.new_zeros(*q.shape[:2], k.shape[1])
-    for query, key in zip(q.movedim(-1, 0)[columns], k.movedim(-1, 0)[columns], strict=True):
-        products.baddbmm_(query[..., None], key[:, None])
-    return products
+    return _added_up(q, k.mT, _generator(factor), 1)
+
+
+def _over_tokens(p: Tensor, x: Tensor, factor: float) -> Tensor:
+    """p @ x, added up over keys or rows in an order of the factor's own, one after the other or tile after tile.
+
+    Where x has one sign, the sum grows with every term, and what is added is rounded to fewer and fewer bits.
+    """
+    random = _generator(factor)
+    at_once = TOKENS_AT_ONCE[int(torch.randint(len(TOKENS_AT_ONCE), (), generator=random, device="cpu"))]
+    return _added_up(p, x, random, max(at_once, math.ceil(p.shape[2] / MOST_STEPS)))
+
+
+def _generator(factor: float) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(round(factor * 2**20))
+
+
+def _added_up(a: Tensor, b: Tensor, random: torch.Generator, at_once: int) -> Tensor:
+    """a (N, rows, terms) @ b (N, terms, columns), so many terms at once, in a random order."""
+    order = torch.randperm(a.shape[2], generator=random, device="cpu").to(a.device)
+    a, b = a.movedim(2, 0)[order], b.movedim(1, 0)[order]
+    total = a.new_zeros(*a.shape[1:], b.shape[2])
+    for some_a, some_b in zip(a.split(at_once), b.split(at_once), strict=True):
+        total.baddbmm_(some_a.movedim(0, 2), some_b.movedim(0, 1))
+    return total
 
 
 def _scores(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from decayattn import reference
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 from decayattn.testing.attention import DRAWS, INPUTS, MORE_DRAWS, Call, may_be_luck, places_of
 from decayattn.testing.table import ratio
 
@@ -170,11 +170,11 @@ class _RoundedAttention(torch.autograd.Function):
     """`explicit_attention` over a whole call: reference.attention, rounded as a kernel has to round."""
 
     @staticmethod
-    def call(
-        problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-        places: Tensor | None = None, sink: Tensor | None = None, bias: Tensor | None = None, *, factor: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return _RoundedAttention.apply(problem, factor, places, q, k, v, log_decay, scale, bias, sink)
+    def call(problem: AttentionProblem, inputs: Inputs, *, factor: float) -> tuple[Tensor, Tensor]:
+        return _RoundedAttention.apply(
+            problem, factor, inputs.places, inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.any_scale,
+            inputs.bias, inputs.sink,
+        )  # fmt: skip
 
     @staticmethod
     def forward(ctx, problem, factor, places, *inputs):

@@ -10,7 +10,7 @@ from attention_benchmark.cases import DECAYS, DTYPES
 from attention_benchmark.peers import reason
 from torch import Tensor
 
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 from decayattn.testing import Comparison
 from decayattn.testing.attention import INPUTS, Budget, Call, places_of
 from sequence_benchmark.report import missing, passed, spread
@@ -64,10 +64,8 @@ class Step:
         lengths = inputs["q"].new_full((self.batch,), self.tokens, dtype=torch.int32)
         rates = inputs["rates"] if decay == "constant" else None
         alpha = inputs["alpha"] if decay == "scalar" else None
-        return lambda: decode(
-            inputs["q"], inputs["keys"], inputs["values"], rates, scale=self.head_dim**-0.5, lengths=lengths,
-            alpha=alpha,
-        )  # fmt: skip
+        given = Inputs(inputs["q"], inputs["keys"], inputs["values"], rates, scale=self.head_dim**-0.5)
+        return lambda: decode(given, lengths, alpha=alpha)
 
 
 @torch.no_grad()

@@ -105,7 +105,7 @@ class GradientValidation(lightning.Callback):
             return [self.backend]
         # of one that cannot be imported, the reason in words
         loaded = {name: registry.load(name) for name in registry.KERNELS}
-        return [name for name, x in loaded.items() if not isinstance(x, str) and x.refusal(dtype, device) is None]
+        return [name for name, x in loaded.items() if not isinstance(x, str) and x.unavailable(dtype, device) is None]
 
     def _check_on_rank_zero(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         violated = None

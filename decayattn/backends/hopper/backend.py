@@ -3,7 +3,6 @@
 import functools
 
 import torch
-from torch import Tensor
 
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward.launch import backward
@@ -11,19 +10,21 @@ from decayattn.backends.hopper.common import descriptors
 from decayattn.backends.hopper.forward.launch import forward
 from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 
-__all__ = ["DETERMINISTIC", "backward", "forward", "misfit", "pays", "refusal"]
+__all__ = ["DETERMINISTIC", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
 
 # dq and the row sums of dS are added up in no fixed order
 DETERMINISTIC = False
+# a few new rows do not fill the tiles of a warpgroup
+decode = None
 
 # the bias of a key is divided by the scale and must stay a bfloat16
 _LEAST_SCALE = 1e-6
 
 
 @functools.cache
-def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+def unavailable(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why these kernels cannot run for this dtype on this device; None if they can."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device}"
@@ -36,7 +37,7 @@ def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float) -> str | None:
+def unsupported(problem: AttentionProblem, inputs: Inputs) -> str | None:
     """Why these kernels cannot take this problem; None if they can."""
     step = tma.ALIGNMENT // problem.dtype.itemsize
     for name, dim in (("D", problem.head_dim), ("D_v", problem.value_dim)):
@@ -48,9 +49,9 @@ def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Te
         return "it takes no bias"
     if problem.row_scale:
         return "it takes one scale for all rows"
-    if scale < _LEAST_SCALE:
-        return f"it takes a scale of at least {_LEAST_SCALE}, not {scale}"
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    if inputs.scale < _LEAST_SCALE:
+        return f"it takes a scale of at least {_LEAST_SCALE}, not {inputs.scale}"
+    for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
         if (reason := tma.misfit(x)) is not None:
             return f"TMA cannot address {name}: {reason}"
         if problem.layout != "dense" and (reason := descriptors.slices_misfit(x)) is not None:
@@ -58,7 +59,7 @@ def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Te
     return None
 
 
-def pays(problem: AttentionProblem) -> bool:
+def is_profitable(problem: AttentionProblem) -> bool:
     """Whether these kernels are faster than the Triton kernels, which have more and smaller tiles for few tokens.
 
     Measured (B1 H8, forward and backward as a CUDA graph): T1024 76 µs against 60 at D = 64, 90 against 85 at D = 128;

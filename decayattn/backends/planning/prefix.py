@@ -38,7 +38,7 @@ from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.tiles.parts import PARTS, in_parts
 from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, DecayPrefix
 
 DECAY_BLOCK = BLOCK
 _PARTS: tl.constexpr = tl.constexpr(PARTS)
@@ -53,20 +53,6 @@ _MOST_WARPS = 4
 # The λ of the heads lie side by side, and L2 gives 32 bytes at once, so many of them in float32: the launch that sums
 # blocks reads them together, and turns them on the way into what the scan can read without gaps.
 _HEADS = 8
-
-
-class DecayPrefix(NamedTuple):
-    """What the kernels read of a per-token decay, in (B, H, ·) and base 2; empty tensors for other decays.
-
-    Every sequence has a prefix of its own: its blocks start at its first token, and its resets are counted from there.
-    """
-
-    local: (
-        Tensor  # β (B, H, T_k): float32 for 16-bit inputs, else float64, since a strong decay costs float32's low bits
-    )
-    base: Tensor  # α at each block's start (B, H, blocks), float64
-    last_reset: Tensor  # (B, H, T_k) int32
-    next_reset: Tensor  # (B, H, T_k) int32
 
 
 @triton.jit

@@ -10,12 +10,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends.planning.prefix import DecayPrefix
 from decayattn.backends.runtime.arguments import Strided
+from decayattn.problem import DecayPrefix
 
 
-class Inputs(NamedTuple):
-    """Tensors that are read in tiles."""
+class Tiled(NamedTuple):
+    """The inputs, which are read in tiles."""
 
     q: Strided  # (B, T_q, H, D)
     k: Strided  # (B, T_k, H_kv, D)

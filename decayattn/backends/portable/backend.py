@@ -2,18 +2,18 @@
 
 import torch
 import triton
-from torch import Tensor
 
+from decayattn.backends.portable.decode import decode
 from decayattn.backends.portable.launch import backward, forward
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 
-__all__ = ["DETERMINISTIC", "backward", "forward", "misfit", "pays", "refusal"]
+__all__ = ["DETERMINISTIC", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
 
 # only the gradient of a bias is ever added up by atomics, and under deterministic algorithms it is not
 DETERMINISTIC = True
 
 
-def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+def unavailable(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why these kernels cannot run for this dtype on this device; None if they can."""
     if device.type == "cuda":
         return None
@@ -26,11 +26,11 @@ def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def misfit(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | float) -> None:
+def unsupported(problem: AttentionProblem, inputs: Inputs) -> None:
     """They take every problem."""
     return None
 
 
-def pays(problem: AttentionProblem) -> bool:
+def is_profitable(problem: AttentionProblem) -> bool:
     """They come last, and take what the others leave."""
     return True

@@ -30,6 +30,7 @@ from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.tiles.decay import load_rate, side_of_head
 from decayattn.backends.tiles.scores import LN2, LOG2E, decayed_score, finite_or_zero, probability, rescale, visible
 from decayattn.backends.tiles.visibility import keys_seen, visited_tiles
+from decayattn.problem import Inputs
 
 # Times below: one H200, bfloat16, H32 H_kv8 D128 over 32,768 tokens, a decay per token; from a sweep made once.
 # `python experiments/benchmark_sequences.py --what decode` measures what was chosen.
@@ -70,18 +71,20 @@ def number_of_splits(programs: int, key_tiles: int, multiprocessors: int) -> int
 
 
 def decode(
-    q: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor | None = None, *, scale: Tensor | float,
-    lengths: Tensor, alpha: Tensor | None = None, first: Tensor | None = None, left: int | None = None,
+    inputs: Inputs,
+    lengths: Tensor,
+    *,
+    alpha: Tensor | None = None,
+    first: Tensor | None = None,
+    left: int | None = None,
     longest: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Attention of the last T_q tokens of every cache entry. The arguments have been checked by the caller.
 
     Args:
-        q: (B, T_q, H, D), D up to 256; T_q is meant to be small, and may be any number. Any strides, as below.
-        keys, values: the cache, (B, T_max, H_kv, D) and (B, T_max, H_kv, D_v), in the dtype of q. What lies beyond an
-            entry's length is never read.
-        log_decay: (H,) constant decay, or None.
-        scale: a float, or (B, T_q, H) in the accumulator dtype (expanded tensors are fine).
+        inputs: q of the new tokens, T_q of them, which is meant to be small, and may be any number; the whole buffers
+            of a cache as k and v, (B, T_max, H_kv, ·), of which nothing is read beyond an entry's length; log_decay
+            where it is constant; and a scale. Any strides, as below.
         lengths: (B,) int32, tokens in use, the T_q new ones among them: row r is at position lengths − T_q + r. Rows at
             negative positions see nothing.
         alpha: (B, T_max, H) float64, the running sum of a decay per token (resets counted as 0), instead of log_decay.
@@ -94,6 +97,7 @@ def decode(
         out (B, T_q, H, D_v) in the dtype of q, and lse (B, H, T_q) in float32 (float64 for float64 inputs). A row that
         sees no key has out 0 and lse −inf.
     """
+    q, keys, values, log_decay, row_scale = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.row_scale
     batch, query_length, heads, head_dim = q.shape
     max_length, kv_heads, value_dim = values.shape[1:]
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -123,13 +127,12 @@ def decode(
             decay="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
             precision=dot_precision(),
         )  # fmt: skip
-        row_scales = scale if isinstance(scale, Tensor) else None
-        tensors = (q, keys, values, lengths, log_decay, alpha, first, row_scales)
+        tensors = (q, keys, values, lengths, log_decay, alpha, first, row_scale)
         launch = launching.of_call(q.device, tensors, q.shape, values.shape, left, splits)
         launch(
             split_kernel, programs * splits,
             strided(q), strided(keys), strided(values), lengths, strided(first), strided(alpha), strided(log_decay),
-            strided(row_scales), parts, 1.0 if row_scales is not None else scale, left, query_length, kv_heads,
+            strided(row_scale), parts, inputs.scale, left, query_length, kv_heads,
             row_tiles, splits, TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS,
         )  # fmt: skip
         launch(

@@ -10,16 +10,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
-from decayattn.backends.planning.prefix import DecayPrefix
 from decayattn.backends.planning.sequences import Sequences, fill_outside, row_programs, token_programs
 from decayattn.backends.portable import config
 from decayattn.backends.portable.arguments import (
     Decay,
-    Inputs,
     KeyGradients,
     QueryGradients,
     RowTerms,
     Sizes,
+    Tiled,
     Traits,
     Window,
     broadcast,
@@ -36,7 +35,7 @@ from decayattn.backends.runtime import launching, outputs, tma
 from decayattn.backends.runtime.arguments import Strided, strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, Saved
 
 _ROW_TERMS_BLOCK = 64
 _NO_PREFIX = DecayPrefix(None, None, None, None)
@@ -49,18 +48,16 @@ _MOST_PROGRAMS_OF_BOTH = 4
 _MOST_PROGRAMS_OF_FEW = 1
 
 
-def forward(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    places: Tensor | None = None, bias: Tensor | None = None, with_lse: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor, DecayPrefix, Tensor]:  # fmt: skip
-    """out (B, T_q, H, D_v), lse (B, H, T_q) or None; for the backward the row references (B, H, T_q), the decay prefix
-    and the first blocks of keys that were visited (skipping.plan)."""
+def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -> tuple[Tensor, Tensor | None, Saved]:
+    """out (B, T_q, H, D_v), lse (B, H, T_q) or None, and what the backward reads."""
+    q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
+    scale, places, bias = inputs.any_scale, inputs.places, inputs.bias
     with launching.on_device(problem.device):
         results = outputs.allocate(problem, q, with_lse)
         out, row_references, lse = results
         if problem.is_empty:
             results.fill()
-            return out, lse, row_references, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
+            return out, lse, Saved(row_references, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
         given = (q, k, v, log_decay, _tensor(scale), places, bias)
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), _shape(bias), with_lse)
         sequences = sequence_blocks.find(problem, places, launch)
@@ -74,22 +71,29 @@ def forward(
         programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
         launch(
             forward_kernel, programs,
-            *_descriptors(problem, tile, q, k, v), _inputs(tile, sequences, (v,), q, k, v), strided(out), lse,
+            *_descriptors(problem, tile, q, k, v), _tiled(tile, sequences, (v,), q, k, v), strided(out), lse,
             row_references, strided(_tensor(scale)), _decay(problem, log_decay, prefix), sequences,
             skipping.as_argument(problem, first_block), _window(problem), broadcast(bias), _scale_number(scale),
             Sizes(problem.query_length, problem.key_length, problem.num_heads),
             **_constants(problem, sequences, tile),
         )  # fmt: skip
-        return out, lse, row_references, prefix, first_block
+        return out, lse, Saved(row_references, *prefix, first_block)
 
 
 def backward(
-    problem: AttentionProblem, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    log_decay: Tensor | None, scale: Tensor | float, places: Tensor | None, bias: Tensor | None, out: Tensor,
-    row_references: Tensor, prefix: DecayPrefix, first_block: Tensor, decay_gradient: bool, bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dq, dk, dv, dλ (shape of log_decay; None if not asked for), ds (B, T_q, H; None for one number) and dbias (shape
-    of bias; None if not asked for)."""
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    saved: Saved,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    decay_gradient: bool,
+    bias_gradient: bool,
+) -> Gradients:
+    """Of q, k, v and a scale per row, and as asked for of log_decay and bias."""
+    q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
+    scale, places, bias = inputs.any_scale, inputs.places, inputs.bias
+    row_references, prefix, first_block = saved.row_references, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         row_scale_grad = torch.empty_like(row_references) if problem.row_scale else None
@@ -99,7 +103,7 @@ def backward(
                     gradient.zero_()
             d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
-            return dq, dk, dv, d_log_decay, d_scale, torch.zeros_like(bias) if bias_gradient else None
+            return Gradients(dq, dk, dv, d_log_decay, d_scale, torch.zeros_like(bias) if bias_gradient else None)
 
         delta = torch.empty_like(row_references)
         decay_sums = torch.empty_like(row_references) if decay_gradient else None
@@ -107,11 +111,10 @@ def backward(
         if decay_gradient and problem.decay == "scalar":
             column_sums = torch.empty_like(prefix.local, dtype=delta.dtype)
         given = (q, k, v, log_decay, _tensor(scale), places, bias, d_out, d_lse, out)
-        saved = (row_references, *prefix, first_block)
         deterministic = torch.are_deterministic_algorithms_enabled()
         asked = (decay_gradient, bias_gradient, deterministic)
         modes = (problem, skipping.is_planned(problem), _shape(bias), *asked)
-        launch = launching.of_call(problem.device, given, *modes, saved=saved)
+        launch = launching.of_call(problem.device, given, *modes, saved=(row_references, *prefix, first_block))
         sequences = sequence_blocks.find(problem, places, launch)
         per_row = [x for x in (row_scale_grad, decay_sums) if x is not None]
         fill_outside(problem, sequences, [(x, 0.0) for x in (dq, *per_row)], launch=launch)
@@ -145,21 +148,21 @@ def backward(
             key_programs = token_programs(problem, sequences, tile.block_n, problem.num_kv_heads)
             launch(
                 gradients_kernel, key_programs + row_programs(problem, sequences, tile.block_m, problem.num_heads),
-                _inputs(tile, sequences, (), q, k, v, d_out), row_terms, decay, of_queries, of_keys, plan, mirror,
+                _tiled(tile, sequences, (), q, k, v, d_out), row_terms, decay, of_queries, of_keys, plan, mirror,
                 window, _scale_number(scale), key_sizes, key_programs, **_constants(problem, sequences, tile),
             )  # fmt: skip
         else:
             tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
             launch(
                 key_gradients_kernel, token_programs(problem, sequences, tile.block_n, problem.num_kv_heads),
-                *_descriptors(problem, tile, q, k, v, d_out), _inputs(tile, sequences, (q, d_out), q, k, v, d_out),
+                *_descriptors(problem, tile, q, k, v, d_out), _tiled(tile, sequences, (q, d_out), q, k, v, d_out),
                 row_terms, decay, of_keys, sequences, mirror, window, broadcast(bias), _scale_number(scale), key_sizes,
                 **_constants(problem, sequences, tile),
             )  # fmt: skip
             tile = _tiles(config.QUERY_GRADIENTS, problem, q, k, v, d_out)
             launch(
                 query_gradients_kernel, row_programs(problem, sequences, tile.block_m, problem.num_heads),
-                *_descriptors(problem, tile, q, k, v, d_out), _inputs(tile, sequences, (k, v), q, k, v, d_out),
+                *_descriptors(problem, tile, q, k, v, d_out), _tiled(tile, sequences, (k, v), q, k, v, d_out),
                 row_terms, decay, of_queries, sequences, plan, window, broadcast(bias), _scale_number(scale),
                 Sizes(problem.query_length, problem.key_length, problem.num_heads), SHARED_BIAS=shared_bias,
                 **_constants(problem, sequences, tile),
@@ -173,7 +176,7 @@ def backward(
         d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
         if bias_gradient:
             d_bias = d_bias.sum_to_size((1,) * (4 - bias.ndim) + bias.shape).reshape(bias.shape).to(bias.dtype)
-        return dq, dk, dv, d_log_decay, d_scale, d_bias
+        return Gradients(dq, dk, dv, d_log_decay, d_scale, d_bias)
 
 
 def _window(problem: AttentionProblem) -> Window:
@@ -331,13 +334,13 @@ def _descriptor(
     return TensorDescriptor(tma.Memory(address, dtype), list(shape), tma.usable_strides(shape, strides), tile)
 
 
-def _inputs(
+def _tiled(
     tile: TileConfig, sequences: Sequences | None, edges: tuple[Tensor, ...], *tensors: Tensor
-) -> Inputs:
+) -> Tiled:
     """q, k, v and perhaps dO; where descriptors read them, only those of which a descriptor would read beyond a
     sequence's end what a product must not meet: the edges."""
     needed = edges if sequences is not None else ()
-    return Inputs(
+    return Tiled(
         *(Strided(None if tile.descriptors and all(x is not y for y in needed) else x, x.stride()) for x in tensors)
     )
 

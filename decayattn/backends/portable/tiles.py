@@ -3,12 +3,13 @@
 import triton
 import triton.language as tl
 
-from decayattn.backends.planning.prefix import DecayPrefix, prefix_of_head
+from decayattn.backends.planning.prefix import prefix_of_head
 from decayattn.backends.planning.skipping import first_planned_key
 from decayattn.backends.portable.arguments import HeadDecay, QueryRows
 from decayattn.backends.tiles.decay import load_rate, row_alpha, row_reference, side_of_head
 from decayattn.backends.tiles.scores import LOG2E
 from decayattn.backends.tiles.visibility import keys_seen
+from decayattn.problem import DecayPrefix
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows and the keys that they see

@@ -14,12 +14,11 @@ from decayattn.backends.hopper.common.call import heads_together, left_of, sourc
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
-from decayattn.backends.planning.prefix import DecayPrefix
 from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.tiles import parts
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Gradients, Inputs, Saved
 
 # rows of a program of row_terms_kernel; divides every query tile
 _ROW_TERMS_BLOCK = 32
@@ -31,26 +30,32 @@ _NO_STRIDES = (0, 0, 0)
 
 
 def backward(
-    problem: AttentionProblem, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    log_decay: Tensor | None, scale: float, places: Tensor | None, bias: None, out: Tensor, row_references: Tensor,
-    prefix: DecayPrefix, first_block: Tensor, decay_gradient: bool, bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:  # fmt: skip
-    """dq, dk, dv and dλ (shape of log_decay; None if not asked for); the forward refuses a scale per row and a bias, so
-    they have no gradient here."""
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    saved: Saved,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    decay_gradient: bool,
+    bias_gradient: bool,
+) -> Gradients:
+    """Of q, k, v and, as asked for, log_decay; the forward refuses a scale per row and a bias, so they have no gradient
+    here."""
+    q, k, v, log_decay, scale, places = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.places
+    row_references, prefix, first_block = saved.row_references, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
-            return dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None
+            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None)
         if tma.misfit(d_out) or (places is not None and descriptors.slices_misfit(d_out)):
             # autograd may hand over any strides, such as an expanded sum's, and any address, such as that of a slice of
             # a concatenation's gradient: `contiguous` would leave that where it is
             d_out = d_out.clone(memory_format=torch.contiguous_format)
 
-        saved = (row_references, *prefix, first_block)
         given = (q, k, v, log_decay, places, d_out, d_lse, out)
         modes = (problem, skipping.is_planned(problem), decay_gradient)
-        launch = launching.of_call(problem.device, given, *modes, saved=saved)
+        launch = launching.of_call(problem.device, given, *modes, saved=(row_references, *prefix, first_block))
         sequences = sequence_blocks.find(problem, places, launch)
         sequence_blocks.fill_outside(problem, sequences, [(dq, 0.0)], launch=launch)
         sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
@@ -128,4 +133,4 @@ def backward(
             d_log_decay = decay_prefix.gradient(problem, prefix, row_sums, column_sums, log_decay, sequences, launch)
         elif decay_gradient:
             d_log_decay = rate_sums.sum((0, 2, 3), dtype=torch.float64).to(log_decay.dtype)
-        return dq, dk, dv, d_log_decay, None, None
+        return Gradients(dq, dk, dv, d_log_decay, None, None)

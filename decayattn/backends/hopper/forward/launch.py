@@ -12,25 +12,21 @@ from decayattn.backends.hopper.forward.kernel import forward_kernel
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
-from decayattn.backends.planning.prefix import DecayPrefix
 from decayattn.backends.planning.sequences import Sequences
 from decayattn.backends.runtime import launching, outputs
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, Saved
 
 
-def forward(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float,
-    places: Tensor | None = None, bias: None = None, with_lse: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor, DecayPrefix, Tensor]:  # fmt: skip
-    """out (B, T_q, H, D_v), lse (B, H, T_q) or None; for the backward the row references (B, H, T_q), the decay prefix
-    and the first blocks of keys that were visited (skipping.plan)."""
+def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -> tuple[Tensor, Tensor | None, Saved]:
+    """out (B, T_q, H, D_v), lse (B, H, T_q) or None, and what the backward reads."""
+    q, k, v, log_decay, scale, places = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.places
     with launching.on_device(problem.device):
         results = outputs.allocate(problem, q, with_lse)
         out, row_references, lse = results
         if problem.is_empty:
             results.fill()
-            return out, lse, row_references, decay_prefix.allocate(problem, q), skipping.allocate(problem, q)
+            return out, lse, Saved(row_references, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
         given = (q, k, v, log_decay, places)
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), with_lse)
         sequences = sequence_blocks.find(problem, places, launch)
@@ -70,7 +66,7 @@ def forward(
             REGISTERS=schedule.registers, PRODUCER_REGISTERS=schedule.producer_registers, num_warps=4,
             maxnreg=schedule.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )  # fmt: skip
-        return out, lse, row_references, prefix, first_block
+        return out, lse, Saved(row_references, *prefix, first_block)
 
 
 def _decay(

@@ -1,0 +1,77 @@
+"""Triton's interpreter with less of what it does over and over: most of a kernel's time goes to Triton's own Python."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def hurry() -> None:
+    """From now on, in this process. What is computed stays the same."""
+    patch_the_language_once()
+    leave_out_assertions_that_are_off()
+    interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
+    make_types_once()
+    make_shapes_once()
+
+
+def patch_the_language_once() -> None:
+    """Triton patches its language where a kernel is launched, and once more at every call of a function in it."""
+    patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
+
+    @functools.cache
+    def languages(fn: Any) -> list:
+        return [x for x in fn.__globals__.values() if x is tl or x is tl.core]
+
+    def patch_once(fn: Any) -> Any:
+        return patch(fn) if any(tl.core.is_builtin(x.load) for x in languages(fn)) else nothing
+
+    interpreter._patch_lang = patch_once
+
+
+def leave_out_assertions_that_are_off() -> None:
+    """Every sum and product of integers is computed in int64, too, and compared, for an assertion that only runs with
+    the option debug."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def by_name(function: Any) -> Any:
+    """A function of a type, called once for each type."""
+    known: dict[str, Any] = {}
+
+    def called_once(type: tl.dtype) -> Any:
+        if type.name not in known:
+            known[type.name] = function(type)
+        return known[type.name]
+
+    return called_once
+
+
+def make_types_once() -> None:
+    make, known = tl.block_type.__init__, {}
+
+    def make_once(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+        key = element_ty.name, tuple(x.value if isinstance(x, tl.constexpr) else x for x in shape)
+        if key not in known:
+            make(self, element_ty, shape)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key], element_ty=element_ty)
+
+    tl.block_type.__init__ = make_once
+
+
+def make_shapes_once() -> None:
+    """A tensor's shape and number of elements, which follow from its type."""
+    make, known = tl.tensor.__init__, {}
+
+    def make_once(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+        if type.name not in known:
+            make(self, handle, type)
+            known[type.name] = dict(vars(self))
+        vars(self).update(known[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    tl.tensor.__init__ = make_once

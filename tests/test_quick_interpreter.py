@@ -1,0 +1,44 @@
+"""The interpreter in a hurry computes what Triton's own does, bit by bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import hashlib, sys
+import torch
+from decayattn import decay_attention
+
+if sys.argv[1] == "hurry":
+    import quick_interpreter
+    quick_interpreter.hurry()
+digest = hashlib.sha256()
+for dtype in (torch.float16, torch.float32, torch.float64):
+    accumulator = torch.promote_types(dtype, torch.float32)
+    for causal in (True, False):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 40, 2, 8).to(dtype).requires_grad_() for _ in range(3))
+        log_decay = -torch.rand(1, 40, 2, dtype=accumulator)
+        log_decay[0, [5, 35], 0] = -torch.inf
+        leaves = [q, k, v, log_decay.requires_grad_()]
+        out, lse = decay_attention(*leaves, causal=causal, return_lse=True, backend="triton")
+        grads = torch.autograd.grad(out.double().square().sum() + lse.double().sin().sum(), leaves)
+        for x in (out, lse, *grads):
+            digest.update(x.detach().contiguous().numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_the_same_bits(interpreter):
+    tests = Path(__file__).resolve().parent
+    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    options = dict(env=environment, check=True, capture_output=True, text=True, timeout=300)
+    found = [
+        subprocess.run([sys.executable, "-c", SCRIPT, how], **options).stdout for how in ("as it is", "hurry")
+    ]  # fmt: skip
+    assert found[0] == found[1] != ""
