@@ -32,6 +32,7 @@ from decayattn.backends.planning.sequences import (
     token_programs,
 )
 from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.dependent_launch import let_next_start
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
@@ -52,6 +53,15 @@ _MOST_WARPS = 4
 # The λ of the heads lie side by side, and L2 gives 32 bytes at once, so many of them in float32: the launch that sums
 # blocks reads them together, and turns them on the way into what the scan can read without gaps.
 _HEADS = 8
+
+
+@triton.jit
+def prefix_of_head(prefix, offsets):
+    """Pointers to the first token and block of a head that begins at these offsets."""
+    return DecayPrefix(
+        prefix.local + offsets.tokens, prefix.base + offsets.blocks,
+        prefix.last_reset + offsets.tokens, prefix.next_reset + offsets.tokens,
+    )  # fmt: skip
 
 
 class SplitPrefix(NamedTuple):
@@ -103,15 +113,14 @@ def build(
         sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
         launch(
             _block_totals, token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads // together),
-            log_decay, log_decay.stride(), prefix.local, *sums, *sizes, HEADS=together, num_warps=1, **modes,
+            strided(log_decay), prefix.local, sums, *sizes, HEADS=together, num_warps=1, **modes,
         )  # fmt: skip
         log_decay = prefix.local.mT  # λ, which the scan replaces by β
         programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
     launch(
         _scan_blocks, programs,
-        log_decay, log_decay.stride(), sums, *prefix, *(split or (prefix.base, prefix.base)), factor,
-        prefix.last_reset if counter is None else counter, *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
-        SPLIT=split is not None, ZERO_COUNTER=counter is not None, num_warps=min(blocks, _MOST_WARPS), **modes,
+        strided(log_decay), sums, prefix, split, factor, counter, *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
+        num_warps=min(blocks, _MOST_WARPS), **modes,
     )  # fmt: skip
     return prefix
 
@@ -180,11 +189,11 @@ def _add_in_segment(sum_a, ended_a, sum_b, ended_b):
 
 
 @triton.jit
-def _load_log_decay(log_decay, strides, batch, head, first_token, tokens, length):
+def _load_log_decay(log_decay, work, head, tokens):
     """λ of tokens, of one head or of heads that broadcast against them. The first one is never used: 0."""
-    tokens_there = (first_token + tokens).to(tl.int64)
-    pointers = log_decay + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2] + tokens_there * strides[1]
-    value = tl.load(pointers, mask=tokens < length, other=0.0)
+    strides, tokens_there = log_decay.strides, (work.first_token + tokens).to(tl.int64)
+    pointers = log_decay.data + work.entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+    value = tl.load(pointers + tokens_there * strides[1], mask=tokens < work.key_length, other=0.0)
     return tl.where(tokens > 0, value, 0.0)  # not part of the mask, which would then let no read take several tokens
 
 
@@ -197,26 +206,26 @@ def _without_resets(value):
 
 @triton.jit
 def _block_totals(
-    log_decay, strides, turned, totals, last_resets, first_resets, length, heads, sequences,
+    log_decay, turned, sums, length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Per block: the sum of λ, its last reset (−1 without one) and its first one (T_k without one); λ as (B, H, T_k).
 
     A program has the blocks of HEADS heads.
     """
-    start, sequence, group, entry, _, _, first_token, length = tile_of_program(
-        sequences, heads // HEADS, 0, length, BLOCK, True, False, PACKED, SEARCHES
-    )
+    work = tile_of_program(sequences, heads // HEADS, 0, length, BLOCK, True, False, PACKED, SEARCHES)
+    length = work.key_length
     if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
-        if start >= length:
+        if work.start >= length:
             return
-    head = group * HEADS + tl.arange(0, HEADS)
-    _, token_row, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
-    tokens = (start + tl.arange(0, BLOCK))[None, :]
-    value = _load_log_decay(log_decay, strides, entry, head[:, None], first_token, tokens, length)
-    tl.store(turned + token_row[:, None] + tokens, value, mask=tokens < length)
+    head = work.head * HEADS + tl.arange(0, HEADS)
+    offsets = offsets_of_head(sequences, work, head, heads, PACKED)
+    tokens = (work.start + tl.arange(0, BLOCK))[None, :]
+    value = _load_log_decay(log_decay, work, head[:, None], tokens)
+    tl.store(turned + offsets.tokens[:, None] + tokens, value, mask=tokens < length)
     value, is_reset = _without_resets(value)
-    here = block_row + start // BLOCK
+    totals, last_resets, first_resets = sums
+    here = offsets.blocks + work.start // BLOCK
     tl.store(totals + here, tl.sum(value, 1))
     tl.store(last_resets + here, tl.max(tl.where(is_reset, tokens, -1), 1))
     tl.store(first_resets + here, tl.min(tl.where(is_reset, tokens, length), 1))
@@ -256,25 +265,21 @@ def _around_by_blocks(sums, block_row, start, length, BLOCK: tl.constexpr, CHUNK
 
 @triton.jit
 def _scan_blocks(
-    log_decay, strides, sums, local, base, last_reset, next_reset, split_beta, split_base, factor: tl.float64, counter,
-    length, heads, sequences,
+    log_decay, sums, prefix, split, factor: tl.float64, counter, length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-    SPLIT: tl.constexpr, ZERO_COUNTER: tl.constexpr,
 ):  # fmt: skip
     """The prefix of all BLOCKS blocks of a sequence; or, given the three sums of `_block_totals`, of one block."""
-    if SPLIT:
+    if split is not None:
         # the attention's programs wait until all of these have ended
         let_next_start(heads)
-    if ZERO_COUNTER:
+    if counter is not None:
         tl.store(counter, 0, mask=tl.program_id(0) == 0)
     if sums is None:
-        start = 0
-        sequence, head, entry, _, _, first_token, length = sequence_of_program(sequences, heads, 0, length, PACKED)
+        work = sequence_of_program(sequences, heads, 0, length, PACKED)
     else:
-        start, sequence, head, entry, _, _, first_token, length = tile_of_program(
-            sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES
-        )
-    _, token_row, block_row = offsets_of_head(sequences, sequence, head, heads, 0, 0, first_token, length, PACKED)
+        work = tile_of_program(sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES)
+    start, length = work.start, work.key_length
+    _, token_row, block_row = offsets_of_head(sequences, work, work.head, heads, PACKED)
     if sequences is not None:  # noqa: SIM102
         if start >= length:
             return
@@ -282,31 +287,31 @@ def _scan_blocks(
     block = start // BLOCK + tl.arange(0, BLOCKS)[:, None]
     tokens = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     there, inside = block * BLOCK < length, tokens < length
-    value = _load_log_decay(log_decay, strides, entry, head, first_token, tokens, length)
+    value = _load_log_decay(log_decay, work, work.head, tokens)
     if sums is None:
         value, is_reset = _without_resets(value)
         alpha, before, after = _around_in_sequence(value, is_reset, tokens, length, BLOCKS)
     else:
         alpha, before, after = _around_by_blocks(sums, block_row, start, length, BLOCK, CHUNK)
         value, is_reset = _without_resets(value)
-    tl.store(base + block_row + block, alpha, mask=there)
+    tl.store(prefix.base + block_row + block, alpha, mask=there)
     here = token_row + tokens
     beta = tl.cumsum(value, 1)
-    tl.store(local + here, beta.to(local.dtype.element_ty), mask=inside)
-    if SPLIT:
-        _store_parts(split_beta, beta * factor, block_row + block, there, BLOCK)
+    tl.store(prefix.local + here, beta.to(prefix.local.dtype.element_ty), mask=inside)
+    if split is not None:
+        _store_parts(split.beta, beta * factor, block_row + block, there, BLOCK)
         high = alpha.to(tl.float32)
-        tl.store(split_base + (block_row + block) * 2, high, mask=there)
-        tl.store(split_base + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32), mask=there)
+        tl.store(split.bases + (block_row + block) * 2, high, mask=there)
+        tl.store(split.bases + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32), mask=there)
     last, coming = tl.where(is_reset, tokens, before), tl.where(is_reset, tokens, after)
     if tl.max(tl.max(is_reset.to(tl.int32), 1), 0) != 0:  # most have none, and two scans less
         last = tl.associative_scan(last, 1, _larger)
         coming = tl.associative_scan(coming, 1, _smaller, reverse=True)
-    tl.store(last_reset + here, last, mask=inside)
+    tl.store(prefix.last_reset + here, last, mask=inside)
     # the next reset strictly after t: seen from t + 1, so the scan's result moves back by one token
-    tl.store(next_reset + here - 1, coming, mask=inside & (tokens > block * BLOCK))
+    tl.store(prefix.next_reset + here - 1, coming, mask=inside & (tokens > block * BLOCK))
     final = tl.minimum(block * BLOCK + BLOCK, length) - 1
-    tl.store(next_reset + token_row + final, after, mask=there)
+    tl.store(prefix.next_reset + token_row + final, after, mask=there)
 
 
 @triton.jit
@@ -342,12 +347,9 @@ def _segment_heads(
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per block: the sum of dα from its start up to its first reset, which is what earlier blocks take from it."""
-    start, sequence, head, _, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
-    )
-    query_row, token_row, block_row = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
+    work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES)
+    start, key_length = work.start, work.key_length
+    query_row, token_row, block_row = offsets_of_head(sequences, work, work.head, heads, PACKED)
     if sequences is not None:  # noqa: SIM102
         if start >= key_length:
             return
@@ -356,7 +358,7 @@ def _segment_heads(
     segment_end = tl.where(starts_segment, start, tl.load(next_reset + token_row + start))
     inside = (tokens < key_length) & (tokens < segment_end)
     value = _load_alpha_gradient(
-        row_sums + query_row, column_sums + token_row, tokens, inside, key_length - query_length
+        row_sums + query_row, column_sums + token_row, tokens, inside, key_length - work.query_length
     )
     tl.store(heads_out + block_row + start // BLOCK, tl.sum(value, 0))
 
@@ -392,21 +394,15 @@ def _reverse_sums(
     """dλ of all BLOCKS blocks of a sequence; or, given the `_segment_heads` of all, of one block: its own later dα of
     the segment, plus those in the blocks that its last segment reaches into."""
     if heads_in is None:
-        start = 0
-        sequence, head, entry, first_row, query_length, first_token, key_length = sequence_of_program(
-            sequences, heads, query_length, key_length, PACKED
-        )
+        work = sequence_of_program(sequences, heads, query_length, key_length, PACKED)
     else:
-        start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
-            sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
-        )
-    query_row, token_row, block_row = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
+        work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES)
+    start, key_length = work.start, work.key_length
+    query_row, token_row, block_row = offsets_of_head(sequences, work, work.head, heads, PACKED)
     if sequences is not None:  # noqa: SIM102
         if start >= key_length:
             return
-    first_position = key_length - query_length
+    first_position = key_length - work.query_length
     block = start // BLOCK + tl.arange(0, BLOCKS)[:, None]
     tokens = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     final = tl.minimum(block * BLOCK + BLOCK, key_length) - 1
@@ -424,6 +420,6 @@ def _reverse_sums(
     total, _ = tl.associative_scan((value, (segment_end == tokens + 1).to(tl.int32)), 1, _add_in_segment, reverse=True)
     total += tl.where(segment_end > final, carried, 0.0)
     total = tl.where(segment_start == tokens, 0.0, total)
-    tokens_there = (first_token + tokens).to(tl.int64)
-    pointers = grad + entry.to(tl.int64) * strides[0] + tokens_there * strides[1] + head * strides[2]
+    tokens_there = (work.first_token + tokens).to(tl.int64)
+    pointers = grad + work.entry.to(tl.int64) * strides[0] + tokens_there * strides[1] + work.head * strides[2]
     tl.store(pointers, total.to(grad.dtype.element_ty), mask=inside)

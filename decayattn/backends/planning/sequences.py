@@ -1,4 +1,4 @@
-"""Where packed and padded sequences lie, which program works on which part of them, and what lies outside them.
+"""Packed and padded sequences: where they begin, the work tile of each program, and the rows outside all sequences.
 
 A launch has programs for the blocks of BLOCK rows (or tokens) that the sequences have, not for as many as the longest
 one would need in each: `ends` counts the blocks up to the end of every sequence, and a program finds its sequence by
@@ -42,6 +42,27 @@ class Sequences(NamedTuple):
     block_axis: int
     row_blocks: int  # blocks that are launched per head, no fewer than there are
     token_blocks: int
+
+
+class WorkTile(NamedTuple):
+    """What one program of a kernel works on: a tile of rows or of tokens of one head of a sequence."""
+
+    start: tl.tensor  # where the tile begins in its sequence: a row or a token
+    sequence: tl.tensor
+    head: tl.tensor
+    entry: tl.tensor  # of the batch, in which the sequence lies
+    first_row: tl.tensor  # where the sequence begins on the axis of queries, and how many rows it has
+    query_length: tl.tensor
+    first_token: tl.tensor  # the same on the axis of keys
+    key_length: tl.tensor
+
+
+class HeadOffsets(NamedTuple):
+    """Where a head of a sequence begins in buffers (B, H, ·) of rows, of tokens and of decay blocks."""
+
+    rows: tl.tensor
+    tokens: tl.tensor
+    blocks: tl.tensor
 
 
 def find(problem: AttentionProblem, places: Tensor | None, launch: Launch = launching.anew) -> Sequences | None:
@@ -139,13 +160,12 @@ def tile_of_program(
     sequences, heads, query_length, key_length, TILE: tl.constexpr, OF_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, HEADS_INNERMOST: tl.constexpr = False, program=None,
 ):  # fmt: skip
-    """What a program works on: (start, sequence, head, batch entry, first row, rows, first token, tokens).
+    """The WorkTile of a program: TILE rows of a sequence (OF_KEYS: tokens).
 
-    program is its number, this one's unless another kernel shares the launch.
-    start is where its tile of TILE rows (OF_KEYS: tokens) begins in the sequence; where there is nothing to work on, it
-    is not before the sequence's end. Heads are outermost, so that neighbours share the keys that they read; those that
-    read tokens once have them innermost, as memory has. LAST_FIRST takes the tiles of a sequence from its end. Dense,
-    sequences is None, and the lengths are those given.
+    program is its number: this one's, unless another kernel shares the launch. A program with nothing to work on has a
+    start at or behind the sequence's end. Heads are outermost, so that neighbours share the keys that they read.
+    HEADS_INNERMOST, as memory has them, is for kernels that read tokens once. LAST_FIRST takes the tiles of a sequence
+    from its end. Where sequences fill their batch entries, `sequences` is None, and the lengths are those given.
     """
     if program is None:
         program = tl.program_id(0)
@@ -155,7 +175,7 @@ def tile_of_program(
             head, tile, sequence = program % heads, program // heads % tiles, program // heads // tiles
         else:
             tile, head, sequence = program % tiles, program // tiles % heads, program // tiles // heads
-        entry, first_row, first_token = sequence, 0, 0
+        entry, first_row, first_token = sequence, sequence * 0, sequence * 0
         if LAST_FIRST:
             tile = tiles - 1 - tile
     else:
@@ -182,21 +202,21 @@ def tile_of_program(
         if LAST_FIRST:
             blocks = tl.cdiv(key_length if OF_KEYS else query_length, _BLOCK)
             tile = tl.where(there, blocks * (_BLOCK // TILE) - 1 - tile, 0)
-    return tile * TILE, sequence, head, entry, first_row, query_length, first_token, key_length
+    return WorkTile(tile * TILE, sequence, head, entry, first_row, query_length, first_token, key_length)
 
 
 @triton.jit
 def sequence_of_program(sequences, heads, query_length, key_length, PACKED: tl.constexpr):
-    """The same, but for the start, where a program works on all of a sequence: (sequence, head, batch entry, …)."""
+    """The WorkTile of a program that works on all rows and tokens of one head of a sequence."""
     head, sequence = tl.program_id(0) % heads, tl.program_id(0) // heads
-    entry, first_row, first_token = sequence, 0, 0
+    start, entry, first_row, first_token = sequence * 0, sequence, sequence * 0, sequence * 0
     if sequences is not None:
         place = sequences.places + sequence * 4
         first_row, query_length = tl.load(place), tl.load(place + 1)
         first_token, key_length = tl.load(place + 2), tl.load(place + 3)
         if PACKED:
             entry = sequence * 0
-    return sequence, head, entry, first_row, query_length, first_token, key_length
+    return WorkTile(start, sequence, head, entry, first_row, query_length, first_token, key_length)
 
 
 @triton.jit
@@ -224,23 +244,21 @@ def parts_before(first, sequence, SIZE: tl.constexpr):
 
 
 @triton.jit
-def offsets_of_head(
-    sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED: tl.constexpr
-):
-    """Where the rows, the tokens and the decay blocks of a head of a sequence begin in the buffers (B, H, ·)."""
-    buffer_row = (sequence * heads + head).to(tl.int64)
+def offsets_of_head(sequences, work, head, heads, PACKED: tl.constexpr):
+    """The HeadOffsets of a head (work's own, or others of its group) of the sequence that work lies in."""
+    buffer_row = (work.sequence * heads + head).to(tl.int64)
     if sequences is None:
-        rows, tokens = buffer_row * query_length, buffer_row * key_length
-        blocks = buffer_row * tl.cdiv(key_length, _BLOCK)
+        rows, tokens = buffer_row * work.query_length, buffer_row * work.key_length
+        blocks = buffer_row * tl.cdiv(work.key_length, _BLOCK)
     else:
         if PACKED:
             buffer_row = head.to(tl.int64)
-        rows = buffer_row * sequences.query_axis + first_row
-        tokens = buffer_row * sequences.key_axis + first_token
+        rows = buffer_row * sequences.query_axis + work.first_row
+        tokens = buffer_row * sequences.key_axis + work.first_token
         blocks = buffer_row * sequences.block_axis
         if PACKED:
-            blocks += parts_before(first_token, sequence, _BLOCK)
-    return rows, tokens, blocks
+            blocks += parts_before(work.first_token, work.sequence, _BLOCK)
+    return HeadOffsets(rows, tokens, blocks)
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -248,7 +266,7 @@ def _fill_outside(
     sequences, tensors, strides, shapes, values, number, axis, OF_KEYS: tl.constexpr, PACKED: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows (OF_KEYS: tokens) of a batch entry, whatever lies on it: most programs have nothing to fill."""
+    """One block of rows (OF_KEYS: tokens) of a batch entry; most lie inside sequences, with nothing to fill."""
     blocks = tl.cdiv(axis, BLOCK)
     entry = tl.program_id(0) // blocks
     row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Which tiles cannot matter: causal attention with a decay need not visit keys whose whole probability is negligible.
+"""The plan of skipped tiles: causal attention with a decay need not visit keys whose total probability is negligible.
 
 Query rows are taken in granules of GRANULE, keys in blocks of DECAY_BLOCK. With s_i the scale and i the position of a
 row, whose own key it sees, in natural logarithm:
@@ -22,6 +22,7 @@ infinity compares as "visit".
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,9 +31,10 @@ from torch import Tensor
 
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as packing
-from decayattn.backends.planning.prefix import DECAY_BLOCK, DecayPrefix
+from decayattn.backends.planning.prefix import DECAY_BLOCK, DecayPrefix, prefix_of_head
 from decayattn.backends.planning.sequences import Sequences, offsets_of_head, parts_before, tile_of_program
 from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.tiles.scores import LOG2E
@@ -66,6 +68,28 @@ _ALLOWED: tl.constexpr = tl.constexpr(0.999)
 _LANES: tl.constexpr = tl.constexpr(32)
 
 
+class _Sizes(NamedTuple):
+    """Of sequences that fill their batch entries, the lengths; the heads; and the axes of a plan and of its mirror."""
+
+    query_length: int
+    key_length: int
+    heads: int
+    granules: int
+    blocks: int
+
+
+class _Traits(NamedTuple):
+    """What _summarise is compiled for."""
+
+    d: int  # columns of q and k; with those that fill up a tile; and those that are added up side by side
+    width: int
+    part: int
+    group: int  # query heads that share a key head
+    together: int  # blocks of a program
+    aligned: bool  # granules begin where halves of blocks do
+    stages: int
+
+
 def is_planned(problem: AttentionProblem) -> bool:
     """Whether keys may be skipped, and it pays to look for them."""
     return _can_skip(problem) and min(problem.longest_query, problem.longest_key) >= SHORTEST
@@ -95,9 +119,8 @@ def plan(
     first_block = allocate(problem, q)
     if not is_planned(problem):
         return first_block
-    blocks = packing.decay_blocks(problem)
     # pairs (K, W) and (U, E), each side by side
-    of_blocks = q.new_empty(problem.batch, problem.num_heads, blocks, 2, dtype=torch.float64)
+    of_blocks = q.new_empty(problem.batch, problem.num_heads, packing.decay_blocks(problem), 2, dtype=torch.float64)
     of_granules = q.new_empty(*first_block.shape, 2, dtype=torch.float64)
     width = max(16, next_power_of_2(problem.head_dim))
     row_bytes = width * q.element_size()
@@ -105,20 +128,24 @@ def plan(
     log_tolerance = math.log2(problem.skip_tolerance)
     row_scale = scale if problem.row_scale else None
     left = problem.window[0] if problem.window[0] >= 0 else None
-    sizes = problem.query_length, problem.key_length, problem.num_heads, first_block.shape[-1], blocks
+    sizes = _sizes(problem, first_block)
     # packed and padded, what lies in one block belongs to one sequence, and what lies in two need not
     most = (_MOST_TOGETHER, _MOST_TOGETHER) if sequences is None else (1, DECAY_BLOCK // GRANULE)
     together = _together(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads), most[0])
+    traits = _Traits(
+        d=problem.head_dim,
+        width=width,
+        part=min(width, _COLUMNS),
+        group=problem.num_heads // problem.num_kv_heads,
+        together=together,
+        aligned=sequences is None and problem.first_position % GRANULE == 0,
+        stages=2 if row_bytes <= _PREFETCHED_ROW else 1,
+    )
     launch(
         _summarise, packing.token_programs(problem, sequences, DECAY_BLOCK * together, problem.num_heads),
-        q, k, q.stride(), k.stride(), 1.0 if problem.row_scale else scale, row_scale,
-        None if row_scale is None else row_scale.stride(),
-        log_decay if problem.decay == "constant" else of_blocks,
-        log_decay.stride(0) if problem.decay == "constant" else 0, prefix.local, prefix.base, prefix.last_reset,
-        prefix.next_reset, of_blocks, of_granules, sequences, left, log_tolerance, *sizes, D=problem.head_dim,
-        WIDTH=width, PART=min(width, _COLUMNS), GROUP=problem.num_heads // problem.num_kv_heads, TOGETHER=together,
-        ALIGNED=sequences is None and problem.first_position % GRANULE == 0,
-        STAGES=2 if row_bytes <= _PREFETCHED_ROW else 1,
+        strided(q), strided(k), 1.0 if problem.row_scale else scale, strided(row_scale),
+        strided(log_decay) if problem.decay == "constant" else None, prefix, of_blocks, of_granules, sequences, left,
+        log_tolerance, sizes, TRAITS=traits,
         num_warps=2 if row_bytes < _PREFETCHED_ROW else 4 if row_bytes <= 2 * _PREFETCHED_ROW else 8,
         **constants, **COMPILER_OPTIONS,
     )  # fmt: skip
@@ -126,9 +153,19 @@ def plan(
     launch(
         _find_first_blocks, packing.row_programs(problem, sequences, GRANULE * together, problem.num_heads),
         prefix.last_reset, prefix.next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance,
-        *sizes, CHUNK=_CHUNK, TOGETHER=together, num_warps=1, **constants, **COMPILER_OPTIONS,
+        sizes, CHUNK=_CHUNK, TOGETHER=together, num_warps=1, **constants, **COMPILER_OPTIONS,
     )  # fmt: skip
     return first_block
+
+
+def _sizes(problem: AttentionProblem, first_block: Tensor) -> _Sizes:
+    return _Sizes(
+        problem.query_length,
+        problem.key_length,
+        problem.num_heads,
+        granules=first_block.shape[-1],
+        blocks=packing.decay_blocks(problem),
+    )
 
 
 def _together(programs: int, most: int) -> int:
@@ -150,9 +187,8 @@ def last_granules(
     last = torch.empty(problem.batch, problem.num_heads, blocks, dtype=torch.int32, device=first_block.device)
     launch(
         _find_last_granules, packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),
-        first_block, last, sequences, problem.query_length, problem.key_length, problem.num_heads,
-        first_block.shape[-1], blocks, **packing.constants(problem, sequences), CHUNK=_CHUNK, num_warps=1,
-        **COMPILER_OPTIONS,
+        first_block, last, sequences, _sizes(problem, first_block), **packing.constants(problem, sequences),
+        CHUNK=_CHUNK, num_warps=1, **COMPILER_OPTIONS,
     )  # fmt: skip
     return last
 
@@ -189,9 +225,20 @@ def as_argument(problem: AttentionProblem, plan: Tensor) -> tuple[Tensor, int] |
 
 
 @triton.jit
-def offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZE: tl.constexpr):
-    """Where the parts of SIZE rows or tokens of a head of a sequence, which begins at `first`, begin in a (B, H, axis)
-    buffer of a plan."""
+def granules_of_head(axis, work, head, heads, PACKED: tl.constexpr):
+    """Where the granules of a head of work's sequence begin in a (B, H, axis) buffer of a plan."""
+    return _offset_of_head(axis, work.sequence, head, heads, work.first_row, PACKED, ROWS)
+
+
+@triton.jit
+def blocks_of_head(axis, work, head, heads, PACKED: tl.constexpr):
+    """Where its blocks of keys begin in such a buffer."""
+    return _offset_of_head(axis, work.sequence, head, heads, work.first_token, PACKED, BLOCK)
+
+
+@triton.jit
+def _offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZE: tl.constexpr):
+    """The same for parts of SIZE rows or tokens, of a sequence that begins at `first`."""
     if PACKED:
         offset = head.to(tl.int64) * axis + parts_before(first, sequence, SIZE)
     else:
@@ -200,45 +247,46 @@ def offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZ
 
 
 @triton.jit
-def first_planned_key(
-    plan, sequence, head, heads, first_row, start, query_length, TILE: tl.constexpr, PACKED: tl.constexpr
-):
+def first_planned_key(plan, work, heads, TILE: tl.constexpr, PACKED: tl.constexpr):
     """The first key that any granule of a tile of TILE rows visits; plan is `as_argument` of first_block."""
-    first_block = plan[0] + offset_of_head(plan[1], sequence, head, heads, first_row, PACKED, ROWS)
-    granule = start // ROWS
+    first_block = plan[0] + granules_of_head(plan[1], work, work.head, heads, PACKED)
+    granule = work.start // ROWS
     block = tl.load(first_block + granule)
     for other in tl.static_range(1, TILE // ROWS):
-        block = tl.minimum(block, tl.load(first_block + tl.minimum(granule + other, (query_length - 1) // ROWS)))
+        last = (work.query_length - 1) // ROWS
+        block = tl.minimum(block, tl.load(first_block + tl.minimum(granule + other, last)))
     return block * BLOCK
 
 
 @triton.jit
-def end_of_planned_rows(plan, sequence, head, heads, first_token, start, PACKED: tl.constexpr):
-    """The mirror: the end of the rows that visit the key tile at `start`; plan is `as_argument` of last_granules."""
-    last_granule = plan[0] + offset_of_head(plan[1], sequence, head, heads, first_token, PACKED, BLOCK)
-    return (tl.load(last_granule + start // BLOCK) + 1) * ROWS
+def end_of_planned_rows(plan, work, head, heads, PACKED: tl.constexpr):
+    """The mirror: the end of a head's rows that visit a key tile; plan is `as_argument` of last_granules."""
+    last_granule = plan[0] + blocks_of_head(plan[1], work, head, heads, PACKED)
+    return (tl.load(last_granule + work.start // BLOCK) + 1) * ROWS
 
 
 @triton.jit
-def _load_alpha(position, block, rates, rate_stride, head, local, base, DECAY: tl.constexpr, inside=None):
+def _load_alpha(position, block, rates, head, prefix, DECAY: tl.constexpr, inside=None):
     """α in base 2 and float64, and how far it may be off, at positions in these blocks; anything where not inside.
 
-    local and base point at one head's prefix.
+    prefix points at one head's.
     """
     if DECAY == "scalar":
-        beta = tl.load(local + position, mask=inside).to(tl.float64)
-        alpha = tl.load(base + block) + beta
+        beta = tl.load(prefix.local + position, mask=inside).to(tl.float64)
+        alpha = tl.load(prefix.base + block) + beta
         slack = tl.abs(beta) * _BETA_MARGIN + tl.abs(alpha) * _ALPHA_MARGIN
     else:
-        alpha = position.to(tl.float64) * (tl.load(rates + head * rate_stride).to(tl.float64) * LOG2E)
+        alpha = position.to(tl.float64) * (tl.load(rates.data + head * rates.strides[0]).to(tl.float64) * LOG2E)
         slack = tl.abs(alpha) * _ALPHA_MARGIN
     return alpha, slack
 
 
 @triton.jit
-def _row_pointers(source, strides, entry, head, row):
+def _row_pointers(source, entry, head, row):
     """Where rows of a head of a (B, T, H, D) tensor begin."""
-    return source + entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2] + row.to(tl.int64) * strides[1]
+    strides = source.strides
+    of_head = source.data + entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+    return of_head + row.to(tl.int64) * strides[1]
 
 
 @triton.jit
@@ -261,33 +309,32 @@ def _longest(squares):
 
 @triton.jit
 def _summarise(
-    q, k, q_strides, k_strides, scale: tl.float64, row_scales, row_scale_strides, rates, rate_stride, local, base,
-    last_reset, next_reset, of_blocks, of_granules, sequences, left, log_tolerance: tl.float64,
-    query_length, key_length, heads, granule_axis, block_axis,
-    D: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, TOGETHER: tl.constexpr, ALIGNED: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k, scale: tl.float64, row_scales, rates, prefix, of_blocks, of_granules, sequences, left,
+    log_tolerance: tl.float64, sizes, TRAITS: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+    SEARCHES: tl.constexpr,
 ):  # fmt: skip
-    """K_J and W_J of TOGETHER blocks of keys, U and E of the granules whose first row has its own key in them; W and E
-    in base 2.
+    """K_J and W_J of neighbouring blocks of keys, U and E of the granules whose first row has its own key in them.
+
+    W and E are in base 2.
 
     K is +inf (never skip) where α keeps the last row from skipping the block, and U where it keeps a granule's first
     row from skipping the first block that it sees. They speak for all: of λ ≤ 0 no row before the last one could skip
     the block if that cannot, and no other row of a granule has an earlier first key or a higher α.
     """
-    ACCUMULATOR: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
-    start, sequence, head, entry, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK * TOGETHER, True, False, PACKED, SEARCHES, True
+    TOGETHER: tl.constexpr = TRAITS.together
+    ALIGNED: tl.constexpr = TRAITS.aligned
+    ACCUMULATOR: tl.constexpr = tl.float64 if q.data.dtype.element_ty == tl.float64 else tl.float32
+    heads = sizes.heads
+    work = tile_of_program(
+        sequences, heads, sizes.query_length, sizes.key_length, BLOCK * TOGETHER, True, False, PACKED, SEARCHES, True
     )
+    start, head, entry, query_length, key_length = work.start, work.head, work.entry, work.query_length, work.key_length
     if start >= key_length:
         return
-    _, head_tokens, head_blocks = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
-    kv_head = head // GROUP
-    local, base = local + head_tokens, base + head_blocks
-    of_blocks += 2 * offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK)
-    of_granules += 2 * offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
+    prefix = prefix_of_head(prefix, offsets_of_head(sequences, work, head, heads, PACKED))
+    kv_head = head // TRAITS.group
+    of_blocks += 2 * blocks_of_head(sizes.blocks, work, head, heads, PACKED)
+    of_granules += 2 * granules_of_head(sizes.granules, work, head, heads, PACKED)
 
     # blocks past the end repeat the last one
     own, last = tl.arange(0, TOGETHER), key_length - 1
@@ -295,12 +342,12 @@ def _summarise(
     # (keys, blocks): this way round the sums over keys cross few lanes
     key = block[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
     inside = key < key_length
-    alpha, slack = _load_alpha(key, block[None, :], rates, rate_stride, head, local, base, DECAY, inside)
+    alpha, slack = _load_alpha(key, block[None, :], rates, head, prefix, DECAY, inside)
     growth = tl.where(inside, slack - alpha, float("-inf"))
     largest = tl.max(growth, 0)
     weight = largest + tl.log2(tl.sum(tl.exp2((growth - largest[None, :]).to(tl.float32)), 0)).to(tl.float64)
     tl.store(of_blocks + 2 * block + 1, weight)
-    lowest, _ = _load_alpha(last, last // BLOCK, rates, rate_stride, head, local, base, DECAY)
+    lowest, _ = _load_alpha(last, last // BLOCK, rates, head, prefix, DECAY)
     can_skip = lowest + weight <= log_tolerance
     tl.store(of_blocks + 2 * block, float("inf"), mask=can_skip == 0)
     # one bit for each block whose norms are needed, and one for each granule
@@ -318,13 +365,13 @@ def _summarise(
     there = (granule >= 0) & (granule * ROWS < query_length) & (position < start + BLOCK * TOGETHER)
     position = tl.where(there, position, 0)
     first, _ = keys_seen(
-        position, key_length, last_reset + head_tokens, next_reset + head_tokens, True, DECAY == "scalar", left, None
+        position, key_length, prefix.last_reset, prefix.next_reset, True, DECAY == "scalar", left, None
     )
     begin, end = first // BLOCK, position // BLOCK
     # of all keys of the block one: no other program's W is known here
     first_key = tl.minimum(begin * BLOCK + BLOCK - 1, last)
-    first_alpha, _ = _load_alpha(position, end, rates, rate_stride, head, local, base, DECAY)
-    key_alpha, _ = _load_alpha(first_key, begin, rates, rate_stride, head, local, base, DECAY)
+    first_alpha, _ = _load_alpha(position, end, rates, head, prefix, DECAY)
+    key_alpha, _ = _load_alpha(first_key, begin, rates, head, prefix, DECAY)
     can_skip = there & (begin < end) & (first_alpha - key_alpha <= log_tolerance)
     tl.store(of_granules + 2 * granule, float("inf"), mask=there & (can_skip == 0))
     granules = tl.sum((can_skip & (lane < 2 * TOGETHER)).to(tl.int32) << lane, 0)
@@ -334,7 +381,7 @@ def _summarise(
     longest = tl.full([], 0.0, ACCUMULATOR)
     # Half a block and a granule at a time, and what both read is on its way before anything waits for it. A granule's
     # own keys are those of the half (ALIGNED), or the first ones behind it, too: in the cache, or soon wanted there
-    for n in tl.range(0, 2 * TOGETHER, num_stages=STAGES):
+    for n in tl.range(0, 2 * TOGETHER, num_stages=TRAITS.stages):
         of_block, of_granule = ((blocks >> (n // 2)) & 1) != 0, ((granules >> n) & 1) != 0
         token = start + n * ROWS + tl.arange(0, ROWS)
         row = (first_granule + n) * ROWS + tl.arange(0, ROWS)
@@ -342,21 +389,21 @@ def _summarise(
         # where it is no granule's turn, rows may lie before the first one
         is_row = tl.where(of_granule, row, query_length) < query_length
         is_key = token < tl.where(of_block | (of_granule & ALIGNED), key_length, 0)
-        keys = _row_pointers(k, k_strides, entry, kv_head, first_token + token)
-        queries = _row_pointers(q, q_strides, entry, head, first_row + row)
-        own_keys = _row_pointers(k, k_strides, entry, kv_head, first_token + own_key)
+        keys = _row_pointers(k, entry, kv_head, work.first_token + token)
+        queries = _row_pointers(q, entry, head, work.first_row + row)
+        own_keys = _row_pointers(k, entry, kv_head, work.first_token + own_key)
         k_squares, q_squares, own_squares, products = _sums(
-            keys, queries, own_keys, k_strides[3], q_strides[3], is_key, is_row, D, WIDTH, PART, ALIGNED, ACCUMULATOR
-        )
+            keys, queries, own_keys, k.strides[3], q.strides[3], is_key, is_row, TRAITS.d, TRAITS.width, TRAITS.part,
+            ALIGNED, ACCUMULATOR,
+        )  # fmt: skip
         block_of_row = tl.minimum(own_key, last) // BLOCK
         alpha_of_row, slack_of_row = _load_alpha(
-            own_key, block_of_row, rates, rate_stride, head, local, base, DECAY, is_row
+            own_key, block_of_row, rates, head, prefix, DECAY, is_row
         )
         if row_scales is None:
             s = tl.full([ROWS], scale, ACCUMULATOR) * LOG2E
         else:
-            here = row_scales + entry.to(tl.int64) * row_scale_strides[0] + head.to(tl.int64) * row_scale_strides[2]
-            here += (first_row + row).to(tl.int64) * row_scale_strides[1]
+            here = _row_pointers(row_scales, entry, head, work.first_row + row)
             s = tl.load(here, mask=is_row, other=0.0).to(ACCUMULATOR) * LOG2E
         longest = tl.maximum(tl.where(n % 2 == 0, 0.0, longest), _longest(k_squares))
         both_halves = ((blocks >> (n // 2)) & (n % 2)) != 0
@@ -394,21 +441,20 @@ def _sums(
 
 @triton.jit
 def _find_first_blocks(
-    last_reset, next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance: tl.float64,
-    query_length, key_length, heads, granule_axis, block_axis,
+    last_reset, next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance: tl.float64, sizes,
     DECAY: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """The first blocks that TOGETHER granules visit."""
-    start, sequence, head, _, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, ROWS * TOGETHER, False, True, PACKED, SEARCHES
+    """The first blocks of keys that TOGETHER granules visit."""
+    heads = sizes.heads
+    work = tile_of_program(
+        sequences, heads, sizes.query_length, sizes.key_length, ROWS * TOGETHER, False, True, PACKED, SEARCHES
     )
+    start, query_length, key_length = work.start, work.query_length, work.key_length
     if (start >= query_length) | (key_length == 0):
         return
-    _, head_tokens, _ = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
-    of_blocks += 2 * offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK)
-    here = offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
+    _, head_tokens, _ = offsets_of_head(sequences, work, work.head, heads, PACKED)
+    of_blocks += 2 * blocks_of_head(sizes.blocks, work, work.head, heads, PACKED)
+    here = granules_of_head(sizes.granules, work, work.head, heads, PACKED)
     of_granules, first_block = of_granules + 2 * here, first_block + here
 
     # granules past the end repeat the last one
@@ -441,15 +487,18 @@ def _find_first_blocks(
 
 @triton.jit
 def _find_last_granules(
-    first_block, last_granule, sequences, query_length, key_length, heads, granule_axis, block_axis,
+    first_block, last_granule, sequences, sizes,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    start, sequence, head, _, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES
+    """The last granule that visits one block of keys."""
+    heads = sizes.heads
+    work = tile_of_program(
+        sequences, heads, sizes.query_length, sizes.key_length, BLOCK, True, False, PACKED, SEARCHES
     )
+    start, query_length, key_length = work.start, work.query_length, work.key_length
     if start >= key_length:
         return
-    first_block += offset_of_head(granule_axis, sequence, head, heads, first_row, PACKED, ROWS)
+    first_block += granules_of_head(sizes.granules, work, work.head, heads, PACKED)
     # rows before the block see nothing of it
     own = tl.maximum(start + query_length - key_length, 0) // ROWS
     last = tl.zeros([CHUNK], tl.int32) - 1
@@ -457,5 +506,5 @@ def _find_last_granules(
         granule = chunk + tl.arange(0, CHUNK)
         first = tl.load(first_block + granule, mask=granule * ROWS < query_length, other=2147483647)
         last = tl.maximum(last, tl.where(first <= start // BLOCK, granule, -1))
-    here = offset_of_head(block_axis, sequence, head, heads, first_token, PACKED, BLOCK) + start // BLOCK
+    here = blocks_of_head(sizes.blocks, work, work.head, heads, PACKED) + start // BLOCK
     tl.store(last_granule + here, tl.max(last, 0))

@@ -10,30 +10,78 @@ Tiles: q, d_out (BLOCK_M, D or D_v) · k, v (BLOCK_N, D or D_v) · score, p, dp,
 transposed.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from decayattn.backends.planning.sequences import offsets_of_head, tile_of_program
-from decayattn.backends.planning.skipping import end_of_planned_rows, first_planned_key
+from decayattn.backends.planning.skipping import end_of_planned_rows
+from decayattn.backends.portable.arguments import QueryRows, Sizes, TileSource
 from decayattn.backends.portable.tiles import (
     add_bias_gradient,
-    from_pair,
+    bias_of_head,
+    decay_of_head,
     from_token,
+    keys_of_rows,
     load_bias,
-    load_scale,
+    load_rows,
     load_tile,
-    of_head,
     store_tile,
 )
-from decayattn.backends.tiles.decay import base_difference, key_alpha, load_rate, row_alpha, row_reference, side_of_head
+from decayattn.backends.runtime.arguments import Strided
+from decayattn.backends.tiles.decay import base_difference, key_alpha, side_of_head
 from decayattn.backends.tiles.scores import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
-from decayattn.backends.tiles.visibility import edge_tile, keys_seen, rows_that_see, visited_tiles
+from decayattn.backends.tiles.visibility import edge_tile, rows_that_see, visited_tiles
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys, and the query rows [first, end) that see each of them."""
+
+    k: tl.tensor  # (BLOCK_N, D)
+    v: tl.tensor  # (BLOCK_N, D_v)
+    key: tl.tensor  # position; keys past the end repeat the last one: they widen no interval, and are never stored
+    alpha: tl.tensor
+    first: tl.tensor
+    end: tl.tensor
+
+
+class KeySums(NamedTuple):
+    """What is summed over the rows that see a tile of keys."""
+
+    dk: tl.tensor  # (BLOCK_N, D)
+    dv: tl.tensor  # (BLOCK_N, D_v)
+    column_sum: tl.tensor  # (BLOCK_N,): Σ σ dS, of one query head
+
+
+class QueryTile(NamedTuple):
+    """A tile of query rows, and the keys [first, end) that each of them sees."""
+
+    q: tl.tensor  # (BLOCK_M, D)
+    d_out: tl.tensor  # (BLOCK_M, D_v)
+    rows: QueryRows
+    scale: tl.tensor  # s: a number, or (BLOCK_M, 1)
+    row_reference: tl.tensor
+    delta: tl.tensor
+    first: tl.tensor
+    end: tl.tensor
+
+
+class QuerySums(NamedTuple):
+    """What is summed over the keys that a tile of rows sees."""
+
+    dq: tl.tensor  # (BLOCK_M, D)
+    decay: tl.tensor  # (BLOCK_M,): Σ σ dS of a decay per token, Σ dS |i − j| of a constant one
+    # (BLOCK_M,), of a constant decay: Σ dS, Σ P and Σ P |i − j|
+    ds: tl.tensor
+    p: tl.tensor
+    distance: tl.tensor
 
 
 @triton.jit
 def row_terms_kernel(
-    out, d_out, d_lse, row_references, delta, out_strides, d_out_strides, d_lse_strides, query_length, heads,
-    D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_D_LSE: tl.constexpr,
+    out, d_out, d_lse, row_references, delta, query_length, heads,
+    D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Δ = Σ dO·O − dLSE of every query row."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
@@ -45,12 +93,12 @@ def row_terms_kernel(
     inside = row < query_length
     here = head_row.to(tl.int64) * query_length + row
 
-    o = load_tile(out, out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, True, False)
-    do = load_tile(d_out, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, True, False)
+    o = load_tile(TileSource(None, out), batch, head, 0, start, query_length, BLOCK_M, D_V, BLOCK_DV, True)
+    do = load_tile(TileSource(None, d_out), batch, head, 0, start, query_length, BLOCK_M, D_V, BLOCK_DV, True)
     row_delta = tl.sum(o.to(ACCUMULATOR) * do.to(ACCUMULATOR), 1)
-    if HAS_D_LSE:
-        offset = batch.to(tl.int64) * d_lse_strides[0] + head.to(tl.int64) * d_lse_strides[1]
-        row_delta -= tl.load(d_lse + offset + row.to(tl.int64) * d_lse_strides[2], mask=inside, other=0.0)
+    if d_lse is not None:
+        offset = batch.to(tl.int64) * d_lse.strides[0] + head.to(tl.int64) * d_lse.strides[1]
+        row_delta -= tl.load(d_lse.data + offset + row.to(tl.int64) * d_lse.strides[2], mask=inside, other=0.0)
     # a row that saw nothing (reference +inf) has no gradient, whatever dLSE is
     seen = tl.load(row_references + here, mask=inside, other=0.0) < float("inf")
     tl.store(delta + here, tl.where(seen, row_delta, 0.0), mask=inside)
@@ -58,367 +106,288 @@ def row_terms_kernel(
 
 @triton.jit
 def _add_rows(
-    dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head, tile, query_length,
-    delta, row_references, scale, row_scales, row_scale_strides, rate, local, base, key, key_start, key_side,
-    first_position, first, end, bias, bias_strides, key_length, origin, q_edge, d_out_edge,
-    EDGE: tl.constexpr,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+    sums, keys, q_source, d_out_source, head, tile, work, row_references, delta, scale, row_scales, decay, bias,
+    DECAY_GRADIENT: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows into a key tile's (dk, dv, column_sum); scores are transposed, keys × rows."""
-    ACCUMULATOR: tl.constexpr = dk.dtype
+    """One tile of query rows into a key tile's KeySums; scores are transposed, keys × rows."""
+    BLOCK_M: tl.constexpr = TRAITS.block_m
+    DECAY: tl.constexpr = TRAITS.decay
+    PRECISION: tl.constexpr = TRAITS.precision
+    ACCUMULATOR: tl.constexpr = sums.dk.dtype
+    prefix, query_length = decay.prefix, work.query_length
     start = tile * BLOCK_M
-    row = start + tl.arange(0, BLOCK_M)
-    position = row + first_position
-    reference = row_reference(start, first_position)
-    difference = base_difference(reference, key_start, rate, base, local, DECAY)
-    alpha = tl.zeros([BLOCK_M], ACCUMULATOR)
+    rows = load_rows(start, head, work, scale, row_scales, decay, EDGE, ACCUMULATOR, TRAITS)
+    difference = base_difference(rows.anchor, work.start, decay.rate, prefix.base, prefix.local, DECAY)
     if EDGE:
-        inside = row < query_length
-        row_reference_value = tl.load(row_references + row, mask=inside, other=float("inf"))
-        row_delta = tl.load(delta + row, mask=inside, other=0.0)
-        row = tl.minimum(row, query_length - 1)
+        inside = rows.index < query_length
+        row_reference = tl.load(row_references + rows.index, mask=inside, other=float("inf"))
+        row_delta = tl.load(delta + rows.index, mask=inside, other=0.0)
     else:
-        row_reference_value = tl.load(row_references + row)
-        row_delta = tl.load(delta + row)
-    if ROW_CANCELS:
-        row_reference_value -= difference
-    elif DECAY == "scalar":
-        alpha = row_alpha(row + first_position, reference, rate, local, base, DECAY)
-    row_scale = load_scale(scale, row_scales, row_scale_strides, batch, head, row, ROW_SCALE, ACCUMULATOR)
-    if ROW_SCALE:
+        row_reference = tl.load(row_references + rows.index)
+        row_delta = tl.load(delta + rows.index)
+    if TRAITS.row_cancels:
+        row_reference -= difference
+    row_scale = rows.scale
+    if row_scales is not None:
         row_scale = row_scale[None, :]
 
     q = load_tile(
-        q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, EDGE, DESCRIPTOR, origin, q_edge
+        q_source, work.entry, head, work.first_row, start, query_length, BLOCK_M, TRAITS.d, TRAITS.block_d, EDGE
     )
-    scoreT = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACCUMULATOR) * (row_scale * LOG2E)
+    scoreT = tl.dot(keys.k, tl.trans(q), input_precision=PRECISION, out_dtype=ACCUMULATOR) * (row_scale * LOG2E)
     scoreT = decayed_score(
-        scoreT, alpha[None, :], key_side[:, None], difference, rate, position[None, :], key[:, None],
-        DECAY, CAUSAL, ROW_CANCELS,
+        scoreT, rows.alpha[None, :], keys.alpha[:, None], difference, decay.rate, rows.position[None, :],
+        keys.key[:, None], DECAY, TRAITS.causal, TRAITS.row_cancels,
     )  # fmt: skip
     if bias is not None:
-        scoreT += load_bias(bias, bias_strides, row[None, :], key[:, None], query_length, key_length, ACCUMULATOR)
+        scoreT += load_bias(bias, rows.row[None, :], keys.key[:, None], work, ACCUMULATOR)
     if EDGE:
-        index = start + tl.arange(0, BLOCK_M)
-        scoreT = tl.where(visible(index[None, :], first[:, None], end[:, None]), scoreT, float("-inf"))
-    pT = probability(scoreT, row_reference_value[None, :])
+        scoreT = tl.where(visible(rows.index[None, :], keys.first[:, None], keys.end[:, None]), scoreT, float("-inf"))
+    pT = probability(scoreT, row_reference[None, :])
     do = load_tile(
-        d_out_source, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, EDGE, DESCRIPTOR, origin,
-        d_out_edge,
-    )  # fmt: skip
-    dv = tl.dot(pT.to(do.dtype), do, dv, input_precision=PRECISION, out_dtype=ACCUMULATOR)
-    dpT = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACCUMULATOR)
+        d_out_source, work.entry, head, work.first_row, start, query_length, BLOCK_M, TRAITS.d_v, TRAITS.block_dv, EDGE
+    )
+    dv = tl.dot(pT.to(do.dtype), do, sums.dv, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    dpT = tl.dot(keys.v, tl.trans(do), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     dsT = score_gradient(pT, dpT, row_delta[None, :])
+    column_sum = sums.column_sum
     if DECAY_GRADIENT:
-        if CAUSAL:
+        if TRAITS.causal:
             column_sum += tl.sum(dsT, 1)
         else:
-            column_sum += tl.sum(dsT * decay_sign(position[None, :], key[:, None]).to(ACCUMULATOR), 1)
-    if ROW_SCALE:
+            column_sum += tl.sum(dsT * decay_sign(rows.position[None, :], keys.key[:, None]).to(ACCUMULATOR), 1)
+    if row_scales is not None:
         dsT *= row_scale
-    dk = tl.dot(dsT.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=ACCUMULATOR)
-    return dk, dv, column_sum
+    dk = tl.dot(dsT.to(q.dtype), q, sums.dk, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    return KeySums(dk, dv, column_sum)
 
 
 @triton.jit
 def key_gradients_kernel(
-    q_source, k_source, v_source, d_out_source, q_edge, d_out_edge, delta, row_references, row_scales, rates, local,
-    base, last_reset, next_reset, dk_out, dv_out, column_sums, sequences, mirror, left, right, bias, bias_strides,
-    q_strides, k_strides, v_strides, d_out_strides, dk_strides, dv_strides, row_scale_strides, rate_stride,
-    scale: tl.float64, query_length, key_length, kv_heads,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DECAY: tl.constexpr, CAUSAL: tl.constexpr,
-    ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr,
-    PRECISION: tl.constexpr, program=None,
+    q_descriptor, k_descriptor, v_descriptor, d_out_descriptor, inputs, row_terms, decay, gradients, sequences, mirror,
+    window, bias, scale: tl.float64, sizes, TRAITS: tl.constexpr, program=None,
 ):  # fmt: skip
     """dk = Σ s dSᵀ q, dv = Σ Pᵀ dO of one key tile over its group of query heads; column sums of dS per query head."""
-    ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
+    BLOCK_N: tl.constexpr = TRAITS.block_n
+    BLOCK_D: tl.constexpr = TRAITS.block_d
+    BLOCK_DV: tl.constexpr = TRAITS.block_dv
+    DECAY: tl.constexpr = TRAITS.decay
+    PACKED: tl.constexpr = TRAITS.packed
+    ACCUMULATOR: tl.constexpr = row_terms.delta.dtype.element_ty
     # causal: the first key tiles are seen by the most rows, and come first
-    key_start, sequence, kv_head, batch, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, kv_heads, query_length, key_length, BLOCK_N, True, False, PACKED, SEARCHES, program=program
-    )
-    row_origin, token_origin = None, None
-    if sequences is not None:
-        if key_start >= key_length:
+    work = tile_of_program(
+        sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_N, True, False, PACKED, TRAITS.searches,
+        program=program,
+    )  # fmt: skip
+    start, entry, kv_head, query_length, key_length = (
+        work.start, work.entry, work.head, work.query_length, work.key_length,
+    )  # fmt: skip
+    if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
+        if start >= key_length:
             return
-        row_origin, token_origin = first_row, first_token
-        dk_out = from_token(dk_out, dk_strides, first_token)
-        dv_out = from_token(dv_out, dv_strides, first_token)
-        row_scales = from_token(row_scales, row_scale_strides, first_row)
-        if bias is not None:
-            bias = from_pair(bias, bias_strides, first_row, first_token)
-    first_position = key_length - query_length
-    # keys past the end repeat the last one: they widen no interval, and are never stored
-    key = tl.minimum(key_start + tl.arange(0, BLOCK_N), key_length - 1)
+    dk_out = Strided(from_token(gradients.dk, work.first_token), gradients.dk.strides)
+    dv_out = Strided(from_token(gradients.dv, work.first_token), gradients.dv.strides)
+    heads = sizes.heads * TRAITS.group
+    key = tl.minimum(start + tl.arange(0, BLOCK_N), key_length - 1)
+    q_source, d_out_source = TileSource(q_descriptor, inputs.q), TileSource(d_out_descriptor, inputs.d_out)
 
     k = load_tile(
-        k_source, k_strides, batch, kv_head, key_start, key_length, BLOCK_N, D, BLOCK_D, True, DESCRIPTOR, token_origin
-    )
+        TileSource(k_descriptor, inputs.k), entry, kv_head, work.first_token, start, key_length,
+        BLOCK_N, TRAITS.d, BLOCK_D, True,
+    )  # fmt: skip
     v = load_tile(
-        v_source, v_strides, batch, kv_head, key_start, key_length, BLOCK_N, D_V, BLOCK_DV, True, DESCRIPTOR,
-        token_origin,
+        TileSource(v_descriptor, inputs.v), entry, kv_head, work.first_token, start, key_length,
+        BLOCK_N, TRAITS.d_v, BLOCK_DV, True,
     )  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACCUMULATOR)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACCUMULATOR)
-    for member in range(0, GROUP):
-        head = kv_head * GROUP + member
-        head_rows, head_tokens, head_blocks = offsets_of_head(
-            sequences, sequence, head, kv_heads * GROUP, first_row, query_length, first_token, key_length, PACKED
-        )
-        head_local = local + head_tokens
-        head_base = base + head_blocks
-        head_delta = delta + head_rows
-        head_references = row_references + head_rows
+    for member in range(0, TRAITS.group):
+        head = kv_head * TRAITS.group + member
+        offsets = offsets_of_head(sequences, work, head, heads, PACKED)
+        row_references, delta = row_terms.row_references + offsets.rows, row_terms.delta + offsets.rows
         head_bias = bias
         if bias is not None:
-            head_bias = of_head(bias, bias_strides, batch, head)
-        rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)
-        key_side = key_alpha(key, key_start, key_length, rate, head_local, DECAY)
-        head_left, head_right = left, right
+            head_bias = Strided(bias_of_head(bias, work, head), bias.strides)
+        head_decay = decay_of_head(decay, head, offsets, ACCUMULATOR, TRAITS)
+        alpha = key_alpha(key, start, key_length, head_decay.rate, head_decay.prefix.local, DECAY)
+        left, right = window.left, window.right
         if DECAY == "constant":
-            head_left = side_of_head(rates, rate_stride, head, left)
-            if not CAUSAL:
-                head_right = side_of_head(rates, rate_stride, head, right)
+            left = side_of_head(decay.rates, decay.rate_stride, head, left)
+            if not TRAITS.causal:
+                right = side_of_head(decay.rates, decay.rate_stride, head, right)
         first, end = rows_that_see(
-            key, query_length, first_position, last_reset + head_tokens, next_reset + head_tokens,
-            CAUSAL, DECAY == "scalar", head_left, head_right,
+            key, query_length, key_length - query_length, head_decay.prefix.last_reset, head_decay.prefix.next_reset,
+            TRAITS.causal, DECAY == "scalar", left, right,
         )  # fmt: skip
         if mirror is not None:
-            end = tl.minimum(
-                end, end_of_planned_rows(mirror, sequence, head, kv_heads * GROUP, first_token, key_start, PACKED)
-            )
-        tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_M)
-        column_sum = tl.zeros([BLOCK_N], ACCUMULATOR)
-        for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
-            dk, dv, column_sum = _add_rows(
-                dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head,
-                edge_tile(n, tile_begin, whole_begin, whole_end), query_length,
-                head_delta, head_references, scale, row_scales, row_scale_strides, rate, head_local, head_base, key,
-                key_start, key_side, first_position, first, end, head_bias, bias_strides, key_length, row_origin,
-                q_edge, d_out_edge, True,
-                D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, ROW_SCALE,
-                DECAY_GRADIENT, DESCRIPTOR, PRECISION,
-            )  # fmt: skip
-        for tile in range(whole_begin, whole_end):
-            dk, dv, column_sum = _add_rows(
-                dk, dv, column_sum, k, v, q_source, d_out_source, q_strides, d_out_strides, batch, head,
-                tile, query_length,
-                head_delta, head_references, scale, row_scales, row_scale_strides, rate, head_local, head_base, key,
-                key_start, key_side, first_position, first, end, head_bias, bias_strides, key_length, row_origin,
-                q_edge, d_out_edge, False,
-                D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, ROW_SCALE,
-                DECAY_GRADIENT, DESCRIPTOR, PRECISION,
-            )  # fmt: skip
-        if DECAY_GRADIENT:
-            index = key_start + tl.arange(0, BLOCK_N)
-            tl.store(column_sums + head_tokens + index, column_sum, mask=index < key_length)
-    if not ROW_SCALE:
+            end = tl.minimum(end, end_of_planned_rows(mirror, work, head, heads, PACKED))
+        keys = KeyTile(k, v, key, alpha, first, end)
+        tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_m)
+        edge_tiles = tile_end - tile_begin - (whole_end - whole_begin)
+        sums = KeySums(dk, dv, tl.zeros([BLOCK_N], ACCUMULATOR))
+        for whole in tl.static_range(2):  # edge tiles, then whole ones
+            for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
+                tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
+                sums = _add_rows(
+                    sums, keys, q_source, d_out_source, head, tile, work, row_references, delta, scale,
+                    row_terms.scales, head_decay, head_bias, gradients.column_sums is not None, not whole, TRAITS,
+                )  # fmt: skip
+        dk, dv = sums.dk, sums.dv
+        if gradients.column_sums is not None:
+            index = start + tl.arange(0, BLOCK_N)
+            tl.store(gradients.column_sums + offsets.tokens + index, sums.column_sum, mask=index < key_length)
+    if row_terms.scales is None:
         dk *= tl.full([], scale, ACCUMULATOR)
-    store_tile(dk_out, dk_strides, batch, kv_head, key_start, key_length, dk, BLOCK_N, D, BLOCK_D)
-    store_tile(dv_out, dv_strides, batch, kv_head, key_start, key_length, dv, BLOCK_N, D_V, BLOCK_DV)
+    store_tile(dk_out, entry, kv_head, start, key_length, dk, BLOCK_N, TRAITS.d, BLOCK_D)
+    store_tile(dv_out, entry, kv_head, start, key_length, dv, BLOCK_N, TRAITS.d_v, BLOCK_DV)
 
 
 @triton.jit
 def _add_keys(
-    dq, decay_sum, ds_sum, p_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch, kv_head, tile,
-    key_length, row_reference_value, row_delta, row_scale, rate, local, base, position, reference, alpha, first, end,
-    bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, origin, k_edge, v_edge,
-    SHARED_BIAS: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, CAUSAL: tl.constexpr,
-    ROW_CANCELS: tl.constexpr, DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+    sums, queries, k_source, v_source, kv_head, tile, work, decay, bias, d_bias,
+    DECAY_GRADIENT: tl.constexpr, SHARED_BIAS: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
 ):  # fmt: skip
-    """One key tile into a query tile's (dq, decay_sum, ds_sum, p_sum, distance_mean)."""
-    ACCUMULATOR: tl.constexpr = dq.dtype
+    """One key tile into a query tile's QuerySums."""
+    BLOCK_N: tl.constexpr = TRAITS.block_n
+    DECAY: tl.constexpr = TRAITS.decay
+    PRECISION: tl.constexpr = TRAITS.precision
+    ACCUMULATOR: tl.constexpr = sums.dq.dtype
+    rows, prefix, key_length = queries.rows, decay.prefix, work.key_length
     start = tile * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)
     k = load_tile(
-        k_source, k_strides, batch, kv_head, start, key_length, BLOCK_N, D, BLOCK_D, EDGE, DESCRIPTOR, origin, k_edge
+        k_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d, TRAITS.block_d, EDGE
     )
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * row_scale
-    difference = base_difference(reference, start, rate, base, local, DECAY)
+    score = tl.dot(queries.q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * (queries.scale * LOG2E)
+    difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.local, DECAY)
     score = decayed_score(
-        score, alpha[:, None], key_alpha(key, start, key_length, rate, local, DECAY)[None, :], difference, rate,
-        position[:, None], key[None, :], DECAY, CAUSAL, ROW_CANCELS,
+        score, rows.alpha[:, None], key_alpha(key, start, key_length, decay.rate, prefix.local, DECAY)[None, :],
+        difference, decay.rate, rows.position[:, None], key[None, :], DECAY, TRAITS.causal, TRAITS.row_cancels,
     )  # fmt: skip
     if bias is not None:
-        score += load_bias(bias, bias_strides, row[:, None], key[None, :], query_length, key_length, ACCUMULATOR)
+        score += load_bias(bias, rows.row[:, None], key[None, :], work, ACCUMULATOR)
     if EDGE:
-        score = tl.where(visible(key[None, :], first[:, None], end[:, None]), score, float("-inf"))
-    if ROW_CANCELS:
-        row_reference_value -= difference
-    p = probability(score, row_reference_value[:, None])
+        score = tl.where(visible(key[None, :], queries.first[:, None], queries.end[:, None]), score, float("-inf"))
+    row_reference = queries.row_reference
+    if TRAITS.row_cancels:
+        row_reference -= difference
+    p = probability(score, row_reference[:, None])
     v = load_tile(
-        v_source, v_strides, batch, kv_head, start, key_length, BLOCK_N, D_V, BLOCK_DV, EDGE, DESCRIPTOR, origin, v_edge
+        v_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv, EDGE
     )
-    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=ACCUMULATOR)
-    ds = score_gradient(p, dp, row_delta[:, None])
+    dp = tl.dot(queries.d_out, tl.trans(v), input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    ds = score_gradient(p, dp, queries.delta[:, None])
+    decay_sum, ds_sum, p_sum, distance_sum = sums.decay, sums.ds, sums.p, sums.distance
     if DECAY_GRADIENT:
         if DECAY == "constant":
-            distance = tl.abs(position[:, None] - key[None, :]).to(ACCUMULATOR)
+            distance = tl.abs(rows.position[:, None] - key[None, :]).to(ACCUMULATOR)
             decay_sum += tl.sum(ds * distance, 1)
             ds_sum += tl.sum(ds, 1)
             p_sum += tl.sum(p, 1)
-            distance_mean += tl.sum(p * distance, 1)
-        elif CAUSAL:
+            distance_sum += tl.sum(p * distance, 1)
+        elif TRAITS.causal:
             decay_sum += tl.sum(ds, 1)
         else:
-            decay_sum += tl.sum(ds * decay_sign(position[:, None], key[None, :]).to(ACCUMULATOR), 1)
+            decay_sum += tl.sum(ds * decay_sign(rows.position[:, None], key[None, :]).to(ACCUMULATOR), 1)
     if d_bias is not None:
-        add_bias_gradient(
-            d_bias, d_bias_strides, index[:, None], key[None, :], query_length, key_length, ds, SHARED_BIAS
-        )
-    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACCUMULATOR)
-    return dq, decay_sum, ds_sum, p_sum, distance_mean
+        add_bias_gradient(d_bias, rows.index[:, None], key[None, :], work, ds, SHARED_BIAS)
+    dq = tl.dot(ds.to(k.dtype), k, sums.dq, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    return QuerySums(dq, decay_sum, ds_sum, p_sum, distance_sum)
 
 
 @triton.jit
 def query_gradients_kernel(
-    q_source, k_source, v_source, d_out_source, k_edge, v_edge, delta, row_references, row_scales, rates, local, base,
-    last_reset, next_reset, dq_out, decay_sums, d_row_scales, d_lse, d_lse_strides, sequences, plan, left, right, bias,
-    bias_strides, d_bias, d_bias_strides,
-    q_strides, k_strides, v_strides, d_out_strides, dq_strides, row_scale_strides, rate_stride,
-    scale: tl.float64, query_length, key_length, heads,
-    SHARED_BIAS: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    D_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr, program=None,
+    q_descriptor, k_descriptor, v_descriptor, d_out_descriptor, inputs, row_terms, decay, gradients, sequences, plan,
+    window, bias, scale: tl.float64, sizes, SHARED_BIAS: tl.constexpr, TRAITS: tl.constexpr, program=None,
 ):  # fmt: skip
     """dq = s Σ dS k of a query tile; per row Σ σ dS (per-token decay) or Σ dS |i − j| (constant), and ds = q·Σ dS k."""
-    ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
-    start, sequence, head, batch, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK_M, False, True, PACKED, SEARCHES, program=program
-    )
-    kv_head = head // GROUP
-    head_rows, head_tokens, head_blocks = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
-    row_origin, token_origin = None, None
-    if sequences is not None:
-        if (start >= query_length) | (key_length == 0):
-            return
-        row_origin, token_origin = first_row, first_token
-        dq_out = from_token(dq_out, dq_strides, first_row)
-        row_scales = from_token(row_scales, row_scale_strides, first_row)
-        if bias is not None:
-            bias = from_pair(bias, bias_strides, first_row, first_token)
-        if d_bias is not None:
-            d_bias = from_pair(d_bias, d_bias_strides, first_row, first_token)
-    if bias is not None:
-        bias = of_head(bias, bias_strides, batch, head)
-    if d_bias is not None:
-        d_bias = of_head(d_bias, d_bias_strides, batch, head)
-    first_position = key_length - query_length
-    local += head_tokens
-    last_reset += head_tokens
-    next_reset += head_tokens
-    base += head_blocks
-
-    index = start + tl.arange(0, BLOCK_M)
-    row = tl.minimum(index, query_length - 1)
-    position = row + first_position
-    here = head_rows + row
-    reference = row_reference(start, first_position)
-    rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)
-    alpha = row_alpha(position, reference, rate, local, base, DECAY)
-    row_scale = load_scale(scale, row_scales, row_scale_strides, batch, head, row, ROW_SCALE, ACCUMULATOR)
-    if ROW_SCALE:
-        row_scale = row_scale[:, None]
-    row_reference_value = tl.load(row_references + here)
-    row_delta = tl.load(delta + here)
-    q = load_tile(
-        q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, True, DESCRIPTOR, row_origin
-    )
-    do = load_tile(
-        d_out_source, d_out_strides, batch, head, start, query_length, BLOCK_M, D_V, BLOCK_DV, True, DESCRIPTOR,
-        row_origin,
+    BLOCK_M: tl.constexpr = TRAITS.block_m
+    BLOCK_D: tl.constexpr = TRAITS.block_d
+    ACCUMULATOR: tl.constexpr = row_terms.delta.dtype.element_ty
+    DECAY_GRADIENT: tl.constexpr = gradients.decay_sums is not None
+    work = tile_of_program(
+        sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_M, False, True, TRAITS.packed,
+        TRAITS.searches, program=program,
     )  # fmt: skip
-    if DECAY == "constant":
-        left = side_of_head(rates, rate_stride, head, left)
-        if not CAUSAL:
-            right = side_of_head(rates, rate_stride, head, right)
-    first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
-    if plan is not None:
-        first = tl.maximum(
-            first, first_planned_key(plan, sequence, head, heads, first_row, start, query_length, BLOCK_M, PACKED)
-        )
-    tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_N)
+    start, entry, head, first_row, query_length = work.start, work.entry, work.head, work.first_row, work.query_length
+    kv_head = head // TRAITS.group
+    offsets = offsets_of_head(sequences, work, head, sizes.heads, TRAITS.packed)
+    if sequences is not None:  # noqa: SIM102
+        if (start >= query_length) | (work.key_length == 0):
+            return
+    dq_out, d_bias = Strided(from_token(gradients.dq, first_row), gradients.dq.strides), gradients.bias
+    if bias is not None:
+        bias = Strided(bias_of_head(bias, work, head), bias.strides)
+    if d_bias is not None:
+        d_bias = Strided(bias_of_head(d_bias, work, head), d_bias.strides)
+    k_source, v_source = TileSource(k_descriptor, inputs.k), TileSource(v_descriptor, inputs.v)
 
-    dq = tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR)
-    decay_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
-    # of a constant decay: Σ dS, Σ P and Σ P |i − j|
-    ds_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
-    p_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
-    distance_mean = tl.zeros([BLOCK_M], ACCUMULATOR)
-    for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
-        dq, decay_sum, ds_sum, p_sum, distance_mean = _add_keys(
-            dq, decay_sum, ds_sum, p_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch,
-            kv_head, edge_tile(n, tile_begin, whole_begin, whole_end), key_length,
-            row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
-            end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, token_origin, k_edge, v_edge,
-            SHARED_BIAS, True, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT,
-            DESCRIPTOR, PRECISION,
-        )  # fmt: skip
-    for tile in range(whole_begin, whole_end):
-        dq, decay_sum, ds_sum, p_sum, distance_mean = _add_keys(
-            dq, decay_sum, ds_sum, p_sum, distance_mean, q, do, k_source, v_source, k_strides, v_strides, batch,
-            kv_head, tile, key_length,
-            row_reference_value, row_delta, row_scale * LOG2E, rate, local, base, position, reference, alpha, first,
-            end, bias, d_bias, bias_strides, d_bias_strides, row, index, query_length, token_origin, k_edge, v_edge,
-            SHARED_BIAS, False, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DECAY_GRADIENT,
-            DESCRIPTOR, PRECISION,
-        )  # fmt: skip
+    head_decay = decay_of_head(decay, head, offsets, ACCUMULATOR, TRAITS)
+    rows = load_rows(start, head, work, scale, row_terms.scales, head_decay, True, ACCUMULATOR, TRAITS)
+    row_scale = rows.scale
+    if row_terms.scales is not None:
+        row_scale = row_scale[:, None]
+    here = offsets.rows + rows.row
+    row_reference = tl.load(row_terms.row_references + here)
+    row_delta = tl.load(row_terms.delta + here)
+    q = load_tile(
+        TileSource(q_descriptor, inputs.q), entry, head, first_row, start, query_length,
+        BLOCK_M, TRAITS.d, BLOCK_D, True,
+    )  # fmt: skip
+    do = load_tile(
+        TileSource(d_out_descriptor, inputs.d_out), entry, head, first_row, start, query_length,
+        BLOCK_M, TRAITS.d_v, TRAITS.block_dv, True,
+    )  # fmt: skip
+    first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
+    queries = QueryTile(q, do, rows, row_scale, row_reference, row_delta, first, end)
+    tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_n)
 
-    here = head_rows + index
-    if DECAY_GRADIENT and DECAY == "constant":
+    nothing = tl.zeros([BLOCK_M], ACCUMULATOR)
+    sums = QuerySums(tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR), nothing, nothing, nothing, nothing)
+    edge_tiles = tile_end - tile_begin - (whole_end - whole_begin)
+    for whole in tl.static_range(2):  # edge tiles, then whole ones
+        for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
+            tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
+            sums = _add_keys(
+                sums, queries, k_source, v_source, kv_head, tile, work, head_decay, bias, d_bias,
+                DECAY_GRADIENT, SHARED_BIAS, not whole, TRAITS,
+            )  # fmt: skip
+
+    here, inside = offsets.rows + rows.index, rows.index < query_length
+    decay_sum = sums.decay
+    if DECAY_GRADIENT and TRAITS.decay == "constant":
         # Σ_j dS is dLSE, and, where a sink has the rest of P, that times Δ; but for the error of Δ, which a 16-bit
         # output brings and every dS has P times: it leaves again
-        ds_sum -= (1 - p_sum) * row_delta
-        if d_lse is not None:
-            offset = batch.to(tl.int64) * d_lse_strides[0] + head.to(tl.int64) * d_lse_strides[1]
-            own_row = row if row_origin is None else row + row_origin
-            ds_sum -= tl.load(d_lse + offset + own_row.to(tl.int64) * d_lse_strides[2])
+        ds_sum = sums.ds - (1 - sums.p) * row_delta
+        if row_terms.d_lse is not None:
+            strides = row_terms.d_lse.strides
+            offset = entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+            ds_sum -= tl.load(row_terms.d_lse.data + offset + (rows.row + first_row).to(tl.int64) * strides[2])
         # a row that saw nothing has no gradient, whatever dLSE is
-        decay_sum -= tl.where(distance_mean == 0, 0.0, ds_sum * distance_mean)
+        decay_sum -= tl.where(sums.distance == 0, 0.0, ds_sum * sums.distance)
     if DECAY_GRADIENT:
-        tl.store(decay_sums + here, decay_sum, mask=index < query_length)
-    if ROW_SCALE:
-        tl.store(d_row_scales + here, tl.sum(q.to(ACCUMULATOR) * dq, 1), mask=index < query_length)
-    store_tile(dq_out, dq_strides, batch, head, start, query_length, dq * row_scale, BLOCK_M, D, BLOCK_D)
+        tl.store(gradients.decay_sums + here, decay_sum, mask=inside)
+    if gradients.scales is not None:
+        tl.store(gradients.scales + here, tl.sum(q.to(ACCUMULATOR) * sums.dq, 1), mask=inside)
+    store_tile(dq_out, entry, head, start, query_length, sums.dq * row_scale, BLOCK_M, TRAITS.d, BLOCK_D)
 
 
 @triton.jit
 def gradients_kernel(
-    q, k, v, d_out, delta, row_references, row_scales, rates, local, base, last_reset, next_reset, dq, dk, dv,
-    decay_sums, column_sums, d_row_scales, d_lse, d_lse_strides, plan, mirror, left, right,
-    q_strides, k_strides, v_strides, d_out_strides, dq_strides, dk_strides, dv_strides, row_scale_strides, rate_stride,
-    scale: tl.float64, query_length, key_length, kv_heads, key_programs,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    DECAY_GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+    inputs, row_terms, decay, of_queries, of_keys, plan, mirror, window, scale: tl.float64, sizes, key_programs,
+    TRAITS: tl.constexpr,
 ):  # fmt: skip
     """Both gradients in one launch, of sequences that fill their batch entries and without a bias: key_programs
-    programs of key tiles, then those of query tiles, which would otherwise wait for them."""
+    programs of key tiles, then those of query tiles, which would otherwise wait for them. sizes.heads is H_kv."""
     program = tl.program_id(0)
     if program < key_programs:
         key_gradients_kernel(
-            q, k, v, d_out, None, None, delta, row_references, row_scales, rates, local, base, last_reset, next_reset,
-            dk, dv, column_sums, None, mirror, left, right, None, None,
-            q_strides, k_strides, v_strides, d_out_strides, dk_strides, dv_strides, row_scale_strides, rate_stride,
-            scale, query_length, key_length, kv_heads,
-            PACKED, SEARCHES, GROUP, D, D_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, ROW_SCALE,
-            DECAY_GRADIENT and DECAY == "scalar", DESCRIPTOR, PRECISION, program,
+            None, None, None, None, inputs, row_terms, decay, of_keys, None, mirror, window, None, scale, sizes,
+            TRAITS, program,
         )  # fmt: skip
     else:
+        query_sizes = Sizes(sizes.query_length, sizes.key_length, sizes.heads * TRAITS.group)
         query_gradients_kernel(
-            q, k, v, d_out, None, None, delta, row_references, row_scales, rates, local, base, last_reset, next_reset,
-            dq, decay_sums, d_row_scales, d_lse, d_lse_strides, None, plan, left, right, None, None, None, None,
-            q_strides, k_strides, v_strides, d_out_strides, dq_strides, row_scale_strides, rate_stride,
-            scale, query_length, key_length, kv_heads * GROUP,
-            False, PACKED, SEARCHES, GROUP, D, D_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS,
-            ROW_SCALE, DECAY_GRADIENT, DESCRIPTOR, PRECISION, program - key_programs,
+            None, None, None, None, inputs, row_terms, decay, of_queries, None, plan, window, None, scale, query_sizes,
+            False, TRAITS, program - key_programs,
         )  # fmt: skip

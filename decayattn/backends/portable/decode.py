@@ -13,15 +13,18 @@ Tiles: q (BLOCK_M, D) · k (BLOCK_N, D) · v (BLOCK_N, D_v) · score, p (BLOCK_M
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from decayattn.backends.portable.arguments import TileSource
 from decayattn.backends.portable.launch import arch, dot_precision, padded
 from decayattn.backends.portable.tiles import load_scale, load_tile
 from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.tiles.decay import load_rate, side_of_head
@@ -62,7 +65,7 @@ def choose(gpu: str, dim: int, dtype: torch.dtype) -> DecodeTile:
 
 
 def number_of_splits(programs: int, key_tiles: int, multiprocessors: int) -> int:
-    """Into how many parts to divide the keys, when there are so many programs without a division."""
+    """The parts that the keys are divided into; programs: how many there are without a division."""
     wanted = cdiv(_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, programs)
     return max(1, min(wanted, cdiv(key_tiles, _TILES_PER_SPLIT), _MAX_SPLITS))
 
@@ -114,48 +117,72 @@ def decode(
             left = min(left, max_length)  # positions minus it stay in 32 bits
             most_keys = min(most_keys, left + query_length)
         splits = number_of_splits(programs, cdiv(most_keys, tile.block_n), launching.multiprocessors(q.device))
-        parts = q.new_empty(batch * kv_heads * rows, splits, value_dim, dtype=accumulator)
-        part_max, part_sum = (q.new_empty(batch * kv_heads * rows, splits, dtype=accumulator) for _ in range(2))
-        no_strides = (0, 0, 0)
+        parts = Parts(
+            q.new_empty(batch * kv_heads * rows, splits, value_dim, dtype=accumulator),
+            *(q.new_empty(batch * kv_heads * rows, splits, dtype=accumulator) for _ in range(2)),
+        )
+        traits = DecodeTraits(
+            group=group, d=head_dim, d_v=value_dim, block_m=block_m, block_n=tile.block_n, block_d=padded(head_dim),
+            block_dv=padded(value_dim),
+            decay="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
+            precision=dot_precision(),
+        )  # fmt: skip
         tensors = (q, keys, values, lengths, log_decay, alpha, first, row_scale)
         launch = launching.of_call(q.device, tensors, q.shape, values.shape, left, splits)
         launch(
             split_kernel, programs * splits,
-            q, keys, values, lengths, lse if first is None else first, lse if alpha is None else alpha,
-            lse if log_decay is None else log_decay, lse if row_scale is None else row_scale, parts, part_max, part_sum,
-            q.stride(), keys.stride(), values.stride(), no_strides if first is None else first.stride(),
-            no_strides if alpha is None else alpha.stride(), 0 if log_decay is None else log_decay.stride(0),
-            no_strides if row_scale is None else row_scale.stride(), inputs.scale,
-            left, query_length, kv_heads, row_tiles, splits,
-            GROUP=group, D=head_dim, D_V=value_dim, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_D=padded(head_dim),
-            BLOCK_DV=padded(value_dim),
-            DECAY="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
-            HAS_FIRST=first is not None, ROW_SCALE=row_scale is not None,
-            PRECISION=dot_precision(), num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS,
+            strided(q), strided(keys), strided(values), lengths, strided(first), strided(alpha), strided(log_decay),
+            strided(row_scale), parts, inputs.scale, left, query_length, kv_heads,
+            row_tiles, splits, TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS,
         )  # fmt: skip
         launch(
             combine_kernel, batch * kv_heads * rows,
-            parts, part_max, part_sum, out, lse, query_length, kv_heads, splits,
+            parts, out, lse, query_length, kv_heads, splits,
             GROUP=group, D_V=value_dim, BLOCK_DV=padded(value_dim), BLOCK_SPLITS=next_power_of_2(splits),
             **COMPILER_OPTIONS,
         )  # fmt: skip
         return out, lse
 
 
+class Parts(NamedTuple):
+    """The online softmax of every row and split, (B · H_kv · T_q · group, splits)."""
+
+    acc: Tensor  # and D_v; unwritten where row_sum is 0
+    row_max: Tensor
+    row_sum: Tensor
+
+
+class DecodeTraits(NamedTuple):
+    """What split_kernel is compiled for, as in arguments.Traits."""
+
+    group: int
+    d: int
+    d_v: int
+    block_m: int
+    block_n: int
+    block_d: int
+    block_dv: int
+    decay: str
+    precision: str
+
+
 @triton.jit
 def split_kernel(
-    q_source, keys, values, lengths, first_keys, alpha, rates, row_scales, parts, part_max, part_sum,
-    q_strides, k_strides, v_strides, first_strides, alpha_strides, rate_stride, row_scale_strides,
-    scale: tl.float64, left, query_length, kv_heads, row_tiles, splits,
-    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DECAY: tl.constexpr, HAS_FIRST: tl.constexpr,
-    ROW_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    queries, keys, values, lengths, first_keys, alpha, rates, row_scales, parts, scale: tl.float64, left, query_length,
+    kv_heads, row_tiles, splits, TRAITS: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys into (acc, row_max, row_sum) of one tile of rows of one key head.
 
     Row m of a key head is query row m // GROUP of the group's head m % GROUP.
     """
-    ACCUMULATOR: tl.constexpr = parts.dtype.element_ty
+    GROUP: tl.constexpr = TRAITS.group
+    BLOCK_M: tl.constexpr = TRAITS.block_m
+    BLOCK_N: tl.constexpr = TRAITS.block_n
+    BLOCK_D: tl.constexpr = TRAITS.block_d
+    BLOCK_DV: tl.constexpr = TRAITS.block_dv
+    DECAY: tl.constexpr = TRAITS.decay
+    PRECISION: tl.constexpr = TRAITS.precision
+    ACCUMULATOR: tl.constexpr = parts.acc.dtype.element_ty
     split = tl.program_id(0) % splits
     row_tile = tl.program_id(0) // splits % row_tiles
     batch_head = tl.program_id(0) // splits // row_tiles
@@ -170,32 +197,35 @@ def split_kernel(
     position = length - query_length + row
 
     if DECAY == "constant":
-        left = side_of_head(rates, rate_stride, head, left)
+        left = side_of_head(rates.data, rates.strides[0], head, left)
     first, end = keys_seen(position, length, None, None, True, False, left)
-    if HAS_FIRST:
-        own = first_keys + entry * first_strides[0] + head * first_strides[1] + row * first_strides[2]
-        first = tl.maximum(first, tl.load(own))
+    if first_keys is not None:
+        strides = first_keys.strides
+        first_key = tl.load(first_keys.data + entry * strides[0] + head * strides[1] + row * strides[2])
+        first = tl.maximum(first, first_key)
     tile_begin, _, _, tile_end = visited_tiles(first, end, BLOCK_N)
     # the tiles of this entry, and not of the longest one, are what is divided: splits of one entry are equally long
     tiles = tl.cdiv(tile_end - tile_begin, splits)
     tile_begin += split * tiles
     tile_end = tl.minimum(tile_begin + tiles, tile_end)
 
-    row_scale = load_scale(scale, row_scales, row_scale_strides, batch, head, row, ROW_SCALE, ACCUMULATOR) * LOG2E
-    if ROW_SCALE:
+    row_scale = load_scale(scale, row_scales, batch, head, batch * 0, row, ACCUMULATOR) * LOG2E
+    if row_scales is not None:
         row_scale = row_scale[:, None]
     rate, query_alpha = 0.0, 0.0
     if DECAY == "constant":
-        rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)[:, None]
+        rate = load_rate(rates.data, rates.strides[0], head, DECAY, ACCUMULATOR)[:, None]
     elif DECAY == "scalar":
-        head_alpha = alpha + entry * alpha_strides[0] + head.to(tl.int64) * alpha_strides[2]
+        head_alpha = alpha.data + entry * alpha.strides[0] + head.to(tl.int64) * alpha.strides[2]
         # rows past the end read nothing
         has_alpha = (position >= 0) & (index < rows)
-        row_alpha = tl.load(head_alpha + position.to(tl.int64) * alpha_strides[1], mask=has_alpha, other=0.0)
+        row_alpha = tl.load(head_alpha + position.to(tl.int64) * alpha.strides[1], mask=has_alpha, other=0.0)
         query_alpha = row_alpha[:, None] * LOG2E
     column = tl.arange(0, BLOCK_D)[None, :]
-    origin = entry * q_strides[0] + row.to(tl.int64) * q_strides[1] + head.to(tl.int64) * q_strides[2]
-    q = tl.load(q_source + origin[:, None] + column.to(tl.int64) * q_strides[3], mask=column < D, other=0.0)
+    strides = queries.strides
+    q_row = entry * strides[0] + row.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+    q = tl.load(queries.data + q_row[:, None] + column.to(tl.int64) * strides[3], mask=column < TRAITS.d, other=0.0)
+    k_source, v_source = TileSource(None, keys), TileSource(None, values)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACCUMULATOR)
     row_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
@@ -204,11 +234,11 @@ def split_kernel(
         start = tile * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
         # masked by the entry's length: beyond it may lie anything, and 0 · NaN is NaN
-        k = load_tile(keys, k_strides, batch, kv_head, start, length, BLOCK_N, D, BLOCK_D, True, False)
+        k = load_tile(k_source, batch, kv_head, 0, start, length, BLOCK_N, TRAITS.d, BLOCK_D, True)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * row_scale
         key_alpha = 0.0
         if DECAY == "scalar":
-            offset = key[None, :].to(tl.int64) * alpha_strides[1]
+            offset = key[None, :].to(tl.int64) * alpha.strides[1]
             used = has_alpha[:, None] & (key[None, :] < length)
             key_alpha = tl.load(head_alpha[:, None] + offset, mask=used, other=0.0) * LOG2E
         # α is whole and in float64 here: there is no second level of the prefix, and nothing cancels
@@ -221,26 +251,26 @@ def split_kernel(
         p = probability(score, anchor[:, None])
         correction = rescale(row_max, anchor)
         row_sum = row_sum * correction + tl.sum(p, 1)
-        v = load_tile(values, v_strides, batch, kv_head, start, length, BLOCK_N, D_V, BLOCK_DV, True, False)
+        v = load_tile(v_source, batch, kv_head, 0, start, length, BLOCK_N, TRAITS.d_v, BLOCK_DV, True)
         acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION, out_dtype=ACCUMULATOR)
         row_max = new_max
 
     here = (batch_head.to(tl.int64) * rows + index) * splits + split
     inside = index < rows
-    tl.store(part_max + here, row_max, mask=inside)
-    tl.store(part_sum + here, row_sum, mask=inside)
+    tl.store(parts.row_max + here, row_max, mask=inside)
+    tl.store(parts.row_sum + here, row_sum, mask=inside)
     # a split without keys leaves its sums at 0, by which combine_kernel knows that there is nothing else to read
     value_column = tl.arange(0, BLOCK_DV)[None, :]
-    written = (inside & (row_sum != 0))[:, None] & (value_column < D_V)
-    tl.store(parts + here[:, None] * D_V + value_column, acc, mask=written)
+    written = (inside & (row_sum != 0))[:, None] & (value_column < TRAITS.d_v)
+    tl.store(parts.acc + here[:, None] * TRAITS.d_v + value_column, acc, mask=written)
 
 
 @triton.jit
 def combine_kernel(
-    parts, part_max, part_sum, out, lse, query_length, kv_heads, splits,
+    parts, out, lse, query_length, kv_heads, splits,
     GROUP: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one row from the parts that its splits left."""
+    """out and lse of one row, from the Parts of its splits."""
     rows = query_length * GROUP
     batch_head, m = tl.program_id(0) // rows, tl.program_id(0) % rows
     batch, row = batch_head // kv_heads, m // GROUP
@@ -248,8 +278,8 @@ def combine_kernel(
 
     split = tl.arange(0, BLOCK_SPLITS)
     here = tl.program_id(0).to(tl.int64) * splits + split
-    maximum = tl.load(part_max + here, mask=split < splits, other=float("-inf"))
-    row_sum = tl.load(part_sum + here, mask=split < splits, other=0.0)
+    maximum = tl.load(parts.row_max + here, mask=split < splits, other=float("-inf"))
+    row_sum = tl.load(parts.row_sum + here, mask=split < splits, other=0.0)
     row_max = tl.max(maximum, 0)
     weight = rescale(maximum, finite_or_zero(row_max))
     total = tl.sum(row_sum * weight, 0)
@@ -258,7 +288,7 @@ def combine_kernel(
 
     column = tl.arange(0, BLOCK_DV)
     written = (row_sum != 0)[:, None] & (column < D_V)[None, :]
-    acc = tl.load(parts + here[:, None] * D_V + column[None, :], mask=written, other=0.0)
+    acc = tl.load(parts.acc + here[:, None] * D_V + column[None, :], mask=written, other=0.0)
     result = tl.sum(acc * weight[:, None], 0) / total
     token = batch.to(tl.int64) * query_length + row
     tl.store(out + (token * heads + head) * D_V + column, result.to(out.dtype.element_ty), mask=column < D_V)

@@ -4,155 +4,159 @@ order, Dao, arXiv 2307.08691). See DERIVATION.md for every step.
 Tiles: q (BLOCK_M, D) · k (BLOCK_N, D) · v (BLOCK_N, D_v) · score, p (BLOCK_M, BLOCK_N) · acc (BLOCK_M, D_v)
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from decayattn.backends.planning.sequences import offsets_of_head, tile_of_program
-from decayattn.backends.planning.skipping import first_planned_key
+from decayattn.backends.portable.arguments import QueryRows, TileSource
 from decayattn.backends.portable.tiles import (
-    from_pair,
+    bias_of_head,
+    decay_of_head,
     from_token,
+    keys_of_rows,
     load_bias,
-    load_scale,
+    load_rows,
     load_tile,
-    of_head,
     store_tile,
 )
-from decayattn.backends.tiles.decay import base_difference, key_alpha, load_rate, row_alpha, row_reference, side_of_head
+from decayattn.backends.runtime.arguments import Strided
+from decayattn.backends.tiles.decay import base_difference, key_alpha
 from decayattn.backends.tiles.scores import LN2, LOG2E, decayed_score, finite_or_zero, probability, rescale, visible
-from decayattn.backends.tiles.visibility import edge_tile, keys_seen, visited_tiles
+from decayattn.backends.tiles.visibility import edge_tile, visited_tiles
+
+
+class QueryTile(NamedTuple):
+    """A tile of query rows, and the keys [first, end) that each of them sees."""
+
+    q: tl.tensor  # (BLOCK_M, D)
+    rows: QueryRows
+    scale: tl.tensor  # s·log2(e): a number, or (BLOCK_M, 1)
+    first: tl.tensor
+    end: tl.tensor
+
+
+class Softmax(NamedTuple):
+    """The online softmax of a tile of query rows: sums relative to the running maximum."""
+
+    acc: tl.tensor  # (BLOCK_M, D_v)
+    row_sum: tl.tensor  # (BLOCK_M,)
+    row_max: tl.tensor  # (BLOCK_M,)
 
 
 @triton.jit
 def _attend(
-    acc, row_sum, row_max, q, k_source, v_source, k_strides, v_strides, batch, kv_head, tile, key_length,
-    row_scale, rate, local, base, position, reference, alpha, first, end, bias, bias_strides, row, query_length, origin,
-    v_edge, EDGE: tl.constexpr,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, DESCRIPTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One key tile into the running (acc, row_sum, row_max)."""
+    state, queries, k_source, v_source, kv_head, tile, work, decay, bias, EDGE: tl.constexpr, TRAITS: tl.constexpr
+):
+    """One key tile into the running Softmax."""
+    BLOCK_N: tl.constexpr = TRAITS.block_n
+    DECAY: tl.constexpr = TRAITS.decay
+    PRECISION: tl.constexpr = TRAITS.precision
+    ACCUMULATOR: tl.constexpr = state.acc.dtype
+    rows, prefix, key_length = queries.rows, decay.prefix, work.key_length
     start = tile * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)
-    k = load_tile(k_source, k_strides, batch, kv_head, start, key_length, BLOCK_N, D, BLOCK_D, EDGE, DESCRIPTOR, origin)
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype) * row_scale
-    key_side = key_alpha(key, start, key_length, rate, local, DECAY)
-    difference = base_difference(reference, start, rate, base, local, DECAY)
+    k = load_tile(
+        k_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d, TRAITS.block_d, EDGE
+    )
+    score = tl.dot(queries.q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * queries.scale
+    key_side = key_alpha(key, start, key_length, decay.rate, prefix.local, DECAY)
+    difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.local, DECAY)
     score = decayed_score(
-        score, alpha[:, None], key_side[None, :], difference, rate, position[:, None], key[None, :],
-        DECAY, CAUSAL, ROW_CANCELS,
+        score, rows.alpha[:, None], key_side[None, :], difference, decay.rate, rows.position[:, None], key[None, :],
+        DECAY, TRAITS.causal, TRAITS.row_cancels,
     )  # fmt: skip
     if bias is not None:
-        score += load_bias(bias, bias_strides, row[:, None], key[None, :], query_length, key_length, acc.dtype)
+        score += load_bias(bias, rows.row[:, None], key[None, :], work, ACCUMULATOR)
     if EDGE:
-        score = tl.where(visible(key[None, :], first[:, None], end[:, None]), score, float("-inf"))
+        score = tl.where(visible(key[None, :], queries.first[:, None], queries.end[:, None]), score, float("-inf"))
     tile_max = tl.max(score, 1)
-    if ROW_CANCELS:
+    if TRAITS.row_cancels:
         tile_max += difference
-    new_max = tl.maximum(row_max, tile_max)
+    new_max = tl.maximum(state.row_max, tile_max)
     anchor = finite_or_zero(new_max) if EDGE or bias is not None else new_max
-    tile_anchor = anchor - difference if ROW_CANCELS else anchor
+    tile_anchor = anchor - difference if TRAITS.row_cancels else anchor
     p = probability(score, tile_anchor[:, None])
-    correction = rescale(row_max, anchor)
-    row_sum = row_sum * correction + tl.sum(p, 1)
+    correction = rescale(state.row_max, anchor)
+    row_sum = state.row_sum * correction + tl.sum(p, 1)
     v = load_tile(
-        v_source, v_strides, batch, kv_head, start, key_length, BLOCK_N, D_V, BLOCK_DV, EDGE, DESCRIPTOR, origin, v_edge
+        v_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv, EDGE
     )
-    acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION, out_dtype=acc.dtype)
-    return acc, row_sum, new_max
+    acc = tl.dot(
+        p.to(v.dtype), v, state.acc * correction[:, None], input_precision=PRECISION, out_dtype=ACCUMULATOR
+    )
+    return Softmax(acc, row_sum, new_max)
 
 
 @triton.jit
 def forward_kernel(
-    q_source, k_source, v_source, v_edge, out, lse, row_references, row_scales, rates, local, base, last_reset,
-    next_reset, sequences, plan, left, right, bias, bias_strides,
-    q_strides, k_strides, v_strides, out_strides, row_scale_strides, rate_stride,
-    scale: tl.float64, query_length, key_length, heads,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+    q_descriptor, k_descriptor, v_descriptor, inputs, out, lse, row_references, row_scales, decay, sequences, plan,
+    window, bias, scale: tl.float64, sizes, TRAITS: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence."""
+    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence.
+
+    arguments.py says what out (a Strided), inputs, decay, window, bias, sizes and TRAITS are.
+    """
+    BLOCK_M: tl.constexpr = TRAITS.block_m
+    BLOCK_DV: tl.constexpr = TRAITS.block_dv
+    PACKED: tl.constexpr = TRAITS.packed
     ACCUMULATOR: tl.constexpr = row_references.dtype.element_ty
     # causal: the last row tiles see the most keys, and come first
-    start, sequence, head, batch, first_row, query_length, first_token, key_length = tile_of_program(
-        sequences, heads, query_length, key_length, BLOCK_M, False, True, PACKED, SEARCHES
+    work = tile_of_program(
+        sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_M, False, True, PACKED, TRAITS.searches
     )
-    kv_head = head // GROUP
-    head_rows, head_tokens, head_blocks = offsets_of_head(
-        sequences, sequence, head, heads, first_row, query_length, first_token, key_length, PACKED
-    )
-    row_origin, token_origin = None, None
-    if sequences is not None:
+    start, head, query_length = work.start, work.head, work.query_length
+    kv_head = head // TRAITS.group
+    offsets = offsets_of_head(sequences, work, head, sizes.heads, PACKED)
+    if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
         # out of a sequence there is nothing to write, and fill_outside writes to one without a key
-        if (start >= query_length) | (key_length == 0):
+        if (start >= query_length) | (work.key_length == 0):
             return
-        row_origin, token_origin = first_row, first_token
-        out = from_token(out, out_strides, first_row)
-        row_scales = from_token(row_scales, row_scale_strides, first_row)
-        if bias is not None:
-            bias = from_pair(bias, bias_strides, first_row, first_token)
+    out = Strided(from_token(out, work.first_row), out.strides)
     if bias is not None:
-        bias = of_head(bias, bias_strides, batch, head)
-    first_position = key_length - query_length
-    local += head_tokens
-    last_reset += head_tokens
-    next_reset += head_tokens
-    base += head_blocks
+        bias = Strided(bias_of_head(bias, work, head), bias.strides)
+    k_source, v_source = TileSource(k_descriptor, inputs.k), TileSource(v_descriptor, inputs.v)
 
-    # rows past the end repeat the last one: they widen no interval, and are never stored
-    row = tl.minimum(start + tl.arange(0, BLOCK_M), query_length - 1)
-    position = row + first_position
-    reference = row_reference(start, first_position)
-    rate = load_rate(rates, rate_stride, head, DECAY, ACCUMULATOR)
-    alpha = row_alpha(position, reference, rate, local, base, DECAY)
-    row_scale = load_scale(scale, row_scales, row_scale_strides, batch, head, row, ROW_SCALE, ACCUMULATOR) * LOG2E
-    if ROW_SCALE:
+    head_decay = decay_of_head(decay, head, offsets, ACCUMULATOR, TRAITS)
+    rows = load_rows(start, head, work, scale, row_scales, head_decay, True, ACCUMULATOR, TRAITS)
+    row_scale = rows.scale * LOG2E
+    if row_scales is not None:
         row_scale = row_scale[:, None]
     q = load_tile(
-        q_source, q_strides, batch, head, start, query_length, BLOCK_M, D, BLOCK_D, True, DESCRIPTOR, row_origin
-    )
-    if DECAY == "constant":
-        left = side_of_head(rates, rate_stride, head, left)
-        if not CAUSAL:
-            right = side_of_head(rates, rate_stride, head, right)
-    first, end = keys_seen(position, key_length, last_reset, next_reset, CAUSAL, DECAY == "scalar", left, right)
-    if plan is not None:
-        first = tl.maximum(
-            first, first_planned_key(plan, sequence, head, heads, first_row, start, query_length, BLOCK_M, PACKED)
-        )
-    tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK_N)
+        TileSource(q_descriptor, inputs.q), work.entry, head, work.first_row, start, query_length,
+        BLOCK_M, TRAITS.d, TRAITS.block_d, True,
+    )  # fmt: skip
+    first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
+    queries = QueryTile(q, rows, row_scale, first, end)
+    tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_n)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], ACCUMULATOR)
-    row_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
-    row_max = tl.full([BLOCK_M], float("-inf"), ACCUMULATOR)
-    for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
-        acc, row_sum, row_max = _attend(
-            acc, row_sum, row_max, q, k_source, v_source, k_strides, v_strides, batch, kv_head,
-            edge_tile(n, tile_begin, whole_begin, whole_end), key_length, row_scale, rate, local, base, position,
-            reference, alpha, first, end, bias, bias_strides, row, query_length, token_origin, v_edge, True,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DESCRIPTOR, PRECISION,
-        )  # fmt: skip
-    for tile in range(whole_begin, whole_end):
-        acc, row_sum, row_max = _attend(
-            acc, row_sum, row_max, q, k_source, v_source, k_strides, v_strides, batch, kv_head,
-            tile, key_length, row_scale, rate, local, base, position,
-            reference, alpha, first, end, bias, bias_strides, row, query_length, token_origin, v_edge, False,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, DECAY, CAUSAL, ROW_CANCELS, DESCRIPTOR, PRECISION,
-        )  # fmt: skip
+    state = Softmax(
+        tl.zeros([BLOCK_M, BLOCK_DV], ACCUMULATOR),
+        tl.zeros([BLOCK_M], ACCUMULATOR),
+        tl.full([BLOCK_M], float("-inf"), ACCUMULATOR),
+    )
+    edge_tiles = tile_end - tile_begin - (whole_end - whole_begin)
+    for whole in tl.static_range(2):  # edge tiles, then whole ones
+        for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
+            tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
+            state = _attend(
+                state, queries, k_source, v_source, kv_head, tile, work, head_decay, bias, not whole, TRAITS
+            )
 
     # a row that saw no key: row_sum 0 gives out 0 and lse −inf
-    seen = row_sum > 0
-    total = tl.where(seen, row_sum, 1.0)
-    store_tile(out, out_strides, batch, head, start, query_length, acc / total[:, None], BLOCK_M, D_V, BLOCK_DV)
+    seen = state.row_sum > 0
+    total = tl.where(seen, state.row_sum, 1.0)
+    store_tile(
+        out, work.entry, head, start, query_length, state.acc / total[:, None],
+        BLOCK_M, TRAITS.d_v, BLOCK_DV,
+    )  # fmt: skip
     # what the backward subtracts from a score to get log2 P: the log-sum-exp as tiles count it, and still in base 2,
     # where it is exact for a row that one key dominates
-    reference_value = row_max + tl.log2(total)
-    row = start + tl.arange(0, BLOCK_M)
-    here = head_rows + row
-    tl.store(row_references + here, tl.where(seen, reference_value, float("inf")), mask=row < query_length)
+    reference_value = state.row_max + tl.log2(total)
+    here = offsets.rows + rows.index
+    inside = rows.index < query_length
+    tl.store(row_references + here, tl.where(seen, reference_value, float("inf")), mask=inside)
     if lse is not None:
-        row_lse = (reference_value + alpha if ROW_CANCELS else reference_value) * LN2
-        tl.store(lse + here, tl.where(seen, row_lse, float("-inf")), mask=row < query_length)
+        row_lse = (reference_value + rows.alpha if TRAITS.row_cancels else reference_value) * LN2
+        tl.store(lse + here, tl.where(seen, row_lse, float("-inf")), mask=inside)

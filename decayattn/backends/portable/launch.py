@@ -1,4 +1,4 @@
-"""From tensors to launches: buffers, memory paths, grids. The kernels' only callers."""
+"""Launches of the portable attention kernels: their buffers, tiles, memory paths and grids."""
 
 import functools
 from collections.abc import Callable
@@ -12,6 +12,17 @@ from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.planning.sequences import Sequences, fill_outside, row_programs, token_programs
 from decayattn.backends.portable import config
+from decayattn.backends.portable.arguments import (
+    Decay,
+    KeyGradients,
+    QueryGradients,
+    RowTerms,
+    Sizes,
+    Tiled,
+    Traits,
+    Window,
+    broadcast,
+)
 from decayattn.backends.portable.backward import (
     gradients_kernel,
     key_gradients_kernel,
@@ -21,13 +32,13 @@ from decayattn.backends.portable.backward import (
 from decayattn.backends.portable.config import TileConfig
 from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.runtime import launching, outputs, tma
+from decayattn.backends.runtime.arguments import Strided, strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
-from decayattn.problem import AttentionProblem, Gradients, Inputs, Saved
+from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, Saved
 
 _ROW_TERMS_BLOCK = 64
-# expected by the kernels where a problem has no such tensor; never read
-_NO_STRIDES = (0, 0, 0)
+_NO_PREFIX = DecayPrefix(None, None, None, None)
 # numbers of 16 bits in the longest line that a product reads from shared memory
 _LINE = 64
 # one launch makes the gradients of keys and queries up to so many programs per multiprocessor: measured at 8 heads up
@@ -57,16 +68,14 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
             prefix = decay_prefix.allocate(problem, q)
         first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
         tile = _tile_of_few(problem) or _tiles(config.FORWARD, problem, q, k, v)
-        programs, widths = row_programs(problem, sequences, tile.block_m, problem.num_heads), _widths(problem)
+        programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
         launch(
             forward_kernel, programs,
-            _source(q, tile.block_m, widths[0], tile), _source(k, tile.block_n, widths[0], tile),
-            _source(v, tile.block_n, widths[1], tile), *_edges(sequences, tile, v),
-            out, lse, row_references, _row_scales(scale, row_references), _rates(problem, log_decay, row_references),
-            *prefix, sequences, skipping.as_argument(problem, first_block), *_window(problem), *_bias(bias),
-            q.stride(), k.stride(), v.stride(), out.stride(), _row_scale_strides(scale),
-            _rate_stride(problem, log_decay), _scale_number(scale),
-            problem.query_length, problem.key_length, problem.num_heads, **_constants(problem, sequences, tile),
+            *_descriptors(problem, tile, q, k, v), _tiled(tile, sequences, (v,), q, k, v), strided(out), lse,
+            row_references, strided(_tensor(scale)), _decay(problem, log_decay, prefix), sequences,
+            skipping.as_argument(problem, first_block), _window(problem), broadcast(bias), _scale_number(scale),
+            Sizes(problem.query_length, problem.key_length, problem.num_heads),
+            **_constants(problem, sequences, tile),
         )  # fmt: skip
         return out, lse, Saved(row_references, *prefix, first_block)
 
@@ -96,17 +105,18 @@ def backward(
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return Gradients(dq, dk, dv, d_log_decay, d_scale, torch.zeros_like(bias) if bias_gradient else None)
 
-        rates, rate_stride = _rates(problem, log_decay, row_references), _rate_stride(problem, log_decay)
-        row_scales, row_scale_strides = _row_scales(scale, row_references), _row_scale_strides(scale)
         delta = torch.empty_like(row_references)
-        decay_sums = torch.empty_like(row_references) if decay_gradient else delta
+        decay_sums = torch.empty_like(row_references) if decay_gradient else None
+        column_sums = None
+        if decay_gradient and problem.decay == "scalar":
+            column_sums = torch.empty_like(prefix.local, dtype=delta.dtype)
         given = (q, k, v, log_decay, _tensor(scale), places, bias, d_out, d_lse, out)
         deterministic = torch.are_deterministic_algorithms_enabled()
         asked = (decay_gradient, bias_gradient, deterministic)
         modes = (problem, skipping.is_planned(problem), _shape(bias), *asked)
         launch = launching.of_call(problem.device, given, *modes, saved=(row_references, *prefix, first_block))
         sequences = sequence_blocks.find(problem, places, launch)
-        per_row = [x for x in (row_scale_grad, decay_sums if decay_gradient else None) if x is not None]
+        per_row = [x for x in (row_scale_grad, decay_sums) if x is not None]
         fill_outside(problem, sequences, [(x, 0.0) for x in (dq, *per_row)], launch=launch)
         fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
         window = _window(problem)
@@ -116,53 +126,45 @@ def backward(
         head_rows = problem.batch * problem.num_heads
         launch(
             row_terms_kernel, cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,
-            out, d_out, delta if d_lse is None else d_lse, row_references, delta,
-            out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride(),
-            problem.query_length, problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK,
-            BLOCK_DV=padded(problem.value_dim), HAS_D_LSE=d_lse is not None, **COMPILER_OPTIONS,
+            strided(out), strided(d_out), strided(d_lse), row_references, delta, problem.query_length,
+            problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK, BLOCK_DV=padded(problem.value_dim),
+            **COMPILER_OPTIONS,
         )  # fmt: skip
 
-        column_sums = delta.new_empty(prefix.local.shape)
-        d_row_scales = delta if row_scale_grad is None else row_scale_grad
-        of_rows = delta, row_references, row_scales, rates, *prefix
-        strides = q.stride(), k.stride(), v.stride(), d_out.stride()
-        sizes = rate_stride, _scale_number(scale), problem.query_length, problem.key_length
-        d_bias, widths = None, _widths(problem)
         # read for the gradient of a constant decay only
-        has_lse_gradient = decay_gradient and problem.decay == "constant" and d_lse is not None
-        lse_gradient = (d_lse, d_lse.stride()) if has_lse_gradient else (None, None)
+        has_lse_gradient = decay_gradient and problem.decay == "constant"
+        row_terms = RowTerms(
+            row_references, delta, strided(_tensor(scale)), strided(d_lse) if has_lse_gradient else None
+        )
+        decay = _decay(problem, log_decay, prefix)
+        of_keys = KeyGradients(strided(dk), strided(dv), column_sums)
+        d_bias, shared_bias = None, False
+        if bias_gradient:
+            d_bias, shared_bias = _bias_gradient(problem, bias, row_references, deterministic)
+        of_queries = QueryGradients(strided(dq), decay_sums, row_scale_grad, broadcast(d_bias))
+        key_sizes = Sizes(problem.query_length, problem.key_length, problem.num_kv_heads)
         tile = _tile_of_both(problem)
         if tile is not None:
             key_programs = token_programs(problem, sequences, tile.block_n, problem.num_kv_heads)
             launch(
                 gradients_kernel, key_programs + row_programs(problem, sequences, tile.block_m, problem.num_heads),
-                q, k, v, d_out, *of_rows, dq, dk, dv, decay_sums, column_sums, d_row_scales, *lse_gradient, plan,
-                mirror, *window, *strides, dq.stride(), dk.stride(), dv.stride(), row_scale_strides, *sizes,
-                problem.num_kv_heads, key_programs, DECAY_GRADIENT=decay_gradient,
-                **_constants(problem, sequences, tile),
+                _tiled(tile, sequences, (), q, k, v, d_out), row_terms, decay, of_queries, of_keys, plan, mirror,
+                window, _scale_number(scale), key_sizes, key_programs, **_constants(problem, sequences, tile),
             )  # fmt: skip
         else:
             tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
             launch(
                 key_gradients_kernel, token_programs(problem, sequences, tile.block_n, problem.num_kv_heads),
-                _source(q, tile.block_m, widths[0], tile), _source(k, tile.block_n, widths[0], tile),
-                _source(v, tile.block_n, widths[1], tile), _source(d_out, tile.block_m, widths[1], tile),
-                *_edges(sequences, tile, q, d_out), *of_rows, dk, dv, column_sums, sequences, mirror,
-                *window, *_bias(bias), *strides, dk.stride(), dv.stride(), row_scale_strides, *sizes,
-                problem.num_kv_heads, DECAY_GRADIENT=decay_gradient and problem.decay == "scalar",
+                *_descriptors(problem, tile, q, k, v, d_out), _tiled(tile, sequences, (q, d_out), q, k, v, d_out),
+                row_terms, decay, of_keys, sequences, mirror, window, broadcast(bias), _scale_number(scale), key_sizes,
                 **_constants(problem, sequences, tile),
             )  # fmt: skip
-            shared_bias = False
-            if bias_gradient:
-                d_bias, shared_bias = _bias_gradient(problem, bias, row_references, deterministic)
             tile = _tiles(config.QUERY_GRADIENTS, problem, q, k, v, d_out)
             launch(
                 query_gradients_kernel, row_programs(problem, sequences, tile.block_m, problem.num_heads),
-                _source(q, tile.block_m, widths[0], tile), _source(k, tile.block_n, widths[0], tile),
-                _source(v, tile.block_n, widths[1], tile), _source(d_out, tile.block_m, widths[1], tile),
-                *_edges(sequences, tile, k, v), *of_rows, dq, decay_sums, d_row_scales, *lse_gradient, sequences, plan,
-                *window, *_bias(bias), *_bias(d_bias), *strides, dq.stride(), row_scale_strides, *sizes,
-                problem.num_heads, DECAY_GRADIENT=decay_gradient, SHARED_BIAS=shared_bias,
+                *_descriptors(problem, tile, q, k, v, d_out), _tiled(tile, sequences, (k, v), q, k, v, d_out),
+                row_terms, decay, of_queries, sequences, plan, window, broadcast(bias), _scale_number(scale),
+                Sizes(problem.query_length, problem.key_length, problem.num_heads), SHARED_BIAS=shared_bias,
                 **_constants(problem, sequences, tile),
             )  # fmt: skip
 
@@ -177,18 +179,16 @@ def backward(
         return Gradients(dq, dk, dv, d_log_decay, d_scale, d_bias)
 
 
-def _window(problem: AttentionProblem) -> tuple[int | None, int | None]:
+def _window(problem: AttentionProblem) -> Window:
     """How far a query sees. None compiles to nothing: a plain call does not pay for it."""
     left, right = (side if side >= 0 else None for side in problem.window)
-    return left, right
+    return Window(left, right)
 
 
-def _bias(bias: Tensor | None) -> tuple:
-    """A bias that broadcasts to (B, H, T_q, T_k), or its gradient, and its strides there."""
-    if bias is None:
-        return None, None
-    strides = [0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)]
-    return bias.view(torch.uint8) if bias.dtype == torch.bool else bias, (0,) * (4 - bias.ndim) + tuple(strides)
+def _decay(problem: AttentionProblem, log_decay: Tensor | None, prefix: DecayPrefix) -> Decay:
+    if problem.decay == "constant":
+        return Decay(log_decay, log_decay.stride(0), _NO_PREFIX)
+    return Decay(None, None, prefix if problem.decay == "scalar" else _NO_PREFIX)
 
 
 def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor, deterministic: bool) -> tuple[Tensor, bool]:
@@ -288,30 +288,42 @@ def _constants(problem: AttentionProblem, sequences: Sequences | None, tile: Til
 def _constants_of(
     problem: AttentionProblem, tile: TileConfig, precision: str, *of_sequences: tuple[str, bool | int]
 ) -> dict:  # fmt: skip
+    packed = dict(of_sequences)
+    traits = Traits(
+        packed=packed["PACKED"],
+        searches=packed["SEARCHES"],
+        group=problem.num_heads // problem.num_kv_heads,
+        d=problem.head_dim,
+        d_v=problem.value_dim,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        block_d=_widths(problem)[0],
+        block_dv=_widths(problem)[1],
+        decay=problem.decay,
+        causal=problem.causal,
+        row_cancels=problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2,
+        precision=precision,
+    )
     return dict(
-        of_sequences,
-        GROUP=problem.num_heads // problem.num_kv_heads,
-        D=problem.head_dim,
-        D_V=problem.value_dim,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_D=_widths(problem)[0],
-        BLOCK_DV=_widths(problem)[1],
-        DECAY=problem.decay,
-        CAUSAL=problem.causal,
-        ROW_CANCELS=problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2,
-        ROW_SCALE=problem.row_scale,
-        DESCRIPTOR=tile.descriptors,
-        PRECISION=precision,
+        TRAITS=traits,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **COMPILER_OPTIONS,
     )
 
 
-def _source(x: Tensor, rows: int, width: int, tile: TileConfig) -> Tensor | TensorDescriptor:
-    """What load_tile reads tiles (rows, width) from."""
-    return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), rows, width) if tile.descriptors else x
+def _descriptors(
+    problem: AttentionProblem, tile: TileConfig, q: Tensor, k: Tensor, v: Tensor, *d_out: Tensor
+) -> list[TensorDescriptor | None]:
+    """What load_tile reads tiles from, in this order; None where it reads them through pointers."""
+    width, value_width = _widths(problem)
+    tiles = [(tile.block_m, width), (tile.block_n, width), (tile.block_n, value_width), (tile.block_m, value_width)]
+    if not tile.descriptors:
+        return [None for _ in (q, k, v, *d_out)]
+    return [
+        _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), *shape)
+        for x, shape in zip((q, k, v, *d_out), tiles, strict=False)
+    ]
 
 
 @functools.lru_cache(tma.CACHED_DESCRIPTORS)
@@ -322,9 +334,15 @@ def _descriptor(
     return TensorDescriptor(tma.Memory(address, dtype), list(shape), tma.usable_strides(shape, strides), tile)
 
 
-def _edges(sequences: Sequences | None, tile: TileConfig, *tensors: Tensor) -> list[Tensor | None]:
-    """What load_tile reads tiles from that a descriptor would not cut where a sequence ends."""
-    return [x if tile.descriptors and sequences is not None else None for x in tensors]
+def _tiled(
+    tile: TileConfig, sequences: Sequences | None, edges: tuple[Tensor, ...], *tensors: Tensor
+) -> Tiled:
+    """q, k, v and perhaps dO; where descriptors read them, only those of which a descriptor would read beyond a
+    sequence's end what a product must not meet: the edges."""
+    needed = edges if sequences is not None else ()
+    return Tiled(
+        *(Strided(None if tile.descriptors and all(x is not y for y in needed) else x, x.stride()) for x in tensors)
+    )
 
 
 def _tensor(scale: Tensor | float) -> Tensor | None:
@@ -337,19 +355,3 @@ def _shape(bias: Tensor | None) -> torch.Size | None:
 
 def _scale_number(scale: Tensor | float) -> float:
     return 1.0 if isinstance(scale, Tensor) else scale
-
-
-def _row_scales(scale: Tensor | float, unused: Tensor) -> Tensor:
-    return scale if isinstance(scale, Tensor) else unused
-
-
-def _row_scale_strides(scale: Tensor | float) -> tuple[int, ...]:
-    return scale.stride() if isinstance(scale, Tensor) else _NO_STRIDES
-
-
-def _rates(problem: AttentionProblem, log_decay: Tensor | None, unused: Tensor) -> Tensor:
-    return log_decay if problem.decay == "constant" else unused
-
-
-def _rate_stride(problem: AttentionProblem, log_decay: Tensor | None) -> int:
-    return log_decay.stride(0) if problem.decay == "constant" else 0

@@ -1,32 +1,98 @@
-"""What the portable kernels load: tiles of q, k, v and dO, scales and biases."""
+"""Tiles of the portable kernels: rows of queries and the keys that they see, q, k, v and dO, scales and biases."""
 
 import triton
 import triton.language as tl
 
+from decayattn.backends.planning.prefix import prefix_of_head
+from decayattn.backends.planning.skipping import first_planned_key
+from decayattn.backends.portable.arguments import HeadDecay, QueryRows
+from decayattn.backends.tiles.decay import load_rate, row_alpha, row_reference, side_of_head
 from decayattn.backends.tiles.scores import LOG2E
+from decayattn.backends.tiles.visibility import keys_seen
+from decayattn.problem import DecayPrefix
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows and the keys that they see
+
+
+@triton.jit
+def decay_of_head(decay, head, offsets, ACCUMULATOR: tl.constexpr, TRAITS: tl.constexpr):
+    """The HeadDecay of a head that begins at these offsets."""
+    DECAY: tl.constexpr = TRAITS.decay
+    rate = load_rate(decay.rates, decay.rate_stride, head, DECAY, ACCUMULATOR)
+    if DECAY == "scalar":
+        prefix = prefix_of_head(decay.prefix, offsets)
+    else:
+        prefix = DecayPrefix(0, 0, 0, 0)  # never read; Triton's functions cannot return None
+    return HeadDecay(rate, prefix)
+
+
+@triton.jit
+def load_rows(
+    start, head, work, scale, row_scales, decay, CLAMPED: tl.constexpr, ACCUMULATOR: tl.constexpr, TRAITS: tl.constexpr
+):
+    """The QueryRows from `start` on of a head of work's sequence; all are inside it, unless CLAMPED."""
+    BLOCK_M: tl.constexpr = TRAITS.block_m
+    DECAY: tl.constexpr = TRAITS.decay
+    first_position = work.key_length - work.query_length
+    index = start + tl.arange(0, BLOCK_M)
+    row = index
+    if CLAMPED:
+        row = tl.minimum(index, work.query_length - 1)
+    position = row + first_position
+    anchor = row_reference(start, first_position)
+    alpha = row_alpha(position, anchor, decay.rate, decay.prefix.local, decay.prefix.base, DECAY)
+    row_scale = load_scale(scale, row_scales, work.entry, head, work.first_row, row, ACCUMULATOR)
+    return QueryRows(index, row, position, anchor, alpha, row_scale)
+
+
+@triton.jit
+def keys_of_rows(rows, work, heads, decay, prefix, window, plan, TRAITS: tl.constexpr):
+    """[first, end) of the keys that rows of work's head see, without those that the plan skips for all of them."""
+    left, right = window.left, window.right
+    if TRAITS.decay == "constant":
+        left = side_of_head(decay.rates, decay.rate_stride, work.head, left)
+        if not TRAITS.causal:
+            right = side_of_head(decay.rates, decay.rate_stride, work.head, right)
+    first, end = keys_seen(
+        rows.position, work.key_length, prefix.last_reset, prefix.next_reset, TRAITS.causal, TRAITS.decay == "scalar",
+        left, right,
+    )  # fmt: skip
+    if plan is not None:
+        first = tl.maximum(first, first_planned_key(plan, work, heads, TRAITS.block_m, TRAITS.packed))
+    return first, end
+
+
+@triton.jit
+def load_scale(scale, row_scales, entry, head, first, row, ACCUMULATOR: tl.constexpr):
+    """s of rows of a sequence that begins at row `first`: a vector like `row` if every row has its own, or a number."""
+    if row_scales is not None:
+        strides = row_scales.strides
+        offset = entry.to(tl.int64) * strides[0] + row.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+        row_scale = tl.load(from_token(row_scales, first) + offset)
+    else:
+        row_scale = tl.full([], scale, ACCUMULATOR)
+    return row_scale
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tiles of tensors
 
 
 @triton.jit
 def load_tile(
-    source, strides, batch, head, start, length, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    MASK_ROWS: tl.constexpr, DESCRIPTOR: tl.constexpr, origin=None, edge=None,
+    source, entry, head, first, start, length,
+    ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, COLUMNS) of a (B, T, H, DIM) tensor from token `start` of a sequence on; zeros beyond its `length`.
+    """(ROWS, COLUMNS) of a TileSource from token `start` of a sequence on, which begins at token `first`.
 
-    origin is the token where the sequence begins; None where it fills the tensor. One helper for both memory paths:
-    `source` is a TMA descriptor or a pointer, as the launch found possible. A descriptor ends where the tensor does, so
-    instead of zeros it gives what follows the sequence, which is good enough for rows that no sum meets; for others,
-    `edge` is the tensor's pointer, through which tiles come that may reach beyond the sequence.
+    MASKED: beyond the sequence's length it is 0; where only a descriptor reads the tensor, it is what follows there.
     """
-    there = start
-    if origin is not None:
-        there += origin
-    if DESCRIPTOR and (edge is None or not MASK_ROWS):
-        tile = source.load([batch, there, head, 0]).reshape([ROWS, COLUMNS])
+    if source.descriptor is not None and (source.tensor.data is None or not MASKED):
+        tile = source.descriptor.load([entry, start + first, head, 0]).reshape([ROWS, COLUMNS])
     else:
-        pointer = edge if DESCRIPTOR else source
-        pointers, row, column = _pointers(pointer, strides, batch, head, there, ROWS, COLUMNS)
-        if MASK_ROWS:
+        pointers, row, column = _pointers(source.tensor, entry, head, start + first, ROWS, COLUMNS)
+        if MASKED:
             tile = tl.load(pointers, mask=(start + row < length) & (column < DIM), other=0.0)
         elif DIM != COLUMNS:
             tile = tl.load(pointers, mask=column < DIM, other=0.0)
@@ -36,75 +102,68 @@ def load_tile(
 
 
 @triton.jit
+def from_token(tensor, first):
+    """The pointer of a (B, T, H, ·) tensor, moved to the token where a sequence begins."""
+    return tensor.data + first.to(tl.int64) * tensor.strides[1]
+
+
+@triton.jit
 def store_tile(
-    target, strides, batch, head, start, length, tile, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
+    target, entry, head, start, length, tile, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Write (ROWS, COLUMNS) to a (B, T, H, DIM) tensor from token `start` on, nothing beyond it."""
-    pointers, row, column = _pointers(target, strides, batch, head, start, ROWS, COLUMNS)
-    tl.store(pointers, tile.to(target.dtype.element_ty), mask=(start + row < length) & (column < DIM))
+    """Write (ROWS, COLUMNS) to a (B, T, H, DIM) tensor, moved to a sequence, from its token `start` on, nothing beyond
+    its length."""
+    pointers, row, column = _pointers(target, entry, head, start, ROWS, COLUMNS)
+    tl.store(pointers, tile.to(target.data.dtype.element_ty), mask=(start + row < length) & (column < DIM))
 
 
 @triton.jit
-def load_bias(source, strides, row, key, query_length, key_length, ACCUMULATOR: tl.constexpr):
-    """A tile of a head's bias in base 2, for rows (·, 1) and keys (1, ·) in either order; a mask's False is −inf."""
-    inside = (row < query_length) & (key < key_length)
-    bias = tl.load(_of_pair(source, strides, row, key), mask=inside, other=0)
-    if source.dtype.element_ty == tl.uint8:
-        bias = tl.where(bias == 0, float("-inf"), 0.0).to(ACCUMULATOR)
-    else:
-        bias = bias.to(ACCUMULATOR) * LOG2E
-    return bias
-
-
-@triton.jit
-def add_bias_gradient(target, strides, row, key, query_length, key_length, ds, SHARED: tl.constexpr):
-    """dS into a head's bias gradient; SHARED: other rows or heads have the same entries."""
-    inside = (row < query_length) & (key < key_length)
-    if SHARED:
-        tl.atomic_add(_of_pair(target, strides, row, key), ds, mask=inside, sem="relaxed")
-    else:
-        tl.store(_of_pair(target, strides, row, key), ds, mask=inside)
-
-
-@triton.jit
-def of_head(source, strides, batch, head):
-    """The pointer of a (B, H, T_q, T_k) tensor, moved to a head."""
-    return source + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-
-
-@triton.jit
-def from_pair(source, strides, first_row, first_token):
-    """The same, moved to the row and token where a sequence begins."""
-    return _of_pair(source, strides, first_row, first_token)
-
-
-@triton.jit
-def _of_pair(source, strides, row, key):
-    return source + row.to(tl.int64) * strides[2] + key.to(tl.int64) * strides[3]
-
-
-@triton.jit
-def from_token(source, strides, first):
-    """A tensor's pointer, moved to the token where a sequence begins."""
-    return source + first.to(tl.int64) * strides[1]
-
-
-@triton.jit
-def _pointers(tensor, strides, batch, head, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _pointers(tensor, entry, head, token, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Addresses of a tile, its rows (ROWS, 1) and its columns (1, COLUMNS)."""
     # 64-bit offsets: strided views reach past 2^31 elements
-    origin = tensor + batch.to(tl.int64) * strides[0] + start.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+    strides = tensor.strides
+    corner = tensor.data + entry.to(tl.int64) * strides[0] + token.to(tl.int64) * strides[1]
+    corner += head.to(tl.int64) * strides[2]
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
-    return origin + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[3], row, column
+    return corner + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[3], row, column
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tiles of a bias
 
 
 @triton.jit
-def load_scale(scale, row_scales, strides, batch, head, row, ROW_SCALE: tl.constexpr, ACCUMULATOR: tl.constexpr):
-    """s per query row: a vector like `row` if every row has its own, else one number."""
-    if ROW_SCALE:
-        offset = batch.to(tl.int64) * strides[0] + row.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
-        row_scale = tl.load(row_scales + offset)
+def bias_of_head(bias, work, head):
+    """The pointer of a bias, moved to a head and to the first row and token of work's sequence."""
+    strides = bias.strides
+    data = bias.data + work.entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    return data + work.first_row.to(tl.int64) * strides[2] + work.first_token.to(tl.int64) * strides[3]
+
+
+@triton.jit
+def load_bias(bias, row, key, work, ACCUMULATOR: tl.constexpr):
+    """A tile of a head's bias in base 2, for rows (·, 1) and keys (1, ·) in either order; a mask's False is −inf."""
+    inside = (row < work.query_length) & (key < work.key_length)
+    tile = tl.load(_pairs(bias, row, key), mask=inside, other=0)
+    if bias.data.dtype.element_ty == tl.uint8:
+        tile = tl.where(tile == 0, float("-inf"), 0.0).to(ACCUMULATOR)
     else:
-        row_scale = tl.full([], scale, ACCUMULATOR)
-    return row_scale
+        tile = tile.to(ACCUMULATOR) * LOG2E
+    return tile
+
+
+@triton.jit
+def add_bias_gradient(d_bias, row, key, work, ds, SHARED: tl.constexpr):
+    """dS into a head's bias gradient; SHARED: other rows or heads have the same entries."""
+    inside = (row < work.query_length) & (key < work.key_length)
+    if SHARED:
+        tl.atomic_add(_pairs(d_bias, row, key), ds, mask=inside, sem="relaxed")
+    else:
+        tl.store(_pairs(d_bias, row, key), ds, mask=inside)
+
+
+@triton.jit
+def _pairs(bias, row, key):
+    """Addresses of pairs of a row and a key."""
+    return bias.data + row.to(tl.int64) * bias.strides[2] + key.to(tl.int64) * bias.strides[3]

@@ -1,1 +1,1 @@
-"""What a tile means, for every backend: scores and their gradients, the decay of rows and keys, who sees whom."""
+"""The mathematics of a tile, for every backend: scores and their gradients, decay, visibility."""

@@ -1,0 +1,16 @@
+"""What kernels take a tensor as."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Strided(NamedTuple):
+    """A tensor and its strides; Triton passes (named) tuples to kernels, and what is None compiles to nothing."""
+
+    data: Tensor | None  # None where a descriptor reads all of it
+    strides: tuple[int, ...]
+
+
+def strided(x: Tensor | None) -> Strided | None:
+    return None if x is None else Strided(x, x.stride())
