@@ -13,6 +13,8 @@ SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 # a log-decay below this is a reset: e^λ is 0 in float64 there, and −1e9 or finfo.min is how people write one
 RESET_BELOW = -746.0
+# tokens of a block of DecayPrefix; tiles of every size lie inside one
+DECAY_BLOCK = 128
 
 
 # the names that arguments may have, for annotations

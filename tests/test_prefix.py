@@ -9,12 +9,12 @@ import torch
 from hypothesis import strategies as st
 
 from decayattn.backends.planning import prefix, sequences
-from decayattn.problem import AttentionProblem
+from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
 ON_GPU = torch.cuda.is_available()
 EPS32, EPS64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 LOG2E = math.log2(math.e)
-BLOCK = prefix.DECAY_BLOCK
+BLOCK = DECAY_BLOCK
 # in the interpreter every token of a block's scan is a Python step
 LONG = 2**20 + 5 if ON_GPU else 20 * BLOCK + 5
 

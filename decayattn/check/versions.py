@@ -68,6 +68,7 @@ def _gpus() -> list[str]:
     kinds: collections.Counter[str] = collections.Counter()
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        capability = getattr(gpu, "gcnArchName", None) or f"{gpu.major}.{gpu.minor}"
+        # PyTorch for CUDA has the name of the GPU as gcnArchName
+        capability = gpu.gcnArchName if torch.version.hip is not None else f"{gpu.major}.{gpu.minor}"
         kinds[f"{gpu.name}, capability {capability}, {gpu.total_memory / 2**30:.1f} GiB"] += 1
     return [f"{count} x {kind}" for kind, count in kinds.items()]

@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends.planning.sequences import (
-    BLOCK,
     Sequences,
     constants,
     decay_blocks,
@@ -38,9 +37,8 @@ from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.tiles.parts import PARTS, in_parts
 from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
-from decayattn.problem import AttentionProblem, DecayPrefix
+from decayattn.problem import DECAY_BLOCK, AttentionProblem, DecayPrefix
 
-DECAY_BLOCK = BLOCK
 _PARTS: tl.constexpr = tl.constexpr(PARTS)
 # blocks that one step of a scan over block sums reads at once
 _SCAN_CHUNK = 128

@@ -15,10 +15,10 @@ from torch import Tensor
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
-from decayattn.problem import AttentionProblem
+from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
-# rows or tokens of a block: tiles of every size lie inside one, and so does one block of the decay prefix
-BLOCK = 128
+# rows or tokens of a block that a sequence is counted in
+BLOCK = DECAY_BLOCK
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 # ends that one search compares at once, and sequences that are compared with a block's rows at once
 _CHUNK = 128

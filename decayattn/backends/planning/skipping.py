@@ -31,7 +31,7 @@ from torch import Tensor
 
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as packing
-from decayattn.backends.planning.prefix import DECAY_BLOCK, DecayPrefix, prefix_of_head
+from decayattn.backends.planning.prefix import prefix_of_head
 from decayattn.backends.planning.sequences import Sequences, offsets_of_head, parts_before, tile_of_program
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.arguments import strided
@@ -39,7 +39,7 @@ from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.tiles.scores import LOG2E
 from decayattn.backends.tiles.visibility import keys_seen
-from decayattn.problem import AttentionProblem
+from decayattn.problem import DECAY_BLOCK, AttentionProblem, DecayPrefix
 
 GRANULE = 64
 # fewer rows or keys than this attend in about the time that two launches take, and few rows read the keys hardly more

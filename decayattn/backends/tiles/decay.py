@@ -8,8 +8,8 @@ sizes divide DECAY_BLOCK).
 import triton
 import triton.language as tl
 
-from decayattn.backends.planning.prefix import DECAY_BLOCK as _DECAY_BLOCK
 from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
+from decayattn.problem import DECAY_BLOCK as _DECAY_BLOCK
 
 DECAY_BLOCK: tl.constexpr = tl.constexpr(_DECAY_BLOCK)
 # farther than any pair is apart, and no sum of it with a position leaves 32 bits

@@ -8,7 +8,7 @@ from decayattn.backends.hopper.backward.row_terms import terms_row_of_tile
 from decayattn.backends.hopper.backward.work import find_work, load_rate, query_tile, visit_count
 from decayattn.backends.hopper.backward.zeroing import publish_zeroed, start_zeroing, wait_zeroed
 from decayattn.backends.hopper.common import copy_engine
-from decayattn.backends.planning.prefix import DECAY_BLOCK
+from decayattn.problem import DECAY_BLOCK
 
 BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
 

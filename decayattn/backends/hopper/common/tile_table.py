@@ -15,12 +15,11 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.copy_engine import aggregate
 from decayattn.backends.hopper.common.descriptors import SLICE_END
-from decayattn.backends.planning.prefix import DECAY_BLOCK
 from decayattn.backends.planning.sequences import parts_before
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
-from decayattn.problem import AttentionProblem
+from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
 # the words of a line: _list_tiles writes them; load_bounds and row_terms.py read them
 START: gl.constexpr = gl.constexpr(0)  # the first row or key of the tile in its sequence
