@@ -7,8 +7,7 @@ A work tile is 128 keys, with the query tiles that see them, over the query head
 producer fetches work tiles from a counter. The two consumer warpgroups own 64 keys each and keep dk and dv in
 registers.
 
-    producer (1 warp)  record → k v → | q0 terms0 | dO0 | q1 terms1 | dO1 | …          TMA;  dv of the last tile → TMA
-    store
+    producer (1 warp)  record → k v → | q0 terms0 | dO0 | q1 terms1 | dO1 | …     TMA; dv of the last tile → TMA store
                           │ published.full, keys_ready       ↑ keys_read, dv_ready
                           ↓ queries_ready, d_outs_ready      │ empty
     consumer 0         S0 dP0 P0 dV0 dS0 | dq₋₁ part, dK0 | S1 dP1 P1 dV1 dS1 | dq0 part, dK1 | …      TMA adds dq parts
@@ -25,8 +24,7 @@ registers.
     d_scores_read    1        both: dSᵀ of the tile before is read both, before they store to its slot (two SLOTS only)
     empty            STAGES   both consumers, after dK             producer, before the next q, terms and dO
     dv_ready         1        both: dv is where v was              producer, before it stores dv
-    keys_read        1        both, after dq of the last tile      producer, before the next k; both, before dk is
-    staged
+    keys_read        1        both, after dq of the last tile      producer, before the next k; both, before dk leaves
 
 dq needs all keys of a tile, so dSᵀ goes through shared memory, and each warpgroup multiplies one half of dq, a tile
 later, when neither has to wait for the other. The copy engine adds dq in float32 to a buffer that has the order in
