@@ -49,7 +49,7 @@ assert pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", sys.argv[
 
 import test_hopper_on_cpu, test_tile_range
 import triton
-from decayattn.backends import prefix
+from decayattn.backends.planning import prefix
 
 assert not triton.knobs.runtime.interpret
 for module in (test_tile_range, prefix):
