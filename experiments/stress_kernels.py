@@ -138,7 +138,10 @@ while True:
 """
     begun = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(processes)]
     for process in begun:
-        process.stdout.readline()
+        if not process.stdout.readline():
+            for other in begun:
+                other.kill()
+            raise RuntimeError("a process that was to keep the GPU busy has ended")
     return begun
 
 

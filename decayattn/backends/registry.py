@@ -22,7 +22,8 @@ _NOT_DETERMINISTIC = (
 
 
 class Decode(Protocol):
-    """Attention of the last T_q tokens of every cache entry: out and lse."""
+    """Attention of the last T_q tokens of every cache entry: out and lse. reference.decode says what the arguments are.
+    """
 
     def __call__(
         self,

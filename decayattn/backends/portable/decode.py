@@ -79,19 +79,11 @@ def decode(
     left: int | None = None,
     longest: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last T_q tokens of every cache entry. The arguments have been checked by the caller.
+    """reference.decode by two launches, with its arguments, which the caller has checked.
 
-    Args:
-        inputs: q of the new tokens, T_q of them, which is meant to be small, and may be any number; the whole buffers
-            of a cache as k and v, (B, T_max, H_kv, ·), of which nothing is read beyond an entry's length; log_decay
-            where it is constant; and a scale. Any strides, as below.
-        lengths: (B,) int32, tokens in use, the T_q new ones among them: row r is at position lengths − T_q + r. Rows at
-            negative positions see nothing.
-        alpha: (B, T_max, H) float64, the running sum of a decay per token (resets counted as 0), instead of log_decay.
-            Any strides; the tokens of a head behind one another are read fastest.
-        first: (B, H, T_q) int32, the first key that a row sees (of its last reset); default 0.
-        left: a row at position i sees the keys j ≥ i − left only; None is no limit.
-        longest: no length is larger, as the host knows; default T_max. It only sizes the launch.
+    T_q is meant to be small, and may be any number: row r is at position lengths − T_q + r, and rows at negative
+    positions see nothing. Nothing is read beyond an entry's length; longest only sizes the launch. lengths and first
+    are int32. Tensors may have any strides; alpha is read fastest where the tokens of a head lie behind one another.
 
     Returns:
         out (B, T_q, H, D_v) in the dtype of q, and lse (B, H, T_q) in float32 (float64 for float64 inputs). A row that
