@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", BackendName: "str",
     Sequence[int]: "SymInt[]", Sequence[int] | None: "SymInt[]?",
-}  # fmt: skip
+}
 
 
 def _arguments(fields: type) -> str:
@@ -126,7 +126,7 @@ def _forward(
 def _backward(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, out: Tensor, saved: Saved, d_out: Tensor,
     d_lse: Tensor | None, asked: Asked,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     deterministic = torch.are_deterministic_algorithms_enabled()
     launcher = registry.loaded(registry.resolve(problem, backend, inputs, deterministic))
     gradients = launcher.backward(
@@ -170,7 +170,7 @@ def _problem_of(inputs: Inputs, modes: Modes) -> AttentionProblem:
     return AttentionProblem.of(
         inputs.q, inputs.v, inputs.log_decay, inputs.row_scale, modes.causal, modes.window, inputs.places,
         modes.longest, inputs.bias, modes.skip_tolerance,
-    )  # fmt: skip
+    )
 
 
 def _tensor(x: Tensor | None, like: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def _forward_fake(*arguments):
     saved = Saved(
         q.new_empty(rows, dtype=problem.accumulator_dtype), *prefix.allocate(problem, q, flat_base=True),
         skipping.allocate(problem, q), q.new_empty(0 if inputs.sink is None else rows, dtype=problem.accumulator_dtype),
-    )  # fmt: skip
+    )
     out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
     return out, q.new_empty(rows if with_lse else 0, dtype=problem.accumulator_dtype), *saved
 

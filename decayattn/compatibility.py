@@ -53,7 +53,7 @@ def _probe_observers() -> tuple[Callable[[], int], Callable[[], bool]]:
 _observers = _usable(
     "torch._C._len_torch_dispatch_stack, ._are_functorch_transforms_active", _probe_observers,
     "every call passes through the operators, which takes the host longer",
-)  # fmt: skip
+)
 
 
 def has_observers() -> bool:
@@ -74,7 +74,7 @@ def _probe_guard() -> Callable:
 below_autograd = _usable(
     "torch._C._AutoDispatchBelowAutograd", _probe_guard,
     "torch.library.register_autograd differentiates the operators, which takes the host longer",
-)  # fmt: skip
+)
 
 
 def _probe_level() -> bool:
@@ -130,7 +130,7 @@ def _probe_mark() -> bool:
 _has_mark = _usable(
     "_dynamo_marked_constant", _probe_mark,
     "torch.compiler.assume_constant_result sets the mark, which imports torch._dynamo and Triton with the library",
-)  # fmt: skip
+)
 
 
 def assume_constant_result(function: Callable) -> Callable:
@@ -265,7 +265,7 @@ def _agrees(direct: DirectLaunch, programs: int, device: int, args: tuple, given
     expected = (
         programs, 1, 1, current_stream(device), direct.function, direct.metadata,
         None, hooks.launch_enter_hook, hooks.launch_exit_hook, *args, *direct.rest,
-    )  # fmt: skip
+    )
     told = 6  # what hooks are told of the launch
     return len(given) == len(expected) and all(
         i == told or x is y or (type(x) is type(y) is int and x == y)

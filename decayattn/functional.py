@@ -54,17 +54,17 @@ class _PackedOptions(_Options):
 def decay_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: Literal[False] = False,
     **options: "Unpack[_DenseOptions]",
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def decay_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: Literal[True],
     **options: "Unpack[_DenseOptions]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def decay_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: bool,
     **options: "Unpack[_DenseOptions]",
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @keywords.named
 def decay_attention(
     q: Tensor,
@@ -155,14 +155,14 @@ def decay_attention(
     check_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
         skip_tolerance,
-    )  # fmt: skip
+    )
     log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
     places = _places_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
     inputs = Inputs(q, k, v, log_decay, row_scale, places, bias, sink, number)
     problem = AttentionProblem.of(
         q, v, log_decay, row_scale, causal, window_of(window_size, causal), places, bias=bias,
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
-    )  # fmt: skip
+    )
     out, lse = _attend(problem, inputs, backend, return_lse)
     if not return_lse:
         return out
@@ -174,17 +174,17 @@ def decay_attention(
 def decay_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: Literal[False] = False,
     **options: "Unpack[_PackedOptions]",
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def decay_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: Literal[True],
     **options: "Unpack[_PackedOptions]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def decay_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: bool,
     **options: "Unpack[_PackedOptions]",
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @keywords.named
 def decay_attention_varlen(
     q: Tensor,
@@ -236,7 +236,7 @@ def decay_attention_varlen(
     check_packed_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         skip_tolerance,
-    )  # fmt: skip
+    )
     q, k, v = q[None], k[None], v[None]
     max_seqlen_q, max_seqlen_k = integer(max_seqlen_q), integer(max_seqlen_k)
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
@@ -250,7 +250,7 @@ def decay_attention_varlen(
     problem = AttentionProblem.of(
         q, v, log_decay, row_scale, causal, window_of(window_size, causal), places, (max_seqlen_q, max_seqlen_k),
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
-    )  # fmt: skip
+    )
     out, lse = _attend(problem, inputs, backend, return_lse)
     out = out.squeeze(0)  # not out[0], whose gradient would be copied into zeros
     if not return_lse:
@@ -289,7 +289,7 @@ def visited_fraction(
     problem = AttentionProblem.of(
         q, k, log_decay, row_scale, True, window_of(window_size, True),
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
-    )  # fmt: skip
+    )
     if registry.select(problem, "triton") == "reference":  # meta tensors: nothing runs
         return q.new_empty(problem.batch, problem.num_heads, dtype=torch.float32)
     from decayattn.backends.planning import skipping  # imports Triton
@@ -311,7 +311,7 @@ def _attend(
 def _places_in_entries(
     q: Tensor, k: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None, leftpad_q: Tensor | None,
     leftpad_k: Tensor | None,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """AttentionProblem's places; None where every sequence fills its batch entry."""
     if all(given is None for given in (seqused_q, seqused_k, leftpad_q, leftpad_k)):
         return None

@@ -102,7 +102,7 @@ class AttentionProblem(NamedTuple):
             batch, query_length, key_length, num_heads, num_kv_heads, head_dim, value_dim,
             q.dtype, q.device, decay, causal, row_scale is not None, bias is not None,
             _clamped(window, longest_query, longest_key), layout, sequences, longest_query, longest_key, skip_tolerance,
-        )  # fmt: skip
+        )
 
 
 class Inputs(NamedTuple):

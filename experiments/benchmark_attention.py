@@ -36,10 +36,10 @@ from decayattn.testing import format_table
 GPU_DEFAULTS = {
     "head_dims": [64, 128], "lengths": [2048, 8192, 32768], "tokens": 32768, "heads": 16, "dtype": "bfloat16",
     "output": ROOT / "results/benchmark_attention.json",
-}  # fmt: skip
+}
 CPU_DEFAULTS = {
     "head_dims": [16, 64], "lengths": [65, 130], "tokens": 130, "heads": 2, "dtype": "float32",
-}  # fmt: skip
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured = cases(
         options.head_dims, options.lengths, options.tokens, options.heads, options.dtype, options.decay,
         options.mean_log_decay, not options.not_causal,
-    )  # fmt: skip
+    )
     return run(measured, options, argv, "cuda") if cuda else check_on_cpu(measured, options)
 
 

@@ -38,7 +38,7 @@ METHOD = {
 GPU_DEFAULTS = {
     "dtype": "bfloat16", "head_dims": [64, 128], "backends": ["auto", "triton"], "calls": 50,
     "output": ROOT / "results/benchmark_overhead.json",
-}  # fmt: skip
+}
 CPU_DEFAULTS = {"dtype": "float32", "head_dims": [16], "backends": ["reference"], "calls": 2}
 
 

@@ -42,7 +42,7 @@ GPU_DEFAULTS = {
     "decode_batch": 64, "decode_heads": 32, "decode_kv_heads": 8, "decode_head_dim": 128, "decode_tokens": 32768,
     "generate_layers": 4, "generate_width": 256, "generate_heads": 4, "generate_half_lives": [4.0, 64.0],
     "generate_prompt": 8192, "generate_timed": 512, "generate_evict_every": 128, "generate_stream": 100_000,
-}  # fmt: skip
+}
 CPU_DEFAULTS = {
     "dtype": "float32", "backend": "triton", "rounds": 2,
     "packed_head_dims": [16], "packed_heads": 2, "packed_documents": 5, "packed_document_lengths": [3, 70],
@@ -50,7 +50,7 @@ CPU_DEFAULTS = {
     "decode_batch": 2, "decode_heads": 4, "decode_kv_heads": 2, "decode_head_dim": 16, "decode_tokens": 150,
     "generate_layers": 2, "generate_width": 32, "generate_heads": 2, "generate_half_lives": [1.0, 2.0],
     "generate_prompt": 128, "generate_timed": 32, "generate_evict_every": 16, "generate_stream": 400,
-}  # fmt: skip
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,7 +151,7 @@ def _refusals(options: argparse.Namespace, cuda: bool) -> list[tuple[str, str]]:
         ("generate-timed", f"at least --generate-evict-every {every}, or no eviction is timed",
          options.generate_timed >= every),
         ("generate-stream", f"at least --generate-evict-every {every}", options.generate_stream >= every),
-    ]  # fmt: skip
+    ]
     return [(name, expected) for name, expected, right in rules if not right]
 
 

@@ -35,11 +35,11 @@ GPU_DEFAULTS = {
     "head_dims": [128, 64], "heads": 16, "dtype": "bfloat16", "backend": "auto", "planning": 8192, "tokens": 32768,
     "pruning": 32768, "constant": 131072, "lengths": [2048, 8192, 32768, 131072, 524288], "whole_up_to": 131072,
     "mean_log_decay": -0.01, "output": ROOT / "results/benchmark_skipping.json",
-}  # fmt: skip
+}
 CPU_DEFAULTS = {
     "head_dims": [16], "heads": 2, "dtype": "float32", "backend": "triton", "planning": 200, "tokens": 200,
     "pruning": 700, "constant": 700, "lengths": [300], "whole_up_to": 300, "mean_log_decay": -0.5,
-}  # fmt: skip
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def run(
     chosen = studies(
         options.head_dims, options.heads, options.dtype, options.mean_log_decay, options.planning, options.pruning,
         options.constant, options.lengths, options.tokens,
-    )  # fmt: skip
+    )
     for workload in chosen:
         if workload.study in options.studies:
             measure_one(workload, options, result, device, timer)
@@ -102,7 +102,7 @@ def run(
 def measure_one(
     workload: Workload, options: argparse.Namespace, result: dict[str, Any], device: str,
     timer: Callable[[Callable[[], object]], float] | None,
-) -> None:  # fmt: skip
+) -> None:
     """Check one workload, then time everybody on it; rows and everything missing go into the report."""
     print(f"\n{workload}", flush=True)
 

@@ -58,10 +58,10 @@ GPU_DEFAULTS = {
                (1, 32768, 16, 128)],
     "dtype": "bfloat16", "backends": ["auto"], "peers": ["cudnn", "flash_attn", "fla", "fox"],
     "output": ROOT / "results/benchmark_sustained.json",
-}  # fmt: skip
+}
 CPU_DEFAULTS = {
     "shapes": [(1, 65, 2, 16), (1, 130, 1, 16)], "dtype": "float32", "backends": ["triton"], "peers": [],
-}  # fmt: skip
+}
 # above this length one head is judged, not two: a matrix of a head's float64 scores takes seconds per evaluation
 _TWO_HEADS_UP_TO = 8192
 
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace, argv: Sequence[str], device: str) -> int:
     result: dict[str, Any] = provenance("experiments/benchmark_sustained.py", argv, options.commit) | {
         "method": METHOD, "rounds": options.rounds, "seconds": options.seconds, "kernels": {},
         "missing": [], "checks": [], "rows": [],
-    }  # fmt: skip
+    }
     about = ("gpu", "driver", "torch", "triton", "cudnn", "commit")
     print(" · ".join(f"{key} {result[key]}" for key in about), flush=True)
     per_shape = len(kernels_of(options.shapes[0], options)) * (1 + 2 * options.rounds * (device == "cuda"))
@@ -225,7 +225,7 @@ def missing(result: dict[str, Any], kernel: Kernel, kind: str, why: str, progres
 def time_kernels(
     kernels: Sequence[Kernel], prepared: dict[str, measure.Prepared], errors: dict[str, dict[str, float]], rounds: int,
     timer: measure.Timer, result: dict[str, Any], progress: Progress,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """A row per direction of one shape, with every kernel's figures."""
 
     def timed(call: Any) -> float:

@@ -85,7 +85,7 @@ HOPPER_MORE_SPILLS = {
         ("gradients_kernel", 64): 60, ("gradients_kernel", 128): 332,
     },
     "packed": {("forward_kernel", 128): 12},
-}  # fmt: skip
+}
 # by kernel, head dimension and dtype: P in float32, for the gradient of a constant rate
 HOPPER_FLOAT16_SPILLS = {("gradients_kernel", 64, torch.float16): 104}
 # the Triton of the measurements in config.py
@@ -136,12 +136,12 @@ def main() -> int:
         help="how tiles are read; both sides: as by TMA, not causal; small: so few that the gradients of keys and "
         "queries share a launch; packed: from packed sequences, with a window; bias: through pointers, with a bias and "
         "its gradient; decode: one query row over a key cache",
-    )  # fmt: skip
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--targets", nargs="+", choices=TARGETS, default=["sm_90"],
         help="the Hopper backend is compiled for sm_90 only",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=Path, help="where to write what is printed")
     options = parser.parse_args()
     print(f"triton {triton.__version__}")
@@ -247,7 +247,7 @@ def compiled_kernels(
             decoding.decode(
                 Inputs(q[:, :1], k[:, :, :1], v[:, :, :1], log_decay if decay == "constant" else None, scale=scale),
                 torch.empty(2, dtype=torch.int32), alpha=alpha, first=torch.empty(2, 4, 1, dtype=torch.int32),
-            )  # fmt: skip
+            )
         return kernels
     inputs = Inputs(q, k, v, log_decay, places=places, bias=bias, scale=scale)
     with collecting(target) as kernels:

@@ -81,13 +81,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option("--seed", type=int, default=0, help="what calls are drawn from, with their numbers")
     option("--only", type=int, metavar="NUMBER", help="this call only, in this process")
     option("--after-others", action="store_true", help="with --only: after the calls of its family that come before "
-           "it, as in the whole run: for what only shows in a process that has done other things")  # fmt: skip
+           "it, as in the whole run: for what only shows in a process that has done other things")
     option("--family", type=int, metavar="CALLS", default=CALLS_PER_FAMILY, help="calls that share what kernels are "
-           "compiled for: more of them are faster and vary less; part of what is drawn from")  # fmt: skip
+           "compiled for: more of them are faster and vary less; part of what is drawn from")
     option("--longest", type=int, default=1000 if cuda else 70, help="longest sequence; part of what is drawn from")
     option("--processes", type=int, default=os.cpu_count() if cuda else 1, help="processes, all on one GPU")
     option("--backends", nargs="+", choices=judge.BACKENDS, help="default: triton, hopper where it takes a call, and "
-           "in two of three calls auto or reference")  # fmt: skip
+           "in two of three calls auto or reference")
     option("--minutes", type=float, help="stop after so long")
     option("--limit", type=float, default=300.0, help="seconds that a call may take, compiling included")
     option("--output", type=Path, help="JSON file")
@@ -104,7 +104,7 @@ def draw_here(number: int, seed: int, longest: int, family: int = CALLS_PER_FAMI
 
 def fuzz(
     number: int, seed: int, longest: int, family: int, backends: list[str] | None
-) -> tuple[dict[str, Any], bool]:  # fmt: skip
+) -> tuple[dict[str, Any], bool]:
     """One call: its result, and whether this process can go on."""
     torch.set_num_threads(1)
     call = draw_here(number, seed, longest, family)
@@ -183,7 +183,7 @@ class Summary:
             "eager_overflows": self.overflowed,
             "worst_passed_ratio": {backend: dict(sorted(tensors.items())) for backend, tensors in self.worst.items()},
             "failures": self.failures,
-        }  # fmt: skip
+        }
 
     def text(self, asked: int, seconds: float) -> str:
         stopped = f" of {asked}, stopped in time" if self.done < asked else ""

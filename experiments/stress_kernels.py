@@ -110,7 +110,7 @@ def stress(shape: Sequence[int], backend: str, far: float, tolerance: float | st
         return 0
     failed, calls = 0, 0
     lines = [f"first call, beside triton: {line}" for line in deviations(
-        first, call("triton", given, tolerance), False, KERNELS)]  # fmt: skip
+        first, call("triton", given, tolerance), False, KERNELS)]
     end = time.monotonic() + seconds
     while time.monotonic() < end or calls == 0:
         poison()  # before every call: the memory of the last one holds what should be there

@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 def make(
     rows=333, keys=None, *, batch=2, heads=4, kv_heads=None, dim=64, value_dim=None, decay="scalar", dtype=BF16,
     strength=0.1,
-):  # fmt: skip
+):
     keys, kv_heads, value_dim = keys or rows, kv_heads or heads, value_dim or dim
     q = torch.randn(batch, rows, heads, dim, device=DEVICE, dtype=dtype)
     k, v = (torch.randn(batch, keys, kv_heads, d, device=DEVICE, dtype=dtype) for d in (dim, value_dim))
@@ -76,7 +76,7 @@ def make_padded(**options) -> dict:
     inputs |= dict(
         seqused_q=int32(290, 333, 300, 12), seqused_k=int32(500, 400, 300, 5),
         leftpad_q=int32(0, 100, 3, 0), leftpad_k=int32(0, 129, 3, 5),
-    )  # fmt: skip
+    )
     for n in range(4):
         for name in ("q", "k", "v", *["log_decay"] * (decay == "scalar")):
             side = "q" if name == "q" else "k"

@@ -58,7 +58,7 @@ def per_sequence(cu_seqlens: Tensor, function, *tensors: Tensor, queries: Tensor
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
-):  # fmt: skip
+):
     distance = distances(q.shape[1], k.shape[1])
     left, right = window_size
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -72,7 +72,7 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None,
-):  # fmt: skip
+):
     def one(q, k, v):
         return flash_attn_func(
             q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, alibi_slopes=alibi_slopes
@@ -114,7 +114,7 @@ class ForgettingAttention(nn.Module):
     def __init__(
         self, hidden_size=2048, num_heads=32, num_kv_heads=None, qkv_bias=False, qk_norm=False, window_size=None,
         use_output_gate=False, layer_idx=None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.head_dim = hidden_size // num_heads
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -183,7 +183,7 @@ class ForgettingAttentionLayer(nn.Module):
         self, hidden_size=2048, num_heads=32, use_output_gate=False, ogate_act="sigmoid", fgate_type="full",
         fgate_bias_init=False, decay_time_min=None, decay_time_max=None, use_output_norm=False, qk_norm=False,
         qk_norm_share_param_across_head=False, use_k_shift=False, use_v_shift=False,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.num_heads, self.head_dim, self.ogate_act = num_heads, hidden_size // num_heads, ogate_act
 

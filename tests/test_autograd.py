@@ -67,7 +67,7 @@ def operator_arguments(
     return (
         *(leaves.get(name) for name in NAMES), places, bias, sink, scale, causal, window, longest, skip_tolerance,
         "triton", with_lse,
-    )  # fmt: skip
+    )
 
 
 def test_the_schemas_are_those_of_the_named_tuples():

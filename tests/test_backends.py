@@ -28,7 +28,7 @@ def python(code: str, **environment: str) -> str:
     finished = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], env=inherited | environment, capture_output=True, text=True,
         timeout=300,
-    )  # fmt: skip
+    )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 

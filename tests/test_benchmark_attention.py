@@ -47,7 +47,7 @@ def test_the_default_shapes_hold_the_same_tokens_at_every_length():
     made = cases([64, 128], [2048, 8192, 32768], 32768, 16, "bfloat16", "none", 0.0)
     assert [(c.batch, c.length, c.head_dim) for c in made] == [
         (16, 2048, 64), (4, 8192, 64), (1, 32768, 64), (16, 2048, 128), (4, 8192, 128), (1, 32768, 128),
-    ]  # fmt: skip
+    ]
     assert cases([64], [100], 10, 1, "float32", "none", 0)[0].batch == 1
 
 
@@ -125,7 +125,7 @@ def test_an_error_of_one_percent_is_seen_as_one_percent(spoilt):
 
 @pytest.mark.parametrize("peer", [
     peers.Peer("math", "SDPA", "BHTD", "none", peers.sdpa(SDPBackend.MATH)), peers.ours("reference", decay=False),
-], ids=lambda peer: peer.name)  # fmt: skip
+], ids=lambda peer: peer.name)
 def test_a_peer_without_decay_is_measured_against_attention_without_decay(peer):
     errors = errors_of(peer, SMALL)
     assert set(errors) == {"out", "dq", "dk", "dv"}
@@ -242,7 +242,7 @@ def test_only_what_runs_on_the_device_counts_as_a_launch():
             event("cuda_runtime", "cudaLaunchKernel", 6), event("gpu_user_annotation", "step", 7),
             event("ac2g", "ac2g", 30, ph="f"), {"ph": "M", "name": "process_name"},
         ]
-    }  # fmt: skip
+    }
     assert measure.launches_in_trace(trace) == ["_delta", "Memset (Device)", "_backward", "Memcpy DtoD"]
 
 
@@ -439,10 +439,10 @@ def test_a_case_measures_what_it_can_and_lists_what_it_cannot(capsys):
     assert measured == [
         ("cudnn", "forward", None), ("cudnn", "backward", None),
         ("decayattn reference", "forward", ["_kernel"]), ("decayattn reference", "backward", ["_kernel"]),
-    ]  # fmt: skip
+    ]
     assert [(entry["peer"], entry["kind"], entry["reason"], entry["ours"]) for entry in result["missing"]] == [
         ("broken", "failed", "OutOfMemoryError: too big", False), ("absent", "absent", "not installed", False),
-    ]  # fmt: skip
+    ]
     assert result["checks"][0]["peer"] == "decayattn reference"
     printed = capsys.readouterr().out
     assert "broken: failed: OutOfMemoryError: too big" in printed
@@ -475,7 +475,7 @@ def test_a_run_leaves_json_and_plot(decay, causal, tmp_path, capsys):
     read = json.loads(output.read_text())
     assert [(row["batch"], row["length"], row["direction"]) for row in read["rows"]] == [
         (2, 8, "forward"), (2, 8, "backward"), (1, 16, "forward"), (1, 16, "backward"),
-    ]  # fmt: skip
+    ]
     assert {row["causal"] for row in read["rows"]} == {causal}
     assert {entry["peer"] for entry in read["missing"]} == {"fox"}
     assert {"gpu", "driver", "torch", "triton", "cudnn", "python", "commit", "dirty", "command", "date"} <= set(read)
@@ -538,7 +538,7 @@ def test_the_script_checks_the_interpreted_kernels_where_there_is_no_gpu(interpr
     run = subprocess.run(
         [sys.executable, str(EXPERIMENTS / "benchmark_attention.py"), "--head-dims", "16", "--lengths", "33"],
         env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "backend triton" in run.stdout
     assert "all within the error budget" in run.stdout

@@ -255,7 +255,7 @@ def test_logits_are_held_to_the_error_of_the_model_without_a_cache(dtype, monkey
     tokens = torch.randint(256, (1, 120))
     assert [(row.mode, row.passed) for row in generation.verify(model, tokens, eviction)] == [
         ("cache", True), ("evict", True),
-    ]  # fmt: skip
+    ]
     too_much = generation.verify(model, tokens, Eviction(8, 0.999))
     if dtype == torch.float32:  # what a float16 model cannot see is not wrong for it
         assert [row.passed for row in too_much] == [True, False]

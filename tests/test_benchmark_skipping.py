@@ -27,7 +27,7 @@ def test_the_script_runs_where_there_is_no_gpu(interpreter):
     run = subprocess.run(
         [sys.executable, str(EXPERIMENTS / "benchmark_skipping.py"), *argv],
         env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "visits 0." in run.stdout
     assert "right" in run.stdout
@@ -38,7 +38,7 @@ def test_every_study_has_its_workloads():
     assert [w.study for w in found].count("lengths") == 2
     assert {(w.case.head_dim, w.rates) for w in found if w.study == "constant"} == {
         (128, "alibi"), (128, "retnet"), (64, "alibi"), (64, "retnet"),
-    }  # fmt: skip
+    }
     assert {w.case.batch for w in found if w.study == "planning"} == {4}
     assert len({str(w) for w in found}) == len(found)
 

@@ -90,7 +90,7 @@ def test_names_tell_backend_and_decay():
     kernels = benchmark_sustained.kernels_of((1, 2, 3, 4), options)
     assert [kernel.name for kernel in kernels] == [
         "cudnn", "fox", "ours", "ours, no decay", "ours, constant", "triton", "triton, no decay", "triton, constant",
-    ]  # fmt: skip
+    ]
     assert [kernel.case.decay for kernel in kernels][2:] == ["scalar", "none", "constant"] * 2
     case = kernels[0].case
     assert (case.batch, case.length, case.heads, case.head_dim) == (1, 2, 3, 4)
@@ -128,7 +128,7 @@ def test_a_run_leaves_json(tmp_path, capsys):
     assert read["method"]["regime"] == "sustained"
     assert [(row["batch"], row["length"], row["direction"]) for row in read["rows"]] == [
         (2, 20, "forward"), (2, 20, "backward"), (1, 40, "forward"), (1, 40, "backward"),
-    ]  # fmt: skip
+    ]
     names = ["cudnn", "reference", "reference, no decay", "reference, constant"]
     for row in read["rows"]:
         assert list(row["kernels"]) == names
@@ -241,7 +241,7 @@ def test_the_script_checks_the_interpreted_kernels_where_there_is_no_gpu(interpr
     run = subprocess.run(
         script, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300,
         check=False,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "triton, no decay: out, lse, dq, dk, dv within the error budget" in run.stdout
     assert "all within the error budget" in run.stdout

@@ -22,7 +22,7 @@ OPTIONS = {
         "scale": "learned",
     },
     "window and sink": {"window_size": (6, 0), "sink": True},
-}  # fmt: skip
+}
 
 
 class Resets(nn.Module):
@@ -202,7 +202,7 @@ def test_attend_is_decay_attention_of_the_last_rows(backend, kind):
             own = log_decay[:, part] if kind == "scalar" else log_decay
             out.append(cache.attend(
                 q[:, part], k[:, part], v[:, part], own, scale=scale[:, part], window_size=window_size, backend=backend
-            ))  # fmt: skip
+            ))
         assert_close(torch.cat(out, 1), want)
 
 
@@ -441,7 +441,7 @@ class Stream:
         return DecayCache(
             2, max_length, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=6, value_dim=5, device=DEVICE,
             dtype=torch.float64,
-        )  # fmt: skip
+        )
 
     def hidden(self, cache):
         """(B, H, T), True for the tokens that the cache has evicted or hides."""

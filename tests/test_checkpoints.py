@@ -41,7 +41,7 @@ def test_layers_of_fla(kv_heads, gate, bias):
 def test_layers_of_the_forgetting_transformer(fgate, gate, norm):
     theirs = randomised(other_libraries.ForgettingAttentionLayer(
         WIDTH, HEADS, fgate_type=fgate, use_output_gate=gate, qk_norm=norm, qk_norm_share_param_across_head=norm
-    ))  # fmt: skip
+    ))
     decay = {"full": "scalar", "none": "none"}.get(fgate) or ConstantDecay.from_values([0.0] * HEADS)
     ours = DecayFlashAttention(WIDTH, HEADS, decay=decay, qk_norm=norm, output_gate=gate)
     if norm:

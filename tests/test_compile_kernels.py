@@ -24,7 +24,7 @@ def compile_kernels(*options: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, str(SCRIPT), *options], env=environment, capture_output=True, text=True, timeout=900,
         check=False,
-    )  # fmt: skip
+    )
 
 
 def assert_compiled(backend: str, dims: list[int], paths: list[str], kernels: list[str]) -> None:

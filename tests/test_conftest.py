@@ -67,5 +67,5 @@ def test_on_a_gpu_the_whole_suite_is_collected_for_the_compiler():
     run = subprocess.run(
         [sys.executable, "-c", COLLECT, str(TESTS)], env=environment, cwd=TESTS.parent, capture_output=True, text=True,
         timeout=300, check=False,
-    )  # fmt: skip
+    )
     assert run.stdout.endswith("compiled\n"), run.stdout + run.stderr

@@ -102,7 +102,7 @@ class Case:
         return {
             "out": (rounded @ v / factor).to(rounding).to(dtype), "lse": scores.logsumexp(-1),
             "out size": p @ v.abs(), "lse size": (p * sizes - torch.xlogy(p, p)).sum(-1),
-        }  # fmt: skip
+        }
 
     def check(self, **options):
         """‖x − x64‖ ≤ 2‖rounded − x64‖ + eps‖x64‖ + 4 eps(accumulator)‖A‖ in the maximum norm."""
@@ -234,7 +234,7 @@ def test_a_strong_decay_stays_exact_at_any_position(dtype):
     out, lse = decode(
         Inputs(case.q, case.keys, case.values, scale=0.25),
         torch.tensor([100, 100], dtype=torch.int32).to(case.device), alpha=torch.cat([alpha, alpha - 7e5 - 1 / 3]),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(out[0], out[1], rtol=0, atol=2 * torch.finfo(dtype).eps * case.values.abs().max().item())
     torch.testing.assert_close(lse[0], lse[1], rtol=0, atol=2e-6)
 

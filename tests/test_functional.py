@@ -72,7 +72,7 @@ def test_a_log_decay_that_broadcasts_is_the_expanded_one():
     ((1, 2, 5, 4), r"; log_decay\.squeeze\(0\) would fit$"),
     ((5,), r"; q, k, v: expected \(B, T, H, D\); these look like \(B, H, T, D\).*$"),
     ((2,), r"got \(2,\)$"),
-])  # fmt: skip
+])
 def test_other_shapes_of_a_log_decay_are_refused(shape, hint):
     with pytest.raises(ValueError, match=r"^log_decay: .*\(H,\) = \(4,\) .*\(B, T_k, H\) = \(2, 5, 4\).*" + hint):
         decay_attention(**make() | {"log_decay": torch.zeros(shape)})
@@ -83,7 +83,7 @@ def test_other_shapes_of_a_log_decay_are_refused(shape, hint):
     ((1, 40, 4), r"; log_decay\.squeeze\(0\) would fit"),
     ((4, 40), r"; log_decay\.mT would fit"),
     ((1, 4), r"got \(1, 4\)$"),
-])  # fmt: skip
+])
 def test_other_shapes_of_a_packed_log_decay_are_refused(shape, hint):
     with pytest.raises(ValueError, match=r"^log_decay: .*\(total_k, H\) = \(40, 4\).*" + hint):
         decay_attention_varlen(**packed(make(rows=40), 0, 40) | {"log_decay": torch.zeros(shape)})
@@ -160,7 +160,7 @@ def test_numpy_numbers(number):
     ({"sink": np.zeros(4)}, TypeError, r"^sink: expected None or a tensor, got array.* of type numpy.ndarray"),
     ({"skip_tolerance": np.True_}, TypeError, r"^skip_tolerance: expected 'auto', None or a number .* numpy.bool"),
     ({"backend": 3}, ValueError, r"^backend: expected one of 'auto', .*, got 3"),
-])  # fmt: skip
+])
 def test_what_else_numpy_has_is_refused_by_name(changes, error, message):
     for function, arguments in zip(FUNCTIONS, (make(), packed(make(), 0, 5)), strict=True):
         with pytest.raises(error, match=message):
@@ -222,7 +222,7 @@ def test_a_log_decay_with_heads_before_tokens_is_recognised():
     ("cu_seqlens", "decay_attention_varlen"),
     ("log_decays", r"did you mean log_decay\?"),
     ("xyz", r"it takes q, k, v, log_decay, .*scale, causal, "),
-])  # fmt: skip
+])
 def test_other_libraries_names_are_told_ours(name, hint):
     for function, arguments in zip(FUNCTIONS, (make(), packed(make(), 0, 5)), strict=True):
         message = rf"^{name}: unexpected keyword argument of {function.__name__}; .*{hint}"
@@ -251,7 +251,7 @@ _ELSEWHERE = (functional.keywords._PACKED, functional.keywords._PADDED)
 
 @pytest.mark.parametrize(("function", "options"), [
     (decay_attention, functional._DenseOptions), (decay_attention_varlen, functional._PackedOptions)
-])  # fmt: skip
+])
 def test_type_checkers_see_the_same_keywords(function, options):
     """The overloads name q, k, v, log_decay and return_lse; everything else comes from the dict."""
     parameters = inspect.signature(function).parameters.values()

@@ -21,7 +21,7 @@ INF = math.inf
 NUMBERS = (
     0, 26, 52, 104, 130, 182, 208, 234, 260, 286, 312, 416, 494, 546, 572, 598, 650, 676, 754, 884, 910, 988, 1092,
     1144, 1196,
-)  # fmt: skip
+)
 
 
 def families(first: int, number: int, seed: int = 0, longest: int = 1000) -> list[Family]:
@@ -115,7 +115,7 @@ def test_the_whole_contract_is_drawn():
 @pytest.mark.parametrize("memory", [
     Memory("bthd"), Memory("htbd", gap=5, offset=3), Memory("bhtd", step=2), Memory("bthd", expanded="bh", offset=1),
     Memory("tbhd", expanded="bthd"),
-])  # fmt: skip
+])
 def test_values_lie_where_memory_says(memory, device):
     values = torch.randn(2, 3, 4, 5)
     placed = place(values, "bthd", memory, device)
@@ -169,7 +169,7 @@ def test_the_oracle_number_by_number(causal, decay, window):
     heads = {
         "q": normal[:, :rows], "k": normal[:, rows : rows + keys], "v": normal[:, rows + keys :],
         "log_decay": log_decay, "scale": torch.tensor([0.5, 1.0, -1.0]).double(), "causal": causal, "window": window,
-    }  # fmt: skip
+    }
     grads = {"grad_out": torch.randn(3, rows, 4).double(), "grad_lse": torch.randn(3, rows).double()}
     found = oracle.attention(**heads, bias=None, sink=None, **grads)
     for n in range(3):
@@ -189,7 +189,7 @@ def test_what_skipping_may_lose_bounds_what_it_loses():
         "log_decay": -torch.rand(2, keys).double(), "scale": torch.full((2, rows), 0.5).double(), "causal": True,
         "window": (-1, -1), "sink": torch.randn(2).double(), "grad_out": torch.randn(2, rows, 4).double(),
         "grad_lse": torch.randn(2, rows).double(),
-    }  # fmt: skip
+    }
     exact = oracle.attention(**heads, bias=None)
     p = oracle._forward(**{name: x for name, x in heads.items() if not name.startswith("grad")}, bias=None)[2]
     kept = p.cumsum(-1) > tolerance
@@ -213,7 +213,7 @@ def plain_call(**changes) -> Draw:
         if call.family.decay == "token" and call.family.layout == "dense" and call.family.return_lse
         and call.family.needs_grad is None and call.family.sink and call.batch and min(call.rows, call.keys) > 20
         and not call.resets and call.family.window == (False, False) and call.query_size == call.value_size == 1
-    )  # fmt: skip
+    )
     return dataclasses.replace(call, **changes)
 
 
@@ -313,7 +313,7 @@ def test_a_process_that_dies_or_hangs_is_replaced(monkeypatch):
     died = dict(pool.calls(os._exit, (), [[3, 4]], 1, 60.0))
     assert {number: str(error) for number, error in died.items()} == {
         3: "the process died (status 3)", 4: "the process died (status 4)",
-    }  # fmt: skip
+    }
     monkeypatch.setattr(pool, "STARTING_SECONDS", 0.0)
     ((number, error),) = pool.calls(time.sleep, (), [[1000]], 1, 1.0)
     assert number == 1000

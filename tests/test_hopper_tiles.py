@@ -123,7 +123,7 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
         of_rows if sides == 2 else None, (out.stride(), d_out.stride(), d_lse.stride()), -8.0, problem.query_length,
         tiles.row_tiles, HEADS, 1, 3, D=WIDTH, VALUE_DIM=DIM, ROWS=rows, BLOCK_M=block, DECAY=decay, SIDES=sides,
         HAS_D_LSE=True, ROW_SUMS=True,
-    )  # fmt: skip
+    )
 
     assert counters.tolist() == [0, 0, 0, 7]
     delta = (out.float() * d_out.float()).sum(-1).transpose(1, 2) - d_lse
@@ -164,7 +164,7 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     unpack_dq_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
         fragments, dq, tiles.rows, dq.stride(), 0.5, problem.query_length, tiles.row_tiles, HEADS, D=WIDTH,
         HEAD_DIM=DIM, ROWS=rows, PART=64,
-    )  # fmt: skip
+    )
     assert torch.equal(dq, expected)  # and nothing outside was written
 
 

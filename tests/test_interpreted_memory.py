@@ -18,7 +18,7 @@ def copy(source, target, first, count, SIZE: tl.constexpr):
 @pytest.mark.skipif(ON_GPU, reason="nothing is interpreted on a GPU")
 @pytest.mark.parametrize(("first", "count", "fault"), [
     (0, 10, None), (-1, 10, "reads 1 of 11"), (0, 11, "reads 1 of 11"), (2, 16, "reads 6 of 14"),
-])  # fmt: skip
+])
 def test_an_address_outside_is_a_fault(first, count, fault):
     source, target = torch.arange(10.0), torch.empty(10)
     if fault is None:

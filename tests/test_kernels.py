@@ -82,7 +82,7 @@ def test_lengths_that_divide_nothing(length, decay, device):
         [(1, 200), (37, 150), (130, 140), (150, 37), (140, 130), (200, 1)], ["none", "constant", "scalar"],
         [True, False],
     ),
-)  # fmt: skip
+)
 def test_queries_are_the_last_rows(lengths, decay, causal, device):
     query_length, key_length = lengths
     case = Case(query_length=query_length, key_length=key_length, heads=1, kv_heads=1, decay=decay, causal=causal)
@@ -368,7 +368,7 @@ def test_gradient_of_the_lse_alone(device):
     Case(batch=2, query_length=90, key_length=60, decay="constant", dtype=torch.float16),
     Case(causal=False, key_length=300, decay="none", dtype=torch.float16),
     Case(query_length=650, key_length=650, heads=1, kv_heads=1, dtype=torch.float16),
-], ids=name)  # fmt: skip
+], ids=name)
 def test_ways_of_small_and_of_large_problems(case, small, device, monkeypatch):
     """Gradients of keys and queries in one launch or in two, and a forward with tiles of its own or without, however
     many programs there are; of the longest, keys are skipped."""
@@ -424,7 +424,7 @@ def cases(draw) -> Case:
 @hypothesis.settings(
     max_examples=15, deadline=None, derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
-)  # fmt: skip
+)
 @hypothesis.given(case=cases())
 def test_any_shape(case, device):
     verify(case.inputs(device))

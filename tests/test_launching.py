@@ -304,7 +304,7 @@ NOT_HOPPERS = ("not causal", "float16 of 96", "row scale", "bias")
 
 
 def run(backend, dtype=torch.bfloat16, dim=64, length=640, heads=2, kv_heads=2, decay="scalar", packed=None,
-        strided=False, row_scale=False, bias=False, lse=False, **options):  # fmt: skip
+        strided=False, row_scale=False, bias=False, lse=False, **options):
     shape = (1, length, heads, dim)
     q, k, v = (torch.randn(*shape[:2], n, dim, device="cuda").to(dtype) for n in (heads, kv_heads, kv_heads))
     if strided:
@@ -325,7 +325,7 @@ def run(backend, dtype=torch.bfloat16, dim=64, length=640, heads=2, kv_heads=2, 
         out, row_lse = decay_attention_varlen(
             *flat, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=length, max_seqlen_k=length, **options,
             return_lse=True, backend=backend,
-        )  # fmt: skip
+        )
     total = out.sum() + (row_lse.sum() if lse else 0)
     torch.autograd.grad(total, inputs)
 

@@ -128,7 +128,7 @@ def test_one_graph_for_every_length(kind, backend, device):
         options = {
             "plain": {}, "padded": dict(padding_mask=mask), "reset": dict(resets=~mask),
             "packed": dict(cu_seqlens=cu_seqlens, max_seqlen=length),
-        }[kind]  # fmt: skip
+        }[kind]
         with torch.no_grad():
             expected = layer(x, **options)  # first, because einops learns of torch in its first call, and guards it
             torch.testing.assert_close(compiled(x, **options), expected)

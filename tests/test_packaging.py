@@ -117,7 +117,7 @@ def test_types_as_mypy_sees_them(tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "mypy", "--hide-error-context", "calls.py"], cwd=tmp_path, env=environment,
         capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    )
     lines = CALLS.splitlines()
     refused = {number for number, line in enumerate(lines, start=1) if "# refused" in line}
     errors = {int(line.split(":")[1]) for line in run.stdout.splitlines() if ": error: " in line}

@@ -141,7 +141,7 @@ def test_a_length_on_each_side_of_the_bound(device):
 
 @pytest.mark.parametrize("resets", [
     [0], [1], [127], [128], [129], [0, 127, 128, 129], [255, 256], [126, 127], [299], [5, 290], list(range(300)),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_resets_at_the_edges_of_blocks(resets, launches, device):
     log_decay = torch.randn(1, 300, 2, device=device)
     log_decay[0, resets, 1] = -torch.inf
@@ -241,7 +241,7 @@ def test_the_counter_is_zeroed(launches, device):
 @hypothesis.settings(
     max_examples=40 if ON_GPU else 12, deadline=None, derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 @hypothesis.given(
     length=st.integers(1, 400), query_length=st.integers(1, 400), density=st.sampled_from([0.0, 0.01, 0.3])
 )

@@ -40,5 +40,5 @@ def test_the_same_bits(interpreter):
     options = dict(env=environment, check=True, capture_output=True, text=True, timeout=300)
     found = [
         subprocess.run([sys.executable, "-c", SCRIPT, how], **options).stdout for how in ("as it is", "hurry")
-    ]  # fmt: skip
+    ]
     assert found[0] == found[1] != ""

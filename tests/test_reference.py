@@ -76,7 +76,7 @@ def test_no_decay_is_torch_attention(causal, kv_heads, log_decay):
 
 @pytest.mark.parametrize(("rows", "keys", "causal"), [
     (11, 11, True), (4, 11, True), (11, 11, False), (4, 11, False), (11, 4, False),
-])  # fmt: skip
+])
 def test_constant_decay_is_an_alibi_bias(rows, keys, causal):
     slopes = torch.tensor([-0.5, -0.25, -0.125, 0.1], dtype=torch.float64)
     i = torch.arange(rows)[:, None] + keys - rows
@@ -260,7 +260,7 @@ def packed_by_cuts(q, k, v, log_decay, scale, sink, places, **options):
         part, part_lse = attend(
             q[None, rows], k[None, keys], v[None, keys], log_decay[None, keys] if per_token else log_decay,
             scale=scale[None, rows], sink=sink, **options,
-        )  # fmt: skip
+        )
         out = torch.cat([out[: rows.start], part[0], out[rows.stop :]])
         lse = torch.cat([lse[:, : rows.start], part_lse[0], lse[:, rows.stop :]], 1)
     return out, lse
@@ -297,7 +297,7 @@ def test_one_key_at_a_time(decay, window, causal, with_sink):
     log_decay, scale = make_options(decay, 6, 9)
     padding = dict(
         seqused_q=int32(5, 30), seqused_k=int32(7, 30), leftpad_q=int32(1, -3), leftpad_k=int32(2, -5)
-    )  # fmt: skip
+    )
     for lengths, places in (
         ({}, [(0, 6, 0, 9)] * 2),
         (padding, [(1, 4, 2, 5), (0, 6, 0, 9)]),
@@ -354,7 +354,7 @@ def test_padded_sequences_are_sequences_alone(decay, causal):
     def padded(q, k, v, scale, log_decay=None):
         lengths = dict(
             seqused_q=int32(5, 6), seqused_k=int32(7, 9), leftpad_q=int32(1, 0), leftpad_k=int32(2, 0)
-        )  # fmt: skip
+        )
         out, lse = attend(q, k, v, log_decay, scale=scale, causal=causal, window_size=(3, 2), **lengths)
         assert (out[0, [0, 5]] == 0).all()
         assert (lse[0, :, [0, 5]] == -INF).all()
@@ -368,7 +368,7 @@ def test_padded_sequences_are_sequences_alone(decay, causal):
             parts += attend(
                 q[one, rows], k[one, keys], v[one, keys], own, scale=scale[one, rows], causal=causal,
                 window_size=(3, 2),
-            )  # fmt: skip
+            )
         return tuple(part[0] for part in parts)
 
     assert_equal_up_to_rounding(with_gradients(padded, *tensors), with_gradients(alone, *tensors))
@@ -401,7 +401,7 @@ def test_what_unused_tokens_hold_does_not_matter(layout, causal):
     spoiled = [
         poisoned(q, *rows), poisoned(k, *keys), poisoned(v, *keys), poisoned(log_decay, *keys, *first),
         poisoned(scale, *rows),
-    ]  # fmt: skip
+    ]
     if bias is not None:
         spoiled.append(poisoned(poisoned(bias, *rows, axis=2), *keys, axis=3))
     for found, expected in zip(with_gradients(call, *spoiled), with_gradients(call, *clean), strict=True):
@@ -657,7 +657,7 @@ def test_gradcheck_with_everything(decay, causal, second):
             out, lse = attend_varlen(
                 q[0], k[0], v[0], log_decay[0] if per_token else log_decay, scale=scale[0], **options,
                 cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=rows, max_seqlen_k=keys,
-            )  # fmt: skip
+            )
         else:
             lengths = dict(seqused_q=int32(rows - 1), seqused_k=int32(keys), leftpad_k=int32(1))
             out, lse = attend(q, k, v, log_decay, scale=scale, bias=bias, **options, **lengths)

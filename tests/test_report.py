@@ -19,7 +19,7 @@ PAGE = "experiments/README.md"
 ORIGIN = {
     "gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "triton": "3.6.0", "cudnn": 91900, "commit": "abc", "dirty": False,
     "command": "python x.py", "date": "2026-11-23T00:00:00+00:00",
-}  # fmt: skip
+}
 
 
 def sustained(causal: bool = True) -> dict:
@@ -131,7 +131,7 @@ def test_kernels_of_others_come_from_the_file_that_has_them(results):
          "tflops": 100.0, "ratio_to_cudnn": ratio}
         for direction in ("forward", "backward")
         for peer, ratio in (("cudnn", 1.0), ("fox", 0.5), ("decayattn hopper", 9.0))
-    ]  # fmt: skip
+    ]
     (results.folder / "benchmark_attention.json").write_text(json.dumps(ORIGIN | {"rows": rows}))
     shape = Shape(64, 2048, 16, 16, True)
     found = tables.ratios(results)

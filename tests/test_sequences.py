@@ -28,7 +28,7 @@ INF = math.inf
 def make(
     device, rows, keys, decay="scalar", *, batch=1, heads=2, kv_heads=1, dtype=torch.float32, row_scale=False,
     sink=False,
-) -> dict:  # fmt: skip
+) -> dict:
     """Arguments of verify_attention, D = 16 and D_v = 8; "resets" are frequent and of every head its own."""
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
     new = dict(device=device, dtype=accumulator)
@@ -87,7 +87,7 @@ def verify(inputs: dict, **options) -> None:
     (False, (7, 64), "growth", 66, 66),
     (False, (-1, 0), "constant", 70, 33),
     (False, (1, 200), "scalar", 1, 150),
-])  # fmt: skip
+])
 def test_windows(causal, window, decay, rows, keys, device):
     verify(make(device, rows, keys, decay), causal=causal, window_size=window)
 
@@ -125,14 +125,14 @@ def test_a_sink_costs_no_accuracy(decay, seed, device):
 
 @pytest.mark.parametrize(("decay", "causal"), [
     ("none", False), ("constant", True), ("scalar", True), ("scalar", False), ("resets", True),
-])  # fmt: skip
+])
 def test_padding(decay, causal, device):
     """On the right, on the left, on both sides, and nothing but padding."""
     inputs = make(device, 40, 140, decay, batch=4, row_scale=True, sink=True)
     inputs |= dict(
         seqused_q=int32(device, 33, 40, 38, 12), seqused_k=int32(device, 131, 140, 70, 5),
         leftpad_q=int32(device, 0, 25, 3, 0), leftpad_k=int32(device, 0, 70, 3, 5),
-    )  # fmt: skip
+    )
     verify(inputs, causal=causal, window_size=(70, 20) if causal else None)
 
 
@@ -143,7 +143,7 @@ def test_padding(decay, causal, device):
     ({"leftpad_q": (3, 33, 0), "leftpad_k": (3, 33, 0)}, True),
     ({"seqused_q": (0, 11, 40), "seqused_k": (0, 11, 40)}, True),
     ({"seqused_q": (30, 9, 1), "seqused_k": (5, 40, 1)}, False),  # rows before the first key see nothing
-])  # fmt: skip
+])
 def test_each_length_alone(given, causal, device):
     inputs = make(device, 40, 40, batch=3, dtype=torch.float16)
     verify(inputs | {name: int32(device, *numbers) for name, numbers in given.items()}, causal=causal)
@@ -161,7 +161,7 @@ PACKINGS = [
 @pytest.mark.parametrize(("rows", "keys", "decay", "causal"), [
     *((*lengths, *mode) for lengths in PACKINGS for mode in (("resets", True), ("scalar", False))),
     (*PACKINGS[0], "none", True), (*PACKINGS[4], "constant", False),
-])  # fmt: skip
+])
 def test_packings(rows, keys, decay, causal, device):
     """Sequences without rows or keys, of different numbers of both, and five tokens past the last one."""
     inputs = make_packed(device, sum(rows) + 5, sum(keys or rows) + 5, decay)
@@ -199,7 +199,7 @@ def test_more_sequences_than_one_search_compares(device):
         out, lse = decay_attention_varlen(
             **leaves, **offsets(device, rows, keys), max_seqlen_q=260, max_seqlen_k=260, return_lse=True,
             backend=backend,
-        )  # fmt: skip
+        )
         results.append([out, lse, *torch.autograd.grad(out, list(leaves.values()), d_out)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
@@ -214,7 +214,7 @@ def _count(ends, count, blocks, found, before, SEARCHES: tl.constexpr):
 
 @pytest.mark.parametrize(("count", "searches"), [
     (1, 1), (127, 1), (128, 1), (129, 2), (255, 2), (256, 2), (1000, 2), (2**14, 2), (2**14 + 1, 3), (30_000, 3),
-])  # fmt: skip
+])
 def test_a_block_finds_its_sequence(count, searches, device):
     """Sequences of 0 to 3 blocks: by bisection on the host."""
     ends = torch.randint(0, 4, (count,), device=device).cumsum(0).int()
@@ -306,7 +306,7 @@ def packings(draw):
 @hypothesis.settings(
     max_examples=50 if ON_GPU else 5, deadline=None, derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
-)  # fmt: skip
+)
 @hypothesis.given(case=packings())
 def test_any_packing(case, device):
     lengths = {name: x + case["before"] for name, x in offsets(device, case["rows"], case["keys"]).items()}
@@ -317,7 +317,7 @@ def test_any_packing(case, device):
 
 @pytest.mark.parametrize(("shape", "causal"), [
     ((2, 2, 40, 70), True), ((2, 40, 70), False), ((2, 1, 1, 70), True), ((1, 40, 1), False), ((), True),
-])  # fmt: skip
+])
 def test_biases(shape, causal, device):
     inputs = make(device, 40, 70, batch=2) | dict(bias=torch.randn(shape, device=device))
     if shape:
@@ -413,7 +413,7 @@ def test_rows_that_see_nothing(incoming, device):
     leaves = [inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay", "scale")]
     out, lse = decay_attention_varlen(
         **inputs, max_seqlen_q=40, max_seqlen_k=20, return_lse=True, backend="triton"
-    )  # fmt: skip
+    )
     assert (out[20:50] == 0).all()
     assert (lse[:, 20:50] == -INF).all()
     assert lse[:, :20].isfinite().all()
@@ -434,7 +434,7 @@ def test_a_sequence_is_the_same_in_any_company(decay, device):
         out, lse = decay_attention_varlen(
             **tensors | leaves, **offsets(device, lengths), max_seqlen_q=75, max_seqlen_k=75, return_lse=True,
             backend="triton",
-        )  # fmt: skip
+        )
         loss = out[own].square().sum() + lse[:, own].sum()
         return [out[own], lse[:, own], *(x[own] for x in torch.autograd.grad(loss, list(leaves.values())))]
 
@@ -491,7 +491,7 @@ def test_gradcheck(packed, causal, device):
         offsets(device, [3, 33], [10, 25]) | dict(max_seqlen_q=33, max_seqlen_k=25)
         if packed
         else dict(seqused_q=int32(device, 35), seqused_k=int32(device, 34), leftpad_k=int32(device, 1))
-    )  # fmt: skip
+    )
 
     def outputs(*values):
         arguments = dict(zip(leaves, values, strict=True))
@@ -522,7 +522,7 @@ def test_opcheck(layout, decay, device):
         places=int32(device, *PLACES[layout]), bias=bias, sink=torch.randn(2, device=device, requires_grad=True),
         scale=1.0, causal=True, window=[6, -1],
         longest=[10, 9] if layout == "packed" else None, skip_tolerance=0.5, backend="triton", with_lse=True,
-    )  # fmt: skip
+    )
     forward, backward = torch.ops.decayattn.forward.default, torch.ops.decayattn.backward.default
     torch.library.opcheck(forward, tuple(values[x.name] for x in forward._schema.arguments))
 
@@ -540,7 +540,7 @@ def test_compile_is_one_graph(backend, device):
         return decay_attention_varlen(
             q, k, v, log_decay, sink=sink, window_size=(9, -1), cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=25,
             max_seqlen_k=25, return_lse=True, backend=backend,
-        )  # fmt: skip
+        )
 
     def results(function, cu):
         leaves = [x.detach().clone().requires_grad_() for x in tensors]
@@ -650,7 +650,7 @@ REFUSALS = [
 @pytest.mark.parametrize(
     ("call", "arguments", "changes", "error", "message"), REFUSALS,
     ids=[f"{call.__name__}-{message[1:40]}" for call, _, _, _, message in REFUSALS],
-)  # fmt: skip
+)
 def test_bad_arguments_are_refused_by_name(call, arguments, changes, error, message):
     call(**arguments())  # good without the change
     with pytest.raises(error, match=message):

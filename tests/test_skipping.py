@@ -25,7 +25,7 @@ HARMLESS = 1e-3  # a tolerance that is not too small to be reached within short 
 settings = hypothesis.settings(
     max_examples=60 if ON_GPU else 12, deadline=None, derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
-)  # fmt: skip
+)
 
 
 def make(
@@ -60,7 +60,7 @@ def problem_of(inputs, tolerance, window=None, places=None, longest=None) -> Att
     return AttentionProblem.of(
         q, v, log_decay, scale if isinstance(scale, torch.Tensor) else None, True, window_of(window, True), places,
         longest, skip_tolerance=tolerance_of(tolerance, q.dtype),
-    )  # fmt: skip
+    )
 
 
 def plan_of(inputs, tolerance, window=None, places=None, longest=None) -> torch.Tensor:
@@ -123,7 +123,7 @@ def cases(draw):
         queries=choose("plain", "huge", "tiny", "outlier"),
         all_keys=choose("plain", "huge", "tiny", "outlier", "shared"),
         scale=choose("one", "per row", "zeros"), seed=draw(st.integers(0, 10**6)),
-    )  # fmt: skip
+    )
 
 
 def distort(x: torch.Tensor, how: str) -> torch.Tensor:
@@ -154,7 +154,7 @@ def assert_skipped_mass_is_tolerated(case, device):
     inputs = make(
         device, case["rows"], case["keys"], case["decay"], heads=heads, kv_heads=kv_heads, dim=case["dim"],
         dtype=case["dtype"], row_scale=case["scale"] != "one",
-    )  # fmt: skip
+    )
     inputs["q"], inputs["k"] = distort(inputs["q"], case["queries"]), distort(inputs["k"], case["all_keys"])
     if case["scale"] == "zeros":
         inputs["scale"] = inputs["scale"] * (torch.rand_like(inputs["scale"]) < 0.5)
@@ -271,7 +271,7 @@ def test_norms_that_underflow_or_overflow(device):
 @pytest.mark.parametrize(("rows", "keys", "decay", "options", "window"), [
     (1300, 1300, "gate", dict(heads=1), None), (513, 1025, "resets", dict(row_scale=True), (600, 0)),
     (1000, 600, "walk", dict(heads=1, batch=2, dtype=torch.float16, dim=128), None), (700, 700, "constant", {}, None),
-])  # fmt: skip
+])
 def test_granules_that_share_a_program_plan_as_they_do_alone(rows, keys, decay, options, window, device, monkeypatch):
     """Some of a program's granules may skip and some may not, and the last program has fewer than others."""
     inputs = make(device, rows, keys, decay, **options)
@@ -332,7 +332,7 @@ def test_most_of_a_long_sequence_is_skipped(decay, least, device):
 @pytest.mark.parametrize(("rows", "keys", "decay", "window"), [
     (700, 700, "gate", None), (512, 1000, "resets", None), (1000, 600, "gate", None), (700, 700, "gate", (300, 0)),
     (600, 900, "constant", (200, -1)), (700, 700, "resets", (150, -1)),
-])  # fmt: skip
+])
 def test_the_fraction_counts_tiles(rows, keys, decay, window, device):
     inputs = make(device, rows, keys, decay, batch=2)
     first_block = plan_of(inputs, HARMLESS, window)
@@ -463,7 +463,7 @@ def visited(monkeypatch):
     (512, 600, dict(dtype=torch.float64, heads=1), {}),
     (512, 700, dict(decay="constant", kv_heads=2), {}),
     (600, 520, dict(decay="resets"), dict(window_size=(400, 0))),
-])  # fmt: skip
+])
 def test_results_within_the_error_budget(rows, keys, options, call, device, visited):
     inputs = make(device, rows, keys, **options)
     if options.get("decay") == "walk":
@@ -543,7 +543,7 @@ def test_one_graph_for_lengths_with_and_without_a_plan(device):
     (True, TypeError, "got True of type bool"),
     (torch.tensor(0.1), TypeError, "of type torch.Tensor"),
     ((0.1,), TypeError, "of type tuple"),
-])  # fmt: skip
+])
 def test_bad_tolerances_are_refused(value, error, message):
     q = torch.zeros(1, 4, 1, 8)
     message = f"^skip_tolerance: .*{message.removeprefix('skip_tolerance: ')}"

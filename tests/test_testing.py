@@ -132,7 +132,7 @@ def test_explicit_formulas_of_windows_sinks_and_biases(decay, causal, window, bi
     inputs = make_inputs(torch.float64, decay, True, 9, 23)
     inputs["bias"] = {
         None: None, "float": torch.randn(4, 9, 23).double(), "bool": torch.rand(2, 1, 9, 23) < 0.5,
-    }[bias]  # fmt: skip
+    }[bias]
     inputs["sink"] = torch.randn(4).double()
     verify_attention(**inputs, causal=causal, window_size=window, backend="reference")
     assert ("dbias" in evaluations) == (bias == "float")
@@ -365,7 +365,7 @@ def test_refuses_one_scaled_sequence_and_says_which(name, plant):
 @pytest.mark.parametrize(("argument", "other"), [
     ("window_size", (4, 4)), ("window_size", (5, 3)), ("sink", None), ("seqused_k", int32(19, 8)),
     ("seqused_q", int32(13, 22)), ("leftpad_q", int32(1, 1)), ("leftpad_k", int32(4, 1)),
-])  # fmt: skip
+])
 def test_refuses_another_argument(dtype, argument, other, monkeypatch):
     inputs = make_inputs(dtype) | PADDING | dict(window_size=(5, 4), sink=torch.ones(4), causal=False)
     assert_within_budget(verify_attention(**inputs, backend="reference"))

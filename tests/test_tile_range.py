@@ -12,7 +12,7 @@ from decayattn.backends.tiles.visibility import edge_tile, keys_seen, rows_that_
 settings = hypothesis.settings(
     max_examples=150 if torch.cuda.is_available() else 30, deadline=None, derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _visits_of_intervals(firsts, ends, ranges, edges, most_edges, ROWS: tl.const
 def _visits(
     last_reset, next_reset, firsts, ends, ranges, edges, most_edges, query_length, key_length, left, right,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, MIRROR: tl.constexpr, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of ROWS query rows and the keys that they see; MIRROR: of ROWS keys and the rows that see them."""
     first_position = key_length - query_length
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -106,7 +106,7 @@ def check(query_length, key_length, resets, causal, rows, block, device, window=
         _visits[(programs,)](
             *segments(key_length, resets, device), firsts, ends, ranges, edges, most_edges, query_length, key_length,
             *window, ROWS=rows, BLOCK=block, MIRROR=mirror, CAUSAL=causal, HAS_RESETS=bool(resets),
-        )  # fmt: skip
+        )
         column = torch.arange(columns, device=device)
         assert torch.equal(((column >= firsts[:, None]) & (column < ends[:, None])).cpu(), pairs)
         check_visits(pairs, ranges.tolist(), edges.cpu(), rows, block)

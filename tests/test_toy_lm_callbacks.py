@@ -57,7 +57,7 @@ def test_it_checks_any_module_and_leaves_it_as_it_was(tmp_path, device, interrup
     trainer = lightning.Trainer(
         max_steps=2, callbacks=[validation, FinishOnInterrupt()], accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    )
     trainer.fit(module, torch.utils.data.DataLoader([batch] * 2, batch_size=None))
     assert module.backends_seen == {"reference"}
     assert all(p.dtype == torch.float32 for p in module.parameters())

@@ -45,7 +45,7 @@ def test_options_are_plain_python_values(monkeypatch):
     given = {
         "devices": 2, "layers": 2, "steps": 3, "validation_crops": 4, "seed": 5, "sample_bytes": 6,
         "learning_rate": 1e-3, "weight_decay": 0.2, "clip": 0.5, "compile": "true", "run": "7",
-    }  # fmt: skip
+    }
     config = read_config([f"--{name}={value}" for name, value in given.items()])
     assert {type(value) for value in dataclasses.asdict(config).values()} <= {bool, int, float, str, type(None)}
     assert (config.devices, config.learning_rate, config.compile, config.run) == (2, 1e-3, True, "7")

@@ -30,7 +30,7 @@ from toy_lm.training import TrainByteLM, parameter_groups
 TINY = [
     "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch_size", "8", "--validation_crops", "8",
     "--sample_bytes", "10", "--precision", "32-true", "--backend", "reference",
-]  # fmt: skip
+]
 SECONDS = 300  # after which a process hangs
 UNCHECKED = [*TINY, "--gradient_check", "false", "--accelerator", "cpu"]
 
@@ -74,7 +74,7 @@ def test_a_run_learns_and_leaves_everything_behind(text, capsys):
         "decay.png", "half_lives.json", "half_lives_start.json",
         "checkpoints/best.ckpt", "checkpoints/last.ckpt", "logs/from_step_0/metrics.csv",
         "gradients/step-0.txt", "gradients/step-0.json", "gradients/step-20.txt", "gradients/step-20.json",
-    }  # fmt: skip
+    }
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["validation_bits_before"] == pytest.approx(8, abs=0.1)
     assert summary["validation_bits_after"] < summary["validation_bits_before"] - 1
@@ -149,7 +149,7 @@ def test_a_wrong_decay_gradient_stops_the_run_with_status_1(text, capsys):
     rows = json.loads(Path("run/gradients/step-0.json").read_text())
     assert {row["parameter"] for row in rows if not row["passed"]} == {
         "blocks.0.attention.decay.weight", "blocks.0.attention.decay.bias",
-    }  # fmt: skip
+    }
     assert not Path("run/checkpoints").exists()
 
 
@@ -363,7 +363,7 @@ def run_distributed(arguments: list[str], **environment: str) -> tuple[int, str]
     process = subprocess.Popen(
         [*arguments, "--devices", "2", "--strategy", "ddp"], env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+    )
     deadline = threading.Timer(SECONDS, os.killpg, [process.pid, signal.SIGKILL])
     deadline.start()
     printed = process.communicate()[0]

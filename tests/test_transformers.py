@@ -31,7 +31,7 @@ def build(decay="scalar", *, dtype=torch.float64, **options):
     config = DecayConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=2, intermediate_size=48, decay=decay, initializer_range=0.3, **options,
-    )  # fmt: skip
+    )
     model = DecayForCausalLM(config).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -231,7 +231,7 @@ def packed(which):
     collator = DataCollatorWithFlattening(
         return_position_ids=which != "lengths", return_flash_attn_kwargs=which != "positions",
         return_seq_idx=which == "all",
-    )  # fmt: skip
+    )
     return collator([{"input_ids": row.tolist()} for row in rows]), rows
 
 
@@ -417,7 +417,7 @@ def test_saving_and_loading(decay, tied, tmp_path):
     model = build(
         decay, dtype=torch.float32, tie_word_embeddings=tied, qk_norm=True, eos_token_id=4, window_size=(4, 0),
         sink=True, initial_half_lives=half_lives,
-    )  # fmt: skip
+    )
     ids = random_ids()
     model.save_pretrained(tmp_path)
     assert ("lm_head.weight" in safetensors.torch.load_file(tmp_path / "model.safetensors")) != tied

@@ -164,7 +164,7 @@ def resolve(problem: AttentionProblem, name: str, inputs: Inputs, deterministic:
         found = (
             kernel for kernel in AUTOMATIC
             if _is_profitable(problem, kernel) and not _objection(problem, kernel, inputs, deterministic)
-        )  # fmt: skip
+        )
         return next(found)
     only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
     reason = _objection(problem, name, inputs, deterministic and not only_warn)

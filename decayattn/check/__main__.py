@@ -19,7 +19,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, torch.de
     parser = argparse.ArgumentParser(
         "python -m decayattn.check", description="Is decayattn right and fast on this machine?",
         epilog="exit status: 0 if everything is right, 1 if anything is wrong, 2 for a wrong option",
-    )  # fmt: skip
+    )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--no-speed", action="store_true", help="measure no times (a CPU never does)")
     parser.add_argument("--device", default=default, help="cpu, cuda or cuda:N (here: %(default)s)")

@@ -95,7 +95,7 @@ class Case:
             given |= {
                 "window_size": (length // 2, 0), "sink": normal(heads, dtype=torch.float32),
                 "bias": normal(heads, 1, length), "scale": normal(batch, length, heads, dtype=torch.float32),
-            }  # fmt: skip
+            }
         if self.form == "timed":
             given |= TIMED_OPTIONS | {"heads": [(batch - 1, heads - 1)]}
         return verify_attention(q, k, v, log_decay, **given)
@@ -115,7 +115,7 @@ def _compare_decoding(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None,
     cache = DecayCache(
         batch, length, num_heads=q.shape[2], num_kv_heads=kv_heads, head_dim=head_dim, value_dim=v.shape[3],
         device=q.device, dtype=q.dtype,
-    )  # fmt: skip
+    )
     per_token = log_decay is not None and log_decay.ndim == 3
     with torch.no_grad():
         cache.append(k[:, :-1], v[:, :-1], log_decay[:, :-1] if per_token else None)
@@ -148,7 +148,7 @@ def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[str
             small(f32, 16), small(f32, 16, "resets"), small(f16, 64), small(f32, 24, "constant", causal=False),
             small(f32, 16, "none", "last rows"), small(f32, 16, "scalar", "options", value_dim=8),
             small(f16, 64, "resets", "decode"),
-        ]  # fmt: skip
+        ]
         eager = [small(f32, 64, decay) for decay in _DECAYS]
         eager += [small(f32, 64, "scalar", causal=False), small(f32, 64, "resets", "packed")]
         found = [("reference", case) for case in eager] + [("triton", case) for case in interpreted]
@@ -179,7 +179,7 @@ def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[str
     return [
         (name, case) for name, case in found
         if name is not None and name not in unchecked and (case.dtype != bf16 or fast == bf16)
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True)

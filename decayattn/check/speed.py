@@ -79,7 +79,7 @@ PEERS = (
     Peer("flash_attn 3, no decay", "BTHD", False,
          lambda: _imported("flash_attn_interface", "flash_attn_func", causal=True)),
     Peer("flash_attn 4, no decay", "BTHD", False, lambda: _imported("flash_attn.cute", "flash_attn_func", causal=True)),
-)  # fmt: skip
+)
 DIRECTIONS = ("forward", "forward + backward")
 
 

@@ -47,7 +47,7 @@ DECAYS = ("scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none"
 # options of the layer that are no fields of DecayConfig; device and dtype mean something else to transformers
 _LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
     "head_dim", "decay", "qk_norm", "output_gate", "window_size", "sink", "backend", "device", "dtype",
-}  # fmt: skip
+}
 
 
 class DecayConfig(PreTrainedConfig):
@@ -235,7 +235,7 @@ class DecayBlock(GradientCheckpointingLayer):
             config.hidden_size, config.num_attention_heads, num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim, decay=_make_decay(config), qk_norm=config.qk_norm,
             output_gate=config.output_gate, window_size=config.window_size, sink=config.sink, backend=config.backend,
-        )  # fmt: skip
+        )
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DecayMLP(config)
 
@@ -416,7 +416,7 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
             input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values,
             inputs_embeds=inputs_embeds, use_cache=use_cache, output_hidden_states=output_hidden_states,
             return_dict=True, **kwargs,
-        )  # fmt: skip
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None

@@ -219,7 +219,7 @@ class DecayFlashAttention(nn.Module):
         options: dict[str, Any] = dict(
             scale=self._score_scale(), window_size=self.window_size, sink=self.sink,
             skip_tolerance=self.skip_tolerance, backend=self.backend,
-        )  # fmt: skip
+        )
         if cache is not None:
             out = cache.attend(q, k, v, log_decay, new_lengths=new_lengths, **options)
         elif cu_seqlens is not None:
@@ -230,7 +230,7 @@ class DecayFlashAttention(nn.Module):
                 q.squeeze(0), k.squeeze(0), v.squeeze(0), log_decay.squeeze(0) if per_token else log_decay,  # type: ignore[union-attr]
                 cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
                 causal=self.causal, **options,
-            )[None]  # fmt: skip
+            )[None]
         else:
             out = decay_attention(q, k, v, log_decay, causal=self.causal, **places, **options)
         out = out.flatten(-2)
@@ -258,7 +258,7 @@ class DecayFlashAttention(nn.Module):
         return DecayCache(
             batch_size, max_length, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
             value_dim=self.value_dim, device=device, dtype=dtype,
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     def score_bound(self) -> Tensor:
@@ -309,7 +309,7 @@ class DecayFlashAttention(nn.Module):
     def _check_sequences(
         self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
         resets: Tensor | None, cache: DecayCache | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """What decay_attention cannot know. It checks the rest."""
         for name, mask in (("padding_mask", padding_mask), ("resets", resets)):
             if mask is None:

@@ -159,7 +159,7 @@ class DecayCache:
                 out = decay_attention(
                     q, k, v, rates if log_decay is None else log_decay, scale=scale, window_size=window_size,
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
-                )  # fmt: skip
+                )
             self._append(k, v, log_decay, counted)
             return out
         problem = AttentionProblem.of(q, v, rates, row_scale, True)
@@ -170,7 +170,7 @@ class DecayCache:
         out, lse = decode(
             Inputs(q, self.keys, self.values, rates, row_scale, scale=number), ends, alpha=self.alpha, first=first,
             left=None if left < 0 else left, longest=self.longest,
-        )  # fmt: skip
+        )
         return out if sink is None else with_sink(out, lse, sink)[0]
 
     def append(

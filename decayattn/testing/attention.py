@@ -157,7 +157,7 @@ class Call:
             "scale": scale, "causal": causal, "window": self.problem.window,
             "bias": bias, "sink": None if sink is None else sink[h].to(dtype),
             "grad_out": self.grad_out[b, rows, h].to(dtype), "grad_lse": self.grad_lse[b, h, rows].to(dtype),
-        }  # fmt: skip
+        }
 
     def groups(self) -> Iterator[tuple[Place, Tensor]]:
         """The pairs as (batch entry, head), those with the same rows and tokens together."""
@@ -230,7 +230,7 @@ class Call:
                     scale=scale if scale.ndim == 1 else scale[:, chunk].T[None],
                     bias=None if bias is None else bias[None, :, chunk, :seen],
                     causal=causal, window_size=window, sink=sink, return_lse=True, backend="reference",
-                )  # fmt: skip
+                )
                 outs.append(out[0].transpose(0, 1).detach())
                 lses.append(lse[0].detach())
                 given = [grad_out[:, chunk].transpose(0, 1)[None], grad_lse[None, :, chunk]]
@@ -358,7 +358,7 @@ class Call:
         passed = bool((error <= budget).all())
         return Comparison(
             name, head, found, allowed, ratio(found, float(norm[worst])), list(NORMS)[worst[0]], passed
-        )  # fmt: skip
+        )
 
 
 class Budget:
@@ -526,7 +526,7 @@ def verify_attention_varlen(
     options |= {
         "window_size": window_size, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
-    }  # fmt: skip
+    }
     return _judge(problem, inputs, sequences, grad_out, grad_lse, heads, seed, backend, options)
 
 
@@ -561,7 +561,7 @@ def _judge(
     problem: AttentionProblem, inputs: dict[str, Any], sequences: list[tuple[int, ...]] | None,
     grad_out: Tensor | None, grad_lse: Tensor | None, heads: Sequence[tuple[int, int]] | None, seed: int, backend: str,
     options: dict[str, Any],
-) -> list[Comparison]:  # fmt: skip
+) -> list[Comparison]:
     batch, rows, num_heads, device = problem.batch, problem.query_length, problem.num_heads, problem.device
     generator = torch.Generator(device).manual_seed(seed)
     new = {"generator": generator, "device": device}

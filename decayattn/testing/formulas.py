@@ -204,7 +204,7 @@ def _added_up(a: Tensor, b: Tensor, random: torch.Generator, at_once: int) -> Te
 
 def _scores(
     scale: Tensor, products: Tensor, decay: Tensor, bias: Tensor, visible: Tensor, factor: float
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """S in float64, rounded as a multiple by the factor to the products' dtype; −inf where nothing is visible."""
     dtype = products.dtype
     multiple = scale * factor * products + (decay * factor).to(dtype) + (bias * factor).to(dtype)

@@ -174,7 +174,7 @@ class _RoundedAttention(torch.autograd.Function):
         return _RoundedAttention.apply(
             problem, factor, inputs.places, inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.any_scale,
             inputs.bias, inputs.sink,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def forward(ctx, problem, factor, places, *inputs):
@@ -191,7 +191,7 @@ class _RoundedAttention(torch.autograd.Function):
             # the loss carries the factor, too
             results = _RoundedAttention.evaluate(
                 ctx.problem, ctx.factor, ctx.places, ctx.inputs, grad_out, grad_lse
-            )  # fmt: skip
+            )
             if ctx.problem.dtype.itemsize > 2:  # 16-bit rounding is far larger
                 sizes = _RoundedAttention.call_of(ctx.problem, ctx.places, ctx.inputs, grad_out, grad_lse).sizes()
                 generator = torch.Generator().manual_seed(round(16 * ctx.factor))

@@ -44,7 +44,7 @@ class Case:
 def cases(
     head_dims: list[int], lengths: list[int], tokens: int, heads: int, dtype: str, decay: str, mean_log_decay: float,
     causal: bool = True,
-) -> list[Case]:  # fmt: skip
+) -> list[Case]:
     """Every head dimension at every length, with as many sequences as `tokens` hold (one at least)."""
     return [
         Case(max(1, tokens // length), heads, length, head_dim, dtype, decay, mean_log_decay, causal)

@@ -24,7 +24,7 @@ def verify_ours(
     return verify_attention(
         inputs["q"], inputs["k"], inputs["v"], inputs.get("log_decay"), grad_out=inputs["grad_out"], backend=backend,
         causal=case.causal, heads=heads, skip_tolerance=None,
-    )  # fmt: skip
+    )
 
 
 def oracle_rows(case: Case) -> int:

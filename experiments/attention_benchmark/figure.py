@@ -65,7 +65,7 @@ def _draw_peer(panel: Any, name: str, names: list[str], rows: list[dict[str, Any
         [row["length"] for row in rows], speed, yerr=[below, above], label=name, color=colour, capsize=3,
         linestyle="--" if dashed else "-", linewidth=2.8 if is_ours else 1.5,
         marker=_MARKERS[names.index(name) % len(_MARKERS)], markersize=7 if is_ours else 5, zorder=3 if is_ours else 2,
-    )  # fmt: skip
+    )
 
 
 def _dress(panel: Any, title: str, lengths: list[int]) -> None:

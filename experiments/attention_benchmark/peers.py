@@ -60,7 +60,7 @@ def ours(backend: str, decay: bool = True) -> Peer:
         build=lambda case, device: lambda q, k, v, log_decay: decay_attention(
             q, k, v, log_decay, causal=case.causal, skip_tolerance=None, backend=backend
         ),
-    )  # fmt: skip
+    )
 
 
 def without_decay(name: str) -> str:

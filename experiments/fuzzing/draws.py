@@ -112,13 +112,13 @@ def _is_usual(name: str, value: Any) -> bool:
         "scale_shape": "", "bias_shape": "", "bias_size": 0.0, "bias_hidden": 0.0, "window value": None,
         "rates": "", "tolerance": "auto", "query_size": 1.0, "key_size": 1.0, "value_size": 1.0, "gradient_size": 1.0,
         "poisoned": False, "far": (0, 0.0), "extra": "",
-    }  # fmt: skip
+    }
     return name in usual and usual[name] == value
 
 
 def draw(
     seed: int, number: int, longest: int = 1000, bfloat16: bool = True, calls_per_family: int = CALLS_PER_FAMILY
-) -> Draw:  # fmt: skip
+) -> Draw:
     """Call `number` of a run. Without bfloat16 (Triton's interpreter has none) its calls have float16."""
     number_of_family = number // calls_per_family
     family = _family(random.Random(f"{seed}/family/{number_of_family}"), longest)
@@ -165,7 +165,7 @@ def _family(rng: random.Random, longest: int) -> Family:
         dtype, head_dim, value_dim, heads, kv_heads, layout, causal, decay, scale, bias, limited,
         sink=_chance(rng, 0.25), length_step=rng.choice((1, 2, 2, 16)), memory=_memories(rng, aligned, layout, dtype),
         return_lse=_chance(rng, 0.75), needs_grad=needs_grad,
-    )  # fmt: skip
+    )
 
 
 def _head_dim(rng: random.Random) -> int:
@@ -226,7 +226,7 @@ def _window_side(rng: random.Random, length: int) -> int:
     return rng.choice(
         (0, 1, rng.randrange(0, 40), rng.randrange(0, max(1, length)), length, 2**31 - 2, 2**31 - 1, 2**31, 2**32,
          2**63 - 1, rng.randrange(0, max(1, length)), rng.randrange(0, 200))
-    )  # fmt: skip
+    )
 
 
 def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw:
@@ -242,7 +242,7 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
             pairs = [(keys, keys) for _, keys in pairs]
         if _chance(rng, 0.3):
             pairs = [(0, keys) if _chance(rng, 0.3) else (rows, 0) if _chance(rng, 0.2) else (rows, keys)
-                     for rows, keys in pairs]  # fmt: skip
+                     for rows, keys in pairs]
         sequences = tuple(pairs)
         before = rng.choice(((0, 0), (0, 0), (3, 3), (5, 130)))
         after = rng.choice(((0, 0), (0, 0), (4, 4), (70, 1), (-2, -2)))
@@ -274,7 +274,7 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
     if family.decay == "token":
         rates = _weighted(
             rng, weak=2, gate=3, strong=1.5, growth=1, growing=0.7, zero=0.3, bursts=0.7, extreme=0.5, each_head=1.5
-        )  # fmt: skip
+        )
         resets = rng.choice((0.0, 0.0, 0.005, 0.02, 0.3, 1.0))
     elif family.decay != "none":
         rates = _weighted(rng, alibi=3, zero=0.5, strong=1, growing=0.7, each_head=1.5)
@@ -302,7 +302,7 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
         value_size=min(value_size, 100.0) if family.dtype == "float16" else value_size,
         gradient_size=rng.choice((1e-3, 30.0)) if _chance(rng, 0.1) else 1.0,
         poisoned=_chance(rng, 0.6), extra=rng.choice(("", "auto", "reference")), far=(0, 0.0),
-    )  # fmt: skip
+    )
     if _chance(rng, 0.15):
         call = replace(call, far=(rng.choice((3, 61, 97, 200)), rng.choice((30.0, 60.0, 120.0, 200.0))))
     return call

@@ -75,7 +75,7 @@ def run(case: Case, backend: str) -> dict[str, Tensor]:
     leaves = {
         name: x.requires_grad_() for name, x in inputs.items()
         if isinstance(x, Tensor) and x.is_floating_point() and (needs_grad is None or name in needs_grad)
-    }  # fmt: skip
+    }
     attend = decay_attention_varlen if case.packed else decay_attention
     if case.packed:
         del inputs["bias"]

@@ -19,13 +19,13 @@ def is_reset(log_decay: Tensor) -> Tensor:
 def attention(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor, causal: bool, window: tuple[int, int],
     bias: Tensor | None, sink: Tensor | None, grad_out: Tensor, grad_lse: Tensor,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """out, lse and all gradients of N independent heads; the arguments are explicit_attention's."""
     given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "scale": scale, "bias": bias, "sink": sink}
     leaves = {
         name: x.to(torch.float64, copy=True).requires_grad_()
         for name, x in given.items() if x is not None and x.is_floating_point()
-    }  # fmt: skip
+    }
     with torch.enable_grad():
         out, lse, _ = _forward(**given | leaves, causal=causal, window=window)
     grads = torch.autograd.grad(
@@ -38,7 +38,7 @@ def attention(
 def lost(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor, causal: bool, window: tuple[int, int],
     bias: Tensor | None, sink: Tensor | None, grad_out: Tensor, grad_lse: Tensor, tolerance: float,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """How far every entry of the results may move where each row may lose keys of probability `tolerance` together.
 
     A kept P grows to at most P / (1 − ε), a lost one, which is at most ε, goes to 0; Δ moves by at most 2 ε max |dP|.
@@ -60,7 +60,7 @@ def lost(
         "out": 2 * tolerance * largest_values * (p.sum(-1, keepdim=True) > 0), "lse": torch.full_like(lse, grown),
         "dq": rows * (ds @ k.abs()), "dk": ds.mT @ (rows * q.abs()), "dv": moved.mT @ grad_out.abs(),
         "dscale": (q.abs() * (ds @ k.abs())).sum(-1), "dbias": ds,
-    }  # fmt: skip
+    }
     if log_decay is not None and log_decay.ndim == 1:
         result["dlog_decay"] = (ds * (i[:, None] - j).abs()).sum((1, 2))
     elif log_decay is not None:
@@ -79,7 +79,7 @@ def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor, causal: bool, window: tuple[int, int],
     bias: Tensor | None, sink: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and P of float64 heads."""
     i, j = _positions(q, k)
     distance = i[:, None] - j

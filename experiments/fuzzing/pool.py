@@ -25,7 +25,7 @@ class _Worker:
 
 def calls(
     function: Callable[..., Any], arguments: tuple, tasks: Sequence[Sequence[int]], processes: int, limit: float
-) -> Iterator[tuple[int, Any]]:  # fmt: skip
+) -> Iterator[tuple[int, Any]]:
     """(number, function(number, *arguments)) of all numbers of all tasks, as they come; the numbers of a task run one
     after the other in one process. Where function raised, the process died or took longer than limit seconds, an
     Exception stands for the result.

@@ -88,11 +88,11 @@ def build(draw: Draw, device: torch.device | str) -> Case:
     tensors |= {
         "log_decay": log_decay, "scale": scale, "bias": bias,
         "sink": None if sink is None else sink.to(device, random.choice((own, dtype))),
-    }  # fmt: skip
+    }
     options = {
         "causal": family.causal, "window_size": draw.window, "skip_tolerance": draw.tolerance,
         "return_lse": family.return_lse,
-    }  # fmt: skip
+    }
     options |= {name: x.to(device) if isinstance(x, Tensor) else x for name, x in lengths.items()}
     if packed and lengths["cu_seqlens_k"] is lengths["cu_seqlens_q"]:  # the same tensor, as in self-attention
         options["cu_seqlens_k"] = options["cu_seqlens_q"]
@@ -100,7 +100,7 @@ def build(draw: Draw, device: torch.device | str) -> Case:
     return Case(
         draw, tensors, options, put("do", grad_out, dtype),
         None if grad_lse is None else put("dlse", grad_lse, own), sequences, tolerance,
-    )  # fmt: skip
+    )
 
 
 def place(values: Tensor, axes: str, memory: Memory, device: torch.device | str) -> Tensor:
@@ -152,7 +152,7 @@ def _rates(kind: str, random: _Random, shape: tuple[int, ...]) -> Tensor:
         "growing": lambda: 0.02 * uniform, "zero": lambda: torch.zeros(shape, device="cpu"),
         "bursts": lambda: torch.where(uniform < 0.02, -40.0, -0.01), "extreme": lambda: -700 * (uniform < 0.05).float(),
         "alibi": lambda: -0.5 * uniform,
-    }[kind]()  # fmt: skip
+    }[kind]()
 
 
 def _log_decay(draw: Draw, random: _Random, entries: tuple[int, ...]) -> Tensor | float | None:

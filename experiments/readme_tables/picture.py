@@ -9,7 +9,7 @@ from readme_tables.results import Shape
 COLOURS = {
     "ours": "#d55e00", "ours, no decay": "#e69f00", "flash_attn": "#999933", "flex": "#56b4e9", "fla": "#009e73",
     "fox": "#cc79a7",
-}  # fmt: skip
+}
 _STYLE = """\
 text { font: 12px system-ui, sans-serif; fill: #1f2328 }
 .small { font-size: 10px }

@@ -30,7 +30,7 @@ Speeds = dict[tuple[Shape, str], dict[str, dict[str, Any]]]
 _OURS = {
     "decayattn hopper": "ours", "decayattn hopper none": "ours, no decay", "decayattn triton": "triton",
     "decayattn triton none": "triton, no decay",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

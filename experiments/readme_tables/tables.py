@@ -252,7 +252,7 @@ def overhead(results: Results) -> list[str]:
     labels = {
         "decayattn auto": "decayattn", "flex-grad": "FlexAttention, decay and its gradient", "fla": LABELS["fla"],
         "cudnn": LABELS["cudnn"],
-    }  # fmt: skip
+    }
     dims = sorted({row["head_dim"] for row in report["rows"]})
     rows = []
     for peer, label in labels.items():
@@ -307,4 +307,4 @@ BLOCKS = {
     "speed": speed, "attention": attention, "skipping": skipping, "planning": planning, "lengths": lengths,
     "sequences": sequences,
     "eviction": eviction, "overhead": overhead, "training": training, "files": files,
-}  # fmt: skip
+}

@@ -105,12 +105,12 @@ def verify(step: Step, inputs: dict[str, Tensor], decay: str, results: tuple[Ten
 def run(
     options: argparse.Namespace, device: str, timer: Callable[[Callable[[], object]], float] | None,
     report: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Check the step with every decay, then time those that are right; without a timer the checks are all."""
     step = Step(
         options.decode_batch, options.decode_heads, options.decode_kv_heads, options.decode_head_dim,
         options.decode_tokens, options.dtype,
-    )  # fmt: skip
+    )
     print(f"\none new token over a cache: {step}", flush=True)
     try:
         inputs = step.inputs(device, options.seed, options.mean_log_decay)
@@ -169,7 +169,7 @@ def rows(step: Step, copied: int, times: dict[str, list[float]]) -> list[dict[st
                 "gigabytes_per_second_range": [moved / bound / 1e6 for bound in reversed(ms_range)],
                 "ratio_to_copy": moved / ms / 1e6 / copy_speed,
             }
-        )  # fmt: skip
+        )
     return result
 
 

@@ -178,7 +178,7 @@ def last_logits(model: ByteLM, tokens: Tensor, eviction: Eviction, evicting: boo
 def run(
     options: argparse.Namespace, device: str, timer: Callable[[Callable[[], object]], float] | None,
     report: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Check the logits, time every mode, and write a long text with evictions; on a CPU, too.
 
     The timer measures kernels; text is timed by the clock, and takes none.
@@ -263,7 +263,7 @@ def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
         "count": count, "evict_every": eviction.every, "tolerance": eviction.tolerance, "held_bound": held,
         "tokens_per_second": count / seconds, "tokens": [eviction.every * (n + 1) for n in range(len(before))],
         "before": list(before), "after": list(after),
-    }  # fmt: skip
+    }
 
 
 def rows(case: str, device: str, prompt: int, count: int, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -278,7 +278,7 @@ def rows(case: str, device: str, prompt: int, count: int, seconds: dict[str, lis
                 "tokens_per_second": rate, "tokens_per_second_range": rate_range,
                 "ratio_to_recompute": rate / recomputed,
             }
-        )  # fmt: skip
+        )
     return result
 
 

@@ -83,7 +83,7 @@ class Workload:
         options: dict[str, Any] = {
             "window_size": None if self.left < 0 else (self.left, 0), "grad_out": inputs["grad_out"],
             "skip_tolerance": None, "backend": backend, "heads": sorted(judged),
-        }  # fmt: skip
+        }
         tensors = (inputs[name] for name in ("q", "k", "v", "log_decay"))
         if not self.packed:
             return verify_attention(*tensors, **options)
@@ -127,7 +127,7 @@ def workloads(options: argparse.Namespace, head_dim: int) -> list[Workload]:
 def run(
     options: argparse.Namespace, device: str, timer: Callable[[Callable[[], object]], float] | None,
     report: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Check every workload, then time those that are right; without a timer the checks are all."""
     for head_dim in options.packed_head_dims:
         print(f"\npacked sequences and a sliding window, D {head_dim}", flush=True)
@@ -173,7 +173,7 @@ def rows(chosen: dict[str, Workload], timings: dict[tuple[str, str], Timing]) ->
                 "ratio_to_dense": speed / dense if dense else None,
                 "ratio_to_alike": speed / alike if alike and workload.packed else None,
             }
-        )  # fmt: skip
+        )
     return result
 
 

@@ -20,7 +20,7 @@ def objection(workload: Workload, inputs: dict[str, Tensor], backend: str) -> tu
         comparisons = verify_attention(
             inputs["q"], inputs["k"], inputs["v"], inputs["log_decay"], grad_out=inputs["grad_out"], backend=backend,
             heads=[(0, 0), (case.batch - 1, case.heads - 1)], skip_tolerance="auto",
-        )  # fmt: skip
+        )
         return _worst(comparisons), format_table(comparisons).splitlines()
     return _last_rows(workload, inputs, backend)
 

@@ -55,7 +55,7 @@ def rows(
                 "visited": [float(x) for x in visited.mean(0)] if name == SKIPPING else None,
                 "ideal": 1 / float(visited.mean()) if name == SKIPPING else None,
             }
-        )  # fmt: skip
+        )
     return found
 
 

@@ -78,7 +78,7 @@ def peers_of(study: str, backend: str) -> list[Peer]:
 def studies(
     head_dims: list[int], heads: int, dtype: str, mean_log_decay: float, planning: int, pruning: int, constant: int,
     lengths: list[int], tokens: int,
-) -> list[Workload]:  # fmt: skip
+) -> list[Workload]:
     """The workloads of the four studies; planning, pruning and constant are their sequence lengths."""
 
     def case(length: int, head_dim: int, decay: str = "scalar", batch: int = 1) -> Case:

@@ -52,7 +52,7 @@ class GradientValidation(lightning.Callback):
     def __init__(
         self, loss: Callable[[nn.Module, Any], Tensor], batch: Any, folder: Path, *, model: str = "model",
         backend: str = "auto",
-    ):  # fmt: skip
+    ):
         self.loss, self.batch, self.folder = loss, batch, Path(folder) / "gradients"
         self.model, self.backend = model, backend
 
@@ -147,15 +147,15 @@ class FiniteLoss(lightning.Callback):
         self._batch = self._loss = None
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any,
-                             *_: Any) -> None:  # fmt: skip
+                             *_: Any) -> None:
         self._batch = batch
 
     def on_before_backward(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule,
-                           loss: Tensor) -> None:  # fmt: skip
+                           loss: Tensor) -> None:
         self._loss = loss.detach()
 
     def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule,
-                                 *_: Any) -> None:  # fmt: skip
+                                 *_: Any) -> None:
         if trainer.precision.startswith("16"):
             return
         gradients = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
@@ -176,7 +176,7 @@ class FiniteLoss(lightning.Callback):
         )
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
-                           *_: Any) -> None:  # fmt: skip
+                           *_: Any) -> None:
         self._losses.append(outputs["loss"])
         step = trainer.global_step
         if step % trainer.log_every_n_steps and step % self.every and step != trainer.max_steps:

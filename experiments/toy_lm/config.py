@@ -108,11 +108,11 @@ class Config:
 CPU_DEFAULTS = {
     "layers": 4, "width": 128, "heads": 4, "context": 256, "batch_size": 8, "steps": 600, "learning_rate": 3e-3,
     "check_rows": 1, "check_context": 130, "precision": "32-true",
-}  # fmt: skip
+}
 GPU_DEFAULTS = {
     "layers": 8, "width": 512, "heads": 8, "context": 2048, "batch_size": 16, "steps": 2000, "learning_rate": 1e-3,
     "check_rows": 2, "check_context": 512, "precision": "bf16-mixed",
-}  # fmt: skip
+}
 
 RUNS = Path("runs/toy_lm")
 MODEL_OPTIONS = ("decay", "documents", "layers", "width", "heads")
@@ -257,7 +257,7 @@ def _in_words(hint: Any) -> str:
         bool: "true or false", str: "a text", PositiveInt: "an integer of at least 1",
         NonNegativeInt: "an integer of at least 0", PositiveFloat: "a number above 0",
         NonNegativeFloat: "a number of at least 0",
-    }  # fmt: skip
+    }
     if hint in words:
         return words[hint]
     choices = typing.get_args(hint)

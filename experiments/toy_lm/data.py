@@ -82,7 +82,7 @@ class TrainingBatches:
     def __init__(
         self, text: Tensor, context: int, batch_size: int, seed: int, *, first_step: int = 0, rank: int = 0,
         world: int = 1,
-    ):  # fmt: skip
+    ):
         self.text, self.context, self.batch_size, self.seed = text, context, batch_size, seed
         self.first_step, self.rank, self.world = first_step, rank, world
 

@@ -76,12 +76,12 @@ def draw_half_lives(folder: Path, context: int, title: str) -> Path:
             axes.plot(x, mean, marker="o", markersize=5, color=colors[h], linestyle="none")
     axes.axhline(context, color="tab:red", linestyle="--", linewidth=1)
     axes.annotate(f"context, {context}", (1, context), xycoords=("axes fraction", "data"), xytext=(-4, 3),
-                  textcoords="offset points", ha="right", color="tab:red", fontsize=9)  # fmt: skip
+                  textcoords="offset points", ha="right", color="tab:red", fontsize=9)
     axes.set(
         title=title, ylabel="half-life (tokens)", yscale="log", xlim=(-0.5, count - 0.5),
         xticks=range(count), xticklabels=[f"layer {layer + 1}" for layer in range(count)],
         xlabel=f"the {heads} heads of each layer, in order",
-    )  # fmt: skip
+    )
     axes.grid(axis="y", alpha=0.3)
     marks = [
         Line2D([], [], marker="o", mfc="none", mec="0.45", linestyle="none", markersize=7, label="at the start"),

@@ -86,7 +86,7 @@ def run(config: Config) -> int:
 def _train(
     config: Config, module: TrainByteLM, folder: Path, first_step: int, trainer: lightning.Trainer,
     interrupt: FinishOnInterrupt, started: float,
-) -> int:  # fmt: skip
+) -> int:
     if trainer.is_global_zero:
         print(f"run folder: {folder}\n{describe(module)}", flush=True)
         if config.resume is None:
@@ -127,7 +127,7 @@ def _train(
             "seconds": round(time.monotonic() - started, 1),
             "parameters": sum(p.numel() for p in module.model.parameters()), "lightning": lightning.__version__,
             **provenance("experiments/train_toy_lm.py", sys.argv[1:]),
-        }  # fmt: skip
+        }
         (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         report(module, folder, step)
         print(f"finished in {time.monotonic() - started:.0f} s; everything lies in {folder}", flush=True)
@@ -158,7 +158,7 @@ def make_trainer(
         gradient_clip_val=config.clip or None, num_sanity_val_steps=0, use_distributed_sampler=False,
         log_every_n_steps=max(1, min(10, config.steps // 20)), enable_model_summary=False, default_root_dir=folder,
         logger=CSVLogger(folder / "logs", name="", version=f"from_step_{first_step}"), callbacks=callbacks,
-    )  # fmt: skip
+    )
     return trainer, interrupt, together
 
 

@@ -24,7 +24,7 @@ class TrainByteLM(lightning.LightningModule):
         self.model = ByteLM(
             layers=config.layers, width=config.width, heads=config.heads, decay=config.decay,
             documents=config.documents, backend=config.backend,
-        )  # fmt: skip
+        )
         if config.compile:
             self.model.compile()
 
@@ -42,14 +42,14 @@ class TrainByteLM(lightning.LightningModule):
         trainer = self.trainer
         return self.training_batches(
             first_step=trainer.global_step, rank=trainer.global_rank, world=trainer.world_size
-        )  # fmt: skip
+        )
 
     def val_dataloader(self) -> ValidationBatches:
         config, world = self.config, self.trainer.world_size
         return ValidationBatches(
             self.validation_text, config.context, config.validation_crops, config.batch_size // world,
             rank=self.global_rank, world=world,
-        )  # fmt: skip
+        )
 
     def training_batches(self, **where) -> TrainingBatches:
         config = self.config

@@ -160,7 +160,7 @@ def _operators() -> None:
         "floordiv": _arithmetic(_divided), "mod": _arithmetic(lambda a, b: a - _divided(a, b) * b),
         "truediv": elementwise(np.divide), "and": elementwise(np.bitwise_and), "or": elementwise(np.bitwise_or),
         "xor": elementwise(np.bitwise_xor), "lshift": _arithmetic(np.left_shift), "rshift": _arithmetic(np.right_shift),
-    }  # fmt: skip
+    }
 
     def of(function: Callable) -> Callable:
         # a pointer knows how to be added to

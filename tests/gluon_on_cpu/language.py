@@ -24,11 +24,11 @@ def loop(*bounds: Array | int) -> Iterator[Array]:
 _LAYOUTS = (
     "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout", "SliceLayout",
     "SwizzledSharedLayout",
-)  # fmt: skip
+)
 _VALUES = (
     "arange", "atomic_add", "broadcast", "cdiv", "convert_layout", "expand_dims", "full", "inline_asm_elementwise",
     "load", "max", "min", "permute", "reshape", "split", "store", "sum", "where", "zeros",
-)  # fmt: skip
+)
 language = SimpleNamespace(
     **arrays.TYPES,
     **dict.fromkeys(_LAYOUTS, _no_layout),
@@ -46,9 +46,9 @@ language = SimpleNamespace(
 mbarrier = SimpleNamespace(
     MBarrierLayout=lambda: hopper.BARRIER, arrive=hopper.arrive, expect=hopper.expect, init=hopper.init,
     invalidate=hopper.invalidate, wait=hopper.wait,
-)  # fmt: skip
+)
 tma = SimpleNamespace(store_wait=hopper.store_wait)
 copy_engine = SimpleNamespace(
     load=hopper.copy_to_shared, reduce_add=functools.partial(hopper.copy_from_shared, add=True),
     reinterpret=Shared.reinterpret, store=hopper.copy_from_shared, thread_barrier=hopper.thread_barrier,
-)  # fmt: skip
+)

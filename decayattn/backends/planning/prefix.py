@@ -59,7 +59,7 @@ def prefix_of_head(prefix, offsets):
     return DecayPrefix(
         prefix.local + offsets.tokens, prefix.base + offsets.blocks,
         prefix.last_reset + offsets.tokens, prefix.next_reset + offsets.tokens,
-    )  # fmt: skip
+    )
 
 
 class SplitPrefix(NamedTuple):
@@ -96,7 +96,7 @@ def allocate_split(problem: AttentionProblem, like: Tensor) -> SplitPrefix:
 def build(
     problem: AttentionProblem, log_decay: Tensor, split: SplitPrefix | None = None, factor: float = 1.0,
     counter: Tensor | None = None, sequences: Sequences | None = None, launch: Launch = launching.anew,
-) -> DecayPrefix:  # fmt: skip
+) -> DecayPrefix:
     """The prefix of log_decay (B, T_k, H): one launch or two. Tokens outside the sequences have none.
 
     split, if given, is filled on the way, with factor times β.
@@ -112,14 +112,14 @@ def build(
         launch(
             _block_totals, token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads // together),
             strided(log_decay), prefix.local, sums, *sizes, HEADS=together, num_warps=1, **modes,
-        )  # fmt: skip
+        )
         log_decay = prefix.local.mT  # λ, which the scan replaces by β
         programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
     launch(
         _scan_blocks, programs,
         strided(log_decay), sums, prefix, split, factor, counter, *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
         num_warps=min(blocks, _MOST_WARPS), **modes,
-    )  # fmt: skip
+    )
     return prefix
 
 
@@ -129,14 +129,14 @@ def constant_split(rates: Tensor, factor: float, counter: Tensor, launch: Launch
     launch(
         _constant_split, rates.shape[0],
         rates, rates.stride(0), beta, factor, counter, BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS,
-    )  # fmt: skip
+    )
     return beta
 
 
 def gradient(
     problem: AttentionProblem, prefix: DecayPrefix, row_sums: Tensor, column_sums: Tensor, like: Tensor,
     sequences: Sequences | None = None, launch: Launch = launching.anew,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """dλ_t = Σ dα_u over the rest of t's segment, with dα = row sums − column sums of dS; (B, T_k, H) in like's dtype.
 
     row_sums is (B, H, T_q), column_sums (B, H, T_k), both float. The first λ of a segment acts on nothing: literal 0.
@@ -156,7 +156,7 @@ def gradient(
         _reverse_sums, programs,
         row_sums, column_sums, *segments, heads, grad, grad.stride(), *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
         num_warps=_MOST_WARPS, **modes,
-    )  # fmt: skip
+    )
     return grad
 
 
@@ -206,7 +206,7 @@ def _without_resets(value):
 def _block_totals(
     log_decay, turned, sums, length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+):
     """Per block: the sum of λ, its last reset (−1 without one) and its first one (T_k without one); λ as (B, H, T_k).
 
     A program has the blocks of HEADS heads.
@@ -265,7 +265,7 @@ def _around_by_blocks(sums, block_row, start, length, BLOCK: tl.constexpr, CHUNK
 def _scan_blocks(
     log_decay, sums, prefix, split, factor: tl.float64, counter, length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """The prefix of all BLOCKS blocks of a sequence; or, given the three sums of `_block_totals`, of one block."""
     if split is not None:
         # the attention's programs wait until all of these have ended
@@ -343,7 +343,7 @@ def _load_alpha_gradient(row_sums, column_sums, tokens, inside, first_position):
 def _segment_heads(
     row_sums, column_sums, last_reset, next_reset, heads_out, query_length, key_length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Per block: the sum of dα from its start up to its first reset, which is what earlier blocks take from it."""
     work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES)
     start, key_length = work.start, work.key_length
@@ -388,7 +388,7 @@ def _after_by_blocks(heads_in, begin, end, key_length, BLOCK: tl.constexpr, CHUN
 def _reverse_sums(
     row_sums, column_sums, last_reset, next_reset, heads_in, grad, strides, query_length, key_length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """dλ of all BLOCKS blocks of a sequence; or, given the `_segment_heads` of all, of one block: its own later dα of
     the segment, plus those in the blocks that its last segment reaches into."""
     if heads_in is None:

@@ -74,12 +74,12 @@ def find(problem: AttentionProblem, places: Tensor | None, launch: Launch = laun
     launch(
         _count_blocks, 2,
         places, ends, problem.sequences, count, BLOCK=BLOCK, CHUNK=_COUNTED, **COMPILER_OPTIONS,
-    )  # fmt: skip
+    )
     return Sequences(
         places, ends, count, problem.query_length, problem.key_length, decay_blocks(problem),
         _most_blocks(problem, problem.query_length, problem.longest_query),
         _most_blocks(problem, problem.key_length, problem.longest_key),
-    )  # fmt: skip
+    )
 
 
 def decay_blocks(problem: AttentionProblem) -> int:
@@ -126,7 +126,7 @@ def constants(problem: AttentionProblem, sequences: Sequences | None) -> dict[st
 def fill_outside(
     problem: AttentionProblem, sequences: Sequences | None, fills: list[tuple[Tensor, float]], of_keys: bool = False,
     launch: Launch = launching.anew,
-) -> None:  # fmt: skip
+) -> None:
     """Fill the rows (or tokens) of tensors (B, T, H, D) or (B, H, T) that belong to no sequence; rows of one without a
     key, too."""
     if sequences is None:
@@ -139,7 +139,7 @@ def fill_outside(
         sequences, tensors, tuple(x.stride() for x in tensors), tuple(tuple(x.shape[2:]) for x in tensors), values,
         problem.sequences, axis, OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=BLOCK, CHUNK=_CHUNK,
         WIDTH=next_power_of_2(max(x.shape[3] for x in tensors)), TENSORS=len(tensors), num_warps=8, **COMPILER_OPTIONS,
-    )  # fmt: skip
+    )
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -159,7 +159,7 @@ def _count_blocks(places, ends, number, count, BLOCK: tl.constexpr, CHUNK: tl.co
 def tile_of_program(
     sequences, heads, query_length, key_length, TILE: tl.constexpr, OF_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, HEADS_INNERMOST: tl.constexpr = False, program=None,
-):  # fmt: skip
+):
     """The WorkTile of a program: TILE rows of a sequence (OF_KEYS: tokens).
 
     program is its number: this one's, unless another kernel shares the launch. A program with nothing to work on has a
@@ -265,7 +265,7 @@ def offsets_of_head(sequences, work, head, heads, PACKED: tl.constexpr):
 def _fill_outside(
     sequences, tensors, strides, shapes, values, number, axis, OF_KEYS: tl.constexpr, PACKED: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, TENSORS: tl.constexpr,
-):  # fmt: skip
+):
     """One block of rows (OF_KEYS: tokens) of a batch entry; most lie inside sequences, with nothing to fill."""
     blocks = tl.cdiv(axis, BLOCK)
     entry = tl.program_id(0) // blocks

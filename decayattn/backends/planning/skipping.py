@@ -114,7 +114,7 @@ def allocate(problem: AttentionProblem, like: Tensor) -> Tensor:
 def plan(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     prefix: DecayPrefix, sequences: Sequences | None, launch: Launch = launching.anew,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`allocate`'s buffer, filled by two launches if the problem is planned."""
     first_block = allocate(problem, q)
     if not is_planned(problem):
@@ -148,13 +148,13 @@ def plan(
         log_tolerance, sizes, TRAITS=traits,
         num_warps=2 if row_bytes < _PREFETCHED_ROW else 4 if row_bytes <= 2 * _PREFETCHED_ROW else 8,
         **constants, **COMPILER_OPTIONS,
-    )  # fmt: skip
+    )
     together = _together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most[1])
     launch(
         _find_first_blocks, packing.row_programs(problem, sequences, GRANULE * together, problem.num_heads),
         prefix.last_reset, prefix.next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance,
         sizes, CHUNK=_CHUNK, TOGETHER=together, num_warps=1, **constants, **COMPILER_OPTIONS,
-    )  # fmt: skip
+    )
     return first_block
 
 
@@ -189,7 +189,7 @@ def last_granules(
         _find_last_granules, packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),
         first_block, last, sequences, _sizes(problem, first_block), **packing.constants(problem, sequences),
         CHUNK=_CHUNK, num_warps=1, **COMPILER_OPTIONS,
-    )  # fmt: skip
+    )
     return last
 
 
@@ -312,7 +312,7 @@ def _summarise(
     q, k, scale: tl.float64, row_scales, rates, prefix, of_blocks, of_granules, sequences, left,
     log_tolerance: tl.float64, sizes, TRAITS: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
     SEARCHES: tl.constexpr,
-):  # fmt: skip
+):
     """K_J and W_J of neighbouring blocks of keys, U and E of the granules whose first row has its own key in them.
 
     W and E are in base 2.
@@ -395,7 +395,7 @@ def _summarise(
         k_squares, q_squares, own_squares, products = _sums(
             keys, queries, own_keys, k.strides[3], q.strides[3], is_key, is_row, TRAITS.d, TRAITS.width, TRAITS.part,
             ALIGNED, ACCUMULATOR,
-        )  # fmt: skip
+        )
         block_of_row = tl.minimum(own_key, last) // BLOCK
         alpha_of_row, slack_of_row = _load_alpha(
             own_key, block_of_row, rates, head, prefix, DECAY, is_row
@@ -421,7 +421,7 @@ def _summarise(
 def _sums(
     keys, queries, own_keys, k_stride, q_stride, is_key, is_row,
     D: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATOR: tl.constexpr,
-):  # fmt: skip
+):
     """Of rows of D columns: |k|², |q|², |own k|² and q·(own k); 0 where it is no key or row. ALIGNED: each k is its
     row's own one."""
     nothing = tl.zeros([ROWS, PART], ACCUMULATOR)
@@ -443,7 +443,7 @@ def _sums(
 def _find_first_blocks(
     last_reset, next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance: tl.float64, sizes,
     DECAY: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
+):
     """The first blocks of keys that TOGETHER granules visit."""
     heads = sizes.heads
     work = tile_of_program(
@@ -489,7 +489,7 @@ def _find_first_blocks(
 def _find_last_granules(
     first_block, last_granule, sequences, sizes,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """The last granule that visits one block of keys."""
     heads = sizes.heads
     work = tile_of_program(

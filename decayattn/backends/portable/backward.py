@@ -82,7 +82,7 @@ class QuerySums(NamedTuple):
 def row_terms_kernel(
     out, d_out, d_lse, row_references, delta, query_length, heads,
     D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
+):
     """Δ = Σ dO·O − dLSE of every query row."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
     row_tiles = tl.cdiv(query_length, BLOCK_M)
@@ -108,7 +108,7 @@ def row_terms_kernel(
 def _add_rows(
     sums, keys, q_source, d_out_source, head, tile, work, row_references, delta, scale, row_scales, decay, bias,
     DECAY_GRADIENT: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of query rows into a key tile's KeySums; scores are transposed, keys × rows."""
     BLOCK_M: tl.constexpr = TRAITS.block_m
     DECAY: tl.constexpr = TRAITS.decay
@@ -138,7 +138,7 @@ def _add_rows(
     scoreT = decayed_score(
         scoreT, rows.alpha[None, :], keys.alpha[:, None], difference, decay.rate, rows.position[None, :],
         keys.key[:, None], DECAY, TRAITS.causal, TRAITS.row_cancels,
-    )  # fmt: skip
+    )
     if bias is not None:
         scoreT += load_bias(bias, rows.row[None, :], keys.key[:, None], work, ACCUMULATOR)
     if EDGE:
@@ -166,7 +166,7 @@ def _add_rows(
 def key_gradients_kernel(
     q_descriptor, k_descriptor, v_descriptor, d_out_descriptor, inputs, row_terms, decay, gradients, sequences, mirror,
     window, bias, scale: tl.float64, sizes, TRAITS: tl.constexpr, program=None,
-):  # fmt: skip
+):
     """dk = Σ s dSᵀ q, dv = Σ Pᵀ dO of one key tile over its group of query heads; column sums of dS per query head."""
     BLOCK_N: tl.constexpr = TRAITS.block_n
     BLOCK_D: tl.constexpr = TRAITS.block_d
@@ -178,10 +178,10 @@ def key_gradients_kernel(
     work = tile_of_program(
         sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_N, True, False, PACKED, TRAITS.searches,
         program=program,
-    )  # fmt: skip
+    )
     start, entry, kv_head, query_length, key_length = (
         work.start, work.entry, work.head, work.query_length, work.key_length,
-    )  # fmt: skip
+    )
     if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
         if start >= key_length:
             return
@@ -194,11 +194,11 @@ def key_gradients_kernel(
     k = load_tile(
         TileSource(k_descriptor, inputs.k), entry, kv_head, work.first_token, start, key_length,
         BLOCK_N, TRAITS.d, BLOCK_D, True,
-    )  # fmt: skip
+    )
     v = load_tile(
         TileSource(v_descriptor, inputs.v), entry, kv_head, work.first_token, start, key_length,
         BLOCK_N, TRAITS.d_v, BLOCK_DV, True,
-    )  # fmt: skip
+    )
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACCUMULATOR)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACCUMULATOR)
     for member in range(0, TRAITS.group):
@@ -218,7 +218,7 @@ def key_gradients_kernel(
         first, end = rows_that_see(
             key, query_length, key_length - query_length, head_decay.prefix.last_reset, head_decay.prefix.next_reset,
             TRAITS.causal, DECAY == "scalar", left, right,
-        )  # fmt: skip
+        )
         if mirror is not None:
             end = tl.minimum(end, end_of_planned_rows(mirror, work, head, heads, PACKED))
         keys = KeyTile(k, v, key, alpha, first, end)
@@ -231,7 +231,7 @@ def key_gradients_kernel(
                 sums = _add_rows(
                     sums, keys, q_source, d_out_source, head, tile, work, row_references, delta, scale,
                     row_terms.scales, head_decay, head_bias, gradients.column_sums is not None, not whole, TRAITS,
-                )  # fmt: skip
+                )
         dk, dv = sums.dk, sums.dv
         if gradients.column_sums is not None:
             index = start + tl.arange(0, BLOCK_N)
@@ -246,7 +246,7 @@ def key_gradients_kernel(
 def _add_keys(
     sums, queries, k_source, v_source, kv_head, tile, work, decay, bias, d_bias,
     DECAY_GRADIENT: tl.constexpr, SHARED_BIAS: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
-):  # fmt: skip
+):
     """One key tile into a query tile's QuerySums."""
     BLOCK_N: tl.constexpr = TRAITS.block_n
     DECAY: tl.constexpr = TRAITS.decay
@@ -263,7 +263,7 @@ def _add_keys(
     score = decayed_score(
         score, rows.alpha[:, None], key_alpha(key, start, key_length, decay.rate, prefix.local, DECAY)[None, :],
         difference, decay.rate, rows.position[:, None], key[None, :], DECAY, TRAITS.causal, TRAITS.row_cancels,
-    )  # fmt: skip
+    )
     if bias is not None:
         score += load_bias(bias, rows.row[:, None], key[None, :], work, ACCUMULATOR)
     if EDGE:
@@ -299,7 +299,7 @@ def _add_keys(
 def query_gradients_kernel(
     q_descriptor, k_descriptor, v_descriptor, d_out_descriptor, inputs, row_terms, decay, gradients, sequences, plan,
     window, bias, scale: tl.float64, sizes, SHARED_BIAS: tl.constexpr, TRAITS: tl.constexpr, program=None,
-):  # fmt: skip
+):
     """dq = s Σ dS k of a query tile; per row Σ σ dS (per-token decay) or Σ dS |i − j| (constant), and ds = q·Σ dS k."""
     BLOCK_M: tl.constexpr = TRAITS.block_m
     BLOCK_D: tl.constexpr = TRAITS.block_d
@@ -308,7 +308,7 @@ def query_gradients_kernel(
     work = tile_of_program(
         sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_M, False, True, TRAITS.packed,
         TRAITS.searches, program=program,
-    )  # fmt: skip
+    )
     start, entry, head, first_row, query_length = work.start, work.entry, work.head, work.first_row, work.query_length
     kv_head = head // TRAITS.group
     offsets = offsets_of_head(sequences, work, head, sizes.heads, TRAITS.packed)
@@ -333,11 +333,11 @@ def query_gradients_kernel(
     q = load_tile(
         TileSource(q_descriptor, inputs.q), entry, head, first_row, start, query_length,
         BLOCK_M, TRAITS.d, BLOCK_D, True,
-    )  # fmt: skip
+    )
     do = load_tile(
         TileSource(d_out_descriptor, inputs.d_out), entry, head, first_row, start, query_length,
         BLOCK_M, TRAITS.d_v, TRAITS.block_dv, True,
-    )  # fmt: skip
+    )
     first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
     queries = QueryTile(q, do, rows, row_scale, row_reference, row_delta, first, end)
     tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_n)
@@ -351,7 +351,7 @@ def query_gradients_kernel(
             sums = _add_keys(
                 sums, queries, k_source, v_source, kv_head, tile, work, head_decay, bias, d_bias,
                 DECAY_GRADIENT, SHARED_BIAS, not whole, TRAITS,
-            )  # fmt: skip
+            )
 
     here, inside = offsets.rows + rows.index, rows.index < query_length
     decay_sum = sums.decay
@@ -376,7 +376,7 @@ def query_gradients_kernel(
 def gradients_kernel(
     inputs, row_terms, decay, of_queries, of_keys, plan, mirror, window, scale: tl.float64, sizes, key_programs,
     TRAITS: tl.constexpr,
-):  # fmt: skip
+):
     """Both gradients in one launch, of sequences that fill their batch entries and without a bias: key_programs
     programs of key tiles, then those of query tiles, which would otherwise wait for them. sizes.heads is H_kv."""
     program = tl.program_id(0)
@@ -384,10 +384,10 @@ def gradients_kernel(
         key_gradients_kernel(
             None, None, None, None, inputs, row_terms, decay, of_keys, None, mirror, window, None, scale, sizes,
             TRAITS, program,
-        )  # fmt: skip
+        )
     else:
         query_sizes = Sizes(sizes.query_length, sizes.key_length, sizes.heads * TRAITS.group)
         query_gradients_kernel(
             None, None, None, None, inputs, row_terms, decay, of_queries, None, plan, window, None, scale, query_sizes,
             False, TRAITS, program - key_programs,
-        )  # fmt: skip
+        )

@@ -118,7 +118,7 @@ def decode(
             block_dv=padded(value_dim),
             decay="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
             precision=dot_precision(),
-        )  # fmt: skip
+        )
         tensors = (q, keys, values, lengths, log_decay, alpha, first, row_scale)
         launch = launching.of_call(q.device, tensors, q.shape, values.shape, left, splits)
         launch(
@@ -126,13 +126,13 @@ def decode(
             strided(q), strided(keys), strided(values), lengths, strided(first), strided(alpha), strided(log_decay),
             strided(row_scale), parts, inputs.scale, left, query_length, kv_heads,
             row_tiles, splits, TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS,
-        )  # fmt: skip
+        )
         launch(
             combine_kernel, batch * kv_heads * rows,
             parts, out, lse, query_length, kv_heads, splits,
             GROUP=group, D_V=value_dim, BLOCK_DV=padded(value_dim), BLOCK_SPLITS=next_power_of_2(splits),
             **COMPILER_OPTIONS,
-        )  # fmt: skip
+        )
         return out, lse
 
 
@@ -162,7 +162,7 @@ class DecodeTraits(NamedTuple):
 def split_kernel(
     queries, keys, values, lengths, first_keys, alpha, rates, row_scales, parts, scale: tl.float64, left, query_length,
     kv_heads, row_tiles, splits, TRAITS: tl.constexpr,
-):  # fmt: skip
+):
     """One split of the keys into (acc, row_max, row_sum) of one tile of rows of one key head.
 
     Row m of a key head is query row m // GROUP of the group's head m % GROUP.
@@ -261,7 +261,7 @@ def split_kernel(
 def combine_kernel(
     parts, out, lse, query_length, kv_heads, splits,
     GROUP: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-):  # fmt: skip
+):
     """out and lse of one row, from the Parts of its splits."""
     rows = query_length * GROUP
     batch_head, m = tl.program_id(0) // rows, tl.program_id(0) % rows

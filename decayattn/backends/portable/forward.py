@@ -66,7 +66,7 @@ def _attend(
     score = decayed_score(
         score, rows.alpha[:, None], key_side[None, :], difference, decay.rate, rows.position[:, None], key[None, :],
         DECAY, TRAITS.causal, TRAITS.row_cancels,
-    )  # fmt: skip
+    )
     if bias is not None:
         score += load_bias(bias, rows.row[:, None], key[None, :], work, ACCUMULATOR)
     if EDGE:
@@ -93,7 +93,7 @@ def _attend(
 def forward_kernel(
     q_descriptor, k_descriptor, v_descriptor, inputs, out, lse, row_references, row_scales, decay, sequences, plan,
     window, bias, scale: tl.float64, sizes, TRAITS: tl.constexpr,
-):  # fmt: skip
+):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence.
 
     arguments.py says what out (a Strided), inputs, decay, window, bias, sizes and TRAITS are.
@@ -126,7 +126,7 @@ def forward_kernel(
     q = load_tile(
         TileSource(q_descriptor, inputs.q), work.entry, head, work.first_row, start, query_length,
         BLOCK_M, TRAITS.d, TRAITS.block_d, True,
-    )  # fmt: skip
+    )
     first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
     queries = QueryTile(q, rows, row_scale, first, end)
     tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_n)
@@ -150,7 +150,7 @@ def forward_kernel(
     store_tile(
         out, work.entry, head, start, query_length, state.acc / total[:, None],
         BLOCK_M, TRAITS.d_v, BLOCK_DV,
-    )  # fmt: skip
+    )
     # what the backward subtracts from a score to get log2 P: the log-sum-exp as tiles count it, and still in base 2,
     # where it is exact for a row that one key dominates
     reference_value = state.row_max + tl.log2(total)

@@ -76,7 +76,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
             skipping.as_argument(problem, first_block), _window(problem), broadcast(bias), _scale_number(scale),
             Sizes(problem.query_length, problem.key_length, problem.num_heads),
             **_constants(problem, sequences, tile),
-        )  # fmt: skip
+        )
         return out, lse, Saved(row_references, *prefix, first_block)
 
 
@@ -129,7 +129,7 @@ def backward(
             strided(out), strided(d_out), strided(d_lse), row_references, delta, problem.query_length,
             problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK, BLOCK_DV=padded(problem.value_dim),
             **COMPILER_OPTIONS,
-        )  # fmt: skip
+        )
 
         # read for the gradient of a constant decay only
         has_lse_gradient = decay_gradient and problem.decay == "constant"
@@ -150,7 +150,7 @@ def backward(
                 gradients_kernel, key_programs + row_programs(problem, sequences, tile.block_m, problem.num_heads),
                 _tiled(tile, sequences, (), q, k, v, d_out), row_terms, decay, of_queries, of_keys, plan, mirror,
                 window, _scale_number(scale), key_sizes, key_programs, **_constants(problem, sequences, tile),
-            )  # fmt: skip
+            )
         else:
             tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
             launch(
@@ -158,7 +158,7 @@ def backward(
                 *_descriptors(problem, tile, q, k, v, d_out), _tiled(tile, sequences, (q, d_out), q, k, v, d_out),
                 row_terms, decay, of_keys, sequences, mirror, window, broadcast(bias), _scale_number(scale), key_sizes,
                 **_constants(problem, sequences, tile),
-            )  # fmt: skip
+            )
             tile = _tiles(config.QUERY_GRADIENTS, problem, q, k, v, d_out)
             launch(
                 query_gradients_kernel, row_programs(problem, sequences, tile.block_m, problem.num_heads),
@@ -166,7 +166,7 @@ def backward(
                 row_terms, decay, of_queries, sequences, plan, window, broadcast(bias), _scale_number(scale),
                 Sizes(problem.query_length, problem.key_length, problem.num_heads), SHARED_BIAS=shared_bias,
                 **_constants(problem, sequences, tile),
-            )  # fmt: skip
+            )
 
         d_log_decay = None
         if decay_gradient and problem.decay == "scalar":
@@ -287,7 +287,7 @@ def _constants(problem: AttentionProblem, sequences: Sequences | None, tile: Til
 @functools.lru_cache(launching.REMEMBERED)
 def _constants_of(
     problem: AttentionProblem, tile: TileConfig, precision: str, *of_sequences: tuple[str, bool | int]
-) -> dict:  # fmt: skip
+) -> dict:
     packed = dict(of_sequences)
     traits = Traits(
         packed=packed["PACKED"],

@@ -57,7 +57,7 @@ def keys_of_rows(rows, work, heads, decay, prefix, window, plan, TRAITS: tl.cons
     first, end = keys_seen(
         rows.position, work.key_length, prefix.last_reset, prefix.next_reset, TRAITS.causal, TRAITS.decay == "scalar",
         left, right,
-    )  # fmt: skip
+    )
     if plan is not None:
         first = tl.maximum(first, first_planned_key(plan, work, heads, TRAITS.block_m, TRAITS.packed))
     return first, end
@@ -83,7 +83,7 @@ def load_scale(scale, row_scales, entry, head, first, row, ACCUMULATOR: tl.const
 def load_tile(
     source, entry, head, first, start, length,
     ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """(ROWS, COLUMNS) of a TileSource from token `start` of a sequence on, which begins at token `first`.
 
     MASKED: beyond the sequence's length it is 0; where only a descriptor reads the tensor, it is what follows there.

@@ -31,7 +31,7 @@ def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool) -> Outputs:
     return Outputs(
         q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim), row_references,
         torch.empty_like(row_references) if with_lse else None,
-    )  # fmt: skip
+    )
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,7 +26,7 @@ def decay_sign(query_position, key_position):
 def decayed_score(
     score, query_alpha, key_alpha, base_difference, rate, query_position, key_position,
     DECAY: tl.constexpr, CAUSAL: tl.constexpr, ROW_CANCELS: tl.constexpr,
-):  # fmt: skip
+):
     """A scaled product s q·k plus the decay σ (α_i − α_j), which is |i − j| γ for a constant decay.
 
     ROW_CANCELS (causal, 16-bit inputs): only −α_j of the key's block is added; α_i and the difference of the two bases

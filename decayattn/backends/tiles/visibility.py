@@ -36,7 +36,7 @@ def keys_seen(
 def rows_that_see(
     key, query_length, first_position, last_reset, next_reset, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr,
     left=None, right=None,
-):  # fmt: skip
+):
     """The mirror: [first, end) of the query rows that see this key."""
     first = key * 0
     end = first + query_length

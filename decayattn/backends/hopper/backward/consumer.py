@@ -61,7 +61,7 @@ def _widened(x):
 def _next_tile(
     n, tile, is_edge, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
     D: gl.constexpr,
-):  # fmt: skip
+):
     """Add the n-th query tile to gradients, (dk, dv, key_sum), and dq of the visit before it to its target.
 
     keys: (key, α of it, first and end of the rows that see it), one per key of the warpgroup
@@ -249,7 +249,7 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
                     dk, dv, key_sum = _next_tile(
                         n, tile, is_edge, previous, (dk, dv, key_sum), (key, key_alpha, first, end), work, shared,
                         dq_target, scale * LOG2E, WARPGROUP, D,
-                    )  # fmt: skip
+                    )
                     previous = tile * schedule.SIDES + side
                     n += 1
                 if schedule.SIDES == 2:

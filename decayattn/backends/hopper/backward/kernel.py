@@ -116,7 +116,7 @@ class BackwardTile(NamedTuple):
 _INTEGERS = [
     "rate_stride", "left", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "entries", "heads",
     "together",
-]  # fmt: skip
+]
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
@@ -124,7 +124,7 @@ def gradients_kernel(
     q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, zeros_desc, decay_tensors, scheduler,
     rate_stride, scale, left, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
     MODES: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+):
     """dk and dv of all key tiles over their groups of query heads; added up: dq, row sums, and the sums of a rate. It
     may be launched before the launch before it has ended.
 
@@ -214,7 +214,7 @@ def gradients_kernel(
     schedule = KeySchedule(
         key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
         row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED, CAUSAL, SIDES,
-    )  # fmt: skip
+    )
 
     decay = (rates, rate_stride, local, last_reset, next_reset)
     decay_of_producer = (rates, rate_stride, base, last_reset, next_reset)

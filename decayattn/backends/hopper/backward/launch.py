@@ -98,7 +98,7 @@ def backward(
             D=dim, VALUE_DIM=problem.value_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, DECAY=problem.decay,
             SIDES=sides, HAS_D_LSE=d_lse is not None, ROW_SUMS=decay_gradient and scalar, num_warps=4,
             **COMPILER_OPTIONS,
-        )  # fmt: skip
+        )
 
         planned = skipping.is_planned(problem)
         mirror = skipping.last_granules(problem, first_block, sequences, launch) if planned else first_block
@@ -112,11 +112,11 @@ def backward(
         decay_tensors = BackwardDecay(
             rates, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset, mirror, row_sums, column_sums,
             rate_sums,
-        )  # fmt: skip
+        )
         modes = BackwardModes(
             group, problem.decay, decay_gradient, ragged=places is not None, window=problem.window[0] >= 0,
             planned=planned, causal=problem.causal,
-        )  # fmt: skip
+        )
         launch(
             gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
             source(q, tile.rows, dim), source(k, config.WARPGROUP_ROWS, dim), source(v, config.WARPGROUP_ROWS, dim),
@@ -128,7 +128,7 @@ def backward(
             entries, problem.num_heads, together, MODES=modes,
             TILE=BackwardTile(dim, tile.rows, tile.stages, tile.slots, tile.registers), num_warps=4,
             maxnreg=tile.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
-        )  # fmt: skip
+        )
 
         dq_parts = tiles.row_tiles * (tile.rows // _PART) * (dim // _PART)
         launch(
@@ -136,7 +136,7 @@ def backward(
             dq_fragments, dq, tiles.rows, dq.stride(), scale, problem.query_length, tiles.row_tiles, problem.num_heads,
             D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows, PART=_PART, num_warps=4, launch_pdl=True,
             **COMPILER_OPTIONS,
-        )  # fmt: skip
+        )
 
         d_log_decay = None
         if decay_gradient and scalar:

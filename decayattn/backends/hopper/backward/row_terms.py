@@ -74,7 +74,7 @@ def row_terms_kernel(
     first_zeroed, counters_end,
     D: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DECAY: tl.constexpr,
     SIDES: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
-):  # fmt: skip
+):
     """The row terms: what is added to a row's scores, its LSE₂ from the forward, and to its dP, −Δ = dLSE − Σ dO·O.
 
     terms is (head rows, row tiles, SIDES, ROWS, COLUMNS), or (heads, tiles of the table, …): first the parts of
@@ -143,7 +143,7 @@ def row_terms_kernel(
 def unpack_dq_kernel(
     dq_fragments, dq, table, dq_strides, scale, query_length, row_tiles, heads, D: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+):
     """dq = s · fragments, one part of 64 rows × 64 columns per program. It may be launched before the launch before it
     has ended."""
     wait_for_launch_before(heads)

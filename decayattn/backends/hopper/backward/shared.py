@@ -42,7 +42,7 @@ class BackwardShared:
         self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, zeros, ones, weights,
         queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, d_scores_read, keys_ready, keys_read,
         dv_ready, published, STAGES, SLOTS,
-    ):  # fmt: skip
+    ):
         self.keys = keys
         self.values = values
         self.queries = queries

@@ -73,7 +73,7 @@ class KeySchedule:
     def __init__(
         self, work_tiles, kv_heads, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles,
         left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED, CAUSAL, SIDES,
-    ):  # fmt: skip
+    ):
         self.work_tiles = work_tiles
         self.kv_heads = kv_heads
         self.together = together
@@ -185,7 +185,7 @@ class KeyWork:
         return coordinates(
             bounds.entry, self.head(member), row, bounds.first_row, bounds.query_length, self.schedule.query_axis,
             self.schedule.RAGGED,
-        )  # fmt: skip
+        )
 
     @gluon.jit
     def key_at(self, WARPGROUP: gl.constexpr, COLUMN: gl.constexpr = 0):
@@ -194,7 +194,7 @@ class KeyWork:
         return coordinates(
             bounds.entry, self.kv_head, bounds.start + WARPGROUP * WARPGROUP_KEYS, bounds.first_token,
             bounds.key_length, self.schedule.key_axis, self.schedule.RAGGED, COLUMN,
-        )  # fmt: skip
+        )
 
     @gluon.jit
     def left_limit(self, member, rates, rate_stride):

@@ -48,7 +48,7 @@ def publish_zeroed(schedule, counters, index):
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;", "=r,r", [index], dtype=gl.int32, is_pure=False,
         pack=1,
-    )  # fmt: skip
+    )
     # one thread has stored them, and another one may count
     copy_engine.thread_barrier()
     gl.atomic_add(counters + schedule.chunk(index) + 1, 1, sem="release")

@@ -32,7 +32,7 @@ def tokens(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     return _describe(
         x.data_ptr(), x.dtype, (batch, heads, length, dim), (batch_stride, head_stride, token_stride, 1),
         (1, 1, rows, width),
-    )  # fmt: skip
+    )
 
 
 def slices_misfit(x: Tensor) -> str | None:
@@ -60,7 +60,7 @@ def slices(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     return _describe(
         x.data_ptr(), x.dtype, (_FAR, _FAR, heads, SLICE_END, dim),
         (2**34 - token_stride, token_stride, head_stride, token_stride, 1), (1, 1, 1, rows, width),
-    )  # fmt: skip
+    )
 
 
 def columns(x: Tensor, rows: int) -> TensorDescriptor:
@@ -88,7 +88,7 @@ def plain(x: Tensor, rows: int) -> TensorDescriptor:
 def _describe(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: tuple[int, ...],
     swizzled: bool = True,
-) -> TensorDescriptor:  # fmt: skip
+) -> TensorDescriptor:
     if swizzled:
         layout = gl.NVMMASharedLayout.get_default_for(list(tile), getattr(gl, str(dtype).removeprefix("torch.")))
     else:

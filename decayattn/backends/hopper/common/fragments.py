@@ -94,4 +94,4 @@ def where_bits(bits, x):
         "{ .reg .b32 own; .reg .pred set; and.b32 own, $2, $3; setp.ne.b32 set, own, 0; "
         "selp.f32 $0, $1, 0fFF800000, set; }",
         "=f,f,r,r", [x, bits, bit], gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+    )

@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 def build(
     problem: AttentionProblem, places: Tensor | None, rows: int, keys: int, last_first: bool, of_keys: bool,
     launch: Launch = launching.anew,
-) -> Tiles:  # fmt: skip
+) -> Tiles:
     """Tables of the tiles of `rows` rows, and, of_keys, of `keys` keys; last_first: a sequence's last rows come first.
 
     Sequences stand in them by their number of keys, the longest first.
@@ -66,7 +66,7 @@ def build(
         places, problem.sequences, row_table, key_table, row_tiles, key_tiles, ROWS=rows, KEYS=keys,
         LAST_FIRST=last_first, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
         **COMPILER_OPTIONS,
-    )  # fmt: skip
+    )
     return Tiles(row_table, key_table, row_tiles, key_tiles)
 
 
@@ -87,7 +87,7 @@ def line_of_tile(table, tile):
 def _list_tiles(
     places, count, row_table, key_table, most_rows, most_keys, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LAST_FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """The lines of one sequence. The longest come first, so that the last programs to finish have little to do."""
     sequence = tl.program_id(0)
     first_row, rows = tl.load(places + sequence * 4), tl.load(places + sequence * 4 + 1)
@@ -125,7 +125,7 @@ def _list_tiles(
 @triton.jit
 def _write_lines(
     table, first, tiles, most, sequence_words, TILE: tl.constexpr, LAST_FIRST: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     for start in range(0, tiles, CHUNK):
         tile = start + tl.arange(0, CHUNK)
         line = line_of_tile(table, first + tile)
@@ -171,7 +171,7 @@ def load_bounds(table, tile):
         gl.load(line + START), gl.load(line + QUERY_LENGTH), gl.load(line + KEY_LENGTH), gl.load(line + ENTRY),
         gl.load(line + FIRST_ROW), gl.load(line + FIRST_TOKEN), gl.load(line + FIRST_BLOCK),
         gl.load(line + FIRST_TILE),
-    )  # fmt: skip
+    )
 
 
 @gluon.jit

@@ -73,7 +73,7 @@ def _base_difference(shared, n, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
 def _next_tile(
     shared, rows, n, acc, p, row_max, row_sum, scale, zero, WARPGROUP: gl.constexpr, EDGE: gl.constexpr,
     WIDE: gl.constexpr,
-):  # fmt: skip
+):
     """One tile: the scores of the n-th while P V of the tile before is added to acc; (acc, p, row_max, row_sum)."""
     SCORE: gl.constexpr = zero.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)

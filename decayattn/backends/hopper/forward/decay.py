@@ -99,7 +99,7 @@ class Decay:
             self.rates, self.rate_stride, self.local + tokens, self.bases + schedule.blocks(work) * 2,
             self.last_reset + tokens, self.next_reset + tokens, left, self.plan + schedule.granules(work),
             self.KIND, self.CAUSAL, self.WINDOW, self.PLANNED,
-        )  # fmt: skip
+        )
 
     @gluon.jit
     def first_key(self, position):

@@ -104,7 +104,7 @@ class ForwardTile(NamedTuple):
 _INTEGERS = [
     "rate_stride", "left", "work_tiles", "row_tiles", "heads", "group", "together", "query_length", "key_length",
     "blocks", "granules",
-]  # fmt: skip
+]
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
@@ -112,7 +112,7 @@ def forward_kernel(
     q_desc, k_desc, v_desc, beta_desc, out_desc, row_outputs, decay_tensors, counter, table, scale, rate_stride, left,
     work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules, MODES: gl.constexpr,
     TILE: gl.constexpr,
-):  # fmt: skip
+):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. It may be launched before the launch before it has ended.
 
     beta_desc: −α_j / scale of the keys; not read without a decay
@@ -176,7 +176,7 @@ def forward_kernel(
         make_pipeline(q_tiles, SLOTS, WARPGROUPS), make_pipeline(k_tiles, STAGES, WARPGROUPS),
         make_pipeline(v_tiles, STAGES, WARPGROUPS), make_pipeline(published, SLOTS, 0), beta, differences, firsts,
         ends, signs, overflows, fences, row_alphas, WARPGROUPS,
-    )  # fmt: skip
+    )
 
     outputs = (out_desc, row_outputs)
     sources = (q_desc, k_desc, v_desc, beta_desc)

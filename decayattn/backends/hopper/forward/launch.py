@@ -51,14 +51,14 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         decay_tensors = ForwardDecay(
             log_decay if constant else row_references, prefix.local, bases, prefix.last_reset, prefix.next_reset,
             first_block,
-        )  # fmt: skip
+        )
         modes = ForwardModes(
             problem.decay, ragged=places is not None, packed=problem.layout == "packed", causal=problem.causal,
             window=problem.window[0] >= 0, planned=skipping.is_planned(problem), with_lse=with_lse,
-        )  # fmt: skip
+        )
         tile = ForwardTile(
             dim, schedule.warpgroups, schedule.stages, schedule.registers, schedule.producer_registers
-        )  # fmt: skip
+        )
         launch(
             forward_kernel, programs,
             q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
@@ -69,14 +69,14 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
             group, heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
             sequence_blocks.decay_blocks(problem), first_block.shape[-1], MODES=modes, TILE=tile, num_warps=4,
             maxnreg=schedule.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
-        )  # fmt: skip
+        )
         return out, lse, Saved(row_references, *prefix, first_block)
 
 
 def _decay(
     problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, counter: Tensor,
     sequences: Sequences | None, launch: Launch,
-) -> tuple[DecayPrefix, Tensor | None, Tensor]:  # fmt: skip
+) -> tuple[DecayPrefix, Tensor | None, Tensor]:
     """The prefix, the decay of the keys in parts for the products: −α_j / scale, relative to the key's block, and the
     bases of the blocks, not read unless the decay is per token.
 

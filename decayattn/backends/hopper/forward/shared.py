@@ -80,7 +80,7 @@ class ForwardShared:
     def __init__(
         self, queries, keys, values, published, beta, differences, firsts, ends, signs, overflows, fences, row_alphas,
         WARPGROUPS,
-    ):  # fmt: skip
+    ):
         self.queries = queries
         self.keys = keys
         self.values = values
@@ -143,7 +143,7 @@ def load_beta(desc, block, barrier, beta, n):
 @gluon.jit
 def publish(
     shared, count, state, index, work, tiles, tile_end, firsts, ends, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-):  # fmt: skip
+):
     """Publish the count-th work tile of this program: `tiles` visits of key tiles, from tile_end down (work.Walk).
 
     firsts, ends: (smallest, largest) over the rows of each warpgroup.
@@ -208,7 +208,7 @@ def published_work(shared, count, schedule):
             start, load_word(words, word + QUERY_LENGTH), load_word(words, word + KEY_LENGTH), entry,
             load_word(words, word + FIRST_ROW), load_word(words, word + FIRST_TOKEN),
             load_word(words, word + FIRST_BLOCK), start * 0,
-        )  # fmt: skip
+        )
     else:
         bounds = dense_bounds(start, schedule.query_axis, schedule.key_axis, entry)
     work = QueryWork(bounds, head_row, head_row - entry * schedule.heads)

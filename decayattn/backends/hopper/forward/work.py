@@ -40,7 +40,7 @@ class QuerySchedule:
     def __init__(
         self, work_tiles, row_tiles, heads, group, together, query_axis, key_axis, block_axis, granule_axis, table,
         RAGGED, PACKED,
-    ):  # fmt: skip
+    ):
         self.work_tiles = work_tiles
         self.row_tiles = row_tiles
         self.heads = heads
