@@ -314,17 +314,29 @@ def test_an_error_of_the_program_shows_its_traceback(text, monkeypatch, capsys):
     assert printed.endswith("KeyError: 'nothing'\n")
 
 
-def test_a_terminated_run_says_how_to_resume(text, monkeypatch, capsys):
-    step = TrainByteLM.training_step
+@pytest.mark.parametrize(
+    ("moment", "said"),
+    [
+        ("training_step", "terminated after step 3\ncontinue with --resume run"),
+        ("validation_step", "terminated\nthere is no checkpoint yet"),
+    ],
+)
+def test_a_terminated_run_says_how_to_resume(moment, said, text, monkeypatch, capsys):
+    """After the step in progress; in the validation before the first step at once."""
+    step = getattr(TrainByteLM, moment)
 
     def step_and_terminate(module, batch):
-        if module.trainer.global_step == 2:
+        if module.trainer.global_step == (2 if moment == "training_step" else 0):
             os.kill(os.getpid(), signal.SIGTERM)
         return step(module, batch)
 
-    monkeypatch.setattr(TrainByteLM, "training_step", step_and_terminate)
+    monkeypatch.setattr(TrainByteLM, moment, step_and_terminate)
+    before = signal.getsignal(signal.SIGTERM)
     assert train(*UNCHECKED, "--data", text, "--steps", "20", "--validate_every", "1", "--run", "run") == 143
-    assert "terminated\ncontinue with --resume run" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is before
+    if moment == "training_step":
+        assert checkpoint("run")["global_step"] == 3
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +370,7 @@ torch.distributed.destroy_process_group()
 
 
 def run_distributed(arguments: list[str], **environment: str) -> tuple[int, str]:
-    """The exit status of two processes, and all that they print."""
+    """The exit status of two processes, and all that they print. What hangs is killed, with status -9."""
     # its own session, so that the second process, which the first one starts, can be ended with it
     process = subprocess.Popen(
         [*arguments, "--devices", "2", "--strategy", "ddp"], env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
@@ -445,3 +457,29 @@ train_toy_lm.exit_with_main()
     arguments = [sys.executable, "-u", "faulty.py", *UNCHECKED, "--data", text, "--steps", "50", "--run", "run"]
     found, printed = run_distributed(arguments)
     assert (found, printed.count(message)) == (status, 1), printed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("processes_that_meet")
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
+def test_two_terminated_processes_end_after_the_same_step(ranks, text):
+    """A batch system tells every process or the first one alone: in a backward, where the other waits for this one."""
+    Path("terminated.py").write_text(f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(train_toy_lm.__file__).parent)!r})
+import train_toy_lm
+from toy_lm.training import TrainByteLM
+step = TrainByteLM.training_step
+def terminated(module, batch):
+    if module.trainer.global_step == 2 + module.trainer.global_rank and module.trainer.global_rank in {ranks}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(module, batch)
+TrainByteLM.training_step = terminated
+train_toy_lm.exit_with_main()
+""")
+    arguments = [sys.executable, "-u", "terminated.py", *UNCHECKED, "--data", text, "--steps", "50", "--run", "run"]
+    status, printed = run_distributed(arguments)
+    last = 3 + min(ranks)
+    assert status == 143, printed
+    assert f"terminated after step {last}\ncontinue with --resume run" in printed
+    assert checkpoint("run")["global_step"] == last

@@ -1,5 +1,5 @@
-"""Lightning callbacks: gradient validation for any LightningModule, losses that must be finite, a Ctrl-C that ends on a
-whole step, processes that end together, progress."""
+"""Lightning callbacks: gradient validation for any LightningModule, losses that must be finite, signals that end a
+run on a whole step, processes that end together, progress."""
 
 import copy
 import dataclasses
@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities import move_data_to_device
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from decayattn.backends import registry
@@ -196,36 +197,59 @@ class FiniteLoss(lightning.Callback):
 
 
 class FinishOnInterrupt(lightning.Callback):
-    """Ctrl-C ends the training after the step in progress, with a validation and a checkpoint; a second one at once.
+    """Ctrl-C or SIGTERM ends the training after the step in progress, with a validation and a checkpoint.
 
-    The last step ends in the same way, so that the last checkpoint is the trained model at any validation interval.
+    A second one ends it at once. The last step ends in the same way, so that the last checkpoint is the trained model
+    at any validation interval. Before the first step and after the last one SIGTERM ends the run at once. Lightning's
+    own handler of it calls a collective, wherever the process stands: with several processes that hangs, for the others
+    may be in another one.
+
+    Attributes:
+        interrupted: the signal that ended the training, None where nothing did
     """
 
     def __init__(self):
-        self.interrupted = False
-        self._requested = False
+        self.interrupted: signal.Signals | None = None
+        self._requested, self._training = 0, False
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._previous = signal.signal(signal.SIGINT, self._request)
+    def on_validation_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if trainer.state.fn == "validate":
+            signal.signal(signal.SIGTERM, self._end)
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        # several processes hear of it at different steps, and have to stop after the same one
-        requested = trainer.strategy.reduce_boolean_decision(self._requested, all=False)
+    def on_train_start(self, *_: Any) -> None:
+        self._previous = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGTERM, self._end)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if not self._training:
+            self._training = True
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._request)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
+        # several processes hear of it at different steps, or one alone, and all have to stop after the same one
+        requested = torch.tensor(self._requested, device=pl_module.device)
+        requested = int(trainer.strategy.reduce(requested, reduce_op="max"))
         finished = 0 < trainer.max_steps <= trainer.global_step
-        self.interrupted = requested and not finished
+        if requested and not finished:
+            self.interrupted = signal.Signals(requested)
         if requested or finished:
             trainer.should_stop = True
 
     def on_train_end(self, *_: Any) -> None:
         signal.signal(signal.SIGINT, self._previous)
+        signal.signal(signal.SIGTERM, self._end)
 
     def on_exception(self, *_: Any) -> None:
         if hasattr(self, "_previous"):
             signal.signal(signal.SIGINT, self._previous)
 
-    def _request(self, signum: int, frame: object) -> None:
-        self._requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def _request(self, number: int, frame: object) -> None:
+        self._requested = max(self._requested, number)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else self._end)
+
+    def _end(self, number: int, frame: object) -> None:
+        raise SIGTERMException
 
 
 class EndTogether(lightning.Callback):

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import platform
+import signal
 import sys
 import time
 import warnings
@@ -116,8 +117,10 @@ def _train(
             return _status(trainer, TERMINATED, f"terminated\n{_how_to_resume(folder)}")
         raise
     step = trainer.global_step
-    if interrupt.interrupted:
-        return _status(trainer, INTERRUPTED, f"interrupted after step {step}\n{_how_to_resume(folder)}")
+    if interrupt.interrupted is not None:
+        terminated = interrupt.interrupted == signal.SIGTERM
+        status, word = (TERMINATED, "terminated") if terminated else (INTERRUPTED, "interrupted")
+        return _status(trainer, status, f"{word} after step {step}\n{_how_to_resume(folder)}")
     if trainer.is_global_zero:
         first, last = before["val_bits"], float(trainer.callback_metrics["val_bits"])
         print(f"validation after {step} steps: {last:.3f} bits per byte (before: {first:.3f})", flush=True)
@@ -140,9 +143,9 @@ def make_trainer(
     """The Trainer of a resolved configuration, and the callbacks for what ends a run early."""
     interrupt, together = FinishOnInterrupt(), EndTogether(ENVIRONMENT)
     callbacks = [
+        interrupt,
         together,
         FiniteLoss("val_bits", config.validate_every, folder),
-        interrupt,
         Progress(refresh_rate=10),
         ModelCheckpoint(
             folder / "checkpoints", filename="best", monitor="val_bits", save_last=True, enable_version_counter=False
@@ -151,7 +154,7 @@ def make_trainer(
     if config.gradient_check:
         batch = module.training_batches().batch(first_step)[: config.check_rows, : config.check_context + 1]
         # training on a CPU uses the reference; the check is of the kernels in any case
-        callbacks.insert(0, GradientValidation(next_byte_loss, batch, folder, backend=config.backend))
+        callbacks.insert(1, GradientValidation(next_byte_loss, batch, folder, backend=config.backend))
     trainer = lightning.Trainer(
         accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision,
         max_steps=config.steps, max_epochs=-1, val_check_interval=config.validate_every, check_val_every_n_epoch=None,
