@@ -1,17 +1,12 @@
 """Where the kernels run (on a GPU, else in Triton's interpreter) and what uninitialised memory looks like."""
 
 import os
-import sys
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
 from packaging import version
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
-
 from provenance import provenance
 
 ON_GPU = torch.cuda.is_available()

@@ -1,20 +1,18 @@
 """Without the private names of PyTorch and Triton that calls are faster with; those of launches are in
-test_launching.py."""
+backends/runtime/test_launching.py."""
 
 import importlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from repository_files import ROOT
 from torch.autograd import forward_ad
 
 from decayattn import compatibility, decay_attention
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture

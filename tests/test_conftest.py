@@ -5,12 +5,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from repository_files import EXPERIMENTS, ROOT, TESTS
 
-TESTS = Path(__file__).resolve().parent
-EXPERIMENTS = TESTS.parent / "experiments"
 NOT_THEN = ("__name__ == '__main__'", "not torch.cuda.is_available()")
 
 
@@ -47,12 +45,12 @@ torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *device: (9, 0)
 assert pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", sys.argv[1]]) == 0
 
-import test_hopper_on_cpu, test_tile_range
+import test_hopper_on_cpu, test_visibility
 import triton
 from decayattn.backends.planning import prefix
 
 assert not triton.knobs.runtime.interpret
-for module in (test_tile_range, prefix):
+for module in (test_visibility, prefix):
     kernels = [x for x in vars(module).values() if type(x).__module__.startswith("triton.runtime")]
     assert kernels
     assert {type(x) for x in kernels} == {triton.runtime.JITFunction}
@@ -65,7 +63,7 @@ def test_on_a_gpu_the_whole_suite_is_collected_for_the_compiler():
     """On one that is only said to be there."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-c", COLLECT, str(TESTS)], env=environment, cwd=TESTS.parent, capture_output=True, text=True,
+        [sys.executable, "-c", COLLECT, str(TESTS)], env=environment, cwd=ROOT, capture_output=True, text=True,
         timeout=300, check=False,
     )
     assert run.stdout.endswith("compiled\n"), run.stdout + run.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import other_libraries
 import pytest
 import torch
-from test_readme import blocks
+from repository_files import code_blocks
 
 import decayattn
 
@@ -27,7 +27,7 @@ def test_before_and_after_are_the_same(monkeypatch, float64):
     for name, module in other_libraries.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     torch.manual_seed(0)
-    setup, *examples = blocks("python", GUIDE)
+    setup, *examples = code_blocks("python", GUIDE)
     names = {"__name__": "guide"}
     exec(compile(setup, "MIGRATION.md, setup", "exec"), names)
     inputs = {name: x.requires_grad_() for name, x in names.items() if isinstance(x, torch.Tensor)}

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository_files import ROOT
 
 SCRIPT = """
 import hashlib, sys
@@ -34,8 +35,8 @@ print(digest.hexdigest())
 
 @pytest.mark.slow  # two processes that import torch
 def test_the_same_bits(interpreter):
-    tests = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    helpers = Path(__file__).resolve().parent
+    path = os.pathsep.join([str(helpers), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     options = dict(env=environment, check=True, capture_output=True, text=True, timeout=300)
     found = [

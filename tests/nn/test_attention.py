@@ -3,11 +3,11 @@
 import copy
 import inspect
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from repository_files import ROOT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -458,7 +458,7 @@ def test_the_documented_block_works():
 
 
 def test_the_readme_shows_the_documented_block():
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     _, example = inspect.getdoc(DecayFlashAttention).split("A pre-norm transformer block around it::\n\n")
     assert textwrap.dedent(example.split("\n\nArgs:")[0]) in readme
 

@@ -2,18 +2,14 @@
 
 import json
 import shutil
-import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "experiments"))
-
-import report  # noqa: E402  (a script beside its modules, not a package)
-from readme_tables import tables  # noqa: E402
-from readme_tables.results import Refused, Results, Shape, speeds  # noqa: E402
+import report
+from readme_tables import tables
+from readme_tables.results import Refused, Results, Shape, speeds
+from repository_files import ROOT
 
 PAGE = "experiments/README.md"
 ORIGIN = {

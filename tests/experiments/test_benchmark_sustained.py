@@ -10,19 +10,16 @@ import sys
 import types
 from pathlib import Path
 
+import benchmark_sustained
 import pytest
 import torch
+from attention_benchmark import checks, measure, peers
+from attention_benchmark.cases import Case, random_inputs
+from attention_benchmark.progress import Progress
+from repository_files import EXPERIMENTS
 from torch.nn.attention import SDPBackend
 
-EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
-sys.path.insert(0, str(EXPERIMENTS))
-
-import benchmark_sustained  # noqa: E402  (a script beside its modules, not a package)
-from attention_benchmark import checks, measure, peers  # noqa: E402
-from attention_benchmark.cases import Case, random_inputs  # noqa: E402
-from attention_benchmark.progress import Progress  # noqa: E402
-
-from decayattn.testing import Comparison  # noqa: E402
+from decayattn.testing import Comparison
 
 SMALL = Case(batch=2, heads=3, length=40, head_dim=8, dtype="float32", decay="scalar", mean_log_decay=-0.01)
 ARGUMENTS = ["--shapes", "2,20,2,8", "1,40,2,8", "--dtype", "float32", "--backends", "reference", "--rounds", "2"]

@@ -1,18 +1,17 @@
 """The README: every Python block runs alone, as a reader would paste it; commands and links name what exists."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from repository_files import EXPERIMENTS, ROOT, code_blocks
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "experiments/README.md", ROOT / "decayattn/DERIVATION.md", ROOT / "decayattn/MIGRATION.md")
+PAGES = (README, EXPERIMENTS / "README.md", ROOT / "decayattn/DERIVATION.md", ROOT / "decayattn/MIGRATION.md")
 
 
-def blocks(language: str, document: Path = README) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def blocks(language: str) -> list[str]:
+    return code_blocks(language, README)
 
 
 def run(block: str) -> dict:
@@ -68,9 +67,9 @@ def test_the_commands_name_what_exists():
 
 
 def test_every_script_has_its_line():
-    page = (ROOT / "experiments/README.md").read_text(encoding="utf-8")
+    page = (EXPERIMENTS / "README.md").read_text(encoding="utf-8")
     helpers = {"provenance.py", "sanitize_control.py"}  # what scripts import or start
-    scripts = {path.name for path in (ROOT / "experiments").glob("*.py")} - helpers
+    scripts = {path.name for path in EXPERIMENTS.glob("*.py")} - helpers
     assert set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)) == scripts
 
 

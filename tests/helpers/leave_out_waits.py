@@ -1,7 +1,7 @@
 """Leave out every wait, arrival and fence of the Hopper kernels, one at a time, and see whether that is noticed.
 
-    python tests/leave_out_waits.py                                      # everything, on a CPU; about 20 minutes
-    python tests/leave_out_waits.py --directions backward --head-dims 64
+    python tests/helpers/leave_out_waits.py                              # everything, on a CPU; about 20 minutes
+    python tests/helpers/leave_out_waits.py --directions backward --head-dims 64
 
 The kernels run on a CPU (gluon_on_cpu), several problems in several orders of their warps, until there is a race, a
 deadlock, or another result than there was. What nobody notices is printed with its line, and may be there for speed

@@ -4,24 +4,19 @@ import itertools
 import json
 import math
 import shlex
-import sys
 from pathlib import Path
 
+import benchmark_sequences
 import pytest
 import torch
+from sequence_benchmark import decoding, figure, generation, packed
+from sequence_benchmark.generation import Cached, Eviction, Recompute
+from sequence_benchmark.packed import Workload
+from sequence_benchmark.report import new_report
 
-EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
-sys.path.insert(0, str(EXPERIMENTS))
-
-import benchmark_sequences  # noqa: E402  (a script beside its modules, not a package)
-from sequence_benchmark import decoding, figure, generation, packed  # noqa: E402
-from sequence_benchmark.generation import Cached, Eviction, Recompute  # noqa: E402
-from sequence_benchmark.packed import Workload  # noqa: E402
-from sequence_benchmark.report import new_report  # noqa: E402
-
-from decayattn import decay_attention, decay_attention_varlen  # noqa: E402
-from decayattn.nn import DecayCache  # noqa: E402
-from decayattn.testing import attention  # noqa: E402
+from decayattn import decay_attention, decay_attention_varlen
+from decayattn.nn import DecayCache
+from decayattn.testing import attention
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"  # of what runs the decode kernels

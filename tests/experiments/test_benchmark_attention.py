@@ -11,20 +11,17 @@ import sys
 import types
 from pathlib import Path
 
+import benchmark_attention
+import provenance
 import pytest
 import torch
+from attention_benchmark import checks, figure, measure, peers, report
+from attention_benchmark.cases import Case, cases, random_inputs
+from repository_files import EXPERIMENTS
 from torch.nn.attention import SDPBackend
 
-EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
-sys.path.insert(0, str(EXPERIMENTS))
-
-import benchmark_attention  # noqa: E402  (a script beside its modules, not a package)
-import provenance  # noqa: E402
-from attention_benchmark import checks, figure, measure, peers, report  # noqa: E402
-from attention_benchmark.cases import Case, cases, random_inputs  # noqa: E402
-
-from decayattn import decay_attention  # noqa: E402
-from decayattn.testing import Comparison, attention  # noqa: E402
+from decayattn import decay_attention
+from decayattn.testing import Comparison, attention
 
 CPU = torch.device("cpu")
 SMALL = Case(batch=2, heads=3, length=40, head_dim=8, dtype="float32", decay="scalar", mean_log_decay=-0.1)

@@ -4,10 +4,10 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from repository_files import EXPERIMENTS, ROOT
 
 from decayattn import decay_attention
 from decayattn.backends.portable import decode as decode_module
@@ -294,8 +294,7 @@ print("compiled")
 def test_the_kernels_compile():
     """For sm_90, within the shared memory of smaller GPUs; the interpreter lets pass what the compiler refuses."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).resolve().parents[1]
-    paths = [str(root / "experiments"), str(root), environment.get("PYTHONPATH", "")]
+    paths = [str(EXPERIMENTS), str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     run = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600, check=False

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import compile_matrix
 import pytest
+from repository_files import EXPERIMENTS
 
-SCRIPT = Path(__file__).resolve().parents[1] / "experiments/compile_kernels.py"
+SCRIPT = EXPERIMENTS / "compile_kernels.py"
 KERNELS = {
     "hopper": ["forward_kernel", "gradients_kernel"],
     "triton": ["forward_kernel", "key_gradients_kernel", "query_gradients_kernel", "gradients_kernel", "split_kernel"],

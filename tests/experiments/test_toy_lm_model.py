@@ -2,21 +2,17 @@
 
 import itertools
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-from decayattn import DecayFlashAttention
-from decayattn.nn.decay import alibi_log_decay, retnet_log_decay
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 from toy_lm.figures import half_life_table, read_log
 from toy_lm.model import ByteLM, decay_rates, generate, next_byte_loss
 from toy_lm.report import copy_to_evaluate
 from toy_lm.training import learning_rate_factor, parameter_groups
+
+from decayattn import DecayFlashAttention
+from decayattn.nn.decay import alibi_log_decay, retnet_log_decay
 
 DECAYS = ["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none"]
 

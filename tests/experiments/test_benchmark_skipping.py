@@ -4,19 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import benchmark_skipping
 import pytest
 import torch
 from attention_benchmark import measure
 from attention_benchmark.cases import DIRECTIONS, Case
+from repository_files import EXPERIMENTS
 from skipping_benchmark import checks, figure, planning, report
 from skipping_benchmark.workloads import PRUNED, SKIPPING, WHOLE, Workload, peers_of, studies
 
 from decayattn import decay_attention
 
-EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 SMALL = Workload("pruning", Case(1, 2, 300, 16, "float32", "scalar", -0.5))
 
 

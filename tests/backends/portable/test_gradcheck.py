@@ -42,7 +42,7 @@ def check(leaves: dict, causal: bool, *, resets: torch.Tensor | None = None, **o
         out, lse = decay_attention(**arguments, causal=causal, return_lse=True, backend="triton")
         return out, lse[~torch.isneginf(lse)]
 
-    # gradients that do not arrive are test_autograd.py's: here each of them would cost another dozen launches
+    # gradients that do not arrive are tests/test_autograd.py's: here each of them would cost another dozen launches
     assert gradcheck(outputs, tuple(leaves.values()), **TOLERANCES, check_undefined_grad=False, **options)
 
 

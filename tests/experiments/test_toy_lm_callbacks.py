@@ -6,21 +6,17 @@ import os
 import queue
 import signal
 import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning
 import pytest
 import torch
 from torch import nn
+from toy_lm import callbacks
+from toy_lm.callbacks import EndTogether, FinishOnInterrupt, FiniteLoss, GradientValidation, NonFiniteLoss
 
 from decayattn import DecayFlashAttention
 from decayattn.backends import registry
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
-from toy_lm import callbacks
-from toy_lm.callbacks import EndTogether, FinishOnInterrupt, FiniteLoss, GradientValidation, NonFiniteLoss
 
 
 class Regression(lightning.LightningModule):

@@ -1,12 +1,8 @@
 """The data of the training script: what is read, how it is split, and crops that depend on seed and step alone."""
 
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 from toy_lm.data import TrainingBatches, ValidationBatches, load_text, standard_library
 
 

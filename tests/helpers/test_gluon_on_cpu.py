@@ -1,4 +1,5 @@
-"""The arithmetic and the memory of gluon_on_cpu; what keeps warps apart is in test_hopper_on_cpu.py."""
+"""The arithmetic and the memory of gluon_on_cpu; what keeps warps apart is in
+backends/hopper/test_hopper_on_cpu.py."""
 
 import numpy as np
 import pytest

@@ -16,16 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
-
-from decayattn import functional
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 import train_toy_lm
+import yaml
 from toy_lm.config import Config, OptionError, load_config, resolve
 from toy_lm.model import next_byte_loss
 from toy_lm.run import _open_folder
 from toy_lm.training import TrainByteLM, parameter_groups
+
+from decayattn import functional
 
 TINY = [
     "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch_size", "8", "--validation_crops", "8",

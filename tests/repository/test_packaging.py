@@ -5,13 +5,11 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import pytest
+from repository_files import ROOT
 
 import decayattn
-
-ROOT = Path(__file__).parents[1]
 
 CALLS = """
 import torch

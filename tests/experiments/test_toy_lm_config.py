@@ -2,12 +2,9 @@
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 import train_toy_lm
 from toy_lm.config import (
     STATUSES,
