@@ -15,6 +15,8 @@ MAX_HEAD_DIM = 256
 RESET_BELOW = -746.0
 # tokens of a block of DecayPrefix; tiles of every size lie inside one
 DECAY_BLOCK = 128
+# query rows for which a plan says what they skip (Saved.first_block)
+GRANULE = 64
 
 
 # the names that arguments may have, for annotations

@@ -36,7 +36,7 @@ from decayattn.backends.runtime.dependent_launch import let_next_start
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.tiles.parts import PARTS, in_parts
-from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
+from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, DecayPrefix
 
 _PARTS: tl.constexpr = tl.constexpr(PARTS)
@@ -198,8 +198,7 @@ def _load_log_decay(log_decay, work, head, tokens):
 @triton.jit
 def _without_resets(value):
     """λ in base 2 and float64, resets as 0, and where the resets are."""
-    is_reset = value < RESET_BELOW
-    return tl.where(is_reset, 0.0, value.to(tl.float64) * LOG2E), is_reset
+    return base2_log_decay(value, tl.float64), value < RESET_BELOW
 
 
 @triton.jit

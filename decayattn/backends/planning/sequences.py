@@ -1,9 +1,9 @@
 """Packed and padded sequences: where they begin, the work tile of each program, and the rows outside all sequences.
 
-A launch has programs for the blocks of BLOCK rows (or tokens) that the sequences have, not for as many as the longest
-one would need in each: `ends` counts the blocks up to the end of every sequence, and a program finds its sequence by
-counting the ends that do not reach beyond its block. The lengths are on the device, so the host launches an upper bound
-of the blocks, and nothing waits.
+A launch has programs for the blocks of DECAY_BLOCK rows (or tokens) that the sequences have, not for as many as the
+longest one would need in each: `ends` counts the blocks up to the end of every sequence, and a program finds its
+sequence by counting the ends that do not reach beyond its block. The lengths are on the device, so the host launches an
+upper bound of the blocks, and nothing waits.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,7 @@ from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
-# rows or tokens of a block that a sequence is counted in
-BLOCK = DECAY_BLOCK
-_BLOCK: tl.constexpr = tl.constexpr(BLOCK)
+_BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
 # ends that one search compares at once, and sequences that are compared with a block's rows at once
 _CHUNK = 128
 _SEARCHED: tl.constexpr = tl.constexpr(_CHUNK)
@@ -73,7 +71,7 @@ def find(problem: AttentionProblem, places: Tensor | None, launch: Launch = laun
     ends = places.new_empty(2, count)
     launch(
         _count_blocks, 2,
-        places, ends, problem.sequences, count, BLOCK=BLOCK, CHUNK=_COUNTED, **COMPILER_OPTIONS,
+        places, ends, problem.sequences, count, BLOCK=DECAY_BLOCK, CHUNK=_COUNTED, **COMPILER_OPTIONS,
     )
     return Sequences(
         places, ends, count, problem.query_length, problem.key_length, decay_blocks(problem),
@@ -85,13 +83,14 @@ def find(problem: AttentionProblem, places: Tensor | None, launch: Launch = laun
 def decay_blocks(problem: AttentionProblem) -> int:
     """Blocks of the decay prefix per head and batch entry."""
     if problem.layout == "packed":
-        return problem.key_length // BLOCK + problem.sequences  # every sequence may end in a block that is not full
-    return (problem.key_length + BLOCK - 1) // BLOCK  # symbolic lengths too
+        # every sequence may end in a block that is not full
+        return problem.key_length // DECAY_BLOCK + problem.sequences
+    return (problem.key_length + DECAY_BLOCK - 1) // DECAY_BLOCK  # symbolic lengths too
 
 
 def _most_blocks(problem: AttentionProblem, axis: int, longest: int) -> int:
-    blocks = problem.sequences * cdiv(longest, BLOCK)
-    return _rounded_up(min(blocks, axis // BLOCK + problem.sequences) if problem.layout == "packed" else blocks)
+    blocks = problem.sequences * cdiv(longest, DECAY_BLOCK)
+    return _rounded_up(min(blocks, axis // DECAY_BLOCK + problem.sequences) if problem.layout == "packed" else blocks)
 
 
 def _rounded_up(number: int) -> int:
@@ -102,14 +101,14 @@ def row_programs(problem: AttentionProblem, sequences: Sequences | None, tile: i
     """Programs of a launch with one per tile of rows and head."""
     if sequences is None:
         return cdiv(problem.query_length, tile) * problem.batch * heads
-    return sequences.row_blocks * (BLOCK // tile) * heads
+    return sequences.row_blocks * (DECAY_BLOCK // tile) * heads
 
 
 def token_programs(problem: AttentionProblem, sequences: Sequences | None, tile: int, heads: int) -> int:
     """Programs of a launch with one per tile of tokens and head."""
     if sequences is None:
         return cdiv(problem.key_length, tile) * problem.batch * heads
-    return sequences.token_blocks * (BLOCK // tile) * heads
+    return sequences.token_blocks * (DECAY_BLOCK // tile) * heads
 
 
 def constants(problem: AttentionProblem, sequences: Sequences | None) -> dict[str, bool | int]:
@@ -135,9 +134,9 @@ def fill_outside(
     tensors, values = zip(*fills, strict=True)
     tensors = tuple(x if x.ndim == 4 else x.transpose(1, 2)[..., None] for x in tensors)
     launch(
-        _fill_outside, cdiv(axis, BLOCK) * problem.batch,
+        _fill_outside, cdiv(axis, DECAY_BLOCK) * problem.batch,
         sequences, tensors, tuple(x.stride() for x in tensors), tuple(tuple(x.shape[2:]) for x in tensors), values,
-        problem.sequences, axis, OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=BLOCK, CHUNK=_CHUNK,
+        problem.sequences, axis, OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
         WIDTH=next_power_of_2(max(x.shape[3] for x in tensors)), TENSORS=len(tensors), num_warps=8, **COMPILER_OPTIONS,
     )
 

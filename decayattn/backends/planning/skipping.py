@@ -39,9 +39,8 @@ from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.tiles.scores import LOG2E
 from decayattn.backends.tiles.visibility import keys_seen
-from decayattn.problem import DECAY_BLOCK, AttentionProblem, DecayPrefix
+from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, DecayPrefix
 
-GRANULE = 64
 # fewer rows or keys than this attend in about the time that two launches take, and few rows read the keys hardly more
 # often than the plan does (not measured)
 SHORTEST = 512

@@ -8,7 +8,7 @@ sizes divide DECAY_BLOCK).
 import triton
 import triton.language as tl
 
-from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
+from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
 from decayattn.problem import DECAY_BLOCK as _DECAY_BLOCK
 
 DECAY_BLOCK: tl.constexpr = tl.constexpr(_DECAY_BLOCK)
@@ -17,12 +17,16 @@ _FAR: tl.constexpr = tl.constexpr(2**30)
 
 
 @triton.jit
+def constant_rate(rates, rate_stride, head, PRODUCT: tl.constexpr):
+    """γ of a head in base 2, as base2_log_decay multiplies it; 0 where it resets at every token."""
+    return base2_log_decay(tl.load(rates + head * rate_stride), PRODUCT)
+
+
+@triton.jit
 def load_rate(rates, rate_stride, head, DECAY: tl.constexpr, ACCUMULATOR: tl.constexpr):
-    """γ of a head in base 2; 0 where the decay is not constant, and where γ resets at every token: that is visibility
-    (`side_of_head`), not arithmetic."""
+    """constant_rate, rounded once; 0 where the decay is not constant."""
     if DECAY == "constant":
-        rate = tl.load(rates + head * rate_stride)
-        rate = (tl.where(rate < RESET_BELOW, 0.0, rate).to(tl.float64) * LOG2E).to(ACCUMULATOR)
+        rate = constant_rate(rates, rate_stride, head, tl.float64).to(ACCUMULATOR)
     else:
         rate = tl.full([], 0.0, ACCUMULATOR)
     return rate

@@ -17,6 +17,16 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def base2_log_decay(log_decay, PRODUCT: tl.constexpr):
+    """λ or γ in base 2; 0 where it is a reset: that is visibility (tiles.decay.side_of_head), not arithmetic.
+
+    PRODUCT: float64, to be rounded once; or float32, in kernels whose float64 instructions would wait for the matrix
+    products beside them.
+    """
+    return tl.where(log_decay < RESET_BELOW, 0.0, log_decay.to(PRODUCT) * LOG2E)
+
+
+@triton.jit
 def decay_sign(query_position, key_position):
     """σ = sign(i − j): the decay lowers scores on both sides of the diagonal."""
     return (query_position > key_position).to(tl.int32) - (query_position < key_position).to(tl.int32)

@@ -9,6 +9,11 @@ position r + first_position.
 import triton
 import triton.language as tl
 
+from decayattn.problem import GRANULE as _GRANULE
+
+# query rows that skip the same keys: what a plan counts rows in (planning/skipping.py)
+GRANULE: tl.constexpr = tl.constexpr(_GRANULE)
+
 
 @triton.jit
 def keys_seen(

@@ -158,12 +158,12 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
         assert (row_sums[entry, :, here] == 0).all()
         expected[entry, here] = (0.5 * gradient[:, n, :inside, :DIM]).transpose(0, 1).half()
 
-    # as _add_dq_part leaves a part of 64 × 64
+    # as fragments.to_fragments leaves a part of 64 × 64
     pieces = gradient.view(HEADS, tiles.row_tiles, rows // 64, 4, 2, 8, 8, 4, 2)
     fragments.copy_(pieces.permute(0, 1, 2, 6, 3, 5, 7, 4, 8).reshape(fragments.shape))
     unpack_dq_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
         fragments, dq, tiles.rows, dq.stride(), 0.5, problem.query_length, tiles.row_tiles, HEADS, D=WIDTH,
-        HEAD_DIM=DIM, ROWS=rows, PART=64,
+        HEAD_DIM=DIM, ROWS=rows,
     )
     assert torch.equal(dq, expected)  # and nothing outside was written
 

@@ -13,13 +13,13 @@ from decayattn import DecayFlashAttention, decay_attention, decay_attention_varl
 from decayattn.backends.planning import prefix, sequences, skipping
 from decayattn.backends.portable import config
 from decayattn.backends.registry import load
-from decayattn.problem import DECAY_BLOCK, AttentionProblem, tolerance_of, window_of
+from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, tolerance_of, window_of
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_GPU = torch.cuda.is_available()
 COMPILER = "inductor" if ON_GPU else "aot_eager"
 INF = math.inf
-ROWS, BLOCK = skipping.GRANULE, DECAY_BLOCK
+ROWS, BLOCK = GRANULE, DECAY_BLOCK
 HARMLESS = 1e-3  # a tolerance that is not too small to be reached within short sequences
 
 settings = hypothesis.settings(

@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper.backward.dq import (
-    PART,
     add_dq_part,
     add_row_sums,
     d_scores_for_dq,
@@ -22,25 +21,23 @@ from decayattn.backends.hopper.backward.dq import (
 )
 from decayattn.backends.hopper.backward.key_sums import key_columns, key_sums
 from decayattn.backends.hopper.backward.row_terms import DELTA
-from decayattn.backends.hopper.backward.work import (
-    KEYS,
-    WARPGROUP_KEYS,
-    find_work,
-    load_rate,
-    query_tile,
-    visit_count,
-)
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visit_count
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import (
+    KEYS,
+    PART,
     SHARES,
     among_columns,
     by_threads,
     common_columns,
     from_threads,
     ones_of_parts,
+    operand_layout,
+    product_layout,
 )
 from decayattn.backends.hopper.common.pipelines import arrive, signal
 from decayattn.backends.hopper.common.tile_table import flat, stacked
+from decayattn.backends.tiles.decay import constant_rate
 from decayattn.backends.tiles.scores import LOG2E, decayed_score, probability, score_gradient, visible
 
 
@@ -73,8 +70,8 @@ def _next_tile(
     dq_desc, first_part, row_sums, first_row = dq_target
     ROWS: gl.constexpr = work.schedule.ROWS
     DECAY: gl.constexpr = work.schedule.DECAY
-    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    SCORE: gl.constexpr = product_layout(ROWS)
+    OPERAND: gl.constexpr = operand_layout(dk.type.layout)
     DTYPE: gl.constexpr = shared.queries.dtype
     zero = gl.zeros([WARPGROUP_KEYS, ROWS], gl.float32, SCORE)
     stage = shared.stage(n)
@@ -146,7 +143,7 @@ def _next_tile(
     dsT = gl.convert_layout(dsT, OPERAND)
     dk = warpgroup_mma(dsT, query, dk, is_async=True)
     COLUMNS: gl.constexpr = key_columns(DECAY)
-    KEY_SUMS_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    KEY_SUMS_LAYOUT: gl.constexpr = product_layout(COLUMNS)
     of_keys = gl.zeros([WARPGROUP_KEYS, COLUMNS], gl.float32, KEY_SUMS_LAYOUT)
     if work.schedule.DECAY_GRADIENT:
         weights = shared.weights.index(opaque_zero(n)).permute((1, 0))
@@ -205,9 +202,9 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
     row_sums, column_sums, rate_sums = sums
     ROWS: gl.constexpr = schedule.ROWS
     DECAY: gl.constexpr = schedule.DECAY
-    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    SCORE: gl.constexpr = product_layout(ROWS)
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ACC: gl.constexpr = product_layout(D)
     index = shared.published_index(0)
     count = index * 0
     n = index * 0
@@ -227,7 +224,7 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
             if DECAY == "scalar":
                 key_alpha = gl.load(local + tokens + inside)
             elif DECAY == "constant":
-                rate = load_rate(rates, rate_stride, work.head(member))
+                rate = constant_rate(rates, rate_stride, work.head(member), gl.float32)
                 key_alpha = (key - work.bounds.start).to(gl.float32) * rate
             left = work.left_limit(member, rates, rate_stride)
             rows = work.rows_of(key, last_reset + tokens, next_reset + tokens, left)

@@ -8,19 +8,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from decayattn.backends.hopper.backward.work import KEYS, WARPGROUP_KEYS
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common.fragments import (
+    COPIES,
+    FRAGMENT_ROWS,
+    KEYS,
+    PART,
+    operand_layout,
+    product_layout,
+    to_fragments,
+)
 from decayattn.backends.hopper.common.tile_table import flat
 from decayattn.backends.hopper.config import WARPGROUP_ROWS
 
-# one part of dq: what a warpgroup multiplies of a tile, 64 rows × 64 columns, and its shape as fragments
-PART: gl.constexpr = gl.constexpr(64)
-FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
-FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
-# copies of a sum of dS: the columns of the narrowest product, and its layout
-COPIES: gl.constexpr = gl.constexpr(8)
-SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COPIES.value, 16]))
-DQ: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
+# a part of dq, and copies of a sum of dS
+DQ: gl.constexpr = gl.constexpr(product_layout(PART.value))
+SUMS: gl.constexpr = gl.constexpr(product_layout(COPIES.value))
 
 
 @gluon.jit
@@ -57,7 +61,7 @@ def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SU
             left = left.slice(PART * PART_OF, PART, 1)
         left = left.permute((1, 0))
         if is_loaded(D, ROW_SUMS):
-            left = left.load(gl.DotOperandLayout(0, DQ, 2))
+            left = left.load(operand_layout(DQ))
         d_scores += (left,)
     return d_scores
 
@@ -78,7 +82,7 @@ def start_dq_part(shared, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, R
         dq = warpgroup_mma(left, right, dq, use_acc=key > 0, is_async=True)
         if is_loaded(D, ROW_SUMS):
             ones = shared.ones.index(first).permute((1, 0))
-            left = gl.convert_layout(left, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+            left = gl.convert_layout(left, operand_layout(SUMS), assert_trivial=True)
             row_sum = warpgroup_mma(left, ones, row_sum, use_acc=key > 0, is_async=True)
     if ROW_SUMS and D == 128:
         ones = shared.ones.index(first).permute((1, 0))
@@ -89,9 +93,7 @@ def start_dq_part(shared, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, R
 @gluon.jit
 def stage_dq_part(shared, dq, WARPGROUP: gl.constexpr):
     """A part as fragments to shared memory, where the copy engine adds it from."""
-    # (warp, row / 8, row % 8, column / 8, column % 8 / 2, column % 2) → every thread's registers side by side
-    fragments = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), [3, 0, 2, 4, 1, 5])
-    shared.dq_parts.index(WARPGROUP).store(gl.reshape(fragments, [FRAGMENT_ROWS, FRAGMENT_COLUMNS]))
+    shared.dq_parts.index(WARPGROUP).store(to_fragments(dq))
 
 
 @gluon.jit

@@ -28,8 +28,8 @@ registers.
 
 dq needs all keys of a tile, so dSᵀ goes through shared memory, and each warpgroup multiplies one half of dq, a tile
 later, when neither has to wait for the other. The copy engine adds dq in float32 to a buffer that has the order in
-which registers hold a product ("fragments", dq.py). If both warpgroups worked in step, both would multiply, and then
-both compute.
+which registers hold a product (fragments.py). If both warpgroups worked in step, both would multiply, and then both
+compute.
 
 Shared memory is reused as soon as it is free. At the end of a work tile, dv goes to the place of the values while dq of
 the last tile is multiplied. The next keys are loaded when that has read these, and dk leaves from a slot of dSᵀ.
@@ -62,14 +62,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from decayattn.backends.hopper.backward.consumer import consume
-from decayattn.backends.hopper.backward.dq import COPIES, FRAGMENT_COLUMNS, FRAGMENT_ROWS, product_keys
+from decayattn.backends.hopper.backward.dq import product_keys
 from decayattn.backends.hopper.backward.key_sums import bit_weights, key_columns
 from decayattn.backends.hopper.backward.producer import produce
 from decayattn.backends.hopper.backward.shared import BackwardShared
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums, side_count
 from decayattn.backends.hopper.backward.zeroing import allocate_zeros
 from decayattn.backends.hopper.common.call import field
-from decayattn.backends.hopper.common.fragments import DEPTH
+from decayattn.backends.hopper.common.fragments import COPIES, DEPTH, FRAGMENT_COLUMNS, FRAGMENT_ROWS
 from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
 from decayattn.backends.hopper.common.tile_table import allocate_tiles
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before

@@ -6,9 +6,8 @@ Both are products of dSᵀ with few columns, issued beside dk.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.backward.dq import COPIES
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
-from decayattn.backends.hopper.common.fragments import SHARES
+from decayattn.backends.hopper.common.fragments import COPIES, SHARES
 
 # bits of a row's number in a tile (bit_weights)
 BITS: gl.constexpr = gl.constexpr(7)

@@ -17,6 +17,7 @@ from decayattn.backends.hopper.backward.work import side_count
 from decayattn.backends.hopper.backward.zeroing import LINES
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.common.call import heads_together, left_of, source_of
+from decayattn.backends.hopper.common.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, PART
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
@@ -28,9 +29,6 @@ from decayattn.problem import AttentionProblem, Gradients, Inputs, Saved
 
 # rows of a program of row_terms_kernel; divides every query tile
 _ROW_TERMS_BLOCK = 32
-# dq is added up in parts of 64 × 64, each as 16 × 256 fragments
-_PART = 64
-_FRAGMENTS = (16, 256)
 # expected by the kernels where a problem has no such tensor; never read
 _NO_STRIDES = (0, 0, 0)
 
@@ -81,7 +79,8 @@ def backward(
         sides = side_count(problem.decay, problem.causal)
         decay_of_rows = (rates, rate_stride, prefix.local, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)
-        dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // _FRAGMENTS[1], _FRAGMENTS[1])
+        columns = FRAGMENT_COLUMNS.value
+        dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
         row_sums = torch.empty_like(row_references) if decay_gradient and scalar else unused
         kv_heads = entries * problem.num_kv_heads
         group = problem.num_heads // problem.num_kv_heads
@@ -122,7 +121,7 @@ def backward(
             source(q, tile.rows, dim), source(k, config.WARPGROUP_ROWS, dim), source(v, config.WARPGROUP_ROWS, dim),
             source(d_out, tile.rows, dim), descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, config.HEAD_DIMS[0]), source(dv, config.WARPGROUP_ROWS, dim),
-            descriptors.plain(dq_fragments, _FRAGMENTS[0]), descriptors.plain(dq_fragments, LINES.value),
+            descriptors.plain(dq_fragments, FRAGMENT_ROWS.value), descriptors.plain(dq_fragments, LINES.value),
             decay_tensors, (unused if tiles.keys is None else tiles.keys, counters), rate_stride, scale,
             left_of(problem), problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles,
             entries, problem.num_heads, together, MODES=modes,
@@ -130,11 +129,11 @@ def backward(
             maxnreg=tile.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )
 
-        dq_parts = tiles.row_tiles * (tile.rows // _PART) * (dim // _PART)
+        dq_parts = tiles.row_tiles * (tile.rows // PART.value) * (dim // PART.value)
         launch(
             unpack_dq_kernel, dq_parts * head_rows,
             dq_fragments, dq, tiles.rows, dq.stride(), scale, problem.query_length, tiles.row_tiles, problem.num_heads,
-            D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows, PART=_PART, num_warps=4, launch_pdl=True,
+            D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows, num_warps=4, launch_pdl=True,
             **COMPILER_OPTIONS,
         )
 

@@ -5,21 +5,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from decayattn.backends.hopper.backward.row_terms import terms_row_of_tile
-from decayattn.backends.hopper.backward.work import find_work, load_rate, query_tile, visit_count
+from decayattn.backends.hopper.backward.work import find_work, query_tile, visit_count
 from decayattn.backends.hopper.backward.zeroing import publish_zeroed, start_zeroing, wait_zeroed
 from decayattn.backends.hopper.common import copy_engine
-from decayattn.problem import DECAY_BLOCK
-
-BLOCK: gl.constexpr = gl.constexpr(DECAY_BLOCK)
+from decayattn.backends.tiles.decay import DECAY_BLOCK, constant_rate
 
 
 @gluon.jit
 def _base_difference(work, tile, side, bases, key_base, rate):
     """α at the anchor of a tile's rows minus α at the start of the key tile, with the sign of the side."""
-    anchor = tile * work.schedule.ROWS // BLOCK * BLOCK + work.first_position()
+    anchor = tile * work.schedule.ROWS // DECAY_BLOCK * DECAY_BLOCK + work.first_position()
     if work.schedule.DECAY == "scalar":
         # formed in float64 and rounded once
-        difference = (gl.load(bases + gl.maximum(anchor, 0) // BLOCK) - key_base).to(gl.float32)
+        difference = (gl.load(bases + gl.maximum(anchor, 0) // DECAY_BLOCK) - key_base).to(gl.float32)
     elif work.schedule.DECAY == "constant":
         difference = (anchor - work.bounds.start).to(gl.float32) * rate
     else:
@@ -87,9 +85,9 @@ def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: 
             key_base = 0.0
             rate = 0.0
             if schedule.DECAY == "scalar":
-                key_base = gl.load(bases + work.bounds.start // BLOCK)
+                key_base = gl.load(bases + work.bounds.start // DECAY_BLOCK)
             elif schedule.DECAY == "constant":
-                rate = load_rate(rates, rate_stride, work.head(member))
+                rate = constant_rate(rates, rate_stride, work.head(member), gl.float32)
             left = work.left_limit(member, rates, rate_stride)
             ends = work.rows_of_ends(member, last_reset + tokens, next_reset + tokens, left)
             for side in range(schedule.SIDES):

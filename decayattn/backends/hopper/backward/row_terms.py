@@ -4,6 +4,7 @@ Triton."""
 import triton
 import triton.language as tl
 
+from decayattn.backends.hopper.common.fragments import PART, from_fragments
 from decayattn.backends.hopper.common.tile_table import (
     ENTRY,
     FIRST_BLOCK,
@@ -142,7 +143,7 @@ def row_terms_kernel(
 @triton.jit(do_not_specialize=["row_tiles"])
 def unpack_dq_kernel(
     dq_fragments, dq, table, dq_strides, scale, query_length, row_tiles, heads, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """dq = s · fragments, one part of 64 rows × 64 columns per program. It may be launched before the launch before it
     has ended."""
@@ -157,9 +158,7 @@ def unpack_dq_kernel(
         start = tl.load(line_of_tile(table, tile) + START) + start % ROWS
     entry, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, query_length)
     x = tl.load(dq_fragments + (tile_row * parts + part) * PART * PART + tl.arange(0, PART * PART))
-    # the inverse of stage_dq_part (dq.py)
-    x = tl.permute(tl.reshape(x * scale, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-    x = tl.reshape(x, (PART, PART)).to(dq.dtype.element_ty)
+    x = from_fragments(x * scale).to(dq.dtype.element_ty)
     row = start + tl.arange(0, PART)[:, None]
     column = part % (D // PART) * PART + tl.arange(0, PART)[None, :]
     origin = dq + entry * dq_strides[0] + head * dq_strides[2]

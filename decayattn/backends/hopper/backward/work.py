@@ -11,17 +11,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.fragments import KEYS, ROWS
 from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
-from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
-from decayattn.backends.planning.skipping import GRANULE
 from decayattn.backends.tiles.decay import side_of_head
-from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
-from decayattn.backends.tiles.visibility import edge_tile, rows_that_see, tiles_between
+from decayattn.backends.tiles.visibility import GRANULE, edge_tile, rows_that_see, tiles_between
 
-KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
 # keys of one consumer warpgroup
-WARPGROUP_KEYS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
-GRANULE_ROWS: gl.constexpr = gl.constexpr(GRANULE)
+WARPGROUP_KEYS: gl.constexpr = ROWS
 
 
 @gluon.constexpr_function
@@ -249,7 +245,7 @@ class KeyWork:
         first_max, own_max, end_max = self.rows_of(self.bounds.start + KEYS - 1, last_reset, next_reset, left)
         if self.schedule.PLANNED:
             last_granule = gl.load(self.schedule.mirror + self.first_block(member) + self.bounds.start // KEYS)
-            planned = (last_granule + 1) * GRANULE_ROWS
+            planned = (last_granule + 1) * GRANULE
             end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
         return (first_min, own_min, end_min), (first_max, own_max, end_max)
 
@@ -292,10 +288,3 @@ def find_work(schedule, index):
         bounds = dense_bounds(tile * KEYS, schedule.query_axis, schedule.key_axis, kv_head // kv_heads)
         kv_head = kv_head % kv_heads
     return KeyWork(schedule, bounds, kv_head)
-
-
-@gluon.jit
-def load_rate(rates, rate_stride, head):
-    """γ of a head in base 2; 0 where it resets at every token, which is visibility (left_limit)."""
-    rate = gl.load(rates + head * rate_stride)
-    return gl.where(rate < RESET_BELOW, 0.0, (rate * LOG2E).to(gl.float32))

@@ -1,12 +1,20 @@
-"""Products as threads hold them: four threads share a row of a result, and have every fourth pair of its columns."""
+"""Products as the registers of a warpgroup hold them: the layouts, and what may be done without moving anything.
 
+Four threads share a row of a result, and have every fourth pair of its columns.
+"""
+
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.config import WARPGROUP_ROWS
+from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
 from decayattn.backends.tiles import parts
 
-SHARE: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
+# rows of a product of one warpgroup: query rows in the forward, keys in the backward
+ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
+# keys of a tile
+KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
 PARTS: gl.constexpr = gl.constexpr(parts.PARTS)
 DEPTH: gl.constexpr = gl.constexpr(parts.DEPTH)
 
@@ -16,6 +24,25 @@ SHARES: gl.constexpr = gl.constexpr(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [WARPGROUP_ROWS, 4]
     )
 )
+
+# columns of the narrowest product; where it is with ones, so many copies of a row's sum
+COPIES: gl.constexpr = gl.constexpr(8)
+# a part of dq: what a warpgroup multiplies of a tile, 64 rows × 64 columns, and its shape as fragments (to_fragments)
+PART: gl.constexpr = gl.constexpr(64)
+FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
+FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """The layout of a warpgroup's product, (ROWS, columns)."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(product):
+    """The layout of a left operand in registers, 16 bits a number, of a product with this layout."""
+    return gl.DotOperandLayout(0, product, 2)
 
 
 @gluon.jit
@@ -65,10 +92,10 @@ def among_columns(column, x):
 def ones_of_parts(FIRST: gl.constexpr, RESULT: gl.constexpr):
     """Ones (64, DEPTH) where the parts of a number stand, in columns from FIRST on: as left operand of a product with
     such columns, whose result has the layout RESULT, they add the number (parts.py)."""
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
+    LAYOUT: gl.constexpr = operand_layout(RESULT)
     column = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT)), 0)
     ones = ((column >= FIRST) & (column < FIRST + PARTS)).to(gl.bfloat16)
-    ones, _ = gl.broadcast(ones, gl.full([SHARE, DEPTH], 0.0, gl.bfloat16, LAYOUT))
+    ones, _ = gl.broadcast(ones, gl.full([ROWS, DEPTH], 0.0, gl.bfloat16, LAYOUT))
     return ones
 
 
@@ -95,3 +122,18 @@ def where_bits(bits, x):
         "selp.f32 $0, $1, 0fFF800000, set; }",
         "=f,f,r,r", [x, bits, bit], gl.float32, is_pure=True, pack=1,
     )
+
+
+@gluon.jit
+def to_fragments(part):
+    """A product (PART, PART) as (FRAGMENT_ROWS, FRAGMENT_COLUMNS): every thread's registers side by side."""
+    # (warp, row / 8, row % 8, column / 8, column % 8 / 2, column % 2)
+    fragments = gl.permute(gl.reshape(part, [4, 2, 8, 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    return gl.reshape(fragments, [FRAGMENT_ROWS, FRAGMENT_COLUMNS])
+
+
+@triton.jit
+def from_fragments(fragments):
+    """The inverse for plain Triton: PART · PART numbers as they lie in memory, as (PART, PART)."""
+    part = tl.permute(tl.reshape(fragments, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    return tl.reshape(part, (PART, PART))

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper.common import copy_engine
-from decayattn.backends.hopper.common.fragments import SHARES, ones_of_parts
+from decayattn.backends.hopper.common.fragments import KEYS, ROWS, SHARES, ones_of_parts, operand_layout, product_layout
 from decayattn.backends.hopper.common.pipelines import stage
 from decayattn.backends.hopper.common.tile_table import flat
 from decayattn.backends.hopper.forward.rows import Rows, Side, masked
@@ -21,14 +21,13 @@ from decayattn.backends.hopper.forward.shared import (
     WARPS,
     largest,
     minimum,
-    published_state,
     published_work,
     select,
     smallest,
     wait_for_work,
 )
 from decayattn.backends.hopper.forward.softmax import SUM_LIMIT, are_finite, rescale_accumulator, softmax
-from decayattn.backends.hopper.forward.work import KEYS, ROWS, Walk
+from decayattn.backends.hopper.forward.work import Walk
 from decayattn.backends.tiles.scores import LN2
 from decayattn.backends.tiles.visibility import tiles_between
 
@@ -114,9 +113,9 @@ def consume(shared, schedule, decay, outputs, scale, WARPGROUP: gl.constexpr, WI
 
     outputs: the descriptor of out, and pointers to lse and row_lse2 (forward_kernel).
     """
-    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    SCORE: gl.constexpr = product_layout(KEYS)
+    ACC: gl.constexpr = product_layout(D)
+    P: gl.constexpr = operand_layout(ACC)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     KIND: gl.constexpr = decay.KIND
     CAUSAL: gl.constexpr = decay.CAUSAL
@@ -253,7 +252,7 @@ def consume(shared, schedule, decay, outputs, scale, WARPGROUP: gl.constexpr, WI
             if WIDE:
                 # per warp, whether out is wrong in any row
                 wrong = gl.max(gl.where(are_finite(acc), 0, 1).reshape([WARPS, ROWS // WARPS * 4]), 1)
-                overflow.store(gl.where(published_state(shared, count) == CAREFUL, 0, wrong))
+                overflow.store(gl.where(shared.is_careful(count), 0, wrong))
             # out takes the place of q, which has been read and has its shape
             q.store(acc.to(q.dtype))
             fence_async_shared()

@@ -4,10 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.copy_engine import aggregate
-from decayattn.backends.hopper.forward.work import KEYS, ROWS
-from decayattn.backends.tiles.decay import side_of_head
-from decayattn.backends.tiles.scores import LOG2E, RESET_BELOW
-from decayattn.backends.tiles.visibility import keys_seen
+from decayattn.backends.hopper.common.fragments import KEYS
+from decayattn.backends.tiles.decay import constant_rate, side_of_head
+from decayattn.backends.tiles.visibility import GRANULE, keys_seen
 
 
 @aggregate
@@ -129,17 +128,15 @@ class Decay:
         """The first key that a row at this position sees, or that its granule's plan visits, if that is later."""
         first = self.first_key(position)
         if self.PLANNED:
-            first = gl.maximum(first, gl.load(self.plan + row // ROWS) * KEYS)
+            first = gl.maximum(first, gl.load(self.plan + row // GRANULE) * KEYS)
         return first
 
     @gluon.jit
     def rate(self, head):
         """γ of a head in base 2."""
+        rate = 0.0
         if self.KIND == "constant":
-            rate = gl.load(self.rates + head * self.rate_stride)
-            rate = gl.where(rate < RESET_BELOW, 0.0, (rate * LOG2E).to(gl.float32))
-        else:
-            rate = 0.0
+            rate = constant_rate(self.rates, self.rate_stride, head, gl.float32)
         return rate
 
     @gluon.jit

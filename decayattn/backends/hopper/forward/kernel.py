@@ -49,7 +49,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from decayattn.backends.hopper.common.call import field
-from decayattn.backends.hopper.common.fragments import DEPTH
+from decayattn.backends.hopper.common.fragments import DEPTH, ROWS
 from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
 from decayattn.backends.hopper.common.tile_table import allocate_tiles
 from decayattn.backends.hopper.forward.consumer import consume
@@ -63,7 +63,7 @@ from decayattn.backends.hopper.forward.shared import (
     ForwardShared,
     allocate_beta,
 )
-from decayattn.backends.hopper.forward.work import ROWS, QuerySchedule
+from decayattn.backends.hopper.forward.work import QuerySchedule
 from decayattn.backends.runtime.dependent_launch import wait_for_launch_before
 
 

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common.fragments import KEYS, ROWS
 from decayattn.backends.hopper.common.pipelines import fetch_next, stage
 from decayattn.backends.hopper.forward.shared import (
     BETA_TILES,
@@ -18,7 +19,7 @@ from decayattn.backends.hopper.forward.shared import (
     publish_end,
     published_index,
 )
-from decayattn.backends.hopper.forward.work import KEYS, ROWS, Walk
+from decayattn.backends.hopper.forward.work import Walk
 
 
 @gluon.jit

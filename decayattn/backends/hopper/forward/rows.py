@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.copy_engine import aggregate
 from decayattn.backends.hopper.common.fragments import (
+    KEYS,
     among_columns,
     bits_before,
     by_threads,
@@ -14,7 +15,7 @@ from decayattn.backends.hopper.common.fragments import (
 )
 from decayattn.backends.hopper.common.tile_table import TileBounds
 from decayattn.backends.hopper.forward.decay import Decay
-from decayattn.backends.hopper.forward.work import KEYS, Walk
+from decayattn.backends.hopper.forward.work import Walk
 
 
 @aggregate

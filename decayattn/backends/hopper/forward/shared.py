@@ -5,11 +5,11 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common import copy_engine, descriptors
 from decayattn.backends.hopper.common.copy_engine import aggregate
-from decayattn.backends.hopper.common.fragments import DEPTH
+from decayattn.backends.hopper.common.fragments import DEPTH, KEYS
 from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, stage, store_word
 from decayattn.backends.hopper.common.tile_table import TileBounds, dense_bounds, stacked
 from decayattn.backends.hopper.config import KEY_TILE
-from decayattn.backends.hopper.forward.work import KEYS, QueryWork
+from decayattn.backends.hopper.forward.work import QueryWork
 from decayattn.backends.tiles import parts
 
 WARPS: gl.constexpr = gl.constexpr(4)
@@ -99,6 +99,11 @@ class ForwardShared:
     def query_tile(self, count, WARPGROUP: gl.constexpr):
         """A warpgroup's q of the count-th work tile, and then its out."""
         return self.queries.tiles.index(stage(count, SLOTS) * self.WARPGROUPS + WARPGROUP)
+
+    @gluon.jit
+    def is_careful(self, count):
+        """Whether this is the second pass over the count-th work tile; until its queries are released."""
+        return published_state(self, count) == CAREFUL
 
     @gluon.jit
     def overflow(self, count, WARPGROUP: gl.constexpr):

@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.fragments import SHARES, by_threads, shares
-from decayattn.backends.hopper.forward.shared import CAREFUL, published_state
 from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
 
 # powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
@@ -77,7 +76,7 @@ def softmax(score, row_max, row_sum, difference, scale, shared, count, EDGE: gl.
         # an overflow stays one, however far this tile moves the maximum
         row_sum = gl.where(row_sum >= SUM_LIMIT, float("inf"), row_sum)
         # read again for every edge tile, which are few: it would need a register otherwise
-        raised += gl.where(published_state(shared, count) == CAREFUL, HEADROOM, 0.0)
+        raised += gl.where(shared.is_careful(count), HEADROOM, 0.0)
     new_max, anchor = row_max, row_max
     correction = row_max
     if EDGE or not WIDE:

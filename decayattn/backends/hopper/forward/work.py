@@ -7,12 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.fragments import KEYS
 from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
-from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
 from decayattn.backends.planning.sequences import parts_before
-
-ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
-KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
+from decayattn.backends.tiles.visibility import GRANULE
 
 
 @aggregate
@@ -106,7 +104,7 @@ class QuerySchedule:
         if self.PACKED:
             # the sequence's number, of which the table has this much
             sequence = bounds.first_block - bounds.first_token // KEYS
-            granules += parts_before(bounds.first_row, sequence, ROWS)
+            granules += parts_before(bounds.first_row, sequence, GRANULE)
         return granules
 
     @gluon.jit
