@@ -3,6 +3,8 @@
     python experiments/benchmark_sustained.py                            # on a GPU: six shapes, about 2 minutes; JSON
     python experiments/benchmark_sustained.py --shapes 4,8192,16,128 --peers cudnn --decays scalar none constant
     python experiments/benchmark_sustained.py --not-causal --shapes 4,8192,16,64 4,8192,16,128
+    git worktree add ../before COMMIT
+    python experiments/benchmark_sustained.py --before ../before --peers cudnn    # two versions, in one process
 
 Every figure is the time of whole calls back to back for --seconds, between two CUDA events, after a quarter of that to
 reach the power limit. benchmark_attention.py times short bursts with a cleared L2 cache instead; a GPU at its limit is
@@ -12,7 +14,8 @@ all of them. TFLOP/s count 4·B·H·T²·D/2 for a causal forward, and 2.5 times
 
 Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name: "ours",
 "ours, no decay", "triton, constant". They skip nothing. A kernel of ours that leaves the error budget of
-decayattn.testing gets no speed, and the exit status is 1. Peers that cannot be imported are left out, and named.
+decayattn.testing gets no speed, and the exit status is 1. --before adds the same of another version of the package,
+"ours before", whose errors are reported only. Peers that cannot be imported are left out, and named.
 Without a GPU there are no speeds: our kernels run in Triton's interpreter on small shapes, for their errors alone.
 """
 
@@ -28,12 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_benchmark import before as other_version
 from attention_benchmark import checks, measure, peers
 from attention_benchmark.cases import DECAYS, DIRECTIONS, DTYPES, Case, random_inputs
 from attention_benchmark.options import declare, positive
 from attention_benchmark.progress import Progress
 from attention_benchmark.report import write
-from provenance import ROOT, provenance
+from provenance import ROOT, commit_of, provenance
 
 from decayattn.backends import registry
 from decayattn.testing import format_table
@@ -97,6 +101,8 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--backends", "our backends", choices=registry.NAMES, nargs="+")
     option("--decays", "decays of ours", choices=DECAYS, nargs="+", default=["scalar", "none"])
     option("--peers", "kernels to compare with", choices=tuple(peers.OTHERS), nargs="*")
+    option("--before", "a checkout of another commit, to measure beside this one", type=Path, default=None)
+    option("--before-commit", "its commit, for a copy whose git does not know", default=None)
     option("--rounds", "interleaved rounds", type=positive, default=3)
     option("--seconds", "how long calls follow one another for one figure", type=float, default=0.3)
     option("--seed", "seed of the random inputs", type=int, default=0)
@@ -107,6 +113,11 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
         parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
     if not cuda and options.output:
         parser.error("--output: no GPU here, so there is no speed to write")
+    if options.before:
+        try:
+            other_version.load(options.before)
+        except FileNotFoundError as error:
+            parser.error(f"--before: {error}")
     if options.seconds <= 0:
         parser.error(f"--seconds: expected a positive number, got {options.seconds}")
     return options
@@ -124,6 +135,7 @@ def run(options: argparse.Namespace, argv: Sequence[str], device: str) -> int:
     """Every shape: check everybody, then time those that passed; the report is written after each."""
     start = time.perf_counter()
     result: dict[str, Any] = provenance("experiments/benchmark_sustained.py", argv, options.commit) | {
+        "before": options.before and (options.before_commit or commit_of(options.before)),
         "method": METHOD, "rounds": options.rounds, "seconds": options.seconds, "kernels": {},
         "missing": [], "checks": [], "rows": [],
     }
@@ -162,6 +174,9 @@ def kernels_of(size: tuple[int, ...], options: argparse.Namespace) -> list[Kerne
         for decay in dict.fromkeys(options.decays):
             own = dataclasses.replace(case, decay=decay)
             kernels.append(Kernel(name_of(backend, decay), own, peers.ours(backend, decay != "none")))
+            if options.before:
+                peer = peers.before(options.before, backend, decay != "none")
+                kernels.append(Kernel(f"{name_of(backend, decay)} before", own, peer))
     return kernels
 
 

@@ -37,6 +37,12 @@ def provenance(script: str, argv: list[str], commit: str | None = None) -> dict[
     }
 
 
+def commit_of(tree: Path) -> str | None:
+    """The commit that is checked out in a folder, with a "+" where its code differs; None where git does not know."""
+    head = _run("git", "-C", str(tree), "rev-parse", "HEAD")
+    return head and head + "+" * bool(_run("git", "-C", str(tree), "status", "--porcelain", "--", "decayattn"))
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -4,9 +4,11 @@ Every preparation that depends on the log-decay (a cumulative sum, say) is part 
 depends on the shape alone (a compiled kernel, a block mask) is not.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from attention_benchmark import before as other_version
 from attention_benchmark.cases import Case
 from decayattn import decay_attention
 
@@ -52,6 +55,16 @@ class Peer:
 
 def ours(backend: str, decay: bool = True) -> Peer:
     """decay_attention with one of its backends, taken literally. It skips nothing: all work that is counted is done."""
+    return _ours(decay_attention, backend, decay)
+
+
+def before(tree: Path, backend: str, decay: bool = True) -> Peer:
+    """The same of another version of the package, in `tree`; as a peer: its errors are reported, not judged."""
+    peer = _ours(other_version.load(tree).decay_attention, backend, decay)
+    return dataclasses.replace(peer, name=f"{peer.name} before", label=f"{peer.label}, before", backend=None)
+
+
+def _ours(decay_attention: Callable[..., Tensor], backend: str, decay: bool) -> Peer:
     name, what, kind = f"decayattn {backend}", "decay and its gradient", "learned"
     if not decay:
         name, what, kind = without_decay(name), "no decay", "none"

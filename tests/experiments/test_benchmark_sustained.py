@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from attention_benchmark import checks, measure, peers
 from attention_benchmark.cases import Case, random_inputs
 from attention_benchmark.progress import Progress
-from repository_files import EXPERIMENTS
+from repository_files import EXPERIMENTS, ROOT
 from torch.nn.attention import SDPBackend
 
 from decayattn.testing import Comparison
@@ -256,3 +257,25 @@ def test_a_small_run_on_the_gpu(tmp_path, monkeypatch):
         figures = row["kernels"]
         assert set(figures) == {"cudnn", "triton", "triton, no decay"}
         assert statistics.median(figures["triton"]["ms_range"]) > 0
+
+
+def test_another_version_of_the_package_is_measured_beside_this_one(tmp_path):
+    """A copy that gives twice what it should: an error of 1, reported and not judged, and nothing of it is ours."""
+    shutil.copytree(ROOT / "decayattn", tmp_path / "decayattn", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "decayattn/__init__.py").open("a") as file:
+        file.write("\n_ours = decay_attention\ndef decay_attention(*a, **b): return 2 * _ours(*a, **b)\n")
+    options = benchmark_sustained.parse([*ARGUMENTS, "--before", str(tmp_path), "--decays", "scalar"], cuda=False)
+    kernels = benchmark_sustained.kernels_of((2, 20, 2, 8), options)
+    assert [kernel.name for kernel in kernels] == ["reference", "reference before"]
+    result = {"kernels": {}, "missing": [], "checks": []}
+    prepared, errors = benchmark_sustained.check(kernels, options, result, Progress(2), "cpu")
+    assert set(prepared) == {"reference", "reference before"}
+    assert errors["reference"]["out"] < 1e-5 < 0.9 < errors["reference before"]["out"]
+    assert [entry["kernel"] for entry in result["checks"]] == ["reference"]
+    assert not result["missing"]
+
+
+def test_before_wants_a_tree(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        benchmark_sustained.parse([*ARGUMENTS, "--before", str(tmp_path)], cuda=False)
+    assert "--before" in capsys.readouterr().err
