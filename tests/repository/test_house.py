@@ -1,7 +1,12 @@
-"""Who imports whom in the package: no module stands above one that imports it, and each folder knows those below it."""
+"""Who imports whom in the package, and how many arguments functions take.
+
+No module imports one that is above it, each folder knows those below it, and the graph has few levels.
+"""
 
 import ast
 from pathlib import Path
+
+import pytest
 
 import decayattn
 
@@ -15,6 +20,19 @@ BELOW = {
     "hopper/common": {"planning", "runtime", "tiles"},
     "hopper/forward": {"hopper/common", "planning", "runtime", "tiles"},
     "hopper/backward": {"hopper/common", "planning", "runtime", "tiles"},
+}
+
+# the most levels of a part of the package: modules of the longest chain of imports inside it
+LEVELS = {"decayattn.backends": 9, "decayattn.backends.hopper": 8}
+# functions of more than 16 arguments: users' keyword arguments; and kernels, whose descriptors and unspecialised
+# integers Triton takes at the top level only
+MANY_ARGUMENTS = {
+    "decayattn.backends.hopper.forward.kernel.forward_kernel",
+    "decayattn.backends.hopper.backward.kernel.gradients_kernel",
+    "decayattn.integrations.transformers.__init__",
+    "decayattn.nn.attention.__init__",
+    "decayattn.testing.attention.verify_attention",
+    "decayattn.testing.attention.verify_attention_varlen",
 }
 
 
@@ -43,6 +61,35 @@ def test_no_module_imports_itself_by_way_of_others():
         lowest = {name for name, below in above.items() if not below & above.keys()}
         assert lowest, f"in a circle, or above one: {sorted(above)}"
         above = {name: below for name, below in above.items() if name not in lowest}
+
+
+def levels(part):
+    """Of a part of the package, module → its level: 1 if it imports no other of the part."""
+    inside = {name: below for name, below in imports().items() if name == part or name.startswith(f"{part}.")}
+    found = {}
+    while ready := {n for n, below in inside.items() if n not in found and below & inside.keys() <= found.keys()}:
+        level = 1 + max(found.values(), default=0)
+        found |= dict.fromkeys(ready, level)
+    return found
+
+
+@pytest.mark.parametrize("part", LEVELS)
+def test_the_graph_of_imports_has_few_levels(part):
+    found = levels(part)
+    assert max(found.values()) <= LEVELS[part], sorted(found.items(), key=lambda item: -item[1])
+
+
+def test_functions_take_few_arguments():
+    many = {}
+    for name, file in modules():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                arguments = node.args
+                count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+                if count > 16:
+                    many[f"{name}.{node.name}"] = count
+    assert many.keys() <= MANY_ARGUMENTS
+    assert max(many.values()) <= 24
 
 
 def folder(name):

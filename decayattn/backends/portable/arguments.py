@@ -86,6 +86,7 @@ class Traits(NamedTuple):
     causal: bool
     row_cancels: bool  # tiles.scores.decayed_score
     precision: str  # of products
+    shared_bias: bool = False  # whether several scores have one entry of the bias's gradient, to which all are added
 
 
 def broadcast(x: Tensor | None) -> Strided | None:

@@ -245,7 +245,7 @@ def key_gradients_kernel(
 @triton.jit
 def _add_keys(
     sums, queries, k_source, v_source, kv_head, tile, work, decay, bias, d_bias,
-    DECAY_GRADIENT: tl.constexpr, SHARED_BIAS: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
+    DECAY_GRADIENT: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
 ):
     """One key tile into a query tile's QuerySums."""
     BLOCK_N: tl.constexpr = TRAITS.block_n
@@ -290,7 +290,7 @@ def _add_keys(
         else:
             decay_sum += tl.sum(ds * decay_sign(rows.position[:, None], key[None, :]).to(ACCUMULATOR), 1)
     if d_bias is not None:
-        add_bias_gradient(d_bias, rows.index[:, None], key[None, :], work, ds, SHARED_BIAS)
+        add_bias_gradient(d_bias, rows.index[:, None], key[None, :], work, ds, TRAITS.shared_bias)
     dq = tl.dot(ds.to(k.dtype), k, sums.dq, input_precision=PRECISION, out_dtype=ACCUMULATOR)
     return QuerySums(dq, decay_sum, ds_sum, p_sum, distance_sum)
 
@@ -298,7 +298,7 @@ def _add_keys(
 @triton.jit
 def query_gradients_kernel(
     q_descriptor, k_descriptor, v_descriptor, d_out_descriptor, inputs, row_terms, decay, gradients, sequences, plan,
-    window, bias, scale: tl.float64, sizes, SHARED_BIAS: tl.constexpr, TRAITS: tl.constexpr, program=None,
+    window, bias, scale: tl.float64, sizes, TRAITS: tl.constexpr, program=None,
 ):
     """dq = s Σ dS k of a query tile; per row Σ σ dS (per-token decay) or Σ dS |i − j| (constant), and ds = q·Σ dS k."""
     BLOCK_M: tl.constexpr = TRAITS.block_m
@@ -350,7 +350,7 @@ def query_gradients_kernel(
             tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
             sums = _add_keys(
                 sums, queries, k_source, v_source, kv_head, tile, work, head_decay, bias, d_bias,
-                DECAY_GRADIENT, SHARED_BIAS, not whole, TRAITS,
+                DECAY_GRADIENT, not whole, TRAITS,
             )
 
     here, inside = offsets.rows + rows.index, rows.index < query_length
@@ -389,5 +389,5 @@ def gradients_kernel(
         query_sizes = Sizes(sizes.query_length, sizes.key_length, sizes.heads * TRAITS.group)
         query_gradients_kernel(
             None, None, None, None, inputs, row_terms, decay, of_queries, None, plan, window, None, scale, query_sizes,
-            False, TRAITS, program - key_programs,
+            TRAITS, program - key_programs,
         )

@@ -164,8 +164,8 @@ def backward(
                 query_gradients_kernel, row_programs(problem, sequences, tile.block_m, problem.num_heads),
                 *_descriptors(problem, tile, q, k, v, d_out), _tiled(tile, sequences, (k, v), q, k, v, d_out),
                 row_terms, decay, of_queries, sequences, plan, window, broadcast(bias), _scale_number(scale),
-                Sizes(problem.query_length, problem.key_length, problem.num_heads), SHARED_BIAS=shared_bias,
-                **_constants(problem, sequences, tile),
+                Sizes(problem.query_length, problem.key_length, problem.num_heads),
+                **_constants(problem, sequences, tile, shared_bias),
             )
 
         d_log_decay = None
@@ -279,14 +279,18 @@ def dot_precision() -> str:
     return "ieee" if exact else "tf32"
 
 
-def _constants(problem: AttentionProblem, sequences: Sequences | None, tile: TileConfig) -> dict:
+def _constants(
+    problem: AttentionProblem, sequences: Sequences | None, tile: TileConfig, shared_bias: bool = False
+) -> dict:
     """What an attention kernel is compiled for, and how it is launched."""
-    return _constants_of(problem, tile, dot_precision(), *sequence_blocks.constants(problem, sequences).items())
+    of_sequences = sequence_blocks.constants(problem, sequences).items()
+    return _constants_of(problem, tile, dot_precision(), shared_bias, *of_sequences)
 
 
 @functools.lru_cache(launching.REMEMBERED)
 def _constants_of(
-    problem: AttentionProblem, tile: TileConfig, precision: str, *of_sequences: tuple[str, bool | int]
+    problem: AttentionProblem, tile: TileConfig, precision: str, shared_bias: bool,
+    *of_sequences: tuple[str, bool | int],
 ) -> dict:
     packed = dict(of_sequences)
     traits = Traits(
@@ -303,6 +307,7 @@ def _constants_of(
         causal=problem.causal,
         row_cancels=problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2,
         precision=precision,
+        shared_bias=shared_bias,
     )
     return dict(
         TRAITS=traits,

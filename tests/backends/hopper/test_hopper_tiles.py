@@ -11,11 +11,12 @@ from pairwise import pairwise
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
-from decayattn.backends.hopper.backward.row_terms import row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.backward.row_terms import RowTermsTraits, row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.forward import launch
 from decayattn.backends.planning.sequences import decay_blocks
 from decayattn.backends.runtime import tma
+from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.tiles import parts
 from decayattn.problem import AttentionProblem
 
@@ -119,10 +120,9 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     counters = torch.full([4], 7, dtype=torch.int32, device=device)
     block = launch_backward._ROW_TERMS_BLOCK
     row_terms_kernel[(tiles.row_tiles * rows // block * HEADS,)](
-        out, d_out, d_lse, references, terms, (row_sums, fragments, counters), tiles.rows,
-        of_rows if sides == 2 else None, (out.stride(), d_out.stride(), d_lse.stride()), -8.0, problem.query_length,
-        tiles.row_tiles, HEADS, 1, 3, D=WIDTH, VALUE_DIM=DIM, ROWS=rows, BLOCK_M=block, DECAY=decay, SIDES=sides,
-        HAS_D_LSE=True, ROW_SUMS=True,
+        strided(out), strided(d_out), strided(d_lse), references, terms, (row_sums, fragments, counters), tiles.rows,
+        of_rows if sides == 2 else None, -8.0, problem.query_length, tiles.row_tiles, HEADS, 1, 3,
+        TRAITS=RowTermsTraits(WIDTH, DIM, rows, block, decay, sides, row_sums=True),
     )
 
     assert counters.tolist() == [0, 0, 0, 7]

@@ -86,19 +86,19 @@ def _next_tile(
 
     if WARPGROUP == 1:
         # in step with the first it is 1 to 3 % slower
-        mbarrier.wait(shared.first_scores.index(stage), phase)
-    mbarrier.wait(shared.queries_ready.index(stage), phase)
+        mbarrier.wait(shared.barriers.first_scores.index(stage), phase)
+    mbarrier.wait(shared.barriers.queries_ready.index(stage), phase)
     key = flat(shared.keys.index(own))
     scoreT = warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
     terms = shared.terms.index(stage).permute((1, 0))
     scoreT = warpgroup_mma(ones_of_parts(0, SCORE), terms, scoreT, is_async=True)
-    mbarrier.wait(shared.d_outs_ready.index(stage), phase)
+    mbarrier.wait(shared.barriers.d_outs_ready.index(stage), phase)
     value = flat(shared.values.index(own))
     dpT = warpgroup_mma(value, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
     dpT = warpgroup_mma(ones_of_parts(DELTA, SCORE), terms, dpT, is_async=True)
     scoreT = warpgroup_mma_wait(2, (scoreT,))
     if WARPGROUP == 0:
-        signal(shared.first_scores.index(stage))
+        signal(shared.barriers.first_scores.index(stage))
     if DECAY != "none":
         # what the tile's rows share joins what a key has
         key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
@@ -128,14 +128,14 @@ def _next_tile(
     before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, ROW_SUMS)
     if shared.SLOTS == 2:
         # both have read the slot, for dq of tile n − 2; of three slots, they had before q of this tile could come
-        mbarrier.wait(shared.d_scores_read, (n - 1) & 1, pred=n > 0)
+        mbarrier.wait(shared.barriers.d_scores_read, (n - 1) & 1, pred=n > 0)
         if LOADED:
-            arrive(shared.d_scores_read)
+            arrive(shared.barriers.d_scores_read)
     shared.d_scores.index(shared.slot(n) * 2 + WARPGROUP).store(dsT)
     if not LOADED:
         fence_async_shared()
     tma.store_wait(0)  # the copy engine has read what stage_dq_part stored a tile ago
-    arrive(shared.d_scores_ready.index(shared.slot(n)))
+    arrive(shared.barriers.d_scores_ready.index(shared.slot(n)))
     # dv is done by now. Were its operand kept in registers, ptxas would have too few at D = 128 and serialise the
     # products below
     dv = warpgroup_mma_wait(0, (dv,))
@@ -146,15 +146,15 @@ def _next_tile(
     KEY_SUMS_LAYOUT: gl.constexpr = product_layout(COLUMNS)
     of_keys = gl.zeros([WARPGROUP_KEYS, COLUMNS], gl.float32, KEY_SUMS_LAYOUT)
     if work.schedule.DECAY_GRADIENT:
-        weights = shared.weights.index(opaque_zero(n)).permute((1, 0))
+        weights = shared.constants.weights.index(opaque_zero(n)).permute((1, 0))
         of_keys = warpgroup_mma(dsT, weights, of_keys, use_acc=False, is_async=True)
     dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums are still running
     if shared.SLOTS == 2 and not LOADED:
-        arrive(shared.d_scores_read)
+        arrive(shared.barriers.d_scores_read)
     stage_dq_part(shared, dq, WARPGROUP)
     dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
     fence_async_shared()  # not earlier: ptxas crashes while products are running
-    arrive(shared.empty.index(stage))
+    arrive(shared.barriers.empty.index(stage))
     if previous >= 0:
         add_dq_part(dq_desc, first_part + previous // work.schedule.SIDES * 2, shared, WARPGROUP)
         if ROW_SUMS:
@@ -237,7 +237,7 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
                 visited = work.visited(ends, side)
 
                 # waited for only now: the loads above run while the keys arrive
-                mbarrier.wait(shared.keys_ready, count & 1)
+                mbarrier.wait(shared.barriers.keys_ready, count & 1)
                 # dk of the last work tile has left the slots of dSᵀ: one thread knows, and all will write there
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
@@ -257,13 +257,13 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
                 # dv takes the place of this warpgroup's values
                 flat(shared.values.index(WARPGROUP)).store(dv.to(shared.values.dtype))
                 fence_async_shared()
-                arrive(shared.dv_ready)
+                arrive(shared.barriers.dv_ready)
             # dq of the head's last tile
             shared.wait_d_scores(n - 1, pred=previous >= 0)
             last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, schedule.ROW_SUMS)
             dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, D, schedule.ROW_SUMS)
             dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
-            arrive(shared.keys_read, member == schedule.GROUP - 1)
+            arrive(shared.barriers.keys_read, member == schedule.GROUP - 1)
             if previous >= 0:
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
@@ -288,7 +288,7 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
                     gl.store(rate_sums + tile * 2 + WARPGROUP, gl.sum(total, 0))
 
         # both warpgroups have read dSᵀ of the last tile, too
-        mbarrier.wait(shared.keys_read, count & 1)
+        mbarrier.wait(shared.barriers.keys_read, count & 1)
         _store_dk(dk_desc, (dk * scale).to(shared.d_scores.dtype), n, find_work(schedule, index), shared, WARPGROUP, D)
         count += 1
         index = shared.published_index(count)

@@ -81,11 +81,11 @@ def start_dq_part(shared, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, R
             right = right.slice(PART * PART_OF, PART, 1)
         dq = warpgroup_mma(left, right, dq, use_acc=key > 0, is_async=True)
         if is_loaded(D, ROW_SUMS):
-            ones = shared.ones.index(first).permute((1, 0))
+            ones = shared.constants.ones.index(first).permute((1, 0))
             left = gl.convert_layout(left, operand_layout(SUMS), assert_trivial=True)
             row_sum = warpgroup_mma(left, ones, row_sum, use_acc=key > 0, is_async=True)
     if ROW_SUMS and D == 128:
-        ones = shared.ones.index(first).permute((1, 0))
+        ones = shared.constants.ones.index(first).permute((1, 0))
         row_sum = warpgroup_mma(d_scores[PART_OF], ones, row_sum, use_acc=False, is_async=True)
     return dq, row_sum
 

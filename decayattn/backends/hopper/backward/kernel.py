@@ -65,8 +65,8 @@ from decayattn.backends.hopper.backward.consumer import consume
 from decayattn.backends.hopper.backward.dq import product_keys
 from decayattn.backends.hopper.backward.key_sums import bit_weights, key_columns
 from decayattn.backends.hopper.backward.producer import produce
-from decayattn.backends.hopper.backward.shared import BackwardShared
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums, side_count
+from decayattn.backends.hopper.backward.shared import BackwardConstants, BackwardShared, allocate_barriers
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums
 from decayattn.backends.hopper.backward.zeroing import allocate_zeros
 from decayattn.backends.hopper.common.call import field
 from decayattn.backends.hopper.common.fragments import COPIES, DEPTH, FRAGMENT_COLUMNS, FRAGMENT_ROWS
@@ -137,10 +137,6 @@ def gradients_kernel(
     DECAY: gl.constexpr = field(MODES, "decay")
     DECAY_GRADIENT: gl.constexpr = field(MODES, "decay_gradient")
     RAGGED: gl.constexpr = field(MODES, "ragged")
-    WINDOW: gl.constexpr = field(MODES, "window")
-    PLANNED: gl.constexpr = field(MODES, "planned")
-    CAUSAL: gl.constexpr = field(MODES, "causal")
-    SIDES: gl.constexpr = side_count(DECAY, CAUSAL)
     D: gl.constexpr = field(TILE, "dim")
     ROWS: gl.constexpr = field(TILE, "rows")
     STAGES: gl.constexpr = field(TILE, "stages")
@@ -149,7 +145,6 @@ def gradients_kernel(
     rates, local, base, last_reset, next_reset, mirror, row_sums, column_sums, rate_sums = decay_tensors
     key_table, counters = scheduler
     DTYPE: gl.constexpr = q_desc.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STEP: gl.constexpr = product_keys(D, has_row_sums(DECAY, DECAY_GRADIENT))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
     COLUMNS: gl.constexpr = key_columns(DECAY)
@@ -177,33 +172,13 @@ def gradients_kernel(
         allocate_words(STAGES),
         gl.allocate_shared_memory(DTYPE, [SLOTS * 2, WARPGROUP_KEYS, ROWS], D_SCORES),
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
-        zeros,
-        ones,
-        weights,
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        BackwardConstants(zeros, ones, weights),
+        allocate_barriers(STAGES, SLOTS),
         make_pipeline(allocate_words(1), 1, 2),
         STAGES,
         SLOTS,
     )
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(shared.queries_ready.index(stage), count=1)
-        mbarrier.init(shared.d_outs_ready.index(stage), count=1)
-        mbarrier.init(shared.empty.index(stage), count=2)
-        mbarrier.init(shared.first_scores.index(stage), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(shared.d_scores_ready.index(slot), count=2)
-    mbarrier.init(shared.d_scores_read, count=2)
-    mbarrier.init(shared.keys_ready, count=1)
-    mbarrier.init(shared.keys_read, count=2)
-    mbarrier.init(shared.dv_ready, count=2)
+    shared.barriers.init(STAGES, SLOTS)
 
     let_next_start(heads)
     wait_for_launch_before(heads)
@@ -213,7 +188,7 @@ def gradients_kernel(
     kv_heads = entries * (heads // GROUP)
     schedule = KeySchedule(
         key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED, CAUSAL, SIDES,
+        row_tiles, left, mirror, ROWS, MODES,
     )
 
     decay = (rates, rate_stride, local, last_reset, next_reset)
@@ -230,4 +205,4 @@ def gradients_kernel(
         [REGISTERS, 24],
     )
     # a barrier to the end: Triton reuses its memory where nobody waits for it (pipelines.make_pipeline)
-    mbarrier.invalidate(shared.d_scores_read)
+    mbarrier.invalidate(shared.barriers.d_scores_read)

@@ -12,7 +12,7 @@ from decayattn.backends.hopper.backward.kernel import (
     BackwardTile,
     gradients_kernel,
 )
-from decayattn.backends.hopper.backward.row_terms import row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.backward.row_terms import RowTermsTraits, row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.hopper.backward.work import side_count
 from decayattn.backends.hopper.backward.zeroing import LINES
 from decayattn.backends.hopper.common import descriptors, tile_table
@@ -22,6 +22,7 @@ from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.runtime import launching, tma
+from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.tiles import parts
@@ -29,8 +30,6 @@ from decayattn.problem import AttentionProblem, Gradients, Inputs, Saved
 
 # rows of a program of row_terms_kernel; divides every query tile
 _ROW_TERMS_BLOCK = 32
-# expected by the kernels where a problem has no such tensor; never read
-_NO_STRIDES = (0, 0, 0)
 
 
 def backward(
@@ -88,15 +87,15 @@ def backward(
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size, least=cdiv(config.LEAST_CHUNK_ITEMS, tiles.key_tiles))
         counters = new(cdiv(kv_heads, together), dtype=torch.int32)
-        strides = (out.stride(), d_out.stride(), _NO_STRIDES if d_lse is None else d_lse.stride())
+        traits = RowTermsTraits(
+            dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides, decay_gradient and scalar
+        )
         launch(
             row_terms_kernel, row_blocks * head_rows,
-            out, d_out, unused if d_lse is None else d_lse, row_references, terms, (row_sums, dq_fragments, counters),
-            tiles.rows, decay_of_rows if sides == 2 else None, strides, -math.log(2) / scale, problem.query_length,
-            tiles.row_tiles, problem.num_heads, head_rows - together * group, counters.numel(),
-            D=dim, VALUE_DIM=problem.value_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, DECAY=problem.decay,
-            SIDES=sides, HAS_D_LSE=d_lse is not None, ROW_SUMS=decay_gradient and scalar, num_warps=4,
-            **COMPILER_OPTIONS,
+            strided(out), strided(d_out), strided(d_lse), row_references, terms, (row_sums, dq_fragments, counters),
+            tiles.rows, decay_of_rows if sides == 2 else None, -math.log(2) / scale, problem.query_length,
+            tiles.row_tiles, problem.num_heads, head_rows - together * group, counters.numel(), TRAITS=traits,
+            num_warps=4, **COMPILER_OPTIONS,
         )
 
         planned = skipping.is_planned(problem)

@@ -31,7 +31,7 @@ def _base_difference(work, tile, side, bases, key_base, rate):
 def _store_dv(schedule, index, shared, count, dv_desc):
     """Begin to store dv of the count-th work tile from where its values were, once both warpgroups have put it
     there."""
-    mbarrier.wait(shared.dv_ready, count & 1)
+    mbarrier.wait(shared.barriers.dv_ready, count & 1)
     work = find_work(schedule, index)
     for w in gl.static_range(2):
         copy_engine.store(dv_desc, work.key_at(w), shared.values.index(w))
@@ -42,13 +42,13 @@ def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, dv_de
     """Store dv of the last work tile, and load keys and values of the count-th one in the place of its own."""
     if count > 0:
         _store_dv(schedule, previous, shared, count - 1, dv_desc)
-        mbarrier.wait(shared.keys_read, (count - 1) & 1)
-    mbarrier.expect(shared.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+        mbarrier.wait(shared.barriers.keys_read, (count - 1) & 1)
+    mbarrier.expect(shared.barriers.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
-        copy_engine.load(k_desc, work.key_at(w), shared.keys_ready, shared.keys.index(w))
+        copy_engine.load(k_desc, work.key_at(w), shared.barriers.keys_ready, shared.keys.index(w))
     tma.store_wait(0)
     for w in gl.static_range(2):
-        copy_engine.load(v_desc, work.key_at(w), shared.keys_ready, shared.values.index(w))
+        copy_engine.load(v_desc, work.key_at(w), shared.barriers.keys_ready, shared.values.index(w))
 
 
 @gluon.jit
@@ -74,7 +74,7 @@ def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: 
         work = find_work(schedule, index)
         shared.publish(count, index)
         n_begin = n
-        is_zeroing = start_zeroing(schedule, shared.zeros, zeros_desc, index, D)
+        is_zeroing = start_zeroing(schedule, shared.constants.zeros, zeros_desc, index, D)
         if schedule.chunk(index) > zeroed:
             wait_zeroed(schedule, counters, index)
             zeroed = schedule.chunk(index)
@@ -97,16 +97,16 @@ def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: 
                     stage = shared.stage(n)
                     # loaded before the wait, so that the copies start right after it
                     difference = _base_difference(work, tile, side, bases, key_base, rate)
-                    mbarrier.wait(shared.empty.index(stage), shared.phase(n) ^ 1)
+                    mbarrier.wait(shared.barriers.empty.index(stage), shared.phase(n) ^ 1)
                     shared.differences.index(stage).store(gl.full([1], difference, gl.float32, LAYOUT))
                     shared.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
-                    ready = shared.queries_ready.index(stage)
+                    ready = shared.barriers.queries_ready.index(stage)
                     terms_row = terms_row_of_tile(work.first_tile(member) + tile, side, schedule.SIDES, ROWS)
                     mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
                     at = work.query_at(member, tile * ROWS)
                     copy_engine.load(q_desc, at, ready, shared.queries.index(stage))
                     copy_engine.load(terms_desc, [terms_row, 0], ready, shared.terms.index(stage))
-                    ready = shared.d_outs_ready.index(stage)
+                    ready = shared.barriers.d_outs_ready.index(stage)
                     mbarrier.expect(ready, d_out_desc.block_type.nbytes)
                     copy_engine.load(d_out_desc, at, ready, shared.d_outs.index(stage))
                     n += 1

@@ -1,6 +1,8 @@
 """Row terms of the gradients, before the backward's kernel, and dq unpacked from fragments, after it; in plain
 Triton."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -25,6 +27,18 @@ COLUMNS: tl.constexpr = tl.constexpr(parts.COLUMNS)
 DELTA: tl.constexpr = tl.constexpr(parts.PARTS)
 # a score below all others whatever the scale; finite, because a product multiplies it by 0, too
 NEVER: tl.constexpr = tl.constexpr(-3.0e38)
+
+
+class RowTermsTraits(NamedTuple):
+    """What row_terms_kernel is compiled for."""
+
+    dim: int  # the kernels' D; and D_v
+    value_dim: int
+    rows: int  # of a query tile
+    block_m: int  # of a program; divides rows
+    decay: str
+    sides: int
+    row_sums: bool  # whether there are any, to be zeroed
 
 
 @triton.jit
@@ -71,10 +85,8 @@ def _of_program(heads, parts):
 
 @triton.jit(do_not_specialize=["row_tiles", "first_zeroed", "counters_end"])
 def row_terms_kernel(
-    out, d_out, d_lse, row_lse2, terms, zeroed, table, decay, strides, score_factor, query_length, row_tiles, heads,
-    first_zeroed, counters_end,
-    D: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DECAY: tl.constexpr,
-    SIDES: tl.constexpr, HAS_D_LSE: tl.constexpr, ROW_SUMS: tl.constexpr,
+    out, d_out, d_lse, row_lse2, terms, zeroed, table, decay, score_factor, query_length, row_tiles, heads,
+    first_zeroed, counters_end, TRAITS: tl.constexpr,
 ):
     """The row terms: what is added to a row's scores, its LSE₂ from the forward, and to its dP, −Δ = dLSE − Σ dO·O.
 
@@ -86,10 +98,13 @@ def row_terms_kernel(
 
     This kernel also zeroes what the next one adds to first: the row sums, dq of the head rows from first_zeroed on, and
     the counters, of which there are no more than programs here: (row sums, dq fragments, counters) are `zeroed`.
-    strides are those of out, d_out and d_lse.
+    out, d_out and d_lse are Strided; d_lse is None if lse has no gradient.
     """
+    D: tl.constexpr = TRAITS.dim
+    ROWS: tl.constexpr = TRAITS.rows
+    BLOCK_M: tl.constexpr = TRAITS.block_m
+    SIDES: tl.constexpr = TRAITS.sides
     row_sums, dq_fragments, counters = zeroed
-    out_strides, d_out_strides, d_lse_strides = strides
     let_next_start(heads)
     tl.store(counters + tl.program_id(0), 0, mask=tl.program_id(0) < counters_end)
     blocks = row_tiles * (ROWS // BLOCK_M)
@@ -108,19 +123,19 @@ def row_terms_kernel(
     column = tl.arange(0, D)[None, :]
     token = (first_row + row).to(tl.int64)
     at = token[:, None]
-    o = out + entry * out_strides[0] + head * out_strides[2] + at * out_strides[1] + column
-    do = d_out + entry * d_out_strides[0] + head * d_out_strides[2] + at * d_out_strides[1] + column
-    there = inside[:, None] & (column < VALUE_DIM)
+    o = out.data + entry * out.strides[0] + head * out.strides[2] + at * out.strides[1] + column
+    do = d_out.data + entry * d_out.strides[0] + head * d_out.strides[2] + at * d_out.strides[1] + column
+    there = inside[:, None] & (column < TRAITS.value_dim)
     o = tl.load(o, mask=there, other=0.0).to(tl.float32)
     do = tl.load(do, mask=there, other=0.0).to(tl.float32)
     delta = tl.sum(o * do, 1)
-    if HAS_D_LSE:
-        offset = entry * d_lse_strides[0] + head * d_lse_strides[1] + token * d_lse_strides[2]
-        delta -= tl.load(d_lse + offset, mask=inside, other=0.0)
+    if d_lse is not None:
+        offset = entry * d_lse.strides[0] + head * d_lse.strides[1] + token * d_lse.strides[2]
+        delta -= tl.load(d_lse.data + offset, mask=inside, other=0.0)
     lse2 = tl.load(row_lse2 + here, mask=inside, other=float("inf"))
     seen = lse2 < float("inf")
     if SIDES == 2:
-        alpha = _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY)
+        alpha = _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, TRAITS.decay)
     for side in tl.static_range(SIDES):
         side_lse2 = lse2
         if SIDES == 2:
@@ -136,7 +151,7 @@ def row_terms_kernel(
     SIZE: tl.constexpr = BLOCK_M * D
     if tile_row >= first_zeroed:
         tl.store(dq_fragments + (tile_row * blocks + block) * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
-    if ROW_SUMS:
+    if TRAITS.row_sums:
         tl.store(row_sums + here, tl.zeros([BLOCK_M], tl.float32), mask=inside)
 
 

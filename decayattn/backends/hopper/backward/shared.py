@@ -9,6 +9,82 @@ from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, stor
 
 
 @aggregate
+class BackwardConstants:
+    """What is stored once, before all work tiles."""
+
+    zeros: gl.shared_memory_descriptor  # (8, 256): what dq begins with
+    ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
+    weights: gl.shared_memory_descriptor  # (1, 8 or 16, ROWS): what rows count for in the sums of keys
+
+    @gluon.constexpr_function
+    def __init__(self, zeros, ones, weights):
+        self.zeros = zeros
+        self.ones = ones
+        self.weights = weights
+
+
+@aggregate
+class BackwardBarriers:
+    """Who arrives at each, and who waits for it, is in kernel.py."""
+
+    queries_ready: gl.shared_memory_descriptor
+    d_outs_ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    first_scores: gl.shared_memory_descriptor  # warpgroup 0 has its scores of the tile: warpgroup 1 begins
+    d_scores_ready: gl.shared_memory_descriptor
+    d_scores_read: gl.shared_memory_descriptor  # both have read dSᵀ of the tile before; with two slots only
+    keys_ready: gl.shared_memory_descriptor
+    keys_read: gl.shared_memory_descriptor  # both have read the keys, and dSᵀ of the last tile
+    dv_ready: gl.shared_memory_descriptor  # both have stored it where the values were
+
+    @gluon.constexpr_function
+    def __init__(
+        self, queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, d_scores_read, keys_ready, keys_read,
+        dv_ready,
+    ):
+        self.queries_ready = queries_ready
+        self.d_outs_ready = d_outs_ready
+        self.empty = empty
+        self.first_scores = first_scores
+        self.d_scores_ready = d_scores_ready
+        self.d_scores_read = d_scores_read
+        self.keys_ready = keys_ready
+        self.keys_read = keys_read
+        self.dv_ready = dv_ready
+
+    @gluon.jit
+    def init(self, STAGES: gl.constexpr, SLOTS: gl.constexpr):
+        """Each for as many arrivals as a phase of it has."""
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(self.queries_ready.index(stage), count=1)
+            mbarrier.init(self.d_outs_ready.index(stage), count=1)
+            mbarrier.init(self.empty.index(stage), count=2)
+            mbarrier.init(self.first_scores.index(stage), count=1)
+        for slot in gl.static_range(SLOTS):
+            mbarrier.init(self.d_scores_ready.index(slot), count=2)
+        mbarrier.init(self.d_scores_read, count=2)
+        mbarrier.init(self.keys_ready, count=1)
+        mbarrier.init(self.keys_read, count=2)
+        mbarrier.init(self.dv_ready, count=2)
+
+
+@gluon.jit
+def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr):
+    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
+    return BackwardBarriers(
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], LAYOUT),
+        gl.allocate_shared_memory(gl.int64, [1], LAYOUT),
+        gl.allocate_shared_memory(gl.int64, [1], LAYOUT),
+        gl.allocate_shared_memory(gl.int64, [1], LAYOUT),
+        gl.allocate_shared_memory(gl.int64, [1], LAYOUT),
+    )
+
+
+@aggregate
 class BackwardShared:
     """All shared memory of the backward, with the barriers that say which part may be read or written (kernel.py)."""
 
@@ -21,27 +97,16 @@ class BackwardShared:
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
     d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS); then dk, from where it is stored
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
-    zeros: gl.shared_memory_descriptor  # (8, 256)
-    ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
-    weights: gl.shared_memory_descriptor  # (1, 8 or 16, ROWS): what rows count for in the sums of keys
-    queries_ready: gl.shared_memory_descriptor
-    d_outs_ready: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    first_scores: gl.shared_memory_descriptor  # warpgroup 0 has its scores of the tile: warpgroup 1 begins
-    d_scores_ready: gl.shared_memory_descriptor
-    d_scores_read: gl.shared_memory_descriptor  # both have read dSᵀ of the tile before; with two slots only
-    keys_ready: gl.shared_memory_descriptor
-    keys_read: gl.shared_memory_descriptor  # both have read the keys, and dSᵀ of the last tile
-    dv_ready: gl.shared_memory_descriptor  # both have stored it where the values were
+    constants: BackwardConstants
+    barriers: BackwardBarriers
     published: Pipeline  # the number of the work tile: one word
     STAGES: gl.constexpr
     SLOTS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, zeros, ones, weights,
-        queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, d_scores_read, keys_ready, keys_read,
-        dv_ready, published, STAGES, SLOTS,
+        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, dq_parts, constants,
+        barriers, published, STAGES, SLOTS,
     ):
         self.keys = keys
         self.values = values
@@ -52,18 +117,8 @@ class BackwardShared:
         self.starts = starts
         self.d_scores = d_scores
         self.dq_parts = dq_parts
-        self.zeros = zeros
-        self.ones = ones
-        self.weights = weights
-        self.queries_ready = queries_ready
-        self.d_outs_ready = d_outs_ready
-        self.empty = empty
-        self.first_scores = first_scores
-        self.d_scores_ready = d_scores_ready
-        self.d_scores_read = d_scores_read
-        self.keys_ready = keys_ready
-        self.keys_read = keys_read
-        self.dv_ready = dv_ready
+        self.constants = constants
+        self.barriers = barriers
         self.published = published
         self.STAGES = gl.constexpr(STAGES)
         self.SLOTS = gl.constexpr(SLOTS)
@@ -84,7 +139,7 @@ class BackwardShared:
     @gluon.jit
     def wait_d_scores(self, n, pred=True):
         """Wait until both warpgroups have stored dSᵀ of the n-th tile."""
-        mbarrier.wait(self.d_scores_ready.index(self.slot(n)), (n // self.SLOTS) & 1, pred=pred)
+        mbarrier.wait(self.barriers.d_scores_ready.index(self.slot(n)), (n // self.SLOTS) & 1, pred=pred)
 
     @gluon.jit
     def publish(self, count, index):

@@ -35,7 +35,7 @@ def side_count(DECAY, CAUSAL):
 
 @aggregate
 class KeySchedule:
-    """The lengths and heads of a call, and the order of its work tiles.
+    """The lengths and heads of a call, what it is compiled for (kernel.BackwardModes), and the order of its work tiles.
 
     A chunk of `together` heads, whose rows fit the cache, takes turns tile by tile. Causal, the first key tiles are
     seen by the most rows and come first, so the last ones of several heads end at the same time. The last heads come
@@ -68,7 +68,7 @@ class KeySchedule:
     @gluon.constexpr_function
     def __init__(
         self, work_tiles, kv_heads, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles,
-        left, mirror, ROWS, GROUP, DECAY, DECAY_GRADIENT, RAGGED, WINDOW, PLANNED, CAUSAL, SIDES,
+        left, mirror, ROWS, MODES,
     ):
         self.work_tiles = work_tiles
         self.kv_heads = kv_heads
@@ -83,15 +83,15 @@ class KeySchedule:
         self.left = left
         self.mirror = mirror
         self.ROWS = gl.constexpr(ROWS)
-        self.GROUP = gl.constexpr(GROUP)
-        self.DECAY = gl.constexpr(DECAY)
-        self.DECAY_GRADIENT = gl.constexpr(DECAY_GRADIENT)
-        self.ROW_SUMS = gl.constexpr(has_row_sums(DECAY, DECAY_GRADIENT))
-        self.RAGGED = gl.constexpr(RAGGED)
-        self.WINDOW = gl.constexpr(WINDOW)
-        self.PLANNED = gl.constexpr(PLANNED)
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.SIDES = gl.constexpr(SIDES)
+        self.GROUP = gl.constexpr(MODES.group)
+        self.DECAY = gl.constexpr(MODES.decay)
+        self.DECAY_GRADIENT = gl.constexpr(MODES.decay_gradient)
+        self.ROW_SUMS = gl.constexpr(has_row_sums(MODES.decay, MODES.decay_gradient))
+        self.RAGGED = gl.constexpr(MODES.ragged)
+        self.WINDOW = gl.constexpr(MODES.window)
+        self.PLANNED = gl.constexpr(MODES.planned)
+        self.CAUSAL = gl.constexpr(MODES.causal)
+        self.SIDES = gl.constexpr(side_count(MODES.decay, MODES.causal))
 
     @gluon.jit
     def chunks(self):
