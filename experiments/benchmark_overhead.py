@@ -2,6 +2,7 @@
 
     python experiments/benchmark_overhead.py                        # on a GPU: a table and JSON
     python experiments/benchmark_overhead.py --length 512 --peers fla
+    python experiments/benchmark_overhead.py --before ../before     # beside a checkout of another commit
 
 At B1 H8 T256 the kernels take microseconds, so what a training step waits for is Python: checking arguments,
 allocating, launching. Host time is the clock over a series of forward and backward calls that nothing waits for; every
@@ -11,22 +12,25 @@ says nothing about kernels.
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+from attention_benchmark import before as other_version
 from attention_benchmark import measure, peers
 from attention_benchmark.cases import DTYPES, Case, random_inputs
-from attention_benchmark.options import declare, positive
+from attention_benchmark.options import before_commit, declare, declare_before, positive
 from attention_benchmark.peers import BASELINE, Absent, reason
 from attention_benchmark.report import write
 from provenance import ROOT, provenance
 
-from decayattn import decay_attention
+import decayattn
 from decayattn.backends import registry
 
 METHOD = {
@@ -48,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     options = parse(argv, cuda)
     result = provenance("experiments/benchmark_overhead.py", argv, options.commit)
-    result |= {"method": METHOD, "rounds": options.rounds, "missing": [], "rows": []}
+    result |= {"before": before_commit(options), "method": METHOD, "rounds": options.rounds, "missing": [], "rows": []}
     for head_dim in options.head_dims:
         case = Case(options.batch, options.heads, options.length, head_dim, options.dtype, "scalar", -0.01)
         print(f"\n{case}", flush=True)
@@ -76,6 +80,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
         nargs="*",
         default=[BASELINE, "flex-grad", "fla"],
     )
+    declare_before(option)
     option("--rounds", "interleaved rounds", type=positive, default=7)
     option("--calls", "calls of a round", type=positive)
     option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
@@ -83,20 +88,29 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def ours(backend: str) -> peers.Peer:
+def ours(backend: str, version: ModuleType = decayattn) -> peers.Peer:
     """decay_attention with every default but the backend."""
 
     def build(case: Case, device: torch.device) -> peers.Attend:
-        return lambda q, k, v, log_decay: decay_attention(q, k, v, log_decay, backend=backend)
+        return lambda q, k, v, log_decay: version.decay_attention(q, k, v, log_decay, backend=backend)
 
     return peers.Peer(f"decayattn {backend}", "decay and its gradient", "BTHD", "learned", build, backend)
+
+
+def before(tree: Path, backend: str) -> peers.Peer:
+    """The same of another version of the package; one that fails is reported and does not fail the run."""
+    peer = ours(backend, other_version.load(tree))
+    return dataclasses.replace(peer, name=f"{peer.name} before", backend=None)
 
 
 def run(case: Case, options: argparse.Namespace, missing: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
     """A row for every call that can be made."""
     inputs = random_inputs(case, device, seed=0)
     host, graphs = {}, {}
-    for peer in [*(peers.OTHERS[name] for name in options.peers), *map(ours, options.backends)]:
+    measured = [*(peers.OTHERS[name] for name in options.peers), *map(ours, options.backends)]
+    if options.before:
+        measured += [before(options.before, backend) for backend in options.backends]
+    for peer in measured:
         try:
             call = measure.prepare(peer, case, inputs)
             step = _step(call)

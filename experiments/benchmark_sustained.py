@@ -31,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark import before as other_version
 from attention_benchmark import checks, measure, peers
 from attention_benchmark.cases import DECAYS, DIRECTIONS, DTYPES, Case, random_inputs
-from attention_benchmark.options import declare, positive
+from attention_benchmark.options import before_commit, declare, declare_before, positive
 from attention_benchmark.progress import Progress
 from attention_benchmark.report import write
-from provenance import ROOT, commit_of, provenance
+from provenance import ROOT, provenance
 
 from decayattn.backends import registry
 from decayattn.testing import format_table
@@ -101,8 +100,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--backends", "our backends", choices=registry.NAMES, nargs="+")
     option("--decays", "decays of ours", choices=DECAYS, nargs="+", default=["scalar", "none"])
     option("--peers", "kernels to compare with", choices=tuple(peers.OTHERS), nargs="*")
-    option("--before", "a checkout of another commit, to measure beside this one", type=Path, default=None)
-    option("--before-commit", "its commit, for a copy whose git does not know", default=None)
+    declare_before(option)
     option("--rounds", "interleaved rounds", type=positive, default=3)
     option("--seconds", "how long calls follow one another for one figure", type=float, default=0.3)
     option("--seed", "seed of the random inputs", type=int, default=0)
@@ -113,11 +111,6 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
         parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
     if not cuda and options.output:
         parser.error("--output: no GPU here, so there is no speed to write")
-    if options.before:
-        try:
-            other_version.load(options.before)
-        except FileNotFoundError as error:
-            parser.error(f"--before: {error}")
     if options.seconds <= 0:
         parser.error(f"--seconds: expected a positive number, got {options.seconds}")
     return options
@@ -135,7 +128,7 @@ def run(options: argparse.Namespace, argv: Sequence[str], device: str) -> int:
     """Every shape: check everybody, then time those that passed; the report is written after each."""
     start = time.perf_counter()
     result: dict[str, Any] = provenance("experiments/benchmark_sustained.py", argv, options.commit) | {
-        "before": options.before and (options.before_commit or commit_of(options.before)),
+        "before": before_commit(options),
         "method": METHOD, "rounds": options.rounds, "seconds": options.seconds, "kernels": {},
         "missing": [], "checks": [], "rows": [],
     }

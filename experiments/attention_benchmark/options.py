@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from provenance import ROOT
+from provenance import ROOT, commit_of
+
+from attention_benchmark import before
 
 
 def declare(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> Callable[..., None]:
@@ -33,6 +35,25 @@ def parse_speeds(parser: argparse.ArgumentParser, argv: Sequence[str], cuda: boo
     if options.output and not options.plot:
         options.plot = options.output.with_suffix(".png")
     return options
+
+
+def declare_before(option: Callable[..., None]) -> None:
+    """Another version of the package, measured beside this one."""
+    option("--before", "a checkout of another commit, to measure beside this one", type=_tree, default=None)
+    option("--before-commit", "its commit, for a copy whose git does not know", default=None)
+
+
+def before_commit(options: argparse.Namespace) -> str | None:
+    """For the report; None without another version, and where nobody knows."""
+    return options.before and (options.before_commit or commit_of(options.before))
+
+
+def _tree(text: str) -> Path:
+    try:
+        before.load(Path(text))
+    except FileNotFoundError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def positive(text: str) -> int:

@@ -1,6 +1,7 @@
 """experiments/benchmark_overhead.py."""
 
 import json
+import types
 
 import benchmark_overhead
 import pytest
@@ -26,8 +27,28 @@ def test_a_call_of_ours_that_fails_fails_the_run(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(benchmark_overhead, "decay_attention", broken)
+    monkeypatch.setattr(benchmark_overhead.decayattn, "decay_attention", broken)
     assert benchmark_overhead.main(["--length", "8", "--head-dims", "8", "--rounds", "1", "--peers"]) == 1
+
+
+def test_another_version_of_the_package_is_measured_beside_this_one(tmp_path, monkeypatch):
+    """Which fails here: it is reported, and does not fail the run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def broken(*_, **__):
+        raise RuntimeError("planted")
+
+    other = types.SimpleNamespace(decay_attention=broken)
+    monkeypatch.setattr(benchmark_overhead.other_version, "load", lambda tree: other)
+    output = tmp_path / "overhead.json"
+    argv = ["--length", "8", "--heads", "1", "--head-dims", "8", "--rounds", "1", "--peers", "--before", str(tmp_path)]
+    assert benchmark_overhead.main([*argv, "--before-commit", "abc", "--output", str(output)]) == 0
+    read = json.loads(output.read_text())
+    assert read["before"] == "abc"
+    assert [row["peer"] for row in read["rows"]] == ["decayattn reference"]
+    assert [(entry["peer"], entry["reason"]) for entry in read["missing"]] == [
+        ("decayattn reference before", "RuntimeError: planted")
+    ]
 
 
 def test_host_time_counts_every_call():
