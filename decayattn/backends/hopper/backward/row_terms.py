@@ -103,6 +103,7 @@ def row_terms_kernel(
     D: tl.constexpr = TRAITS.dim
     ROWS: tl.constexpr = TRAITS.rows
     BLOCK_M: tl.constexpr = TRAITS.block_m
+    DECAY: tl.constexpr = TRAITS.decay
     SIDES: tl.constexpr = TRAITS.sides
     row_sums, dq_fragments, counters = zeroed
     let_next_start(heads)
@@ -135,7 +136,7 @@ def row_terms_kernel(
     lse2 = tl.load(row_lse2 + here, mask=inside, other=float("inf"))
     seen = lse2 < float("inf")
     if SIDES == 2:
-        alpha = _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, TRAITS.decay)
+        alpha = _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY)
     for side in tl.static_range(SIDES):
         side_lse2 = lse2
         if SIDES == 2:
