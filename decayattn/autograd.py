@@ -117,7 +117,7 @@ def _forward(
         out, lse, added = with_sink(out, lse, sink)
         saved = saved._replace(
             # P of the keys is relative to it, and the kernels' backward has no other one
-            row_references=saved.row_references + added / math.log(2),
+            row_lse2=saved.row_lse2 + added / math.log(2),
             sink_probability=torch.exp(sink.to(lse.dtype)[:, None] - lse),
         )
     return out, lse, saved
@@ -168,7 +168,7 @@ def _split_backward(arguments: Sequence) -> tuple[Inputs, Modes, Tensor, Saved, 
 
 def _problem_of(inputs: Inputs, modes: Modes) -> AttentionProblem:
     return AttentionProblem.of(
-        inputs.q, inputs.v, inputs.log_decay, inputs.row_scale, modes.causal, modes.window, inputs.places,
+        inputs.q, inputs.v, inputs.log_decay, inputs.row_scale, modes.causal, modes.window, inputs.bounds,
         modes.longest, inputs.bias, modes.skip_tolerance,
     )
 
@@ -180,7 +180,7 @@ def _tensor(x: Tensor | None, like: Tensor) -> Tensor:
 def _forward_operator(*arguments):
     inputs, modes, (with_lse,) = _split(arguments)
     out, lse, saved = _forward(_problem_of(inputs, modes), inputs, modes.backend, with_lse)
-    like = saved.row_references
+    like = saved.row_lse2
     saved = saved._replace(base=saved.base.flatten(), sink_probability=_tensor(saved.sink_probability, like))
     return out, _tensor(lse if with_lse else None, like), *saved
 
@@ -191,7 +191,7 @@ def _backward_operator(*arguments):
     heads = problem.batch, problem.num_heads
     saved = saved._replace(base=saved.base.view(*heads, saved.base.numel() // max(1, math.prod(heads))))
     gradients = _backward(problem, inputs, modes.backend, out, saved, d_out, d_lse, asked)
-    return tuple(_tensor(x, saved.row_references) for x in gradients)
+    return tuple(_tensor(x, saved.row_lse2) for x in gradients)
 
 
 torch.library.impl("decayattn::forward", "CompositeExplicitAutograd", _forward_operator)
@@ -216,7 +216,7 @@ def _forward_fake(*arguments):
 @torch.library.register_fake("decayattn::backward")
 def _backward_fake(*arguments):
     inputs, _, _, saved, _, _, asked = _split_backward(arguments)
-    like = saved.row_references
+    like = saved.row_lse2
 
     def contiguous(x: Tensor) -> Tensor:
         return x.new_empty(x.shape)
@@ -269,7 +269,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
         gradients.dv,
         gradients.d_log_decay if asked.decay_gradient else None,
         gradients.d_row_scale if inputs.row_scale is not None else None,
-        None,  # places
+        None,  # bounds
         gradients.d_bias if asked.bias_gradient else None,
         gradients.d_sink if asked.sink_gradient else None,
     )

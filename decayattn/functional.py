@@ -157,10 +157,10 @@ def decay_attention(
         skip_tolerance,
     )
     log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-    places = _places_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
-    inputs = Inputs(q, k, v, log_decay, row_scale, places, bias, sink, number)
+    bounds = _bounds_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
+    inputs = Inputs(q, k, v, log_decay, row_scale, bounds, bias, sink, number)
     problem = AttentionProblem.of(
-        q, v, log_decay, row_scale, causal, window_of(window_size, causal), places, bias=bias,
+        q, v, log_decay, row_scale, causal, window_of(window_size, causal), bounds, bias=bias,
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )
     out, lse = _attend(problem, inputs, backend, return_lse)
@@ -245,10 +245,10 @@ def decay_attention_varlen(
     rows = tokens = _between(cu_seqlens_q, q.shape[1], max_seqlen_q)
     if cu_seqlens_k is not cu_seqlens_q or k.shape[1] != q.shape[1] or max_seqlen_k != max_seqlen_q:
         tokens = _between(cu_seqlens_k, k.shape[1], max_seqlen_k)
-    places = torch.stack([*rows, *tokens], 1)
-    inputs = Inputs(q, k, v, log_decay, row_scale, places, None, sink, number)
+    bounds = torch.stack([*rows, *tokens], 1)
+    inputs = Inputs(q, k, v, log_decay, row_scale, bounds, None, sink, number)
     problem = AttentionProblem.of(
-        q, v, log_decay, row_scale, causal, window_of(window_size, causal), places, (max_seqlen_q, max_seqlen_k),
+        q, v, log_decay, row_scale, causal, window_of(window_size, causal), bounds, (max_seqlen_q, max_seqlen_k),
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )
     out, lse = _attend(problem, inputs, backend, return_lse)
@@ -308,11 +308,11 @@ def _attend(
     return autograd.attention(problem, inputs, chosen, return_lse)
 
 
-def _places_in_entries(
+def _bounds_in_entries(
     q: Tensor, k: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None, leftpad_q: Tensor | None,
     leftpad_k: Tensor | None,
 ) -> Tensor | None:
-    """AttentionProblem's places; None where every sequence fills its batch entry."""
+    """AttentionProblem's bounds of sequences; None where every sequence fills its batch entry."""
     if all(given is None for given in (seqused_q, seqused_k, leftpad_q, leftpad_k)):
         return None
 

@@ -37,7 +37,7 @@ class AttentionProblem(NamedTuple):
     layout says where the sequences lie. "dense": each fills its batch entry. "padded": each lies somewhere in its batch
     entry. "packed": all lie behind one another on the token axes of a single batch entry, which query_length and
     key_length measure, and the longest of them has longest_query rows and longest_key tokens. Unless it is dense, a
-    tensor places (sequences, 4), int32, holds first row, number of rows, first token and number of tokens of each.
+    tensor `bounds` (sequences, 4), int32, holds first row, number of rows, first token and number of tokens of each.
     """
 
     batch: int
@@ -85,20 +85,20 @@ class AttentionProblem(NamedTuple):
         row_scale: Tensor | None,
         causal: bool,
         window: Sequence[int] = (-1, -1),
-        places: Tensor | None = None,
+        bounds: Tensor | None = None,
         longest: Sequence[int] | None = None,
         bias: Tensor | None = None,
         skip_tolerance: float = 0.0,
     ) -> "AttentionProblem":
         """The problem of arguments that were checked and brought to their full shapes already.
 
-        longest, (longest_query, longest_key), says that the sequences of `places` are packed.
+        longest, (longest_query, longest_key), says that the sequences of `bounds` are packed.
         """
         batch, query_length, num_heads, head_dim = q.shape
         _, key_length, num_kv_heads, value_dim = v.shape
         decay: DecayName = "none" if log_decay is None else "constant" if log_decay.ndim == 1 else "scalar"
-        layout: LayoutName = "dense" if places is None else "padded" if longest is None else "packed"
-        sequences = batch if places is None else places.shape[0]
+        layout: LayoutName = "dense" if bounds is None else "padded" if longest is None else "packed"
+        sequences = batch if bounds is None else bounds.shape[0]
         longest_query, longest_key = (query_length, key_length) if longest is None else longest
         return cls(
             batch, query_length, key_length, num_heads, num_kv_heads, head_dim, value_dim,
@@ -115,7 +115,7 @@ class Inputs(NamedTuple):
     v: Tensor  # (B, T_k, H_kv, D_v)
     log_decay: Tensor | None = None  # (H,) constant, or (B, T_k, H) scalar
     row_scale: Tensor | None = None  # (B, T_q, H) in the accumulator dtype
-    places: Tensor | None = None  # AttentionProblem's, (sequences, 4) int32
+    bounds: Tensor | None = None  # AttentionProblem's, (sequences, 4) int32
     bias: Tensor | None = None  # broadcastable to (B, H, T_q, T_k), floating or boolean
     sink: Tensor | None = None  # (H,)
     scale: float = 1.0  # of all rows; 1 where every row has one of its own
@@ -138,7 +138,7 @@ class DecayPrefix(NamedTuple):
     """
 
     # β (B, H, T_k): float32 for 16-bit inputs, else float64, since a strong decay costs float32's low bits
-    local: Tensor
+    beta: Tensor
     base: Tensor  # α at each block's start (B, H, blocks), float64
     last_reset: Tensor  # (B, H, T_k) int32
     next_reset: Tensor  # (B, H, T_k) int32
@@ -147,8 +147,8 @@ class DecayPrefix(NamedTuple):
 class Saved(NamedTuple):
     """What a forward saves for the backward, besides its inputs and out; any backend reads what another one saved."""
 
-    row_references: Tensor  # (B, H, T_q): the log-sum-exp as tiles count it, in base 2
-    local: Tensor  # from here on DecayPrefix's
+    row_lse2: Tensor  # (B, H, T_q): the log-sum-exp as tiles count it, in base 2
+    beta: Tensor  # from here on DecayPrefix's
     base: Tensor
     last_reset: Tensor
     next_reset: Tensor
@@ -157,7 +157,7 @@ class Saved(NamedTuple):
 
     @property
     def prefix(self) -> DecayPrefix:
-        return DecayPrefix(self.local, self.base, self.last_reset, self.next_reset)
+        return DecayPrefix(self.beta, self.base, self.last_reset, self.next_reset)
 
 
 class Gradients(NamedTuple):

@@ -19,10 +19,10 @@ def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor
     says which keys may be visible.
     """
     with without_autocast(problem.device):  # the caller applied it; inside it would round the scores
-        if inputs.places is None:
+        if inputs.bounds is None:
             i = torch.arange(problem.query_length, device=problem.device) + problem.first_position
             return _attend(problem, inputs, i[None, None], None)
-        return _attend_sequences(problem, inputs, inputs.places)
+        return _attend_sequences(problem, inputs, inputs.bounds)
 
 
 def decode(
@@ -102,12 +102,12 @@ def _attend(
     return out.to(problem.dtype), lse
 
 
-def _attend_sequences(problem: AttentionProblem, inputs: Inputs, places: Tensor) -> tuple[Tensor, Tensor]:
+def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor) -> tuple[Tensor, Tensor]:
     """Every sequence is cut out into a batch entry of its own, and its results are put back to where it lies."""
-    first_row, num_rows, first_key, num_keys = places.long().T[..., None]  # each (sequences, 1)
+    first_row, num_rows, first_key, num_keys = bounds.long().T[..., None]  # each (sequences, 1)
     row = torch.arange(_within(problem.longest_query, problem.query_length), device=problem.device)
     key = torch.arange(_within(problem.longest_key, problem.key_length), device=problem.device)
-    entry = torch.arange(places.shape[0], device=problem.device)[:, None]
+    entry = torch.arange(bounds.shape[0], device=problem.device)[:, None]
     entry = torch.zeros_like(entry) if problem.layout == "packed" else entry
 
     def cut(x: Tensor, first: Tensor, number: Tensor, t: Tensor) -> Tensor:

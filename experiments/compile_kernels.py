@@ -232,13 +232,13 @@ def compiled_kernels(
     filled = 2 if path in ("TMA", "both sides") else 1
     q, k, v, d_out = (torch.empty(filled, *shape[1:], dtype=dtype).expand(shape) for _ in range(4))
     log_decay = {"none": None, "constant": torch.empty(4), "scalar": torch.empty(shape[:3])}[decay]
-    places, window, longest, bias = None, (-1, -1), None, None
+    bounds, window, longest, bias = None, (-1, -1), None, None
     if path == "packed":
-        places, window, longest = torch.empty(3, 4, dtype=torch.int32), (256, -1), (512, 512)
+        bounds, window, longest = torch.empty(3, 4, dtype=torch.int32), (256, -1), (512, 512)
     if path == "bias":
         bias = torch.empty(shape[2], shape[1], shape[1])
     causal = path != "both sides"
-    problem = AttentionProblem.of(q, v, log_decay, None, causal, window, places, longest, bias, SKIP_TOLERANCE)
+    problem = AttentionProblem.of(q, v, log_decay, None, causal, window, bounds, longest, bias, SKIP_TOLERANCE)
     module = portable if backend == "triton" else hopper
     scale = dim**-0.5
     if path == "decode":
@@ -249,7 +249,7 @@ def compiled_kernels(
                 torch.empty(2, dtype=torch.int32), alpha=alpha, first=torch.empty(2, 4, 1, dtype=torch.int32),
             )
         return kernels
-    inputs = Inputs(q, k, v, log_decay, places=places, bias=bias, scale=scale)
+    inputs = Inputs(q, k, v, log_decay, bounds=bounds, bias=bias, scale=scale)
     with collecting(target) as kernels:
         for with_lse in (True, False):
             out, _, saved = module.forward(problem, inputs, with_lse)

@@ -94,11 +94,11 @@ def test_other_shapes_of_a_packed_log_decay_are_refused(shape, hint):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The problems and places of the calls so far, as backends get them."""
+    """The problems and bounds of the calls so far, as backends get them."""
     seen, attend = [], functional._attend
 
     def recorded(problem, inputs, *others):
-        seen.append((problem, inputs.places))
+        seen.append((problem, inputs.bounds))
         return attend(problem, inputs, *others)
 
     monkeypatch.setattr(functional, "_attend", recorded)
@@ -112,7 +112,7 @@ def test_int64_offsets_are_int32_offsets(asked):
     expected = decay_attention_varlen(**narrow)
     for changes in (wide, dict(cu_seqlens_q=huge), dict(cu_seqlens_k=huge), dict(cu_seqlens_q=huge, cu_seqlens_k=huge)):
         assert torch.equal(decay_attention_varlen(**narrow | changes), expected)
-    assert all(places.dtype == torch.int32 and places.tolist() == asked[0][1].tolist() for _, places in asked)
+    assert all(bounds.dtype == torch.int32 and bounds.tolist() == asked[0][1].tolist() for _, bounds in asked)
 
 
 @pytest.mark.parametrize("names", [("seqused_k",), ("leftpad_q", "leftpad_k"), ("seqused_q", "seqused_k", "leftpad_k")])
@@ -127,7 +127,7 @@ def test_int64_lengths_are_int32_lengths(names, asked):
     huge = {name: torch.tensor([2**40, -(2**40)]) for name in names}
     ends = {name: torch.tensor([5, 0], dtype=torch.int32) for name in names}
     assert torch.equal(decay_attention(**arguments, **huge), decay_attention(**arguments, **ends))
-    assert all(places.dtype == torch.int32 for _, places in asked)
+    assert all(bounds.dtype == torch.int32 for _, bounds in asked)
 
 
 @pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])

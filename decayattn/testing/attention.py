@@ -551,10 +551,10 @@ def _problem(
     q, v, log_decay, scale = (inputs[name] for name in ("q", "v", "log_decay", "scale"))
     if log_decay is not None and not (isinstance(log_decay, Tensor) and log_decay.ndim):
         log_decay = q.new_zeros(q.shape[2])  # its shape counts here
-    places = None if sequences is None else torch.tensor(sequences, dtype=torch.int32).reshape(-1, 4)
+    bounds = None if sequences is None else torch.tensor(sequences, dtype=torch.int32).reshape(-1, 4)
     row_scale = scale if isinstance(scale, Tensor) else None
     window = window_of(window_size, causal)
-    return AttentionProblem.of(q, v, log_decay, row_scale, causal, window, places, longest, inputs["bias"])
+    return AttentionProblem.of(q, v, log_decay, row_scale, causal, window, bounds, longest, inputs["bias"])
 
 
 def _judge(

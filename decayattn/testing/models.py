@@ -172,17 +172,17 @@ class _RoundedAttention(torch.autograd.Function):
     @staticmethod
     def call(problem: AttentionProblem, inputs: Inputs, *, factor: float) -> tuple[Tensor, Tensor]:
         return _RoundedAttention.apply(
-            problem, factor, inputs.places, inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.any_scale,
+            problem, factor, inputs.bounds, inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.any_scale,
             inputs.bias, inputs.sink,
         )
 
     @staticmethod
-    def forward(ctx, problem, factor, places, *inputs):
-        ctx.problem, ctx.factor, ctx.places, ctx.inputs = problem, factor, places, inputs
+    def forward(ctx, problem, factor, bounds, *inputs):
+        ctx.problem, ctx.factor, ctx.bounds, ctx.inputs = problem, factor, bounds, inputs
         q, v = inputs[0], inputs[2]
         grad_out = q.new_zeros(*q.shape[:3], v.shape[3])
         grad_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=problem.accumulator_dtype)
-        results = _RoundedAttention.evaluate(problem, factor, places, inputs, grad_out, grad_lse)
+        results = _RoundedAttention.evaluate(problem, factor, bounds, inputs, grad_out, grad_lse)
         return results["out"], results["lse"]
 
     @staticmethod
@@ -190,10 +190,10 @@ class _RoundedAttention(torch.autograd.Function):
         with torch.no_grad():
             # the loss carries the factor, too
             results = _RoundedAttention.evaluate(
-                ctx.problem, ctx.factor, ctx.places, ctx.inputs, grad_out, grad_lse
+                ctx.problem, ctx.factor, ctx.bounds, ctx.inputs, grad_out, grad_lse
             )
             if ctx.problem.dtype.itemsize > 2:  # 16-bit rounding is far larger
-                sizes = _RoundedAttention.call_of(ctx.problem, ctx.places, ctx.inputs, grad_out, grad_lse).sizes()
+                sizes = _RoundedAttention.call_of(ctx.problem, ctx.bounds, ctx.inputs, grad_out, grad_lse).sizes()
                 generator = torch.Generator().manual_seed(round(16 * ctx.factor))
                 for name, size in sizes.items():
                     if name.startswith("d") and name in results:
@@ -203,13 +203,13 @@ class _RoundedAttention(torch.autograd.Function):
         return None, None, None, *(results.get(f"d{name}") for name in INPUTS)
 
     @staticmethod
-    def evaluate(problem, factor, places, inputs, grad_out, grad_lse) -> dict[str, Tensor]:
+    def evaluate(problem, factor, bounds, inputs, grad_out, grad_lse) -> dict[str, Tensor]:
         with torch.autocast(problem.device.type, enabled=False):
-            return _RoundedAttention.call_of(problem, places, inputs, grad_out, grad_lse).eager(factor=factor)
+            return _RoundedAttention.call_of(problem, bounds, inputs, grad_out, grad_lse).eager(factor=factor)
 
     @staticmethod
-    def call_of(problem, places, inputs, grad_out, grad_lse) -> Call:
-        places = places_of(problem, None if places is None else places.tolist())
+    def call_of(problem, bounds, inputs, grad_out, grad_lse) -> Call:
+        places = places_of(problem, None if bounds is None else bounds.tolist())
         pairs = tuple((place, head) for place in places for head in range(problem.num_heads))
         inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in zip(INPUTS, inputs, strict=True)}
         return Call(inputs, grad_out, grad_lse, places, pairs, problem)

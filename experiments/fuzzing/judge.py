@@ -166,11 +166,11 @@ def call_of(case: Case) -> FuzzedCall:
     shaped = inputs["log_decay"]
     if shaped is not None and not (isinstance(shaped, Tensor) and shaped.ndim):
         shaped = q.new_zeros(q.shape[2])  # its shape counts
-    places = None if case.sequences is None else torch.tensor(case.sequences, dtype=torch.int32).reshape(-1, 4)
+    bounds = None if case.sequences is None else torch.tensor(case.sequences, dtype=torch.int32).reshape(-1, 4)
     longest = (case.options["max_seqlen_q"], case.options["max_seqlen_k"]) if case.packed else None
     row_scale = inputs["scale"] if isinstance(inputs["scale"], Tensor) else None
     problem = AttentionProblem.of(
-        q, v, shaped, row_scale, case.options["causal"], window, places, longest, inputs["bias"]
+        q, v, shaped, row_scale, case.options["causal"], window, bounds, longest, inputs["bias"]
     )
     found = places_of(problem, case.sequences)
     pairs = tuple((place, head) for place in found for head in range(problem.num_heads))

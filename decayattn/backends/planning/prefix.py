@@ -1,7 +1,7 @@
 """The two-level decay prefix and its reverse.
 
 α_t = λ_0 + … + λ_t over a whole sequence cannot be stored in float32: at a million tokens of strong decay its spacing
-exceeds a whole λ. Blocks of DECAY_BLOCK tokens carry it instead: `base` (float64), α at the block's start, and `local`
+exceeds a whole λ. Blocks of DECAY_BLOCK tokens carry it instead: `base` (float64), α at the block's start, and `beta`
 (β), the sum from there. Inside a tile the difference of two bases is one scalar, formed in float64 and rounded once, or
 of the two halves of each in float32 (SplitPrefix), where only a large difference is rounded.
 
@@ -57,7 +57,7 @@ _HEADS = 8
 def prefix_of_head(prefix, offsets):
     """Pointers to the first token and block of a head that begins at these offsets."""
     return DecayPrefix(
-        prefix.local + offsets.tokens, prefix.base + offsets.blocks,
+        prefix.beta + offsets.tokens, prefix.base + offsets.blocks,
         prefix.last_reset + offsets.tokens, prefix.next_reset + offsets.tokens,
     )
 
@@ -111,9 +111,9 @@ def build(
         sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
         launch(
             _block_totals, token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads // together),
-            strided(log_decay), prefix.local, sums, *sizes, HEADS=together, num_warps=1, **modes,
+            strided(log_decay), prefix.beta, sums, *sizes, HEADS=together, num_warps=1, **modes,
         )
-        log_decay = prefix.local.mT  # λ, which the scan replaces by β
+        log_decay = prefix.beta.mT  # λ, which the scan replaces by β
         programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
     launch(
         _scan_blocks, programs,
@@ -294,7 +294,7 @@ def _scan_blocks(
     tl.store(prefix.base + block_row + block, alpha, mask=there)
     here = token_row + tokens
     beta = tl.cumsum(value, 1)
-    tl.store(prefix.local + here, beta.to(prefix.local.dtype.element_ty), mask=inside)
+    tl.store(prefix.beta + here, beta.to(prefix.beta.dtype.element_ty), mask=inside)
     if split is not None:
         _store_parts(split.beta, beta * factor, block_row + block, there, BLOCK)
         high = alpha.to(tl.float32)

@@ -32,7 +32,7 @@ class Sequences(NamedTuple):
     are rounded up to such multiples.
     """
 
-    places: Tensor  # AttentionProblem's
+    bounds: Tensor  # AttentionProblem's
     ends: Tensor  # (2, count) int32: blocks of rows, and blocks of tokens, up to the end of each sequence
     count: int  # sequences, and empty ones behind them
     query_axis: int  # rows, tokens and decay blocks of the axes on which they lie
@@ -63,18 +63,18 @@ class HeadOffsets(NamedTuple):
     blocks: tl.tensor
 
 
-def find(problem: AttentionProblem, places: Tensor | None, launch: Launch = launching.anew) -> Sequences | None:
-    """The sequences at `places`: one launch. None without places."""
-    if places is None:
+def find(problem: AttentionProblem, bounds: Tensor | None, launch: Launch = launching.anew) -> Sequences | None:
+    """The sequences at `bounds`: one launch. None without bounds."""
+    if bounds is None:
         return None
     count = _rounded_up(problem.sequences)
-    ends = places.new_empty(2, count)
+    ends = bounds.new_empty(2, count)
     launch(
         _count_blocks, 2,
-        places, ends, problem.sequences, count, BLOCK=DECAY_BLOCK, CHUNK=_COUNTED, **COMPILER_OPTIONS,
+        bounds, ends, problem.sequences, count, BLOCK=DECAY_BLOCK, CHUNK=_COUNTED, **COMPILER_OPTIONS,
     )
     return Sequences(
-        places, ends, count, problem.query_length, problem.key_length, decay_blocks(problem),
+        bounds, ends, count, problem.query_length, problem.key_length, decay_blocks(problem),
         _most_blocks(problem, problem.query_length, problem.longest_query),
         _most_blocks(problem, problem.key_length, problem.longest_key),
     )
@@ -142,13 +142,13 @@ def fill_outside(
 
 
 @triton.jit(do_not_specialize=["number"])
-def _count_blocks(places, ends, number, count, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _count_blocks(bounds, ends, number, count, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Blocks of rows (program 0) or of tokens (program 1), of a number of sequences and of empty ones up to count."""
     side = tl.program_id(0)
     before = side * 0
     for start in range(0, count, CHUNK):
         sequence = start + tl.arange(0, CHUNK)
-        length = tl.load(places + sequence * 4 + 2 * side + 1, mask=sequence < number, other=0)
+        length = tl.load(bounds + sequence * 4 + 2 * side + 1, mask=sequence < number, other=0)
         blocks = tl.cdiv(length, BLOCK)
         tl.store(ends + side * count + sequence, before + tl.cumsum(blocks, 0), mask=sequence < count)
         before += tl.sum(blocks, 0)
@@ -190,11 +190,11 @@ def tile_of_program(
         tile -= before * (_BLOCK // TILE)
         # behind the last sequence there are programs without one
         there = sequence < sequences.count
-        place = sequences.places + sequence * 4
-        first_row = tl.load(place, mask=there, other=0)
-        query_length = tl.load(place + 1, mask=there, other=0)
-        first_token = tl.load(place + 2, mask=there, other=0)
-        key_length = tl.load(place + 3, mask=there, other=0)
+        own = sequences.bounds + sequence * 4
+        first_row = tl.load(own, mask=there, other=0)
+        query_length = tl.load(own + 1, mask=there, other=0)
+        first_token = tl.load(own + 2, mask=there, other=0)
+        key_length = tl.load(own + 3, mask=there, other=0)
         entry = sequence
         if PACKED:
             entry = sequence * 0
@@ -210,9 +210,9 @@ def sequence_of_program(sequences, heads, query_length, key_length, PACKED: tl.c
     head, sequence = tl.program_id(0) % heads, tl.program_id(0) // heads
     start, entry, first_row, first_token = sequence * 0, sequence, sequence * 0, sequence * 0
     if sequences is not None:
-        place = sequences.places + sequence * 4
-        first_row, query_length = tl.load(place), tl.load(place + 1)
-        first_token, key_length = tl.load(place + 2), tl.load(place + 3)
+        own = sequences.bounds + sequence * 4
+        first_row, query_length = tl.load(own), tl.load(own + 1)
+        first_token, key_length = tl.load(own + 2), tl.load(own + 3)
         if PACKED:
             entry = sequence * 0
     return WorkTile(start, sequence, head, entry, first_row, query_length, first_token, key_length)
@@ -276,11 +276,11 @@ def _fill_outside(
     for start in range(begin, end, CHUNK):
         sequence = start + tl.arange(0, CHUNK)
         there = sequence < end
-        place = sequences.places + sequence * 4
-        first = tl.load(place + 2 if OF_KEYS else place, mask=there, other=0)
-        length = tl.load(place + 3 if OF_KEYS else place + 1, mask=there, other=0)
+        own = sequences.bounds + sequence * 4
+        first = tl.load(own + 2 if OF_KEYS else own, mask=there, other=0)
+        length = tl.load(own + 3 if OF_KEYS else own + 1, mask=there, other=0)
         if not OF_KEYS:
-            length = tl.where(tl.load(place + 3, mask=there, other=0) == 0, 0, length)
+            length = tl.where(tl.load(own + 3, mask=there, other=0) == 0, 0, length)
         inside = (row[:, None] >= first[None, :]) & (row[:, None] < (first + length)[None, :])
         covered = tl.maximum(covered, tl.max(inside.to(tl.int32), 1))
     outside = (covered == 0) & (row < axis)

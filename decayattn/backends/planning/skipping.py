@@ -271,7 +271,7 @@ def _load_alpha(position, block, rates, head, prefix, DECAY: tl.constexpr, insid
     prefix points at one head's.
     """
     if DECAY == "scalar":
-        beta = tl.load(prefix.local + position, mask=inside).to(tl.float64)
+        beta = tl.load(prefix.beta + position, mask=inside).to(tl.float64)
         alpha = tl.load(prefix.base + block) + beta
         slack = tl.abs(beta) * _BETA_MARGIN + tl.abs(alpha) * _ALPHA_MARGIN
     else:

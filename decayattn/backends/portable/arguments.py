@@ -47,7 +47,7 @@ class Window(NamedTuple):
 class RowTerms(NamedTuple):
     """What the gradients read per query row."""
 
-    row_references: Tensor  # (B, H, T_q), of the forward
+    row_lse2: Tensor  # (B, H, T_q), of the forward
     delta: Tensor  # (B, H, T_q)
     scales: Strided | None  # (B, T_q, H), where every row has a scale of its own
     d_lse: Strided | None = None  # (B, H, T_q), for the gradient of a constant decay

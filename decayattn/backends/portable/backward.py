@@ -1,4 +1,4 @@
-"""Backward: the scores are recomputed tile by tile from the saved row references (FlashAttention 2, Dao, arXiv
+"""Backward: the scores are recomputed tile by tile from the saved log-sum-exp (FlashAttention 2, Dao, arXiv
 2307.08691).
 
 Three kernels, without atomics but for a broadcast bias, so every other gradient is bitwise repeatable: `row_terms`
@@ -61,7 +61,7 @@ class QueryTile(NamedTuple):
     d_out: tl.tensor  # (BLOCK_M, D_v)
     rows: QueryRows
     scale: tl.tensor  # s: a number, or (BLOCK_M, 1)
-    row_reference: tl.tensor
+    lse2: tl.tensor
     delta: tl.tensor
     first: tl.tensor
     end: tl.tensor
@@ -80,7 +80,7 @@ class QuerySums(NamedTuple):
 
 @triton.jit
 def row_terms_kernel(
-    out, d_out, d_lse, row_references, delta, query_length, heads,
+    out, d_out, d_lse, row_lse2, delta, query_length, heads,
     D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):
     """Δ = Σ dO·O − dLSE of every query row."""
@@ -100,13 +100,13 @@ def row_terms_kernel(
         offset = batch.to(tl.int64) * d_lse.strides[0] + head.to(tl.int64) * d_lse.strides[1]
         row_delta -= tl.load(d_lse.data + offset + row.to(tl.int64) * d_lse.strides[2], mask=inside, other=0.0)
     # a row that saw nothing (reference +inf) has no gradient, whatever dLSE is
-    seen = tl.load(row_references + here, mask=inside, other=0.0) < float("inf")
+    seen = tl.load(row_lse2 + here, mask=inside, other=0.0) < float("inf")
     tl.store(delta + here, tl.where(seen, row_delta, 0.0), mask=inside)
 
 
 @triton.jit
 def _add_rows(
-    sums, keys, q_source, d_out_source, head, tile, work, row_references, delta, scale, row_scales, decay, bias,
+    sums, keys, q_source, d_out_source, head, tile, work, row_lse2, delta, scale, row_scales, decay, bias,
     DECAY_GRADIENT: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
 ):
     """One tile of query rows into a key tile's KeySums; scores are transposed, keys × rows."""
@@ -117,16 +117,16 @@ def _add_rows(
     prefix, query_length = decay.prefix, work.query_length
     start = tile * BLOCK_M
     rows = load_rows(start, head, work, scale, row_scales, decay, EDGE, ACCUMULATOR, TRAITS)
-    difference = base_difference(rows.anchor, work.start, decay.rate, prefix.base, prefix.local, DECAY)
+    difference = base_difference(rows.anchor, work.start, decay.rate, prefix.base, prefix.beta, DECAY)
     if EDGE:
         inside = rows.index < query_length
-        row_reference = tl.load(row_references + rows.index, mask=inside, other=float("inf"))
+        lse2 = tl.load(row_lse2 + rows.index, mask=inside, other=float("inf"))
         row_delta = tl.load(delta + rows.index, mask=inside, other=0.0)
     else:
-        row_reference = tl.load(row_references + rows.index)
+        lse2 = tl.load(row_lse2 + rows.index)
         row_delta = tl.load(delta + rows.index)
     if TRAITS.row_cancels:
-        row_reference -= difference
+        lse2 -= difference
     row_scale = rows.scale
     if row_scales is not None:
         row_scale = row_scale[None, :]
@@ -143,7 +143,7 @@ def _add_rows(
         scoreT += load_bias(bias, rows.row[None, :], keys.key[:, None], work, ACCUMULATOR)
     if EDGE:
         scoreT = tl.where(visible(rows.index[None, :], keys.first[:, None], keys.end[:, None]), scoreT, float("-inf"))
-    pT = probability(scoreT, row_reference[None, :])
+    pT = probability(scoreT, lse2[None, :])
     do = load_tile(
         d_out_source, work.entry, head, work.first_row, start, query_length, BLOCK_M, TRAITS.d_v, TRAITS.block_dv, EDGE
     )
@@ -204,12 +204,12 @@ def key_gradients_kernel(
     for member in range(0, TRAITS.group):
         head = kv_head * TRAITS.group + member
         offsets = offsets_of_head(sequences, work, head, heads, PACKED)
-        row_references, delta = row_terms.row_references + offsets.rows, row_terms.delta + offsets.rows
+        row_lse2, delta = row_terms.row_lse2 + offsets.rows, row_terms.delta + offsets.rows
         head_bias = bias
         if bias is not None:
             head_bias = Strided(bias_of_head(bias, work, head), bias.strides)
         head_decay = decay_of_head(decay, head, offsets, ACCUMULATOR, TRAITS)
-        alpha = key_alpha(key, start, key_length, head_decay.rate, head_decay.prefix.local, DECAY)
+        alpha = key_alpha(key, start, key_length, head_decay.rate, head_decay.prefix.beta, DECAY)
         left, right = window.left, window.right
         if DECAY == "constant":
             left = side_of_head(decay.rates, decay.rate_stride, head, left)
@@ -229,7 +229,7 @@ def key_gradients_kernel(
             for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
                 tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
                 sums = _add_rows(
-                    sums, keys, q_source, d_out_source, head, tile, work, row_references, delta, scale,
+                    sums, keys, q_source, d_out_source, head, tile, work, row_lse2, delta, scale,
                     row_terms.scales, head_decay, head_bias, gradients.column_sums is not None, not whole, TRAITS,
                 )
         dk, dv = sums.dk, sums.dv
@@ -259,19 +259,19 @@ def _add_keys(
         k_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d, TRAITS.block_d, EDGE
     )
     score = tl.dot(queries.q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * (queries.scale * LOG2E)
-    difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.local, DECAY)
+    difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.beta, DECAY)
     score = decayed_score(
-        score, rows.alpha[:, None], key_alpha(key, start, key_length, decay.rate, prefix.local, DECAY)[None, :],
+        score, rows.alpha[:, None], key_alpha(key, start, key_length, decay.rate, prefix.beta, DECAY)[None, :],
         difference, decay.rate, rows.position[:, None], key[None, :], DECAY, TRAITS.causal, TRAITS.row_cancels,
     )
     if bias is not None:
         score += load_bias(bias, rows.row[:, None], key[None, :], work, ACCUMULATOR)
     if EDGE:
         score = tl.where(visible(key[None, :], queries.first[:, None], queries.end[:, None]), score, float("-inf"))
-    row_reference = queries.row_reference
+    lse2 = queries.lse2
     if TRAITS.row_cancels:
-        row_reference -= difference
-    p = probability(score, row_reference[:, None])
+        lse2 -= difference
+    p = probability(score, lse2[:, None])
     v = load_tile(
         v_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv, EDGE
     )
@@ -328,7 +328,7 @@ def query_gradients_kernel(
     if row_terms.scales is not None:
         row_scale = row_scale[:, None]
     here = offsets.rows + rows.row
-    row_reference = tl.load(row_terms.row_references + here)
+    lse2 = tl.load(row_terms.row_lse2 + here)
     row_delta = tl.load(row_terms.delta + here)
     q = load_tile(
         TileSource(q_descriptor, inputs.q), entry, head, first_row, start, query_length,
@@ -339,7 +339,7 @@ def query_gradients_kernel(
         BLOCK_M, TRAITS.d_v, TRAITS.block_dv, True,
     )
     first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
-    queries = QueryTile(q, do, rows, row_scale, row_reference, row_delta, first, end)
+    queries = QueryTile(q, do, rows, row_scale, lse2, row_delta, first, end)
     tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_n)
 
     nothing = tl.zeros([BLOCK_M], ACCUMULATOR)

@@ -61,8 +61,8 @@ def _attend(
         k_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d, TRAITS.block_d, EDGE
     )
     score = tl.dot(queries.q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * queries.scale
-    key_side = key_alpha(key, start, key_length, decay.rate, prefix.local, DECAY)
-    difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.local, DECAY)
+    key_side = key_alpha(key, start, key_length, decay.rate, prefix.beta, DECAY)
+    difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.beta, DECAY)
     score = decayed_score(
         score, rows.alpha[:, None], key_side[None, :], difference, decay.rate, rows.position[:, None], key[None, :],
         DECAY, TRAITS.causal, TRAITS.row_cancels,
@@ -91,7 +91,7 @@ def _attend(
 
 @triton.jit
 def forward_kernel(
-    q_descriptor, k_descriptor, v_descriptor, inputs, out, lse, row_references, row_scales, decay, sequences, plan,
+    q_descriptor, k_descriptor, v_descriptor, inputs, out, lse, row_lse2, row_scales, decay, sequences, plan,
     window, bias, scale: tl.float64, sizes, TRAITS: tl.constexpr,
 ):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence.
@@ -101,7 +101,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr = TRAITS.block_m
     BLOCK_DV: tl.constexpr = TRAITS.block_dv
     PACKED: tl.constexpr = TRAITS.packed
-    ACCUMULATOR: tl.constexpr = row_references.dtype.element_ty
+    ACCUMULATOR: tl.constexpr = row_lse2.dtype.element_ty
     # causal: the last row tiles see the most keys, and come first
     work = tile_of_program(
         sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_M, False, True, PACKED, TRAITS.searches
@@ -156,7 +156,7 @@ def forward_kernel(
     reference_value = state.row_max + tl.log2(total)
     here = offsets.rows + rows.index
     inside = rows.index < query_length
-    tl.store(row_references + here, tl.where(seen, reference_value, float("inf")), mask=inside)
+    tl.store(row_lse2 + here, tl.where(seen, reference_value, float("inf")), mask=inside)
     if lse is not None:
         row_lse = (reference_value + rows.alpha if TRAITS.row_cancels else reference_value) * LN2
         tl.store(lse + here, tl.where(seen, row_lse, float("-inf")), mask=inside)

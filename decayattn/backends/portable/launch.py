@@ -51,16 +51,16 @@ _MOST_PROGRAMS_OF_FEW = 1
 def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -> tuple[Tensor, Tensor | None, Saved]:
     """out (B, T_q, H, D_v), lse (B, H, T_q) or None, and what the backward reads."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
-    scale, places, bias = inputs.any_scale, inputs.places, inputs.bias
+    scale, bounds, bias = inputs.any_scale, inputs.bounds, inputs.bias
     with launching.on_device(problem.device):
         results = outputs.allocate(problem, q, with_lse)
-        out, row_references, lse = results
+        out, row_lse2, lse = results
         if problem.is_empty:
             results.fill()
-            return out, lse, Saved(row_references, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
-        given = (q, k, v, log_decay, _tensor(scale), places, bias)
+            return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
+        given = (q, k, v, log_decay, _tensor(scale), bounds, bias)
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), _shape(bias), with_lse)
-        sequences = sequence_blocks.find(problem, places, launch)
+        sequences = sequence_blocks.find(problem, bounds, launch)
         fill_outside(problem, sequences, results.of_no_key(), launch=launch)
         if problem.decay == "scalar":
             prefix = decay_prefix.build(problem, log_decay, sequences=sequences, launch=launch)
@@ -72,12 +72,12 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         launch(
             forward_kernel, programs,
             *_descriptors(problem, tile, q, k, v), _tiled(tile, sequences, (v,), q, k, v), strided(out), lse,
-            row_references, strided(_tensor(scale)), _decay(problem, log_decay, prefix), sequences,
+            row_lse2, strided(_tensor(scale)), _decay(problem, log_decay, prefix), sequences,
             skipping.as_argument(problem, first_block), _window(problem), broadcast(bias), _scale_number(scale),
             Sizes(problem.query_length, problem.key_length, problem.num_heads),
             **_constants(problem, sequences, tile),
         )
-        return out, lse, Saved(row_references, *prefix, first_block)
+        return out, lse, Saved(row_lse2, *prefix, first_block)
 
 
 def backward(
@@ -92,11 +92,11 @@ def backward(
 ) -> Gradients:
     """Of q, k, v and a scale per row, and as asked for of log_decay and bias."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
-    scale, places, bias = inputs.any_scale, inputs.places, inputs.bias
-    row_references, prefix, first_block = saved.row_references, saved.prefix, saved.first_block
+    scale, bounds, bias = inputs.any_scale, inputs.bounds, inputs.bias
+    row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        row_scale_grad = torch.empty_like(row_references) if problem.row_scale else None
+        row_scale_grad = torch.empty_like(row_lse2) if problem.row_scale else None
         if problem.is_empty:
             for gradient in (dq, dk, dv, row_scale_grad):
                 if gradient is not None:
@@ -105,17 +105,17 @@ def backward(
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return Gradients(dq, dk, dv, d_log_decay, d_scale, torch.zeros_like(bias) if bias_gradient else None)
 
-        delta = torch.empty_like(row_references)
-        decay_sums = torch.empty_like(row_references) if decay_gradient else None
+        delta = torch.empty_like(row_lse2)
+        decay_sums = torch.empty_like(row_lse2) if decay_gradient else None
         column_sums = None
         if decay_gradient and problem.decay == "scalar":
-            column_sums = torch.empty_like(prefix.local, dtype=delta.dtype)
-        given = (q, k, v, log_decay, _tensor(scale), places, bias, d_out, d_lse, out)
+            column_sums = torch.empty_like(prefix.beta, dtype=delta.dtype)
+        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, d_out, d_lse, out)
         deterministic = torch.are_deterministic_algorithms_enabled()
         asked = (decay_gradient, bias_gradient, deterministic)
         modes = (problem, skipping.is_planned(problem), _shape(bias), *asked)
-        launch = launching.of_call(problem.device, given, *modes, saved=(row_references, *prefix, first_block))
-        sequences = sequence_blocks.find(problem, places, launch)
+        launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
+        sequences = sequence_blocks.find(problem, bounds, launch)
         per_row = [x for x in (row_scale_grad, decay_sums) if x is not None]
         fill_outside(problem, sequences, [(x, 0.0) for x in (dq, *per_row)], launch=launch)
         fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
@@ -126,7 +126,7 @@ def backward(
         head_rows = problem.batch * problem.num_heads
         launch(
             row_terms_kernel, cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,
-            strided(out), strided(d_out), strided(d_lse), row_references, delta, problem.query_length,
+            strided(out), strided(d_out), strided(d_lse), row_lse2, delta, problem.query_length,
             problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK, BLOCK_DV=padded(problem.value_dim),
             **COMPILER_OPTIONS,
         )
@@ -134,13 +134,13 @@ def backward(
         # read for the gradient of a constant decay only
         has_lse_gradient = decay_gradient and problem.decay == "constant"
         row_terms = RowTerms(
-            row_references, delta, strided(_tensor(scale)), strided(d_lse) if has_lse_gradient else None
+            row_lse2, delta, strided(_tensor(scale)), strided(d_lse) if has_lse_gradient else None
         )
         decay = _decay(problem, log_decay, prefix)
         of_keys = KeyGradients(strided(dk), strided(dv), column_sums)
         d_bias, shared_bias = None, False
         if bias_gradient:
-            d_bias, shared_bias = _bias_gradient(problem, bias, row_references, deterministic)
+            d_bias, shared_bias = _bias_gradient(problem, bias, row_lse2, deterministic)
         of_queries = QueryGradients(strided(dq), decay_sums, row_scale_grad, broadcast(d_bias))
         key_sizes = Sizes(problem.query_length, problem.key_length, problem.num_kv_heads)
         tile = _tile_of_both(problem)

@@ -6,7 +6,7 @@ import triton.language as tl
 from decayattn.backends.planning.prefix import prefix_of_head
 from decayattn.backends.planning.skipping import first_planned_key
 from decayattn.backends.portable.arguments import HeadDecay, QueryRows
-from decayattn.backends.tiles.decay import load_rate, row_alpha, row_reference, side_of_head
+from decayattn.backends.tiles.decay import load_rate, row_alpha, row_anchor, side_of_head
 from decayattn.backends.tiles.scores import LOG2E
 from decayattn.backends.tiles.visibility import keys_seen
 from decayattn.problem import DecayPrefix
@@ -40,8 +40,8 @@ def load_rows(
     if CLAMPED:
         row = tl.minimum(index, work.query_length - 1)
     position = row + first_position
-    anchor = row_reference(start, first_position)
-    alpha = row_alpha(position, anchor, decay.rate, decay.prefix.local, decay.prefix.base, DECAY)
+    anchor = row_anchor(start, first_position)
+    alpha = row_alpha(position, anchor, decay.rate, decay.prefix.beta, decay.prefix.base, DECAY)
     row_scale = load_scale(scale, row_scales, work.entry, head, work.first_row, row, ACCUMULATOR)
     return QueryRows(index, row, position, anchor, alpha, row_scale)
 

@@ -10,12 +10,12 @@ from decayattn.problem import AttentionProblem
 
 class Outputs(NamedTuple):
     out: Tensor  # (B, T_q, H, D_v)
-    row_references: Tensor  # (B, H, T_q): the log-sum-exp as tiles count it, in base 2, for the backward
+    row_lse2: Tensor  # (B, H, T_q): the log-sum-exp as tiles count it, in base 2, for the backward
     lse: Tensor | None  # (B, H, T_q), where it is asked for
 
     def of_no_key(self) -> list[tuple[Tensor, float]]:
         """The tensors, and what rows that see no key have in them."""
-        fills = [(self.out, 0.0), (self.row_references, torch.inf)]
+        fills = [(self.out, 0.0), (self.row_lse2, torch.inf)]
         return fills if self.lse is None else [*fills, (self.lse, -torch.inf)]
 
     def fill(self) -> None:
@@ -27,10 +27,10 @@ class Outputs(NamedTuple):
 def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool) -> Outputs:
     """Uninitialised."""
     rows = problem.batch, problem.num_heads, problem.query_length
-    row_references = q.new_empty(rows, dtype=problem.accumulator_dtype)
+    row_lse2 = q.new_empty(rows, dtype=problem.accumulator_dtype)
     return Outputs(
-        q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim), row_references,
-        torch.empty_like(row_references) if with_lse else None,
+        q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim), row_lse2,
+        torch.empty_like(row_lse2) if with_lse else None,
     )
 
 

@@ -1,6 +1,6 @@
 """The decay of a tile's rows and keys, as plain Triton kernels read it from rates or from the prefix, in base 2.
 
-`*_alpha` is α relative to a reference of the tile. A row tile's reference is the first row of its block of DECAY_BLOCK
+`*_alpha` is α relative to an anchor of the tile. A row tile's anchor is the first row of its block of DECAY_BLOCK
 rows, a key tile's is the start of its block of DECAY_BLOCK tokens (tiles never straddle those blocks, because their
 sizes divide DECAY_BLOCK).
 """
@@ -41,31 +41,31 @@ def side_of_head(rates, rate_stride, head, side):
 
 
 @triton.jit
-def row_reference(start, first_position):
-    """Position of the reference of the row tile that starts at query row `start`."""
+def row_anchor(start, first_position):
+    """Position of the anchor of the row tile that starts at query row `start`."""
     return start // DECAY_BLOCK * DECAY_BLOCK + first_position
 
 
 @triton.jit
-def row_alpha(position, reference, rate, local, base, DECAY: tl.constexpr):
-    """α of query positions relative to their tile's reference; local and base point at one head's prefix."""
+def row_alpha(position, anchor, rate, beta, base, DECAY: tl.constexpr):
+    """α of query positions relative to their tile's anchor; beta and base point at one head's prefix."""
     if DECAY == "scalar":
         seen = tl.maximum(position, 0)
-        bases = tl.load(base + seen // DECAY_BLOCK) - tl.load(base + tl.maximum(reference, 0) // DECAY_BLOCK)
-        inside_block = tl.load(local + seen)
+        bases = tl.load(base + seen // DECAY_BLOCK) - tl.load(base + tl.maximum(anchor, 0) // DECAY_BLOCK)
+        inside_block = tl.load(beta + seen)
         alpha = (bases + inside_block).to(inside_block.dtype)
     elif DECAY == "constant":
-        alpha = (position - reference).to(rate.dtype) * rate
+        alpha = (position - anchor).to(rate.dtype) * rate
     else:
         alpha = tl.zeros_like(position).to(rate.dtype)
     return alpha
 
 
 @triton.jit
-def key_alpha(key, start, length, rate, local, DECAY: tl.constexpr):
-    """α of the keys of the tile that starts at `start`, relative to that tile's reference."""
+def key_alpha(key, start, length, rate, beta, DECAY: tl.constexpr):
+    """α of the keys of the tile that starts at `start`, relative to that tile's anchor."""
     if DECAY == "scalar":
-        alpha = tl.load(local + key, mask=key < length, other=0.0)
+        alpha = tl.load(beta + key, mask=key < length, other=0.0)
     elif DECAY == "constant":
         alpha = (key - start).to(rate.dtype) * rate
     else:
@@ -74,13 +74,13 @@ def key_alpha(key, start, length, rate, local, DECAY: tl.constexpr):
 
 
 @triton.jit
-def base_difference(reference, start, rate, base, local, DECAY: tl.constexpr):
-    """α at a row tile's reference minus α at a key tile's, formed in float64 and rounded once."""
+def base_difference(anchor, start, rate, base, beta, DECAY: tl.constexpr):
+    """α at a row tile's anchor minus α at a key tile's, formed in float64 and rounded once."""
     if DECAY == "scalar":
-        bases = tl.load(base + tl.maximum(reference, 0) // DECAY_BLOCK) - tl.load(base + start // DECAY_BLOCK)
-        difference = bases.to(local.dtype.element_ty)
+        bases = tl.load(base + tl.maximum(anchor, 0) // DECAY_BLOCK) - tl.load(base + start // DECAY_BLOCK)
+        difference = bases.to(beta.dtype.element_ty)
     elif DECAY == "constant":
-        difference = ((reference - start).to(tl.float64) * rate.to(tl.float64)).to(rate.dtype)
+        difference = ((anchor - start).to(tl.float64) * rate.to(tl.float64)).to(rate.dtype)
     else:
         difference = tl.full([], 0.0, rate.dtype)
     return difference

@@ -47,7 +47,7 @@ def decayed_score(
     elif DECAY == "constant":
         score += tl.abs(query_position - key_position).to(score.dtype) * rate
     elif DECAY == "scalar":
-        # through the two-level prefix: the small local parts first, then the one large scalar
+        # through the two-level prefix: the two β first, then the one large scalar
         difference = ((query_alpha - key_alpha) + base_difference).to(score.dtype)
         if not CAUSAL:
             difference *= decay_sign(query_position, key_position).to(score.dtype)

@@ -37,21 +37,21 @@ def packed(device, rows, keys=None) -> tuple[AttentionProblem, torch.Tensor]:
     columns = []
     for lengths in (rows, keys or rows):
         columns += [[0, *itertools.accumulate(lengths)][:-1], lengths]
-    places = torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous()
+    bounds = torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous()
     q, v = (torch.empty(1, sum(n) + 5, HEADS, DIM, dtype=torch.float16, device=device) for n in (rows, keys or rows))
-    return AttentionProblem.of(q, v, None, None, True, (-1, -1), places, (max(rows), max(keys or rows))), places
+    return AttentionProblem.of(q, v, None, None, True, (-1, -1), bounds, (max(rows), max(keys or rows))), bounds
 
 
 def padded(device) -> tuple[AttentionProblem, torch.Tensor]:
-    places = torch.tensor([[0, 40, 3, 200], [7, 300, 0, 0], [100, 0, 5, 9], [5, 150, 0, 129]], dtype=torch.int32)
+    bounds = torch.tensor([[0, 40, 3, 200], [7, 300, 0, 0], [100, 0, 5, 9], [5, 150, 0, 129]], dtype=torch.int32)
     q, v = (torch.empty(4, n, HEADS, DIM, dtype=torch.float16, device=device) for n in (310, 210))
-    return AttentionProblem.of(q, v, None, None, True, (-1, -1), places), places.to(device)
+    return AttentionProblem.of(q, v, None, None, True, (-1, -1), bounds), bounds.to(device)
 
 
-def lines(problem: AttentionProblem, places: torch.Tensor, tile: int, of_keys: bool, last_first: bool) -> list[list]:
+def lines(problem: AttentionProblem, bounds: torch.Tensor, tile: int, of_keys: bool, last_first: bool) -> list[list]:
     """What a table of tiles of rows (or keys) has to say."""
     found, row_tile = [], 0
-    longest_first = sorted(enumerate(places.tolist()), key=lambda sequence: -sequence[1][3])
+    longest_first = sorted(enumerate(bounds.tolist()), key=lambda sequence: -sequence[1][3])
     for n, (first_row, rows, first_token, tokens) in longest_first:
         entry, first_block = (0, first_token // 128 + n) if problem.layout == "packed" else (n, 0)
         starts = list(range(0, tokens if of_keys else rows if tokens else 0, 128 if of_keys else tile))
@@ -64,12 +64,12 @@ def lines(problem: AttentionProblem, places: torch.Tensor, tile: int, of_keys: b
 @pytest.mark.parametrize("tile", [64, 128, 192])
 @pytest.mark.parametrize("lengths", [*PACKINGS, None])
 def test_tables_of_tiles(lengths, tile, device):
-    problem, places = padded(device) if lengths is None else packed(device, *lengths)
+    problem, bounds = padded(device) if lengths is None else packed(device, *lengths)
     for last_first, of_keys in ((True, False), (False, True)):
-        tiles = tile_table.build(problem, places, tile, 128, last_first=last_first, of_keys=of_keys)
-        tables = [(tiles.rows, tiles.row_tiles, lines(problem, places, tile, False, last_first))]
+        tiles = tile_table.build(problem, bounds, tile, 128, last_first=last_first, of_keys=of_keys)
+        tables = [(tiles.rows, tiles.row_tiles, lines(problem, bounds, tile, False, last_first))]
         if of_keys:
-            tables.append((tiles.keys, tiles.key_tiles, lines(problem, places, tile, True, False)))
+            tables.append((tiles.keys, tiles.key_tiles, lines(problem, bounds, tile, True, False)))
         assert (tiles.keys is not None) == of_keys
         for table, bound, expected in tables:
             assert table[0, 0] == len(expected) <= bound == len(table) - 1
@@ -79,14 +79,14 @@ def test_tables_of_tiles(lengths, tile, device):
 def test_offsets_out_of_order_have_no_tiles(device):
     """They are nobody's fault but the caller's, and must not reach beyond a table all the same."""
     problem, _ = packed(device, [100] * 4)
-    places = torch.tensor([[0, 400, 0, 400]] * 4, dtype=torch.int32, device=device)
-    tiles = tile_table.build(problem, places, 64, 128, last_first=False, of_keys=True)
+    bounds = torch.tensor([[0, 400, 0, 400]] * 4, dtype=torch.int32, device=device)
+    tiles = tile_table.build(problem, bounds, 64, 128, last_first=False, of_keys=True)
     assert tiles.rows[0, 0] == tiles.keys[0, 0] == 0
 
 
 def row_alpha(decay: tuple, kind: str, line: list[int], inside: int) -> torch.Tensor:
     """α (H, rows) of a tile's rows minus that at their reference, the first row of their 128."""
-    rates, _, local, base, *_ = decay
+    rates, _, beta, base, *_ = decay
     start, length, tokens, entry, _, first_token, first_block, _ = line
     position = torch.arange(start, start + inside) + tokens - length
     reference = start // 128 * 128 + tokens - length
@@ -94,7 +94,7 @@ def row_alpha(decay: tuple, kind: str, line: list[int], inside: int) -> torch.Te
         return rates.double()[:, None] / math.log(2) * (position - reference).to(rates.device)
     position = position.clamp(min=0).to(rates.device)
     at, origin = first_block + position // 128, first_block + max(reference, 0) // 128
-    return base[entry, :, at] - base[entry, :, origin, None] + local[entry, :, first_token + position]
+    return base[entry, :, at] - base[entry, :, origin, None] + beta[entry, :, first_token + position]
 
 
 @pytest.mark.parametrize(
@@ -102,49 +102,49 @@ def row_alpha(decay: tuple, kind: str, line: list[int], inside: int) -> torch.Te
 )
 def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     """Row terms in the tiles of a table, of one side or two, zeros that are added to, and dq back in its place."""
-    problem, places = padded(device) if lengths is None else packed(device, *lengths)
+    problem, bounds = padded(device) if lengths is None else packed(device, *lengths)
     axes = (problem.batch, problem.query_length)
     out, d_out = torch.randn(2, *axes, HEADS, DIM, device=device).half()
-    d_lse, references = torch.randn(2, axes[0], HEADS, axes[1], device=device)
+    d_lse, row_lse2 = torch.randn(2, axes[0], HEADS, axes[1], device=device)
     for part in (0, 5):
-        references[..., part::31] = torch.inf  # rows that see nothing
-    tiles = tile_table.build(problem, places, rows, 128, last_first=False, of_keys=True)
+        row_lse2[..., part::31] = torch.inf  # rows that see nothing
+    tiles = tile_table.build(problem, bounds, rows, 128, last_first=False, of_keys=True)
     rates = -torch.rand(HEADS, device=device)
-    local = -100 * torch.rand(axes[0], HEADS, problem.key_length, device=device)
+    beta = -100 * torch.rand(axes[0], HEADS, problem.key_length, device=device)
     base = -1e4 * torch.rand(axes[0], HEADS, decay_blocks(problem), dtype=torch.float64, device=device)
-    of_rows = (rates, 1, local, base, problem.key_length, base.shape[-1])
+    of_rows = (rates, 1, beta, base, problem.key_length, base.shape[-1])
     sides = 1 if decay == "none" else 2
-    terms = references.new_empty(HEADS, tiles.row_tiles, sides, rows, parts.COLUMNS, dtype=torch.bfloat16)
-    fragments = references.new_full((HEADS * tiles.row_tiles * rows * WIDTH // 256, 256), 7)
-    row_sums = torch.empty_like(references)
+    terms = row_lse2.new_empty(HEADS, tiles.row_tiles, sides, rows, parts.COLUMNS, dtype=torch.bfloat16)
+    fragments = row_lse2.new_full((HEADS * tiles.row_tiles * rows * WIDTH // 256, 256), 7)
+    row_sums = torch.empty_like(row_lse2)
     counters = torch.full([4], 7, dtype=torch.int32, device=device)
     block = launch_backward._ROW_TERMS_BLOCK
     row_terms_kernel[(tiles.row_tiles * rows // block * HEADS,)](
-        strided(out), strided(d_out), strided(d_lse), references, terms, (row_sums, fragments, counters), tiles.rows,
+        strided(out), strided(d_out), strided(d_lse), row_lse2, terms, (row_sums, fragments, counters), tiles.rows,
         of_rows if sides == 2 else None, -8.0, problem.query_length, tiles.row_tiles, HEADS, 1, 3,
         TRAITS=RowTermsTraits(WIDTH, DIM, rows, block, decay, sides, row_sums=True),
     )
 
     assert counters.tolist() == [0, 0, 0, 7]
     delta = (out.float() * d_out.float()).sum(-1).transpose(1, 2) - d_lse
-    delta = torch.where(references < torch.inf, delta, 0.0)
+    delta = torch.where(row_lse2 < torch.inf, delta, 0.0)
     fragments = fragments.view(HEADS, tiles.row_tiles, -1)
     dq = torch.full_like(out, 7)
     expected = dq.clone()
     gradient = torch.randn(HEADS, tiles.row_tiles, rows, WIDTH, device=device)
-    for n, line in enumerate(lines(problem, places, rows, False, False)):
+    for n, line in enumerate(lines(problem, bounds, rows, False, False)):
         start, length, _, entry, first_row, *_ = line
         inside, here = min(rows, length - start), slice(first_row + start, first_row + min(start + rows, length))
-        here_references = references[entry, :, here].double()
-        sees = here_references < torch.inf
+        here_lse2 = row_lse2[entry, :, here].double()
+        sees = here_lse2 < torch.inf
         for side in range(sides):
             columns = terms[:, n, side].double()
             added, taken = columns[..., : parts.PARTS].sum(-1), columns[..., parts.PARTS : 2 * parts.PARTS].sum(-1)
             if sides == 1:
-                assert torch.equal(added[:, :inside][sees], -8.0 * here_references[sees])
+                assert torch.equal(added[:, :inside][sees], -8.0 * here_lse2[sees])
             else:
                 alpha = row_alpha(of_rows, decay, line, inside)
-                expected_terms = -8.0 * (here_references + alpha * (-1, 1)[side])
+                expected_terms = -8.0 * (here_lse2 + alpha * (-1, 1)[side])
                 torch.testing.assert_close(added[:, :inside][sees], expected_terms[sees], rtol=1e-6, atol=2e-4)
             torch.testing.assert_close(-taken[:, :inside], delta[entry, :, here].double(), rtol=1e-5, atol=1e-4)
             # finite, and far below all scores

@@ -61,9 +61,9 @@ def plain_gradient(log_decay, row_sums, column_sums):
 
 
 def differences(built: prefix.DecayPrefix, i, j):
-    """α_i − α_j as the kernels form it: the bases' difference in float64, rounded once, then the local parts."""
-    bases = (built.base[..., i // BLOCK] - built.base[..., j // BLOCK]).to(built.local.dtype)
-    return (built.local[..., i] - built.local[..., j]) + bases
+    """α_i − α_j as the kernels form it: the bases' difference in float64, rounded once, then the two β."""
+    bases = (built.base[..., i // BLOCK] - built.base[..., j // BLOCK]).to(built.beta.dtype)
+    return (built.beta[..., i] - built.beta[..., j]) + bases
 
 
 def check_build(log_decay):
@@ -75,7 +75,7 @@ def assert_prefix_of(log_decay, built: prefix.DecayPrefix):
     assert torch.equal(built.last_reset.long(), last)
     assert torch.equal(built.next_reset.long(), coming)
     blocks = torch.arange(log_decay.shape[1], device=log_decay.device) // BLOCK
-    error = (built.base[..., blocks] + built.local - alpha).abs()
+    error = (built.base[..., blocks] + built.beta - alpha).abs()
     assert (error <= log_decay.shape[1] * EPS64 * alpha.abs().amax()).all()  # the plain sum's own rounding
 
 
@@ -179,8 +179,8 @@ def test_heads_that_share_a_program(heads, launches, device):
     built = prefix.build(problem_of(log_decay), log_decay)
     assert_prefix_of(log_decay, built)
     rounded = prefix.build(problem_of(log_decay, dtype=torch.bfloat16), log_decay)
-    assert torch.equal(rounded.local, built.local.float())
-    assert_prefix_of(log_decay, rounded._replace(local=built.local))
+    assert torch.equal(rounded.beta, built.beta.float())
+    assert_prefix_of(log_decay, rounded._replace(beta=built.beta))
 
 
 def test_more_than_one_step_reads(launches, monkeypatch, device):
@@ -202,12 +202,12 @@ def test_sequences(packed, launches, device):
     else:
         first_tokens, first_rows = [1, 7, 130, 20, 192, 0], [0, 3, 259, 0, 11, 45]
         shape, query_length, longest = (6, 320, 2), 260, None
-    places = torch.tensor([*zip(first_rows, rows, first_tokens, tokens, strict=True)], dtype=torch.int32, device=device)
+    bounds = torch.tensor([*zip(first_rows, rows, first_tokens, tokens, strict=True)], dtype=torch.int32, device=device)
     log_decay = torch.full(shape, torch.nan, device=device)
     row_sums = torch.full((shape[0], 2, query_length), torch.nan, device=device)
     column_sums = torch.full((shape[0], 2, shape[1]), torch.nan, device=device)
     parts = []
-    for i, (row, row_count, token, count) in enumerate(places.tolist()):
+    for i, (row, row_count, token, count) in enumerate(bounds.tolist()):
         entry, block = (0, token // BLOCK + i) if packed else (i, 0)  # where offsets_of_head has its blocks begin
         entry, own_rows, own_tokens = slice(entry, entry + 1), slice(row, row + row_count), slice(token, token + count)
         log_decay[entry, own_tokens] = torch.randn(1, count, 2, device=device)
@@ -216,8 +216,8 @@ def test_sequences(packed, launches, device):
         column_sums[entry, :, own_tokens] = torch.randn(1, 2, count, device=device)
         parts.append((entry, own_rows, own_tokens, slice(block, block - (-count // BLOCK))))
     q, v = log_decay.new_empty(shape[0], query_length, 2, 1), log_decay.new_empty(*shape, 1)
-    problem = AttentionProblem.of(q, v, log_decay, None, True, places=places, longest=longest)
-    found = sequences.find(problem, places)
+    problem = AttentionProblem.of(q, v, log_decay, None, True, bounds=bounds, longest=longest)
+    found = sequences.find(problem, bounds)
     built = prefix.build(problem, log_decay, sequences=found)
     grad = prefix.gradient(problem, built, row_sums, column_sums, log_decay, found)
     outside = torch.ones(shape, dtype=torch.bool, device=device)
@@ -272,9 +272,9 @@ def test_differences_keep_their_low_bits_at_any_length(device):
         assert ((found - exact).abs() <= EPS32 * exact.abs() + float64_error).all()
 
         built = prefix.build(problem_of(log_decay, dtype=torch.float16), log_decay)
-        assert built.local.dtype == torch.float32
+        assert built.beta.dtype == torch.float32
         bases = (built.base[..., i // BLOCK] - built.base[..., j // BLOCK]).abs()
-        terms = built.local[..., i].abs() + built.local[..., j].abs() + bases
+        terms = built.beta[..., i].abs() + built.beta[..., j].abs() + bases
         assert ((differences(built, i, j) - exact).abs() <= 2 * EPS32 * terms + float64_error).all()
 
 
@@ -290,7 +290,7 @@ def test_the_split_prefix_adds_up(launches, device):
     assert torch.equal(high.float(), built.base.float())
     torch.testing.assert_close(high + low, built.base, rtol=2**-47, atol=0.0)
     beta = split.beta.double().sum(-2).flatten(2)[:, :, : log_decay.shape[1]]
-    assert torch.equal(beta.float(), (built.local * factor).float())
+    assert torch.equal(beta.float(), (built.beta * factor).float())
 
 
 def test_a_decay_that_is_not_per_token_has_an_empty_prefix(device):

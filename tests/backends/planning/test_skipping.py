@@ -55,25 +55,25 @@ def make(
     )
 
 
-def problem_of(inputs, tolerance, window=None, places=None, longest=None) -> AttentionProblem:
+def problem_of(inputs, tolerance, window=None, bounds=None, longest=None) -> AttentionProblem:
     q, v, log_decay, scale = (inputs[name] for name in ("q", "v", "log_decay", "scale"))
     return AttentionProblem.of(
-        q, v, log_decay, scale if isinstance(scale, torch.Tensor) else None, True, window_of(window, True), places,
+        q, v, log_decay, scale if isinstance(scale, torch.Tensor) else None, True, window_of(window, True), bounds,
         longest, skip_tolerance=tolerance_of(tolerance, q.dtype),
     )
 
 
-def plan_of(inputs, tolerance, window=None, places=None, longest=None) -> torch.Tensor:
+def plan_of(inputs, tolerance, window=None, bounds=None, longest=None) -> torch.Tensor:
     """The first block to visit, (B, H, granules)."""
-    problem = problem_of(inputs, tolerance, window, places, longest)
-    found = sequences.find(problem, places)
+    problem = problem_of(inputs, tolerance, window, bounds, longest)
+    found = sequences.find(problem, bounds)
     alpha = prefix.allocate(problem, inputs["q"])
     if problem.decay == "scalar":
         alpha = prefix.build(problem, inputs["log_decay"], sequences=found)
     scale = 0.25 if inputs["scale"] is None else inputs["scale"]
     planned = skipping.plan(problem, inputs["q"], inputs["k"], inputs["log_decay"], scale, alpha, found)
     assert skipping.is_planned(problem)
-    return planned if places is not None else planned[..., : -(-problem.query_length // ROWS)]
+    return planned if bounds is not None else planned[..., : -(-problem.query_length // ROWS)]
 
 
 def probabilities(inputs, window=None) -> torch.Tensor:
@@ -304,10 +304,10 @@ def test_packed_granules_that_share_a_program(device, monkeypatch):
     rows, keys = [100, 0, 640, 1, 530], [130, 40, 640, 700, 800]
     inputs, cu = packed(device, rows, keys)
     first_rows, first_keys = cu["cu_seqlens_q"].tolist(), cu["cu_seqlens_k"].tolist()
-    places = torch.tensor(list(zip(first_rows, rows, first_keys, keys, strict=False)), dtype=torch.int32, device=device)
-    alone = plan_of(inputs, HARMLESS, None, places, (max(rows), max(keys)))
+    bounds = torch.tensor(list(zip(first_rows, rows, first_keys, keys, strict=False)), dtype=torch.int32, device=device)
+    alone = plan_of(inputs, HARMLESS, None, bounds, (max(rows), max(keys)))
     monkeypatch.setattr(skipping, "_PROGRAMS", 1)
-    shared = plan_of(inputs, HARMLESS, None, places, (max(rows), max(keys)))
+    shared = plan_of(inputs, HARMLESS, None, bounds, (max(rows), max(keys)))
     for n, num_rows in enumerate(rows):
         here = slice(first_rows[n] // ROWS + n, first_rows[n] // ROWS + n - (-num_rows // ROWS))
         assert torch.equal(shared[..., here], alone[..., here])
@@ -413,10 +413,10 @@ def test_packed_sequences_are_planned_one_by_one(decay, device):
     rows, keys = [100, 0, 640, 1, 530], [130, 40, 640, 700, 800]
     inputs, cu = packed(device, rows, keys, decay=decay, row_scale=True)
     first_rows, first_keys = cu["cu_seqlens_q"].tolist(), cu["cu_seqlens_k"].tolist()
-    places = torch.tensor(list(zip(first_rows, rows, first_keys, keys, strict=False)), dtype=torch.int32, device=device)
-    planned = plan_of(inputs, HARMLESS, None, places, (max(rows), max(keys)))
-    problem = problem_of(inputs, HARMLESS, None, places, (max(rows), max(keys)))
-    mirror = skipping.last_granules(problem, planned, sequences.find(problem, places))
+    bounds = torch.tensor(list(zip(first_rows, rows, first_keys, keys, strict=False)), dtype=torch.int32, device=device)
+    planned = plan_of(inputs, HARMLESS, None, bounds, (max(rows), max(keys)))
+    problem = problem_of(inputs, HARMLESS, None, bounds, (max(rows), max(keys)))
+    mirror = skipping.last_granules(problem, planned, sequences.find(problem, bounds))
     for n, (num_rows, num_keys) in enumerate(zip(rows, keys, strict=True)):
         row, key = slice(first_rows[n], first_rows[n] + num_rows), slice(first_keys[n], first_keys[n] + num_keys)
         alone = {name: x[:, row] if name in ("q", "scale") else x[:, key] for name, x in inputs.items() if x.ndim > 2}

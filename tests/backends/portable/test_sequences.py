@@ -230,9 +230,9 @@ def test_a_block_finds_its_sequence(count, searches, device):
 
 def described(count, device) -> tuple[AttentionProblem, sequences.Sequences]:
     """A packed problem of so many sequences of no token, and how the kernels find them."""
-    q, places = torch.empty(1, 5, 1, 16, device=device), torch.zeros(count, 4, dtype=torch.int32, device=device)
-    problem = AttentionProblem.of(q, q, None, None, True, places=places, longest=(5, 5))
-    return problem, sequences.find(problem, places)
+    q, bounds = torch.empty(1, 5, 1, 16, device=device), torch.zeros(count, 4, dtype=torch.int32, device=device)
+    problem = AttentionProblem.of(q, q, None, None, True, bounds=bounds, longest=(5, 5))
+    return problem, sequences.find(problem, bounds)
 
 
 def test_a_launch_has_programs_for_the_blocks_that_can_exist(device):
@@ -240,9 +240,9 @@ def test_a_launch_has_programs_for_the_blocks_that_can_exist(device):
     rows, keys = [4000, *[1] * 63], [*[130] * 63, 4000]
     q, k = torch.empty(1, sum(rows), 2, 16, device=device), torch.empty(1, sum(keys), 2, 16, device=device)
     starts = [[0, *itertools.accumulate(lengths)][:-1] for lengths in (rows, keys)]
-    places = torch.tensor([*zip(starts[0], rows, starts[1], keys, strict=True)], dtype=torch.int32, device=device)
-    problem = AttentionProblem.of(q, k, None, None, True, places=places, longest=(4000, 4000))
-    found = sequences.find(problem, places)
+    bounds = torch.tensor([*zip(starts[0], rows, starts[1], keys, strict=True)], dtype=torch.int32, device=device)
+    problem = AttentionProblem.of(q, k, None, None, True, bounds=bounds, longest=(4000, 4000))
+    found = sequences.find(problem, bounds)
     for lengths, ends, most in ((rows, found.ends[0], found.row_blocks), (keys, found.ends[1], found.token_blocks)):
         blocks = [math.ceil(length / 128) for length in lengths]
         assert ends.tolist() == [*itertools.accumulate(blocks)]
@@ -519,7 +519,7 @@ def test_opcheck(layout, decay, device):
     bias = torch.randn(20, 20, device=device) if layout == "padded" else None
     values = dict(
         **{name: inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay")}, row_scale=inputs["scale"],
-        places=int32(device, *PLACES[layout]), bias=bias, sink=torch.randn(2, device=device, requires_grad=True),
+        bounds=int32(device, *PLACES[layout]), bias=bias, sink=torch.randn(2, device=device, requires_grad=True),
         scale=1.0, causal=True, window=[6, -1],
         longest=[10, 9] if layout == "packed" else None, skip_tolerance=0.5, backend="triton", with_lse=True,
     )

@@ -198,7 +198,7 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
 
     sums: pointers to row, column and rate sums (kernel.BackwardDecay)
     """
-    rates, rate_stride, local, last_reset, next_reset = decay
+    rates, rate_stride, beta, last_reset, next_reset = decay
     row_sums, column_sums, rate_sums = sums
     ROWS: gl.constexpr = schedule.ROWS
     DECAY: gl.constexpr = schedule.DECAY
@@ -222,7 +222,7 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
             dq_target = (dq_desc, first_part, row_sums, first_row)
             key_alpha = inside.to(gl.float32)
             if DECAY == "scalar":
-                key_alpha = gl.load(local + tokens + inside)
+                key_alpha = gl.load(beta + tokens + inside)
             elif DECAY == "constant":
                 rate = constant_rate(rates, rate_stride, work.head(member), gl.float32)
                 key_alpha = (key - work.bounds.start).to(gl.float32) * rate

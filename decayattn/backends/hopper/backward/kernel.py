@@ -79,7 +79,7 @@ class BackwardDecay(NamedTuple):
     """The tensors of the decay and of its gradient; each is read or written only where the modes say so."""
 
     rates: Tensor  # (H,): of a constant decay
-    local: Tensor  # of a decay per token: α in its block
+    beta: Tensor  # of a decay per token: α in its block
     base: Tensor  # and at the blocks' beginnings, float64
     last_reset: Tensor
     next_reset: Tensor
@@ -142,7 +142,7 @@ def gradients_kernel(
     STAGES: gl.constexpr = field(TILE, "stages")
     SLOTS: gl.constexpr = field(TILE, "slots")
     REGISTERS: gl.constexpr = field(TILE, "registers")
-    rates, local, base, last_reset, next_reset, mirror, row_sums, column_sums, rate_sums = decay_tensors
+    rates, beta, base, last_reset, next_reset, mirror, row_sums, column_sums, rate_sums = decay_tensors
     key_table, counters = scheduler
     DTYPE: gl.constexpr = q_desc.dtype
     STEP: gl.constexpr = product_keys(D, has_row_sums(DECAY, DECAY_GRADIENT))
@@ -191,7 +191,7 @@ def gradients_kernel(
         row_tiles, left, mirror, ROWS, MODES,
     )
 
-    decay = (rates, rate_stride, local, last_reset, next_reset)
+    decay = (rates, rate_stride, beta, last_reset, next_reset)
     decay_of_producer = (rates, rate_stride, base, last_reset, next_reset)
     sums = (row_sums, column_sums, rate_sums)
     sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc)

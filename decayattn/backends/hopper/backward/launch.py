@@ -44,43 +44,43 @@ def backward(
 ) -> Gradients:
     """Of q, k, v and, as asked for, log_decay; the forward refuses a scale per row and a bias, so they have no gradient
     here."""
-    q, k, v, log_decay, scale, places = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.places
-    row_references, prefix, first_block = saved.row_references, saved.prefix, saved.first_block
+    q, k, v, log_decay, scale, bounds = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.bounds
+    row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None)
-        if tma.misfit(d_out) or (places is not None and descriptors.slices_misfit(d_out)):
+        if tma.misfit(d_out) or (bounds is not None and descriptors.slices_misfit(d_out)):
             # autograd may hand over any strides, such as an expanded sum's, and any address, such as that of a slice of
             # a concatenation's gradient: `contiguous` would leave that where it is
             d_out = d_out.clone(memory_format=torch.contiguous_format)
 
-        given = (q, k, v, log_decay, places, d_out, d_lse, out)
+        given = (q, k, v, log_decay, bounds, d_out, d_lse, out)
         modes = (problem, skipping.is_planned(problem), decay_gradient)
-        launch = launching.of_call(problem.device, given, *modes, saved=(row_references, *prefix, first_block))
-        sequences = sequence_blocks.find(problem, places, launch)
+        launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
+        sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, [(dq, 0.0)], launch=launch)
         sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
         dim = config.kernel_dim(problem.head_dim, problem.value_dim)
         tile = config.backward(dim)
         tiles = tile_table.build(
-            problem, places, tile.rows, config.KEY_TILE, last_first=False, of_keys=True, launch=launch
+            problem, bounds, tile.rows, config.KEY_TILE, last_first=False, of_keys=True, launch=launch
         )
-        entries = problem.batch if places is None else 1  # whose tiles are counted apart
+        entries = problem.batch if bounds is None else 1  # whose tiles are counted apart
         head_rows = entries * problem.num_heads
         row_blocks = tiles.row_tiles * tile.rows // _ROW_TERMS_BLOCK
         scalar = problem.decay == "scalar"
         constant = problem.decay == "constant"
-        new, unused = row_references.new_empty, row_references
+        new, unused = row_lse2.new_empty, row_lse2
         rates, rate_stride = (log_decay, log_decay.stride(0)) if constant else (unused, 0)
         blocks = sequence_blocks.decay_blocks(problem)
         sides = side_count(problem.decay, problem.causal)
-        decay_of_rows = (rates, rate_stride, prefix.local, prefix.base, problem.key_length, blocks)
+        decay_of_rows = (rates, rate_stride, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)
         columns = FRAGMENT_COLUMNS.value
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
-        row_sums = torch.empty_like(row_references) if decay_gradient and scalar else unused
+        row_sums = torch.empty_like(row_lse2) if decay_gradient and scalar else unused
         kv_heads = entries * problem.num_kv_heads
         group = problem.num_heads // problem.num_kv_heads
         # of a head of keys: q and dO of its group, and dq in float32
@@ -92,7 +92,7 @@ def backward(
         )
         launch(
             row_terms_kernel, row_blocks * head_rows,
-            strided(out), strided(d_out), strided(d_lse), row_references, terms, (row_sums, dq_fragments, counters),
+            strided(out), strided(d_out), strided(d_lse), row_lse2, terms, (row_sums, dq_fragments, counters),
             tiles.rows, decay_of_rows if sides == 2 else None, -math.log(2) / scale, problem.query_length,
             tiles.row_tiles, problem.num_heads, head_rows - together * group, counters.numel(), TRAITS=traits,
             num_warps=4, **COMPILER_OPTIONS,
@@ -101,18 +101,18 @@ def backward(
         planned = skipping.is_planned(problem)
         mirror = skipping.last_granules(problem, first_block, sequences, launch) if planned else first_block
         source = source_of(problem)
-        column_sums = torch.empty_like(prefix.local) if decay_gradient and scalar else unused
+        column_sums = torch.empty_like(prefix.beta) if decay_gradient and scalar else unused
         rate_sums = unused
         if decay_gradient and constant:
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
-            if places is not None:
+            if bounds is not None:
                 rate_sums.zero_()  # there are more blocks than tiles
         decay_tensors = BackwardDecay(
-            rates, prefix.local, prefix.base, prefix.last_reset, prefix.next_reset, mirror, row_sums, column_sums,
+            rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror, row_sums, column_sums,
             rate_sums,
         )
         modes = BackwardModes(
-            group, problem.decay, decay_gradient, ragged=places is not None, window=problem.window[0] >= 0,
+            group, problem.decay, decay_gradient, ragged=bounds is not None, window=problem.window[0] >= 0,
             planned=planned, causal=problem.causal,
         )
         launch(

@@ -19,7 +19,7 @@ from decayattn.backends.hopper.common.tile_table import (
 )
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.tiles import parts
-from decayattn.backends.tiles.decay import load_rate, row_alpha, row_reference
+from decayattn.backends.tiles.decay import load_rate, row_alpha, row_anchor
 from decayattn.backends.tiles.parts import with_parts
 
 COLUMNS: tl.constexpr = tl.constexpr(parts.COLUMNS)
@@ -55,19 +55,19 @@ def _sequence_of_tile(table, tile, entry, query_length):
 @triton.jit
 def _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY: tl.constexpr):
     """α of a block's rows relative to its anchor, in base 2; rows past the end repeat the last one."""
-    rates, rate_stride, local, base, key_length, blocks = decay
+    rates, rate_stride, beta, base, key_length, blocks = decay
     head_row = entry * heads + head
-    local += head_row * key_length
+    beta += head_row * key_length
     base += head_row * blocks
     if table is not None:
         line = line_of_tile(table, tile)
         key_length = tl.load(line + KEY_LENGTH)
-        local += tl.load(line + FIRST_TOKEN)
+        beta += tl.load(line + FIRST_TOKEN)
         base += tl.load(line + FIRST_BLOCK)
     first_position = key_length - query_length
     position = tl.minimum(row, query_length - 1) + first_position
     rate = load_rate(rates, rate_stride, head, DECAY, tl.float32)
-    return row_alpha(position, row_reference(start, first_position), rate, local, base, DECAY)
+    return row_alpha(position, row_anchor(start, first_position), rate, beta, base, DECAY)
 
 
 @triton.jit

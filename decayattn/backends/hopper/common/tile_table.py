@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 
 
 def build(
-    problem: AttentionProblem, places: Tensor | None, rows: int, keys: int, last_first: bool, of_keys: bool,
+    problem: AttentionProblem, bounds: Tensor | None, rows: int, keys: int, last_first: bool, of_keys: bool,
     launch: Launch = launching.anew,
 ) -> Tiles:
     """Tables of the tiles of `rows` rows, and, of_keys, of `keys` keys; last_first: a sequence's last rows come first.
@@ -57,13 +57,13 @@ def build(
     """
     row_tiles = _most_tiles(problem, rows, problem.query_length, problem.longest_query)
     key_tiles = _most_tiles(problem, keys, problem.key_length, problem.longest_key)
-    if places is None:
+    if bounds is None:
         return Tiles(None, None, row_tiles, key_tiles)
-    row_table = places.new_empty(1 + row_tiles, WORDS)
-    key_table = places.new_empty(1 + key_tiles, WORDS) if of_keys else None
+    row_table = bounds.new_empty(1 + row_tiles, WORDS)
+    key_table = bounds.new_empty(1 + key_tiles, WORDS) if of_keys else None
     launch(
         _list_tiles, problem.sequences,
-        places, problem.sequences, row_table, key_table, row_tiles, key_tiles, ROWS=rows, KEYS=keys,
+        bounds, problem.sequences, row_table, key_table, row_tiles, key_tiles, ROWS=rows, KEYS=keys,
         LAST_FIRST=last_first, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
         **COMPILER_OPTIONS,
     )
@@ -85,19 +85,19 @@ def line_of_tile(table, tile):
 
 @triton.jit(do_not_specialize=["count", "most_rows", "most_keys"])
 def _list_tiles(
-    places, count, row_table, key_table, most_rows, most_keys, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    bounds, count, row_table, key_table, most_rows, most_keys, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LAST_FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """The lines of one sequence. The longest come first, so that the last programs to finish have little to do."""
     sequence = tl.program_id(0)
-    first_row, rows = tl.load(places + sequence * 4), tl.load(places + sequence * 4 + 1)
-    first_token, tokens = tl.load(places + sequence * 4 + 2), tl.load(places + sequence * 4 + 3)
+    first_row, rows = tl.load(bounds + sequence * 4), tl.load(bounds + sequence * 4 + 1)
+    first_token, tokens = tl.load(bounds + sequence * 4 + 2), tl.load(bounds + sequence * 4 + 3)
     row_tile, key_tile, all_rows, all_keys = sequence * 0, sequence * 0, sequence * 0, sequence * 0
     for start in range(0, count, CHUNK):
         other = start + tl.arange(0, CHUNK)
         there = other < count
-        other_rows = tl.load(places + other * 4 + 1, mask=there, other=0)
-        other_tokens = tl.load(places + other * 4 + 3, mask=there, other=0)
+        other_rows = tl.load(bounds + other * 4 + 1, mask=there, other=0)
+        other_tokens = tl.load(bounds + other * 4 + 3, mask=there, other=0)
         before = (other_tokens > tokens) | ((other_tokens == tokens) & (other < sequence))
         row_tiles = tl.where(other_tokens > 0, tl.cdiv(other_rows, ROWS), 0)
         key_tiles = tl.cdiv(other_tokens, KEYS)

@@ -33,17 +33,17 @@ class RowAlpha:
 
     base: Base
     anchor_base: Base
-    local: gl.tensor
+    beta: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, base, anchor_base, local):
+    def __init__(self, base, anchor_base, beta):
         self.base = base
         self.anchor_base = anchor_base
-        self.local = local
+        self.beta = beta
 
     @gluon.jit
     def sum(self):
-        return self.base.minus(self.anchor_base) + self.local
+        return self.base.minus(self.anchor_base) + self.beta
 
 
 @aggregate
@@ -57,7 +57,7 @@ class Decay:
 
     rates: gl.tensor
     rate_stride: gl.tensor
-    local: gl.tensor
+    beta: gl.tensor
     bases: gl.tensor
     last_reset: gl.tensor
     next_reset: gl.tensor
@@ -71,11 +71,11 @@ class Decay:
 
     @gluon.constexpr_function
     def __init__(
-        self, rates, rate_stride, local, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED
+        self, rates, rate_stride, beta, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED
     ):
         self.rates = rates
         self.rate_stride = rate_stride
-        self.local = local
+        self.beta = beta
         self.bases = bases
         self.last_reset = last_reset
         self.next_reset = next_reset
@@ -95,7 +95,7 @@ class Decay:
         if self.KIND == "constant":
             left = side_of_head(self.rates, self.rate_stride, work.head, self.left if self.WINDOW else None)
         return Decay(
-            self.rates, self.rate_stride, self.local + tokens, self.bases + schedule.blocks(work) * 2,
+            self.rates, self.rate_stride, self.beta + tokens, self.bases + schedule.blocks(work) * 2,
             self.last_reset + tokens, self.next_reset + tokens, left, self.plan + schedule.granules(work),
             self.KIND, self.CAUSAL, self.WINDOW, self.PLANNED,
         )
@@ -150,7 +150,7 @@ class Decay:
         """α of positions relative to the anchor."""
         if self.KIND == "scalar":
             token = gl.maximum(position, 0)
-            alpha = RowAlpha(self.base(token // KEYS), self.base(anchor // KEYS), gl.load(self.local + token))
+            alpha = RowAlpha(self.base(token // KEYS), self.base(anchor // KEYS), gl.load(self.beta + token))
         else:
             zero = (anchor * 0).to(gl.float32)
             alpha = RowAlpha(Base(zero, zero), Base(zero, zero), (position - anchor).to(gl.float32) * rate)

@@ -71,7 +71,7 @@ class ForwardDecay(NamedTuple):
     """The tensors of the decay; each is read only where the modes say so."""
 
     rates: Tensor  # (H,): of a constant decay
-    local: Tensor  # of a decay per token: α in its block
+    beta: Tensor  # of a decay per token: α in its block
     bases: Tensor  # and at the blocks' beginnings, as pairs of float32
     last_reset: Tensor
     next_reset: Tensor  # not causal
@@ -136,8 +136,10 @@ def forward_kernel(
     STAGES: gl.constexpr = field(TILE, "stages")
     REGISTERS: gl.constexpr = field(TILE, "registers")
     PRODUCER_REGISTERS: gl.constexpr = field(TILE, "producer_registers")
-    rates, local, bases, last_reset, next_reset, plan = decay_tensors
-    decay = Decay(rates, rate_stride, local, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED)
+    rates, token_beta, bases, last_reset, next_reset, plan = decay_tensors
+    decay = Decay(
+        rates, rate_stride, token_beta, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED
+    )
 
     q_tiles = allocate_tiles(q_desc, SLOTS * WARPGROUPS)
     k_tiles = allocate_tiles(k_desc, STAGES)

@@ -20,40 +20,40 @@ from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, Saved
 
 def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -> tuple[Tensor, Tensor | None, Saved]:
     """out (B, T_q, H, D_v), lse (B, H, T_q) or None, and what the backward reads."""
-    q, k, v, log_decay, scale, places = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.places
+    q, k, v, log_decay, scale, bounds = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.bounds
     with launching.on_device(problem.device):
         results = outputs.allocate(problem, q, with_lse)
-        out, row_references, lse = results
+        out, row_lse2, lse = results
         if problem.is_empty:
             results.fill()
-            return out, lse, Saved(row_references, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
-        given = (q, k, v, log_decay, places)
+            return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
+        given = (q, k, v, log_decay, bounds)
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), with_lse)
-        sequences = sequence_blocks.find(problem, places, launch)
+        sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, results.of_no_key(), launch=launch)
         dim = config.kernel_dim(problem.head_dim, problem.value_dim)
         schedule = config.forward(dim)
         score_scale = scale / math.log(2)  # base 2
         counter = q.new_empty(1, dtype=torch.int32)
-        prefix, beta, bases = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
+        prefix, splits, bases = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
         first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
         tiles = tile_table.build(
-            problem, places, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
+            problem, bounds, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
         )
         source = source_of(problem)
         q_desc = source(q, config.WARPGROUP_ROWS, dim)
-        head_rows = problem.num_heads * (problem.batch if places is None else 1)
+        head_rows = problem.num_heads * (problem.batch if bounds is None else 1)
         work_tiles = tiles.row_tiles * head_rows
         group = problem.num_heads // problem.num_kv_heads
         keys_and_values = problem.longest_key * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         programs = min(work_tiles, launching.multiprocessors(problem.device))
         constant = problem.decay == "constant"
         decay_tensors = ForwardDecay(
-            log_decay if constant else row_references, prefix.local, bases, prefix.last_reset, prefix.next_reset,
+            log_decay if constant else row_lse2, prefix.beta, bases, prefix.last_reset, prefix.next_reset,
             first_block,
         )
         modes = ForwardModes(
-            problem.decay, ragged=places is not None, packed=problem.layout == "packed", causal=problem.causal,
+            problem.decay, ragged=bounds is not None, packed=problem.layout == "packed", causal=problem.causal,
             window=problem.window[0] >= 0, planned=skipping.is_planned(problem), with_lse=with_lse,
         )
         tile = ForwardTile(
@@ -62,15 +62,15 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         launch(
             forward_kernel, programs,
             q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
-            q_desc if beta is None else descriptors.key_parts(beta),
-            source(out, config.WARPGROUP_ROWS, dim), (lse if with_lse else row_references, row_references),
-            decay_tensors, counter, row_references if tiles.rows is None else tiles.rows, score_scale,
+            q_desc if splits is None else descriptors.key_parts(splits),
+            source(out, config.WARPGROUP_ROWS, dim), (lse if with_lse else row_lse2, row_lse2),
+            decay_tensors, counter, row_lse2 if tiles.rows is None else tiles.rows, score_scale,
             log_decay.stride(0) if constant else 0, left_of(problem), work_tiles, tiles.row_tiles, problem.num_heads,
             group, heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
             sequence_blocks.decay_blocks(problem), first_block.shape[-1], MODES=modes, TILE=tile, num_warps=4,
             maxnreg=schedule.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )
-        return out, lse, Saved(row_references, *prefix, first_block)
+        return out, lse, Saved(row_lse2, *prefix, first_block)
 
 
 def _decay(
@@ -87,6 +87,6 @@ def _decay(
         return decay_prefix.build(problem, log_decay, split, -1.0 / score_scale, counter, sequences, launch), *split
     prefix = decay_prefix.allocate(problem, q)
     if problem.decay == "constant":
-        return prefix, decay_prefix.constant_split(log_decay, -1.0 / score_scale, counter, launch), prefix.local
+        return prefix, decay_prefix.constant_split(log_decay, -1.0 / score_scale, counter, launch), prefix.beta
     counter.zero_()
-    return prefix, None, prefix.local
+    return prefix, None, prefix.beta
