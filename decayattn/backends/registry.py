@@ -14,7 +14,7 @@ from decayattn.problem import AttentionProblem, BackendName, Gradients, Inputs, 
 # kernel backends, modules that fulfil Backend
 KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn.backends.hopper.backend"}
 # those that "auto" considers, fastest first where they are profitable
-AUTOMATIC = ("hopper", "triton")
+AUTOMATIC: tuple[BackendName, ...] = ("hopper", "triton")
 NAMES = get_args(BackendName)
 _NOT_DETERMINISTIC = (
     "it has no deterministic backward, which torch.use_deterministic_algorithms asks for; 'triton' has one"

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,18 +18,37 @@ from decayattn.check.choice import half
 from decayattn.check.processes import in_processes
 from decayattn.check.text import one_line, row, section, short
 from decayattn.nn.cache import DecayCache
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, BackendName
 from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
-from decayattn.testing.attention import INPUTS, Budget, Call, places_of
+from decayattn.testing.attention import Arguments, Budget, Call, places_of
 from decayattn.testing.table import ratio
 
 # processes that compile and judge at once on a GPU, and memory for each: a CUDA context, and in float64 the results of
 # a timed call, their sizes, and one eager evaluation
 MOST_PROCESSES = 16
 PROCESS_BYTES = 5 * 2**30
-# B, H and T of the calls that are timed, and what they are asked for: all work that is compared is done
+# B, H and T of the calls that are timed
 TIMED_SHAPE = (4, 16, 4096)
-TIMED_OPTIONS = {"skip_tolerance": None, "return_lse": True}
+
+
+class TimedOptions(TypedDict):
+    skip_tolerance: float | None
+    return_lse: Literal[True]
+
+
+# what they are asked for: all work that is compared is done
+TIMED_OPTIONS: TimedOptions = {"skip_tolerance": None, "return_lse": True}
+
+
+class _Options(TypedDict, total=False):
+    """The keywords that cases give to verify_attention."""
+
+    causal: bool
+    backend: BackendName
+    window_size: tuple[int, int]
+    sink: Tensor
+    bias: Tensor
+    scale: Tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,7 @@ class Case:
         words += [self.form] * (self.form != "dense") + ["not causal"] * (not self.causal)
         return ", ".join(words)
 
-    def compare(self, backend: str, device: torch.device) -> list[Comparison]:
+    def compare(self, backend: BackendName, device: torch.device) -> list[Comparison]:
         """Every result of the call against its budget."""
         batch, heads, kv_heads, length = self.batch, self.heads, self.kv_heads, self.length
         value_dim = self.value_dim or self.head_dim
@@ -81,14 +101,18 @@ class Case:
         elif self.decay == "resets":
             log_decay = 0.1 - 0.4 * uniform(batch, length, heads)
             log_decay[uniform(batch, length, heads) < 0.02] = -math.inf
-        given = {"causal": self.causal, "backend": backend}
+        given: _Options = {"causal": self.causal, "backend": backend}
         if self.form == "decode":
             return _compare_decoding(q[:, -1:], k, v, log_decay, backend)
         if self.form == "packed":
-            ends = [0, length // 3, length // 3, length // 2, length]
-            ends = torch.tensor(ends, dtype=torch.int32, device=device)
-            packed = (x[0] if x is not None and x.ndim > 1 else x for x in (q, k, v, log_decay))
-            return verify_attention_varlen(*packed, cu_seqlens_q=ends, cu_seqlens_k=ends, **given)
+            ends = torch.tensor(
+                [0, length // 3, length // 3, length // 2, length], dtype=torch.int32, device=device
+            )
+            if log_decay is not None and log_decay.ndim > 1:
+                log_decay = log_decay[0]
+            return verify_attention_varlen(
+                q[0], k[0], v[0], log_decay, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=self.causal, backend=backend
+            )
         if self.form == "last rows":
             q = q[:, -(length // 3) :]
         if self.form == "options":
@@ -97,7 +121,8 @@ class Case:
                 "bias": normal(heads, 1, length), "scale": normal(batch, length, heads, dtype=torch.float32),
             }
         if self.form == "timed":
-            given |= TIMED_OPTIONS | {"heads": [(batch - 1, heads - 1)]}
+            last = [(batch - 1, heads - 1)]
+            return verify_attention(q, k, v, log_decay, heads=last, **given, **TIMED_OPTIONS)
         return verify_attention(q, k, v, log_decay, **given)
 
 
@@ -109,23 +134,26 @@ _DECAYS = {
 }
 
 
-def _compare_decoding(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, backend: str) -> list[Comparison]:
+def _compare_decoding(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, backend: BackendName
+) -> list[Comparison]:
     """The newest token's output by a DecayCache that holds the others, judged as the last row of a call."""
     batch, length, kv_heads, head_dim = k.shape
     cache = DecayCache(
         batch, length, num_heads=q.shape[2], num_kv_heads=kv_heads, head_dim=head_dim, value_dim=v.shape[3],
         device=q.device, dtype=q.dtype,
     )
-    per_token = log_decay is not None and log_decay.ndim == 3
+    past, newest = None, log_decay
+    if log_decay is not None and log_decay.ndim == 3:
+        past, newest = log_decay[:, :-1], log_decay[:, -1:]
     with torch.no_grad():
-        cache.append(k[:, :-1], v[:, :-1], log_decay[:, :-1] if per_token else None)
-        newest = log_decay[:, -1:] if per_token else log_decay
+        cache.append(k[:, :-1], v[:, :-1], past)
         out = cache.attend(q, k[:, -1:], v[:, -1:], newest, backend=backend)
     problem = AttentionProblem.of(q, v, log_decay, None, True)
     places = places_of(problem, None)
     pairs = tuple((place, head) for place in places for head in range(problem.num_heads))
     grad_lse = torch.zeros_like(out[..., 0].transpose(1, 2), dtype=problem.accumulator_dtype)
-    inputs = dict(zip(INPUTS, (q, k, v, log_decay, None, None, None), strict=True))
+    inputs = Arguments(q, k, v, log_decay, None, None, None)
     call = Call(inputs, torch.zeros_like(out), grad_lse, places, pairs, problem)
     return Budget(call, {"out": call.oracle()["out"]}).judge({"out": out})
 
@@ -135,7 +163,7 @@ def timed(dtype: torch.dtype, head_dim: int, decay: str) -> Case:
     return Case(dtype, head_dim, decay, "timed", length=length, batch=batch, heads=heads, kv_heads=heads)
 
 
-def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[str, Case]]:
+def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[BackendName, Case]]:
     """(backend, case) of all that is judged by the backends that can be.
 
     On a GPU every case compiles kernels of its own; none covers what another one does. What takes longest begins first:
@@ -151,11 +179,12 @@ def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[str
         ]
         eager = [small(f32, 64, decay) for decay in _DECAYS]
         eager += [small(f32, 64, "scalar", causal=False), small(f32, 64, "resets", "packed")]
-        found = [("reference", case) for case in eager] + [("triton", case) for case in interpreted]
-        return [(name, case) for name, case in found if name not in unchecked]
+        here: list[tuple[BackendName, Case]] = [("reference", case) for case in eager]
+        here += [("triton", case) for case in interpreted]
+        return [(name, case) for name, case in here if name not in unchecked]
     fast = half(device)
     is_timed = next((name for name in registry.AUTOMATIC if name not in unchecked), None)
-    found = [
+    on_gpu: list[tuple[BackendName | None, Case]] = [
         (is_timed, timed(fast, 64, "scalar")),  # 12
         ("hopper", Case(f16, 128, "resets", "packed")),  # 12
         ("triton", Case(bf16, 80, "scalar", "options", value_dim=24)),  # 10
@@ -177,7 +206,7 @@ def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[str
         ("reference", Case(f32, 64, "constant")),
     ]
     return [
-        (name, case) for name, case in found
+        (name, case) for name, case in on_gpu
         if name is not None and name not in unchecked and (case.dtype != bf16 or fast == bf16)
     ]
 
@@ -196,7 +225,7 @@ class Verdict:
     fallbacks: tuple[str, ...] = ()  # of the process, as far as it had launched kernels
 
 
-def judge(backend: str, case: Case, device: str) -> Verdict:
+def judge(backend: BackendName, case: Case, device: str) -> Verdict:
     """One case; whatever it raises is an error of the verdict."""
     begin = time.perf_counter()
     try:
@@ -217,7 +246,9 @@ def judge(backend: str, case: Case, device: str) -> Verdict:
 
 
 @contextlib.contextmanager
-def judging(tasks: Sequence[tuple[str, Case]], device: torch.device, processes: int) -> Iterator[Iterator[Verdict]]:
+def judging(
+    tasks: Sequence[tuple[BackendName, Case]], device: torch.device, processes: int
+) -> Iterator[Iterator[Verdict]]:
     """The verdicts on the cases in their order: so many processes begin at once, or this one when it is asked."""
     arguments = [(backend, case, str(device)) for backend, case in tasks]
     if processes == 1:
@@ -240,10 +271,12 @@ def default_processes(device: torch.device) -> int:
 
 
 def report(
-    tasks: Sequence[tuple[str, Case]], verdicts: Iterable[Verdict], unchecked: dict[str, str]
+    tasks: Sequence[tuple[BackendName, Case]], verdicts: Iterable[Verdict], unchecked: dict[str, str]
 ) -> tuple[list[str], set[str]]:
     """What is wrong, and the backends that it concerns."""
-    wrong, concerned, fallbacks = [], set(), {}
+    wrong: list[str] = []
+    concerned: set[str] = set()
+    fallbacks: dict[str, None] = {}  # in their order
     with section("Errors against float64, as fractions of the error budget (above 1: FAIL)"):
         for name, reason in unchecked.items():
             row(f"{name} is not checked: {reason}")

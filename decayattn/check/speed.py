@@ -132,11 +132,11 @@ def load(device: torch.device, peers: Sequence[Peer] = PEERS) -> None:
                     call()
 
 
-def _tensors(head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tensors(head_dim: int, device: torch.device) -> tuple[Sequence[Tensor], Tensor]:
     """q, k, v and a gradient of the output; a log-decay."""
     batch, heads, length = errors.TIMED_SHAPE
     several = torch.randn(4, batch, length, heads, head_dim, device=device, dtype=half(device))
-    return several, -0.02 * torch.rand(batch, length, heads, device=device)
+    return several.unbind(), -0.02 * torch.rand(batch, length, heads, device=device)
 
 
 def _not_to_be_timed(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, wrong: set[str]) -> str | None:

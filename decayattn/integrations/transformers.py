@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Iterator
 from itertools import chain
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex, get_args
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +38,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from decayattn.backends import registry
-from decayattn.nn import ConstantDecay, Decay, DecayCache, DecayFlashAttention
+from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
 from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_positive_int
-from decayattn.problem import BackendName, check_window
+from decayattn.problem import BackendName, DecayName, check_window
 
-DECAYS = ("scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none")
+DecayPreset = Literal["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none"]
+DECAYS = get_args(DecayPreset)
 # options of the layer that are no fields of DecayConfig; device and dtype mean something else to transformers
 _LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
     "head_dim", "decay", "qk_norm", "output_gate", "window_size", "sink", "backend", "device", "dtype",
@@ -85,7 +86,7 @@ class DecayConfig(PreTrainedConfig):
         num_attention_heads: int = 12,
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
-        decay: str = "scalar",
+        decay: DecayPreset = "scalar",
         initial_half_lives: tuple[float, float] | None = None,
         qk_norm: bool = False,
         output_gate: bool = False,
@@ -127,7 +128,10 @@ class DecayConfig(PreTrainedConfig):
         self.qk_norm = check_bool("qk_norm", qk_norm)
         self.output_gate = check_bool("output_gate", output_gate)
         check_window(window_size)
-        self.window_size = None if window_size is None else tuple(window_size)  # a list where it comes from JSON
+        self.window_size: tuple[int, int] | None = None
+        if window_size is not None:
+            left, right = window_size  # a list where it comes from JSON
+            self.window_size = left, right
         self.sink = check_bool("sink", sink)
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
@@ -270,7 +274,7 @@ class DecayPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Decay):
+        if isinstance(module, (ScalarDecay, ConstantDecay)):
             # its own start, but only where a checkpoint has not brought a value: initialization.copy_ knows
             start = copy.deepcopy(module)
             start.reset_parameters()
@@ -344,10 +348,10 @@ class DecayModel(DecayPreTrainedModel):
             raise TypeError(f"past_key_values: expected a DecayModelCache, got a {type(past_key_values).__name__}")
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if x.ndim != 3 and inputs_embeds is None:
+        if x.ndim != 3 and input_ids is not None:
             raise ValueError(f"input_ids: expected (B, T), got {tuple(input_ids.shape)}")
         if x.ndim != 3:
-            raise ValueError(f"inputs_embeds: expected (B, T, hidden_size), got {tuple(inputs_embeds.shape)}")
+            raise ValueError(f"inputs_embeds: expected (B, T, hidden_size), got {tuple(x.shape)}")
         new_lengths, real = None, None
         sequences = _sequences(packing, x, attention_mask) if packed else {}
         if attention_mask is not None:
@@ -501,7 +505,7 @@ def _sequences(packing: dict, x: Tensor, attention_mask: Tensor | None) -> dict:
     return {"cu_seqlens": cu_seqlens, "max_seqlen": int(cu_seqlens.diff().max())}
 
 
-def _make_decay(config: DecayConfig) -> str | nn.Module:
+def _make_decay(config: DecayConfig) -> DecayName | nn.Module:
     """What config.decay means to DecayFlashAttention."""
     if config.initial_half_lives is not None:
         return ScalarDecay(

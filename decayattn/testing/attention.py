@@ -4,13 +4,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from decayattn.functional import decay_attention, decay_attention_varlen
-from decayattn.problem import AttentionProblem, check_arguments, check_packed_arguments, window_of
+from decayattn.problem import AttentionProblem, BackendName, check_arguments, check_packed_arguments, window_of
 from decayattn.testing import formulas
 from decayattn.testing.formulas import explicit_attention
 from decayattn.testing.table import Row, format_table, ratio
@@ -29,11 +29,23 @@ DRAWS = tuple(2.0 ** (draw / 16) for draw in range(16))  # 1 first; the others h
 MORE_DRAWS = tuple(2.0 ** (draw / 64) for draw in range(64) if draw % 4)
 LUCK = 2.0
 
-# the arguments of decay_attention that may have a gradient
-INPUTS = ("q", "k", "v", "log_decay", "scale", "bias", "sink")
-
 # the results that have the keys' axis, where they have one; the others have the queries'
 OVER_TOKENS = ("dk", "dv", "dlog_decay")
+
+
+class Arguments(NamedTuple):
+    """The arguments of decay_attention that may have a gradient, in its layouts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | float | None
+    scale: Tensor | float | None
+    bias: Tensor | None
+    sink: Tensor | None
+
+
+INPUTS = Arguments._fields
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,7 @@ def places_of(problem: AttentionProblem, sequences: Sequence[Sequence[int]] | No
             places.append(Place(n, entry, slice(row, row + rows - tokens), slice(0, 0)))
             row, rows = row + rows - tokens, tokens
         places.append(Place(n, entry, slice(row, row + rows), slice(token, token + tokens)))
-    taken_of = [[] for _ in range(problem.batch)]
+    taken_of: list[list[Place]] = [[] for _ in range(problem.batch)]
     for place in places:
         taken_of[place.entry].append(place)
     for entry, taken in enumerate(taken_of):
@@ -120,7 +132,7 @@ class Call:
     All in decay_attention's layouts: packed sequences lie in a single batch entry. Every pair is an independent head.
     """
 
-    inputs: dict[str, Tensor | float | None]  # in the order of INPUTS
+    inputs: Arguments
     grad_out: Tensor
     grad_lse: Tensor
     places: tuple[Place, ...]  # of all rows and tokens
@@ -129,7 +141,7 @@ class Call:
 
     def heads(self, place: Place, pairs: Tensor, dtype: torch.dtype) -> dict[str, Any]:
         """explicit_attention's arguments for (batch entry, head) pairs (N, 2) with the rows and tokens of place."""
-        q, k, v, log_decay, scale, bias, sink = self.inputs.values()
+        q, k, v, log_decay, scale, bias, sink = self.inputs
         rows, tokens = place.rows, place.tokens
         b, h = pairs.unbind(1)
         g = h // (self.problem.num_heads // self.problem.num_kv_heads)
@@ -174,7 +186,7 @@ class Call:
 
     def gather(self, evaluate: Callable[..., dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
         """evaluate(**heads) of all pairs, in the layouts that decay_attention returns; what heads share is added up."""
-        problem, (q, _, _, log_decay, scale, bias, sink) = self.problem, self.inputs.values()
+        problem, (q, _, _, log_decay, scale, bias, sink) = self.problem, self.inputs
         batch, rows, keys, heads = problem.batch, problem.query_length, problem.key_length, problem.num_heads
         group = heads // problem.num_kv_heads
         shapes = {
@@ -203,7 +215,8 @@ class Call:
                 elif result.ndim > 2:
                     result = result[:, :, place.tokens if name in OVER_TOKENS else place.rows]
                 result.index_put_(at, part[name].to(dtype), accumulate=True)
-        broadcast = {"dlog_decay": log_decay, "dscale": scale, "dbias": bias, "dsink": sink}
+        given = {"dlog_decay": log_decay, "dscale": scale, "dbias": bias, "dsink": sink}
+        broadcast = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         for name, x in total.items():
             if name not in ("lse", "dbias"):
                 x = x[:, None] if x.ndim == 2 else x.transpose(1, 2)
@@ -274,18 +287,19 @@ class Call:
         """The dtype in which decay_attention returns a tensor."""
         if name == "lse":
             return self.problem.accumulator_dtype
-        leaf = self.inputs.get(name.removeprefix("d"))
-        return self.problem.dtype if leaf is None else leaf.dtype
+        leaf = self.inputs._asdict().get(name.removeprefix("d"))
+        return leaf.dtype if isinstance(leaf, Tensor) else self.problem.dtype
 
-    def run(self, backend: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    def run(self, backend: BackendName, options: dict[str, Any]) -> dict[str, Tensor]:
         """What is tested: one forward and one backward, on leaves with the strides of the given tensors."""
-        inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.inputs.items()}
+        given = self.inputs._asdict()
+        inputs: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
         leaves = {f"d{name}": x.requires_grad_() for name, x in tensors.items()}
         options = {"causal": self.problem.causal, "return_lse": True, "backend": backend, **options}
         if self.problem.layout == "packed":
             del inputs["bias"]
-            per_token = isinstance(inputs["log_decay"], Tensor) and inputs["log_decay"].ndim == 3
+            per_token = self.problem.decay == "scalar"
             without_batch = {name: inputs[name][0] for name in ("q", "k", "v", *["log_decay"] * per_token)}
             out, lse = decay_attention_varlen(**inputs | without_batch, **options)
             out, lse = out[None], lse[None]
@@ -429,7 +443,7 @@ def verify_attention(
     leftpad_k: Tensor | None = None,
     grad_out: Tensor | None = None,
     grad_lse: Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     heads: Sequence[tuple[int, int]] | None = None,
     seed: int = 0,
     **options: Any,
@@ -466,7 +480,7 @@ def verify_attention(
 
         rows, tokens = extents(leftpad_q, seqused_q, q.shape[1]), extents(leftpad_k, seqused_k, k.shape[1])
         sequences = [(*own_rows, *own_tokens) for own_rows, own_tokens in zip(rows, tokens, strict=True)]
-    inputs = dict(zip(INPUTS, (q, k, v, log_decay, scale, bias, sink), strict=True))
+    inputs = Arguments(q, k, v, log_decay, scale, bias, sink)
     problem = _problem(inputs, causal, window_size, sequences, None)
     options |= {"window_size": window_size, **lengths}
     return _judge(problem, inputs, sequences, grad_out, grad_lse, heads, seed, backend, options)
@@ -488,7 +502,7 @@ def verify_attention_varlen(
     sink: Tensor | None = None,
     grad_out: Tensor | None = None,
     grad_lse: Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     heads: Sequence[tuple[int, int]] | None = None,
     seed: int = 0,
     **options: Any,
@@ -516,11 +530,12 @@ def verify_attention_varlen(
     )
     ends = zip(*(itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k)), strict=True)
     sequences = [
-        (*_extent(*rows, len(q), max_seqlen_q), *_extent(*tokens, len(k), max_seqlen_k)) for rows, tokens in ends
+        (*_extent(row, row_end, len(q), max_seqlen_q), *_extent(token, token_end, len(k), max_seqlen_k))
+        for (row, row_end), (token, token_end) in ends
     ]
-    per_token = isinstance(log_decay, Tensor) and log_decay.ndim == 2
-    log_decay = log_decay[None] if per_token else log_decay
-    inputs = dict(zip(INPUTS, (q[None], k[None], v[None], log_decay, scale, None, sink), strict=True))
+    if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
+        log_decay = log_decay[None]
+    inputs = Arguments(q[None], k[None], v[None], log_decay, scale, None, sink)
     problem = _problem(inputs, causal, window_size, sequences, (max_seqlen_q, max_seqlen_k))
     grad_out, grad_lse = (x if x is None else x[None] for x in (grad_out, grad_lse))
     options |= {
@@ -542,39 +557,42 @@ def _extent(start: int, end: int, axis: int, longest: int | None = None) -> tupl
 
 
 def _problem(
-    inputs: dict[str, Any],
+    inputs: Arguments,
     causal: bool,
     window_size: tuple[int, int] | None,
-    sequences: list[tuple[int, ...]] | None,
+    sequences: Sequence[tuple[int, int, int, int]] | None,
     longest: tuple[int, int] | None,
 ) -> AttentionProblem:
-    q, v, log_decay, scale = (inputs[name] for name in ("q", "v", "log_decay", "scale"))
+    q, log_decay = inputs.q, inputs.log_decay
     if log_decay is not None and not (isinstance(log_decay, Tensor) and log_decay.ndim):
         log_decay = q.new_zeros(q.shape[2])  # its shape counts here
     bounds = None if sequences is None else torch.tensor(sequences, dtype=torch.int32).reshape(-1, 4)
-    row_scale = scale if isinstance(scale, Tensor) else None
+    row_scale = inputs.scale if isinstance(inputs.scale, Tensor) else None
     window = window_of(window_size, causal)
-    return AttentionProblem.of(q, v, log_decay, row_scale, causal, window, bounds, longest, inputs["bias"])
+    return AttentionProblem.of(q, inputs.v, log_decay, row_scale, causal, window, bounds, longest, inputs.bias)
 
 
 def _judge(
-    problem: AttentionProblem, inputs: dict[str, Any], sequences: list[tuple[int, ...]] | None,
-    grad_out: Tensor | None, grad_lse: Tensor | None, heads: Sequence[tuple[int, int]] | None, seed: int, backend: str,
-    options: dict[str, Any],
+    problem: AttentionProblem, inputs: Arguments, sequences: Sequence[tuple[int, int, int, int]] | None,
+    grad_out: Tensor | None, grad_lse: Tensor | None, heads: Sequence[tuple[int, int]] | None, seed: int,
+    backend: BackendName, options: dict[str, Any],
 ) -> list[Comparison]:
     batch, rows, num_heads, device = problem.batch, problem.query_length, problem.num_heads, problem.device
     generator = torch.Generator(device).manual_seed(seed)
-    new = {"generator": generator, "device": device}
+
+    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
     if grad_out is None:
-        grad_out = torch.randn(batch, rows, num_heads, problem.value_dim, dtype=problem.dtype, **new)
+        grad_out = normal(batch, rows, num_heads, problem.value_dim, dtype=problem.dtype)
     if grad_lse is None:
-        grad_lse = torch.randn(batch, num_heads, rows, dtype=problem.accumulator_dtype, **new)
+        grad_lse = normal(batch, num_heads, rows, dtype=problem.accumulator_dtype)
     places = places_of(problem, sequences)
     pairs = [(place, head) for place in places for head in range(num_heads)]
     if heads is not None:
         unknown = set(heads) - {(place.number, head) for place, head in pairs}
         if unknown:
-            expected = f"(batch entry or sequence, query head) pairs of q {tuple(inputs['q'].shape)}"
+            expected = f"(batch entry or sequence, query head) pairs of q {tuple(inputs.q.shape)}"
             raise ValueError(f"heads: expected {expected}, got {sorted(unknown)}")
         pairs = [(place, head) for place, head in pairs if (place.number, head) in set(heads)]
         judged = torch.zeros(batch, num_heads, rows, dtype=torch.bool, device=device)

@@ -99,6 +99,7 @@ def explicit_attention(
             total = torch.logaddexp(total, sink.double()[:, None])
         p = torch.where(visible, (scores - total[..., None]).exp(), 0.0).to(q.dtype)  # nothing visible: 0, not ∞ − ∞
         p_rounded = rounded(p * factor)
+        normaliser: Tensor | float
         if in_order:
             weighted = _over_tokens(p_rounded, nn.functional.pad(v, (0, 1), value=1.0), factor) / factor
             # a kernel divides by this sum, which is 1 but for its rounding, and its log-sum-exp has it

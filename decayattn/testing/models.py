@@ -6,16 +6,19 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from decayattn import reference
-from decayattn.problem import AttentionProblem, Inputs
-from decayattn.testing.attention import DRAWS, INPUTS, MORE_DRAWS, Call, may_be_luck, places_of
+from decayattn.problem import AttentionProblem, BackendName, Inputs
+from decayattn.testing.attention import DRAWS, INPUTS, MORE_DRAWS, Arguments, Call, may_be_luck, places_of
 from decayattn.testing.table import ratio
+
+if TYPE_CHECKING:
+    from decayattn.nn.attention import DecayFlashAttention
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def compare_model_gradients(
     loss: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     *,
-    backend: str = "triton",
+    backend: BackendName = "triton",
     autocast: torch.dtype | None = None,
 ) -> list[GradientRow]:
     """Hold the gradient of every parameter, computed through a kernel backend, against the error budget.
@@ -80,7 +83,7 @@ def compare_model_gradients(
     own = min(floating, key=lambda dtype: torch.finfo(dtype).bits)
 
     def gradients(
-        model: nn.Module, backend: str, dtype: torch.dtype, autocast: torch.dtype | None, factor: float = 1.0
+        model: nn.Module, backend: BackendName, dtype: torch.dtype, autocast: torch.dtype | None, factor: float = 1.0
     ) -> dict[str, Tensor]:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         with (
@@ -96,7 +99,8 @@ def compare_model_gradients(
     oracle = gradients(copy.deepcopy(model).double(), "reference", torch.float64, None)
     decay = _decay_parameters(model)
     precision = str(own if autocast is None else autocast).removeprefix("torch.")
-    eager, rows = [], []
+    eager: list[dict[str, Tensor]] = []
+    rows: list[GradientRow] = []
     for factors in (DRAWS, MORE_DRAWS):
         for factor in factors:
             with mock.patch.object(reference, "attention", functools.partial(_RoundedAttention.call, factor=factor)):
@@ -128,7 +132,7 @@ def _gradient_row(
     return max(rows, key=lambda row: (not row.passed, ratio(row.error, row.budget)))
 
 
-def _attention_layers(model: nn.Module) -> list[nn.Module]:
+def _attention_layers(model: nn.Module) -> "list[DecayFlashAttention]":
     from decayattn.nn.attention import DecayFlashAttention  # the layer may use this module
 
     return [module for module in model.modules() if isinstance(module, DecayFlashAttention)]
@@ -142,7 +146,7 @@ def _decay_parameters(model: nn.Module) -> set[str]:
 
 
 @contextlib.contextmanager
-def _backend_of_layers(model: nn.Module, backend: str) -> Iterator[None]:
+def _backend_of_layers(model: nn.Module, backend: BackendName) -> Iterator[None]:
     layers = _attention_layers(model)
     before = [layer.backend for layer in layers]
     try:
@@ -211,5 +215,5 @@ class _RoundedAttention(torch.autograd.Function):
     def call_of(problem, bounds, inputs, grad_out, grad_lse) -> Call:
         places = places_of(problem, None if bounds is None else bounds.tolist())
         pairs = tuple((place, head) for place in places for head in range(problem.num_heads))
-        inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in zip(INPUTS, inputs, strict=True)}
+        inputs = Arguments(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
         return Call(inputs, grad_out, grad_lse, places, pairs, problem)

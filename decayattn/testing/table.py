@@ -9,14 +9,19 @@ class Row(Protocol):
     """A line of the table: where, the numbers, the verdict."""
 
     PLACE: ClassVar[tuple[str, ...]]  # headings of `place`
-    error: float
-    budget: float
-    relative_error: float
-    norm: str
-    passed: bool
 
     @property
     def place(self) -> tuple[str, ...]: ...
+    @property
+    def error(self) -> float: ...
+    @property
+    def budget(self) -> float: ...
+    @property
+    def relative_error(self) -> float: ...
+    @property
+    def norm(self) -> str: ...
+    @property
+    def passed(self) -> bool: ...
 
 
 def format_table(rows: Sequence[Row]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.problem import AttentionProblem
-from decayattn.testing.attention import DRAWS, INPUTS, MORE_DRAWS, Budget, Call, places_of
+from decayattn.testing.attention import DRAWS, MORE_DRAWS, Arguments, Budget, Call, places_of
 from decayattn.testing.table import ratio
 from fuzzing import oracle
 from fuzzing.tensors import Case
@@ -154,8 +154,7 @@ def call_of(case: Case) -> FuzzedCall:
     per_token = case.draw.family.decay == "token"
     q, k, v = (batched(tensors[name]) for name in "qkv")
     log_decay = batched(log_decay) if per_token else log_decay
-    values = (q, k, v, log_decay, tensors["scale"], tensors["bias"], tensors["sink"])
-    inputs = dict(zip(INPUTS, values, strict=True))
+    inputs = Arguments(q, k, v, log_decay, tensors["scale"], tensors["bias"], tensors["sink"])
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     grad_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator)
     if case.grad_lse is not None:
@@ -163,14 +162,14 @@ def call_of(case: Case) -> FuzzedCall:
     furthest = q.shape[1] + k.shape[1]
     left, right = case.draw.window or (-1, -1)
     window = min(left, furthest), -1 if case.options["causal"] else min(right, furthest)
-    shaped = inputs["log_decay"]
+    shaped = log_decay
     if shaped is not None and not (isinstance(shaped, Tensor) and shaped.ndim):
         shaped = q.new_zeros(q.shape[2])  # its shape counts
     bounds = None if case.sequences is None else torch.tensor(case.sequences, dtype=torch.int32).reshape(-1, 4)
     longest = (case.options["max_seqlen_q"], case.options["max_seqlen_k"]) if case.packed else None
-    row_scale = inputs["scale"] if isinstance(inputs["scale"], Tensor) else None
+    row_scale = inputs.scale if isinstance(inputs.scale, Tensor) else None
     problem = AttentionProblem.of(
-        q, v, shaped, row_scale, case.options["causal"], window, bounds, longest, inputs["bias"]
+        q, v, shaped, row_scale, case.options["causal"], window, bounds, longest, inputs.bias
     )
     found = places_of(problem, case.sequences)
     pairs = tuple((place, head) for place in found for head in range(problem.num_heads))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decayattn.problem import AttentionProblem, Inputs
 from decayattn.testing import Comparison
-from decayattn.testing.attention import INPUTS, Budget, Call, places_of
+from decayattn.testing.attention import Arguments, Budget, Call, places_of
 from sequence_benchmark.report import missing, passed, spread
 
 SECTION = "decode"
@@ -87,7 +87,7 @@ def verify(step: Step, inputs: dict[str, Tensor], decay: str, results: tuple[Ten
         elif decay == "scalar":
             log_decay = inputs["log_decay"][own, :, heads]
         problem = AttentionProblem.of(q, v, log_decay, row_scale=None, causal=True)
-        arguments = dict.fromkeys(INPUTS) | {"q": q, "k": k, "v": v, "log_decay": log_decay}
+        arguments = Arguments(q, k, v, log_decay, None, None, None)
         places = places_of(problem, None)
         pairs = tuple((place, head) for place in places for head in range(group))
         # a step has no gradients: they are evaluated for zeros, and left aside

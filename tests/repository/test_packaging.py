@@ -1,6 +1,7 @@
 """What is installed and shipped: the version, the source distribution, the types that a checker sees."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import decayattn
 
 CALLS = """
 import torch
-from decayattn import decay_attention, decay_attention_varlen
+from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, visited_fraction
+from decayattn.nn import ScalarDecay
+from decayattn.testing import assert_within_budget, verify_attention
 
 q = torch.randn(1, 3, 2, 4)
 cu = torch.tensor([0, 3])
@@ -21,12 +24,30 @@ asked = bool(cu[1] > 2)
 
 decay_attention(q, q, q).transpose(1, 2)
 out, lse = decay_attention(q, q, q, -0.1, return_lse=True, window_size=(3, 0), seqused_k=cu[1:])
-reveal_type(decay_attention(q, q, q, return_lse=asked))
+out.transpose(1, 2), lse.exp()
+reveal_type(decay_attention(q, q, q, return_lse=asked))  # Tensor | tuple[Tensor, Tensor]
 decay_attention_varlen(
     q[0], q[0], q[0], cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=3, max_seqlen_k=3
 ).transpose(0, 1)
+visited_fraction(q, q, -0.1).mean()
 decay_attention(q, q, q, softmax_scale=0.1)  # refused
+decay_attention(q, q, q, backend="cuda")  # refused
+decay_attention(q, q, q, return_lse=True).transpose(1, 2)  # refused
 decay_attention_varlen(q[0], q[0], q[0])  # refused
+
+layer = DecayFlashAttention(8, 2, decay=ScalarDecay(8, 2), window_size=(3, 0), backend="triton")
+x = torch.randn(1, 3, 8)
+layer.forward(x, cu_seqlens=cu).transpose(0, 1)
+cache = layer.make_cache(1, 5)
+layer(x, cache=cache)
+reveal_type(cache.evict(1e-3, layer.score_bound()))  # Tensor
+DecayFlashAttention(8, 2, decay="alibi")  # refused
+DecayFlashAttention(8, 2, backend="cuda")  # refused
+
+found = verify_attention(q, q, q, -0.1, backend="reference")
+assert_within_budget(found)
+reveal_type(found[0].relative_error)  # float
+verify_attention(q, q, q, backend="cuda")  # refused
 """
 
 
@@ -120,4 +141,5 @@ def test_types_as_mypy_sees_them(tmp_path):
     refused = {number for number, line in enumerate(lines, start=1) if "# refused" in line}
     errors = {int(line.split(":")[1]) for line in run.stdout.splitlines() if ": error: " in line}
     assert errors == refused, run.stdout + run.stderr
-    assert "Tensor | tuple[" in next(line for line in run.stdout.splitlines() if "Revealed type" in line)
+    revealed = re.findall(r'Revealed type is "(.*)"', run.stdout.replace("torch._tensor.", "").replace("builtins.", ""))
+    assert revealed == re.findall(r"reveal_type.*# (.*)", CALLS), run.stdout

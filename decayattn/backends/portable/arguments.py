@@ -23,10 +23,19 @@ class Tiled(NamedTuple):
     d_out: Strided | None = None  # (B, T_q, H, D_v)
 
 
+class NoPrefix(NamedTuple):
+    """DecayPrefix's fields for decays without one: kernels name them in branches that they do not compile."""
+
+    local: None = None
+    base: None = None
+    last_reset: None = None
+    next_reset: None = None
+
+
 class Decay(NamedTuple):
-    rates: Tensor | None  # (H,), of a constant decay
-    rate_stride: int | None
-    prefix: DecayPrefix  # of a decay per token; without one, all of it is None
+    rates: Tensor | None = None  # (H,), of a constant decay
+    rate_stride: int | None = None
+    prefix: DecayPrefix | NoPrefix = NoPrefix()  # of a decay per token
 
 
 class Sizes(NamedTuple):

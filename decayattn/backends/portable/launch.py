@@ -38,7 +38,6 @@ from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, Saved
 
 _ROW_TERMS_BLOCK = 64
-_NO_PREFIX = DecayPrefix(None, None, None, None)
 # numbers of 16 bits in the longest line that a product reads from shared memory
 _LINE = 64
 # one launch makes the gradients of keys and queries up to so many programs per multiprocessor: measured at 8 heads up
@@ -62,7 +61,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), _shape(bias), with_lse)
         sequences = sequence_blocks.find(problem, bounds, launch)
         fill_outside(problem, sequences, results.of_no_key(), launch=launch)
-        if problem.decay == "scalar":
+        if log_decay is not None and problem.decay == "scalar":
             prefix = decay_prefix.build(problem, log_decay, sequences=sequences, launch=launch)
         else:
             prefix = decay_prefix.allocate(problem, q)
@@ -93,6 +92,8 @@ def backward(
     """Of q, k, v and a scale per row, and as asked for of log_decay and bias."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
     scale, bounds, bias = inputs.any_scale, inputs.bounds, inputs.bias
+    # None where no gradient of theirs is asked for
+    decay_leaf, bias_leaf = log_decay if decay_gradient else None, bias if bias_gradient else None
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -102,8 +103,8 @@ def backward(
                 if gradient is not None:
                     gradient.zero_()
             d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
-            d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
-            return Gradients(dq, dk, dv, d_log_decay, d_scale, torch.zeros_like(bias) if bias_gradient else None)
+            d_log_decay, d_bias = (None if x is None else torch.zeros_like(x) for x in (decay_leaf, bias_leaf))
+            return Gradients(dq, dk, dv, d_log_decay, d_scale, d_bias)
 
         delta = torch.empty_like(row_lse2)
         decay_sums = torch.empty_like(row_lse2) if decay_gradient else None
@@ -139,8 +140,8 @@ def backward(
         decay = _decay(problem, log_decay, prefix)
         of_keys = KeyGradients(strided(dk), strided(dv), column_sums)
         d_bias, shared_bias = None, False
-        if bias_gradient:
-            d_bias, shared_bias = _bias_gradient(problem, bias, row_lse2, deterministic)
+        if bias_leaf is not None:
+            d_bias, shared_bias = _bias_gradient(problem, bias_leaf, row_lse2, deterministic)
         of_queries = QueryGradients(strided(dq), decay_sums, row_scale_grad, broadcast(d_bias))
         key_sizes = Sizes(problem.query_length, problem.key_length, problem.num_kv_heads)
         tile = _tile_of_both(problem)
@@ -169,13 +170,17 @@ def backward(
             )
 
         d_log_decay = None
-        if decay_gradient and problem.decay == "scalar":
-            d_log_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, log_decay, sequences, launch)
-        elif decay_gradient:
-            d_log_decay = decay_sums.sum((0, 2), dtype=torch.float64).to(log_decay.dtype)
+        if decay_leaf is not None and decay_sums is not None:
+            if column_sums is None:
+                d_log_decay = decay_sums.sum((0, 2), dtype=torch.float64).to(decay_leaf.dtype)
+            else:
+                d_log_decay = decay_prefix.gradient(
+                    problem, prefix, decay_sums, column_sums, decay_leaf, sequences, launch
+                )
         d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
-        if bias_gradient:
-            d_bias = d_bias.sum_to_size((1,) * (4 - bias.ndim) + bias.shape).reshape(bias.shape).to(bias.dtype)
+        if bias_leaf is not None and d_bias is not None:
+            shape = bias_leaf.shape
+            d_bias = d_bias.sum_to_size((1,) * (4 - len(shape)) + shape).reshape(shape).to(bias_leaf.dtype)
         return Gradients(dq, dk, dv, d_log_decay, d_scale, d_bias)
 
 
@@ -186,9 +191,11 @@ def _window(problem: AttentionProblem) -> Window:
 
 
 def _decay(problem: AttentionProblem, log_decay: Tensor | None, prefix: DecayPrefix) -> Decay:
+    if log_decay is None:
+        return Decay()
     if problem.decay == "constant":
-        return Decay(log_decay, log_decay.stride(0), _NO_PREFIX)
-    return Decay(None, None, prefix if problem.decay == "scalar" else _NO_PREFIX)
+        return Decay(log_decay, log_decay.stride(0))
+    return Decay(prefix=prefix)
 
 
 def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor, deterministic: bool) -> tuple[Tensor, bool]:
@@ -294,7 +301,7 @@ def _constants_of(
 ) -> dict:
     packed = dict(of_sequences)
     traits = Traits(
-        packed=packed["PACKED"],
+        packed=bool(packed["PACKED"]),
         searches=packed["SEARCHES"],
         group=problem.num_heads // problem.num_kv_heads,
         d=problem.head_dim,

@@ -1,6 +1,6 @@
 """What kernels take a tensor as."""
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from torch import Tensor
 
@@ -12,5 +12,9 @@ class Strided(NamedTuple):
     strides: tuple[int, ...]
 
 
+@overload
+def strided(x: Tensor) -> Strided: ...
+@overload
+def strided(x: Tensor | None) -> Strided | None: ...
 def strided(x: Tensor | None) -> Strided | None:
     return None if x is None else Strided(x, x.stride())
