@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch.export import Dim, export
 
-from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, functional, visited_fraction
+from decayattn import (
+    DecayFlashAttention,
+    decay_attention,
+    decay_attention_varlen,
+    functional,
+    reference,
+    visited_fraction,
+)
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_GPU = torch.cuda.is_available()
@@ -94,14 +101,14 @@ def test_other_shapes_of_a_packed_log_decay_are_refused(shape, hint):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The problems and bounds of the calls so far, as backends get them."""
-    seen, attend = [], functional._attend
+    """The problems and bounds of the calls so far, as a backend gets them."""
+    seen, attend = [], reference.attention
 
-    def recorded(problem, inputs, *others):
+    def recorded(problem, inputs):
         seen.append((problem, inputs.bounds))
-        return attend(problem, inputs, *others)
+        return attend(problem, inputs)
 
-    monkeypatch.setattr(functional, "_attend", recorded)
+    monkeypatch.setattr(reference, "attention", recorded)
     return seen
 
 

@@ -11,7 +11,7 @@ import torch
 
 from decayattn import decay_attention, reference
 from decayattn.backends import registry
-from decayattn.backends.runtime import integers, launching
+from decayattn.backends.runtime import launching
 from decayattn.problem import AttentionProblem, Inputs
 
 ON_GPU = torch.cuda.is_available()
@@ -158,14 +158,6 @@ def test_an_import_error_of_our_own_is_not_mistaken_for_a_missing_triton(monkeyp
             registry.load("triton")
     finally:
         registry.load.cache_clear()
-
-
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 127, 128, 129, 2**20 - 1, 2**20])
-def test_sizes_round_up(number):
-    assert integers.next_power_of_2(number) == min(2**n for n in range(25) if 2**n >= number)
-    for divisor in (1, 2, 7, 128):
-        assert (integers.cdiv(number, divisor) - 1) * divisor < number <= integers.cdiv(number, divisor) * divisor
-    assert integers.cdiv(0, 7) == 0
 
 
 @pytest.mark.parametrize(("length", "heads", "chosen"), [(1024, 8, "triton"), (2048, 8, "hopper"), (256, 64, "hopper")])

@@ -339,7 +339,7 @@ def test_speeds_are_interleaved_and_failures_are_told(monkeypatch):
         peer("refusing", lambda: refusing),
         peer("ours", lambda: refusing, ours=True),
     ]
-    monkeypatch.setattr(speed, "_not_to_be_timed", lambda *arguments: None)
+    monkeypatch.setattr(registry, "select", lambda problem, name: "triton")
     good, missing, refused, ours = speed.speeds(16, CPU, set(), peers)
     assert [len(good.rounds[direction]) for direction in speed.DIRECTIONS] == [speed.ROUNDS] * 2
     assert good.median("forward") == 2.0
@@ -371,12 +371,19 @@ def test_only_kernels_of_pytorch_are_loaded_ahead(monkeypatch):
 
 
 def test_a_wrong_backend_is_not_timed(monkeypatch):
-    q = torch.zeros(1, 8, 2, 16)
-    assert speed._not_to_be_timed(q, q, q, None, set()) == "not timed: no kernel takes this call"
+    monkeypatch.setattr(errors, "TIMED_SHAPE", (1, 2, 8))
+    monkeypatch.setattr(speed, "_milliseconds", lambda call, repeats: 2.0)
+
+    def measured(*wrong):
+        [found] = speed.speeds(16, CPU, set(wrong), [peer("ours", lambda: lambda q, k, v: q + k + v, ours=True)])
+        assert found.absent == (found.reason is not None) == (not found.rounds["forward"])
+        return found.reason
+
+    assert measured() == "not timed: no kernel takes this call"
     monkeypatch.setattr(registry, "select", lambda problem, name: "auto")
     monkeypatch.setattr(registry, "resolve", lambda *arguments: "triton")
-    assert speed._not_to_be_timed(q, q, q, None, set()) is None
-    assert "triton, which takes this call, is wrong" in speed._not_to_be_timed(q, q, q, None, {"triton"})
+    assert measured() is None
+    assert "triton, which takes this call, is wrong" in measured("triton")
 
 
 def test_the_table_of_speeds(monkeypatch, capsys):

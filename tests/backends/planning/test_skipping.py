@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, reference, visited_fraction
+from decayattn import DecayFlashAttention, decay_attention, reference, visited_fraction
 from decayattn.backends.planning import prefix, sequences, skipping
 from decayattn.backends.portable import config
 from decayattn.backends.registry import load
@@ -530,42 +530,7 @@ def test_one_graph_for_lengths_with_and_without_a_plan(device):
             assert torch.equal(a, b)
 
 
-# Arguments
-
-
-@pytest.mark.parametrize(("value", "error", "message"), [
-    ("none", ValueError, "skip_tolerance: expected 'auto', None or a number between 0 and 1, got 'none'"),
-    (0.0, ValueError, "got 0.0"),
-    (-1e-3, ValueError, "got -0.001"),
-    (1, ValueError, "got 1"),
-    (math.nan, ValueError, "got nan"),
-    (INF, ValueError, "got inf"),
-    (True, TypeError, "got True of type bool"),
-    (torch.tensor(0.1), TypeError, "of type torch.Tensor"),
-    ((0.1,), TypeError, "of type tuple"),
-])
-def test_bad_tolerances_are_refused(value, error, message):
-    q = torch.zeros(1, 4, 1, 8)
-    message = f"^skip_tolerance: .*{message.removeprefix('skip_tolerance: ')}"
-    with pytest.raises(error, match=message):
-        decay_attention(q, q, q, skip_tolerance=value)
-    cu = torch.tensor([0, 4], dtype=torch.int32)
-    lengths = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
-    with pytest.raises(error, match=message):
-        decay_attention_varlen(q[0], q[0], q[0], skip_tolerance=value, **lengths)
-    with pytest.raises(error, match=message):
-        visited_fraction(q, q, -1.0, skip_tolerance=value)
-    with pytest.raises(error, match=message):
-        DecayFlashAttention(8, 1, skip_tolerance=value)
-
-
-@pytest.mark.parametrize("value", ["auto", None, 1e-9, 0.5])
-def test_good_tolerances(value):
-    q = torch.randn(1, 4, 1, 8)
-    expected = decay_attention(q, q, q, -1.0)
-    assert torch.equal(decay_attention(q, q, q, -1.0, skip_tolerance=value), expected)
-    x = torch.randn(1, 4, 8)
-    assert DecayFlashAttention(8, 1, skip_tolerance=value)(x).shape == x.shape
+# The tolerance
 
 
 def test_auto_is_below_what_accumulators_resolve():

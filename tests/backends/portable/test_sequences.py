@@ -10,14 +10,10 @@ import math
 import hypothesis
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from decayattn import decay_attention, decay_attention_varlen
-from decayattn.backends.planning import sequences
-from decayattn.problem import AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_GPU = torch.cuda.is_available()
@@ -203,50 +199,6 @@ def test_more_sequences_than_one_search_compares(device):
         results.append([out, lse, *torch.autograd.grad(out, list(leaves.values()), d_out)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-
-
-@triton.jit
-def _count(ends, count, blocks, found, before, SEARCHES: tl.constexpr):
-    sequence, start = sequences.count_ends(ends, count, tl.load(blocks + tl.program_id(0)), SEARCHES)
-    tl.store(found + tl.program_id(0), sequence)
-    tl.store(before + tl.program_id(0), start)
-
-
-@pytest.mark.parametrize(("count", "searches"), [
-    (1, 1), (127, 1), (128, 1), (129, 2), (255, 2), (256, 2), (1000, 2), (2**14, 2), (2**14 + 1, 3), (30_000, 3),
-])
-def test_a_block_finds_its_sequence(count, searches, device):
-    """Sequences of 0 to 3 blocks: by bisection on the host."""
-    ends = torch.randint(0, 4, (count,), device=device).cumsum(0).int()
-    some = torch.randint(0, int(ends[-1]) + 3, (12,))
-    blocks = torch.cat([some, torch.tensor([0, ends[-1] - 1, ends[-1]]).clamp(min=0)]).to(device, torch.int32)
-    found, before = torch.empty(2, len(blocks), dtype=torch.int32, device=device)
-    _count[(len(blocks),)](ends, count, blocks, found, before, SEARCHES=searches)
-    assert searches == sequences.constants(*described(count, device))["SEARCHES"]
-    expected = torch.searchsorted(ends, blocks, right=True)
-    assert torch.equal(found, expected.int())
-    assert torch.equal(before, torch.cat([ends.new_zeros(1), ends])[expected])
-
-
-def described(count, device) -> tuple[AttentionProblem, sequences.Sequences]:
-    """A packed problem of so many sequences of no token, and how the kernels find them."""
-    q, bounds = torch.empty(1, 5, 1, 16, device=device), torch.zeros(count, 4, dtype=torch.int32, device=device)
-    problem = AttentionProblem.of(q, q, None, None, True, bounds=bounds, longest=(5, 5))
-    return problem, sequences.find(problem, bounds)
-
-
-def test_a_launch_has_programs_for_the_blocks_that_can_exist(device):
-    """Not for as many as the longest sequence would need in each, and no fewer than lengths within the bounds have."""
-    rows, keys = [4000, *[1] * 63], [*[130] * 63, 4000]
-    q, k = torch.empty(1, sum(rows), 2, 16, device=device), torch.empty(1, sum(keys), 2, 16, device=device)
-    starts = [[0, *itertools.accumulate(lengths)][:-1] for lengths in (rows, keys)]
-    bounds = torch.tensor([*zip(starts[0], rows, starts[1], keys, strict=True)], dtype=torch.int32, device=device)
-    problem = AttentionProblem.of(q, k, None, None, True, bounds=bounds, longest=(4000, 4000))
-    found = sequences.find(problem, bounds)
-    for lengths, ends, most in ((rows, found.ends[0], found.row_blocks), (keys, found.ends[1], found.token_blocks)):
-        blocks = [math.ceil(length / 128) for length in lengths]
-        assert ends.tolist() == [*itertools.accumulate(blocks)]
-        assert sum(blocks) <= most <= sum(blocks) + 64 + 15
 
 
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
@@ -555,103 +507,3 @@ def test_compile_is_one_graph(backend, device):
     for cu in (int32(device, 0, 11, 11, 36), int32(device, 0, 25, 30, 40)):
         for found, expected in zip(results(compiled, cu), results(attend, cu), strict=True):
             torch.testing.assert_close(found, expected)
-
-
-# Every refusal: what was wrong with which argument, what came, what was expected
-
-
-def dense_arguments(**changes) -> dict:
-    return dict(q=torch.zeros(2, 5, 4, 8), k=torch.zeros(2, 6, 2, 8), v=torch.zeros(2, 6, 2, 7)) | changes
-
-
-def packed_arguments(**changes) -> dict:
-    lengths = dict(cu_seqlens_q=int32("cpu", 0, 2, 5), cu_seqlens_k=int32("cpu", 0, 3, 6))
-    tensors = dict(q=torch.zeros(5, 4, 8), k=torch.zeros(6, 2, 8), v=torch.zeros(6, 2, 7))
-    return tensors | lengths | dict(max_seqlen_q=3, max_seqlen_k=3) | changes
-
-
-COMMON = [
-    ({"window_size": 3}, TypeError, r"^window_size: expected None or a pair \(left, right\), got 3 of type int"),
-    ({"window_size": (3,)}, TypeError, r"^window_size: expected None or a pair \(left, right\), got \(3,\) of type"),
-    ({"window_size": (3, 1.0)}, TypeError, r"^window_size: expected two ints, got \(3, 1.0\) of type tuple"),
-    ({"window_size": (True, 1)}, TypeError, r"^window_size: expected two ints, got \(True, 1\)"),
-    ({"window_size": (3, -2)}, ValueError, r"^window_size: expected numbers of tokens, or -1 .*got \(3, -2\)"),
-    ({"sink": 0.5}, TypeError, r"^sink: expected None or a tensor, got 0.5 of type float"),
-    ({"sink": torch.zeros(4).int()}, TypeError, r"^sink: expected float32, bfloat16 or .*got torch.int32"),
-    ({"sink": torch.zeros(4).double()}, TypeError, r"^sink: expected float32, .*got torch.float64"),
-    ({"sink": torch.zeros(4, device="meta")}, ValueError, r"^sink: expected the device of q, cpu, got meta"),
-    ({"sink": torch.zeros(2)}, ValueError, r"^sink: expected one logit per head, \(H,\) = \(4,\), got \(2,\)"),
-]
-LENGTHS = [
-    ({name: value}, error, rf"^{name}: {message}")
-    for name in ("seqused_q", "seqused_k", "leftpad_q", "leftpad_k")
-    for value, error, message in (
-        ([1, 2], TypeError, r"expected a torch.Tensor, got \[1, 2\] of type list"),
-        (torch.zeros(2).short(), TypeError, r"expected int32 or int64, got torch.int16"),
-        (torch.zeros(2, device="meta").int(), ValueError, r"expected the device of q, cpu, got meta"),
-        (torch.zeros(3).int(), ValueError, r"expected shape \(B,\) = \(2,\), got \(3,\)"),
-    )
-]
-BIASES = [
-    ({"bias": 1.0}, TypeError, r"^bias: expected None or a tensor, got 1.0 of type float"),
-    ({"bias": torch.zeros(5, 6).int()}, TypeError, r"^bias: expected bool, float32, .*got torch.int32"),
-    ({"bias": torch.zeros(5, 6).double()}, TypeError, r"^bias: expected bool, float32, .*got torch.float64"),
-    ({"bias": torch.zeros(5, 6, device="meta")}, ValueError, r"^bias: expected the device of q, cpu, got meta"),
-    (
-        {"bias": torch.zeros(2, 5, 6)},
-        ValueError,
-        r"^bias: expected .*broadcastable to \(B, H, T_q, T_k\) = \(2, 4, 5, 6\), got shape \(2, 5, 6\)",
-    ),
-    ({"bias": torch.zeros(1, 1, 1, 5, 6)}, ValueError, r"^bias: expected .*got shape \(1, 1, 1, 5, 6\)"),
-]
-OFFSETS = [
-    ({name: value}, error, rf"^{name}: {message}")
-    for name in ("cu_seqlens_q", "cu_seqlens_k")
-    for value, error, message in (
-        ([0, 2, 5], TypeError, r"expected a torch.Tensor, got \[0, 2, 5\] of type list"),
-        (torch.zeros(3), TypeError, r"expected int32 or int64, got torch.float32"),
-        (torch.zeros(3, device="meta").int(), ValueError, r"expected the device of q, cpu, got meta"),
-        (torch.zeros(3, 1).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(3, 1\)"),
-        (torch.zeros(0).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(0,\)"),
-    )
-]
-BOUNDS = [
-    ({name: value}, error, rf"^{name}: {message}")
-    for name in ("max_seqlen_q", "max_seqlen_k")
-    for value, error, message in (
-        (3.0, TypeError, r"expected an int, got 3.0 of type float"),
-        (True, TypeError, r"expected an int, got True of type bool"),
-        (-1, ValueError, r"expected at least 0, got -1"),
-    )
-]
-PACKED_TENSORS = [
-    (
-        {"cu_seqlens_k": int32("cpu", 0, 6)},
-        ValueError,
-        r"^cu_seqlens_k: expected the shape of cu_seqlens_q, \(3,\), got \(2,\)",
-    ),
-    ({"q": torch.zeros(1, 5, 4, 8)}, ValueError, r"^q: expected 3 dimensions \(tokens, .*got shape \(1, 5, 4, 8\)"),
-    ({"v": torch.zeros(5, 2, 7)}, ValueError, r"^v: expected the sequence length of k, 6, got 5"),
-    ({"k": torch.zeros(6, 3, 8), "v": torch.zeros(6, 3, 7)}, ValueError, r"^k: its 3 heads must divide the 4 heads"),
-    ({"log_decay": torch.zeros(5, 4)}, ValueError, r"^log_decay: .*\(total_k, H\) = \(6, 4\) .*got \(5, 4\)"),
-    ({"scale": torch.zeros(6, 4)}, ValueError, r"^scale: .*\(total_q, H\) = \(5, 4\), got shape \(6, 4\)"),
-    ({"causal": 0}, TypeError, r"^causal: expected a bool, got 0 of type int"),
-]
-REFUSALS = [
-    (call, arguments, *refusal)
-    for call, arguments, refusals in (
-        (decay_attention, dense_arguments, COMMON + LENGTHS + BIASES),
-        (decay_attention_varlen, packed_arguments, COMMON + OFFSETS + BOUNDS + PACKED_TENSORS),
-    )
-    for refusal in refusals
-]
-
-
-@pytest.mark.parametrize(
-    ("call", "arguments", "changes", "error", "message"), REFUSALS,
-    ids=[f"{call.__name__}-{message[1:40]}" for call, _, _, _, message in REFUSALS],
-)
-def test_bad_arguments_are_refused_by_name(call, arguments, changes, error, message):
-    call(**arguments())  # good without the change
-    with pytest.raises(error, match=message):
-        call(**arguments(**changes))

@@ -1,0 +1,42 @@
+"""Calls to hold against the error budget: inputs of every decay, padded and packed sequences."""
+
+import math
+
+import torch
+
+
+def make_inputs(dtype, decay="scalar", row_scale=False, rows=23, keys=23, heads=4, kv_heads=2, seed=0):
+    """Keyword arguments of verify_attention: two batch entries, D = 16, D_v = 8."""
+    torch.manual_seed(seed)
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    gate = -torch.rand(2, keys, heads, dtype=accumulator)
+    log_decay = {
+        "none": None,
+        "number": -0.1,
+        "constant": gate.new_tensor([-0.01, -0.1, 0.05, -1.0])[:heads],
+        "scalar": gate,
+        "resets": gate.masked_fill(torch.rand(gate.shape) < 0.1, -math.inf),
+        "growth": gate + 0.5,
+    }[decay]
+    return {
+        "q": torch.randn(2, rows, heads, 16).to(dtype),
+        "k": torch.randn(2, keys, kv_heads, 16).to(dtype),
+        "v": torch.randn(2, keys, kv_heads, 8).to(dtype),
+        "log_decay": log_decay,
+        "scale": torch.randn(2, rows, heads, dtype=accumulator) if row_scale else None,
+    }
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+# rows and tokens outside of the sequences; sequences without rows, without keys, with more rows than keys
+PACKING = dict(cu_seqlens_q=int32(1, 6, 6, 7, 18, 20), cu_seqlens_k=int32(0, 4, 6, 6, 19, 21))
+PADDING = dict(seqused_q=int32(12, 23), seqused_k=int32(20, 9), leftpad_q=int32(2, 0), leftpad_k=int32(3, 0))
+
+
+def make_packed_inputs(*args, **options):
+    """The first batch entry of make_inputs, as arguments of verify_attention_varlen."""
+    inputs = make_inputs(*args, **options)
+    return {name: x[0] if isinstance(x, torch.Tensor) and x.ndim > 1 else x for name, x in inputs.items()} | PACKING

@@ -1,0 +1,219 @@
+"""What a call may be given: every bad argument is refused by name, with what came and what was expected."""
+
+import math
+
+import pytest
+import torch
+
+from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, visited_fraction
+
+INF = math.inf
+
+
+def int32(*numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def dense_arguments(**changes) -> dict:
+    return dict(q=torch.zeros(2, 5, 4, 8), k=torch.zeros(2, 6, 2, 8), v=torch.zeros(2, 6, 2, 7)) | changes
+
+
+def packed_arguments(**changes) -> dict:
+    lengths = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 3, 6))
+    tensors = dict(q=torch.zeros(5, 4, 8), k=torch.zeros(6, 2, 8), v=torch.zeros(6, 2, 7))
+    return tensors | lengths | dict(max_seqlen_q=3, max_seqlen_k=3) | changes
+
+
+META = {"device": "meta"}
+# decay_attention's tensors, log-decay, scale and names
+TENSORS = [
+    ({"q": [1.0]}, TypeError, r"^q: expected a torch.Tensor, got \[1.0\] of type list"),
+    ({"v": None}, TypeError, r"^v: expected a torch.Tensor, got None of type NoneType"),
+    ({"k": torch.zeros(6, 2, 8)}, ValueError, r"^k: expected 4 dimensions \(batch, sequence.*got shape \(6, 2, 8\)"),
+    ({"q": torch.zeros(2, 5, 4, 8).int()}, TypeError, r"^q: expected float16, bfloat16, float32 or .*got torch.int32"),
+    ({"k": torch.zeros(2, 6, 2, 8).half()}, TypeError, r"^k: expected the dtype of q, torch.float32, got .*float16"),
+    ({"v": torch.zeros(2, 6, 2, 7, **META)}, ValueError, r"^v: expected the device of q, cpu, got meta"),
+    ({"k": torch.zeros(3, 6, 2, 8)}, ValueError, r"^k: expected the batch size of q, 2, got 3"),
+    ({"v": torch.zeros(2, 9, 2, 7)}, ValueError, r"^v: expected the sequence length of k, 6, got 9"),
+    ({"v": torch.zeros(2, 6, 4, 7)}, ValueError, r"^v: expected the number of heads of k, 2, got 4"),
+    ({"k": torch.zeros(2, 6, 2, 9)}, ValueError, r"^k: expected the head dimension of q, 8, got 9"),
+    (
+        {"k": torch.zeros(2, 6, 3, 8), "v": torch.zeros(2, 6, 3, 7)},
+        ValueError,
+        r"^k: its 3 heads must divide the 4 heads of q",
+    ),
+    (
+        {"k": torch.zeros(2, 6, 0, 8), "v": torch.zeros(2, 6, 0, 7)},
+        ValueError,
+        r"^k: its 0 heads must divide the 4 heads of q",
+    ),
+    (
+        {"q": torch.zeros(2, 5, 4, 257), "k": torch.zeros(2, 6, 2, 257)},
+        ValueError,
+        r"^q: expected a head dimension from 1 to 256, got 257",
+    ),
+    ({"v": torch.zeros(2, 6, 2, 0)}, ValueError, r"^v: expected a head dimension from 1 to 256, got 0"),
+    ({"causal": 1}, TypeError, r"^causal: expected a bool, got 1 of type int"),
+    (
+        {"causal": False, "q": torch.zeros(2, 8, 4, 8), "log_decay": torch.zeros(2, 6, 4)},
+        ValueError,
+        r"^causal: False with a per-token log_decay needs T_q <= T_k.*first 2 query rows.*T_q = 8, T_k = 6",
+    ),
+    ({"log_decay": -INF}, ValueError, r"^log_decay: expected a finite number, got -inf"),
+    ({"log_decay": math.nan}, ValueError, r"^log_decay: expected a finite number, got nan"),
+    ({"log_decay": True}, TypeError, r"^log_decay: expected None, a number or a tensor, got True of type bool"),
+    ({"log_decay": "alibi"}, TypeError, r"^log_decay: expected None, a number or a tensor, got 'alibi' of type str"),
+    ({"log_decay": torch.zeros(4).bfloat16()}, TypeError, r"^log_decay: expected float32, got .*bfloat16.*\.float\(\)"),
+    ({"log_decay": torch.zeros(4).half()}, TypeError, r"^log_decay: expected float32, got torch.float16.*\.float\(\)"),
+    (
+        {"log_decay": torch.zeros(4).double()},
+        TypeError,
+        r"^log_decay: expected float32 \(or float64 with float64 q, k, v\), got torch.float64",
+    ),
+    ({"log_decay": torch.zeros(4).int()}, TypeError, r"^log_decay: expected float32 .*got torch.int32"),
+    ({"log_decay": torch.zeros(4, **META)}, ValueError, r"^log_decay: expected the device of q, cpu, got meta"),
+    (
+        {"log_decay": torch.zeros(2, 5, 4)},
+        ValueError,
+        r"^log_decay: expected shape \(\) or \(H,\) = \(4,\) .*\(B, T_k, H\) = \(2, 6, 4\).*; got \(2, 5, 4\)",
+    ),
+    ({"log_decay": torch.zeros(2)}, ValueError, r"^log_decay: expected shape .*; got \(2,\)"),
+    ({"scale": INF}, ValueError, r"^scale: expected a finite number, got inf"),
+    ({"scale": False}, TypeError, r"^scale: expected None, a number or a tensor, got False of type bool"),
+    ({"scale": torch.ones(4).double()}, TypeError, r"^scale: expected float32, bfloat16 or .*got torch.float64"),
+    ({"scale": torch.ones(4).long()}, TypeError, r"^scale: expected float32, .*got torch.int64"),
+    ({"scale": torch.ones(4, **META)}, ValueError, r"^scale: expected the device of q, cpu, got meta"),
+    (
+        {"scale": torch.ones(6, 4)},
+        ValueError,
+        r"^scale: expected a tensor broadcastable to \(B, T_q, H\) = \(2, 5, 4\), got shape \(6, 4\)",
+    ),
+    ({"scale": torch.ones(1, 2, 5, 4)}, ValueError, r"^scale: expected a tensor .*got shape \(1, 2, 5, 4\)"),
+    ({"backend": "flash"}, ValueError, r"^backend: expected one of 'auto', 'reference'.*, got 'flash'"),
+]
+# of both functions
+COMMON = [
+    ({"window_size": 3}, TypeError, r"^window_size: expected None or a pair \(left, right\), got 3 of type int"),
+    ({"window_size": (3,)}, TypeError, r"^window_size: expected None or a pair \(left, right\), got \(3,\) of type"),
+    ({"window_size": (3, 1.0)}, TypeError, r"^window_size: expected two ints, got \(3, 1.0\) of type tuple"),
+    ({"window_size": (True, 1)}, TypeError, r"^window_size: expected two ints, got \(True, 1\)"),
+    ({"window_size": (3, -2)}, ValueError, r"^window_size: expected numbers of tokens, or -1 .*got \(3, -2\)"),
+    ({"sink": 0.5}, TypeError, r"^sink: expected None or a tensor, got 0.5 of type float"),
+    ({"sink": torch.zeros(4).int()}, TypeError, r"^sink: expected float32, bfloat16 or .*got torch.int32"),
+    ({"sink": torch.zeros(4).double()}, TypeError, r"^sink: expected float32, .*got torch.float64"),
+    ({"sink": torch.zeros(4, device="meta")}, ValueError, r"^sink: expected the device of q, cpu, got meta"),
+    ({"sink": torch.zeros(2)}, ValueError, r"^sink: expected one logit per head, \(H,\) = \(4,\), got \(2,\)"),
+]
+# of padded sequences
+LENGTHS = [
+    ({name: value}, error, rf"^{name}: {message}")
+    for name in ("seqused_q", "seqused_k", "leftpad_q", "leftpad_k")
+    for value, error, message in (
+        ([1, 2], TypeError, r"expected a torch.Tensor, got \[1, 2\] of type list"),
+        (torch.zeros(2).short(), TypeError, r"expected int32 or int64, got torch.int16"),
+        (torch.zeros(2, device="meta").int(), ValueError, r"expected the device of q, cpu, got meta"),
+        (torch.zeros(3).int(), ValueError, r"expected shape \(B,\) = \(2,\), got \(3,\)"),
+    )
+]
+BIASES = [
+    ({"bias": 1.0}, TypeError, r"^bias: expected None or a tensor, got 1.0 of type float"),
+    ({"bias": torch.zeros(5, 6).int()}, TypeError, r"^bias: expected bool, float32, .*got torch.int32"),
+    ({"bias": torch.zeros(5, 6).double()}, TypeError, r"^bias: expected bool, float32, .*got torch.float64"),
+    ({"bias": torch.zeros(5, 6, device="meta")}, ValueError, r"^bias: expected the device of q, cpu, got meta"),
+    (
+        {"bias": torch.zeros(2, 5, 6)},
+        ValueError,
+        r"^bias: expected .*broadcastable to \(B, H, T_q, T_k\) = \(2, 4, 5, 6\), got shape \(2, 5, 6\)",
+    ),
+    ({"bias": torch.zeros(1, 1, 1, 5, 6)}, ValueError, r"^bias: expected .*got shape \(1, 1, 1, 5, 6\)"),
+]
+# of packed sequences
+OFFSETS = [
+    ({name: value}, error, rf"^{name}: {message}")
+    for name in ("cu_seqlens_q", "cu_seqlens_k")
+    for value, error, message in (
+        ([0, 2, 5], TypeError, r"expected a torch.Tensor, got \[0, 2, 5\] of type list"),
+        (torch.zeros(3), TypeError, r"expected int32 or int64, got torch.float32"),
+        (torch.zeros(3, device="meta").int(), ValueError, r"expected the device of q, cpu, got meta"),
+        (torch.zeros(3, 1).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(3, 1\)"),
+        (torch.zeros(0).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(0,\)"),
+    )
+]
+BOUNDS = [
+    ({name: value}, error, rf"^{name}: {message}")
+    for name in ("max_seqlen_q", "max_seqlen_k")
+    for value, error, message in (
+        (3.0, TypeError, r"expected an int, got 3.0 of type float"),
+        (True, TypeError, r"expected an int, got True of type bool"),
+        (-1, ValueError, r"expected at least 0, got -1"),
+    )
+]
+PACKED_TENSORS = [
+    (
+        {"cu_seqlens_k": int32(0, 6)},
+        ValueError,
+        r"^cu_seqlens_k: expected the shape of cu_seqlens_q, \(3,\), got \(2,\)",
+    ),
+    ({"q": torch.zeros(1, 5, 4, 8)}, ValueError, r"^q: expected 3 dimensions \(tokens, .*got shape \(1, 5, 4, 8\)"),
+    ({"v": torch.zeros(5, 2, 7)}, ValueError, r"^v: expected the sequence length of k, 6, got 5"),
+    ({"k": torch.zeros(6, 3, 8), "v": torch.zeros(6, 3, 7)}, ValueError, r"^k: its 3 heads must divide the 4 heads"),
+    ({"log_decay": torch.zeros(5, 4)}, ValueError, r"^log_decay: .*\(total_k, H\) = \(6, 4\) .*got \(5, 4\)"),
+    ({"scale": torch.zeros(6, 4)}, ValueError, r"^scale: .*\(total_q, H\) = \(5, 4\), got shape \(6, 4\)"),
+    ({"causal": 0}, TypeError, r"^causal: expected a bool, got 0 of type int"),
+]
+REFUSALS = [
+    (call, arguments, *refusal)
+    for call, arguments, refusals in (
+        (decay_attention, dense_arguments, TENSORS + COMMON + LENGTHS + BIASES),
+        (decay_attention_varlen, packed_arguments, COMMON + OFFSETS + BOUNDS + PACKED_TENSORS),
+    )
+    for refusal in refusals
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "changes", "error", "message"), REFUSALS,
+    ids=[f"{call.__name__}-{message[1:40]}" for call, _, _, _, message in REFUSALS],
+)
+def test_bad_arguments_are_refused_by_name(call, arguments, changes, error, message):
+    call(**arguments())  # good without the change
+    with pytest.raises(error, match=message):
+        call(**arguments(**changes))
+
+
+# The tolerance of skipping
+
+
+@pytest.mark.parametrize(("value", "error", "message"), [
+    ("none", ValueError, "skip_tolerance: expected 'auto', None or a number between 0 and 1, got 'none'"),
+    (0.0, ValueError, "got 0.0"),
+    (-1e-3, ValueError, "got -0.001"),
+    (1, ValueError, "got 1"),
+    (math.nan, ValueError, "got nan"),
+    (INF, ValueError, "got inf"),
+    (True, TypeError, "got True of type bool"),
+    (torch.tensor(0.1), TypeError, "of type torch.Tensor"),
+    ((0.1,), TypeError, "of type tuple"),
+])
+def test_bad_tolerances_are_refused(value, error, message):
+    q = torch.zeros(1, 4, 1, 8)
+    message = f"^skip_tolerance: .*{message.removeprefix('skip_tolerance: ')}"
+    with pytest.raises(error, match=message):
+        decay_attention(q, q, q, skip_tolerance=value)
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    lengths = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
+    with pytest.raises(error, match=message):
+        decay_attention_varlen(q[0], q[0], q[0], skip_tolerance=value, **lengths)
+    with pytest.raises(error, match=message):
+        visited_fraction(q, q, -1.0, skip_tolerance=value)
+    with pytest.raises(error, match=message):
+        DecayFlashAttention(8, 1, skip_tolerance=value)
+
+
+@pytest.mark.parametrize("value", ["auto", None, 1e-9, 0.5])
+def test_good_tolerances(value):
+    q = torch.randn(1, 4, 1, 8)
+    expected = decay_attention(q, q, q, -1.0)
+    assert torch.equal(decay_attention(q, q, q, -1.0, skip_tolerance=value), expected)
+    x = torch.randn(1, 4, 8)
+    assert DecayFlashAttention(8, 1, skip_tolerance=value)(x).shape == x.shape
