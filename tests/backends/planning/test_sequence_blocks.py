@@ -38,7 +38,7 @@ def test_a_block_finds_its_sequence(count, searches, device):
 def described(count, device) -> tuple[AttentionProblem, sequences.Sequences]:
     """A packed problem of so many sequences of no token, and how the kernels find them."""
     q, bounds = torch.empty(1, 5, 1, 16, device=device), torch.zeros(count, 4, dtype=torch.int32, device=device)
-    problem = AttentionProblem.of(q, q, None, None, True, bounds=places, longest=(5, 5))
+    problem = AttentionProblem.of(q, q, None, None, True, bounds=bounds, longest=(5, 5))
     return problem, sequences.find(problem, bounds)
 
 
@@ -48,7 +48,7 @@ def test_a_launch_has_programs_for_the_blocks_that_can_exist(device):
     q, k = torch.empty(1, sum(rows), 2, 16, device=device), torch.empty(1, sum(keys), 2, 16, device=device)
     starts = [[0, *itertools.accumulate(lengths)][:-1] for lengths in (rows, keys)]
     bounds = torch.tensor([*zip(starts[0], rows, starts[1], keys, strict=True)], dtype=torch.int32, device=device)
-    problem = AttentionProblem.of(q, k, None, None, True, bounds=places, longest=(4000, 4000))
+    problem = AttentionProblem.of(q, k, None, None, True, bounds=bounds, longest=(4000, 4000))
     found = sequences.find(problem, bounds)
     for lengths, ends, most in ((rows, found.ends[0], found.row_blocks), (keys, found.ends[1], found.token_blocks)):
         blocks = [math.ceil(length / 128) for length in lengths]
