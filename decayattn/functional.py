@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from decayattn import autograd, keywords, reference
+from decayattn import autograd, keywords, reference, sharding
 from decayattn.backends import registry
 from decayattn.problem import (
     AttentionProblem,
@@ -145,11 +145,30 @@ def decay_attention(
     Under autocast q, k and v are cast to its dtype, log_decay and scale are left alone. The kernels have no second
     derivative: a double backward raises. Tensors on the meta device give results there, whatever the backend.
 
+    DTensors (torch.distributed.tensor) may be sharded by batch or by heads, as q is; the results are sharded alike, and
+    nothing is sent. Every tensor argument is a DTensor then, and those that are replicated where q is sharded are cut
+    up, or, where they have nothing to cut (a sink beside a sharded batch), get the sum of the ranks' gradients. Batch
+    and H_kv have to be multiples of the ranks that share them, and the sequence is not sharded.
+
     Raises:
         TypeError, ValueError: for every bad argument, by name, before any kernel starts.
     """
     if unknown:
         keywords.refuse(decay_attention, unknown)
+    if sharding.any_dtensor(
+        q, k, v, log_decay, scale, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k
+    ):
+        return sharding.attention(
+            decay_attention,
+            dict(
+                q=q, k=k, v=v, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q,
+                seqused_k=seqused_k, leftpad_q=leftpad_q, leftpad_k=leftpad_k,
+            ),
+            dict(
+                causal=causal, window_size=window_size, return_lse=return_lse, skip_tolerance=skip_tolerance,
+                backend=backend,
+            ),
+        )
     q, k, v = _autocast(q, k, v)
     check_bool("return_lse", return_lse)
     check_arguments(
@@ -231,6 +250,18 @@ def decay_attention_varlen(
     """
     if unknown:
         keywords.refuse(decay_attention_varlen, unknown)
+    if sharding.any_dtensor(q, k, v, log_decay, scale, sink, cu_seqlens_q, cu_seqlens_k):
+        return sharding.attention(
+            decay_attention_varlen,
+            dict(
+                q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+            ),
+            dict(
+                max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window_size=window_size,
+                return_lse=return_lse, skip_tolerance=skip_tolerance, backend=backend,
+            ),
+        )
     q, k, v = _autocast(q, k, v)
     check_bool("return_lse", return_lse)
     check_packed_arguments(

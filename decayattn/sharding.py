@@ -1,0 +1,186 @@
+"""DTensors: decay_attention of tensors that are sharded by batch or by heads, and a rank's part of a parameter.
+
+Attention does not mix batch entries or heads, so every rank attends to its own and nothing is sent. What all ranks hold
+alike (a sink where the batch is sharded) has a gradient that is a sum over the ranks. Sequences that are sharded are
+for context parallelism.
+
+torch.distributed.tensor is imported where there is a DTensor only: importing it takes half a second.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_PLAIN = {Tensor, nn.Parameter, type(None), float, int, bool, str}
+_SEQUENCE = "sequence"
+# the axes of the arguments and results, which broadcast from the right
+_DENSE = {
+    "q": ("batch", _SEQUENCE, "heads", "channels"), "k": ("batch", _SEQUENCE, "heads", "channels"),
+    "v": ("batch", _SEQUENCE, "heads", "channels"), "log_decay": ("batch", _SEQUENCE, "heads"),
+    "scale": ("batch", _SEQUENCE, "heads"), "bias": ("batch", "heads", _SEQUENCE, "keys"), "sink": ("heads",),
+    "seqused_q": ("batch",), "seqused_k": ("batch",), "leftpad_q": ("batch",), "leftpad_k": ("batch",),
+    "out": ("batch", _SEQUENCE, "heads", "channels"), "lse": ("batch", "heads", _SEQUENCE),
+}
+_PACKED = {
+    "q": (_SEQUENCE, "heads", "channels"), "k": (_SEQUENCE, "heads", "channels"),
+    "v": (_SEQUENCE, "heads", "channels"), "log_decay": (_SEQUENCE, "heads"), "scale": (_SEQUENCE, "heads"),
+    "sink": ("heads",), "cu_seqlens_q": ("offsets",), "cu_seqlens_k": ("offsets",),
+    "out": (_SEQUENCE, "heads", "channels"), "lse": ("heads", _SEQUENCE),
+}
+
+
+def any_dtensor(*values: object) -> bool:
+    """Whether a DTensor is among the values."""
+    if not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, values)):
+        return False
+    return any(is_dtensor(value) for value in values)
+
+
+def is_dtensor(value: object) -> bool:
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
+
+
+def attention(function: Callable, tensors: dict[str, Any], options: dict[str, Any]) -> Any:
+    """function(**tensors, **options) of every rank's batch entries or heads, as DTensors.
+
+    Args:
+        function: decay_attention or decay_attention_varlen.
+        tensors: the arguments that may be tensors, by name. How q is sharded decides; the others are sharded alike or
+            replicated, and are cut up where they are replicated.
+        options: the others.
+
+    Returns:
+        What the function returns, sharded as q is.
+
+    Raises:
+        TypeError, ValueError: for what cannot be done rank by rank, by name.
+    """
+    axes = _DENSE if "cu_seqlens_q" not in tensors else _PACKED
+    q, k = (_checked(name, tensors[name], None) for name in ("q", "k"))
+    mesh = q.device_mesh
+    splits = [_split_of(placement, axes["q"]) for placement in q.placements]
+    for axis, name, tensor in (("batch", "q", q), ("heads", "k", k)):
+        ranks = math.prod(mesh.size(dim) for dim, split in enumerate(splits) if split == axis)
+        if axis not in splits or tensor.ndim != len(axes[name]):
+            continue
+        size = tensor.shape[axes[name].index(axis)]
+        if size % ranks:
+            what = "a batch" if axis == "batch" else "heads (H_kv)"
+            raise ValueError(f"{name}: expected {what} in a multiple of the {ranks} ranks that share them, got {size}")
+    local = {name: _local(name, tensor, axes[name], splits, mesh) for name, tensor in tensors.items()}
+    results = function(**local, **options)
+    if not isinstance(results, tuple):
+        return _global(results, axes["out"], splits, mesh)
+    return tuple(_global(x, axes[name], splits, mesh) for x, name in zip(results, ("out", "lse"), strict=True))
+
+
+def local_part(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
+    """This rank's part of a parameter that tensor parallelism on this mesh has distributed; without a mesh, as it is.
+
+    What is replicated is used by every rank for heads of its own, so its gradient is the sum over the ranks.
+    """
+    if mesh is None:
+        return tensor
+    from torch.distributed.tensor import Partial
+
+    dtensor = _checked("parameter", tensor, mesh)  # not so while FSDP2 has it sharded: outside of the layer's forward
+    gradient = [Partial() if placement.is_replicate() else placement for placement in dtensor.placements]
+    return _to_local(dtensor, dtensor.placements, gradient)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor on every rank: a collective where it is a DTensor."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
+    """x as every rank of the mesh needs it whole: x itself, or all of a DTensor. Its gradient is summed over the ranks.
+
+    One sum for all that is computed of it, as the f of Megatron-LM (Shoeybi et al., arXiv 1909.08053).
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    dtensor = x if is_dtensor(x) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return local_part(dtensor.redistribute(placements=[Replicate()]), mesh)  # type: ignore[attr-defined]
+
+
+def _split_of(placement: Any, axes: Sequence[str]) -> str | None:
+    """The axis that one dimension of the mesh shards in q, None where it is replicated."""
+    from torch.distributed.tensor import Shard
+
+    if placement.is_replicate():
+        return None
+    axis = axes[placement.dim] if type(placement) is Shard else None
+    if axis == _SEQUENCE:
+        raise ValueError(
+            f"q: is sharded along the sequence ({placement}), which context parallelism is for: "
+            "decayattn.distributed.context_parallel_attention, on each rank's own tensors"
+        )
+    if axis not in ("batch", "heads"):
+        raise ValueError(f"q: expected a DTensor replicated or sharded by batch or heads, got {placement}")
+    return axis
+
+
+def _checked(name: str, tensor: object, mesh: "DeviceMesh | None") -> "DTensor":
+    """The tensor, if it is a DTensor, on that mesh."""
+    if not is_dtensor(tensor):
+        raise TypeError(
+            f"{name}: expected a DTensor, as another argument is, got a {type(tensor).__name__}; what every rank has "
+            "alike is DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)"
+        )
+    if mesh is not None and tensor.device_mesh != mesh:  # type: ignore[attr-defined]
+        raise ValueError(f"{name}: expected a DTensor on the mesh {mesh}, got one on {tensor.device_mesh}")  # type: ignore[attr-defined]
+    return tensor  # type: ignore[return-value]
+
+
+def _local(
+    name: str, value: Any, axes: Sequence[str], splits: Sequence[str | None], mesh: "DeviceMesh"
+) -> Any:
+    """This rank's part of an argument."""
+    if not isinstance(value, Tensor):
+        return value
+    from torch.distributed.tensor import Partial
+
+    tensor = _checked(name, value, mesh)
+    if tensor.ndim > len(axes):
+        return tensor.to_local()  # the function refuses its number of dimensions
+    wanted = _placements(axes[len(axes) - tensor.ndim :], splits, tensor.shape)
+    for have, want in zip(tensor.placements, wanted, strict=True):
+        if not have.is_replicate() and have != want:
+            raise ValueError(f"{name}: expected {want} or Replicate() beside q, got {have}")
+    gradient = [
+        Partial() if split is not None and placement.is_replicate() else placement
+        for split, placement in zip(splits, wanted, strict=True)
+    ]
+    return _to_local(tensor, wanted, gradient)
+
+
+def _placements(axes: Sequence[str], splits: Sequence[str | None], shape: Sequence[int] | None = None) -> list:
+    """How a tensor of these axes is sharded where q is split so. An axis of 1 is broadcast, and replicated."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    def of(split: str | None) -> Any:
+        if split not in axes or (shape is not None and shape[axes.index(split)] == 1):
+            return Replicate()
+        return Shard(axes.index(split))
+
+    return [of(split) for split in splits]
+
+
+def _to_local(tensor: "DTensor", placements: Sequence, gradient: Sequence) -> Tensor:
+    # redistributed even where nothing moves: its backward makes the whole gradient of partial ones, which a leaf
+    # would keep
+    return tensor.redistribute(placements=placements).to_local(grad_placements=gradient)
+
+
+def _global(x: Tensor, axes: Sequence[str], splits: Sequence[str | None], mesh: "DeviceMesh") -> "DTensor":
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(x, mesh, _placements(axes, splits), run_check=False)
