@@ -2,9 +2,12 @@
 
 import multiprocessing
 import os
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +22,67 @@ class Ranks:
     """`world` processes with torch.distributed initialised: gloo on the CPU, or NCCL with a GPU each."""
 
     def __init__(self, world: int, folder: Path, device: str = "cpu"):
-        context = multiprocessing.get_context("spawn")  # a fork would take over threads
-        self.connections, self.processes = [], []
-        for rank in range(world):
-            connection, remote = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, str(folder), device, remote), daemon=True)
-            process.start()
-            remote.close()
-            self.connections.append(connection)
-            self.processes.append(process)
-        self.device = device
+        self.world, self.folder, self.device = world, folder, device
+        self.connections: list[Connection] = []
+        self.processes: list[BaseProcess] = []
 
     def __call__(self, function: Callable, *arguments: Any) -> list[Any]:
         """function(*arguments) on every rank; what each returns. A test fails with the traceback of a rank's error."""
+        if not self.processes:
+            self._start()
         for connection in self.connections:
             connection.send((function, arguments))
-        answers = []
-        for rank, connection in enumerate(self.connections):
-            if not connection.poll(SECONDS):
-                self.close()
-                pytest.fail(f"rank {rank} does not answer {function.__name__} within {SECONDS} s")
-            answers.append(connection.recv())
-        failed = "\n".join(f"rank {rank}: {answer}" for rank, (done, answer) in enumerate(answers) if not done)
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + SECONDS
+        while len(answers) < self.world and time.monotonic() < deadline:
+            for connection in wait(self.connections, max(0, deadline - time.monotonic())):
+                rank = self.connections.index(connection)
+                answers[rank] = self._receive(rank)
+                if not answers[rank][0]:  # the others may wait for it
+                    deadline = min(deadline, time.monotonic() + 5)
+        failed = [f"rank {rank}: {answer}" for rank, (done, answer) in sorted(answers.items()) if not done]
+        if len(answers) < self.world:
+            failed.append(f"{function.__name__}: no answer from ranks {sorted({*range(self.world)} - answers.keys())}")
+            self.close()
         if failed:
-            self.close()  # the other ranks may wait for it
-            pytest.fail(failed)
-        return [answer for _, answer in answers]
+            pytest.fail("\n".join(failed))
+        return [answers[rank][1] for rank in range(self.world)]
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
+        self.connections, self.processes = [], []
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return self.connections[rank].recv()
+        except EOFError:
+            self.processes[rank].join()
+            status = self.processes[rank].exitcode
+            self.close()
+            pytest.fail(f"rank {rank}: the process ended with {status}")
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would take over threads
+        store = tempfile.mktemp(dir=self.folder)
+        for rank in range(self.world):
+            connection, remote = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, store, self.device, remote), daemon=True)
+            process.start()
+            remote.close()
+            self.connections.append(connection)
+            self.processes.append(process)
 
 
-def _serve(rank: int, world: int, folder: str, device: str, connection: Connection) -> None:
+def _serve(rank: int, world: int, store: str, device: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)
         distributed.init_process_group(
-            "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
+            "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
         )
     except RuntimeError:
         connection.recv()

@@ -3,6 +3,7 @@
 from decayattn.nn.attention import DecayFlashAttention
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, alibi_log_decay, half_life, retnet_log_decay
+from decayattn.nn.parallel import fully_shard_attention, tensor_parallel_plan
 
 __all__ = [
     "ConstantDecay",
@@ -11,6 +12,8 @@ __all__ = [
     "DecayFlashAttention",
     "ScalarDecay",
     "alibi_log_decay",
+    "fully_shard_attention",
     "half_life",
     "retnet_log_decay",
+    "tensor_parallel_plan",
 ]

@@ -21,6 +21,7 @@ from decayattn.problem import (
     check_skip_tolerance,
     check_window,
 )
+from decayattn.sharding import local_part, replicated
 
 
 class DecayFlashAttention(nn.Module):
@@ -143,6 +144,7 @@ class DecayFlashAttention(nn.Module):
         self.sink = nn.Parameter(torch.empty(num_heads, **options)) if check_bool("sink", sink) else None
         self.log_scale = nn.Parameter(torch.empty(num_heads, **options)) if scale == "learned" else None
         self.decay = _build_decay(decay, self.embed_dim, num_heads, options)
+        self.tensor_mesh: Any = None  # the DeviceMesh of tensor parallelism; see decayattn.nn.tensor_parallel_plan
         self._zero_start()
 
     def reset_parameters(self) -> None:
@@ -187,6 +189,8 @@ class DecayFlashAttention(nn.Module):
             RuntimeError: with a cache where a gradient would be needed.
         """
         self._check_input(x)
+        if self.tensor_mesh is not None:
+            x = replicated(x, self.tensor_mesh)
         if cache is not None:
             self._check_cache(x, cache)
         elif new_lengths is not None:
@@ -217,7 +221,8 @@ class DecayFlashAttention(nn.Module):
                 raise ValueError("resets: expected only where the decay is one per token")
             log_decay = log_decay.masked_fill(resets.bool()[..., None], -math.inf)
         options: dict[str, Any] = dict(
-            scale=self._score_scale(), window_size=self.window_size, sink=self.sink,
+            scale=self._score_scale(), window_size=self.window_size,
+            sink=None if self.sink is None else local_part(self.sink, self.tensor_mesh),
             skip_tolerance=self.skip_tolerance, backend=self.backend,
         )
         if cache is not None:
@@ -296,7 +301,7 @@ class DecayFlashAttention(nn.Module):
         if self.log_scale is None:
             return self.scale  # type: ignore[return-value]  # "learned" has a log_scale
         wide = torch.promote_types(self.log_scale.dtype, torch.float32)
-        return self.log_scale.to(wide).exp() / math.sqrt(self.head_dim)
+        return local_part(self.log_scale, self.tensor_mesh).to(wide).exp() / math.sqrt(self.head_dim)
 
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):

@@ -4,6 +4,7 @@ Anything that maps x (B, T, embed_dim) to log_decay, (H,) or (B, T, H) in float3
 derive from Decay, which keeps their parameters in float32 when the model around them is converted to 16 bits.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decayattn.problem import is_reset, without_autocast
+from decayattn.sharding import local_part, whole
 
 
 class Decay(nn.Module):
@@ -23,6 +25,8 @@ class Decay(nn.Module):
     narrower than float32, `.bfloat16()`, `.half()` and `.to(dtype)` leave them so: the logit of a slow head, near 7,
     moves in steps of 0.03 in bfloat16, and an error in λ adds up over all tokens in between. `.double()` is followed.
     """
+
+    tensor_mesh: Any = None  # the DeviceMesh of tensor parallelism, whose ranks have some of the heads each
 
     def __init__(self, num_heads: int):
         super().__init__()
@@ -55,8 +59,8 @@ class ScalarDecay(Decay):
     shortest. With a zero weight the half-lives are the ones asked for whatever the scale of x; the weight learns from
     the first step on, because its gradient is x times that of the gate's logit.
 
-    FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds the parameters that it gathers. Give this module a
-    `fully_shard` of its own, without a policy, before its parents'.
+    FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds the parameters that it gathers;
+    decayattn.nn.fully_shard_attention leaves these out of it.
 
     Args:
         embed_dim: width of x.
@@ -95,12 +99,14 @@ class ScalarDecay(Decay):
         """log_decay (B, T, H) < 0."""
         dtype = _gate_dtype(x)
         with without_autocast(x.device):
-            return F.logsigmoid(F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype)))
+            weight, bias = (local_part(parameter, self.tensor_mesh).to(dtype) for parameter in (self.weight, self.bias))
+            return F.logsigmoid(F.linear(x.to(dtype), weight, bias))
 
     @torch.no_grad()
     def half_lives(self, x: Tensor | None = None) -> Tensor:
-        """Half-lives in tokens: (B, T, H) of the gates for x, or (H,) of the biases alone."""
-        return half_life(F.logsigmoid(self.bias) if x is None else self(x))
+        """Half-lives in tokens: (B, T, H) of the gates for x, or (H,) of the biases alone (all heads', a collective
+        where they are sharded)."""
+        return half_life(F.logsigmoid(whole(self.bias)) if x is None else self(x))
 
     def extra_repr(self) -> str:
         shortest, longest = self.initial_half_lives
@@ -178,18 +184,20 @@ class ConstantDecay(Decay):
 
     def forward(self, x: Tensor) -> Tensor:
         """log_decay (H,); of x only the dtype matters."""
-        return self._values().to(_gate_dtype(x))
+        return self._values(functools.partial(local_part, mesh=self.tensor_mesh)).to(_gate_dtype(x))
 
     @torch.no_grad()
     def half_lives(self, x: Tensor | None = None) -> Tensor:
-        """Half-lives in tokens, (H,), whatever x is."""
-        return half_life(self._values())
+        """Half-lives in tokens, (H,), whatever x is; a collective where they are sharded."""
+        return half_life(self._values(whole))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, learned={self.learned}"
 
-    def _values(self) -> Tensor:
-        return self.sign * self.log_rate.exp() if self.learned else self.log_decay
+    def _values(self, part: Callable[[Tensor], Tensor]) -> Tensor:
+        if not self.learned:
+            return part(self.log_decay)
+        return part(self.sign) * part(self.log_rate).exp()
 
 
 def alibi_log_decay(num_heads: int) -> tuple[float, ...]:

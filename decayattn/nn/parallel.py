@@ -1,0 +1,93 @@
+"""Layers over several devices: sharded data parallelism (FSDP2) and tensor parallelism, with torch's own engines."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from decayattn.nn.attention import DecayFlashAttention
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def fully_shard_attention(module: nn.Module, **options: Any) -> None:
+    """torch's fully_shard for every DecayFlashAttention in the module, such that what is per head stays in float32.
+
+    FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds every parameter that it gathers. A log-decay adds up
+    over all tokens in between, and the gradient of a sink is off by some percent then. Here the policy is for the
+    projections alone; decay, sink, log_scale and the gains of qk_norm are gathered and reduced as they are stored.
+
+    Call it before the fully_shard of what is around the layer, as FSDP2 shards the innermost first::
+
+        for block in model.blocks:
+            fully_shard_attention(block, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    Names in the state dict stay as they are.
+
+    Args:
+        module: a DecayFlashAttention, or what contains some.
+        options: of fully_shard: mesh, mp_policy, reshard_after_forward, offload_policy and so on.
+
+    Raises:
+        ValueError: if there is no DecayFlashAttention in the module.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    as_stored = {name: value for name, value in options.items() if name != "mp_policy"}
+    for _, layer in _layers(module):
+        for projection in (layer.in_proj, layer.out_proj):
+            fully_shard(projection, **options)
+        apart = {id(p) for projection in (layer.in_proj, layer.out_proj) for p in projection.parameters()}
+        decay = list(layer.decay.parameters()) if isinstance(layer.decay, nn.Module) else []
+        rest = [p for p in layer.parameters() if id(p) not in apart]
+        # a group of parameters has one dtype, and a 16-bit model has a float32 decay
+        if isinstance(layer.decay, nn.Module) and decay and len({p.dtype for p in rest}) > 1:
+            fully_shard(layer.decay, **as_stored)
+            rest = [p for p in rest if all(p is not other for other in decay)]
+        if rest:
+            fully_shard(layer, **as_stored)
+
+
+def tensor_parallel_plan(module: nn.Module) -> "dict[str, ParallelStyle]":
+    """The plan by which torch's parallelize_module divides the heads of every DecayFlashAttention in the module.
+
+    On one dimension of a mesh, with as many ranks as divide H_kv::
+
+        mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("tensor",))
+        parallelize_module(model, mesh, tensor_parallel_plan(model))
+
+    A rank has its heads' rows of every part of in_proj, their columns of out_proj and their decay, sink and log_scale;
+    qk_norm's gains are on every rank. It takes x whole, a plain tensor or a DTensor, and gives y whole: one sum over
+    the ranks in the forward, one in the backward. Every parameter is a DTensor, and the state dict has the names and
+    shapes that it has without. `num_heads` and `num_kv_heads` become those of a rank; rates and slopes are those of the
+    whole model's heads.
+
+    The plan is a dict that can be changed and added to: `plan["attention.out_proj"] = RowwiseParallel(
+    output_layouts=Shard(1))` returns y sharded along the sequence, for norms that are; PartwiseParallel is for other
+    projections that hold several matrices, a SwiGLU's for example.
+
+    Args:
+        module: a DecayFlashAttention, or what contains some.
+
+    Raises:
+        ValueError: if there is no DecayFlashAttention in the module. parallelize_module raises it, by name, for heads
+            that the ranks do not divide, and for a decay that is no ScalarDecay or ConstantDecay.
+    """
+    from torch.distributed.tensor.parallel import RowwiseParallel
+
+    from decayattn.nn.tensor_parallel import HeadwiseParallel
+
+    plan: dict[str, ParallelStyle] = {}
+    for name, _ in _layers(module):
+        plan[name] = HeadwiseParallel()
+        plan[f"{name}.out_proj" if name else "out_proj"] = RowwiseParallel()
+    return plan
+
+
+def _layers(module: nn.Module) -> list[tuple[str, DecayFlashAttention]]:
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, DecayFlashAttention)]
+    if not layers:
+        raise ValueError(f"module: expected a DecayFlashAttention or a module with some, got {type(module).__name__}")
+    return layers

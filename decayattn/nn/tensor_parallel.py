@@ -1,0 +1,184 @@
+"""The styles of the tensor-parallel plan (decayattn.nn.tensor_parallel_plan): heads are divided among the ranks.
+
+Every rank computes with plain tensors, its part of each parameter; DTensors are how optimisers, checkpoints and
+gradient clipping see the parameters. This module imports torch.distributed.tensor.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from decayattn.nn.attention import DecayFlashAttention
+from decayattn.nn.decay import ConstantDecay, ScalarDecay
+from decayattn.sharding import local_part, replicated, whole
+
+
+class PartwiseParallel(ParallelStyle):
+    """A Linear of which every part of the output features is divided among the ranks: ColwiseParallel part by part.
+
+    One product of several matrices (q, k, v and an output gate; the two of a SwiGLU) gives its parts behind one
+    another. ColwiseParallel would cut that into ranges of rows that hold parts of different matrices; this gives rank r
+    the r-th share of every part, one behind another again. It takes x plain and whole, as every rank has it, and
+    returns a plain tensor. The state dict keeps `weight` and `bias` whole; the parameters that an optimiser sees are
+    weight_0, weight_1, … (bias_0, …), one for each part.
+
+    Args:
+        sizes: output features of the parts; those of size 0 are left out.
+        sum_gradient: sum x's gradient over the ranks. Switched off where what comes before does it.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, sum_gradient: bool = True):
+        super().__init__()
+        self.sizes = tuple(size for size in sizes if size)
+        self.sum_gradient = sum_gradient
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Linear) or sum(self.sizes) != module.out_features:
+            raise ValueError(f"sizes: expected those of a Linear's parts, {self.sizes}, got {module}")
+        for size in self.sizes:
+            if size % device_mesh.size():
+                raise ValueError(f"sizes: expected multiples of the {device_mesh.size()} ranks, got {self.sizes}")
+        parts = {name: _parts(parameter, self.sizes) for name, parameter in module.named_parameters()}
+        module.__class__ = PartwiseLinear
+        assert isinstance(module, PartwiseLinear)
+        module.sizes, module.mesh, module.sum_gradient = self.sizes, device_mesh, self.sum_gradient
+        for name, values in parts.items():
+            requires_grad = module._parameters[name].requires_grad  # type: ignore[union-attr]
+            del module._parameters[name]
+            for index, value in enumerate(values):
+                part = _distribute(value.detach(), device_mesh, Shard(0))
+                module.register_parameter(f"{name}_{index}", nn.Parameter(part, requires_grad))
+        return module
+
+
+class PartwiseLinear(nn.Linear):
+    """A Linear as PartwiseParallel leaves it."""
+
+    sizes: tuple[int, ...]
+    mesh: DeviceMesh
+    sum_gradient: bool
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """This rank's rows of every part, a plain tensor."""
+        return self._rows("weight")
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        return self._rows("bias") if "bias_0" in self._parameters else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sum_gradient:
+            x = replicated(x, self.mesh)
+        # joined, so that it is one product and its parts are slices of the result; small beside x · weight
+        return F.linear(x, self.weight, self.bias)
+
+    def _rows(self, name: str) -> Tensor:
+        parts: list[Any] = [self._parameters[f"{name}_{index}"] for index in range(len(self.sizes))]
+        return torch.cat([local_part(part, self.mesh) for part in parts])
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        for name in ("weight", "bias"):
+            parts = [self._parameters.get(f"{name}_{index}") for index in range(len(self.sizes))]
+            if parts[0] is not None:
+                destination[prefix + name] = fuse(part.detach() for part in parts)  # type: ignore[union-attr]
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:
+        expected = {name for name in ("weight", "bias") if f"{name}_0" in self._parameters}
+        given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+        given -= self._parameters.keys()  # torch.distributed.checkpoint adds the parameters of the model itself
+        if strict:
+            missing_keys += [prefix + name for name in sorted(expected - given)]
+            unexpected_keys += [prefix + name for name in sorted(given - expected)]
+        for name in expected & given:
+            value = whole(state_dict[prefix + name])
+            shape = (sum(self.sizes), *self._parameters[f"{name}_0"].shape[1:])  # type: ignore[union-attr]
+            if value.shape != shape:
+                error_msgs.append(f"size mismatch for {prefix}{name}: {tuple(value.shape)} here, expected {shape}")
+                continue
+            with torch.no_grad():
+                for index, part in enumerate(_parts(value, self.sizes)):
+                    parameter: Any = self._parameters[f"{name}_{index}"]
+                    parameter.copy_(_distribute(part, parameter.device_mesh, *parameter.placements))
+
+
+class HeadwiseParallel(ParallelStyle):
+    """A DecayFlashAttention of which every rank has some heads; out_proj is RowwiseParallel's."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, DecayFlashAttention):
+            raise ValueError(f"HeadwiseParallel: expected a DecayFlashAttention, got {type(module).__name__}")
+        ranks = device_mesh.size()
+        if device_mesh.ndim != 1:
+            raise ValueError(f"device_mesh: expected one dimension of a mesh, got {device_mesh}")
+        for name in ("num_heads", "num_kv_heads"):
+            if getattr(module, name) % ranks:
+                raise ValueError(f"{name}: expected a multiple of the {ranks} ranks, got {getattr(module, name)}")
+        if not isinstance(module.decay, ScalarDecay | ConstantDecay | None):
+            raise ValueError(
+                "decay: expected a ScalarDecay, a ConstantDecay or none to divide among the ranks, got a "
+                f"{type(module.decay).__name__}"
+            )
+        PartwiseParallel(module.split_sizes, sum_gradient=False)._apply(module.in_proj, device_mesh)
+        for owner, names in ((module, ("sink", "log_scale")), (module.decay, _tensors_of(module.decay))):
+            for name in names:
+                _replace(owner, name, device_mesh, Shard(0))
+        for norm in (module.q_norm, module.k_norm):
+            if norm is not None:
+                _replace(norm, "weight", device_mesh, Replicate())
+                norm.__class__ = HeadNorm
+                norm.tensor_mesh = device_mesh  # type: ignore[assignment]
+        if module.decay is not None:
+            module.decay.tensor_mesh = device_mesh
+        module.num_heads //= ranks
+        module.num_kv_heads //= ranks
+        module.split_sizes = tuple(size // ranks for size in module.split_sizes)  # type: ignore[assignment]
+        module.tensor_mesh = device_mesh
+        return module
+
+
+class HeadNorm(nn.RMSNorm):
+    """An RMSNorm of a rank's heads, whose gain is that of all ranks' heads."""
+
+    tensor_mesh: DeviceMesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, local_part(self.weight, self.tensor_mesh), self.eps)
+
+
+def fuse(parts: Iterable[Tensor]) -> Tensor:
+    """The parts of a partwise parameter, or of what an optimiser holds for them, behind one another and whole, on every
+    rank: a collective where they are DTensors."""
+    return torch.cat([whole(part) for part in parts])
+
+
+def _parts(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return list(tensor.detach().split(list(sizes)))
+
+
+def _tensors_of(module: nn.Module | None) -> list[str]:
+    """Names of its parameters and buffers."""
+    return [] if module is None else [*module._parameters, *module._buffers]
+
+
+def _replace(owner: nn.Module | None, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """A parameter or buffer as a DTensor; what is None stays so."""
+    value = getattr(owner, name)
+    if value is None:
+        return
+    dtensor = _distribute(value.detach(), mesh, placement)
+    setattr(owner, name, nn.Parameter(dtensor, value.requires_grad) if isinstance(value, nn.Parameter) else dtensor)
+
+
+def _distribute(value: Tensor, mesh: DeviceMesh, *placements: Placement) -> Any:
+    # every rank has the whole tensor, so nothing is sent
+    return distribute_tensor(value.to(mesh.device_type), mesh, list(placements), src_data_rank=None)

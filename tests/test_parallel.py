@@ -1,0 +1,448 @@
+"""The layer over two ranks, with FSDP2 and with tensor parallelism: equal to one process, and checkpoints of both."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import ranks as processes
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from decayattn import DecayFlashAttention, decay_attention
+from decayattn.nn import ConstantDecay, ScalarDecay, attention, fully_shard_attention, tensor_parallel_plan
+from decayattn.nn.tensor_parallel import PartwiseParallel
+
+WIDTH, HEADS, B, T = 32, 4, 2, 24
+DECAYS = {
+    "scalar": lambda: ScalarDecay(WIDTH, HEADS),
+    "learned": lambda: ConstantDecay.retnet(HEADS, learned=True),
+    "frozen": lambda: ConstantDecay.alibi(HEADS),
+    "none": lambda: "none",
+}
+EVERYTHING = dict(num_kv_heads=2, qk_norm=True, output_gate=True, bias=True, sink=True, scale="learned")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.xdist_group("gpu"))])
+def ranks(request, tmp_path_factory):
+    pool = processes.two_ranks(tmp_path_factory, request.param)
+    yield pool
+    pool.close()
+
+
+class Block(nn.Module):
+    def __init__(self, decay: str, **options):
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
+        self.attention = DecayFlashAttention(WIDTH, HEADS, decay=DECAYS[decay](), backend="reference", **options)
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+        self.checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            return checkpoint(self.whole, x, use_reentrant=False)
+        return self.whole(x)
+
+    def whole(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x)
+
+
+def model_of(decay: str, device: str, dtype: torch.dtype = torch.float64, **options) -> nn.Sequential:
+    """The same on every rank, no parameter at a symmetric value."""
+    torch.manual_seed(1)
+    model = nn.Sequential(Block(decay, **options), Block(decay, **options)).to(device, dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard(model: nn.Sequential, device: str, **options) -> None:
+    mesh = init_device_mesh(device, (2,))
+    for block in model:
+        fully_shard_attention(block, mesh=mesh, **options)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+def divide(model: nn.Module, device: str) -> None:
+    parallelize_module(model, init_device_mesh(device, (2,)), tensor_parallel_plan(model))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole ones, under the names of a model in one process."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        gradient = whole(parameter.grad)
+        base, _, index = name.rpartition("_")
+        if index.isdigit():  # the parts of in_proj follow one another
+            name, gradient = base, torch.cat([*([found[base]] if base in found else []), gradient])
+        found[name] = gradient
+    return found
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == expected.keys()
+    return {name: float((found[name] - x).abs().max() / x.abs().max()) for name, x in expected.items()}
+
+
+def batch(device: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(B, T, WIDTH, device=device, dtype=dtype), torch.randn(B, T, WIDTH, device=device, dtype=dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FSDP2
+
+
+def sharded_gradients(device: str, decay: str, checkpointed: bool) -> dict[str, float]:
+    """Each rank has one of two sequences; two steps, so that the second finds what the first has left."""
+    expected, model = model_of(decay, device, **EVERYTHING), model_of(decay, device, **EVERYTHING)
+    shard(model, device)
+    for block in model:
+        block.checkpointed = checkpointed
+    x, target = batch(device)
+    mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
+    for _ in range(2):
+        for one, part in ((expected, slice(None)), (model, mine)):
+            one.zero_grad()
+            (one(x[part]) - target[part]).square().mean().backward()
+    found = worst(gradients(model), gradients(expected))
+    norms = [whole(nn.utils.clip_grad_norm_(one.parameters(), 0.5)) for one in (model, expected)]
+    found["norm"] = float((norms[0] - norms[1]).abs() / norms[1])
+    found |= {f"clipped {name}": x for name, x in worst(gradients(model), gradients(expected)).items()}
+    return found
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("decay", ["scalar", "learned"])
+def test_fsdp_gives_the_gradient_of_one_process(ranks, decay, checkpointed):
+    for errors in ranks(sharded_gradients, ranks.device, decay, checkpointed):
+        assert max(errors.values()) < 1e-11, errors
+
+
+def mixed_precision(device: str, decay: str, dtype: torch.dtype) -> dict[str, object]:
+    """What the attention is called with, beside the same in one process."""
+    model, single = (model_of(decay, device, dtype, **EVERYTHING) for _ in range(2))
+    shard(model, device, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    x, target = batch(device, dtype)
+    calls = []
+
+    def look(*arguments: Tensor, **options: Any) -> Tensor:
+        # copies, because FSDP2 frees what it has gathered
+        calls.append([x.detach().clone() for x in (*arguments, options["scale"], options["sink"])])
+        return decay_attention(*arguments, **options)
+
+    with mock.patch.object(attention, "decay_attention", look):
+        (model(x).float() - target).square().mean().backward()
+        with torch.autocast(device, torch.bfloat16):
+            single(x)
+    q, *_, sharded_decay, scale, sink = calls[0]
+    *_, single_decay, single_scale, single_sink = calls[2]
+    return {
+        "names": [name for name, _ in model.named_parameters()],
+        "q": q.dtype,
+        "decay": float((sharded_decay - single_decay).abs().max() / single_decay.abs().max()),
+        "decay dtype": sharded_decay.dtype,
+        "exact": torch.equal(scale, single_scale) and torch.equal(sink, single_sink),
+        "gradients": {p.grad.dtype for p in model.parameters()} - {dtype},
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", ["scalar", "learned", "frozen"])
+def test_a_bfloat16_policy_does_not_round_what_is_per_head(ranks, decay, dtype):
+    names = [name for name, _ in model_of(decay, "cpu", **EVERYTHING).named_parameters()]
+    for seen in ranks(mixed_precision, ranks.device, decay, dtype):
+        # a gate sees x, which the policy rounds; a rate does not, and bfloat16 would change it by 1e-3
+        assert seen.pop("decay") < (2e-2 if decay == "scalar" else 1e-7)
+        decays = {torch.float32} - {dtype} if decay != "frozen" else set()
+        assert seen.pop("gradients") <= decays
+        assert seen == {"names": names, "q": torch.bfloat16, "decay dtype": torch.float32, "exact": True}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensor parallelism
+
+
+def divided_gradients(device: str, decay: str, options: dict, checkpointed: bool) -> dict[str, float]:
+    expected, model = model_of(decay, device, **options), model_of(decay, device, **options)
+    divide(model, device)
+    for block in model:
+        block.checkpointed = checkpointed
+    x, target = batch(device)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    results = [one(given) for one, given in zip((model, expected), inputs, strict=True)]
+    for out in results:
+        (out - target).square().mean().backward()
+    found = worst(gradients(model), gradients(expected))
+    found["out"] = float((results[0] - results[1]).abs().max())
+    found["x"] = float((inputs[0].grad - inputs[1].grad).abs().max() / inputs[1].grad.abs().max())
+    for name, parameter in model.named_parameters():
+        if ".attention." in name:
+            assert parameter.placements == parameter.grad.placements, name
+    return found
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_tensor_parallelism_gives_the_gradient_of_one_process(ranks, decay, checkpointed):
+    options = EVERYTHING if decay != "none" else {}
+    for errors in ranks(divided_gradients, ranks.device, decay, options, checkpointed):
+        assert max(errors.values()) < 1e-11, errors
+
+
+def places_of_parameters(device: str) -> dict[str, tuple]:
+    layer = model_of("scalar", device, **EVERYTHING)[0].attention
+    divide(layer, device)
+    return {name: tuple(map(str, p.placements)) for name, p in layer.named_parameters()} | {
+        "local": (tuple(layer.in_proj.weight.shape), layer.num_heads, layer.num_kv_heads)
+    }
+
+
+def test_heads_are_sharded_and_gains_replicated(ranks):
+    rows, columns, alike = ("S(0)",), ("S(1)",), ("R",)
+    parts = {f"in_proj.{name}_{index}": rows for name in ("weight", "bias") for index in range(4)}
+    for found in ranks(places_of_parameters, ranks.device):
+        assert found == parts | {
+            "sink": rows, "log_scale": rows, "decay.weight": rows, "decay.bias": rows, "out_proj.weight": columns,
+            "out_proj.bias": alike, "q_norm.weight": alike, "k_norm.weight": alike,
+            # of q, k, v and the gate: 32, 16, 16 and 32 rows in all
+            "local": ((48, WIDTH), 2, 1),
+        }
+
+
+def rates(device: str, decay: str) -> tuple[Tensor, Tensor]:
+    """Of this rank's heads in a forward, and half-lives of all."""
+    layer = model_of(decay, device, **EVERYTHING)[0].attention
+    divide(layer, device)
+    x, _ = batch(device)
+    return layer.decay(x).detach().cpu(), layer.decay.half_lives().detach().cpu()
+
+
+@pytest.mark.parametrize("decay", ["learned", "frozen"])
+def test_rates_are_those_of_a_ranks_heads(ranks, decay):
+    layer = model_of(decay, "cpu", **EVERYTHING)[0].attention
+    expected = layer.decay(batch("cpu")[0]).detach()
+    for rank, (found, half_lives) in enumerate(ranks(rates, ranks.device, decay)):
+        assert torch.equal(found, expected[2 * rank : 2 * rank + 2])
+        assert torch.equal(half_lives, layer.decay.half_lives())
+
+
+def with_options(device: str) -> dict[str, float]:
+    """Padding, packed sequences, resets, a cache and norms that are sharded along the sequence."""
+    layer = model_of("scalar", device, **EVERYTHING)[0].attention
+    divided = copy.deepcopy(layer)
+    divide(divided, device)
+    x, _ = batch(device)
+    padding = torch.ones(B, T, dtype=torch.bool, device=device)
+    padding[0, :5] = False
+    cases = {
+        "padding": (x.masked_fill(~padding[..., None], torch.nan), {"padding_mask": padding}),
+        "packed": (x[:1], {"cu_seqlens": torch.tensor([0, 7, T], device=device)}),
+        "resets": (x, {"resets": torch.arange(T, device=device).expand(B, T) == 9}),
+    }
+    errors = {}
+    for name, (given, options) in cases.items():
+        real = padding if name == "padding" else slice(None)
+        errors[name] = float((divided(given, **options) - layer(given, **options)).detach()[real].abs().max())
+    with torch.no_grad():
+        cache = divided.make_cache(B, T)
+        steps = torch.cat([divided(x[:, :9], cache=cache), divided(x[:, 9:], cache=cache)], 1)
+        errors["cache"] = float((steps - layer(x)).abs().max())
+
+    mesh = init_device_mesh(device, (2,))
+    in_sequence = copy.deepcopy(layer)
+    plan = tensor_parallel_plan(in_sequence) | {
+        "out_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    }
+    parallelize_module(in_sequence, mesh, plan)
+    given = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+    out = in_sequence(given)
+    assert out.placements == (Shard(1),)
+    errors["sequence"] = float((out.full_tensor() - layer(x)).detach().abs().max())
+    plain = x.clone().requires_grad_()
+    out.full_tensor().square().sum().backward()
+    layer(plain).square().sum().backward()
+    errors["gradient"] = float((given.grad.full_tensor() - plain.grad).abs().max() / plain.grad.abs().max())
+    return errors
+
+
+def test_tensor_parallelism_takes_the_options_of_the_layer(ranks):
+    for errors in ranks(with_options, ranks.device):
+        assert len(errors) == 6
+        assert max(errors.values()) < 1e-11, errors
+
+
+class OwnDecay(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_zeros(HEADS)
+
+
+def refused(device: str) -> list[str]:
+    layers = [
+        DecayFlashAttention(WIDTH, HEADS, num_kv_heads=1),
+        DecayFlashAttention(WIDTH, 1),
+        DecayFlashAttention(WIDTH, HEADS, decay=OwnDecay()),
+    ]
+    said = []
+    for layer in layers:
+        with pytest.raises(ValueError) as error:  # noqa: PT011, what it says is looked at below
+            divide(layer, device)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_cannot_be_divided_is_refused_by_name(ranks):
+    for said in ranks(refused, ranks.device):
+        assert said == [
+            "num_kv_heads: expected a multiple of the 2 ranks, got 1",
+            "num_heads: expected a multiple of the 2 ranks, got 1",
+            "decay: expected a ScalarDecay, a ConstantDecay or none to divide among the ranks, got a OwnDecay",
+        ]
+    for function in (tensor_parallel_plan, fully_shard_attention):
+        with pytest.raises(ValueError, match="module: expected a DecayFlashAttention or a module with some, got Lin"):
+            function(nn.Linear(2, 2))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def prepared(kind: str, device: str, decay: str = "scalar") -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = model_of(decay, device, **EVERYTHING)
+    {"single": lambda *_: None, "fsdp": shard, "tensor": divide}[kind](model, device)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    x, target = batch(next(model.parameters()).device.type)
+    optimizer.zero_grad()
+    (model(x) - target).square().mean().backward()
+    optimizer.step()
+
+
+def save(device: str, kind: str, folder: str) -> dict[str, Tensor]:
+    """A model trained for a step, as sharded files; what comes of a second step."""
+    model, optimizer = prepared(kind, device)
+    step(model, optimizer)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder, no_dist=kind == "single")
+    step(model, optimizer)
+    return {name: whole(x).cpu() for name, x in model.state_dict().items()}
+
+
+def load(device: str, kind: str, folder: str, with_optimizer: bool) -> dict[str, Tensor]:
+    """That model after the second step; without an optimiser's state, before it."""
+    model, optimizer = prepared(kind, device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    step(model, optimizer)  # makes a state to load into
+    state = {"model": get_model_state_dict(model)}
+    if with_optimizer:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, no_dist=kind == "single")
+    set_model_state_dict(model, state["model"])
+    if with_optimizer:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        step(model, optimizer)
+    return {name: whole(x).cpu() for name, x in model.state_dict().items()}
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.allclose(found[name], x, rtol=1e-9, atol=1e-9), name
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
+def test_a_checkpoint_of_two_processes_loads_in_one_and_in_two(ranks, kind, tmp_path):
+    folder = str(tmp_path / "saved")
+    [trained, _] = ranks(save, ranks.device, kind, folder)
+    for again in ranks(load, ranks.device, kind, folder, True):
+        assert_alike(again, trained)
+    single = load(ranks.device, "single", folder, kind == "fsdp")
+    if kind == "fsdp":
+        assert_alike(single, trained)
+    else:  # an optimiser of divided parts has another state
+        [once, _] = ranks(load, ranks.device, "tensor", folder, False)
+        assert_alike(single, once)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
+def test_a_checkpoint_of_one_process_loads_in_two(ranks, kind, tmp_path):
+    folder = str(tmp_path / "saved")
+    trained = save(ranks.device, "single", folder)
+    if kind == "fsdp":
+        for found in ranks(load, ranks.device, kind, folder, True):
+            assert_alike(found, trained)
+    expected = load(ranks.device, "single", folder, False)
+    for found in ranks(load, ranks.device, kind, folder, False):
+        assert_alike(found, expected)
+
+
+def load_whole(device: str, kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    model, _ = prepared(kind, device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    set_model_state_dict(model, dict(state), options=options)  # which changes the dict
+    full = get_model_state_dict(model, options=options)
+    if kind == "tensor":
+        name = "0.attention.in_proj.weight"
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.attention\.in_proj\.weight"):
+            set_model_state_dict(model, {**state, name: state[name][:-1]}, options=options)
+        with pytest.raises(RuntimeError, match=r"Missing .*0\.attention\.in_proj\.weight"):
+            set_model_state_dict(model, {key: x for key, x in state.items() if key != name}, options=options)
+    return full
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
+def test_a_whole_state_dict_goes_in_and_out(ranks, kind):
+    """One file with the names and shapes of a model in one process."""
+    state = {name: torch.randn_like(x) for name, x in model_of("scalar", "cpu", **EVERYTHING).state_dict().items()}
+    found, _ = ranks(load_whole, ranks.device, kind, state)
+    assert_alike(found, state)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Both, and projections of others
+
+
+def swiglu(device: str) -> dict[str, float]:
+    torch.manual_seed(1)
+    both, down = nn.Linear(WIDTH, 48, device=device), nn.Linear(24, WIDTH, device=device)
+    expected, model = (nn.ModuleList(copy.deepcopy([both, down])) for _ in range(2))
+    mesh = init_device_mesh(device, (2,))
+    parallelize_module(model, mesh, {"0": PartwiseParallel((24, 24)), "1": RowwiseParallel()})
+    x = torch.randn(3, WIDTH, device=device)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for (up, out), given in zip((expected, model), inputs, strict=True):
+        gate, value = up(given).chunk(2, -1)
+        out(gate.sigmoid() * value).square().sum().backward()
+    return worst(gradients(model), gradients(expected)) | worst({"x": inputs[1].grad}, {"x": inputs[0].grad})
+
+
+def test_a_swiglu_is_divided_part_by_part(ranks):
+    for errors in ranks(swiglu, ranks.device):
+        assert max(errors.values()) < 1e-5, errors
