@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
@@ -50,6 +50,7 @@ def compare_model_gradients(
     *,
     backend: BackendName = "triton",
     autocast: torch.dtype | None = None,
+    tested: Mapping[str, Tensor] | None = None,
 ) -> list[GradientRow]:
     """Hold the gradient of every parameter, computed through a kernel backend, against the error budget.
 
@@ -71,6 +72,8 @@ def compare_model_gradients(
         batch: tensors in any nesting of tuples, lists and dicts; floating ones follow the precision, others stay.
         backend: the tested backend of every DecayFlashAttention layer.
         autocast: the tested model (and eager) run under autocast to this dtype; None for the parameters' own dtypes.
+        tested: gradients to hold against the budget instead of the backend's, by the parameters' names: those of the
+            same loss on several devices, for example.
 
     Returns:
         One row per parameter that requires a gradient, in the model's order.
@@ -95,7 +98,10 @@ def compare_model_gradients(
         values = torch.autograd.grad(value * factor, list(parameters.values()), materialize_grads=True)
         return {name: x.double() / factor for name, x in zip(parameters, values, strict=True)}
 
-    tested = gradients(model, backend, own, autocast)
+    if tested is None:
+        tested = gradients(model, backend, own, autocast)
+    else:
+        tested = {name: tested[name].double() for name, p in model.named_parameters() if p.requires_grad}
     oracle = gradients(copy.deepcopy(model).double(), "reference", torch.float64, None)
     decay = _decay_parameters(model)
     precision = str(own if autocast is None else autocast).removeprefix("torch.")

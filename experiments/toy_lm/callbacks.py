@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +42,33 @@ class GradientValidation(lightning.Callback):
     bfloat16 products wrong. The tables are printed and saved as gradients/step-N.txt and .json in `folder`. A violation
     of the error budget raises GradientViolation on every rank. An interrupted training ends without the second check.
 
+    Of a sharded model, rank 0 checks a whole copy, and holds the gradients that all ranks together give, each with its
+    share of the batch, against those of the copy: in float32, and in the training precision where that is mixed.
+
     Args:
         loss: called as loss(model, batch); a scalar, deterministic.
         batch: what the loss takes, on any device; small, because the reference holds every score in float64.
         folder: of the run.
         model: attribute of the LightningModule that holds the model with the DecayFlashAttention layers.
         backend: the kernel backend to check in 16 bits; "auto", or "reference", every one that takes the model.
+        sharded: whether every rank has a part of the model. The LightningModule has whole_model() and
+            sharded_gradients(batch, autocast) then, which every rank calls.
     """
 
     def __init__(
         self, loss: Callable[[nn.Module, Any], Tensor], batch: Any, folder: Path, *, model: str = "model",
-        backend: str = "auto",
+        backend: str = "auto", sharded: bool = False,
     ):
         self.loss, self.batch, self.folder = loss, batch, Path(folder) / "gradients"
-        self.model, self.backend = model, backend
+        self.model, self.backend, self.sharded = model, backend, sharded
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._gather(trainer, pl_module)
         self._check_on_rank_zero(trainer, pl_module)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        # a sharded model leaves its devices before the fit has ended
+        self._gather(trainer, pl_module)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         # after on_train_end, so that a violation finds the last checkpoint written
@@ -66,9 +76,13 @@ class GradientValidation(lightning.Callback):
             self._check_on_rank_zero(trainer, pl_module)
 
     def check(
-        self, model: nn.Module, step: int, precision: str, device: torch.device | None = None
+        self, model: nn.Module, step: int, precision: str, device: torch.device | None = None,
+        gathered: Sequence[tuple[torch.dtype | None, Mapping[str, Tensor]]] = (),
     ) -> list[GradientRow]:
-        """Compare, print and save; returns the rows. On the model's device unless another one is given."""
+        """Compare, print and save; returns the rows. On the model's device unless another one is given.
+
+        gathered: (autocast, gradients) of the same model on several devices.
+        """
         device = next(model.parameters()).device if device is None else device
         batch = move_data_to_device(self.batch, device)
         model = copy.deepcopy(model).to(device)  # a copy is not compiled
@@ -93,6 +107,12 @@ class GradientValidation(lightning.Callback):
             rows += found
             title = f"gradients at step {step}, backend {backend!r}, {found[0].precision}"
             tables.append(f"{title}\n{format_table(found)}")
+        for autocast, gradients in gathered:
+            gradients = {name: gradient.to(device) for name, gradient in gradients.items()}
+            found = compare_model_gradients(model, self.loss, batch, autocast=autocast, tested=gradients)
+            rows += found
+            title = f"gradients at step {step}, sharded beside one process, {found[0].precision}"
+            tables.append(f"{title}\n{format_table(found)}")
         text = "\n\n".join(tables) + "\n"
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"step-{step}.txt").write_text(text, encoding="utf-8")
@@ -108,12 +128,22 @@ class GradientValidation(lightning.Callback):
         loaded = {name: registry.load(name) for name in registry.KERNELS}
         return [name for name, x in loaded.items() if not isinstance(x, str) and x.unavailable(dtype, device) is None]
 
+    def _gather(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """What a sharded model's check needs of all ranks."""
+        self._whole, self._gathered = None, []
+        if self.sharded:
+            self._whole = pl_module.whole_model()
+            mixed = trainer.precision.endswith("-mixed")
+            for autocast in (None, *([_DTYPES[trainer.precision.removesuffix("-mixed")]] if mixed else [])):
+                self._gathered.append((autocast, pl_module.sharded_gradients(self.batch, autocast)))
+
     def _check_on_rank_zero(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         violated = None
         if trainer.is_global_zero:
             # when the fit has ended, Lightning has moved the model to the CPU
             device = trainer.strategy.root_device
-            rows = self.check(getattr(pl_module, self.model), trainer.global_step, trainer.precision, device)
+            model = self._whole if self.sharded else getattr(pl_module, self.model)
+            rows = self.check(model, trainer.global_step, trainer.precision, device, self._gathered)
             violated = [f"{row.parameter} ({row.precision})" for row in rows if not row.passed]
         # the others wait here, and stop with rank 0 instead of waiting for it in the next step
         violated = trainer.strategy.broadcast(violated)
@@ -160,19 +190,26 @@ class FiniteLoss(lightning.Callback):
         if trainer.precision.startswith("16"):
             return
         gradients = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
-        if bool(torch.stack([gradient.isfinite().all() for gradient in gradients.values()]).all()):
+        parts = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in gradients.items()}
+        finite = bool(torch.stack([part.isfinite().all() for part in parts.values()]).all())
+        is_sharded = any(parts[name] is not gradients[name] for name in parts)
+        if is_sharded:  # the others may have what is not finite
+            finite = trainer.strategy.reduce_boolean_decision(finite, all=True)
+        if finite:
             return
         step, loss = trainer.global_step + 1, float(trainer.strategy.reduce(self._loss, reduce_op="mean"))
         if not math.isfinite(loss):
             raise NonFiniteLoss(f"the training loss of step {step} is {loss}")
-        names = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+        if is_sharded:
+            parts = pl_module.whole_gradients()
+        names = [name for name, gradient in parts.items() if not bool(gradient.isfinite().all())]
         kept = ""
+        weights = trainer.strategy.lightning_module_state_dict() if is_sharded else pl_module.state_dict()
         if self.folder is not None and trainer.is_global_zero:
             kept = f" ({self.folder / 'not_finite.pt'} has the model and the batch)"
-            state = {"step": step, "batch": self._batch, "state_dict": pl_module.state_dict()}
-            torch.save(state, self.folder / "not_finite.pt")
+            torch.save({"step": step, "batch": self._batch, "state_dict": weights}, self.folder / "not_finite.pt")
         raise NonFiniteLoss(
-            f"the gradient of step {step} is not finite, its loss is {loss:.4g}: {len(names)} of {len(gradients)} "
+            f"the gradient of step {step} is not finite, its loss is {loss:.4g}: {len(names)} of {len(parts)} "
             f"parameters, the last of them {names[-1]}{kept}"
         )
 

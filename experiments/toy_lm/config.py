@@ -86,9 +86,16 @@ class Config:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to train. auto: a GPU where there is one."""
     devices: PositiveInt = 1
-    """Number of GPUs, or of processes on a CPU; the script starts a process for each."""
-    strategy: Literal["auto", "ddp"] = "auto"
-    """Lightning's strategy. auto: ddp for several devices. No other: the gradient check needs the whole model."""
+    """Number of GPUs, or of processes on a CPU, of each machine; the script starts a process for each."""
+    nodes: PositiveInt = 1
+    """Number of machines, on each of which torchrun starts the script."""
+    strategy: Literal["auto", "ddp", "fsdp", "tensor", "context"] = "auto"
+    """What several devices share. ddp: the batch. fsdp: the batch, and the parameters with their optimiser (FSDP2).
+    tensor: the heads and the channels of the SwiGLU. context: the bytes of every sequence, and parameters as fsdp.
+    tensor and context are within a machine, and several machines share the batch. auto: ddp for several devices."""
+    context_mode: Literal["halo", "heads"] = "halo"
+    """What strategy context sends: of the keys before a device's bytes those that matter under the decay (halo), or
+    whole sequences of some heads (heads; the devices divide the heads)."""
     precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "auto"
     """Lightning's precision. auto: 32-true on a CPU, bf16-mixed on a GPU. The decay stays in float32 in all of them.
     16-mixed is for GPUs."""
@@ -115,6 +122,8 @@ GPU_DEFAULTS = {
 }
 
 RUNS = Path("runs/toy_lm")
+# strategies whose devices each hold a part of the model
+SHARDED = ("fsdp", "tensor", "context")
 MODEL_OPTIONS = ("decay", "documents", "layers", "width", "heads")
 # the checkpoint that --resume last found, for the processes that this one starts
 LAST_FOUND = "TOY_LM_LAST_FOUND"
@@ -156,7 +165,7 @@ def resolve(config: Config, gpus: int) -> Config:
             f"devices: expected at most {gpus}, the GPUs of this machine, or --accelerator cpu, got {config.devices}"
         )
     defaults = dict(GPU_DEFAULTS if gpus else CPU_DEFAULTS)
-    defaults["batch_size"] *= config.devices
+    defaults["batch_size"] *= config.devices * config.nodes
     auto = {name: value for name, value in defaults.items() if getattr(config, name) == "auto"}
     config = dataclasses.replace(config, **auto, accelerator="gpu" if gpus else "cpu")
     if config.validate_every == "auto":
@@ -172,23 +181,74 @@ def resolve(config: Config, gpus: int) -> Config:
         # between one byte and itself there is no decay
         raise OptionError(f"context: expected at least 2, got {config.context}")
     config = dataclasses.replace(config, check_context=min(config.check_context, config.context))
+    if config.strategy in SHARDED:
+        _check_sharded(config)
+    shares = data_shares(config)
+    if config.strategy in SHARDED:
+        # the check is divided as a batch is
+        rows, parts = -(-config.check_rows // shares) * shares, context_shares(config)
+        config = dataclasses.replace(
+            config, check_rows=rows, check_context=max(1, config.check_context // parts) * parts
+        )
     if config.width % config.heads:
         raise OptionError(f"heads: must divide the width; got {config.heads} heads, width {config.width}")
     if config.width // config.heads > 256:
         raise OptionError(
             f"heads: a head has at most 256 channels of the width; got {config.heads} heads, width {config.width}"
         )
-    if config.batch_size % config.devices:
+    if config.batch_size % shares:
         raise OptionError(
             f"batch_size: must be a multiple of the devices; got {config.batch_size} sequences, "
-            f"{config.devices} devices"
+            f"{shares} devices"
         )
-    if config.validation_crops % config.devices:
+    if config.validation_crops % shares:
         raise OptionError(
             f"validation_crops: must be a multiple of the devices; got {config.validation_crops} crops, "
-            f"{config.devices} devices"
+            f"{shares} devices"
         )
     return config
+
+
+def data_shares(config: Config) -> int:
+    """Into how many parts the sequences of a batch are divided."""
+    return config.nodes * (1 if config.strategy in ("tensor", "context") else config.devices)
+
+
+def context_shares(config: Config) -> int:
+    """Into how many parts the bytes of a sequence are divided."""
+    return config.devices if config.strategy == "context" else 1
+
+
+def mlp_width(width: int) -> int:
+    """Hidden channels of a SwiGLU: 2/3 of the usual 4 · width, because it has three matrices."""
+    return 16 * math.ceil(width * 8 / 3 / 16)
+
+
+def _check_sharded(config: Config) -> None:
+    """Refuse what several devices cannot share."""
+    strategy, devices = config.strategy, config.devices
+    if devices * config.nodes == 1 or (strategy in ("tensor", "context") and devices == 1):
+        raise OptionError(f"devices: strategy {strategy} expects at least 2, got {devices}")
+    if config.compile:
+        raise OptionError(f"compile: expected false with strategy {strategy}, got true")
+    if config.precision == "16-mixed":
+        raise OptionError(f"precision: expected another one with strategy {strategy}, got 16-mixed")
+    if strategy == "tensor" and (config.heads % devices or mlp_width(config.width) % devices):
+        raise OptionError(
+            f"devices: strategy tensor expects a divisor of the {config.heads} heads and of the "
+            f"{mlp_width(config.width)} channels of the SwiGLU, got {devices}"
+        )
+    if strategy == "context":
+        if config.context % devices:
+            raise OptionError(
+                f"context: strategy context expects a multiple of the {devices} devices, got {config.context}"
+            )
+        if config.context_mode == "heads" and config.heads % devices:
+            raise OptionError(
+                f"devices: context_mode heads expects a divisor of the {config.heads} heads, got {devices}"
+            )
+        if config.documents == "packed":
+            raise OptionError("documents: expected together or resets with strategy context, got packed")
 
 
 def find_checkpoint(resume: str) -> tuple[Path, Path]:

@@ -1,6 +1,5 @@
 """A small pre-norm transformer over bytes. Without a position embedding, it knows order by its decay alone."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from decayattn import DecayFlashAttention
 from decayattn.nn import ConstantDecay, DecayCache
+from toy_lm.config import mlp_width
 
 BYTES = 256
 DOCUMENT = 0  # the byte with which a document begins, where documents are kept apart
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, attention: nn.Module):
         super().__init__()
-        hidden = 16 * math.ceil(width * 8 / 3 / 16)  # 2/3 of the usual 4 × width: there are three matrices
+        hidden = mlp_width(width)
         self.attention_norm = nn.RMSNorm(width, eps=NORM_EPS)
         self.attention = attention
         self.mlp_norm = nn.RMSNorm(width, eps=NORM_EPS)

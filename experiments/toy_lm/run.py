@@ -38,6 +38,7 @@ from toy_lm.config import (
     INTERRUPTED,
     NOT_FINITE,
     RUNS,
+    SHARDED,
     TERMINATED,
     VIOLATION,
     Config,
@@ -126,7 +127,8 @@ def _train(
         print(f"validation after {step} steps: {last:.3f} bits per byte (before: {first:.3f})", flush=True)
         summary = {
             "validation_bits_before": first, "validation_bits_after": last, "first_step": first_step,
-            "steps": step, "batch_size": config.batch_size, "devices": config.devices, "device": _device_name(config),
+            "steps": step, "batch_size": config.batch_size, "devices": config.devices, "nodes": config.nodes,
+            "strategy": config.strategy, "device": _device_name(config),
             "seconds": round(time.monotonic() - started, 1),
             "parameters": sum(p.numel() for p in module.model.parameters()), "lightning": lightning.__version__,
             **provenance("experiments/train_toy_lm.py", sys.argv[1:]),
@@ -154,9 +156,18 @@ def make_trainer(
     if config.gradient_check:
         batch = module.training_batches().batch(first_step)[: config.check_rows, : config.check_context + 1]
         # training on a CPU uses the reference; the check is of the kernels in any case
-        callbacks.insert(1, GradientValidation(next_byte_loss, batch, folder, backend=config.backend))
+        validation = GradientValidation(
+            next_byte_loss, batch, folder, backend=config.backend, sharded=config.strategy in SHARDED
+        )
+        callbacks.insert(1, validation)
+    strategy = config.strategy
+    if strategy in SHARDED:
+        from toy_lm.sharded import ShardedStrategy
+
+        strategy = ShardedStrategy(config)
     trainer = lightning.Trainer(
-        accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision,
+        accelerator=config.accelerator, devices=config.devices, num_nodes=config.nodes, strategy=strategy,
+        precision=config.precision,
         max_steps=config.steps, max_epochs=-1, val_check_interval=config.validate_every, check_val_every_n_epoch=None,
         gradient_clip_val=config.clip or None, num_sanity_val_steps=0, use_distributed_sampler=False,
         log_every_n_steps=max(1, min(10, config.steps // 20)), enable_model_summary=False, default_root_dir=folder,

@@ -106,7 +106,7 @@ def test_more_devices_than_gpus_are_refused_and_any_number_of_processes_is_not()
         (["--learning_rate", "-1"], "learning_rate: expected a number above 0 or auto, got -1"),
         (["--compile", "perhaps"], "compile: expected true or false, got perhaps"),
         (["--precision", "fp8"], "precision: expected auto, .*, got fp8"),
-        (["--strategy", "fsdp"], "strategy: expected auto or ddp, got fsdp"),
+        (["--strategy", "zero"], "strategy: expected auto, ddp, fsdp, tensor or context, got zero"),
         (["--wdith", "4"], "wdith"),
         (["--steps"], "steps"),
         (["--config", "nowhere.yaml"], "config.*nowhere.yaml"),

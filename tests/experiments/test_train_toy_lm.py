@@ -1,10 +1,12 @@
 """The training script end to end: artefacts, learning, the gradient check, interruption and resume, two processes."""
 
 import copy
+import csv
 import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +20,7 @@ import pytest
 import torch
 import train_toy_lm
 import yaml
-from toy_lm.config import Config, OptionError, load_config, resolve
+from toy_lm.config import SHARDED, Config, OptionError, load_config, resolve
 from toy_lm.model import next_byte_loss
 from toy_lm.run import _open_folder
 from toy_lm.training import TrainByteLM, parameter_groups
@@ -243,7 +245,33 @@ def test_ctrl_c_in_a_process_ends_it_cleanly(text):
         (["--backend", "cudnn"], "error: backend: expected one of auto, reference, triton, hopper, got 'cudnn'"),
         (["--backend", "hopper"], "error: backend: 'hopper' cannot take"),
         (["--precision", "8"], "error: precision: expected auto, 32-true,"),
-        (["--strategy", "fsdp"], "error: strategy: expected auto or ddp, got fsdp"),
+        (["--strategy", "zero"], "error: strategy: expected auto, ddp, fsdp, tensor or context, got zero"),
+        (["--strategy", "fsdp"], "error: devices: strategy fsdp expects at least 2, got 1"),
+        (["--strategy", "tensor", "--nodes", "2"], "error: devices: strategy tensor expects at least 2, got 1"),
+        (
+            ["--strategy", "tensor", "--devices", "4"],
+            "error: devices: strategy tensor expects a divisor of the 2 heads and of the 96 channels of the SwiGLU",
+        ),
+        (
+            ["--strategy", "context", "--devices", "3"],
+            "error: context: strategy context expects a multiple of the 3 devices, got 32",
+        ),
+        (
+            ["--strategy", "context", "--devices", "4", "--context_mode", "heads"],
+            "error: devices: context_mode heads expects a divisor of the 2 heads, got 4",
+        ),
+        (
+            ["--strategy", "context", "--devices", "2", "--documents", "packed"],
+            "error: documents: expected together or resets with strategy context, got packed",
+        ),
+        (
+            ["--strategy", "fsdp", "--devices", "2", "--compile", "true"],
+            "error: compile: expected false with strategy fsdp, got true",
+        ),
+        (
+            ["--strategy", "fsdp", "--devices", "3"],
+            "error: batch_size: must be a multiple of the devices; got 8 sequences, 3 devices",
+        ),
         (["--context", "1"], "error: context: expected at least 2, got 1"),
         (["--context", "1000"], "has 520 bytes, expected at least 1001 for a context of 1000"),
         (["--run", "file"], "error: run: expected a folder, got file, which is a file"),
@@ -367,11 +395,11 @@ torch.distributed.destroy_process_group()
         pytest.skip("two processes of this machine cannot reach one another over gloo on 127.0.0.1")
 
 
-def run_distributed(arguments: list[str], **environment: str) -> tuple[int, str]:
+def run_distributed(arguments: list[str], *, strategy: str = "ddp", **environment: str) -> tuple[int, str]:
     """The exit status of two processes, and all that they print. What hangs is killed, with status -9."""
     # its own session, so that the second process, which the first one starts, can be ended with it
     process = subprocess.Popen(
-        [*arguments, "--devices", "2", "--strategy", "ddp"], env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        [*arguments, "--devices", "2", "--strategy", strategy], env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )
     deadline = threading.Timer(SECONDS, os.killpg, [process.pid, signal.SIGKILL])
@@ -425,6 +453,61 @@ def test_two_processes_give_every_parameter_the_gradient_of_the_whole_batch(text
         budget = 2 * (eager[name] - exact[name]).norm() + torch.finfo(torch.float32).eps * exact[name].norm()
         assert (distributed - exact[name]).norm() <= budget, name
         assert exact[name].norm() > 0, name
+
+
+def curve(folder: str) -> dict[tuple[str, str], float]:
+    """(step, metric) → bits per byte."""
+    rows = [row for path in Path(folder, "logs").rglob("metrics.csv") for row in csv.DictReader(path.open())]
+    return {(row["step"], key): float(row[key]) for row in rows for key in ("train_bits", "val_bits") if row.get(key)}
+
+
+def assert_same_model(found: str, expected: str) -> None:
+    """Weights and optimiser, in the same layout."""
+    one, other = checkpoint(found), checkpoint(expected)
+    assert list(one["state_dict"]) == list(other["state_dict"])
+    for name, weight in other["state_dict"].items():
+        assert torch.allclose(one["state_dict"][name], weight, rtol=1e-4, atol=1e-5), name
+    [one], [other] = one["optimizer_states"], other["optimizer_states"]
+    assert [group["params"] for group in one["param_groups"]] == [group["params"] for group in other["param_groups"]]
+    assert one["state"].keys() == other["state"].keys()
+    for number, values in other["state"].items():
+        assert all(torch.allclose(one["state"][number][key], x, rtol=1e-3, atol=1e-6) for key, x in values.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_several_devices_learn_what_one_does_and_resume_what_the_other_left(strategy, text, two_devices):
+    """The same loss curve at the same total batch; the gradient of the sharded model within its budget; checkpoints in
+    both directions."""
+    if strategy == "context":
+        pytest.importorskip("decayattn.distributed")
+    arguments = [*TINY, "--data", text, "--layers", "2", "--accelerator", two_devices]
+    unchecked = [*arguments, "--gradient_check", "false", "--steps", "6"]
+    assert train(*unchecked, "--run", "single") == 0
+    interpreted = {"TRITON_INTERPRET": "1"} if two_devices == "cpu" else {}
+    several = [*arguments, "--run", "several", "--steps", "6"]
+    status, printed = run_distributed(command(*several), strategy=strategy, **interpreted)
+    assert status == 0, printed
+    assert printed.count("sharded beside one process, float32") == 2, printed
+    rows = json.loads(Path("several/gradients/step-6.json").read_text())
+    parameters = len(list(TrainByteLM(load_config(Path("several"))).model.parameters()))
+    assert len(rows) == 2 * parameters
+    assert all(row["passed"] for row in rows)
+    single, several = curve("single"), curve("several")
+    assert single.keys() == several.keys()
+    assert single == pytest.approx(several, abs=1e-4)
+    assert_same_model("several", "single")
+
+    for name in ("whole", "into several", "into one"):
+        shutil.copytree("several" if name == "into one" else "single", name)
+    resume = ["--gradient_check", "false", "--steps", "9", "--accelerator", two_devices]
+    assert train("--resume", "whole", *resume) == 0
+    assert train("--resume", "into one", *resume, "--devices", "1", "--strategy", "auto") == 0
+    status, printed = run_distributed(command("--resume", "into several", *resume), strategy=strategy, **interpreted)
+    assert status == 0, printed
+    for name in ("into one", "into several"):
+        assert checkpoint(name)["global_step"] == 9
+        assert_same_model(name, "whole")
 
 
 @pytest.mark.slow
