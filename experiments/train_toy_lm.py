@@ -4,6 +4,7 @@
     python experiments/train_toy_lm.py --decay alibi-learned --data my_texts/
     python experiments/train_toy_lm.py --resume last
     python experiments/train_toy_lm.py --devices 2         # two GPUs, the batch shared between them
+    python experiments/train_toy_lm.py --devices 2 --strategy fsdp    # or tensor, or context: experiments/README.md
 
 Exit status: 0 done; 1 a gradient left its error budget; 2 a wrong option; 3 the machine: disk, memory, files, another
 process of the run; 4 a loss or gradient is not finite; 5 an error of the program, with its traceback; 130 interrupted

@@ -9,6 +9,8 @@ checkpoint::
     config = AutoConfig.for_model("decayattn", vocab_size=50257, hidden_size=768, num_hidden_layers=12)
     model = AutoModelForCausalLM.from_config(config)
 
+attn_implementation="decayattn" is registered, too, for ordinary models: attention_interface.
+
 It needs the extra `decayattn[transformers]`.
 """
 
@@ -38,6 +40,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from decayattn.backends import registry
+from decayattn.integrations import attention_interface  # noqa: F401, registers it
 from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
 from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_positive_int

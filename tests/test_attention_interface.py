@@ -1,0 +1,207 @@
+"""attn_implementation="decayattn" for ordinary models of transformers: what "sdpa" computes; and Trainer."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+import decayattn.integrations.transformers as integration  # noqa: E402
+from decayattn.integrations import attention_interface  # noqa: E402
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, eos_token_id=None, pad_token_id=0,
+)
+
+
+def pair(kind: str = "llama"):
+    """The same model with sdpa and with ours."""
+    torch.manual_seed(0)
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    else:
+        model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
+    ours = type(model)(model.config)
+    ours.load_state_dict(model.state_dict())
+    model.set_attn_implementation("sdpa")
+    ours.set_attn_implementation("decayattn")
+    return model.eval(), ours.eval()
+
+
+def padding(side: str) -> torch.Tensor:
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, {"left": slice(0, 4), "right": slice(8, 12)}[side]] = 0
+    return mask
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("case", ["plain", "left", "right", "packed"])
+def test_logits_and_gradients_are_those_of_sdpa(kind, case):
+    ids = torch.randint(1, 64, (1 if case == "packed" else 2, 12))
+    options, real = {}, torch.ones_like(ids, dtype=torch.bool)
+    if case == "packed":
+        options["position_ids"] = torch.tensor([[*range(5), *range(7)]])
+    elif case != "plain":
+        options["attention_mask"] = padding(case)
+        real = options["attention_mask"].bool()
+    results = []
+    for model in pair(kind):
+        logits = model(ids, use_cache=False, **options).logits
+        logits[real].square().sum().backward()
+        results.append((logits[real].detach(), [p.grad for p in model.parameters()]))
+    (theirs, their_gradients), (ours, our_gradients) = results
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    for ours, theirs in zip(our_gradients, their_gradients, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_writes_the_same_tokens(kind, cache):
+    ids, mask = torch.randint(1, 64, (2, 12)), padding("left")
+    texts = [
+        model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache_implementation=cache)
+        for model in pair(kind)
+    ]
+    assert torch.equal(*texts)
+
+
+def test_packed_sequences_without_a_mask_as_ulysses_passes_them():
+    """cu_seq_lens or position_ids reach the attention itself."""
+    q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    module = torch.nn.Module()
+    attend = AttentionInterface()["decayattn"]
+    parts = [attend(module, *(x[:, :, part] for x in (q, k, v)), None)[0] for part in (slice(0, 5), slice(5, 12))]
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    for options in (
+        {"position_ids": torch.tensor([[*range(5), *range(7)]])},
+        {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 7, "max_length_k": 7},
+    ):
+        assert torch.allclose(attend(module, q, k, v, None, **options)[0], torch.cat(parts, 1), atol=1e-6)
+
+
+def test_sinks_and_masks_that_say_all():
+    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
+    module = torch.nn.Module()
+    visible = torch.rand(2, 1, 6, 6) < 0.7
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    found, weights = attention_interface.attention(module, q, k, v, visible)
+    assert weights is None
+    seen = visible[:, 0].any(-1)
+    assert torch.allclose(found[seen], expected.transpose(1, 2)[seen], atol=1e-5)
+    sinks = torch.full((4,), 50.0)
+    assert attention_interface.attention(module, q, k, v, None, s_aux=sinks)[0].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"dropout": 0.1}, "dropout: there is no"), ({"softcap": 30.0}, "softcap: there is no soft cap")],
+)
+def test_what_there_is_not_is_refused_by_name(options, message):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=message):
+        attention_interface.attention(torch.nn.Module(), q, q, q, None, **options)
+    with pytest.raises(ValueError, match="attention_mask: expected one stretch"):
+        attention_interface.attention(torch.nn.Module(), q, q, q, torch.tensor([[1, 0, 1, 1]]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Trainer
+
+
+def train(folder: str, **options) -> list[float]:
+    """Losses of a few steps of the causal language model, of which every process has its share of the batch."""
+    torch.manual_seed(0)
+    config = integration.DecayConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, decay="scalar", sink=True,
+        backend="reference" if options.get("use_cpu") else "auto",
+    )
+    model = integration.DecayForCausalLM(config)
+    ids = torch.arange(16 * 32).reshape(32, 16) * 7 % 64
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=4 // world, max_steps=4, learning_rate=1e-2, logging_steps=1,
+        report_to=[], save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", **options,
+    )
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["DecayBlock"]}}
+
+
+def losses_of_two(tmp_path, options: dict) -> list[float]:
+    """Of two processes, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    code = f"import sys; sys.path[:0] = {sys.path!r}; import test_attention_interface as t; " \
+           f"print('losses', t.train({str(tmp_path)!r}, **{options!r}))"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any("Unable to find interface" in text for text in printed):
+        pytest.skip("gloo finds no network interface here, not even 127.0.0.1")
+    lines = [line for line in printed[0].splitlines() if line.startswith("losses ")]
+    assert lines, printed[0]
+    return [float(x) for x in lines[0].removeprefix("losses [").removesuffix("]").split(",")]
+
+
+def test_the_causal_model_trains_under_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    losses = train(str(tmp_path), use_cpu=True)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.slow
+def test_two_processes_of_trainer_learn_what_one_does(tmp_path):
+    pytest.importorskip("accelerate")
+    assert losses_of_two(tmp_path, {"use_cpu": True}) == pytest.approx(train(str(tmp_path), use_cpu=True), abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("gpu")
+def test_fsdp_under_trainer_learns_what_one_gpu_does(tmp_path):
+    pytest.importorskip("accelerate")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    alone = losses_of_one(tmp_path)
+    assert losses_of_two(tmp_path, FSDP) == pytest.approx(alone, abs=1e-3)
+
+
+def losses_of_one(tmp_path) -> list[float]:
+    code = f"import sys; sys.path[:0] = {sys.path!r}; import test_attention_interface as t; " \
+           f"print('losses', t.train({str(tmp_path)!r}))"
+    one_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}  # Trainer takes all that it sees
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=one_gpu, check=True)
+    [line] = [line for line in printed.stdout.splitlines() if line.startswith("losses ")]
+    return [float(x) for x in line.removeprefix("losses [").removesuffix("]").split(",")]
