@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import (  # noqa: E402
+from transformers import (
     AttentionInterface,
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,8 +20,8 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-import decayattn.integrations.transformers as integration  # noqa: E402
-from decayattn.integrations import attention_interface  # noqa: E402
+import decayattn.integrations.transformers as integration
+from decayattn.integrations import attention_interface
 
 SIZES = dict(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,

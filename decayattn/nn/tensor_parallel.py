@@ -66,22 +66,28 @@ class PartwiseLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """This rank's rows of every part, a plain tensor."""
-        return self._rows("weight")
+        """What this rank stores of every part, a plain tensor without a gradient."""
+        return self._stored("weight")
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        return self._rows("bias") if "bias_0" in self._parameters else None
+        return self._stored("bias") if "bias_0" in self._parameters else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sum_gradient:
             x = replicated(x, self.mesh)
         # joined, so that it is one product and its parts are slices of the result; small beside x · weight
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self._rows("weight"), self._rows("bias") if "bias_0" in self._parameters else None)
 
     def _rows(self, name: str) -> Tensor:
-        parts: list[Any] = [self._parameters[f"{name}_{index}"] for index in range(len(self.sizes))]
-        return torch.cat([local_part(part, self.mesh) for part in parts])
+        """This rank's rows of every part."""
+        return torch.cat([local_part(part, self.mesh) for part in self._parts(name)])
+
+    def _stored(self, name: str) -> Tensor:
+        return torch.cat([part.detach().to_local() for part in self._parts(name)])
+
+    def _parts(self, name: str) -> list[Any]:
+        return [self._parameters[f"{name}_{index}"] for index in range(len(self.sizes))]
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         for name in ("weight", "bias"):
