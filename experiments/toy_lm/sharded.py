@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -119,7 +119,10 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
         checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-        set_model_state_dict(self.lightning_module, dict(checkpoint["state_dict"]), options=WHOLE)
+        own = self.lightning_module.state_dict()
+        # set_model_state_dict scatters, and refuses FSDP2 around divided heads in torch 2.13
+        weights = {name: _as(value, own[name]) for name, value in checkpoint["state_dict"].items()}
+        self.lightning_module.load_state_dict(weights)
         if self.optimizers:
             self.lightning_module.on_load_checkpoint(checkpoint)  # the options given go before those saved
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -176,8 +179,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _as(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """What an optimiser holds for a parameter, sharded as it is; a number as it is."""
+def _as(value: Tensor, parameter: Tensor) -> Tensor:
+    """A parameter, or what an optimiser holds for one, sharded as it is; a number as it is."""
     if value.ndim == 0 or not isinstance(parameter, DTensor):
         return value.clone()  # parts count their steps apart, in place
     value = value.to(parameter.device)
