@@ -55,7 +55,8 @@ def describe(module: TrainByteLM) -> str:
 def copy_to_evaluate(module: TrainByteLM) -> ByteLM:
     """The model in float32, never compiled, and in no backend's hands: that of the training may have no float32, or no
     kernels for a cache."""
-    model = copy.deepcopy(module.whole or module.model).to(device_of(module.config)).float()
+    trained = module.model if module.whole is None else module.whole.float()
+    model = copy.deepcopy(trained).to(device_of(module.config))
     for layer in model.modules():
         if isinstance(layer, DecayFlashAttention):
             layer.backend = "auto"

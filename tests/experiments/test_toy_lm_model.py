@@ -148,7 +148,7 @@ def test_logs_of_a_resumed_run_join_without_repetition(tmp_path):
 def test_a_model_is_evaluated_by_whatever_backend_takes_it():
     """"hopper" trains in 16 bits and has no kernels for a cache; samples and half-lives are of a float32 copy."""
     model = ByteLM(layers=2, width=32, heads=2, decay="scalar", backend="hopper")
-    evaluated = copy_to_evaluate(SimpleNamespace(model=model, config=SimpleNamespace(accelerator="cpu")))
+    evaluated = copy_to_evaluate(SimpleNamespace(model=model, whole=None, config=SimpleNamespace(accelerator="cpu")))
     assert len(generate(evaluated, b"import ", 4, seed=0)) == 4
     assert len(decay_rates(evaluated, tokens(1, 9))) == 2
     assert [layer.backend for layer in model.modules() if isinstance(layer, DecayFlashAttention)] == ["hopper"] * 2
