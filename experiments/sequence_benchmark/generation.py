@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from attention_benchmark.cases import DTYPES
 from attention_benchmark.peers import reason
+from language_models.model import BYTES, ByteLM
 from torch import Tensor
-from toy_lm.model import BYTES, ByteLM
 
 from decayattn import DecayFlashAttention
 from decayattn.nn import DecayCache, ScalarDecay

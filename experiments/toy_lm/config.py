@@ -219,13 +219,10 @@ def context_shares(config: Config) -> int:
     return config.devices if config.strategy == "context" else 1
 
 
-def mlp_width(width: int) -> int:
-    """Hidden channels of a SwiGLU: 2/3 of the usual 4 · width, because it has three matrices."""
-    return 16 * math.ceil(width * 8 / 3 / 16)
-
-
 def _check_sharded(config: Config) -> None:
     """Refuse what several devices cannot share."""
+    from language_models.model import mlp_width  # not at the top: --help needs no model
+
     strategy, devices = config.strategy, config.devices
     if devices * config.nodes == 1 or (strategy in ("tensor", "context") and devices == 1):
         raise OptionError(f"devices: strategy {strategy} expects at least 2, got {devices}")

@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 
 import torch
+from language_models.model import ByteLM, decay_rates, generate
 
 from decayattn import DecayFlashAttention
 from toy_lm import figures
 from toy_lm.config import Config
 from toy_lm.data import ValidationBatches
-from toy_lm.model import ByteLM, decay_rates, generate
 from toy_lm.training import TrainByteLM
 
 PROMPT_BYTES = 100

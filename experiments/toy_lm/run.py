@@ -15,6 +15,7 @@ from pathlib import Path
 
 import lightning
 import torch
+from language_models.model import next_byte_loss
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -45,7 +46,6 @@ from toy_lm.config import (
     OptionError,
     save_config,
 )
-from toy_lm.model import next_byte_loss
 from toy_lm.report import describe, device_of, report, save_half_lives
 from toy_lm.training import TrainByteLM
 

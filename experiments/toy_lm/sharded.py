@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from language_models.model import ByteLM
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from decayattn.nn import fully_shard_attention, tensor_parallel_plan
 from decayattn.nn.tensor_parallel import PartwiseParallel
 from toy_lm.config import Config
-from toy_lm.model import ByteLM
 
 # the axes of Lightning's mesh; the second one is the tensor or the context axis
 DATA, SECOND = "data_parallel", "tensor_parallel"

@@ -5,11 +5,12 @@ import math
 
 import lightning
 import torch
-from torch import Tensor, nn
+from language_models.model import DOCUMENT, ByteLM, next_byte_loss
+from language_models.optimisation import learning_rate_factor, parameter_groups
+from torch import Tensor
 
 from toy_lm.config import SHARDED, Config, context_shares, data_shares
 from toy_lm.data import TrainingBatches, ValidationBatches, load_text
-from toy_lm.model import DOCUMENT, ByteLM, next_byte_loss
 
 BITS_PER_NAT = 1 / math.log(2)
 
@@ -150,26 +151,3 @@ class TrainByteLM(lightning.LightningModule):
                 group.update(initial_lr=config.learning_rate, weight_decay=weight_decay)
         for state in checkpoint["lr_schedulers"]:
             state["base_lrs"] = [config.learning_rate] * len(state["base_lrs"])
-
-
-def parameter_groups(model: ByteLM, weight_decay: float) -> list[dict]:
-    """Weight decay for the matrices that mix channels; none for embeddings, norms, biases and the attention's decay."""
-    spared = {id(p) for module in (model.embedding, *decay_modules(model)) for p in module.parameters()}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in parameters if p.ndim >= 2 and id(p) not in spared]
-    others = [p for p in parameters if p.ndim < 2 or id(p) in spared]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-def decay_modules(model: ByteLM) -> list[nn.Module]:
-    """The decay module of every layer that has one."""
-    return [block.attention.decay for block in model.blocks if isinstance(block.attention.decay, nn.Module)]
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over the first 5 % of the steps, then a cosine from 1 to 0.1."""
-    warm_up = max(1, steps // 20)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    progress = min(1.0, (step - warm_up) / max(1, steps - warm_up))
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

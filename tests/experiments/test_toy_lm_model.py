@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from language_models.model import ByteLM, decay_rates, generate, next_byte_loss
+from language_models.optimisation import learning_rate_factor, parameter_groups
 from toy_lm.figures import half_life_table, read_log
-from toy_lm.model import ByteLM, decay_rates, generate, next_byte_loss
 from toy_lm.report import copy_to_evaluate
-from toy_lm.training import learning_rate_factor, parameter_groups
 
 from decayattn import DecayFlashAttention
 from decayattn.nn.decay import alibi_log_decay, retnet_log_decay

@@ -20,10 +20,11 @@ import pytest
 import torch
 import train_toy_lm
 import yaml
+from language_models.model import next_byte_loss
+from language_models.optimisation import parameter_groups
 from toy_lm.config import SHARDED, Config, OptionError, load_config, resolve
-from toy_lm.model import next_byte_loss
 from toy_lm.run import _open_folder
-from toy_lm.training import TrainByteLM, parameter_groups
+from toy_lm.training import TrainByteLM
 
 from decayattn import functional
 

@@ -1,14 +1,14 @@
 """A small pre-norm transformer over bytes. Without a position embedding, it knows order by its decay alone."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decayattn import DecayFlashAttention
-from decayattn.nn import ConstantDecay, DecayCache
-from toy_lm.config import mlp_width
+from decayattn.nn import DecayCache
+from language_models.schemes import attention_layer
 
 BYTES = 256
 DOCUMENT = 0  # the byte with which a document begins, where documents are kept apart
@@ -22,17 +22,19 @@ class ByteLM(nn.Module):
     With the caches of make_caches, the tokens follow those of earlier calls (under torch.no_grad()), and are those of
     one document.
 
-    `decay` and `documents` are Config's; `backend` is passed to every attention layer.
+    `decay` is a scheme of language_models.schemes; `documents` is one of "together", "resets" and "packed", as in
+    toy_lm's Config; `backend` is passed to every attention layer. `context`: the longest text, where a scheme needs it.
     """
 
     def __init__(
-        self, *, layers: int, width: int, heads: int, decay: str, documents: str = "together", backend: str = "auto"
+        self, *, layers: int, width: int, heads: int, decay: str, documents: str = "together", backend: str = "auto",
+        context: int | None = None,
     ):
         super().__init__()
         self.documents = documents
         self.embedding = nn.Embedding(BYTES, width)
         self.blocks = nn.ModuleList(
-            Block(width, DecayFlashAttention(width, heads, decay=make_decay(decay, heads), backend=backend))
+            Block(width, attention_layer(decay, width, heads, context=context, backend=backend))
             for _ in range(layers)
         )
         self.norm = nn.RMSNorm(width, eps=NORM_EPS)
@@ -55,6 +57,11 @@ class ByteLM(nn.Module):
     def make_caches(self, batch_size: int, max_length: int) -> list[DecayCache]:
         """One empty cache per block."""
         return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
+
+
+def mlp_width(width: int) -> int:
+    """Hidden channels of a SwiGLU: 2/3 of the usual 4 · width, because it has three matrices."""
+    return 16 * math.ceil(width * 8 / 3 / 16)
 
 
 class Block(nn.Module):
@@ -81,14 +88,6 @@ def document_offsets(tokens: Tensor) -> Tensor:
     starts[:, 0] = True
     offsets = starts.flatten().nonzero().flatten()
     return torch.cat([offsets, offsets.new_tensor([tokens.numel()])]).to(torch.int32)
-
-
-def make_decay(name: str, heads: int) -> str | nn.Module:
-    """What Config.decay means to DecayFlashAttention."""
-    if name in ("scalar", "none"):
-        return name
-    preset, _, learned = name.partition("-")
-    return getattr(ConstantDecay, preset)(heads, learned=bool(learned))
 
 
 def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""What the experiments with byte-level language models share: the model, its position schemes, texts."""

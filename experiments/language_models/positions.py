@@ -1,0 +1,106 @@
+"""Position modules for DecayFlashAttention: rotary embeddings, and a decay per channel."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from decayattn import DecayFlashAttention
+from decayattn.problem import without_autocast
+
+# e^140 = e^70 · e^70: a query and a key each keep half of it, and float32 and bfloat16 end at e^88
+LARGEST_TOTAL = 140.0
+
+
+class Rotary(nn.Module):
+    """Rotary embeddings (Su et al., arXiv 2104.09864): q, k (B, T, H, D) turned by their positions, D even.
+
+    Channels c and c + D/2 are a pair, turned by t · base^(−2c/D) at position t, in float32.
+    """
+
+    def __init__(self, base: float = 10_000.0):
+        super().__init__()
+        self.base = base
+
+    def forward(self, q: Tensor, k: Tensor, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """start (B,): the position of the first token of each batch entry; 0 without."""
+        dim = q.shape[-1]
+        # a position is a float32 without error up to 2²⁴
+        rate = self.base ** (-torch.arange(0, dim, 2, device=q.device, dtype=torch.float32) / dim)
+        position = torch.arange(q.shape[1], device=q.device, dtype=torch.float32)[None]
+        if start is not None:
+            position = position + start[:, None]
+        angle = position[..., None, None] * rate  # (1 or B, T, 1, D/2)
+        return _turned(q, angle.cos(), angle.sin()), _turned(k, angle.cos(), angle.sin())
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
+
+
+class PerChannelDecay(nn.Module):
+    r"""A decay per channel of every head, as in Wall Attention (blog.tilderesearch.com/blog/wall-attn)::
+
+        λ_c[b, t]  = −r · sigmoid(x[b, t] · W_c + b_c)              (B, T, H, D), natural log, never below −r
+        S_ij       = s Σ_c q_ic k_jc exp(P_ic − P_jc)               P: the prefix sum of λ over t, float32
+
+    as products of q · exp(P − P_mid) and k · exp(P_mid − P): exact where r · T ≤ 140, for then neither leaves the range
+    of bfloat16. P_mid is the middle of a channel's range; it cancels, and takes no part in the gradient. It is for the
+    length that r was chosen for: a longer text is refused. (The kernels of the authors rescale on their way instead.)
+
+    W starts as 0 and b gives the channels of every head half-lives spaced evenly in the logarithm, as ScalarDecay does
+    for heads. A position module is not given x: `attach` it to its layer, which then hands x over.
+
+    Args:
+        embed_dim, num_heads, head_dim: of the layer, whose num_kv_heads is its num_heads.
+        context: the longest T; r = 140 / context.
+        longest_half_life: of the slowest channel at the start, in tokens.
+
+    Raises:
+        ValueError: for a longer text.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, head_dim: int, *, context: int, longest_half_life: float = 1024.0
+    ):
+        super().__init__()
+        self.context, self.num_heads = context, num_heads
+        self.fastest = LARGEST_TOTAL / context
+        self.weight = nn.Parameter(torch.zeros(num_heads * head_dim, embed_dim))
+        self.bias = nn.Parameter(self._spread(head_dim, longest_half_life).repeat(num_heads))
+        self._x: Tensor | None = None
+
+    def _spread(self, head_dim: int, longest: float) -> Tensor:
+        """Logits whose half-lives are spaced evenly in the logarithm, between that of 0.9 r and the longest."""
+        shortest = math.log(2) / (0.9 * self.fastest)
+        longest = max(longest, 2 * shortest)
+        half_lives = shortest * (longest / shortest) ** torch.linspace(0, 1, head_dim)
+        return torch.logit(math.log(2) / half_lives / self.fastest)
+
+    def attach(self, layer: DecayFlashAttention) -> None:
+        """Be given the input of this layer, whose position this module is, at each of its calls."""
+        layer.register_forward_pre_hook(_hand_over_input)
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        """λ of every channel, (B, T, H, D), for x (B, T, embed_dim); float32, or float64 for a float64 x."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with without_autocast(x.device):
+            logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+            return -self.fastest * logits.sigmoid().unflatten(-1, (self.num_heads, -1))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        x, self._x = self._x, None
+        if x is None:
+            raise RuntimeError("PerChannelDecay: expected to be attached to the layer that calls it")
+        if x.shape[1] > self.context:
+            raise ValueError(f"x: expected at most {self.context} tokens with a decay per channel, got {x.shape[1]}")
+        prefix = self.log_decay(x).cumsum(1)
+        middle = (prefix[:, :1] + prefix[:, -1:]).detach() / 2
+        # two exponentials: the gradient of a quotient has the square of e^70 in it, which float32 has not
+        return (q * (prefix - middle).exp()).to(q.dtype), (k * (middle - prefix).exp()).to(k.dtype)
+
+
+def _hand_over_input(layer: nn.Module, arguments: tuple) -> None:
+    # looked up at the call: a copy of the layer has a copy of the module
+    layer.position._x = arguments[0]

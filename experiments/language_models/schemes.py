@@ -1,0 +1,76 @@
+"""How a model knows where a token stands: decays, rotary embeddings, both, neither."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from decayattn import DecayFlashAttention
+from decayattn.nn import ConstantDecay
+from language_models.positions import PerChannelDecay, Rotary
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A decay of the scores, by the name that make_decay takes, and what is done to queries and keys."""
+
+    label: str
+    decay: str = "none"
+    position: Literal["rotary", "per channel"] | None = None
+
+    @property
+    def any_length(self) -> bool:
+        """Whether it takes a text that is longer than those of its training."""
+        return self.position != "per channel"
+
+    @property
+    def decays(self) -> bool:
+        """Whether its attention has a decay that the kernels know, and by which they skip."""
+        return self.decay != "none"
+
+
+SCHEMES = {
+    "scalar": Scheme("scalar decay (FoX)", "scalar"),
+    "alibi-learned": Scheme("ALiBi, learned", "alibi-learned"),
+    "alibi": Scheme("ALiBi", "alibi"),
+    "retnet": Scheme("RetNet's rates", "retnet"),
+    "retnet-learned": Scheme("RetNet's rates, learned", "retnet-learned"),
+    "rotary": Scheme("rotary", position="rotary"),
+    "rotary-scalar": Scheme("rotary and scalar decay", "scalar", "rotary"),
+    "none": Scheme("no position"),
+    "per-channel": Scheme("decay per channel (Wall)", position="per channel"),
+    "per-channel-scalar": Scheme("decay per channel and scalar decay", "scalar", "per channel"),
+}
+
+
+def attention_layer(
+    scheme: str, width: int, heads: int, *, context: int | None = None, backend: str = "auto"
+) -> DecayFlashAttention:
+    """A causal layer with that scheme of SCHEMES. Schemes differ in no random number that they draw: after the same
+    seed their projections start the same.
+
+    context: the longest text, for a decay per channel.
+    """
+    chosen = SCHEMES[scheme]
+    position: nn.Module | None = None
+    if chosen.position == "rotary":
+        position = Rotary()
+    elif chosen.position == "per channel":
+        if context is None:
+            raise ValueError(f"context: expected a length with scheme {scheme!r}, got None")
+        position = PerChannelDecay(width, heads, width // heads, context=context)
+    layer = DecayFlashAttention(
+        width, heads, decay=make_decay(chosen.decay, heads), position=position, backend=backend
+    )
+    if isinstance(position, PerChannelDecay):
+        position.attach(layer)
+    return layer
+
+
+def make_decay(name: str, heads: int) -> str | nn.Module:
+    """What the name of a decay means to DecayFlashAttention: "scalar", "none", or ALiBi's or RetNet's rates, frozen or
+    learned ("alibi", "alibi-learned", "retnet", "retnet-learned")."""
+    if name in ("scalar", "none"):
+        return name
+    preset, _, learned = name.partition("-")
+    return getattr(ConstantDecay, preset)(heads, learned=bool(learned))
