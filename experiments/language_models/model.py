@@ -77,7 +77,10 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, **options) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), **options)
+        return self.feed_forward(x + self.attention(self.attention_norm(x), **options))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """x + mlp(norm(x)): the same in every scheme, and compiled once where it is compiled."""
         gate, value = self.mlp_in(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.mlp_out(F.silu(gate) * value)
 

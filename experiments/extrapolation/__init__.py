@@ -1,0 +1,1 @@
+"""The rooms of length_extrapolation.py: options, training, reading, processes, results, figure."""
