@@ -204,8 +204,12 @@ def draw(result: Path, plot: Path) -> int:
             raise
         print(f"no figure: matplotlib is not installed here; --draw {result.name} draws it where it is")
         return 0
+    found = json.loads(result.read_text(encoding="utf-8"))
+    if not any(run["reading"] for run in found["runs"]):
+        print("no figure: no run has been read")
+        return 0
     plot.parent.mkdir(parents=True, exist_ok=True)
-    figure.draw(json.loads(result.read_text(encoding="utf-8"))).savefig(plot)
+    figure.draw(found).savefig(plot)
     print(f"wrote {plot}")
     return 0
 

@@ -73,10 +73,11 @@ def _panel(axes: Axes, result: dict[str, Any], length: int) -> None:
 def _coarser(edges: np.ndarray, curves: np.ndarray, per_octave: int = 6) -> tuple[np.ndarray, np.ndarray]:
     """Means over stretches that grow with the position: (their middles, (seeds, stretches))."""
     widths = np.diff(edges)
-    octave = np.floor(per_octave * np.log2(np.maximum(edges[:-1], 1) / edges[1])).astype(int)
+    # the first stretch begins at 0, and is alone
+    groups = [-1, *np.floor(per_octave * np.log2(edges[1:-1] / edges[1]))]
     positions, means = [], []
-    for group in np.unique(np.maximum(octave, 0)):
-        own = np.maximum(octave, 0) == group
+    for group in np.unique(groups):
+        own = groups == group
         share = widths[own] / widths[own].sum()
         positions.append(np.sqrt(max(edges[:-1][own][0], edges[1] / 4) * edges[1:][own][-1]))
         means.append(curves[:, own] @ share)

@@ -124,7 +124,7 @@ def build(
     Left out are files that are copies of one before them, copies of other packages (folders called _vendor and so on)
     and empty files. Packages are held out in the order of their names' SHA-256, each that fits in what is left of the
     share `held_out` of all bytes; the largest ones, which do not, train. most_bytes: take packages, in the reverse of
-    that order, until there are so many.
+    that order, two at least, until there are so many.
 
     Raises ValueError where either side stays empty.
     """
@@ -141,7 +141,8 @@ def build(
                 if content and digest not in seen:
                     seen.add(digest)
                     kept[name] = content
-            if most_bytes is not None and sum(_size(files) for files in texts.values()) >= most_bytes:
+            sizes = [_size(files) for files in texts.values() if files]
+            if most_bytes is not None and len(sizes) > 1 and sum(sizes) >= most_bytes:
                 break
     sides = _sides({package.name: _size(texts.get(package.name, {})) for package in in_order}, held_out)
     versions = {package.name: package.version for package in in_order}

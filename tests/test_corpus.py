@@ -1,0 +1,166 @@
+"""The text of the experiments: whole files, no package on both sides, crops within one file."""
+
+import importlib.metadata
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+from language_models.corpus import (
+    HELD_OUT,
+    STANDARD_LIBRARY,
+    TRAINING,
+    Package,
+    TrainingCrops,
+    build,
+    held_out_starts,
+    in_folder,
+    installed,
+    load,
+)
+
+
+@pytest.fixture
+def packages(tmp_path) -> list[Package]:
+    """Eight of 5 files each, every byte of which says whose it is, and one as large as all of them."""
+    found = []
+    for number in range(9):
+        folder = tmp_path / "data" / f"package{number}"
+        folder.mkdir(parents=True)
+        for file in range(5):
+            size = (100 + 37 * file) * (8 if number == 8 else 1)
+            (folder / f"file{file}.py").write_bytes(bytes([10 * number + file]) * size)
+        found.append(Package(folder.name, "1.0", {f.name: f for f in sorted(folder.iterdir())}))
+    return found
+
+
+def contents(corpus, files) -> list[bytes]:
+    return [bytes(corpus.text[b : b + n].tolist()) for b, n in zip(files.begins, files.lengths, strict=True)]
+
+
+def test_every_file_is_whole_and_on_one_side_with_its_package(packages, tmp_path):
+    corpus = build(packages, tmp_path / "corpus", held_out=0.2)
+    sides = {TRAINING: contents(corpus, corpus.training), HELD_OUT: contents(corpus, corpus.held_out)}
+    expected = sorted(path.read_bytes() for package in packages for path in package.files.values())
+    assert sorted(sides[TRAINING] + sides[HELD_OUT]) == expected
+    of_side = {side: {text[0] // 10 for text in texts} for side, texts in sides.items()}
+    assert not of_side[TRAINING] & of_side[HELD_OUT]
+    assert 8 in of_side[TRAINING]  # too large to be held out
+    said = corpus.description
+    for side, texts in sides.items():
+        assert said[side] == {"packages": len(of_side[side]), "bytes": sum(map(len, texts)), "files": len(texts)}
+    assert 0 < said[HELD_OUT]["bytes"] <= 0.2 * corpus.text.numel()
+    assert {p["name"]: p["version"] for p in said["packages"]} == {p.name: "1.0" for p in packages}
+
+
+def test_the_hash_tells_texts_and_splits_apart_and_the_order_does_not_matter(packages, tmp_path):
+    def sha256(packages, **options) -> str:
+        return build(packages, tmp_path / "corpus", **options).description["sha256"]
+
+    first = sha256(packages)
+    assert sha256(packages[::-1]) == first
+    assert sha256(packages, held_out=0.3) != first
+    path = packages[3].files["file2.py"]
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert sha256(packages) != first
+
+
+def test_copies_and_vendored_packages_are_left_out(packages, tmp_path):
+    """Else what is held out might have been trained on."""
+    packages[0].files["_vendor/other.py"] = packages[1].files["file0.py"]
+    whole = build(packages, tmp_path / "corpus").text.numel()
+    (tmp_path / "copy.py").write_bytes(packages[1].files["file0.py"].read_bytes())
+    packages[2].files["copy.py"] = tmp_path / "copy.py"
+    (tmp_path / "new.py").write_bytes(b"new")
+    packages[4].files["_vendor/x/new.py"] = tmp_path / "new.py"
+    corpus = build(packages, tmp_path / "corpus")
+    assert corpus.text.numel() == whole
+    assert len(set(contents(corpus, corpus.training)) & set(contents(corpus, corpus.held_out))) == 0
+
+
+def test_a_part_of_the_corpus_is_made_of_whole_packages(packages, tmp_path):
+    whole = {p["name"]: p["bytes"] for p in build(packages, tmp_path / "corpus").description["packages"]}
+    for most in (1, 2000, 9000, 10**9):
+        corpus = build(packages, tmp_path / "corpus", most_bytes=most)
+        sizes = {package["name"]: package["bytes"] for package in corpus.description["packages"]}
+        assert sizes.items() <= whole.items()
+        assert sum(sizes.values()) >= min(most, sum(whole.values()))
+        assert len(sizes) == 2 or sum(sizes.values()) - max(sizes.values()) < most
+        assert corpus.held_out.lengths.sum() > 0
+
+
+def test_two_packages_are_enough_and_one_is_not(packages, tmp_path):
+    assert build(packages[:2], tmp_path / "corpus").description[HELD_OUT]["packages"] == 1
+    with pytest.raises(ValueError, match="there is nothing training"):
+        build(packages[:1], tmp_path / "corpus")
+
+
+def test_crops_lie_within_files_and_every_place_is_as_likely(packages, tmp_path):
+    corpus = build(packages, tmp_path / "corpus")
+    crops = TrainingCrops(corpus, corpus.text, 127, 4096, seed=0)
+    batch = crops.batch(0)
+    assert batch.shape == (4096, 128)
+    assert (batch == batch[:, :1]).all()  # files have one byte value each
+    places = {int(corpus.text[b]): max(0, n - 127) for b, n in zip(*vars(corpus.training).values(), strict=True)}
+    total, count = sum(places.values()), np.bincount(batch[:, 0].numpy(), minlength=90)
+    for value, of_file in places.items():
+        share = of_file / total
+        assert abs(count[value] / 4096 - share) < 5 * (share / 4096) ** 0.5 + 1e-9
+    assert (crops.batch(0) == batch).all()
+    assert (crops.batch(1) != batch).any()
+    assert (TrainingCrops(corpus, corpus.text, 127, 4096, seed=1).batch(0) != batch).any()
+    with pytest.raises(ValueError, match="expected a training file of 5001 bytes or more, got none"):
+        TrainingCrops(corpus, corpus.text, 5000, 1, seed=0)
+
+
+def test_held_out_crops_do_not_overlap_and_come_from_all_files_first(packages, tmp_path):
+    corpus = build(packages, tmp_path / "corpus", held_out=0.4)
+    long = [(b, n) for b, n in zip(corpus.held_out.begins, corpus.held_out.lengths, strict=True) if n >= 60]
+    starts = held_out_starts(corpus, 60, 10_000, 2)
+    assert len(starts) == sum(min(2, n // 60) for _, n in long)
+    for begin, length in long:
+        own = sorted(s for s in starts if begin <= s < begin + length)
+        assert all(s + 60 <= begin + length for s in own)
+        assert all(b - a >= 60 for a, b in itertools.pairwise(own))
+    some = held_out_starts(corpus, 60, len(long), 2)
+    assert len({int(np.searchsorted(corpus.held_out.begins, s, side="right")) for s in some}) == len(long)
+    with pytest.raises(ValueError, match="expected a held-out file of 9999 bytes or more"):
+        held_out_starts(corpus, 9999, 1, 1)
+
+
+def test_a_corpus_is_read_back_as_it_was_written(packages, tmp_path):
+    written = build(packages, tmp_path / "corpus")
+    read = load(tmp_path / "corpus")
+    assert (written.text == read.text).all()
+    assert written.description == read.description
+    assert (written.held_out.begins == read.held_out.begins).all()
+
+
+def test_what_lies_in_a_folder_is_packages(packages, tmp_path):
+    (tmp_path / "data" / "alone.txt").write_text("alone")
+    (tmp_path / "data" / ".hidden").write_text("hidden")
+    (tmp_path / "data" / "package1" / ".git").mkdir()
+    (tmp_path / "data" / "package1" / ".git" / "x").write_text("hidden")
+    found = {package.name: set(package.files) for package in in_folder(tmp_path / "data")}
+    assert found["alone.txt"] == {"alone.txt"}
+    assert found["package1"] == {f"package1/file{n}.py" for n in range(5)}
+    assert len(found) == 10
+    with pytest.raises(ValueError, match="data: expected at least two files or folders"):
+        in_folder(tmp_path / "data" / "package1" / ".git")
+    with pytest.raises(ValueError, match="data: expected a folder, got"):
+        in_folder(tmp_path / "nowhere")
+
+
+def test_installed_sources_belong_to_their_distributions():
+    found = {package.name: package for package in installed()}
+    assert any(name.endswith("heapq.py") for name in found[STANDARD_LIBRARY].files)
+    assert not any("site-packages" in name for name in found[STANDARD_LIBRARY].files)
+    torch = found["torch"]
+    assert torch.version == importlib.metadata.version("torch")
+    assert torch.files["torch/functional.py"].is_file()
+    assert not any(name.startswith("torch/") for name in found["numpy"].files)
+    names = [path for package in found.values() for path in package.files.values()]
+    assert len(names) == len(set(names))
