@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from decayattn import DecayFlashAttention, visited_fraction
+from decayattn.backends import registry
 from decayattn.nn.decay import half_life
 from language_models.model import ByteLM
 
@@ -34,6 +35,12 @@ def attention_statistics(model: ByteLM, tokens: Tensor, *, visited: bool = True)
         for handle in handles:
             handle.remove()
     return found
+
+
+def can_tell_visits(device: torch.device) -> bool:
+    """Whether there is a GPU, or Triton's interpreter, for the plan of what is visited."""
+    kernels = registry.load("triton")
+    return not isinstance(kernels, str) and kernels.unavailable(torch.float32, device) is None
 
 
 class _Inputs:

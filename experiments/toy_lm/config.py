@@ -80,6 +80,9 @@ class Config:
     check_context: PositiveInt | Auto = "auto"
     """Bytes per sequence of the gradient check, at most the context. auto: 130 on a CPU, where the kernels are
     interpreted, 512 on a GPU."""
+    statistics_context: PositiveInt | Auto = "auto"
+    """Bytes of validation text on which half-lives and visited tiles are logged over training; as many as there are, at
+    most. auto: 512 on a CPU, where the plan of visited tiles is interpreted, 16384 on a GPU."""
     sample_bytes: NonNegativeInt = 400
     """Bytes of text that the trained model writes at the end."""
 
@@ -114,11 +117,11 @@ class Config:
 # what "auto" means for the model and its training
 CPU_DEFAULTS = {
     "layers": 4, "width": 128, "heads": 4, "context": 256, "batch_size": 8, "steps": 600, "learning_rate": 3e-3,
-    "check_rows": 1, "check_context": 130, "precision": "32-true",
+    "check_rows": 1, "check_context": 130, "statistics_context": 512, "precision": "32-true",
 }
 GPU_DEFAULTS = {
     "layers": 8, "width": 512, "heads": 8, "context": 2048, "batch_size": 16, "steps": 2000, "learning_rate": 1e-3,
-    "check_rows": 2, "check_context": 512, "precision": "bf16-mixed",
+    "check_rows": 2, "check_context": 512, "statistics_context": 16384, "precision": "bf16-mixed",
 }
 
 RUNS = Path("runs/toy_lm")

@@ -97,3 +97,57 @@ def _save(figure: plt.Figure, path: Path) -> Path:
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path
+
+
+def draw_half_lives_over_training(folder: Path, title: str) -> Path:
+    """half_lives.png from the run's attention.json: a panel per layer, a line per head."""
+    log = json.loads((folder / "attention.json").read_text())
+    rows, count = log["rows"], len(log["rows"][0]["layers"])
+    columns = min(4, count)
+    figure, panels = plt.subplots(
+        math.ceil(count / columns), columns, figsize=(1 + 3.2 * columns, 0.8 + 2.6 * math.ceil(count / columns)),
+        layout="constrained", sharex=True, sharey=True, squeeze=False,
+    )
+    steps = [row["step"] for row in rows]
+    for layer, axes in enumerate(panels.flat):
+        if layer >= count:
+            axes.set_axis_off()
+            continue
+        heads = list(zip(*(map(float, row["layers"][layer]["half_lives"]) for row in rows), strict=True))
+        for h, values in enumerate(heads):
+            axes.plot(steps, values, color=plt.get_cmap("viridis")(h / max(1, len(heads) - 1) * 0.9), linewidth=1.4)
+        axes.axhline(log["context"], color="tab:red", linestyle="--", linewidth=1)
+        axes.set(title=f"layer {layer + 1}", yscale="log")
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{title}: ln 2 / mean(−λ) of every head, context {log['context']} dashed", fontsize="medium")
+    figure.supxlabel("optimiser step", fontsize="medium")
+    figure.supylabel("half-life (bytes)", fontsize="medium")
+    return _save(figure, folder / "half_lives.png")
+
+
+def draw_visited_over_training(folder: Path, title: str) -> Path | None:
+    """visited.png from the run's attention.json: a line per layer, and the time of a step; None where nobody knows."""
+    log = json.loads((folder / "attention.json").read_text())
+    rows = [row for row in log["rows"] if all(layer["visited"] is not None for layer in row["layers"])]
+    if not rows:
+        return None
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    steps, count = [row["step"] for row in rows], len(rows[0]["layers"])
+    for layer in range(count):
+        fractions = [sum(row["layers"][layer]["visited"]) / len(row["layers"][layer]["visited"]) for row in rows]
+        color = plt.get_cmap("viridis")(layer / max(1, count - 1) * 0.9)
+        axes.plot(steps, fractions, color=color, marker="o", markersize=3, label=f"layer {layer + 1}")
+    axes.set(
+        title=title, xlabel="optimiser step", ylabel=f"fraction of tiles visited, text of {log['bytes']:,} bytes",
+        ylim=(0, 1.05),
+    )
+    axes.grid(alpha=0.3)
+    timed = [(row["step"], row["milliseconds_per_step"]) for row in log["rows"]]
+    timed = [(step, ms) for step, ms in timed if ms is not None]
+    if timed:
+        times = axes.twinx()
+        times.plot(*zip(*timed, strict=True), color="tab:red", linestyle=":", label="time of a step")
+        times.set_ylabel("ms per step", color="tab:red")
+        times.set_ylim(0, 1.3 * max(ms for _, ms in timed))
+    axes.legend(frameon=False, fontsize=9, ncols=2)
+    return _save(figure, folder / "visited.png")

@@ -23,6 +23,8 @@ def report(module: TrainByteLM, folder: Path, step: int) -> None:
     if config.decay != "none":
         save_half_lives(module, folder / "half_lives.json", step)
         figures.draw_half_lives(folder, config.context, f"Half-lives of the {config.decay} decay after {step} steps")
+        figures.draw_half_lives_over_training(folder, f"Half-lives of the {config.decay} decay")
+        figures.draw_visited_over_training(folder, f"What the {config.decay} decay leaves to be visited")
     if config.sample_bytes:
         prompt = bytes(module.validation_text[:PROMPT_BYTES].tolist())
         continuation = generate(copy_to_evaluate(module), prompt, config.sample_bytes, seed=config.seed)

@@ -47,6 +47,7 @@ from toy_lm.config import (
     save_config,
 )
 from toy_lm.report import describe, device_of, report, save_half_lives
+from toy_lm.statistics import AttentionStatistics
 from toy_lm.training import TrainByteLM
 
 
@@ -153,6 +154,8 @@ def make_trainer(
             folder / "checkpoints", filename="best", monitor="val_bits", save_last=True, enable_version_counter=False
         ),
     ]
+    if config.decay != "none":
+        callbacks.append(AttentionStatistics(folder, first_step))
     if config.gradient_check:
         batch = module.training_batches().batch(first_step)[: config.check_rows, : config.check_context + 1]
         # training on a CPU uses the reference; the check is of the kernels in any case

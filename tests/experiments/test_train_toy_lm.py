@@ -24,6 +24,7 @@ from language_models.model import next_byte_loss
 from language_models.optimisation import parameter_groups
 from toy_lm.config import SHARDED, Config, OptionError, load_config, resolve
 from toy_lm.run import _open_folder
+from toy_lm.statistics import read
 from toy_lm.training import TrainByteLM
 
 from decayattn import functional
@@ -72,7 +73,7 @@ def test_a_run_learns_and_leaves_everything_behind(text, capsys):
     folder = Path("run")
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
         "config.yaml", "summary.json", "sample.txt", "loss.png",
-        "decay.png", "half_lives.json", "half_lives_start.json",
+        "decay.png", "half_lives.json", "half_lives_start.json", "attention.json", "half_lives.png", "visited.png",
         "checkpoints/best.ckpt", "checkpoints/last.ckpt", "logs/from_step_0/metrics.csv",
         "gradients/step-0.txt", "gradients/step-0.json", "gradients/step-20.txt", "gradients/step-20.json",
     }
@@ -81,7 +82,7 @@ def test_a_run_learns_and_leaves_everything_behind(text, capsys):
     assert summary["validation_bits_after"] < summary["validation_bits_before"] - 1
     assert f"validation before training: {summary['validation_bits_before']:.3f} bits per byte" in printed
     assert f"validation after 20 steps: {summary['validation_bits_after']:.3f} bits per byte" in printed
-    for name in ("loss.png", "decay.png"):
+    for name in ("loss.png", "decay.png", "half_lives.png", "visited.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert yaml.safe_load((folder / "config.yaml").read_text())["steps"] == 20
 
@@ -100,7 +101,8 @@ def test_every_decay_trains(decay, text):
     """What has a decay draws it, and only learned ones have moved."""
     assert train(*UNCHECKED, "--data", text, "--steps", "3", "--run", "run", "--decay", decay) == 0
     tables = [Path("run", name) for name in ("half_lives_start.json", "half_lives.json")]
-    assert [path.exists() for path in (*tables, Path("run/decay.png"))] == [decay != "none"] * 3
+    left = (*tables, Path("run/decay.png"), Path("run/attention.json"), Path("run/half_lives.png"))
+    assert [path.exists() for path in left] == [decay != "none"] * 5
     if decay != "none":
         start, now = (json.loads(path.read_text())["layers"] for path in tables)
         assert (start != now) == decay.endswith("learned")
@@ -193,6 +195,10 @@ def test_an_interrupted_run_resumes_where_it_stopped(text, monkeypatch, capsys):
     assert whole["global_step"] == resumed["global_step"] == 12
     assert all(torch.equal(whole["state_dict"][name], resumed["state_dict"][name]) for name in whole["state_dict"])
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["from_step_0", "from_step_6"]
+    of_whole, of_resumed = ({row["step"]: row["layers"] for row in read(path)} for path in (Path("whole"), folder))
+    assert list(of_whole) == [0, 4, 8, 12]
+    assert [step for step in of_resumed if step in (0, 4, 6, 12)] == [0, 4, 6, 12]
+    assert all(of_resumed[step] == of_whole[step] for step in of_resumed.keys() & of_whole.keys())
 
     assert train("--resume", str(folder)) == 2
     assert "steps: expected more than the 12 of the run to resume, got 12" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""Half-lives and visited tiles of a model's attention, and the log of them that a training keeps."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from decayattn import visited_fraction
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+from language_models.model import ByteLM
+from language_models.statistics import attention_statistics
+from toy_lm import figures
+from toy_lm.statistics import read
+
+LENGTH = 640
+
+
+def model(scheme: str) -> ByteLM:
+    torch.manual_seed(0)
+    return ByteLM(layers=1, width=32, heads=2, decay=scheme, context=LENGTH)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(256, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("scheme", ["scalar", "rotary-scalar", "alibi"])
+def test_they_are_of_what_the_layer_gives_to_the_kernels(scheme, device, monkeypatch):
+    """q and k as the position module left them."""
+    of, given = model(scheme).to(device), []
+    kernel = sys.modules["decayattn.nn.attention"].decay_attention
+    monkeypatch.setattr(
+        "decayattn.nn.attention.decay_attention", lambda *a, **o: (given.append((a, o)), kernel(*a, **o))[1]
+    )
+    [found] = attention_statistics(of, tokens().to(device))
+    [((q, k, _, log_decay), options)] = given
+    assert found["visited"] == visited_fraction(q, k, log_decay, scale=options["scale"])[0].tolist()
+    assert min(found["visited"]) < 1
+    rates = log_decay if log_decay.ndim == 1 else log_decay[0, 1:].mean(0)
+    assert found["half_lives"] == pytest.approx((-math.log(2) / rates).tolist(), rel=1e-5)
+    assert not of.blocks[0].attention._forward_hooks
+    assert not of.blocks[0].attention.in_proj._forward_hooks
+
+
+def test_without_a_decay_there_are_no_half_lives():
+    [found] = attention_statistics(model("none"), tokens()[:, :64], visited=False)
+    assert found == {"half_lives": None, "visited": None}
+
+
+def log(folder: Path, visited: list) -> None:
+    layers = [[{"half_lives": [4.0, "inf"], "visited": x}] * 5 for x in visited]
+    rows = [{"step": 10 * n, "milliseconds_per_step": 3.0 if n else None, "layers": x} for n, x in enumerate(layers)]
+    (folder / "attention.json").write_text(json.dumps({"bytes": 100, "context": 50, "rows": rows}))
+
+
+def test_figures_are_drawn_of_what_is_known(tmp_path):
+    log(tmp_path, [[1.0, 1.0], None, [0.5, 0.25]])
+    assert len(read(tmp_path)) == 3
+    for path in (
+        figures.draw_half_lives_over_training(tmp_path, "title"), figures.draw_visited_over_training(tmp_path, "title")
+    ):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    log(tmp_path, [None, None])
+    assert figures.draw_visited_over_training(tmp_path, "title") is None
