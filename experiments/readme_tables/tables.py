@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from readme_tables import picture
+from readme_tables import evidence, picture
 from readme_tables.results import Results, Shape, Speeds, speeds
 
 # the first of these that is there has the speeds; kernels of others that it lacks come from the other file
@@ -25,7 +25,7 @@ LABELS = {
 }
 _OTHERS = ("flash_attn", "flex", "fox", "fla")
 # data of a run whose report is another file
-_NO_REPORT = ("train_h200/half_lives.json",)
+_NO_REPORT = ("train_h200/half_lives.json", "train_h200/attention.json")
 _DIRECTIONS = ("forward", "backward")
 
 
@@ -306,5 +306,5 @@ def files(results: Results) -> list[str]:
 BLOCKS = {
     "speed": speed, "attention": attention, "skipping": skipping, "planning": planning, "lengths": lengths,
     "sequences": sequences,
-    "eviction": eviction, "overhead": overhead, "training": training, "files": files,
+    "eviction": eviction, "overhead": overhead, "training": training, "files": files, **evidence.BLOCKS,
 }

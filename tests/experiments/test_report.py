@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import report
-from readme_tables import tables
+from readme_tables import evidence, tables
 from readme_tables.results import Refused, Results, Shape, speeds
 from repository_files import ROOT
 
@@ -137,6 +137,34 @@ def test_kernels_of_others_come_from_the_file_that_has_them(results):
     assert "1.20 to 1.20 forward, 1.10 to 1.10 backward" in said
     assert "sustained: calls back to back, at the power limit ([JSON](results/benchmark_sustained.json))" in said
     assert "Forgetting Transformer: short bursts of calls" in said
+
+
+def test_length_extrapolation_is_not_measured_or_shown(results):
+    """The table of the JSON beside its picture, and where its figures are from."""
+    assert evidence.extrapolation(results) == ["Not measured yet."]
+    columns = [
+        {"begin": 0, "end": 1024, "bits": 1.0, "in_windows": 1.0, "standard_error": 0.0},
+        {"begin": 1024, "end": 4096, "bits": 0.75, "in_windows": 0.875, "standard_error": 0.01},
+    ]
+    settings = {
+        "layers": 1, "width": 16, "heads": 2, "context": 1024, "batch_size": 8, "steps": 1000, "learning_rate": 1e-3,
+        "lengths": [4096], "crops": [7], "without_decay_up_to": 4096, "precision": "bfloat16",
+    }
+    runs = [
+        {"scheme": "alibi", "seed": 0, "diverged": None, "parameters": 12_500_000,
+         "reading": [{"length": 4096, "crops": 7, "columns": columns}]}
+    ]
+    side = {"packages": 3, "bytes": 10, "files": 1}
+    report = {"settings": settings, "runs": runs, "corpus": {"training": side, "held out": side}}
+    (results.folder / evidence.EXTRAPOLATION_FILE).write_text(json.dumps(ORIGIN | report))
+    lines = evidence.extrapolation(results)
+    assert lines[0].endswith("](results/length_extrapolation.png)")
+    assert lines[2:5] == [
+        "| bits per byte | 0–1k | 1k–4k | 1k–4k, ≤ 1k before |",
+        "|---|---|---|---|",
+        "| ALiBi | 1.000 | 0.750 | 0.875 |",
+    ]
+    assert "12.5 M parameters, 8 MB of Python source at 1k bytes; 7 texts of 4k bytes read" in lines[-1]
 
 
 def test_rows_of_either_benchmark_say_the_same(results):
