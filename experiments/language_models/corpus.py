@@ -61,12 +61,13 @@ def installed() -> list[Package]:
     """The standard library, and every installed distribution, with their Python sources. Whatever no distribution lists
     belongs to a package of its top folder's name."""
     library = Path(sysconfig.get_path("stdlib"))
-    own = [path for path in library.rglob("*.py") if not _PACKAGES & set(path.relative_to(library).parts)]
+    sources = (path for path in library.rglob("*.py") if path.is_file())  # not a link to nowhere
+    own = [path for path in sources if not _PACKAGES & set(path.relative_to(library).parts)]
     found = {STANDARD_LIBRARY: _package(STANDARD_LIBRARY, platform.python_version(), library, own)}
     roots = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")} | {Path(p) for p in _site_packages()}
     for root in sorted(root.resolve() for root in roots if root.is_dir()):
         owners = _owners(root)
-        for path in sorted(root.rglob("*.py")):
+        for path in sorted(path for path in root.rglob("*.py") if path.is_file()):
             relative = path.relative_to(root).as_posix()
             top = relative.split("/")[0].removesuffix(".py")
             name, version = owners.get(relative, (top, None))

@@ -26,9 +26,9 @@ def extrapolation(results: Results) -> list[str]:
         f"![{alt}]({results.prefix}{name.removesuffix('.json')}.png)", "",
         f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows), "",
         f"Mean of {len(seeds)} seeds (and their range). {size / 1e6:.1f} M parameters, {trained / 1e6:.0f} MB of "
-        f"Python source at {count(context)} bytes; {texts} bytes read, of {held_out['packages']} packages that are not among "
-        f"the {training['packages']} of the training; {report['gpu']}, torch {report['torch'].split('+')[0]}, Triton "
-        f"{report['triton']} ({results.link(name)}).",
+        f"Python source at {count(context)} bytes; {texts} bytes read, of {held_out['packages']} packages that are not "
+        f"among the {training['packages']} of the training; {report['gpu']}, torch {report['torch'].split('+')[0]}, "
+        f"Triton {report['triton']} ({results.link(name)}).",
     ]
 
 
