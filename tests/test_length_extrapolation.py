@@ -230,14 +230,14 @@ def test_a_call_without_time_starts_nothing_new_and_keeps_what_is_in_progress(co
 
 
 def test_ctrl_c_keeps_a_checkpoint_and_the_next_call_goes_on(data, tmp_path, monkeypatch, capsys):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts with it ignored
+    before = signal.getsignal(signal.SIGINT)
     arguments = call(data, tmp_path, "--schemes", "none", "rotary", "--steps", "40")
     save = training.train
 
     def interrupted(*given, on_look, **rest):
         def look(steps, seconds):
             on_look(steps, seconds)
-            signal.raise_signal(signal.SIGINT)
+            signal.getsignal(signal.SIGINT)(signal.SIGINT, None)  # as a signal does, in whatever thread
 
         return save(*given, on_look=look, **rest)
 
@@ -247,7 +247,7 @@ def test_ctrl_c_keeps_a_checkpoint_and_the_next_call_goes_on(data, tmp_path, mon
         assert length_extrapolation.main(arguments) == 0
     assert "2 of 2 runs are left" in capsys.readouterr().out
     assert torch.load(tmp_path / "checkpoints" / "none-0.pt", weights_only=True)["step"] == 10
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     assert length_extrapolation.main(arguments) == 0
     assert len(json.loads((tmp_path / "result.json").read_text())["runs"]) == 2
 
