@@ -2,19 +2,15 @@
 
 import copy
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-from decayattn import DecayFlashAttention, decay_attention
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 from language_models.model import ByteLM, next_byte_loss
 from language_models.optimisation import decay_modules, parameter_groups
 from language_models.positions import LARGEST_TOTAL, PerChannelDecay, Rotary
 from language_models.schemes import SCHEMES, attention_layer
+
+from decayattn import DecayFlashAttention, decay_attention
 
 CONTEXT = 48
 

@@ -2,13 +2,9 @@
 
 import importlib.metadata
 import itertools
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 from language_models.corpus import (
     HELD_OUT,
     STANDARD_LIBRARY,

@@ -10,13 +10,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import length_extrapolation
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
-import length_extrapolation
 from extrapolation import figure, reading, results, training, workers
 from extrapolation.settings import DEFAULT_SCHEMES, Run, Settings
 from language_models import corpus as corpora

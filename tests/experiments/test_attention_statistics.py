@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from decayattn import visited_fraction
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 from language_models.model import ByteLM
 from language_models.statistics import attention_statistics
 from toy_lm import figures
 from toy_lm.statistics import read
+
+from decayattn import visited_fraction
 
 LENGTH = 640
 

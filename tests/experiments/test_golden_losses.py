@@ -1,18 +1,16 @@
 """The losses of the toy language model's first 20 steps on a CPU are those that they have always been.
 
 In float64, where another order of additions changes the twelfth digit. A change that means to change them says so, and
-writes the new ones: python tests/test_golden_losses.py
+writes the new ones: PYTHONPATH=experiments python tests/experiments/test_golden_losses.py
 """
 
 import json
 import random
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 DECAYS = ("scalar", "alibi-learned", "none")
 STEPS = 20
