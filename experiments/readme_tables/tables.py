@@ -1,9 +1,10 @@
 """The marked blocks, each a function of results/ to lines of Markdown."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from readme_tables import evidence, picture
+from readme_tables import evidence, learning, picture
+from readme_tables.learning import table
 from readme_tables.results import Results, Shape, Speeds, speeds
 
 # the first of these that is there has the speeds; kernels of others that it lacks come from the other file
@@ -35,14 +36,6 @@ def _where(report: dict[str, Any]) -> str:
     if cudnn:
         versions.append(f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}")
     return ", ".join([report["gpu"], *versions])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [_line(head), "|" + "---|" * len(head), *map(_line, rows)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 # --------------------------------------------------------------------------------------------------- speed of attention
@@ -132,7 +125,7 @@ def _speed_table(found: Speeds, kernels: Any, causal: bool) -> list[str]:
     for name in ("cudnn", "ours"):
         label = f"{LABELS[name]}, TFLOP/s"
         rows.append([label, *(_pair(found, shape, name, "tflops", 0) for shape in shapes)])
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _pair(found: Speeds, shape: Shape, name: str, key: str, digits: int) -> str:
@@ -168,8 +161,8 @@ def skipping(results: Results) -> list[str]:
                 row_of_cells.append(" / ".join(ms.get(direction, "–") for direction in _DIRECTIONS))
             row = next(row for row in chosen if (row["head_dim"], row["peer"]) == (dim, "skipping"))
             visited.append(f"{1 / row['ideal']:.2f}")
-    table = _table(head, [[label, *cells[peer]] for peer, label in labels.items()] + [visited])
-    return table
+    lines = table(head, [[label, *cells[peer]] for peer, label in labels.items()] + [visited])
+    return lines
 
 
 def planning(results: Results) -> list[str]:
@@ -184,7 +177,7 @@ def planning(results: Results) -> list[str]:
             whole = row["ms"] * row["speed_over_whole"]  # a speed over another is the other's time over its own
             ms = f"{whole:.2f} ms", f"{row['ms']:.2f} ms ({row['ms'] / whole - 1:+.1%})"
             rows.append([shape, reads, f"{row['plan_us']:.0f} µs", *ms])
-    return _table(["shape", "", "the plan", "a forward that does not look", "a forward"], rows)
+    return table(["shape", "", "the plan", "a forward that does not look", "a forward"], rows)
 
 
 def lengths(results: Results) -> list[str]:
@@ -201,7 +194,7 @@ def lengths(results: Results) -> list[str]:
         for length, by_peer in rows.items()
     ]
     head = ["ms forward / backward", "decayattn", "nothing skipped"]
-    return [*_table(head, lines), "", f"B1 H16 D{head_dim}, mean λ −0.01, {_where(report)} ({results.link(name)})."]
+    return [*table(head, lines), "", f"B1 H16 D{head_dim}, mean λ −0.01, {_where(report)} ({results.link(name)})."]
 
 
 # ------------------------------------------------------------------------------------- sequences, host time, training
@@ -266,7 +259,7 @@ def overhead(results: Results) -> list[str]:
         )
     head = ["µs per forward and backward", *(f"host, D{dim} (range)" for dim in dims)]
     head += [f"GPU in a CUDA graph, D{dim}" for dim in dims]
-    return [*_table(head, rows), "", f"B1 H8 T256, {_where(report)} ({results.link(name)})."]
+    return [*table(head, rows), "", f"B1 H8 T256, {_where(report)} ({results.link(name)})."]
 
 
 def training(results: Results) -> list[str]:
@@ -300,11 +293,11 @@ def files(results: Results) -> list[str]:
                 f"{report['commit'][:9]}, {report['date'][:10]}",
             ]
         )
-    return _table(["file", "command", "where", "commit, date"], rows)
+    return table(["file", "command", "where", "commit, date"], rows)
 
 
 BLOCKS = {
     "speed": speed, "attention": attention, "skipping": skipping, "planning": planning, "lengths": lengths,
     "sequences": sequences,
-    "eviction": eviction, "overhead": overhead, "training": training, "files": files, **evidence.BLOCKS,
+    "eviction": eviction, "overhead": overhead, "training": training, "files": files, **evidence.BLOCKS, **learning.BLOCKS,
 }

@@ -1,0 +1,214 @@
+"""Multi-query associative recall: what a decay of attention can look up, and whether it prefers what came last.
+
+    python experiments/recall.py                                    # the whole grid on a GPU; on a CPU a small one
+    python experiments/recall.py --minutes 9                        # as much as fits; the next call goes on from there
+    python experiments/recall.py --tasks forgetting --lengths 256 --modes scalar rotary --output forgetting.json
+
+The task is Zoology's (arXiv 2312.04927, two layers without an MLP), and a variant in which every key is assigned twice
+and the later value counts. A model is trained at one length on all numbers of pairs that fit, and tested on each. A
+cell of the grid (task, length, width, mode) trains one model per learning rate and seed, side by side, and is done or
+not: --output keeps those that are, and a later call with the same options and commit goes on. The reported learning
+rate of a cell is the one with the best accuracy on validation sequences, over all seeds.
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from associative_recall import report
+from associative_recall.model import MODES
+from associative_recall.task import TASKS
+from associative_recall.training import Cell, Setup, train
+from attention_benchmark.options import declare, positive
+from attention_benchmark.progress import Progress
+from attention_benchmark.report import write
+from provenance import ROOT, provenance
+
+from decayattn.backends import registry
+
+GPU_DEFAULTS = {
+    "lengths": [64, 256, 1024], "pairs": [4, 8, 16, 32, 64, 128, 256], "widths": [64, 128], "vocabulary": 8192,
+    "learning_rates": [5e-4, 2e-3, 8e-3], "seeds": 3, "steps": 2000, "tokens": 16384, "queries": 2048, "processes": 3,
+    "backend": "auto", "output": ROOT / "results/recall.json",
+}
+CPU_DEFAULTS = {
+    "lengths": [16], "pairs": [2, 4], "widths": [32], "vocabulary": 32, "learning_rates": [3e-3, 1e-2], "seeds": 1,
+    "steps": 100, "tokens": 512, "queries": 256, "processes": 1, "backend": "reference",
+}
+DEFAULT_MODES = [mode for mode in MODES if mode != "alibi"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what is missing; the exit status is 1 if a cell fails, 2 for a wrong option."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    cuda = torch.cuda.is_available()
+    options = parse(argv, cuda)
+    result = begin(options, argv)
+    failed = run(options, result, "cuda" if cuda else "cpu")
+    if result["rows"]:
+        print(report.table(result))
+        if options.output:
+            options.output.with_suffix(".png").parent.mkdir(parents=True, exist_ok=True)
+            report.draw(result).savefig(options.output.with_suffix(".png"))
+            print(f"wrote {options.output} and {options.output.with_suffix('.png').name}")
+    return int(failed)
+
+
+def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
+    """The options, defaults filled in for this machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = declare(parser, GPU_DEFAULTS if cuda else CPU_DEFAULTS)
+    option("--tasks", "what to learn", choices=TASKS, nargs="+", default=list(TASKS))
+    option("--modes", "how the model knows order", choices=tuple(MODES), nargs="+", default=DEFAULT_MODES)
+    option("--lengths", "tokens of a sequence", type=positive, nargs="+", metavar="T")
+    option("--pairs", "numbers of pairs; those up to T / 4 are used", type=positive, nargs="+", metavar="N")
+    option("--widths", "widths of the models", type=positive, nargs="+", metavar="D")
+    option("--heads", "heads of each layer", type=positive, default=2)
+    option("--vocabulary", "tokens, half of them keys, half values", type=positive)
+    option("--learning-rates", "swept for every mode alike", type=float, nargs="+", metavar="LR")
+    option("--seeds", "how many seeds of weights and data", type=positive)
+    option("--steps", "optimiser steps", type=positive)
+    option("--tokens", "tokens of a step", type=positive)
+    option("--queries", "test queries per number of pairs, at least", type=positive)
+    option("--weight-decay", "of the projections", type=float, default=0.1)
+    option("--backend", "of decay_attention", choices=registry.NAMES)
+    option("--eager", "launch every kernel of a step, where a GPU would replay a CUDA graph", action="store_true",
+           default=False)
+    option("--processes", "cells that are trained at the same time", type=positive)
+    option("--minutes", "stop so that the last cell is done by then; None: when all are", type=float, default=None)
+    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
+    option("--output", "JSON file that results are kept in; None: printed only", type=Path)
+    options = parser.parse_args(argv)
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error(f"--minutes: expected a positive number, got {options.minutes}")
+    if any(rate <= 0 for rate in options.learning_rates):
+        parser.error(f"--learning-rates: expected positive numbers, got {options.learning_rates}")
+    if any(width % (2 * options.heads) for width in options.widths):
+        parser.error(f"--widths: expected multiples of 2 · heads = {2 * options.heads}, got {options.widths}")
+    for length in options.lengths:
+        if not any(4 * count <= length for count in options.pairs):
+            parser.error(f"--lengths: expected at least 4 · {min(options.pairs)} pairs, got {length}")
+    return options
+
+
+def setup_of(options: argparse.Namespace) -> Setup:
+    """What all cells have in common."""
+    return Setup(
+        pairs=tuple(options.pairs), heads=options.heads, vocabulary=options.vocabulary,
+        learning_rates=tuple(options.learning_rates), seeds=tuple(range(options.seeds)), steps=options.steps,
+        tokens=options.tokens, queries=options.queries, weight_decay=options.weight_decay, backend=options.backend,
+        graph=torch.cuda.is_available() and not options.eager,
+    )
+
+
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """The grid, all modes of a setting behind one another: a grid that is cut off compares what it has."""
+    settings = itertools.product(options.lengths, options.widths, options.tasks, options.modes)
+    return (Cell(task, mode, length, width) for length, width, task, mode in settings)
+
+
+def begin(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """The report to go on with: that of --output, if it is there and of the same code and setup."""
+    setup = vars(setup_of(options)) | {"pairs": list(options.pairs)}
+    setup = json.loads(json.dumps(setup))  # as it is read back
+    new: dict[str, Any] = provenance("experiments/recall.py", argv, options.commit)
+    new |= {"method": report.METHOD, "setup": setup, "rows": []}
+    if options.output is None or not options.output.exists():
+        return new
+    old = json.loads(options.output.read_text(encoding="utf-8"))
+    for name in ("commit", "gpu", "torch", "setup"):
+        if old.get(name) != new[name]:
+            sys.exit(f"error: --output: {options.output.name} has {name} {old.get(name)}, expected {new[name]}; "
+                     "give another file, or remove it")
+    return old
+
+
+def run(options: argparse.Namespace, result: dict[str, Any], device: str) -> bool:
+    """Every cell that is not in the report yet, as far as the minutes reach; whether one has failed."""
+    start = time.perf_counter()
+    setup = setup_of(options)
+    done = {tuple(row[key] for key in ("task", "mode", "length", "width")) for row in result["rows"]}
+    todo = [cell for cell in cells(options) if (cell.task, cell.mode, cell.length, cell.width) not in done]
+    print(f"{len(todo)} cells of {len(setup.learning_rates) * len(setup.seeds)} models, {len(done)} cells known")
+    progress, failed = Progress(len(todo)), False
+    for cell, found in trained(todo, setup, device, options.processes, deadline(options.minutes, start)):
+        if isinstance(found, str):
+            failed = True
+            progress.print(f"{cell}: failed\n{found}")
+            continue
+        result["rows"].append(vars(cell) | found)
+        if options.output:
+            write(result, options.output)
+        chosen = report.selected(result["rows"][-1])
+        right = statistics.fmean(chosen.mean)
+        progress.print(f"{cell}: {right:.3f} right at {chosen.rate:g}, {found['seconds']:.1f} s")
+        progress.step(str(cell))
+    progress.close()
+    left = len(todo) - progress.done
+    print(f"{progress.done} cells in {time.perf_counter() - start:.0f} s" + (f", {left} left" if left else ""))
+    return failed
+
+
+def deadline(minutes: float | None, start: float) -> float:
+    return float("inf") if minutes is None else start + 60 * minutes
+
+
+def trained(
+    todo: Sequence[Cell], setup: Setup, device: str, processes: int, until: float
+) -> Iterator[tuple[Cell, dict[str, Any] | str]]:
+    """Each cell with its row, or with the traceback of its failure; none begins that would end too late."""
+    if processes == 1:
+        longest = 0.0
+        for cell in todo:
+            begun = time.perf_counter()
+            if begun + longest > until:
+                return
+            yield cell, attempt(cell, setup, device)
+            longest = max(longest, time.perf_counter() - begun)
+        return
+    waiting, longest = iter(todo), 0.0
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
+        running: dict[concurrent.futures.Future, tuple[Cell, float]] = {}
+        while True:
+            while len(running) < processes and time.perf_counter() + longest <= until:
+                cell = next(waiting, None)
+                if cell is None:
+                    break
+                running[pool.submit(attempt, cell, setup, device)] = (cell, time.perf_counter())
+            if not running:
+                return
+            ready, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in ready:
+                cell, begun = running.pop(future)
+                longest = max(longest, time.perf_counter() - begun)
+                yield cell, future.result()
+
+
+def attempt(cell: Cell, setup: Setup, device: str) -> dict[str, Any] | str:
+    """A row, or a traceback: one cell that fails must not take the others with it."""
+    torch.set_num_threads(max(1, torch.get_num_threads()) if device == "cpu" else 1)
+    try:
+        return train(cell, setup, device)
+    except Exception:
+        return traceback.format_exc()
+    finally:
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    # processes that wait for a GPU do not spin; before they start
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Associative recall: the task beside a dictionary, models side by side beside one model, resuming, the report."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+
+import recall
+from associative_recall import report, training
+from associative_recall.model import MODES, Gates, SideBySide
+from associative_recall.task import FILLER, Task
+from rotary import Rotary
+
+from decayattn.nn import ScalarDecay
+
+TINY = [
+    "--lengths", "16", "--pairs", "2", "4", "--widths", "8", "--vocabulary", "16", "--steps", "4", "--tokens", "64",
+    "--queries", "8", "--backend", "reference", "--processes", "1", "--seeds", "2", "--learning-rates", "0.01", "0.1",
+]
+SETUP = training.Setup(
+    pairs=(2, 4), heads=2, vocabulary=16, learning_rates=(1e-2, 2e-2), seeds=(0, 1), steps=4, tokens=64, queries=8,
+    weight_decay=0.1, backend="reference", graph=False,
+)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("name", ["recall", "forgetting"])
+def test_answers_are_what_a_dictionary_holds(name):
+    """Written anew: read the pairs from the left into a dictionary, the later ones over the earlier ones."""
+    pairs = [2, 4, 8]
+    task = Task(name, 40, pairs, rows=7, vocabulary=50, device="cpu")
+    batch = task.draw(3, generator())
+    overwritten = 0
+    for draw in range(3):
+        answers = dict(zip(batch.positions[draw].tolist(), batch.answers[draw].tolist(), strict=True))
+        stale = dict(zip(batch.positions[draw].tolist(), batch.stale[draw].tolist(), strict=True))
+        for row in range(7):
+            count, tokens = pairs[row % 3], batch.tokens[draw, row].tolist()
+            first, last = {}, {}
+            for key, value in zip(tokens[: 2 * count : 2], tokens[1 : 2 * count : 2], strict=True):
+                assert 1 <= key < 25 <= value < 50
+                first.setdefault(key, value)
+                last[key] = value
+            assert len(last) == (count if name == "recall" else count // 2)
+            behind = {place: token for place, token in enumerate(tokens) if place >= 2 * count and token != FILLER}
+            assert sorted(behind.values()) == sorted(last)  # every key is asked for once
+            for place, key in behind.items():
+                assert answers.pop(40 * row + place) == last[key]
+                assert stale.pop(40 * row + place) == first[key]
+                overwritten += first[key] != last[key]
+        assert not answers
+    assert (overwritten > 0) == (name == "forgetting")
+
+
+def test_sequences_come_from_the_seed_alone():
+    task = Task("recall", 32, [8], rows=4, vocabulary=64, device="cpu")
+    one, same, other = (task.draw(2, generator(seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
+    assert not torch.equal(one.tokens, other.tokens)
+    assert not torch.equal(one.tokens[0], one.tokens[1])
+
+
+def test_keys_pairs_and_distances_are_random():
+    """Each slot for a query is taken at least once in many, the near ones most; so is each key and each value."""
+    task = Task("recall", 32, [2], rows=2000, vocabulary=12, device="cpu")
+    batch = task.draw(1, generator())
+    slots = torch.bincount(batch.positions[0] % 32 // 2, minlength=16)
+    assert not slots[:2].any()
+    assert (slots[2:] > 0).all()
+    assert slots[2] > slots[4] > slots[8]
+    assert (torch.bincount(batch.answers[0])[6:] > 400).all()  # 4000 among 6 values
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"name": "other"}, "name: "), ({"pairs": [5]}, "pairs: "), ({"vocabulary": 8}, "vocabulary: "),
+     ({"name": "forgetting", "pairs": [3]}, "pairs: ")],
+)
+def test_a_task_that_cannot_be_is_refused(change, message):
+    options = {"name": "recall", "length": 16, "pairs": [4], "rows": 2, "vocabulary": 32, "device": "cpu"} | change
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Task(**options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_models_side_by_side_are_models_alone(mode):
+    """The same logits and gradients as each model by itself, and none of one model for the weights of another."""
+    options = {"mode": mode, "width": 8, "heads": 2, "vocabulary": 16, "backend": "reference"}
+    many = SideBySide([3, 4, 3], **options).double()
+    with torch.no_grad():  # larger than they start, so that every part matters
+        for parameter in many.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, dtype=parameter.dtype))
+    batch = Task("recall", 16, [2, 4], rows=3, vocabulary=16, device="cpu").draw(2, generator())
+    draw_of = torch.tensor([0, 1, 1])
+    logits = many(batch.tokens, batch.positions, draw_of)
+    weights = torch.randn(logits[0].shape, dtype=torch.float64)
+    for model in range(3):
+        one = SideBySide([3], **options).double()
+        for own, shared in zip(one.parameters(), many.parameters(), strict=True):
+            own.data.copy_(shared.data.reshape(3, -1)[model].view(own.shape))
+        alone = one(batch.tokens, batch.positions, draw_of[model : model + 1])[0]
+        torch.testing.assert_close(logits[model], alone)
+        shared = torch.autograd.grad((logits[model] * weights).sum(), list(many.parameters()), retain_graph=True)
+        own = torch.autograd.grad((alone * weights).sum(), list(one.parameters()))
+        for x, y in zip(shared, own, strict=True):
+            rows = x.reshape(3, -1)
+            torch.testing.assert_close(rows[model], y.flatten())
+            assert not rows[[m for m in range(3) if m != model]].any()
+
+
+def test_gates_are_those_of_the_library():
+    one, gates = ScalarDecay(6, 2), Gates(3, 6, 2)
+    with torch.no_grad():
+        one.weight.normal_()
+        gates.weight[1] = one.weight
+    x = torch.randn(2, 5, 18)
+    torch.testing.assert_close(gates(x)[..., 2:4], one(x[..., 6:12]))
+
+
+def test_the_same_seed_starts_alike_in_every_mode():
+    models = [SideBySide([5, 6], mode=m, width=8, heads=2, vocabulary=16, backend="reference") for m in MODES]
+    for model in models[1:]:
+        assert torch.equal(model.layers[1].in_proj.weight, models[0].layers[1].in_proj.weight)
+        assert torch.equal(model.embedding, models[0].embedding)
+    assert not torch.equal(models[0].embedding[0], models[0].embedding[1])
+
+
+def test_the_optimiser_is_adamw_for_every_row():
+    """Beside torch's own, with its clipping and the same schedule."""
+    steps, rates = 25, [0.1, 0.01]
+    start, targets = torch.randn(2, 6), torch.randn(2, 6) * 3
+    decayed = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0, 0.0])
+    values = start.clone()
+    ours = training.AdamW(values, torch.tensor(rates), steps, decayed)
+    for _ in range(steps):
+        ours.step(values - targets)
+    for row, rate in enumerate(rates):
+        parts = [start[row, :2].clone().requires_grad_(), start[row, 2:].clone().requires_grad_()]
+        groups = [{"params": [parts[0]], "weight_decay": 0.5}, {"params": [parts[1]], "weight_decay": 0.0}]
+        theirs = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98))
+        schedule = torch.optim.lr_scheduler.LambdaLR(theirs, lambda n: min((n + 1) / 2, (steps - n) / (steps - 1)))
+        for _ in range(steps):
+            gradient = torch.cat(parts).detach() - targets[row]
+            parts[0].grad, parts[1].grad = gradient[:2].clone(), gradient[2:].clone()
+            torch.nn.utils.clip_grad_norm_(parts, 1.0)
+            theirs.step()
+            schedule.step()
+        torch.testing.assert_close(values[row], torch.cat(parts).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_learns():
+    """Two pairs of keys and values: better than one of the values at random, and the loss falls."""
+    setup = dataclasses.replace(SETUP, steps=150, tokens=256, queries=100, pairs=(2,), seeds=(0,), vocabulary=8)
+    row = training.train(training.Cell("recall", "alibi-learned", 8, 16), setup, "cpu")
+    losses = row["loss"][1][0]
+    assert losses[-1] < 0.7 * losses[0]
+    assert max(x[0][0] for x in row["test"]) > 0.45  # 4 values; 2 of them were seen
+
+
+def test_a_model_that_diverges_does_not_touch_the_others():
+    setup = dataclasses.replace(SETUP, learning_rates=(1e-2, 1e30))
+    with_it = training.train(training.Cell("recall", "scalar", 16, 8), setup, "cpu")
+    setup = dataclasses.replace(SETUP, learning_rates=(1e-2,))
+    without = training.train(training.Cell("recall", "scalar", 16, 8), setup, "cpu")
+    torch.testing.assert_close(torch.tensor(with_it["loss"][0]), torch.tensor(without["loss"][0]))
+    assert not torch.tensor(with_it["loss"][1]).isfinite().all()
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    rotary = Rotary(8)
+    q, k = torch.randn(1, 1, 2, 8).expand(1, 6, 2, 8), torch.randn(1, 1, 2, 8).expand(1, 6, 2, 8)
+    q, k = rotary(q, k)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k)
+    torch.testing.assert_close(scores[..., 3, 1], scores[..., 5, 3])
+    assert not torch.allclose(scores[..., 3, 1], scores[..., 3, 2])
+    later, _ = rotary(q[:, :2], k[:, :2], start=torch.tensor([4]))
+    turned_twice, _ = rotary(rotary(q[:, :2], k[:, :2], start=torch.tensor([1]))[0], k[:, :2], start=torch.tensor([3]))
+    torch.testing.assert_close(later[:, 0], turned_twice[:, 0])  # at position 4, and at 1 and then 3
+    with pytest.raises(ValueError, match="head_dim"):
+        Rotary(7)
+
+
+def test_the_rate_is_chosen_by_validation():
+    row = {"learning_rates": [0.1, 0.2], "pairs": [2, 4], "validation": [[[0.5, 0.1], [0.7, 0.1]], [[0.3, 0.3]] * 2],
+           "test": [[[0.4, 0.2], [0.6, 0.1]], [[1.0, 1.0]] * 2]}
+    chosen = report.selected(row)
+    assert (chosen.rate, chosen.pairs) == (0.1, [2, 4])
+    assert chosen.mean == pytest.approx([0.5, 0.15])
+    assert (chosen.least, chosen.most) == ([0.4, 0.1], [0.6, 0.2])
+
+
+def test_a_run_is_resumed_cell_by_cell(tmp_path, capsys, monkeypatch):
+    output = tmp_path / "recall.json"
+    arguments = [*TINY, "--tasks", "forgetting", "--commit", "abc", "--output", str(output)]
+    assert recall.main([*arguments, "--modes", "scalar"]) == 0
+    first = json.loads(output.read_text())
+    assert (first["commit"], [row["mode"] for row in first["rows"]]) == ("abc", ["scalar"])
+    row = first["rows"][0]
+    assert [len(row["test"]), len(row["test"][0]), len(row["test"][0][0])] == [2, 2, 2]
+    assert row["test_overwritten"][0][0][0] + row["test"][0][0][0] <= 1
+    assert (tmp_path / "recall.png").stat().st_size > 10_000
+    assert recall.main([*arguments, "--modes", "scalar", "none", "--minutes", "1e-9"]) == 0
+    assert "1 left" in capsys.readouterr().out
+    assert recall.main([*arguments, "--modes", "scalar", "none"]) == 0
+    second = json.loads(output.read_text())
+    assert [row["mode"] for row in second["rows"]] == ["scalar", "none"]
+    assert second["rows"][0] == row
+    with pytest.raises(SystemExit, match="has setup"):
+        recall.main([*arguments, "--steps", "5"])
+    with pytest.raises(SystemExit, match="has commit abc, expected other"):
+        recall.main([*arguments, "--commit", "other"])
+
+
+def test_a_cell_that_fails_fails_the_run_and_no_other(tmp_path, capsys, monkeypatch):
+    real = training.train
+
+    def fails(cell, setup, device):
+        if cell.mode == "retnet":
+            raise RuntimeError("no such rates")
+        return real(cell, setup, device)
+
+    monkeypatch.setattr(recall, "train", fails)
+    output = tmp_path / "recall.json"
+    modes = ["--tasks", "recall", "--modes", "retnet", "none"]
+    assert recall.main([*TINY, *modes, "--output", str(output)]) == 1
+    assert "no such rates" in capsys.readouterr().out
+    assert [row["mode"] for row in json.loads(output.read_text())["rows"]] == ["none"]
+
+
+def test_options_that_cannot_be_are_refused(capsys):
+    for name, wrong in (("--widths", "10"), ("--lengths", "4"), ("--minutes", "0"), ("--learning-rates", "-1")):
+        with pytest.raises(SystemExit):
+            recall.parse([*TINY, name, wrong], cuda=False)
+        assert f"error: {name}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_several_processes_train_what_one_does(tmp_path):
+    rows = []
+    for processes in ("1", "2"):
+        output = tmp_path / f"{processes}.json"
+        modes = ["--tasks", "recall", "--modes", "scalar", "none"]
+        assert recall.main([*TINY, *modes, "--output", str(output), "--processes", processes]) == 0
+        found = sorted(json.loads(output.read_text())["rows"], key=lambda row: row["mode"])
+        rows.append([{key: x for key, x in row.items() if key != "seconds"} for row in found])
+    assert rows[0] == rows[1]
+
+
+def test_the_loss_is_the_mean_over_the_queries():
+    run = training.Run(training.Cell("recall", "none", 16, 8), SETUP, "cpu")
+    batch = run.task.draw(2, generator())
+    logits = run.model(batch.tokens, batch.positions, run.draw_of)
+    expected = F.cross_entropy(logits[1], batch.answers[1])
+    torch.testing.assert_close(run._losses(batch.tokens, batch.positions, batch.answers)[1], expected)
