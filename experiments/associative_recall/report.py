@@ -12,8 +12,9 @@ METHOD = {
     "accuracy": "share of test queries whose most probable next token is the answer; [learning rate][seed][pairs]",
     "selected": "the learning rate with the best validation accuracy, mean over pairs and seeds",
     "overwritten": "share of queries that are answered with the key's earlier value",
-    "model": "two attention layers, no MLP, tied embeddings, no position embedding but for rotary; Zoology's "
-    "initialisation; the decay starts as the library's: half-lives from 4 to 1,024 tokens (scalar), ALiBi, RetNet",
+    "model": "two attention layers, no MLP, tied embeddings, no position embedding but for rotary; normal "
+    "initialisation of variance 1 / (3·width); the decay starts as the library's: half-lives from 4 to 1,024 tokens "
+    "(scalar), ALiBi, RetNet",
     "training": "one length, all numbers of pairs at once, fresh sequences in every step; AdamW, warm-up over 10 % and "
     "a line to 0; bfloat16 autocast on a GPU; the same data, steps, initial projections and rates for every mode",
     "seconds": "of a cell: all learning rates and seeds side by side, testing included",

@@ -156,7 +156,7 @@ def _fox(case: Case, device: torch.device) -> Attend:
 
 def _flash_attn(case: Case, device: torch.device) -> Attend:
     """FlashAttention-4, the kernels in CuTe (github.com/Dao-AILab/flash-attention, flash_attn.cute)."""
-    kernel = _imported("flash_attn.cute").flash_attn_func
+    kernel = imported("flash_attn.cute").flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
         out = kernel(q, k, v, causal=case.causal)
@@ -171,10 +171,11 @@ def per_token(case: Case, module: str) -> ModuleType:
         raise Absent(f"takes a scalar decay only, not {case.decay}")
     if not case.causal:
         raise Absent("takes causal cases only")
-    return _imported(module)
+    return imported(module)
 
 
-def _imported(module: str) -> ModuleType:
+def imported(module: str) -> ModuleType:
+    """A peer's module, or Absent with the reason."""
     try:
         return importlib.import_module(module)
     except Exception as error:  # a package that breaks while it is imported is as absent as one that is not installed

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 from associative_recall.model import MODES
 from associative_recall.report import in_order, selected
+from training_benchmark.report import setting_of
+from training_benchmark.variants import BASELINE, IDENTITY, VARIANTS
 
 from readme_tables.results import Results
 
 RECALL_FILE = "recall.json"
+TRAINING_FILE = "benchmark_training.json"
 NOT_MEASURED = "Not measured yet."
 
 
@@ -41,6 +44,39 @@ def _percent(figures: Sequence[float] | None) -> str:
     return mean if least == most else f"{mean} ({least}–{most})"
 
 
+def training_speed(results: Results) -> list[str]:
+    """Tokens per second of a training step, relative to cuDNN's, a row per attention, a column per setting."""
+    if not results.has(TRAINING_FILE):
+        return [NOT_MEASURED]
+    report = results.load(TRAINING_FILE)
+    found = {(row["variant"], setting_of(row)): row for row in report["rows"]}
+    settings = sorted({setting for _, setting in found}, key=lambda s: (s[2], s[0], s[1]))
+    head = ["thousand tokens per second, × cuDNN with rotary (share of attention)"]
+    head += [f"D{dim} T{length}{', compiled' if compiled else ''}" for dim, length, compiled in settings]
+    rows = []
+    for name in (name for name in VARIANTS if any(key[0] == name for key in found)):
+        cells = [_speed(found.get((name, setting)), found.get((BASELINE, setting))) for setting in settings]
+        rows.append([VARIANTS[name].label, *cells])
+    absent = sorted({entry["variant"] for entry in report["missing"] if entry["kind"] == "absent"})
+    said = [f"Absent: {', '.join(absent)}."] * bool(absent)
+    failed = ["{variant}, {setting}: {kind}".format(**e) for e in report["missing"] if e["kind"] != "absent"]
+    said += [f"No speed: {'; '.join(failed)}."] * bool(failed)
+    where = f"{report['gpu']}, torch {report['torch'].split('+')[0]}, Triton {report['triton']}"
+    return [f"![tokens per second]({results.prefix}benchmark_training.png)", "", *table(head, rows), "",
+            " ".join([f"{where} ({results.link(TRAINING_FILE)}).", *said])]
+
+
+def _speed(row: dict | None, base: dict | None) -> str:
+    if row is None:
+        return "–"
+    text = f"{row['tokens_per_second'] / 1e3:.0f}"
+    if base is not None:
+        text += f", {row['tokens_per_second'] / base['tokens_per_second']:.2f}"
+    if row["attention_share"] is not None and row["variant"] != IDENTITY:
+        text += f" ({row['attention_share']:.0%})"
+    return text
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of Markdown."""
     return [line(head), "|" + "---|" * len(head), *map(line, rows)]
@@ -50,4 +86,4 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-BLOCKS = {"recall": recall}
+BLOCKS = {"recall": recall, "training_speed": training_speed}
