@@ -1,5 +1,6 @@
 """The marked blocks about training: what is learned, how fast, and how exactly."""
 
+import math
 from collections.abc import Sequence
 
 from associative_recall.model import MODES
@@ -11,6 +12,7 @@ from readme_tables.results import Results
 
 RECALL_FILE = "recall.json"
 TRAINING_FILE = "benchmark_training.json"
+PRECISION_FILE = "training_precision.json"
 NOT_MEASURED = "Not measured yet."
 
 
@@ -77,6 +79,27 @@ def _speed(row: dict | None, base: dict | None) -> str:
     return text
 
 
+def precision(results: Results) -> list[str]:
+    """How far trainings part from the one in float32, and the errors of gradients on its way."""
+    if not results.has(PRECISION_FILE):
+        return [NOT_MEASURED]
+    report = results.load(PRECISION_FILE)
+    checks = next((row["gradients"] for row in report["rows"] if "gradients" in row), [])
+    head = ["", "bits per byte, last steps", "minus float32", "largest difference"]
+    head += [f"error of dW_in / gates, step {check['step']}" for check in checks]
+    rows = []
+    for entry in report["summary"]:
+        apart = [entry.get(key) for key in ("loss", "difference", "largest_difference")]
+        cells = ["–" if x is None else f"{float(x) / math.log(2):.4f}" for x in apart]
+        errors = [check["runs"].get(entry["run"]) for check in checks]
+        cells += [f"{e['in_proj']:.1e} / {e['decay']:.1e}" if isinstance(e, dict) else "–" for e in errors]
+        rows.append([report["labels"][entry["run"]], *cells])
+    absent = [f"{report['labels'][entry['run']]} ({entry['kind']})" for entry in report["missing"]]
+    where = f"{report['gpu']}, torch {report['torch'].split('+')[0]} ({results.link(PRECISION_FILE)})."
+    return [f"![losses]({results.prefix}training_precision.png)", "", *table(head, rows), "",
+            " ".join([where, *[f"Not there: {', '.join(absent)}."] * bool(absent)])]
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of Markdown."""
     return [line(head), "|" + "---|" * len(head), *map(line, rows)]
@@ -86,4 +109,4 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-BLOCKS = {"recall": recall, "training_speed": training_speed}
+BLOCKS = {"recall": recall, "training_speed": training_speed, "precision": precision}

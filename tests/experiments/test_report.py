@@ -1,13 +1,14 @@
 """README's tables and picture are what the JSON in results/ says, and JSON of unknown origin is refused."""
 
 import json
+import math
 import shutil
 import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
 import report
-from readme_tables import evidence, tables
+from readme_tables import evidence, learning, tables
 from readme_tables.results import Refused, Results, Shape, speeds
 from repository_files import ROOT
 
@@ -184,3 +185,52 @@ def test_the_picture_is_svg_with_a_bar_per_figure(results):
     assert sorted(bar[0].text for bar in bars) == sorted(["1.20"] * 2 + ["1.10"] * 2 + ["1.25"] * 4)
     heights = {bar[0].text: float(bar.get("height")) for bar in bars}
     assert heights["1.20"] / heights["1.10"] == pytest.approx(1.2 / 1.1, rel=1e-2)
+
+
+def test_what_is_not_measured_says_so(results):
+    for block in (learning.recall, learning.training_speed, learning.precision):
+        assert block(results) == ["Not measured yet."]
+
+
+def test_recall_is_a_table_per_task(results):
+    rows = [
+        {"task": task, "mode": mode, "length": 64, "width": 64, "pairs": [4, 8], "learning_rates": [0.1, 0.2],
+         "validation": [[[0.1, 0.1]] * 2, [[0.9, 0.9]] * 2], "test": [[[0.0, 0.0]] * 2, [[1.0, 0.5], [1.0, 0.7]]]}
+        for task in ("forgetting", "recall") for mode in ("none", "scalar")
+    ]
+    (results.folder / "recall.json").write_text(json.dumps(ORIGIN | {"rows": rows, "setup": {"seeds": [0, 1]}}))
+    lines = learning.recall(results)
+    assert lines[2] == "| recall: queries answered rightly, % | 4 pairs | 8 pairs |"
+    assert lines[4] == "| T64 d64, scalar decay (forget gate) | 100 | 60 (50–70) |"
+    assert lines[5].startswith("| T64 d64, no position")
+    assert sum("forgetting: queries" in line for line in lines) == 1
+    assert lines[-1].startswith("Mean of 2 seeds (range), NVIDIA H200, torch 2.11.0 (")
+
+
+def test_training_speed_is_relative_to_cudnn_and_names_who_is_absent(results):
+    about = {"head_dim": 64, "length": 8192, "compiled": False}
+    rows = [
+        about | {"variant": name, "tokens_per_second": speed, "attention_share": share}
+        for name, speed, share in (("ours", 300e3, 0.25), ("cudnn, rotary", 200e3, 0.5), ("identity", 400e3, 0.0))
+    ]
+    missing = [{"variant": "fla", "setting": "D64", "kind": "absent"},
+               {"variant": "fox", "setting": "D64 B4 T8192 eager", "kind": "failed"}]
+    (results.folder / "benchmark_training.json").write_text(json.dumps(ORIGIN | {"rows": rows, "missing": missing}))
+    said = learning.training_speed(results)
+    assert "| decayattn, decay | 300, 1.50 (25%) |" in said
+    assert "| no attention (its output is v) | 400, 2.00 |" in said
+    assert said[-1].endswith("Absent: fla. No speed: fox, D64 B4 T8192 eager: failed.")
+
+
+def test_precision_shows_differences_and_gradients(results):
+    rows = [{"run": "float32", "gradients": [{"step": 0, "runs": {"bfloat16": {"in_proj": 2e-3, "decay": 3e-3},
+                                                                 "float32": "failed"}}]}]
+    summary = [{"run": "float32", "loss": math.log(2), "difference": 0.0, "largest_difference": 0.0},
+               {"run": "bfloat16", "loss": 2 * math.log(2), "difference": math.log(2), "largest_difference": 1.0}]
+    labels = {"float32": "ours 32", "bfloat16": "ours 16", "fla": "theirs"}
+    report = {"rows": rows, "summary": summary, "labels": labels, "missing": [{"run": "fla", "kind": "absent"}]}
+    (results.folder / "training_precision.json").write_text(json.dumps(ORIGIN | report))
+    said = learning.precision(results)
+    assert "| ours 32 | 1.0000 | 0.0000 | 0.0000 | – |" in said
+    assert "| ours 16 | 2.0000 | 1.0000 | 1.4427 | 2.0e-03 / 3.0e-03 |" in said
+    assert said[-1].endswith("Not there: theirs (absent).")
