@@ -39,7 +39,7 @@ from decayattn.backends import registry
 
 GPU_DEFAULTS = {
     "lengths": [64, 256, 1024], "pairs": [4, 8, 16, 32, 64, 128, 256], "widths": [64, 128], "vocabulary": 8192,
-    "learning_rates": [5e-4, 2e-3, 8e-3], "seeds": 3, "steps": 2000, "tokens": 16384, "queries": 2048, "processes": 3,
+    "learning_rates": [5e-4, 2e-3, 8e-3], "seeds": 3, "steps": 3000, "tokens": 8192, "queries": 2048, "processes": 3,
     "backend": "auto", "output": ROOT / "results/recall.json",
 }
 CPU_DEFAULTS = {

@@ -1,8 +1,10 @@
 """Associative recall: the task beside a dictionary, models side by side beside one model, resuming, the report."""
 
+import contextlib
 import dataclasses
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -261,3 +263,53 @@ def test_the_loss_is_the_mean_over_the_queries():
     logits = run.model(batch.tokens, batch.positions, run.draw_of)
     expected = F.cross_entropy(logits[1], batch.answers[1])
     torch.testing.assert_close(run._losses(batch.tokens, batch.positions, batch.answers)[1], expected)
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_a_graph_takes_as_many_steps(count, monkeypatch):
+    """A stand-in for CUDA: what is captured is not run, and runs at every replay."""
+    taken, captured, capturing = [], [], []
+
+    class Graph:
+        def register_generator_state(self, generator):
+            captured.append(generator)
+
+        def replay(self):
+            captured[1]()
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    @contextlib.contextmanager
+    def graph(graph):
+        capturing.append(True)
+        yield
+        capturing.pop()
+
+    def step(self):
+        if capturing:
+            captured.append(lambda: taken.append("replayed"))
+        else:
+            taken.append("launched")
+
+    cuda = types.SimpleNamespace(
+        CUDAGraph=Graph, Stream=Stream, current_stream=Stream, stream=lambda stream: contextlib.nullcontext(),
+        graph=graph, synchronize=lambda: None,
+    )
+    run = training.Run(training.Cell("recall", "none", 16, 8), dataclasses.replace(SETUP, graph=True, steps=7), "cpu")
+    monkeypatch.setattr(training.torch, "cuda", cuda)
+    monkeypatch.setattr(training.Run, "step", step)
+    run.steps(count)
+    assert taken == ["launched"] * min(count, 3) + ["replayed"] * max(0, count - 3)
+    assert captured[:1] == [run.generator] * (count > 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
+def test_a_graph_learns_what_launches_learn():
+    found = []
+    for graph in (False, True):
+        setup = dataclasses.replace(SETUP, graph=graph, steps=20, backend="auto")
+        found.append(training.train(training.Cell("recall", "scalar", 16, 64), setup, "cuda"))
+    losses = [torch.tensor(row["loss"]) for row in found]
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)

@@ -71,12 +71,14 @@ def draw(result: dict[str, Any]) -> Figure:
     rows = result["rows"]
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     columns = sorted({(row["length"], row["width"]) for row in rows})
-    figure = Figure(figsize=(1.0 + 2.9 * len(columns), 1.6 + 2.7 * len(tasks)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(max(9.0, 1.0 + 2.9 * len(columns)), 1.6 + 2.7 * len(tasks)), dpi=150, layout="constrained")
     panels = figure.subplots(len(tasks), len(columns), squeeze=False, sharey=True)
     for at, task in enumerate(tasks):
         for panel, (length, width) in zip(panels[at], columns, strict=True):
             same = (task, length, width)
             _draw_panel(panel, [row for row in rows if (row["task"], row["length"], row["width"]) == same])
+            if task == "forgetting":  # one of the two values of a key, whichever
+                panel.axhline(0.5, color="black", linewidth=0.8, linestyle=":")
             panel.set_title(f"{task}, {length} tokens, width {width}", fontsize="small")
         panels[at][0].set_ylabel("queries answered rightly")
     for panel in panels[-1]:
@@ -87,7 +89,7 @@ def draw(result: dict[str, Any]) -> Figure:
             handles.setdefault(label, handle)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     where = f"{result['gpu'] or 'CPU'}, torch {result['torch']}"
-    figure.suptitle(f"Associative recall, {len(result['setup']['seeds'])} seeds, {where}", fontsize="medium")
+    figure.suptitle(f"Associative recall, seeds: {len(result['setup']['seeds'])}, {where}", fontsize="medium")
     return figure
 
 

@@ -101,7 +101,7 @@ class Run:
 
     def steps(self, count: int) -> None:
         """So many optimiser steps."""
-        if not self.setup.graph:
+        if not self.setup.graph or count <= _WARM_UP_STEPS:
             for _ in range(count):
                 self.step()
             return
