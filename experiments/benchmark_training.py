@@ -1,7 +1,8 @@
 """Tokens per second of training a 124 M decoder with one attention or the other; correct first.
 
     python experiments/benchmark_training.py                        # all of it on a GPU: about 20 minutes
-    python experiments/benchmark_training.py --minutes 9            # as much as fits; the next call goes on from there
+    python experiments/benchmark_training.py --minutes 9 --compiled-lengths         # eager alone, as much as fits
+    python experiments/benchmark_training.py --lengths --head-dims 64               # then the rest, into the same file
     python experiments/benchmark_training.py --lengths 8192 --head-dims 64 --compiled no --variants ours "cudnn, rotary"
 
 Every variant steps on the same parameters and the same tokens; its first step is held against float64 before it is
@@ -44,7 +45,7 @@ CPU_DEFAULTS = {
 }
 # what all settings of a report have in common
 SETUP = (
-    "variants", "tokens", "layers", "width", "vocabulary", "check_length", "backend", "rounds", "seconds", "seed",
+    "tokens", "layers", "width", "vocabulary", "check_length", "backend", "rounds", "seconds", "seed",
 )
 
 

@@ -38,8 +38,8 @@ from provenance import ROOT, provenance
 from decayattn.backends import registry
 
 GPU_DEFAULTS = {
-    "lengths": [64, 256, 1024], "pairs": [4, 8, 16, 32, 64, 128, 256], "widths": [64, 128], "vocabulary": 8192,
-    "learning_rates": [5e-4, 2e-3, 8e-3], "seeds": 3, "steps": 3000, "tokens": 8192, "queries": 2048, "processes": 3,
+    "lengths": [64, 256, 1024], "pairs": [4, 8, 16, 32, 64, 128, 256], "widths": [64, 128], "vocabulary": 1024,
+    "learning_rates": [5e-4, 2e-3, 8e-3], "seeds": 3, "steps": 4000, "tokens": 8192, "queries": 2048, "processes": 3,
     "backend": "auto", "output": ROOT / "results/recall.json",
 }
 CPU_DEFAULTS = {
@@ -198,7 +198,8 @@ def trained(
 
 def attempt(cell: Cell, setup: Setup, device: str) -> dict[str, Any] | str:
     """A row, or a traceback: one cell that fails must not take the others with it."""
-    torch.set_num_threads(max(1, torch.get_num_threads()) if device == "cpu" else 1)
+    if device == "cuda":
+        torch.set_num_threads(1)  # the host only launches
     try:
         return train(cell, setup, device)
     except Exception:
