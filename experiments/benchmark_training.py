@@ -3,7 +3,7 @@
     python experiments/benchmark_training.py                        # all of it on a GPU: about 20 minutes
     python experiments/benchmark_training.py --minutes 9 --compiled-lengths         # eager alone, as much as fits
     python experiments/benchmark_training.py --lengths --head-dims 64               # then the rest, into the same file
-    python experiments/benchmark_training.py --lengths 8192 --head-dims 64 --compiled no --variants ours "cudnn, rotary"
+    python experiments/benchmark_training.py --lengths 8192 --compiled-lengths --variants ours cudnn-rotary identity
 
 Every variant steps on the same parameters and the same tokens; its first step is held against float64 before it is
 timed. Steps follow one another for --seconds, in interleaved rounds, so that all meet the power limit. Eager at every

@@ -5,10 +5,10 @@
 
 The same small byte-level decoder is trained by every kernel, from the same weights on the same bytes (the Python
 standard library, or --data), its forget gates with half-lives from a quarter of a token to 4 tokens at first. Two right
-trainings part, too, as roundings grow: "perturbed" is the float32 run with first weights that are off by a millionth. A
-run is as right as float32 if it stays as near to it as that one. On the way of the float32 run, gradients of every
-kernel are held beside float64. Who cannot be imported is named as absent. A loss that is not finite, of ours, is exit
-status 1. Without a GPU a tiny model takes a few steps, ours by the eager reference.
+trainings part, too, as small differences grow: "perturbed" is the float32 run with first weights that are off at random
+by 2⁻⁹, which is bfloat16's rounding. On the way of the float32 run, gradients of every kernel are held beside float64.
+Who cannot be imported is named as absent. A loss of ours that is not finite is exit status 1. Without a GPU a tiny
+model takes a few steps, ours by the eager reference.
 """
 
 import argparse

@@ -30,9 +30,9 @@ def models():
 def test_without_a_gpu_first_steps_are_checked(capsys):
     assert benchmark_training.main([*SMALL, "--backend", "triton"]) == 0
     said = capsys.readouterr().out
-    for name in ("ours", "ours, trained gates", "ours, nothing skipped", "ours, rotary", "cudnn", BASELINE):
+    for name in ("ours", "ours-trained", "ours-whole", "ours-rotary", "cudnn", BASELINE):
         assert f"  {name}: relative errors loss" in said
-    for name in ("flex", "fla", "fox", "fox, pruned"):
+    for name in ("flex", "fla", "fox", "fox-pruned"):
         assert f"  {name}: absent: needs a GPU" in said
 
 
@@ -58,7 +58,7 @@ def test_all_variants_have_the_same_weights(models):
         model = models.decoder(VARIANTS[name], SETTING.length)
         shared = dict(models.base.named_parameters())
         assert all(parameter is shared[key] for key, parameter in model.named_parameters())
-    trained = models.decoder(VARIANTS["ours, trained gates"], SETTING.length)
+    trained = models.decoder(VARIANTS["ours-trained"], SETTING.length)
     own = {key for key, parameter in trained.named_parameters() if parameter is not shared[key]}
     assert own == {f"blocks.{n}.attention.decay.{part}" for n in range(2) for part in ("weight", "bias")}
     lives = torch.stack([block.attention.decay.half_lives() for block in trained.blocks])

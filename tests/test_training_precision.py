@@ -44,7 +44,7 @@ def test_all_runs_start_alike_but_for_the_perturbed_one(setup):
         for own, base in zip(models["perturbed"].parameters(), models["float32"].parameters(), strict=True)
         if base.any()
     ]
-    assert 1e-7 < torch.stack(off).mean() < 1e-5
+    assert 1e-3 < torch.stack(off).mean() < 4e-3
     lives = models["float32"].blocks[0].attention.decay.half_lives()
     torch.testing.assert_close(lives, torch.tensor([0.25, 4.0]), rtol=1e-4, atol=0)
 

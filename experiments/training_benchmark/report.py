@@ -33,13 +33,13 @@ def setting_of(row: dict[str, Any]) -> tuple[int, int, bool]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows of one setting."""
     base = next((row["tokens_per_second"] for row in rows if row["variant"] == BASELINE), None)
-    lines = [f"  {'':36}{'tokens/s':>10} {'ms':>9} {'[range]':>19} {'/cuDNN':>7} {'attention':>9} {'GB':>6}"]
+    lines = [f"  {'':20}{'tokens/s':>10} {'ms':>9} {'[range]':>19} {'/cuDNN':>7} {'attention':>9} {'GB':>6}"]
     for row in rows:
         ratio = "–" if base is None else f"{row['tokens_per_second'] / base:.2f}"
         share = "–" if row["attention_share"] is None else f"{row['attention_share']:.0%}"
         spread = f"[{row['ms_range'][0]:.1f}–{row['ms_range'][1]:.1f}]"
         lines.append(
-            f"  {row['variant']:36}{row['tokens_per_second']:10.0f} {row['ms']:9.1f} {spread:>19} {ratio:>7} "
+            f"  {row['variant']:20}{row['tokens_per_second']:10.0f} {row['ms']:9.1f} {spread:>19} {ratio:>7} "
             f"{share:>9} {row['peak_bytes'] / 1e9:6.1f}"
         )
     return "\n".join(lines)
@@ -83,7 +83,7 @@ def _draw_variant(panel: Any, name: str, rows: list[dict[str, Any]]) -> None:
     without = VARIANTS[name].kind != "decay" and name != IDENTITY
     panel.errorbar(
         [row["length"] for row in rows], tokens, yerr=bars, label=name, capsize=3,
-        color=_COLOURS[name.split(",")[0]], linestyle="--" if without else ":" if name == IDENTITY else "-",
-        marker="s" if "trained" in name else "^" if "nothing skipped" in name else "o", markersize=5,
+        color=_COLOURS[name.split("-")[0]], linestyle="--" if without else ":" if name == IDENTITY else "-",
+        marker="s" if "trained" in name else "^" if "whole" in name else "o", markersize=5,
         linewidth=2.4 if name.startswith("ours") else 1.4,
     )

@@ -24,7 +24,7 @@ TRAINED = ROOT / "results/train_h200/half_lives.json"
 GATES = ("initial", "trained")
 IDENTITY = "identity"
 Layer = Callable[[Size, str, int], nn.Module]
-BASELINE = "cudnn, rotary"
+BASELINE = "cudnn-rotary"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _identity(size: Size, backend: str, length: int) -> nn.Module:
 def _both_gates(name: str, label: str, layer: Layer, is_ours: bool = False) -> list[Variant]:
     return [
         Variant(name, label, "decay", layer, ours=is_ours),
-        Variant(f"{name}, trained gates", f"{label}, gates as trained", "decay", layer, "trained", is_ours),
+        Variant(f"{name}-trained", f"{label}, gates as trained", "decay", layer, "trained", is_ours),
     ]
 
 
@@ -137,10 +137,10 @@ VARIANTS = {
     for variant in (
         *_both_gates("ours", "decayattn, decay", functools.partial(ours, kind="decay"), True),
         Variant(
-            "ours, nothing skipped", "decayattn, decay, nothing skipped", "decay",
+            "ours-whole", "decayattn, decay, nothing skipped", "decay",
             functools.partial(ours, kind="decay", skip_tolerance=None), ours=True,
         ),
-        Variant("ours, rotary", "decayattn, rotary, no decay", "rotary", functools.partial(ours, kind="rotary"),
+        Variant("ours-rotary", "decayattn, rotary, no decay", "rotary", functools.partial(ours, kind="rotary"),
                 ours=True),
         Variant(BASELINE, "cuDNN (SDPA), rotary, no decay", "rotary", functools.partial(_sdpa, rotary=True),
                 around=_cudnn),
@@ -150,7 +150,7 @@ VARIANTS = {
         Variant("fla", "flash-linear-attention, decay", "decay", _fla),
         Variant("fox", "Forgetting Transformer, decay", "decay", functools.partial(_fox, threshold=None)),
         *_both_gates(
-            "fox, pruned", "Forgetting Transformer, decay, pruned", functools.partial(_fox, threshold="auto")
+            "fox-pruned", "Forgetting Transformer, decay, pruned", functools.partial(_fox, threshold="auto")
         ),
         Variant(IDENTITY, "no attention (its output is v)", "identity", _identity),
     )
