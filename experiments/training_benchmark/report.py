@@ -25,6 +25,8 @@ METHOD = {
 _COLOURS = {"ours": "#d55e00", "cudnn": "#000000", "flex": "#56b4e9", "fla": "#009e73", "fox": "#cc79a7",
             "identity": "#bbbbbb"}
 
+_MARKERS = {"trained": "s", "whole": "^", "rotary": "D", "pruned": "v"}
+
 
 def setting_of(row: dict[str, Any]) -> tuple[int, int, bool]:
     return row["head_dim"], row["length"], row["compiled"]
@@ -84,6 +86,6 @@ def _draw_variant(panel: Any, name: str, rows: list[dict[str, Any]]) -> None:
     panel.errorbar(
         [row["length"] for row in rows], tokens, yerr=bars, label=name, capsize=3,
         color=_COLOURS[name.split("-")[0]], linestyle="--" if without else ":" if name == IDENTITY else "-",
-        marker="s" if "trained" in name else "^" if "whole" in name else "o", markersize=5,
+        marker=_MARKERS.get(name.split("-")[-1], "o"), markersize=5,
         linewidth=2.4 if name.startswith("ours") else 1.4,
     )
