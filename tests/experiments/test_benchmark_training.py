@@ -3,14 +3,10 @@
 import dataclasses
 import json
 import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
 import benchmark_training
+import pytest
+import torch
 from training_benchmark import measure, report, variants
 from training_benchmark.measure import Models, Setting, Timed
 from training_benchmark.model import OtherAttention, Size

@@ -2,14 +2,10 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
-
 import training_precision
 from training_benchmark import precision
 from training_benchmark.precision import RUNS, Setup

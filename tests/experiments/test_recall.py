@@ -3,17 +3,12 @@
 import contextlib
 import dataclasses
 import json
-import sys
 import types
-from pathlib import Path
 
 import pytest
+import recall
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
-
-import recall
 from associative_recall import report, training
 from associative_recall.model import MODES, Gates, SideBySide
 from associative_recall.task import FILLER, Task
