@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from rotary import Rotary
+from language_models.positions import Rotary
 from torch import Tensor, nn
 
 from decayattn import DecayFlashAttention
@@ -90,7 +90,7 @@ def attention(models: int, width: int, heads: int, *, mode: str, backend: str) -
         decay = ConstantDecay.from_values(alibi_log_decay(heads) * models, learned=mode == "alibi-learned")
     elif mode == "retnet":
         decay = ConstantDecay.from_values(retnet_log_decay(heads) * models)
-    position = Rotary(width // heads) if mode.startswith("rotary") else None
+    position = Rotary() if mode.startswith("rotary") else None
     layer = DecayFlashAttention(models * width, total, decay=decay, position=position, backend=backend)
     layer.in_proj = GroupedLinear(models, width, width, parts=3)
     layer.out_proj = GroupedLinear(models, width, width)

@@ -298,6 +298,6 @@ def files(results: Results) -> list[str]:
 
 BLOCKS = {
     "speed": speed, "attention": attention, "skipping": skipping, "planning": planning, "lengths": lengths,
-    "sequences": sequences,
-    "eviction": eviction, "overhead": overhead, "training": training, "files": files, **evidence.BLOCKS, **learning.BLOCKS,
+    "sequences": sequences, "eviction": eviction, "overhead": overhead, "training": training, "files": files,
+    **evidence.BLOCKS, **learning.BLOCKS,
 }

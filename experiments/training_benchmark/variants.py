@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from attention_benchmark.peers import Absent, imported
+from language_models.positions import Rotary
 from provenance import ROOT
-from rotary import Rotary
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -54,7 +54,7 @@ def ours(
 ) -> DecayFlashAttention:
     return DecayFlashAttention(
         size.width, size.heads, decay="scalar" if kind == "decay" else "none", skip_tolerance=skip_tolerance,
-        position=Rotary(size.head_dim) if kind == "rotary" else None, backend=backend,
+        position=Rotary() if kind == "rotary" else None, backend=backend,
     )
 
 
@@ -63,7 +63,7 @@ def _sdpa(size: Size, backend: str, length: int, *, rotary: bool) -> nn.Module:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    return OtherAttention(size, attend, position=Rotary(size.head_dim) if rotary else None)
+    return OtherAttention(size, attend, position=Rotary() if rotary else None)
 
 
 def _cudnn() -> Any:

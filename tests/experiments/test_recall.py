@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from associative_recall import report, training
 from associative_recall.model import MODES, Gates, SideBySide
 from associative_recall.task import FILLER, Task
-from rotary import Rotary
 
 from decayattn.nn import ScalarDecay
 
@@ -170,20 +169,6 @@ def test_a_model_that_diverges_does_not_touch_the_others():
     without = training.train(training.Cell("recall", "scalar", 16, 8), setup, "cpu")
     torch.testing.assert_close(torch.tensor(with_it["loss"][0]), torch.tensor(without["loss"][0]))
     assert not torch.tensor(with_it["loss"][1]).isfinite().all()
-
-
-def test_rotary_scores_depend_on_distance_alone():
-    rotary = Rotary(8)
-    q, k = torch.randn(1, 1, 2, 8).expand(1, 6, 2, 8), torch.randn(1, 1, 2, 8).expand(1, 6, 2, 8)
-    q, k = rotary(q, k)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k)
-    torch.testing.assert_close(scores[..., 3, 1], scores[..., 5, 3])
-    assert not torch.allclose(scores[..., 3, 1], scores[..., 3, 2])
-    later, _ = rotary(q[:, :2], k[:, :2], start=torch.tensor([4]))
-    turned_twice, _ = rotary(rotary(q[:, :2], k[:, :2], start=torch.tensor([1]))[0], k[:, :2], start=torch.tensor([3]))
-    torch.testing.assert_close(later[:, 0], turned_twice[:, 0])  # at position 4, and at 1 and then 3
-    with pytest.raises(ValueError, match="head_dim"):
-        Rotary(7)
 
 
 def test_the_rate_is_chosen_by_validation():
