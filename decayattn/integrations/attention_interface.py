@@ -76,7 +76,8 @@ def attention(
     if attention_mask.ndim == 4:
         options |= {"causal": False, "window_size": None, "bias": attention_mask[..., : k.shape[1]]}
         return decay_attention(q, k, v, **options), None
-    return decay_attention(q, k, v, **_places(q, k, attention_mask), **options), None
+    options |= _places(q, k, attention_mask)
+    return decay_attention(q, k, v, **options), None
 
 
 def mask(
