@@ -116,6 +116,18 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# torch.distributed
+
+
+def all_gather(gathered: Tensor, own: Tensor, group: "torch.distributed.ProcessGroup") -> None:
+    """gathered (ranks, ·) is filled with every rank's own (1, ·). PyTorch 2.13 has given it another name, and warns of
+    the one that it had."""
+    dist = torch.distributed
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, own, group=group)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # torch.compile
 
 

@@ -169,7 +169,7 @@ def decay_attention(
                 backend=backend,
             ),
         )
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_bool("return_lse", return_lse)
     check_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
@@ -262,7 +262,7 @@ def decay_attention_varlen(
                 return_lse=return_lse, skip_tolerance=skip_tolerance, backend=backend,
             ),
         )
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_bool("return_lse", return_lse)
     check_packed_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -314,7 +314,7 @@ def visited_fraction(
     Raises:
         TypeError, ValueError: for every bad argument, by name, and where the Triton kernels cannot run.
     """
-    q, k = _autocast(q, k)
+    q, k = autocast(q, k)
     check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
     log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
     problem = AttentionProblem.of(
@@ -371,7 +371,7 @@ def _between(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
     return offsets[:-1], offsets.diff().clamp_(0, longest)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype where it is on, as scaled_dot_product_attention does; float64 is left alone."""
     first = tensors[0]
     dtype = autocast_dtype(first.device) if isinstance(first, Tensor) else None

@@ -237,19 +237,29 @@ def check_packed_arguments(
     _check_sink(sink, q)
     check_skip_tolerance(skip_tolerance)
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if isinstance(offsets, Tensor) and (offsets.ndim != 1 or offsets.shape[0] == 0):
-            raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
-        _check_counts(name, offsets, q, "(sequences + 1,)", None)
+        check_offsets(name, offsets, q)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
             f"cu_seqlens_k: expected the shape of cu_seqlens_q, {tuple(cu_seqlens_q.shape)}, "
             f"got {tuple(cu_seqlens_k.shape)}"
         )
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if not _is_integer(longest):
-            raise TypeError(f"{name}: expected an int, got {_describe(longest)}")
-        if longest < 0:
-            raise ValueError(f"{name}: expected at least 0, got {longest}")
+        check_count(name, longest)
+
+
+def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
+    """Refuse what are no offsets of packed sequences on the device of q."""
+    if isinstance(offsets, Tensor) and (offsets.ndim != 1 or offsets.shape[0] == 0):
+        raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
+    _check_counts(name, offsets, q, "(sequences + 1,)", None)
+
+
+def check_count(name: str, number: int) -> None:
+    """Refuse what is no number of tokens."""
+    if not _is_integer(number):
+        raise TypeError(f"{name}: expected an int, got {_describe(number)}")
+    if number < 0:
+        raise ValueError(f"{name}: expected at least 0, got {number}")
 
 
 def is_reset(log_decay: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import inspect
 import math
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from decayattn.problem import (
     check_window,
 )
 from decayattn.sharding import local_part, replicated
+
+if TYPE_CHECKING:
+    from decayattn.distributed import ContextParallel
 
 
 class DecayFlashAttention(nn.Module):
@@ -86,6 +89,8 @@ class DecayFlashAttention(nn.Module):
             y = layer(prompt, cache=cache)        # (B, T, embed_dim)
             y = layer(next_token, cache=cache)    # (B, 1, embed_dim)
 
+    Sequences over several GPUs: `layer.context = decayattn.distributed.ContextParallel(group)`, and x is a slice.
+
     Raises:
         TypeError, ValueError: for every bad argument, by name.
     """
@@ -130,6 +135,7 @@ class DecayFlashAttention(nn.Module):
         check_skip_tolerance(skip_tolerance)
         self.skip_tolerance = skip_tolerance
         self.backend = registry.check_name(backend)
+        self.context: ContextParallel | None = None
 
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         q_width, k_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -196,12 +202,13 @@ class DecayFlashAttention(nn.Module):
         elif new_lengths is not None:
             raise ValueError("new_lengths: expected only with a cache")
         self._check_sequences(x, padding_mask, cu_seqlens, max_seqlen, resets, cache)
+        begin = 0 if self.context is None else self.context.first_token(x.shape[1])
         padding: Tensor | None = None
         places: dict[str, Any] = {}
         if padding_mask is not None:
             padding, places = padding_mask == 0, _places(padding_mask)
         elif cu_seqlens is not None:
-            cu_seqlens, token = cu_seqlens.to(torch.int32), torch.arange(x.shape[1], device=x.device)
+            cu_seqlens, token = cu_seqlens.to(torch.int32), torch.arange(x.shape[1], device=x.device) + begin
             padding = ((token < cu_seqlens[0]) | (token >= cu_seqlens[-1]))[None]
         if padding is not None:
             # whatever it holds: the gradients of the weights are sums over all tokens, and 0 · NaN is NaN
@@ -214,6 +221,8 @@ class DecayFlashAttention(nn.Module):
             q, k = _normalise(q, self.q_norm), _normalise(k, self.k_norm)
         if self.position is not None:
             start = {} if cache is None else {"start": cache.lengths + cache.dropped}
+            if self.context is not None:
+                start = {"start": torch.full(x.shape[:1], begin, dtype=torch.int32, device=x.device)}
             q, k = _check_placed(self.position(q, k, **start), q, k)
         log_decay = None if self.decay is None else self.decay(x)
         if resets is not None:
@@ -227,6 +236,9 @@ class DecayFlashAttention(nn.Module):
         )
         if cache is not None:
             out = cache.attend(q, k, v, log_decay, new_lengths=new_lengths, **options)
+        elif self.context is not None:
+            options |= dict(causal=self.causal, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            out = self.context.attend(q, k, v, log_decay, **options)
         elif cu_seqlens is not None:
             longest = x.shape[1] if max_seqlen is None else max_seqlen
             per_token = isinstance(log_decay, Tensor) and log_decay.ndim == 3
@@ -324,6 +336,9 @@ class DecayFlashAttention(nn.Module):
                 raise ValueError(f"{name}: expected shape (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
         if sum(given is not None for given in (padding_mask, cu_seqlens, cache)) > 1:
             raise ValueError("padding_mask, cu_seqlens, cache: expected at most one of them")
+        if self.context is not None and (padding_mask is not None or cache is not None):
+            name = "cache" if padding_mask is None else "padding_mask"
+            raise ValueError(f"{name}: expected None where the layer has a context; cu_seqlens keeps sequences apart")
         if cu_seqlens is None and max_seqlen is not None:
             raise ValueError("max_seqlen: expected only with cu_seqlens")
         if cu_seqlens is not None:

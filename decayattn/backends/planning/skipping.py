@@ -15,8 +15,8 @@ exceeds the tolerance. Two launches make the plan; they read q and k only where 
 
 Rounding: a sum of D ≤ 256 products is within 256·2⁻²⁴ = 2⁻¹⁶ of that of their sizes (float32, in any order), so a norm
 within 2⁻¹⁷, and |s||q||k| within 2⁻¹⁵: _MARGIN is twice that. Squares and products that underflow lose less than
-_LEAST_SQUARE adds. β of 16-bit inputs is a float32, within 2⁻²⁴: _BETA_MARGIN is twice that. α is a sum of float64 in
-two levels; for λ of one sign _ALPHA_MARGIN is its error up to 8 million tokens. The rest is the rounding of powers
+_LEAST_SQUARE adds. β of 16-bit inputs is a float32, within 2⁻²⁴: BETA_MARGIN is twice that. α is a sum of float64 in
+two levels; for λ of one sign ALPHA_MARGIN is its error up to 8 million tokens. The rest is the rounding of powers
 whose exponents are between −200 and 10, and of their sums, within 1e-4: _ALLOWED is short of 1 by more. A NaN or an
 infinity compares as "visit".
 """
@@ -45,12 +45,12 @@ from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, DecayPrefi
 # often than the plan does (not measured)
 SHORTEST = 512
 # entries that one step of a sum over blocks, or of a search through granules, reads at once
-_CHUNK = 128
+CHUNK = 128
 # Neighbouring blocks of keys (or granules) of a head share a program. It asks α about all of them at once, for little
 # more than one of them costs, and reads the norms of those that need them one after the other. No more share one than
 # leave this many programs, about as many as a GPU holds at once (8 on each of 132 multiprocessors): a short problem
 # keeps its parallelism. Powers of two, so that there are few kernels to compile
-_MOST_TOGETHER = 4
+MOST_TOGETHER = 4
 _PROGRAMS = 1024
 # columns of q and k whose squares are added up side by side: measured
 _COLUMNS = 64
@@ -60,8 +60,8 @@ _PREFETCHED_ROW = 256
 ROWS: tl.constexpr = tl.constexpr(GRANULE)
 BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
 _MARGIN: tl.constexpr = tl.constexpr(2.0**-14)
-_BETA_MARGIN: tl.constexpr = tl.constexpr(2.0**-23)
-_ALPHA_MARGIN: tl.constexpr = tl.constexpr(2.0**-44)
+BETA_MARGIN: tl.constexpr = tl.constexpr(2.0**-23)
+ALPHA_MARGIN: tl.constexpr = tl.constexpr(2.0**-44)
 _LEAST_SQUARE: tl.constexpr = tl.constexpr(1e-30)
 _ALLOWED: tl.constexpr = tl.constexpr(0.999)
 _LANES: tl.constexpr = tl.constexpr(32)
@@ -87,6 +87,7 @@ class _Traits(NamedTuple):
     together: int  # blocks of a program
     aligned: bool  # granules begin where halves of blocks do
     stages: int
+    prunes: bool  # norms are read only where α leaves anything to skip among the keys of the problem
 
 
 def is_planned(problem: AttentionProblem) -> bool:
@@ -118,19 +119,38 @@ def plan(
     first_block = allocate(problem, q)
     if not is_planned(problem):
         return first_block
-    # pairs (K, W) and (U, E), each side by side
-    of_blocks = q.new_empty(problem.batch, problem.num_heads, packing.decay_blocks(problem), 2, dtype=torch.float64)
-    of_granules = q.new_empty(*first_block.shape, 2, dtype=torch.float64)
+    of_blocks, of_granules = summaries(
+        problem, q, k, log_decay, scale, prefix, sequences, first_block.shape[-1], True, launch
+    )
+    # what lies in two blocks of a packed or padded problem need not belong to one sequence
+    most = MOST_TOGETHER if sequences is None else DECAY_BLOCK // GRANULE
+    together = programs_together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most)
+    launch(
+        _find_first_blocks, packing.row_programs(problem, sequences, GRANULE * together, problem.num_heads),
+        prefix.last_reset, prefix.next_reset, of_blocks, of_granules, first_block, sequences, _left(problem),
+        math.log2(problem.skip_tolerance), _sizes(problem, first_block.shape[-1]), CHUNK=CHUNK, TOGETHER=together,
+        num_warps=1, **_constants(problem, sequences), **COMPILER_OPTIONS,
+    )
+    return first_block
+
+
+def summaries(
+    problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    prefix: DecayPrefix, sequences: Sequences | None, granules: int, prunes: bool, launch: Launch,
+) -> tuple[Tensor, Tensor]:
+    """K and W of the blocks of keys, (B, H, blocks, 2), and U and E of the granules, (B, H, granules, 2): one launch.
+
+    float64, W and E in base 2. prunes: they are for this problem's own plan, and tell of what α alone keeps from being
+    skipped in it that it cannot be.
+    """
+    heads = problem.batch, problem.num_heads
+    of_blocks = q.new_empty(*heads, packing.decay_blocks(problem), 2, dtype=torch.float64)
+    of_granules = q.new_empty(*heads, granules, 2, dtype=torch.float64)
     width = max(16, next_power_of_2(problem.head_dim))
     row_bytes = width * q.element_size()
-    constants = dict(DECAY=problem.decay, **packing.constants(problem, sequences))
-    log_tolerance = math.log2(problem.skip_tolerance)
-    row_scale = scale if problem.row_scale else None
-    left = problem.window[0] if problem.window[0] >= 0 else None
-    sizes = _sizes(problem, first_block)
-    # packed and padded, what lies in one block belongs to one sequence, and what lies in two need not
-    most = (_MOST_TOGETHER, _MOST_TOGETHER) if sequences is None else (1, DECAY_BLOCK // GRANULE)
-    together = _together(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads), most[0])
+    # packed and padded, what lies in one block belongs to one sequence
+    most = MOST_TOGETHER if sequences is None else 1
+    together = programs_together(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads), most)
     traits = _Traits(
         d=problem.head_dim,
         width=width,
@@ -139,35 +159,36 @@ def plan(
         together=together,
         aligned=sequences is None and problem.first_position % GRANULE == 0,
         stages=2 if row_bytes <= _PREFETCHED_ROW else 1,
+        prunes=prunes,
     )
-    launch(
-        _summarise, packing.token_programs(problem, sequences, DECAY_BLOCK * together, problem.num_heads),
-        strided(q), strided(k), 1.0 if problem.row_scale else scale, strided(row_scale),
-        strided(log_decay) if problem.decay == "constant" else None, prefix, of_blocks, of_granules, sequences, left,
-        log_tolerance, sizes, TRAITS=traits,
-        num_warps=2 if row_bytes < _PREFETCHED_ROW else 4 if row_bytes <= 2 * _PREFETCHED_ROW else 8,
-        **constants, **COMPILER_OPTIONS,
-    )
-    together = _together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most[1])
-    launch(
-        _find_first_blocks, packing.row_programs(problem, sequences, GRANULE * together, problem.num_heads),
-        prefix.last_reset, prefix.next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance,
-        sizes, CHUNK=_CHUNK, TOGETHER=together, num_warps=1, **constants, **COMPILER_OPTIONS,
-    )
-    return first_block
+    programs = packing.token_programs(problem, sequences, DECAY_BLOCK * together, problem.num_heads)
+    if programs:
+        launch(
+            _summarise, programs,
+            strided(q), strided(k), 1.0 if problem.row_scale else scale, strided(scale if problem.row_scale else None),
+            strided(log_decay) if problem.decay == "constant" else None, prefix, of_blocks, of_granules, sequences,
+            _left(problem), math.log2(problem.skip_tolerance), _sizes(problem, granules), TRAITS=traits,
+            num_warps=2 if row_bytes < _PREFETCHED_ROW else 4 if row_bytes <= 2 * _PREFETCHED_ROW else 8,
+            **_constants(problem, sequences), **COMPILER_OPTIONS,
+        )
+    return of_blocks, of_granules
 
 
-def _sizes(problem: AttentionProblem, first_block: Tensor) -> _Sizes:
+def _constants(problem: AttentionProblem, sequences: Sequences | None) -> dict[str, bool | int | str]:
+    return dict(DECAY=problem.decay, **packing.constants(problem, sequences))
+
+
+def _left(problem: AttentionProblem) -> int | None:
+    return problem.window[0] if problem.window[0] >= 0 else None
+
+
+def _sizes(problem: AttentionProblem, granules: int) -> _Sizes:
     return _Sizes(
-        problem.query_length,
-        problem.key_length,
-        problem.num_heads,
-        granules=first_block.shape[-1],
-        blocks=packing.decay_blocks(problem),
+        problem.query_length, problem.key_length, problem.num_heads, granules, packing.decay_blocks(problem)
     )
 
 
-def _together(programs: int, most: int) -> int:
+def programs_together(programs: int, most: int) -> int:
     """How many share a program of a launch that would have this many programs of one."""
     together = 1
     while 2 * together <= most and programs >= 2 * together * _PROGRAMS:
@@ -186,8 +207,8 @@ def last_granules(
     last = torch.empty(problem.batch, problem.num_heads, blocks, dtype=torch.int32, device=first_block.device)
     launch(
         _find_last_granules, packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),
-        first_block, last, sequences, _sizes(problem, first_block), **packing.constants(problem, sequences),
-        CHUNK=_CHUNK, num_warps=1, **COMPILER_OPTIONS,
+        first_block, last, sequences, _sizes(problem, first_block.shape[-1]), **packing.constants(problem, sequences),
+        CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
     )
     return last
 
@@ -273,10 +294,10 @@ def _load_alpha(position, block, rates, head, prefix, DECAY: tl.constexpr, insid
     if DECAY == "scalar":
         beta = tl.load(prefix.beta + position, mask=inside).to(tl.float64)
         alpha = tl.load(prefix.base + block) + beta
-        slack = tl.abs(beta) * _BETA_MARGIN + tl.abs(alpha) * _ALPHA_MARGIN
+        slack = tl.abs(beta) * BETA_MARGIN + tl.abs(alpha) * ALPHA_MARGIN
     else:
         alpha = position.to(tl.float64) * (tl.load(rates.data + head * rates.strides[0]).to(tl.float64) * LOG2E)
-        slack = tl.abs(alpha) * _ALPHA_MARGIN
+        slack = tl.abs(alpha) * ALPHA_MARGIN
     return alpha, slack
 
 
@@ -318,10 +339,12 @@ def _summarise(
 
     K is +inf (never skip) where α keeps the last row from skipping the block, and U where it keeps a granule's first
     row from skipping the first block that it sees. They speak for all: of λ ≤ 0 no row before the last one could skip
-    the block if that cannot, and no other row of a granule has an earlier first key or a higher α.
+    the block if that cannot, and no other row of a granule has an earlier first key or a higher α. Unless
+    TRAITS.prunes, all of them are read: rows and keys elsewhere are to be skipped.
     """
     TOGETHER: tl.constexpr = TRAITS.together
     ALIGNED: tl.constexpr = TRAITS.aligned
+    PRUNES: tl.constexpr = TRAITS.prunes
     ACCUMULATOR: tl.constexpr = tl.float64 if q.data.dtype.element_ty == tl.float64 else tl.float32
     heads = sizes.heads
     work = tile_of_program(
@@ -348,6 +371,8 @@ def _summarise(
     tl.store(of_blocks + 2 * block + 1, weight)
     lowest, _ = _load_alpha(last, last // BLOCK, rates, head, prefix, DECAY)
     can_skip = lowest + weight <= log_tolerance
+    if not PRUNES:
+        can_skip = block >= 0
     tl.store(of_blocks + 2 * block, float("inf"), mask=can_skip == 0)
     # one bit for each block whose norms are needed, and one for each granule
     blocks = tl.sum((can_skip & (start // BLOCK + own <= last // BLOCK)).to(tl.int32) << own, 0)
@@ -372,6 +397,8 @@ def _summarise(
     first_alpha, _ = _load_alpha(position, end, rates, head, prefix, DECAY)
     key_alpha, _ = _load_alpha(first_key, begin, rates, head, prefix, DECAY)
     can_skip = there & (begin < end) & (first_alpha - key_alpha <= log_tolerance)
+    if not PRUNES:
+        can_skip = there
     tl.store(of_granules + 2 * granule, float("inf"), mask=there & (can_skip == 0))
     granules = tl.sum((can_skip & (lane < 2 * TOGETHER)).to(tl.int32) << lane, 0)
     if (blocks | granules) == 0:
@@ -464,6 +491,16 @@ def _find_first_blocks(
     )
     # the block of its first row's own key is always visited
     begin, end = first // BLOCK, position // BLOCK
+    found = first_visited(of_granules, granule, log_tolerance, of_blocks, begin, end, CHUNK, TOGETHER)
+    tl.store(first_block + granule, found)
+
+
+@triton.jit
+def first_visited(
+    of_granules, granule, log_tolerance, of_blocks, begin, end, CHUNK: tl.constexpr, TOGETHER: tl.constexpr
+):
+    """The first block from `begin` on, before `end`, with which a granule's sum exceeds the tolerance; `end` without
+    one. granule, begin and end are (TOGETHER,)."""
     slope = tl.load(of_granules + 2 * granule, mask=begin < end, other=float("inf")) * (1 + _MARGIN)
     may_skip = slope < float("inf")
     offset = tl.load(of_granules + 2 * granule + 1, mask=may_skip, other=0.0) - log_tolerance
@@ -481,7 +518,7 @@ def _find_first_blocks(
         visited = counts & ((mass[:, None] + tl.cumsum(term, 1) <= _ALLOWED) == 0)
         found = tl.minimum(found, tl.min(tl.where(visited, block[None, :], 2147483647), 1))
         mass += tl.sum(term, 1)
-    tl.store(first_block + granule, found)
+    return found
 
 
 @triton.jit

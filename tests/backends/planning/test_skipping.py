@@ -279,7 +279,7 @@ def test_granules_that_share_a_program_plan_as_they_do_alone(rows, keys, decay, 
     assert alone.any()
     monkeypatch.setattr(skipping, "_PROGRAMS", 1)
     for most in (2, 4, 8):
-        monkeypatch.setattr(skipping, "_MOST_TOGETHER", most)
+        monkeypatch.setattr(skipping, "MOST_TOGETHER", most)
         assert torch.equal(plan_of(inputs, HARMLESS, window), alone)
 
 
@@ -289,7 +289,7 @@ def test_granules_that_share_a_program_plan_as_they_do_alone(rows, keys, decay, 
 def test_the_last_rows_plan_as_they_do_among_all(decay, before, together, device, monkeypatch):
     """Wherever the first row's own key lies in its block: granules of the same rows, and the same keys."""
     monkeypatch.setattr(skipping, "_PROGRAMS", 1)
-    monkeypatch.setattr(skipping, "_MOST_TOGETHER", together)
+    monkeypatch.setattr(skipping, "MOST_TOGETHER", together)
     inputs = make(device, 1200, 1200, decay, heads=1)
     # a row's own key has a much greater score than others, and little is forgotten from block to block
     inputs["q"] *= 4 / inputs["q"].norm(dim=-1, keepdim=True)
@@ -314,8 +314,8 @@ def test_packed_granules_that_share_a_program(device, monkeypatch):
 
 
 def test_programs_are_shared_where_many_are_left():
-    assert [skipping._together(programs, 4) for programs in (1, 2047, 2048, 4096, 10**6)] == [1, 1, 2, 4, 4]
-    assert skipping._together(10**6, 1) == 1
+    assert [skipping.programs_together(programs, 4) for programs in (1, 2047, 2048, 4096, 10**6)] == [1, 1, 2, 4, 4]
+    assert skipping.programs_together(10**6, 1) == 1
 
 
 # That it does something

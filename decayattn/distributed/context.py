@@ -1,0 +1,301 @@
+"""The public function and the layer's handle: their contract, the checks, and the call of a mode."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decayattn import keywords
+from decayattn.backends import registry
+from decayattn.distributed import agreement, halo, heads
+from decayattn.distributed.agreement import Option
+from decayattn.distributed.exchange import Slices
+from decayattn.distributed.local import Packed
+from decayattn.functional import autocast, per_head, per_row
+from decayattn.problem import (
+    AttentionProblem,
+    BackendName,
+    check_arguments,
+    check_bool,
+    check_count,
+    check_offsets,
+    integer,
+    tolerance_of,
+    window_of,
+)
+
+ModeName = Literal["halo", "heads"]
+MODES = get_args(ModeName)
+_NAME = "context_parallel_attention"
+
+
+@keywords.named
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | float | None = None,
+    *,
+    group: dist.ProcessGroup | None,
+    mode: ModeName = "halo",
+    lengths: Sequence[int] | None = None,
+    reach: int | None = None,
+    scale: Tensor | float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_q: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    return_lse: bool = False,
+    skip_tolerance: float | str | None = "auto",
+    backend: BackendName = "auto",
+    **unknown: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""decay_attention of sequences that are cut into slices of tokens, one for each rank of a group, in their order.
+
+    Rank r has T_r tokens; the result is what decay_attention gives for all T = ΣT_r of them, of which every rank gets
+    its own rows. Two ways to get there:
+
+    "halo": every rank keeps its queries and fetches the keys before its slice that matter to any of its rows. Which
+        ones is decided by the bound of skip_tolerance, before any key is sent: a strong decay sends a few hundred
+        tokens of a head, no decay everything. Causal attention only.
+    "heads": an all-to-all gives every rank the whole sequences of H / ranks heads, and another one its rows back
+        (DeepSpeed-Ulysses, arXiv 2309.14509). H must be a multiple of the ranks. All options work, and the bytes do
+        not depend on the decay: the choice without a decay or a window.
+
+    Args:
+        q, k, v: this rank's (B, T_r, H, D), (B, T_r, H_kv, D) and (B, T_r, H_kv, D_v).
+        log_decay: as in decay_attention, one per token being (B, T_r, H). A slice's first λ acts between the slices.
+        group: the process group; None is torch.distributed's default one. Its ranks call with the same options.
+        lengths: T_r of every rank, 0 included; None: all the same.
+        mode: "halo" or "heads".
+        reach: halo only: every rank fetches the last `reach` tokens before its slice, and rows see no further. It is
+            the caller's promise that nothing beyond matters, exact for a window of as many tokens; no plan is made, and
+            the host does not wait for the GPU.
+        scale, window_size, skip_tolerance, backend: as in decay_attention; a tensor scale broadcasts to (B, T_r, H).
+            In halo mode what is not fetched and what the call then skips have half of skip_tolerance each, a third
+            where the decay is constant; None fetches all that a row sees, and so does the "reference" backend.
+        causal, bias, seqused_q, seqused_k, leftpad_q, leftpad_k: as in decay_attention, heads mode only; bias and
+            padding are for all T tokens, the same on every rank.
+        sink: (H,), as in decay_attention.
+        cu_seqlens, max_seqlen: packed sequences, with B = 1. (sequences + 1,) int32 or int64: offsets on the axis of
+            all T tokens, the same on every rank; a sequence may lie on several ranks. No sequence is longer than
+            max_seqlen, default T.
+        return_lse: also return lse.
+
+    Returns:
+        out (B, T_r, H, D_v), or (out, lse) with lse (B, H, T_r). Differentiable once, in both modes. The gradients of
+        q, k, v, log_decay per token and scale per row are those of the sum of all ranks' losses, on their rank. Of
+        what all ranks share (a constant log_decay, sink, bias, a scale that is broadcast) each rank has its share, and
+        the sum over the ranks is the gradient: data-parallel wrappers average it as that of any other weight.
+
+    Every call begins with a collective that compares the options of the ranks: on a GPU the host waits for the first
+    one with new options, later ones are checked by an assertion on the device. A planned halo waits once per call, to
+    size the exchange. Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode and a halo of a
+    fixed reach, after a call outside of it; torch.compile leaves the call to eager code.
+
+    Raises:
+        TypeError, ValueError: for every bad argument, by name, and where the ranks' options differ.
+        RuntimeError: where other ranks refuse their arguments; for a planned halo in a CUDA graph; in torch.compile
+            with fullgraph=True.
+    """
+    if unknown:
+        keywords.refuse(context_parallel_attention, unknown)
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{_NAME}: torch.compile cannot trace it; torch.compiler.disable leaves it out of a graph")
+    group = _checked_group(group)
+    only_heads = {
+        "causal": causal, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q,
+        "leftpad_k": leftpad_k,
+    }
+    try:
+        q, k, v = autocast(q, k, v)
+        check_arguments(
+            q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k,
+            skip_tolerance=skip_tolerance,
+        )
+        check_bool("return_lse", return_lse)
+        registry.check_name(backend)
+        slices = _checked_slices(q, k, lengths, group)
+        packed = _checked_packed(q, slices, cu_seqlens, max_seqlen)
+        _check_mode(mode, reach, q, slices, only_heads, packed)
+        log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
+        window = window_of(window_size, causal)
+        problem = AttentionProblem.of(
+            q, v, log_decay, row_scale, causal, window, skip_tolerance=tolerance_of(skip_tolerance, q.dtype)
+        )
+        runs_kernels = registry.select(problem, backend) != "reference"
+    except (TypeError, ValueError):
+        if isinstance(q, Tensor):
+            agreement.refuse(group, q.device)
+        raise
+    options = (
+        Option("mode", mode), Option("lengths", slices.lengths), Option("reach", reach),
+        Option("q", (problem.dtype, problem.batch, problem.num_heads, problem.head_dim)),
+        Option("k", (problem.num_kv_heads, problem.head_dim)), Option("v", problem.value_dim),
+        Option("log_decay", None if log_decay is None else (problem.decay, log_decay.dtype)),
+        Option("scale", "one per row" if row_scale is not None else number), Option("causal", causal),
+        Option("window_size", window), Option("sink", sink is not None),
+        Option("cu_seqlens", None if packed is None else packed.cu_seqlens_k.shape[0]),
+        Option("max_seqlen", None if packed is None else packed.longest_key), Option("return_lse", return_lse),
+        Option("skip_tolerance", problem.skip_tolerance), Option("backend", (backend, runs_kernels)),
+        Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, (q, k, v, log_decay, row_scale)))),
+        *(Option(name, x is not None) for name, x in only_heads.items() if name != "causal"),
+    )
+    agreement.check(options, group, q.device)
+    scale = number if row_scale is None else row_scale
+    call: dict[str, Any] = {"sink": sink, "window_size": window_size, "backend": backend}
+    if mode == "heads":
+        call |= only_heads if packed is None else {"causal": causal}
+        call["skip_tolerance"] = skip_tolerance
+        return heads.attention(slices, q, k, v, log_decay, scale, packed, return_lse, call)
+    sight = halo.Sight(window[0], reach, cu_seqlens)
+    return halo.attention(
+        slices, problem, q, k, v, log_decay, scale, sight, packed, runs_kernels, return_lse, call
+    )
+
+
+class ContextParallel(NamedTuple):
+    """How a layer attends to sequences that lie on several ranks: `layer.context = ContextParallel(group)`.
+
+    x is then this rank's slice (B, T_r, embed_dim), and so are resets; cu_seqlens counts on the axis of all slices. A
+    position module is called with start, the position (B,) int32 of the slice's first token. Padding masks and caches
+    are refused.
+    """
+
+    group: dist.ProcessGroup | None
+    mode: ModeName = "halo"
+    lengths: Sequence[int] | None = None
+    reach: int | None = None
+
+    def __deepcopy__(self, memo: dict) -> "ContextParallel":
+        return self  # a group has no copy
+
+    def first_token(self, length: int) -> int:
+        """Where this rank's slice begins, if it has so many tokens."""
+        rank = dist.get_rank(self.group)
+        return rank * length if self.lengths is None else sum(self.lengths[:rank])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, **options: Any) -> Tensor:
+        """context_parallel_attention with these settings."""
+        return context_parallel_attention(
+            q, k, v, log_decay, group=self.group, mode=self.mode, lengths=self.lengths, reach=self.reach, **options
+        )
+
+
+@torch.no_grad()
+def fetched_tokens(
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | float | None,
+    *,
+    group: dist.ProcessGroup | None,
+    lengths: Sequence[int] | None = None,
+    scale: Tensor | float | None = None,
+    window_size: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    skip_tolerance: float | str | None = "auto",
+) -> Tensor:
+    """How many tokens before its slice every rank fetches in the "halo" mode of these arguments.
+
+    As many rows of D and D_v numbers, and of H / H_kv log-decays, are sent for each batch entry and key head. The plan
+    of "triton" is made for this, so it takes a GPU (or Triton's interpreter). Every rank of the group calls it.
+
+    Args:
+        q, k, log_decay, group, lengths, scale, window_size, cu_seqlens, skip_tolerance: as in
+            context_parallel_attention.
+
+    Returns:
+        (ranks, B, H_kv) int64, the same on every rank.
+
+    Raises:
+        TypeError, ValueError: for every bad argument, by name, and where the Triton kernels cannot run.
+    """
+    group = _checked_group(group)
+    q, k = autocast(q, k)
+    check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
+    slices = _checked_slices(q, k, lengths, group)
+    _checked_packed(q, slices, cu_seqlens, None)
+    log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
+    problem = AttentionProblem.of(
+        q, k, log_decay, row_scale, True, skip_tolerance=tolerance_of(skip_tolerance, q.dtype)
+    )
+    registry.select(problem, "triton")
+    sight = halo.Sight(window_of(window_size, True)[0], None, cu_seqlens)
+    tolerance = problem.skip_tolerance / halo.shares(problem)
+    scale = number if row_scale is None else row_scale
+    fetch = halo.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance)
+    offsets = torch.tensor(slices.offsets[:-1], device=q.device)
+    return offsets[:, None, None] - fetch.first
+
+
+def _requires_grad(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad
+
+
+def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("group: expected torch.distributed.init_process_group to have been called")
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {group!r}")
+    return group
+
+
+def _checked_slices(q: Tensor, k: Tensor, lengths: Sequence[int] | None, group: dist.ProcessGroup) -> Slices:
+    rank, ranks, own = dist.get_rank(group), dist.get_world_size(group), q.shape[1]
+    if k.shape[1] != own:
+        raise ValueError(f"k: expected the sequence length of q, {own}, got {k.shape[1]}")
+    found = (own,) * ranks if lengths is None else tuple(map(integer, lengths))
+    if len(found) != ranks or found[rank] != own or min(found) < 0:
+        raise ValueError(
+            f"lengths: expected the number of tokens of each of {ranks} ranks, with {own} for rank {rank}, got {found}"
+        )
+    return Slices(found, rank, group)
+
+
+def _checked_packed(
+    q: Tensor, slices: Slices, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> Packed | None:
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError("max_seqlen: expected only with cu_seqlens")
+        return None
+    check_offsets("cu_seqlens", cu_seqlens, q)
+    if q.shape[0] != 1:
+        raise ValueError(f"q: expected shape (1, T, H, D) with cu_seqlens, got {tuple(q.shape)}")
+    if max_seqlen is not None:
+        check_count("max_seqlen", max_seqlen)
+    longest = sum(slices.lengths) if max_seqlen is None else integer(max_seqlen)
+    return Packed(cu_seqlens, cu_seqlens, longest, longest)
+
+
+def _check_mode(
+    mode: str, reach: int | None, q: Tensor, slices: Slices, only_heads: dict[str, Any], packed: Packed | None
+) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode: expected 'halo' or 'heads', got {mode!r}")
+    if reach is not None:
+        check_count("reach", reach)
+        if mode == "heads":
+            raise ValueError("reach: expected only with mode='halo'")
+    given = [name for name, x in only_heads.items() if name != "causal" and x is not None]
+    if mode == "halo":
+        if not only_heads["causal"]:
+            raise ValueError("causal: expected True with mode='halo', which fetches earlier keys; 'heads' takes False")
+        if given:
+            raise ValueError(f"{given[0]}: expected None with mode='halo'; 'heads' takes it")
+    elif q.shape[2] % slices.ranks:
+        raise ValueError(
+            f"mode: 'heads' expects a number of query heads that is a multiple of the {slices.ranks} ranks, got "
+            f"{q.shape[2]}; 'halo' takes any"
+        )
+    if packed is not None and given:
+        raise ValueError(f"{given[0]}: expected None with cu_seqlens")

@@ -1,0 +1,77 @@
+"""Rows that ranks send to one another, and where each rank's slice of the sequence lies."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Slices(NamedTuple):
+    """Which tokens of a sequence the ranks of a group hold, in their order."""
+
+    lengths: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup
+
+    @property
+    def ranks(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where every slice begins, and where the last one ends."""
+        return [sum(self.lengths[:rank]) for rank in range(self.ranks + 1)]
+
+    @property
+    def begin(self) -> int:
+        return sum(self.lengths[: self.rank])
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.lengths[self.rank]
+
+
+@functools.lru_cache(maxsize=64)
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64; kept, because a copy of new numbers to a GPU waits for it."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The first rows go to the first rank, and so on; so many come from each, in the order of the ranks."""
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
+    return received
+
+
+def pack(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors (..., ·) side by side in the dtype of the first, their bits unchanged.
+
+    The others have its dtype, a wider one, as a few numbers of the first one's, or a narrower one, as one that holds
+    all its values.
+    """
+    carrier = parts[0].dtype
+
+    def carried(x: Tensor) -> Tensor:
+        return x.contiguous().view(carrier) if x.dtype.itemsize > carrier.itemsize else x.to(carrier)
+
+    carriers = [carried(x) for x in parts]
+    width = sum(x.shape[-1] for x in carriers)
+    # rows of whole 16 bytes, which the kernels read in place
+    filling = -width % (16 // carrier.itemsize)
+    return torch.cat([*carriers, carriers[0].new_zeros(*parts[0].shape[:-1], filling)], -1)
+
+
+def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """What `pack` has put side by side: as many numbers as these have in their last dimension, in their dtypes."""
+    carrier = rows.dtype
+    wider = [max(1, x.dtype.itemsize // carrier.itemsize) for x in like]
+    widths = [x.shape[-1] * factor for x, factor in zip(like, wider, strict=True)]
+    *parts, _ = rows.split([*widths, rows.shape[-1] - sum(widths)], -1)
+    return [
+        part.contiguous().view(x.dtype) if factor > 1 else part.to(x.dtype)
+        for part, x, factor in zip(parts, like, wider, strict=True)
+    ]

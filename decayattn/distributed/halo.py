@@ -1,0 +1,289 @@
+"""Each rank keeps its queries and fetches the keys before its slice that can matter to them: the halo.
+
+The rest is one ordinary call with T_q < T_k. Which keys matter is the bound of backends/planning/halo.py, whose sum
+over everything that is not fetched stays below a share of the tolerance.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from decayattn import compatibility
+from decayattn.distributed import local
+from decayattn.distributed.exchange import Slices, all_to_all, on_device, pack, unpack
+from decayattn.distributed.local import Packed
+from decayattn.problem import DECAY_BLOCK, AttentionProblem, is_reset
+
+
+class Sight(NamedTuple):
+    """What bounds how far the rows of a slice see, besides decay and resets."""
+
+    left: int  # the window, −1 without
+    reach: int | None  # the caller's promise
+    cu_seqlens: Tensor | None  # on the axis of all slices
+
+
+def attention(
+    slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None,
+    scale: Tensor | float, sight: Sight, packed: Packed | None, runs_kernels: bool, return_lse: bool,
+    options: dict[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """An exchange and one call; problem is the slice on its own, and the eager reference skips nothing anywhere."""
+    planned = sight.reach is None and can_plan(problem) and runs_kernels
+    waits = sight.reach is None and (problem.decay != "none" or packed is not None)
+    if waits and q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "mode: 'halo' in a CUDA graph expects a reach, because the host waits for the size of a planned one; or "
+            "take 'heads'"
+        )
+    tolerance = problem.skip_tolerance / (shares(problem) if planned else 1)
+    with torch.no_grad():
+        found = fetch(slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0)
+    per_token = problem.decay == "scalar"
+    k, v, extended = Halo.apply(k, v, log_decay if per_token else None, found)
+    if packed is not None:
+        begins, halo = packed.cu_seqlens_k - slices.begin, found.halo
+        packed = Packed(
+            begins.clamp(0, q.shape[1]), (begins + halo).clamp(0, k.shape[1]),
+            min(packed.longest_query, q.shape[1]), min(packed.longest_key, k.shape[1]),
+        )
+    options = options | {"skip_tolerance": tolerance or None}
+    return local.attention(q, k, v, extended if per_token else log_decay, scale, packed, return_lse, options)
+
+
+def can_plan(problem: AttentionProblem) -> bool:
+    """Whether a decay and a tolerance let keys be left where they are."""
+    return problem.skip_tolerance > 0 and problem.decay != "none"
+
+
+def shares(problem: AttentionProblem) -> int:
+    """How many lose some of the tolerance: keys that are not fetched, and those that the call then skips. A constant
+    rate cannot hide the zeros that a head has where another one has fetched keys; they take no more than those would.
+    """
+    return 3 if problem.decay == "constant" else 2
+
+
+class Fetch(NamedTuple):
+    """Who fetches which keys: every rank those of a batch entry and key head from one token on up to its slice."""
+
+    slices: Slices
+    first: Tensor  # (ranks, B, H_kv) int64: that token on the axis of all slices, never behind the slice's begin
+    halo: int  # tokens before this rank's slice that any of its heads fetches
+    send: list[int]  # rows, of one token and key head, to every rank
+    receive: list[int]
+
+    @property
+    def cut(self) -> Tensor:
+        """(B, H_kv): the first key, on the axis of halo and slice."""
+        return self.first[self.slices.rank] - (self.slices.begin - self.halo)
+
+    @property
+    def sent(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Batch entry, token on the axis of the slice, and key head of every row that is sent."""
+        begin, end, rank = self.slices.begin, self.slices.end, self.slices.rank
+        return _rows(self.first[rank + 1 :].clamp(min=begin) - begin, end - begin, sum(self.send))
+
+    @property
+    def received(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the rows that are received, on the axis of halo and slice."""
+        offsets = on_device(tuple(self.slices.offsets), self.first.device)[: self.slices.rank + 1, None, None]
+        start = self.slices.begin - self.halo
+        first = torch.maximum(self.first[self.slices.rank], offsets[:-1]) - start
+        return _rows(first, offsets[1:] - start, sum(self.receive))
+
+
+def fetch(
+    slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    sight: Sight, tolerance: float,
+) -> Fetch:
+    """What every rank fetches, so that no row loses more than the tolerance; 0 fetches all that a row sees.
+
+    problem is the slice on its own. Without a decay or with a reach, and without packed sequences, nothing is asked of
+    other ranks, nor does the host wait for a GPU; else it does, once.
+    """
+    shape = (slices.ranks, problem.batch, problem.num_kv_heads)
+    offsets = slices.offsets
+    if sight.reach is not None or (log_decay is None and sight.cu_seqlens is None):
+        reach = min(x for x in (sight.reach, sight.left, offsets[-1]) if x is not None and x >= 0)
+        begins = [max(0, begin - reach) for begin in offsets[:-1]]
+        hosts = [[begin] * (problem.batch * problem.num_kv_heads) for begin in begins]
+        return _fetch(slices, on_device(tuple(begins), q.device)[:, None, None].expand(shape), hosts)
+    first = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance)
+    everyone = first.new_empty(shape)
+    compatibility.all_gather(everyone, first[None].contiguous(), slices.group)
+    return _fetch(slices, everyone, everyone.flatten(1).tolist())
+
+
+def _fetch(slices: Slices, first: Tensor, hosts: list[list[int]]) -> Fetch:
+    """hosts: first, as the host knows it."""
+    rank, offsets = slices.rank, slices.offsets
+
+    def number(to: int, of: int) -> int:
+        """Rows of one rank that another one fetches."""
+        return sum(max(0, offsets[of + 1] - max(begin, offsets[of])) for begin in hosts[to])
+
+    ranks = range(slices.ranks)
+    send = [number(to, rank) if to > rank else 0 for to in ranks]
+    receive = [number(rank, of) if of < rank else 0 for of in ranks]
+    halo = slices.begin - min(hosts[rank], default=slices.begin)
+    return Fetch(slices, first, halo, send, receive)
+
+
+def first_keys(
+    slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    sight: Sight, tolerance: float,
+) -> Tensor:
+    """(B, H_kv) int64: the first token that this rank fetches, on the axis of all slices; its own first one if none."""
+    begin, heads = slices.begin, (problem.batch, problem.num_heads)
+    lowest = torch.full(heads, 0 if sight.left < 0 else max(0, begin - sight.left), device=q.device)
+    rows = torch.full(heads, problem.query_length, device=q.device)  # those from here on see only their slice
+    if sight.cu_seqlens is not None:
+        start, end = _sequence_at(sight.cu_seqlens, begin)
+        lowest, rows = torch.maximum(lowest, start), torch.minimum(rows, (end - begin).clamp(min=0))
+    of_others: list[Tensor] = []  # what other ranks need to know
+    if problem.decay == "constant":
+        assert log_decay is not None
+        lowest = torch.where(is_reset(log_decay), begin, lowest)  # such a rate leaves a row its own key
+    elif problem.decay == "scalar":
+        assert log_decay is not None
+        first_reset, last_reset = _resets(log_decay, begin)
+        rows = torch.minimum(rows, first_reset)
+        of_others.append(last_reset.double().flatten())
+    planned = tolerance > 0 and log_decay is not None
+    if planned:
+        assert log_decay is not None
+        from decayattn.backends.planning import halo as planning  # imports Triton
+
+        with torch.cuda.device_of(q):
+            summary, granules = planning.summarise(problem, q, k, log_decay, scale, _blocks(slices))
+        of_others.append(summary.flat())
+    if of_others:
+        own = torch.cat(of_others)
+        everyone = own.new_empty(slices.ranks, len(own))
+        compatibility.all_gather(everyone, own[None], slices.group)
+        if problem.decay == "scalar":
+            last_resets, everyone = everyone.tensor_split([heads[0] * heads[1]], 1)
+            for last_reset in last_resets[: slices.rank]:
+                lowest = torch.maximum(lowest, last_reset.reshape(heads).long())
+    first = torch.where(rows > 0, lowest, begin).clamp(max=begin)
+    if planned and slices.rank:
+        starts = _block_starts(slices.lengths, slices.rank, q.device)
+        keys = planning.KeySummary.gathered(everyone, problem, _blocks(slices))
+        seen = torch.searchsorted(starts[1:], first, right=True)
+        with torch.cuda.device_of(q):
+            block = planning.find_first_blocks(keys, slices.rank, granules, seen, rows, tolerance)
+        first = torch.maximum(first, starts[block])
+    return first.unflatten(1, (problem.num_kv_heads, -1)).amin(2)
+
+
+def _resets(log_decay: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+    """(B, H): the first reset of a slice, counted from its begin, or more than it has tokens; and the last one on the
+    axis of all slices, or −1."""
+    reset = is_reset(log_decay)
+    token = torch.arange(reset.shape[1], device=reset.device, dtype=torch.int32)[:, None]
+    outside = torch.tensor(2**31 - 1, dtype=torch.int32)
+    first = torch.nn.functional.pad(torch.where(reset, token, outside), (0, 0, 0, 1), value=int(outside)).amin(1)
+    last = torch.nn.functional.pad(torch.where(reset, token.long() + begin, -1), (0, 0, 0, 1), value=-1).amax(1)
+    return first.long(), last
+
+
+def _blocks(slices: Slices) -> int:
+    """Of the longest slice."""
+    return -(-max(slices.lengths) // DECAY_BLOCK)
+
+
+@functools.lru_cache(maxsize=64)
+def _block_starts(lengths: tuple[int, ...], ranks: int, device: torch.device) -> Tensor:
+    """The first tokens of the blocks of the first ranks, as many of each as the longest slice has, and the end of the
+    last one: blocks without a key begin where their slice ends."""
+    blocks, begin, found = -(-max(lengths) // DECAY_BLOCK), 0, []
+    for length in lengths[:ranks]:
+        found += [begin + min(length, DECAY_BLOCK * n) for n in range(blocks)]
+        begin += length
+    return torch.tensor([*found, begin], dtype=torch.int64, device=device)
+
+
+def _sequence_at(cu_seqlens: Tensor, token: int) -> tuple[Tensor, Tensor]:
+    """Where the sequence of a token begins and ends; the token itself, twice, where it belongs to none."""
+    cu = cu_seqlens.long().cummax(0).values
+    at = torch.full((), token, device=cu.device)
+    n = torch.searchsorted(cu, at, right=True)
+    inside = (n > 0) & (n < len(cu))
+    return torch.where(inside, cu[(n - 1).clamp(min=0)], at), torch.where(inside, cu[n.clamp(max=len(cu) - 1)], at)
+
+
+def _rows(begin: Tensor, end: Tensor | int, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch entry, token and key head of begin ≤ token < end, for every (rank, entry, head) one after the other; total
+    of them, which the host knows."""
+    entries, heads = begin.shape[1:]
+    number = (end - begin).clamp(min=0).flatten()
+    segment = torch.repeat_interleave(torch.arange(len(number), device=begin.device), number, output_size=total)
+    before = number.cumsum(0) - number
+    token = torch.arange(total, device=begin.device) - before[segment] + begin.flatten()[segment]
+    return segment // heads % entries, token, segment % heads
+
+
+class Halo(torch.autograd.Function):
+    """k, v and λ per token of a slice → the same with the halo before them: one exchange; its gradient goes back to
+    the owners by another one.
+
+    Heads that fetch less than others have zeros before their first key, and a reset there: nothing before is visible.
+    """
+
+    @staticmethod
+    def forward(ctx, k, v, log_decay, fetch):
+        (batch, length, kv_heads, _), halo, received = k.shape, fetch.halo, fetch.received
+        tensors = [k, v] if log_decay is None else [k, v, log_decay.unflatten(2, (kv_heads, -1))]
+        ctx.fetch, ctx.asked = fetch, [n for n in range(len(tensors)) if ctx.needs_input_grad[n]]
+        sent = fetch.sent
+        rows = all_to_all(pack([x[sent] for x in tensors]), fetch.send, fetch.receive, fetch.slices.group)
+        result = []
+        for own, fetched in zip(tensors, unpack(rows, tensors), strict=True):
+            extended = torch.cat([own.new_zeros(batch, halo, *own.shape[2:]), own], 1)
+            extended[received] = fetched
+            result.append(extended)
+        if log_decay is None:
+            result.append(None)
+        else:
+            if halo + length:
+                # a head's first key needs no λ of its own, for nobody sees past it; with nothing before it, it is left
+                cut = fetch.cut[:, None, :, None].expand(batch, 1, *result[2].shape[2:])
+                at = cut.clamp(max=halo + length - 1)
+                hides = (cut > 0) & (cut == at)
+                result[2].scatter_(1, at, torch.where(hides, -torch.inf, result[2].gather(1, at)))
+            result[2] = result[2].flatten(2)
+        ctx.mark_non_differentiable(*(x for n, x in enumerate(result) if x is not None and n not in ctx.asked))
+        return tuple(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        fetch, sent, received = ctx.fetch, ctx.fetch.sent, ctx.fetch.received
+        own = [grads[n] for n in ctx.asked]
+        heads = fetch.first.shape[2]
+        own = [x if x.ndim == 4 else x.unflatten(2, (heads, -1)) for x in own]
+        rows = pack([x[received] for x in own])
+        rows = all_to_all(rows, fetch.receive, fetch.send, fetch.slices.group)
+        result = [None, None, None, None]
+        for n, x, part in zip(ctx.asked, own, unpack(rows, own), strict=True):
+            result[n] = _added(x[:, fetch.halo :], part, sent, fetch.send)
+            if n == 2:
+                result[n] = result[n].flatten(2)
+        return tuple(result)
+
+
+def _added(own: Tensor, rows: Tensor, where: tuple[Tensor, ...], numbers: list[int]) -> Tensor:
+    """A gradient plus what every rank sends back for some rows, in float32 at least and rank by rank: the same bits
+    every time."""
+    if not len(rows):
+        return own
+    total = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    begin = 0
+    for number in numbers:
+        of_rank = tuple(x[begin : begin + number] for x in where)
+        total[of_rank] += rows[begin : begin + number]
+        begin += number
+    return total.to(own.dtype)

@@ -1,0 +1,94 @@
+"""Processes that are the ranks of torch.distributed's groups, started once and fed with calls."""
+
+import importlib
+import queue
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# longer than any call takes, shorter than pytest's patience
+_SECONDS = 120
+
+
+class Failed(AssertionError):
+    """What a rank has raised, with its traceback."""
+
+
+class Pool:
+    """ranks processes; a call runs on the first `ranks` of them, which have a group of that size."""
+
+    def __init__(self, ranks, backend="gloo", sizes=None, seconds=60):
+        self.ranks, context = ranks, mp.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.calls = [context.SimpleQueue() for _ in range(ranks)]
+        self.results = context.Queue()
+        arguments = (ranks, backend, sizes or [ranks], seconds, str(Path(self.folder.name, "store")))
+        self.processes = [
+            context.Process(target=_work, args=(rank, *arguments, self.calls[rank], self.results), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function, *args, ranks=None, seconds=_SECONDS, **kwargs):
+        """What function(group, *args, **kwargs) returns on every rank; function is "module.name".
+
+        Raises what the ranks have raised."""
+        results = self.outcomes(function, *args, ranks=ranks, seconds=seconds, **kwargs)
+        errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
+        if errors:
+            raise Failed("\n".join(errors))
+        return [result for _, result in results]
+
+    def outcomes(self, function, *args, ranks=None, seconds=_SECONDS, **kwargs):
+        """(traceback or None, result) of every rank, within so many seconds."""
+        ranks = ranks or self.ranks
+        for calls in self.calls[:ranks]:
+            calls.put((function, ranks, args, kwargs))
+        found = {}
+        while len(found) < ranks:
+            try:
+                rank, error, result = self.results.get(timeout=seconds)
+            except queue.Empty:
+                told = "\n".join(f"rank {rank}: {error or 'right'}" for rank, (error, _) in sorted(found.items()))
+                raise TimeoutError(f"of {ranks} ranks have answered only {sorted(found)}\n{told}") from None
+            found[rank] = error, result
+        return [found[rank] for rank in range(ranks)]
+
+    def close(self):
+        for calls, process in zip(self.calls, self.processes, strict=True):
+            if process.is_alive():
+                calls.put(None)
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+        self.folder.cleanup()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def _work(rank, ranks, backend, sizes, seconds, store, calls, results):
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
+    groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in sizes}
+    while (call := calls.get()) is not None:
+        function, size, args, kwargs = call
+        try:
+            module, name = function.rsplit(".", 1)
+            result = getattr(importlib.import_module(module), name)(groups[size], *args, **kwargs)
+            results.put((rank, None, result))
+        except Exception:
+            results.put((rank, traceback.format_exc(), None))
