@@ -4,6 +4,7 @@ They save the host's time in every call. One that is gone, or is not what it was
 same results. `fallbacks()` lists those. Nothing here imports Triton.
 """
 
+import functools
 import sys
 import threading
 import warnings
@@ -154,6 +155,29 @@ def assume_constant_result(function: Callable) -> Callable:
         return torch.compiler.assume_constant_result(function)
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def left_to_eager_code(reason: str) -> Callable[[Callable], Callable]:
+    """A function that torch.compile does not trace, nor what it calls; with fullgraph=True that is an error with the
+    reason.
+
+    torch.compiler.disable, which imports torch._dynamo, and with it Triton, only where somebody else has done so.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        disabled = functools.lru_cache(lambda: torch.compiler.disable(function, reason=reason))
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(reason)
+            if "torch._dynamo" in sys.modules:
+                return disabled()(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,17 @@
 """Context parallelism against one process: what every rank of a group computes and compares."""
 
+import copy
 import itertools
 import math
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
-from decayattn import decay_attention, decay_attention_varlen
-from decayattn.distributed import context_parallel_attention
+from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen
+from decayattn.distributed import ContextParallel, context_parallel_attention, fetched_tokens, halo
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import quick_interpreter
@@ -143,3 +146,210 @@ def compare(group, mode, *, lengths="equal", cu_seqlens=None, options=None, back
         group, inputs, d_out, d_lse, lengths, mode=mode, cu_seqlens=cu_seqlens, backend=backend, **options
     )
     return errors(found, expected, mine)
+
+
+def random_halo(group, *, hides=True, lengths="equal", **inputs):
+    """`compare` with a halo of a random length for every rank, batch entry and key head, which nobody has planned.
+
+    In one process a mask leaves out what is not fetched. hides=False: nothing hides the zeros of shorter heads.
+    """
+    inputs, d_out, d_lse = make(**inputs)
+    rank, ranks, length = dist.get_rank(group), dist.get_world_size(group), d_out.shape[1]
+    lengths = lengths_of(lengths, length, ranks)
+    shape = ranks, d_out.shape[0], inputs["k"].shape[2]
+    share = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    share[:, 0, 0] = torch.tensor([0.0, 1.0] * ranks)[:ranks]  # one fetches everything, and one nothing
+    begins = torch.tensor([sum(lengths[:r]) for r in range(ranks)])
+    first = (share * begins[:, None, None]).round().long()
+    row = torch.arange(length)
+    slice_of_row = torch.repeat_interleave(torch.arange(ranks), torch.tensor(lengths))
+    first_of_row = first[slice_of_row].repeat_interleave(d_out.shape[2] // shape[2], 2)  # (T, B, H)
+    expected = whole(
+        inputs, d_out, d_lse, backend="reference", bias=row >= first_of_row.permute(1, 2, 0)[..., None],
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halo, "first_keys", lambda *_: first[rank])
+        if not hides:
+            patch.setattr(halo.Fetch, "cut", property(lambda self: torch.zeros_like(self.first[0])))
+        found, mine = parallel(group, inputs, d_out, d_lse, lengths, backend="reference")
+    return errors(found, expected, mine)
+
+
+def planned(group, *, lengths="equal", options=None, backend="triton", **inputs):
+    """`compare` through the kernels, and how many tokens every rank fetches: (ranks, B, H_kv), and all that there are.
+    """
+    worst = compare(group, "halo", lengths=lengths, options=options, backend=backend, **inputs)
+    inputs, d_out, _ = make(**inputs)
+    rank = dist.get_rank(group)
+    lengths = lengths_of(lengths, d_out.shape[1], dist.get_world_size(group))
+    mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+    names = ("q", "k", "log_decay", "scale")
+    own = {name: part_of(name, x, mine) for name, x in inputs.items() if name in names}
+    return worst, fetched_tokens(**own, group=group, lengths=lengths, **options or {}).tolist()
+
+
+def sent_bytes(group, mode, **options):
+    """What a rank hands to all_to_all_single in a forward and a backward, in the order of the calls."""
+    inputs, d_out, d_lse = make(**options)
+    counted, exchange = [], dist.all_to_all_single
+
+    def counting(received, rows, receive, send, group):
+        rank = dist.get_rank(group)
+        counted.append((sum(send) - send[rank]) * rows[:1].nbytes if len(rows) else 0)
+        return exchange(received, rows, receive, send, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting)
+        lengths = lengths_of("equal", d_out.shape[1], dist.get_world_size(group))
+        parallel(group, inputs, d_out, d_lse, lengths, mode=mode, backend="reference")
+    return counted
+
+
+def call(group, options=None, of_last_rank=None, *, length=24, **inputs):
+    """A call with options, of which the last rank has others, or other tensors: shapes and dtypes by name."""
+    inputs, _, _ = make(length=length, **inputs)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    part = length // ranks
+    arguments = {name: part_of(name, x, slice(rank * part, (rank + 1) * part)) for name, x in inputs.items()}
+    arguments |= options or {}
+    if rank == ranks - 1:
+        arguments |= of_last_rank or {}
+    # functions have no way to other processes
+    if arguments.get("lengths") == "halved":
+        arguments |= {name: arguments[name][:, ::2] for name in ("q", "k", "v", "log_decay")} | {"lengths": None}
+    if arguments["log_decay"] is not None and isinstance(arguments["log_decay"], str):
+        arguments["log_decay"] = inputs["log_decay"][:, :part].half()
+    if isinstance(arguments["k"], str):
+        arguments |= {name: inputs[name][:, : part // 2] for name in ("k", "v")} | {"log_decay": -0.1}
+    context_parallel_attention(**{"group": group} | arguments)
+
+
+def twice(group, mode):
+    """Calls with the same options, and with others, which ranks that know both do not agree on in the end."""
+    call(group, {"mode": mode})
+    call(group, {"mode": mode, "scale": 0.5})
+    with pytest.raises(ValueError, match="scale: expected the same"):
+        call(group, {"mode": mode}, {"scale": 0.5})
+    call(group, {"mode": mode})
+
+
+def checkpointed(group, mode, reentrant):
+    """Gradients with and without activation checkpointing, bit by bit."""
+    found = []
+    for checkpoint in (False, True):
+        inputs, d_out, _ = make(length=64, resets=0.02)
+        rank, part = dist.get_rank(group), 64 // dist.get_world_size(group)
+        mine = slice(rank * part, (rank + 1) * part)
+        leaves = [x[:, mine].clone().requires_grad_() for x in inputs.values()]
+
+        def attend(*leaves):
+            return context_parallel_attention(*leaves, group=group, mode=mode).sin()
+
+        if checkpoint:
+            out = torch.utils.checkpoint.checkpoint(attend, *leaves, use_reentrant=reentrant)
+        else:
+            out = attend(*leaves)
+        found.append(torch.autograd.grad((out * d_out[:, mine]).sum(), leaves) if not reentrant else None)
+        if reentrant:
+            (out * d_out[:, mine]).sum().backward()
+            found[-1] = [x.grad for x in leaves]
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def differentiate_twice(group, mode):
+    inputs, _, _ = make(length=8)
+    rank, part = dist.get_rank(group), 8 // dist.get_world_size(group)
+    leaves = [x[:, rank * part : (rank + 1) * part].clone().requires_grad_() for x in inputs.values()]
+    out = context_parallel_attention(*leaves, group=group, mode=mode, backend="reference")
+    grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    sum(x.sum() for x in grads).backward()
+
+
+def compiled(group, fullgraph):
+    """The result of compiled code around a call, less that of eager code."""
+    inputs, _, _ = make(length=8)
+    rank, part = dist.get_rank(group), 8 // dist.get_world_size(group)
+    q, k, v, log_decay = (x[:, rank * part : (rank + 1) * part].clone() for x in inputs.values())
+
+    def model(q):
+        return context_parallel_attention(q * 2, k, v, log_decay, group=group).cos()
+
+    return float((torch.compile(model, backend="eager", fullgraph=fullgraph)(q) - model(q)).abs().max())
+
+
+def of_the_first_layer(group, mode, *, lengths="equal", packed=False, length=60, **options):
+    """A layer with and without a context: the errors of y, of dx and of every parameter's gradient."""
+    torch.manual_seed(0)
+    layer = DecayFlashAttention(
+        32, 4, num_kv_heads=2, position=Turn(), dtype=torch.float64, qk_norm=True, output_gate=True, **options
+    )
+    x, d_y = torch.randn(2, 1 if packed else 2, length, 32, dtype=torch.float64)
+    rank = dist.get_rank(group)
+    lengths = lengths_of(lengths, length, dist.get_world_size(group))
+    mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+    per_token = options.get("decay", "scalar") == "scalar"
+    resets = torch.rand(x.shape[:2]) < 0.05 if per_token else None
+    cu_seqlens = torch.tensor([2, 20, 47]) if packed else None
+
+    def run(x, d_y, resets):
+        x = x.clone().requires_grad_()
+        layer.zero_grad()
+        y = layer(x, resets=resets, cu_seqlens=cu_seqlens)
+        (y * d_y).sum().backward()
+        return {"y": y.detach(), "dx": x.grad} | {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+    expected = run(x, d_y, resets)
+    expected = expected | {name: expected[name][:, mine] for name in ("y", "dx")}
+    layer.context = ContextParallel(group, mode, lengths)
+    layer = copy.deepcopy(layer)
+    found = run(x[:, mine], d_y[:, mine], None if resets is None else resets[:, mine])
+    for name, grad in found.items():
+        if name not in ("y", "dx"):
+            dist.all_reduce(grad, group=group)
+    return {name: float((x - expected[name]).abs().max()) if x.numel() else 0.0 for name, x in found.items()}
+
+
+class Turn(torch.nn.Module):
+    """Rotary positions of two columns, which only a slice that knows where it begins gets right."""
+
+    def forward(self, q, k, start=0):
+        start = torch.as_tensor(start)
+        angle = (start.expand(len(q))[:, None] + torch.arange(q.shape[1]))[..., None] * 0.3
+        sine, cosine = angle.sin(), angle.cos()
+
+        def turned(x):
+            a, b = x[..., 0].double(), x[..., 1].double()
+            return torch.cat([torch.stack([a * cosine - b * sine, a * sine + b * cosine], -1), x[..., 2:]], -1)
+
+        return turned(q), turned(k)
+
+
+def die(group):
+    """The last rank ends without a word, while the others call."""
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
+        os._exit(0)
+    call(group)
+
+
+def lost(group, tolerance, *, options, **inputs):
+    """The largest probability that a row of this rank loses, and how many tokens it fetches.
+
+    lse is that of the keys that are left.
+    """
+    inputs, _, _ = make(**inputs)
+    rank, part = dist.get_rank(group), inputs["q"].shape[1] // dist.get_world_size(group)
+    own = {name: x[:, rank * part : (rank + 1) * part] for name, x in inputs.items()}
+    full = whole_lse(inputs, options)[:, :, rank * part : (rank + 1) * part]
+    _, lse = context_parallel_attention(
+        **own, group=group, skip_tolerance=tolerance, backend="triton", return_lse=True, **options
+    )
+    tokens = fetched_tokens(
+        **{name: own[name] for name in ("q", "k", "log_decay")}, group=group, skip_tolerance=tolerance, **options
+    )
+    return float((1 - (lse - full).exp()).max()), int(tokens[rank].max())
+
+
+def whole_lse(inputs, options):
+    """lse in one process, nothing skipped."""
+    d_out, d_lse = torch.zeros_like(inputs["q"][..., : inputs["v"].shape[3]]), torch.zeros(())
+    return whole(inputs, d_out, d_lse, backend="reference", **options)["lse"]

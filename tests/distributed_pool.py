@@ -3,6 +3,7 @@
 import importlib
 import queue
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.multiprocessing as mp
 
 # longer than any call takes, shorter than pytest's patience
 _SECONDS = 120
+DIED = "the process has ended"
 
 
 class Failed(AssertionError):
@@ -50,14 +52,18 @@ class Pool:
         ranks = ranks or self.ranks
         for calls in self.calls[:ranks]:
             calls.put((function, ranks, args, kwargs))
-        found = {}
+        found, end = {}, time.monotonic() + seconds
         while len(found) < ranks:
             try:
-                rank, error, result = self.results.get(timeout=seconds)
+                rank, error, result = self.results.get(timeout=1)
+                found[rank] = error, result
             except queue.Empty:
-                told = "\n".join(f"rank {rank}: {error or 'right'}" for rank, (error, _) in sorted(found.items()))
-                raise TimeoutError(f"of {ranks} ranks have answered only {sorted(found)}\n{told}") from None
-            found[rank] = error, result
+                dead = {n: (DIED, None) for n in range(ranks) if not self.processes[n].is_alive()}
+                if len(found.keys() | dead.keys()) == ranks:
+                    found = dead | found
+                elif time.monotonic() > end:
+                    answers = "\n".join(f"rank {rank}: {error or 'right'}" for rank, (error, _) in found.items())
+                    raise TimeoutError(f"{len(found)} of {ranks} ranks have answered:\n{answers}") from None
         return [found[rank] for rank in range(ranks)]
 
     def close(self):

@@ -2,9 +2,15 @@
 
 
 import pytest
-from distributed_pool import Pool
+import torch
+from distributed_pool import DIED, Pool
+
+from decayattn import DecayFlashAttention
+from decayattn.distributed import ContextParallel, context_parallel_attention
 
 RANKS = (2, 4)
+# all in one process, which has the pool
+pytestmark = pytest.mark.xdist_group("distributed")
 # of numbers around 1 in float64, added up in another order
 EXACT = 1e-12
 
@@ -91,3 +97,189 @@ def test_what_heads_mode_alone_takes(pool, ranks, case):
 )
 def test_a_fixed_reach(pool, ranks, case):
     compare(pool, ranks, "halo", length=100, **case)
+
+
+# Which keys are sent
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    "case", [{}, dict(lengths="uneven", resets=0.02), dict(kv_heads=1, sink=True, row_scale=True), dict(kv_heads=4)]
+)
+def test_heads_that_fetch_less_than_others_see_no_zeros(pool, ranks, case):
+    found = pool.run("distributed_cases.random_halo", ranks=ranks, length=100, **case)
+    assert all(error <= EXACT for errors in found for error in errors.values()), found
+
+
+def test_zeros_that_nothing_hides_are_noticed(pool):
+    found = pool.run("distributed_cases.random_halo", hides=False, ranks=2, length=100)
+    assert found[1]["out"] > 1e-3
+    assert found[1]["d_log_decay"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (2, dict(length=640, mean=-0.4, spread=8.0, heads=2)),
+        (2, dict(length=640, mean=-0.4, spread=8.0, heads=2, decay="constant", row_scale=True, sink=True)),
+        (4, dict(length=512, mean=-1.0, spread=8.0, resets=0.003, kv_heads=4, lengths="uneven")),
+    ],
+)
+def test_keys_that_cannot_matter_are_not_fetched(pool, interpreter, ranks, case):
+    """Through the kernels, in Triton's interpreter."""
+    found = pool.run("distributed_cases.planned", ranks=ranks, batch=1, **case)
+    assert all(error <= EXACT for errors, _ in found for error in errors.values()), found
+    tokens = torch.tensor(found[0][1])
+    assert all(other == found[0][1] for _, other in found)
+    assert tokens[0].max() == 0
+    assert 0 < tokens.max() < case["length"] / 2
+    assert len(tokens[-1].unique()) > 1  # heads have halos of their own
+
+
+@pytest.mark.parametrize("options", [{}, dict(cu_seqlens=torch.tensor([0, 120, 640]), window_size=(200, 0))])
+def test_a_harmless_loss_is_no_more_than_the_tolerance(pool, interpreter, options):
+    case = dict(length=640, batch=1, mean=-0.14, heads=2, kv_heads=2)
+    found = pool.run("distributed_cases.lost", 1e-3, ranks=2, options=options, **case)
+    assert max(lost for lost, _ in found) <= 1e-3
+    assert max(lost for lost, _ in found) > 0
+    assert 0 < max(fetched for _, fetched in found) < 320
+
+
+def test_a_forward_and_a_backward_have_one_exchange_each_way(pool):
+    case = dict(length=64, batch=2, heads=4, kv_heads=2, dim=16, value_dim=8, dtype=torch.bfloat16)
+    halo = pool.run("distributed_cases.sent_bytes", "halo", ranks=2, **case)
+    row = (16 + 8) * 2 + 2 * 4  # k, v and the log-decays of two query heads
+    rows = 2 * 32 * 2
+    assert halo == [[rows * row, 0], [0, rows * row]]
+    heads = pool.run("distributed_cases.sent_bytes", "heads", ranks=2, **case)
+    # q, k, v and λ of the other rank's heads there; out and lse back; and their gradients the other way
+    there, back = 2 * (16 * 2 + 4) + (16 + 8) * 2 + 8, 2 * (8 * 2 + 4)  # 120 bytes are filled up to 128
+    assert heads == [[64 * there, 64 * back, 64 * (back + 8), 64 * (there - 8)]] * 2
+
+
+# Ranks that do not agree
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("name", "options", "of_last_rank"),
+    [
+        ("mode", {}, dict(mode="heads")),
+        ("skip_tolerance", {}, dict(skip_tolerance=None)),
+        ("window_size", dict(window_size=(8, 0)), dict(window_size=(9, 0))),
+        ("reach", dict(reach=3), dict(reach=4)),
+        ("return_lse", {}, dict(return_lse=True)),
+        ("scale", {}, dict(scale=0.5)),
+        ("backend", {}, dict(backend="reference")),
+        ("log_decay", {}, dict(log_decay=None)),
+        ("sink", {}, dict(sink=torch.zeros(4))),
+        ("lengths", {}, dict(lengths="halved")),
+    ],
+)
+def test_options_that_differ_are_named_on_every_rank(pool, ranks, name, options, of_last_rank):
+    found = pool.outcomes("distributed_cases.call", options, of_last_rank, ranks=ranks, seconds=30)
+    for error, _ in found:
+        assert f"ValueError: {name}: expected the same on every rank" in error
+
+
+def test_options_that_come_to_differ_are_named(pool):
+    for mode in ("halo", "heads"):
+        pool.run("distributed_cases.twice", mode, ranks=2, seconds=30)
+
+
+def test_a_refusal_on_one_rank_ends_the_others(pool):
+    *others, (own, _) = pool.outcomes("distributed_cases.call", {}, dict(log_decay="half"), seconds=30)
+    assert "TypeError: log_decay: expected float32" in own
+    assert all("RuntimeError: context_parallel_attention: its arguments were refused on rank 3" in x for x, _ in others)
+
+
+def test_a_rank_that_dies_ends_the_others(interpreter):
+    with Pool(2, seconds=20) as pool:
+        (error, _), (died, _) = pool.outcomes("distributed_cases.die")
+    assert "Traceback" in error
+    assert died == DIED
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (dict(mode="ring"), "ValueError: mode: expected 'halo' or 'heads', got 'ring'"),
+        (dict(causal=False), "ValueError: causal: expected True with mode='halo'"),
+        (dict(bias=torch.zeros(1)), "ValueError: bias: expected None with mode='halo'"),
+        (dict(seqused_k=torch.tensor([1, 2])), "ValueError: seqused_k: expected None with mode='halo'"),
+        (dict(reach=-1), "ValueError: reach: expected at least 0, got -1"),
+        (dict(reach=1.5), "TypeError: reach: expected an int"),
+        (dict(reach=1, mode="heads"), "ValueError: reach: expected only with mode='halo'"),
+        (dict(lengths=[6, 6]), "ValueError: lengths: expected the number of tokens of each of 2 ranks, with 12"),
+        (dict(max_seqlen=4), "ValueError: max_seqlen: expected only with cu_seqlens"),
+        (dict(cu_seqlens=torch.tensor([0, 24])), "ValueError: q: expected shape (1, T, H, D) with cu_seqlens"),
+        (dict(cu_seqlens=[0, 24]), "TypeError: cu_seqlens: expected a torch.Tensor"),
+        (dict(backend="cuda"), "ValueError: backend: expected one of"),
+        (dict(skip_tolerance=0.0), "ValueError: skip_tolerance"),
+        (dict(softmax_scale=1.0), "TypeError: softmax_scale: unexpected keyword argument"),
+        (dict(group="world"), "TypeError: group: expected a torch.distributed.ProcessGroup"),
+        (dict(k="half of the tokens"), "ValueError: k: expected the sequence length of q, 12, got 6"),
+    ],
+)
+def test_bad_arguments_are_named(pool, options, error):
+    for found, _ in pool.outcomes("distributed_cases.call", options, ranks=2, seconds=30):
+        assert error in found
+
+
+def test_heads_that_the_ranks_cannot_share(pool):
+    for found, _ in pool.outcomes("distributed_cases.call", dict(mode="heads"), heads=6, kv_heads=3, seconds=30):
+        assert "ValueError: mode: 'heads' expects a number of query heads that is a multiple of the 4 ranks" in found
+
+
+def test_without_a_process_group():
+    q = torch.zeros(1, 2, 1, 4)
+    with pytest.raises(ValueError, match=r"group: expected torch.distributed.init_process_group"):
+        context_parallel_attention(q, q, q, group=None)
+
+
+# In a program
+
+
+@pytest.mark.parametrize("mode", ["halo", "heads"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(pool, mode, reentrant):
+    assert all(pool.run("distributed_cases.checkpointed", mode, reentrant, ranks=2))
+
+
+@pytest.mark.parametrize("mode", ["halo", "heads"])
+def test_a_second_derivative_is_refused(pool, mode):
+    for error, _ in pool.outcomes("distributed_cases.differentiate_twice", mode, ranks=2, seconds=30):
+        assert "once_differentiable" in error
+
+
+def test_compiled_code_leaves_the_call_to_eager_code(pool):
+    for error, _ in pool.outcomes("distributed_cases.compiled", True, ranks=2):
+        assert "torch.compile cannot trace it" in error
+    assert pool.run("distributed_cases.compiled", False, ranks=2) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [
+        ("halo", {}),
+        ("heads", dict(causal=False)),
+        ("halo", dict(decay="constant", window_size=(20, 0), sink=True, scale="learned", lengths="uneven")),
+        ("halo", dict(packed=True, lengths="uneven")),
+        ("heads", dict(packed=True, sink=True)),
+    ],
+)
+def test_a_layer_with_a_context(pool, ranks, mode, case):
+    for errors in pool.run("distributed_cases.of_the_first_layer", mode, ranks=ranks, **case):
+        assert all(error <= 1e-11 for error in errors.values()), errors
+        assert len(errors) > 5
+
+
+def test_a_layer_with_a_context_refuses_padding_and_caches():
+    layer = DecayFlashAttention(8, 2)
+    layer.context = ContextParallel(None, lengths=[4])
+    x = torch.zeros(1, 4, 8)
+    with pytest.raises(ValueError, match="padding_mask: expected None where the layer has a context"):
+        layer(x, padding_mask=torch.ones(1, 4, dtype=torch.bool))
+    with torch.no_grad(), pytest.raises(ValueError, match="cache: expected None where the layer has a context"):
+        layer(x, cache=layer.make_cache(1, 8))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decayattn import keywords
+from decayattn import compatibility, keywords
 from decayattn.backends import registry
 from decayattn.distributed import agreement, halo, heads
 from decayattn.distributed.agreement import Option
@@ -28,10 +28,11 @@ from decayattn.problem import (
 
 ModeName = Literal["halo", "heads"]
 MODES = get_args(ModeName)
-_NAME = "context_parallel_attention"
+_REASON = "context_parallel_attention: torch.compile cannot trace it, for the sizes of its exchanges depend on values"
 
 
 @keywords.named
+@compatibility.left_to_eager_code(_REASON)
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -99,17 +100,15 @@ def context_parallel_attention(
     Every call begins with a collective that compares the options of the ranks: on a GPU the host waits for the first
     one with new options, later ones are checked by an assertion on the device. A planned halo waits once per call, to
     size the exchange. Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode and a halo of a
-    fixed reach, after a call outside of it; torch.compile leaves the call to eager code.
+    fixed reach, after a call outside of it. torch.compile leaves the call to eager code.
 
     Raises:
         TypeError, ValueError: for every bad argument, by name, and where the ranks' options differ.
-        RuntimeError: where other ranks refuse their arguments; for a planned halo in a CUDA graph; in torch.compile
+        RuntimeError: where other ranks refuse their arguments; for a planned halo in a CUDA graph; under torch.compile
             with fullgraph=True.
     """
     if unknown:
         keywords.refuse(context_parallel_attention, unknown)
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{_NAME}: torch.compile cannot trace it; torch.compiler.disable leaves it out of a graph")
     group = _checked_group(group)
     only_heads = {
         "causal": causal, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q,

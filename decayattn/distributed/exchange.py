@@ -47,8 +47,8 @@ def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group:
     return received
 
 
-def pack(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors (..., ·) side by side in the dtype of the first, their bits unchanged.
+def pack(parts: Sequence[Tensor], multiple: int = 1) -> Tensor:
+    """Tensors (..., ·) side by side in the dtype of the first, their bits unchanged, filled up to a multiple of bytes.
 
     The others have its dtype, a wider one, as a few numbers of the first one's, or a narrower one, as one that holds
     all its values.
@@ -59,10 +59,10 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
         return x.contiguous().view(carrier) if x.dtype.itemsize > carrier.itemsize else x.to(carrier)
 
     carriers = [carried(x) for x in parts]
-    width = sum(x.shape[-1] for x in carriers)
-    # rows of whole 16 bytes, which the kernels read in place
-    filling = -width % (16 // carrier.itemsize)
-    return torch.cat([*carriers, carriers[0].new_zeros(*parts[0].shape[:-1], filling)], -1)
+    filling = -sum(x.shape[-1] for x in carriers) % max(1, multiple // carrier.itemsize)
+    if filling:
+        carriers.append(carriers[0].new_zeros(*parts[0].shape[:-1], filling))
+    return torch.cat(carriers, -1)
 
 
 def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

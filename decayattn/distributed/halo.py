@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from decayattn import compatibility
 from decayattn.distributed import local
 from decayattn.distributed.exchange import Slices, all_to_all, on_device, pack, unpack
 from decayattn.distributed.local import Packed
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, is_reset
+
+_NEVER = 2**31 - 1
 
 
 class Sight(NamedTuple):
@@ -184,10 +187,9 @@ def _resets(log_decay: Tensor, begin: int) -> tuple[Tensor, Tensor]:
     axis of all slices, or −1."""
     reset = is_reset(log_decay)
     token = torch.arange(reset.shape[1], device=reset.device, dtype=torch.int32)[:, None]
-    outside = torch.tensor(2**31 - 1, dtype=torch.int32)
-    first = torch.nn.functional.pad(torch.where(reset, token, outside), (0, 0, 0, 1), value=int(outside)).amin(1)
-    last = torch.nn.functional.pad(torch.where(reset, token.long() + begin, -1), (0, 0, 0, 1), value=-1).amax(1)
-    return first.long(), last
+    first = pad(token.where(reset, token.new_full((), _NEVER)), (0, 0, 0, 1), value=_NEVER).amin(1)
+    last = pad((token + begin).where(reset, token.new_full((), -1)), (0, 0, 0, 1), value=-1).amax(1)
+    return first.long(), last.long()
 
 
 def _blocks(slices: Slices) -> int:

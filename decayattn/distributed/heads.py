@@ -91,7 +91,8 @@ def _to_heads(tensors: Sequence[Tensor], dealt: int, slices: Slices) -> list[Ten
         # (B, T_r, own key heads, ranks, their query heads, ·) → (ranks, T_r, B, ·)
         groups = x.unflatten(2, (dealt // ranks, ranks, x.shape[2] // dealt))
         parts.append(groups.permute(3, 1, 0, 2, 4, 5).flatten(3))
-    rows = all_to_all(pack(parts).flatten(0, 1), [length] * ranks, slices.lengths, slices.group)
+    # q, k and v are read in place, where the kernels want rows of whole 16 bytes
+    rows = all_to_all(pack(parts, 16).flatten(0, 1), [length] * ranks, slices.lengths, slices.group)
     whole = unpack(rows.transpose(0, 1), parts)
     return [y.unflatten(-1, (x.shape[2] // ranks, x.shape[3])) for x, y in zip(tensors, whole, strict=True)]
 

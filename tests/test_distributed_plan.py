@@ -1,0 +1,247 @@
+"""The plan of a halo, its ranks simulated in one process: what is not fetched weighs no more than the tolerance by a
+float64 oracle, whatever the inputs are; and plans that are wrong do not pass."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from decayattn import compatibility, reference
+from decayattn.backends.planning import halo as planning
+from decayattn.backends.planning import prefix, skipping
+from decayattn.distributed import halo
+from decayattn.distributed.exchange import Slices
+from decayattn.problem import DECAY_BLOCK, AttentionProblem
+
+INF = math.inf
+SUMMARISE = planning.summarise
+DIM, HEADS, KV_HEADS = 8, 2, 1
+LENGTHS = {"equal": (130, 130, 130), "uneven": (70, 0, 200, 140), "short": (1, 2, 257, 150), "blocks": (256, 256, 128)}
+
+
+def make(kind, length, dtype=torch.float64, seed=0, mean=-0.1) -> dict:
+    """q, k, log_decay and scale of a sequence."""
+    torch.manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k = (torch.randn(1, length, heads, DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS))
+    log_decay = 2 * mean * torch.rand(1, length, HEADS, dtype=torch.float64)
+    scale = DIM**-0.5
+    if kind == "against":  # the early keys point along all queries, and the own keys the other way: the bound is tight
+        direction = normalize(torch.randn(DIM, dtype=torch.float64), dim=0)
+        sign = torch.where(torch.arange(length) < length // 3, 1.0, -1.0)[None, :, None, None]
+        q, k = 4 * direction.expand_as(q), 4 * direction * sign.expand_as(k)
+    elif kind == "growth":
+        log_decay += 0.3 * torch.randn_like(log_decay)
+    elif kind == "up and down":  # the sum over the second slice, and the first λ of the third one, which cancel
+        log_decay[:, 131:260], log_decay[:, 260] = 0.25, -129 * 0.25
+    elif kind == "down and up":  # the second slice's first λ, and the sum of its others
+        log_decay[:, 131:260], log_decay[:, 130] = -0.25, 129 * 0.25
+    elif kind == "strong":
+        log_decay *= 5
+    elif kind == "resets":
+        log_decay = log_decay.masked_fill(torch.rand_like(log_decay) < 0.004, -INF)
+    elif kind == "constant":
+        log_decay = mean * torch.tensor([1.0, 5.0], dtype=torch.float64)
+    elif kind == "growing constant":
+        log_decay = torch.tensor([0.02, -0.3], dtype=torch.float64)
+    elif kind == "outlier":
+        k[:, 37] *= 30
+    elif kind == "scale":
+        scale = torch.randn(1, length, HEADS, dtype=torch.float64).to(wide)
+    elif kind == "strong then weak":
+        log_decay = torch.where(torch.arange(length)[:, None] < 100, 0.0, log_decay)
+    return dict(q=q.to(dtype), k=k.to(dtype), log_decay=log_decay.to(wide), scale=scale)
+
+
+class Ranks:
+    """`halo.first_keys` of all ranks of one process: what they gather is kept between two rounds.
+
+    change: of their summaries.
+    """
+
+    def __init__(self, monkeypatch, inputs, lengths, window=-1, cu_seqlens=None, change=None):
+        self.inputs, self.lengths, self.sight = inputs, lengths, halo.Sight(window, None, cu_seqlens)
+        self.gathered: dict[int, torch.Tensor] = {}
+        self.summaries: dict[int, tuple] = {}
+        self.rank = 0
+
+        def remembered(*args):
+            if self.rank not in self.summaries:
+                summary = SUMMARISE(*args)
+                self.summaries[self.rank] = change(*summary, *args[1:]) if change else summary
+            return self.summaries[self.rank]
+
+        def gather(everyone, own, group):
+            self.gathered[self.rank] = own[0]
+            for rank in range(len(lengths)):
+                everyone[rank] = self.gathered.get(rank, own[0])
+
+        monkeypatch.setattr(planning, "summarise", remembered)
+        monkeypatch.setattr(compatibility, "all_gather", gather)
+
+    def first(self, tolerance):
+        """(ranks, B, H_kv)"""
+        for _ in range(2):
+            found = [self.first_of(rank, tolerance) for rank in range(len(self.lengths))]
+        return torch.stack(found)
+
+    def first_of(self, rank, tolerance):
+        self.rank = rank
+        mine = slice(sum(self.lengths[:rank]), sum(self.lengths[: rank + 1]))
+        part = {
+            name: x[:, mine] if isinstance(x, torch.Tensor) and x.ndim > 1 else x for name, x in self.inputs.items()
+        }
+        row_scale = part["scale"] if isinstance(part["scale"], torch.Tensor) else None
+        problem = AttentionProblem.of(
+            part["q"], part["k"], part["log_decay"], row_scale, True, skip_tolerance=tolerance
+        )
+        slices = Slices(self.lengths, rank, None)
+        return halo.first_keys(
+            slices, problem, part["q"], part["k"], part["log_decay"], part["scale"], self.sight, tolerance
+        )
+
+
+def lost(inputs, lengths, first, window=-1):
+    """The largest probability that a row has among keys which its rank does not fetch."""
+    q, k, log_decay, scale = (inputs[name] for name in ("q", "k", "log_decay", "scale"))
+    row_scale = scale if isinstance(scale, torch.Tensor) else None
+    problem = AttentionProblem.of(q, k, log_decay, row_scale, True, (window, -1))
+    i = torch.arange(q.shape[1])
+    scores = reference.scaled_products(
+        q.double(), k.double().repeat_interleave(HEADS // KV_HEADS, 2),
+        scale.double() if isinstance(scale, torch.Tensor) else scale,
+    )
+    scores = scores + reference.decay_bias(problem, log_decay, i[None, None], i)
+    p, _ = reference.masked_softmax(scores, reference.visible_pairs(problem, log_decay, i[None, None], i, None))
+    of_row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    first = first[of_row].repeat_interleave(HEADS // KV_HEADS, 2)  # (T, B, H)
+    return float(torch.where(i < first.permute(1, 2, 0)[..., None], p, 0.0).sum(-1).max())
+
+
+TOLERANCES = (2.0**-54, 2.0**-25, 1e-3, 0.3)
+KINDS = (
+    "plain", "against", "growth", "up and down", "down and up", "strong", "resets", "constant", "growing constant",
+    "outlier", "scale", "strong then weak",
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("equal", torch.float64), ("uneven", torch.float16), ("short", torch.float32)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_fetched_weighs_less_than_the_tolerance(monkeypatch, kind, how, dtype):
+    lengths = LENGTHS[how]
+    inputs = make(kind, sum(lengths), dtype)
+    ranks = Ranks(monkeypatch, inputs, lengths)
+    for tolerance in TOLERANCES:
+        assert lost(inputs, lengths, ranks.first(tolerance)) <= tolerance
+
+
+@pytest.mark.parametrize("scale", ["plain", "scale"])
+def test_as_much_is_fetched_as_one_process_would_visit(monkeypatch, scale):
+    """The bound is that of skipping tiles: over whole blocks, it is the same one."""
+    lengths, tolerance = LENGTHS["blocks"], 2.0**-25
+    inputs = make(scale, sum(lengths), mean=-1.0)
+    q, log_decay, scale = inputs["q"], inputs["log_decay"], inputs["scale"]
+    row_scale = scale if isinstance(scale, torch.Tensor) else None
+    whole = AttentionProblem.of(q, inputs["k"], log_decay, row_scale, True, skip_tolerance=tolerance)
+    assert skipping.is_planned(whole)
+    planned = skipping.plan(whole, q, inputs["k"], log_decay, scale, prefix.build(whole, log_decay), None)
+    found = Ranks(monkeypatch, inputs, lengths).first(tolerance)
+    at = 0
+    for rank, length in enumerate(lengths):
+        visited = planned[..., at // skipping.GRANULE : (at + length) // skipping.GRANULE].amin((1, 2)) * DECAY_BLOCK
+        assert found[rank].tolist() == [[min(at, int(x))] for x in visited]
+        at += length
+    assert (found[1:] > 0).all()
+
+
+# What is wrong is noticed
+
+
+def worst(ranks, tolerances=TOLERANCES):
+    """How often more is lost than may be."""
+    return max(lost(ranks.inputs, ranks.lengths, ranks.first(x)) / x for x in tolerances)
+
+
+def without_total(keys, granules, *_):
+    return keys._replace(total=0 * keys.total), granules
+
+
+def without_first(keys, granules, *_):
+    return keys._replace(first=0 * keys.first), granules
+
+
+def without_own_score(keys, granules, q, k, log_decay, scale, *_):
+    """E is as if q_i·k_i were 0."""
+    own = scale * (q * k.repeat_interleave(HEADS // KV_HEADS, 2)).sum(-1) / math.log(2)
+    least = [part.amin(1) for part in own.split(skipping.GRANULE, 1)]
+    return keys, granules + torch.stack([torch.zeros(1, HEADS, len(least)), torch.stack(least, -1)], -1)
+
+
+def without_norms(keys, granules, *_):
+    return keys._replace(longest=0 * keys.longest), granules
+
+
+def without_weights(keys, granules, *_):
+    return keys._replace(weight=keys.weight.amin(-1, keepdim=True).expand_as(keys.weight).clone()), granules
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "how"),
+    [
+        (without_total, "up and down", "equal"),
+        (without_first, "down and up", "equal"),
+        (without_own_score, "against", "equal"),
+        (without_norms, "outlier", "uneven"),
+        (without_weights, "strong", "blocks"),
+    ],
+)
+def test_a_plan_without_one_of_its_terms_loses_too_much(monkeypatch, change, kind, how):
+    inputs = make(kind, sum(LENGTHS[how]))
+    assert worst(Ranks(monkeypatch, inputs, LENGTHS[how])) <= 1
+    assert worst(Ranks(monkeypatch, inputs, LENGTHS[how], change=change)) > 1
+
+
+def test_a_plan_without_totals_fetches_too_much(monkeypatch):
+    lengths = LENGTHS["equal"]
+    inputs = make("plain", sum(lengths), mean=-0.4)
+    right = Ranks(monkeypatch, inputs, lengths).first(2.0**-25)
+    wrong = Ranks(monkeypatch, inputs, lengths, change=without_total).first(2.0**-25)
+    assert (wrong <= right).all()
+    assert wrong[2].max() < right[2].min()
+
+
+# What a row cannot see is not fetched, and what nothing is known of is
+
+
+def test_resets_windows_and_sequences_bound_the_halo(monkeypatch):
+    lengths = LENGTHS["equal"]
+    inputs = make("plain", sum(lengths), mean=-1e-3)
+    for tolerance in (0.0, 2.0**-25):
+        assert Ranks(monkeypatch, inputs, lengths).first(tolerance).flatten().tolist() == [0, 0, 0]
+        assert Ranks(monkeypatch, inputs, lengths, window=100).first(tolerance).flatten().tolist() == [0, 30, 160]
+        packed = Ranks(monkeypatch, inputs, lengths, cu_seqlens=torch.tensor([0, 100, 100, 260, 300]))
+        assert packed.first(tolerance).flatten().tolist() == [0, 100, 260]
+        reset = dict(inputs, log_decay=inputs["log_decay"].clone())
+        reset["log_decay"][0, [50, 90], 0] = -INF
+        reset["log_decay"][0, [70], 1] = -1e9
+        assert Ranks(monkeypatch, reset, lengths).first(tolerance).flatten().tolist() == [0, 70, 70]
+        reset["log_decay"][0, 130] = -INF  # a slice's first token
+        assert Ranks(monkeypatch, reset, lengths).first(tolerance).flatten().tolist() == [0, 130, 130]
+        alone = dict(inputs, log_decay=torch.full((HEADS,), -1e4, dtype=torch.float64))
+        assert Ranks(monkeypatch, alone, lengths).first(tolerance).flatten().tolist() == [0, 130, 260]
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF])
+@pytest.mark.parametrize("name", ["q", "k", "log_decay"])
+def test_what_is_no_number_is_fetched(monkeypatch, name, bad):
+    lengths = (128, 128, 128)
+    inputs = make("plain", sum(lengths), mean=-3.0)
+    tolerance = 2.0**-25
+    right = Ranks(monkeypatch, inputs, lengths).first(tolerance)
+    assert (right[1:].flatten() == torch.tensor([0, 128])).all()
+    inputs[name][0, 5 if name != "q" else 300, 0] = bad
+    found = Ranks(monkeypatch, inputs, lengths).first(tolerance)
+    assert found[2].max() == 0
