@@ -4,6 +4,8 @@ import copy
 import itertools
 import math
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,10 @@ import torch.utils.checkpoint
 
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen
 from decayattn.distributed import ContextParallel, context_parallel_attention, fetched_tokens, halo
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))  # where a rank has no conftest
+
+from context_benchmark import checks
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import quick_interpreter
@@ -207,11 +213,12 @@ def sent_bytes(group, mode, **options):
 
 def call(group, options=None, of_last_rank=None, *, length=24, **inputs):
     """A call with options, of which the last rank has others, or other tensors: shapes and dtypes by name."""
-    inputs, _, _ = make(length=length, **inputs)
+    options = dict(options or {})
+    inputs, _, _ = make(length=length, device=options.pop("device", "cpu"), **inputs)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     part = length // ranks
     arguments = {name: part_of(name, x, slice(rank * part, (rank + 1) * part)) for name, x in inputs.items()}
-    arguments |= options or {}
+    arguments |= options
     if rank == ranks - 1:
         arguments |= of_last_rank or {}
     # functions have no way to other processes
@@ -353,3 +360,42 @@ def whole_lse(inputs, options):
     """lse in one process, nothing skipped."""
     d_out, d_lse = torch.zeros_like(inputs["q"][..., : inputs["v"].shape[3]]), torch.zeros(())
     return whole(inputs, d_out, d_lse, backend="reference", **options)["lse"]
+
+
+def equality(group, length, dtype):
+    """What is outside of the error budget on this rank's device, in both modes."""
+    wrong = []
+    for mode, case, comparisons in checks.equality(group, length, 4, 2, 64, dtype, "auto", 0):
+        wrong += [f"{mode}, {case}: {c}" for c in comparisons if not c.passed]
+    return wrong
+
+
+def fetched_on_gpus(group, mean):
+    inputs, _, _ = make(length=4096, batch=1, dim=64, mean=mean, dtype=torch.bfloat16, device="cuda")
+    rank, part = dist.get_rank(group), 4096 // dist.get_world_size(group)
+    own = {name: inputs[name][:, rank * part : (rank + 1) * part] for name in ("q", "k", "log_decay")}
+    return fetched_tokens(**own, group=group).tolist()
+
+
+def captured(group, mode, options):
+    """The largest difference between a CUDA graph's results and a call's, on inputs that came after the capture."""
+    torch.manual_seed(dist.get_rank(group))
+    q, k, v = torch.randn(3, 1, 256, 4, 64, dtype=torch.bfloat16, device="cuda")
+    log_decay = -torch.rand(1, 256, 4, device="cuda")
+
+    def attend():
+        return context_parallel_attention(q, k, v, log_decay, group=group, mode=mode, **options)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            attend()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    q.normal_()
+    k.normal_()
+    graph.replay()
+    return float((out - attend()).abs().max())

@@ -283,3 +283,51 @@ def test_a_layer_with_a_context_refuses_padding_and_caches():
         layer(x, padding_mask=torch.ones(1, 4, dtype=torch.bool))
     with torch.no_grad(), pytest.raises(ValueError, match="cache: expected None where the layer has a context"):
         layer(x, cache=layer.make_cache(1, 8))
+
+
+# On GPUs
+
+needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    with Pool(2, backend="nccl") as started:
+        yield started
+
+
+@needs_gpus
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [701, 3000])
+def test_gpus_stay_within_the_budget_of_one_process(gpus, length, dtype):
+    assert gpus.run("distributed_cases.equality", length, dtype) == [[], []]
+
+
+@needs_gpus
+def test_gpus_fetch_what_matters(gpus):
+    weak, strong = (gpus.run("distributed_cases.fetched_on_gpus", mean) for mean in (-1e-4, -1.0))
+    assert weak == [[[[0, 0]], [[2048, 2048]]]] * 2
+    assert strong == [[[[0, 0]], [[128, 128]]]] * 2
+
+
+@needs_gpus
+@pytest.mark.parametrize("mode", ["halo", "heads"])
+def test_options_that_differ_are_named_by_gpus(gpus, mode):
+    """The first time: nobody has seen them yet."""
+    options = dict(mode=mode, scale=0.125, device="cuda")
+    for error, _ in gpus.outcomes("distributed_cases.call", options, dict(scale=0.25), seconds=60):
+        assert "ValueError: scale: expected the same on every rank" in error
+
+
+@needs_gpus
+@pytest.mark.parametrize(("mode", "options"), [("heads", {}), ("halo", dict(reach=100))])
+def test_a_cuda_graph_holds_what_needs_no_plan(gpus, mode, options):
+    assert gpus.run("distributed_cases.captured", mode, options) == [0.0, 0.0]
+
+
+@needs_gpus
+def test_a_planned_halo_in_a_cuda_graph_is_refused():
+    """With processes of its own, whose streams a failed capture leaves as it likes."""
+    with Pool(2, backend="nccl") as own:
+        for error, _ in own.outcomes("distributed_cases.captured", "halo", {}, seconds=60):
+            assert "RuntimeError: mode: 'halo' in a CUDA graph expects a reach" in error

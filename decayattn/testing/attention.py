@@ -297,14 +297,15 @@ class Call:
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
         leaves = {f"d{name}": x.requires_grad_() for name, x in tensors.items()}
         options = {"causal": self.problem.causal, "return_lse": True, "backend": backend, **options}
+        attend = options.pop("attend", None)
         if self.problem.layout == "packed":
             del inputs["bias"]
             per_token = self.problem.decay == "scalar"
             without_batch = {name: inputs[name][0] for name in ("q", "k", "v", *["log_decay"] * per_token)}
-            out, lse = decay_attention_varlen(**inputs | without_batch, **options)
+            out, lse = (attend or decay_attention_varlen)(**inputs | without_batch, **options)
             out, lse = out[None], lse[None]
         else:
-            out, lse = decay_attention(**inputs, **options)
+            out, lse = (attend or decay_attention)(**inputs, **options)
         gradients = torch.autograd.grad(
             [out, lse], list(leaves.values()), [self.grad_out, self.grad_lse], materialize_grads=True
         )
@@ -460,7 +461,8 @@ def verify_attention(
         heads: (batch entry, query head) pairs to judge, for problems too big to judge whole. The output gradients of
             the other pairs are set to 0, so that what heads share (k, v, a constant decay) has exactly the gradient of
             the judged ones, and any gradient that reaches an unjudged head is an error.
-        options: further arguments of the tested call.
+        options: further arguments of the tested call; `attend`, if given, is called in place of decay_attention, with
+            the same arguments.
 
     Returns:
         One Comparison per tensor: out, lse, dq, dk, dv, and dlog_decay, dscale, dbias and dsink where they are

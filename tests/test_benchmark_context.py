@@ -1,0 +1,79 @@
+"""experiments/benchmark_context.py: right before fast, honest bytes, what is written down."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import benchmark_context
+import pytest
+import torch
+from context_benchmark import checks, figure, report
+from context_benchmark.measure import ALONE
+from context_benchmark.workloads import Workload
+
+SCRIPT = Path(__file__).resolve().parents[1] / "experiments/benchmark_context.py"
+WORKLOAD = Workload(1024, 4, 2, 64, "bfloat16", "-0.1")
+
+
+def test_the_script_runs_where_there_is_no_gpu(interpreter, tmp_path):
+    """As a user runs it, on a machine whose GPU is hidden; it sets TRITON_INTERPRET itself."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    argv = ["--check-length", "24", "--lengths", "40", "--decays", "-1", "--output", str(tmp_path / "context.json")]
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), *argv], env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True,
+        text=True, timeout=300, check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    read = json.loads((tmp_path / "context.json").read_text())
+    assert {(row["mode"], row["direction"]) for row in read["rows"]} == {
+        (mode, direction) for mode in checks.MODES for direction in ("forward", "backward")
+    }
+    # 20 tokens of one key head: k, v and the log-decays of two heads, forward
+    assert read["rows"][0]["received"] == [0, 20 * 4 * (2 * 16 + 2)] == [0, read["rows"][0]["everything"]]
+    assert all(row["ms"] is None for row in read["rows"])
+    assert len(read["checks"]) == len(checks.CASES) * len(checks.MODES)
+    assert (tmp_path / "context.png").stat().st_size > 5000
+
+
+def test_bytes_of_everything():
+    assert WORKLOAD.everything(4) == 768 * (2 * 2 * 64 * 2 + 4 * 4)
+    assert Workload(1024, 4, 2, 64, "bfloat16", "alibi").everything(2) == 512 * 2 * 2 * 64 * 2
+
+
+def test_speeds_are_over_one_gpu():
+    directions = ("forward", "backward")
+    timings = {(name, way): [ms, ms] for name, ms in (("halo", 2.0), (ALONE, 3.6)) for way in directions}
+    received = {"halo": {"forward": [0, 5], "backward": [5, 0]}}
+    found = report.rows(WORKLOAD, 2, received, {"halo": {"out": 1e-3}}, timings)
+    assert [(row["mode"], row["ranks"], row["speed_over_alone"]) for row in found] == [
+        ("halo", 2, 1.8), ("halo", 2, 1.8), (ALONE, 1, 1.0), (ALONE, 1, 1.0),
+    ]
+    assert "1.80" in report.table(found)
+    drawn = figure.draw({"rows": found, "gpu": "X", "torch": "1", "triton": "2"})
+    assert len(drawn.axes) == 2
+    with pytest.raises(ValueError, match="no rows"):
+        figure.draw({"rows": []})
+
+
+def test_wrong_results_are_objected_to():
+    eps = torch.finfo(torch.bfloat16).eps
+    assert checks.objection({"out": eps, "dq": 0.0}, "bfloat16") is None
+    assert "dq by" in checks.objection({"out": eps, "dq": 3 * eps}, "bfloat16")
+    assert "dk by nan" in checks.objection({"dk": float("nan")}, "float32")
+
+
+@pytest.mark.parametrize(
+    ("argv", "cuda", "message"),
+    [
+        (["--decays", "fast"], True, "expected none, alibi or a number, got 'fast'"),
+        (["--lengths", "0"], True, "positive integer, got 0"),
+        (["--dtype", "bfloat16"], False, "expected float16 or float32, got bfloat16"),
+        (["--modes", "ring"], False, "invalid choice: 'ring'"),
+    ],
+)
+def test_bad_options_are_refused(argv, cuda, message, capsys):
+    with pytest.raises(SystemExit):
+        benchmark_context.parse(argv, cuda)
+    assert message in capsys.readouterr().err
