@@ -86,7 +86,7 @@ def summarise(
     longest[..., :there] = of_blocks[:, ::group, :, 0]
     weight[..., :there] = of_blocks[..., 1]
     if scalar:
-        beta = prefix.local[..., -1].double()
+        beta = prefix.beta[..., -1].double()
         total = prefix.base[..., -1] + beta
         slack = beta.abs() * _BETA_MARGIN
         first = torch.where(is_reset(log_decay[:, 0]), 0.0, log_decay[:, 0].double() * _LOG2E)

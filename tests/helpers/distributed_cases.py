@@ -4,20 +4,15 @@ import copy
 import itertools
 import math
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from context_benchmark import checks
 
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen
 from decayattn.distributed import ContextParallel, context_parallel_attention, fetched_tokens, halo
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))  # where a rank has no conftest
-
-from context_benchmark import checks
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import quick_interpreter

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import benchmark_context
 import pytest
@@ -12,8 +11,9 @@ import torch
 from context_benchmark import checks, figure, report
 from context_benchmark.measure import ALONE
 from context_benchmark.workloads import Workload
+from repository_files import EXPERIMENTS
 
-SCRIPT = Path(__file__).resolve().parents[1] / "experiments/benchmark_context.py"
+SCRIPT = EXPERIMENTS / "benchmark_context.py"
 WORKLOAD = Workload(1024, 4, 2, 64, "bfloat16", "-0.1")
 
 
