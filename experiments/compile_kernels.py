@@ -37,12 +37,13 @@ from triton.runtime.jit import JITFunction
 
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config as hopper_config
+from decayattn.backends.planning import halo
 from decayattn.backends.portable import backend as portable
 from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
 from decayattn.backends.portable import launch as portable_launch
 from decayattn.backends.runtime import launching
-from decayattn.problem import AttentionProblem, Inputs
+from decayattn.problem import DECAY_BLOCK, AttentionProblem, Inputs
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,12 @@ TARGETS = {
 }
 MULTIPROCESSORS = 132
 SKIP_TOLERANCE = 2.0**-24  # decay_attention's
-PATHS = ["TMA", "both sides", "pointers", "small", "packed", "bias", "decode"]
+PATHS = ["TMA", "both sides", "pointers", "small", "packed", "bias", "decode", "halo"]
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
-MORE_SPILLS = {"TMA": 4, "pointers": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0}
+MORE_SPILLS = {"TMA": 4, "pointers": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0, "halo": 0}
 # paths of GPUs without tiles for descriptors and without tiles of small problems
-OTHER_PATHS = ("pointers", "packed", "bias", "decode")
+OTHER_PATHS = ("pointers", "packed", "bias", "decode", "halo")
 # the same of the Hopper backend, by kernel and head dimension, whose loops are those of the TMA path: the other side of
 # the diagonal takes registers, and so does where a sequence begins
 HOPPER_MORE_SPILLS = {
@@ -135,7 +136,7 @@ def main() -> int:
         "--paths", nargs="+", choices=PATHS, default=PATHS,
         help="how tiles are read; both sides: as by TMA, not causal; small: so few that the gradients of keys and "
         "queries share a launch; packed: from packed sequences, with a window; bias: through pointers, with a bias and "
-        "its gradient; decode: one query row over a key cache",
+        "its gradient; decode: one query row over a key cache; halo: the plan of keys that other GPUs have",
     )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
@@ -248,6 +249,14 @@ def compiled_kernels(
                 Inputs(q[:, :1], k[:, :, :1], v[:, :, :1], log_decay if decay == "constant" else None, scale=scale),
                 torch.empty(2, dtype=torch.int32), alpha=alpha, first=torch.empty(2, 4, 1, dtype=torch.int32),
             )
+        return kernels
+    if path == "halo":
+        with collecting(target) as kernels:
+            if log_decay is not None:
+                keys, granules = halo.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
+                keys = halo.KeySummary(*(x.expand(2, *x.shape) for x in keys))
+                limits = torch.empty(2, 2, 4, dtype=torch.int32)
+                halo.find_first_blocks(keys, 1, granules, *limits, SKIP_TOLERANCE)
         return kernels
     inputs = Inputs(q, k, v, log_decay, bounds=bounds, bias=bias, scale=scale)
     with collecting(target) as kernels:
