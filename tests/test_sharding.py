@@ -23,7 +23,10 @@ DECAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.xdist_group("gpu"))])
+@pytest.fixture(scope="module", params=[
+    pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),  # these start processes of their own, once
+    pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
+])
 def ranks(request, tmp_path_factory):
     pool = processes.two_ranks(tmp_path_factory, request.param)
     yield pool

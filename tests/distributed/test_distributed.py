@@ -8,7 +8,7 @@ from distributed_pool import DIED, Pool
 from decayattn import DecayFlashAttention
 from decayattn.distributed import ContextParallel, context_parallel_attention
 
-RANKS = (2, 4)
+RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 # all in one process, which has the pool
 pytestmark = pytest.mark.xdist_group("distributed")
 # of numbers around 1 in float64, added up in another order
@@ -18,7 +18,7 @@ EXACT = 1e-12
 @pytest.fixture(scope="module")
 def pool():
     """Four processes with gloo on the CPU, whatever else is there."""
-    with Pool(4, sizes=RANKS) as started:
+    with Pool(4, sizes=(2, 4)) as started:
         yield started
 
 
@@ -117,6 +117,7 @@ def test_zeros_that_nothing_hides_are_noticed(pool):
     assert found[1]["d_log_decay"] > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [
@@ -136,6 +137,7 @@ def test_keys_that_cannot_matter_are_not_fetched(pool, interpreter, ranks, case)
     assert len(tokens[-1].unique()) > 1  # heads have halos of their own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(cu_seqlens=torch.tensor([0, 120, 640]), window_size=(200, 0))])
 def test_a_harmless_loss_is_no_more_than_the_tolerance(pool, interpreter, options):
     case = dict(length=640, batch=1, mean=-0.14, heads=2, kv_heads=2)
@@ -193,6 +195,7 @@ def test_a_refusal_on_one_rank_ends_the_others(pool):
     assert all("RuntimeError: context_parallel_attention: its arguments were refused on rank 3" in x for x, _ in others)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others(interpreter):
     with Pool(2, seconds=20) as pool:
         (error, _), (died, _) = pool.outcomes("distributed_cases.die")
@@ -240,6 +243,7 @@ def test_without_a_process_group():
 # In a program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["halo", "heads"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(pool, mode, reentrant):

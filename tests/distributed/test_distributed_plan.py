@@ -14,6 +14,8 @@ from decayattn.distributed import halo
 from decayattn.distributed.exchange import Slices
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
+pytestmark = pytest.mark.slow
+
 INF = math.inf
 SUMMARISE = planning.summarise
 DIM, HEADS, KV_HEADS = 8, 2, 1

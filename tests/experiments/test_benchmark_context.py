@@ -17,6 +17,7 @@ SCRIPT = EXPERIMENTS / "benchmark_context.py"
 WORKLOAD = Workload(1024, 4, 2, 64, "bfloat16", "-0.1")
 
 
+@pytest.mark.slow
 def test_the_script_runs_where_there_is_no_gpu(interpreter, tmp_path):
     """As a user runs it, on a machine whose GPU is hidden; it sets TRITON_INTERPRET itself."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -36,7 +36,7 @@ def train(folder: Path, decay: str) -> list[float]:
     return list(bits)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", ["scalar", *(pytest.param(name, marks=pytest.mark.slow) for name in DECAYS[1:])])
 def test_the_first_losses_are_as_ever(decay, tmp_path):
     assert train(tmp_path / decay, decay) == pytest.approx(json.loads(GOLDEN.read_text())[decay], rel=1e-6)
 

@@ -256,6 +256,7 @@ def _in_this_thread(job, runs, device, asked):
     return said
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_runs(data, tmp_path, measured):
     """And find what one does."""
     assert length_extrapolation.main(call(data, tmp_path, "--schemes", "alibi", "none", "--devices", "2")) == 0

@@ -36,7 +36,10 @@ DECAYS = {
 EVERYTHING = dict(num_kv_heads=2, qk_norm=True, output_gate=True, bias=True, sink=True, scale="learned")
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.xdist_group("gpu"))])
+@pytest.fixture(scope="module", params=[
+    pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),  # these start processes of their own, once
+    pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
+])
 def ranks(request, tmp_path_factory):
     pool = processes.two_ranks(tmp_path_factory, request.param)
     yield pool
