@@ -282,9 +282,10 @@ def _add_keys(
         if DECAY == "constant":
             distance = tl.abs(rows.position[:, None] - key[None, :]).to(ACCUMULATOR)
             decay_sum += tl.sum(ds * distance, 1)
-            ds_sum += tl.sum(ds, 1)
-            p_sum += tl.sum(p, 1)
-            distance_sum += tl.sum(p * distance, 1)
+            if queries.d_out.dtype.primitive_bitwidth == 16:
+                ds_sum += tl.sum(ds, 1)
+                p_sum += tl.sum(p, 1)
+                distance_sum += tl.sum(p * distance, 1)
         elif TRAITS.causal:
             decay_sum += tl.sum(ds, 1)
         else:
@@ -355,9 +356,10 @@ def query_gradients_kernel(
 
     here, inside = offsets.rows + rows.index, rows.index < query_length
     decay_sum = sums.decay
-    if DECAY_GRADIENT and TRAITS.decay == "constant":
+    if DECAY_GRADIENT and TRAITS.decay == "constant" and do.dtype.primitive_bitwidth == 16:
         # Σ_j dS is dLSE, and, where a sink has the rest of P, that times Δ; but for the error of Δ, which a 16-bit
-        # output brings and every dS has P times: it leaves again
+        # output brings and every dS has P times: it leaves again. An output of more bits brings none to speak of, and
+        # what Σ P is short of by the rounding of large scores would be taken for a sink's
         ds_sum = sums.ds - (1 - sums.p) * row_delta
         if row_terms.d_lse is not None:
             strides = row_terms.d_lse.strides

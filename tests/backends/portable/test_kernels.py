@@ -254,6 +254,18 @@ def test_gradient_of_a_constant_rate_where_rows_are_far_from_keys(lengths, causa
     assert decay.error < 0.3 * decay.budget
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_gradient_of_a_constant_rate_of_large_float32_scores(seed, device):
+    """Of scores of 1e5, P adds up to 1 but for 1e-3, which is the rounding of LSE and not the probability of a sink."""
+    torch.manual_seed(seed)
+    q, k, v = torch.ones(1, 80, 2, 2, device=device), torch.ones(1, 80, 2, 2, device=device), torch.randn(1, 80, 2, 16)
+    q[..., 0] = 1e5
+    k[..., 1] = torch.randn(1, 80, 2)
+    k[:, 0, :, 1] = 12.0
+    options = {"scale": 1.0, "grad_lse": torch.zeros(1, 2, 80, device=device), "backend": "triton"}
+    assert_within_budget(verify_attention(q, k, v.to(device), torch.zeros(2, device=device), **options))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_growth(causal, dtype, device):
