@@ -17,8 +17,10 @@ their scores, and exp turns an absolute error of eps·|S| in a score into a rela
 luck where a norm is over few independent entries (a constant decay's gradient is one number per head), so ‖eager − x64‖
 is the largest of up to 16 roundings of the same values (`DRAWS`; of as many as it takes). Their scores add up the
 products q·k in orders of their own: A has no part in how exp magnifies the rounding of a score. So do, above 16 bits,
-P·V, the sum of P and dv, whose terms may all have one sign. What is outside of that budget by less than a factor of 2
-is held to 64 roundings (`MORE_DRAWS`). Nothing is tuned by hand, and nothing needs Triton.
+P·V, the sum of P and dv, whose terms may all have one sign. For 16-bit inputs P is rounded relative to a number per
+row, as an online softmax rounds it, and the decay is added in two parts, of a key inside its block of tokens and of the
+blocks (DERIVATION.md, section 8). What is outside of that budget by less than a factor of 2 is held to 64 roundings
+(`MORE_DRAWS`). Nothing is tuned by hand, and nothing needs Triton.
 """
 
 from decayattn.testing.attention import (

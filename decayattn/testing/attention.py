@@ -15,7 +15,8 @@ from decayattn.testing import formulas
 from decayattn.testing.formulas import explicit_attention
 from decayattn.testing.table import Row, format_table, ratio
 
-# For 16-bit inputs the prefix of the decay inside a block of tokens is stored in float32, which shows in the LSE only
+# For 16-bit inputs the prefix of the decay inside a block of tokens is in float32: LSE has its rounding, and so have
+# scores, to which it is added, and the probability of a sink, which LSE gives
 PREFIX_BLOCK = 128
 
 # Factors of the eager evaluations. The output gradients (or the loss), the scores and P before its rounding are
@@ -259,7 +260,10 @@ class Call:
 
         def evaluate(*, grad_out, grad_lse, **heads):
             grads = {"grad_out": grad_out * gradient_factor, "grad_lse": grad_lse * gradient_factor}
-            return explicit_attention(**heads, **grads, rounding=self.problem.dtype, factor=factor)
+            return explicit_attention(
+                **heads, **grads, rounding=self.problem.dtype, factor=factor,
+                prefix_block=self.prefix_block if factor != 1.0 else 0,
+            )
 
         total = self.gather(evaluate, self.problem.accumulator_dtype)
         return {name: x.to(self.dtype_of(name)) for name, x in total.items()}
@@ -272,16 +276,20 @@ class Call:
     def sizes(self) -> dict[str, Tensor]:
         """A, in float64."""
         exact_oracle = self.problem.accumulator_dtype != torch.float64
-        block = PREFIX_BLOCK if self.problem.dtype.itemsize == 2 else 0
 
         def evaluate(**heads):
-            part = explicit_attention(**heads, absolute=True, prefix_block=block)
+            part = explicit_attention(**heads, absolute=True, prefix_block=self.prefix_block)
             condition = 1.0 + part.pop("score_size")
             if exact_oracle:
                 return part
             return {name: x * condition.reshape(-1, *(1,) * (x.ndim - 1)) for name, x in part.items()}
 
         return self.gather(evaluate, torch.float64)
+
+    @property
+    def prefix_block(self) -> int:
+        """Tokens of a block inside of which the prefix of the decay is in float32."""
+        return PREFIX_BLOCK if self.problem.dtype.itemsize == 2 else 0
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which decay_attention returns a tensor."""

@@ -51,10 +51,12 @@ def explicit_attention(
         factor: the scores and P are rounded as multiples by this factor. Kernels, too, hold scores as multiples (by
             log2 e, for exp2), and an online softmax rounds P before it is normalised. Every factor but 1 also has its
             own order in which the products of a score are added up, and, above 16 bits, the keys in P·V and in the sum
-            that P is normalised by, and the rows in dv.
+            that P is normalised by, and the rows in dv. For 16 bits it has its own number per row that P is relative to
+            where it is rounded for P·V.
         absolute: every term enters with its absolute value, so no sum cancels. P is the true P, it is never negative.
         prefix_block: with absolute, the decay of a score counts as the difference of two prefixes that start in the
-            last so many tokens, and not only with its own size.
+            last so many tokens, and not only with its own size. Without, 0: the decay of a score is one number; else
+            two, as tiles have it: the part of the key inside its block of so many tokens is added to the products.
 
     Returns:
         out, lse, dq, dk, dv, dscale (N, T_q), dlog_decay (log_decay's shape), dbias (N, T_q, T_k), dsink (N,). No
@@ -69,6 +71,8 @@ def explicit_attention(
 
     # rounding P to 16 bits is off by more than any order of a sum
     in_order = factor != 1.0 and rounding in (None, q.dtype)
+    online = factor != 1.0 and not in_order and keys > 0
+    by_columns = log_decay is not None and prefix_block > 0 and not absolute and keys > 0
 
     row_scale = (scale if scale.ndim == 2 else scale[:, None].expand(heads, rows))[..., None]
     result = {"out": v.new_zeros(heads, rows, v.shape[2]), "lse": q.new_zeros(heads, rows)}
@@ -87,14 +91,17 @@ def explicit_attention(
         i, s, qi = position[chunk], row_scale[:, chunk], q[:, chunk]
         visible = _visible(log_decay, causal, window, i, j)
         decay, added = _decay_term(log_decay, i, j), q.new_zeros(())
+        of_blocks = of_rows = torch.zeros((), dtype=torch.float64, device=q.device)
+        if log_decay is not None and by_columns:
+            decay, of_blocks, of_rows = _decay_by_columns(log_decay, i, j, prefix_block)
         if bias is not None and bias.dtype == torch.bool:
             visible = visible & bias[:, chunk]
         elif bias is not None:
             added = bias[:, chunk]
             visible = visible & ~added.isneginf()
         products = _products(qi, k, factor)
-        scores = _scores(s, products, decay, added, visible, factor)
-        total = scores.logsumexp(-1)
+        scores = _scores(s, products, decay, added, visible, factor) + of_blocks
+        total = of_keys = scores.logsumexp(-1)
         if sink is not None:
             total = torch.logaddexp(total, sink.double()[:, None])
         p = torch.where(visible, (scores - total[..., None]).exp(), 0.0).to(q.dtype)  # nothing visible: 0, not ∞ − ∞
@@ -110,7 +117,23 @@ def explicit_attention(
             total = total + normaliser[..., 0].double().log()
         else:
             weighted, normaliser = p_rounded @ size(v) / factor, 1.0
-        lse = (total * factor).to(q.dtype).double() / factor
+        if online:
+            p_reference = _reference(scores, factor, chunk.start, q.dtype)
+            if p_reference is not None:
+                assert rounding is not None
+                weighted = _online_softmax(scores, total, p_reference, v, rounding)
+
+        def in_dtype(x: Tensor) -> Tensor:
+            return (x * factor).to(q.dtype).double() / factor
+
+        lse = reference = in_dtype(total)
+        if by_columns and causal:
+            # what a row has of its own block cancels in its P: tiles leave it out, and LSE gets it at the end
+            row_lse = in_dtype(of_keys - of_rows)
+            lse, reference = in_dtype(row_lse + in_dtype(of_rows)), row_lse + of_rows
+            if sink is not None:
+                total = torch.logaddexp(lse, sink.double()[:, None])
+                lse, reference = in_dtype(total), in_dtype(row_lse + total - lse) + of_rows
         result["lse"][:, chunk] = lse
         if absolute:
             s, qi = s.abs(), qi.abs()
@@ -128,8 +151,8 @@ def explicit_attention(
 
         # the backward has P from the saved log-sum-exp, which is rounded, and from scores that it computes once more,
         # which are not rounded as they were: where scores are huge, or one key has a whole row, nothing else counts
-        scores = _scores(row_scale[:, chunk], products, decay, added, visible, factor * ELSEWHERE)
-        p = torch.where(visible, (scores - lse[..., None]).exp(), 0.0).to(q.dtype)
+        scores = _scores(row_scale[:, chunk], products, decay, added, visible, factor * ELSEWHERE) + of_blocks
+        p = torch.where(visible, (scores - reference[..., None]).exp(), 0.0).to(q.dtype)
         p_rounded = rounded(p * factor)
         do, dlse = size(grad_out[:, chunk]), size(grad_lse[:, chunk])
         delta = minus((do * out).sum(-1), dlse)
@@ -187,6 +210,34 @@ def _over_tokens(p: Tensor, x: Tensor, factor: float) -> Tensor:
     random = _generator(factor)
     at_once = TOKENS_AT_ONCE[int(torch.randint(len(TOKENS_AT_ONCE), (), generator=random, device="cpu"))]
     return _added_up(p, x, random, max(at_once, math.ceil(p.shape[2] / MOST_STEPS)))
+
+
+def _reference(scores: Tensor, factor: float, start: int, dtype: torch.dtype) -> Tensor | None:
+    """What P of every row is relative to where it is rounded to 16 bits (N, rows), for the factor's own online softmax.
+
+    It is the row's maximum, with which the largest P is 1 but for a rounding of the maximum: that is fused with the
+    subtraction for the scores, and not for the maximum. Where scores are large, it is more than one of 16 bits. Or it
+    is another number in every row, as a maximum that lags behind. None: P is normalised first.
+    """
+    draw = round(64 * math.log2(factor))
+    kind = (draw + draw // 4) % 4  # each as often, among 16 factors and among 64
+    if kind == 0:
+        return None
+    reference = scores.amax(-1)
+    if kind == 1:
+        random = torch.Generator("cpu").manual_seed(64 * start + draw)
+        drawn = torch.rand(reference.shape, generator=random, dtype=torch.float64, device="cpu")
+        return reference + math.log(2) * drawn.to(reference.device)
+    multiple = factor * ELSEWHERE
+    return (reference * multiple).to(dtype).double() / multiple
+
+
+def _online_softmax(scores: Tensor, total: Tensor, reference: Tensor, v: Tensor, rounding: torch.dtype) -> Tensor:
+    """P·V with P rounded relative to a number per row, which is divided out in full."""
+    seen = ~reference.isneginf()
+    reference = torch.where(seen, reference, 0.0)
+    p = (scores - reference[..., None]).exp().to(rounding).to(v.dtype)
+    return p @ v * torch.where(seen, (reference - total).exp(), 0.0).to(v.dtype)[..., None]
 
 
 def _generator(factor: float) -> torch.Generator:
@@ -249,6 +300,23 @@ def _finite(log_decay: Tensor) -> Tensor:
     if finite.ndim == 2:
         finite[:, :1] = 0.0
     return finite
+
+
+def _decay_by_columns(log_decay: Tensor, i: Tensor, j: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`_decay_term` as two terms, (N, rows, keys): −σ β_j, which every key adds to its scores, and σ (α_i − base_J),
+    which a row and a block of keys share; and β_i (N, rows). base is α before a token's block, and β = α − base."""
+    rates = _finite(log_decay.double())
+    position = i
+    if rates.ndim == 1:
+        alpha, rows_alpha = rates[:, None] * j, rates[:, None] * i
+        base, rows_base = (rates[:, None] * (x.div(block, rounding_mode="floor") * block) for x in (j, i))
+    else:
+        alpha, position = rates.cumsum(1), i.clamp(min=0)
+        base = (alpha - rates)[:, j // block * block]
+        rows_alpha, rows_base = alpha[:, position], base[:, position]
+    sign = torch.where(j <= i[:, None], 1.0, -1.0).double()
+    beta = alpha - base
+    return -sign * beta[:, None], sign * (rows_alpha[..., None] - base[:, None]), rows_alpha - rows_base
 
 
 def _decay_size(log_decay: Tensor | None, i: Tensor, j: Tensor, prefix_block: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The error budget accepts what is right at every precision, and refuses every error that is planted here."""
 
+import functools
 import math
 
 import pytest
@@ -448,6 +449,104 @@ def test_refuses_rounded_values_in_sums_over_keys(monkeypatch):
     _with(monkeypatch, lambda results, v, **heads: explicit_attention(**heads, v=_without_bits(v, 8)))
     failed = {c.name for c in verify_attention(**one_value_for_all_keys(0)) if not c.passed}
     assert failed == {"out"}
+
+
+def one_large_key(seed):
+    """Scores of 1e5: every row has one key, and the rounding of its P is all that is left of dq. Of values just above 1
+    the output is off only where P is by almost half a unit in the last place."""
+    torch.manual_seed(seed)
+    q, k = (100 * torch.randn(1, 60, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    v = (1 + 0.1 * torch.rand(1, 60, 2, 8)).bfloat16()
+    return {"q": q, "k": k, "v": v, "scale": 0.9, "causal": False, "grad_lse": torch.zeros(1, 2, 60)}
+
+
+def fused(bits, results, q, k, v, scale, grad_out, **heads):
+    """dq of a kernel that fuses the multiplication by the scale with the subtraction of the maximum, in P but not in
+    the maximum, and whose output is bfloat16 and so many bits less."""
+    products = (q @ k.mT).double()
+    maximum = (scale[:, None] * products.amax(-1).float()).double()
+    p = (scale[:, None, None] * products - maximum[..., None]).exp().float()
+    out = (p.bfloat16().float() @ v / p.sum(-1, keepdim=True)).bfloat16().float()
+    out = _without_bits(out, 16 + bits)
+    delta = (grad_out * out).sum(-1, keepdim=True)
+    ds = (p / p.sum(-1, keepdim=True) * (grad_out @ v.mT - delta)).bfloat16().float()
+    return results | {"dq": scale[:, None, None] * (ds @ k)}
+
+
+def one_value_beside_a_sink(seed):
+    """All rows have nearly the same output, and what that is rounded by adds up in dsink."""
+    torch.manual_seed(seed)
+    q, k = (torch.randn(1, 500, 2, 16, dtype=torch.float16) for _ in range(2))
+    v, grad_out = (torch.randn(24, dtype=torch.float16).expand(1, 500, 2, 24) for _ in range(2))
+    inputs = {"q": q, "k": k, "v": v, "grad_out": grad_out, "grad_lse": torch.zeros(1, 2, 500), "scale": 1e-8}
+    return inputs | {"log_decay": -2 * torch.rand(1, 500, 2), "sink": torch.tensor([-8.0, -9.0])}
+
+
+def rounded_output(dtype, results, sink, grad_out, grad_lse, **heads):
+    """dsink of a kernel that rounds nothing but its output."""
+    delta = (grad_out * results["out"].to(dtype).float()).sum(-1) - grad_lse
+    return results | {"dsink": -((sink[:, None] - results["lse"]).exp() * delta).sum(-1)}
+
+
+def strong_decay(seed):
+    """Steps of 700 in 100 tokens: β, the prefix of the decay, is in the thousands, and scores have its rounding."""
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(1, 120, 4, 128, dtype=torch.float16) for _ in range(3))
+    return {"q": q, "k": k, "v": v, "log_decay": -700.0 * (torch.rand(1, 120, 4) < 0.25)}
+
+
+def by_columns(bits, results, q, k, v, log_decay, scale, grad_out, grad_lse, **heads):
+    """dλ of a kernel that adds −β_j, and LSE before that, to the products of q and k, in float32 and so many bits
+    less."""
+    scale = scale[:, None, None]
+    beta = (log_decay.cumsum(1)[:, None] / scale).float()
+    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+
+    def p_of(scores):
+        scores = _without_bits(scores, bits) if bits else scores
+        return torch.where(seen, scale * scores, -math.inf)
+
+    scores = p_of(q @ k.mT - beta)
+    maximum = scores.amax(-1, keepdim=True)
+    p = (scores - maximum).exp()
+    out = (p.half().float() @ v / p.sum(-1, keepdim=True)).half().float()
+    lse = maximum + p.sum(-1, keepdim=True).log()
+    p = p_of((q @ k.mT - lse / scale) - beta).exp()
+    delta = (grad_out * out).sum(-1) - grad_lse
+    ds = (p * (grad_out @ v.mT - delta[..., None])).half().float()
+    d_log_decay = (ds.sum(2) - ds.sum(1)).flip(1).cumsum(1).flip(1)
+    d_log_decay[:, 0] = 0.0
+    return results | {"dlog_decay": d_log_decay}
+
+
+def without_these_draws(monkeypatch):
+    """P normalised before it is rounded, and scores whose decay is one number."""
+    monkeypatch.setattr(formulas, "_reference", lambda *args: None)
+    zero = torch.zeros((), dtype=torch.float64)
+    in_full = lambda log_decay, i, j, block: (formulas._decay_term(log_decay, i, j), zero, zero)  # noqa: E731
+    monkeypatch.setattr(formulas, "_decay_by_columns", in_full)
+
+
+ROUNDINGS_OF_KERNELS = [
+    (one_large_key, fused, (0, 4), "dq", (1, 3, 4)),
+    (one_value_beside_a_sink, rounded_output, (torch.float16, torch.bfloat16), "dsink", (1, 2, 6)),
+    (strong_decay, by_columns, (0, 8), "dlog_decay", (1, 4, 5)),
+]
+
+
+@pytest.mark.parametrize(("make", "compute", "precisions", "name", "seeds"), ROUNDINGS_OF_KERNELS)
+def test_roundings_that_16_bit_kernels_have(make, compute, precisions, name, seeds, monkeypatch):
+    """Accepted, and not by the draws without them; and refused where the kernel rounds to a few bits less."""
+
+    def passes(seed, precision):
+        _with(monkeypatch, functools.partial(compute, precision))
+        return all(c.passed for c in verify_attention(**make(seed)) if c.name == name)
+
+    right, wrong = precisions
+    assert all(passes(seed, right) for seed in seeds)
+    assert not any(passes(seed, wrong) for seed in seeds)
+    without_these_draws(monkeypatch)
+    assert not all(passes(seed, right) for seed in seeds)
 
 
 def _without_bits(x, bits):
