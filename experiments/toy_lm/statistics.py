@@ -37,8 +37,7 @@ class AttentionStatistics(lightning.Callback):
         self._milliseconds: float | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if trainer.is_global_zero and not any(row["step"] == trainer.global_step for row in self.rows):
-            self._record(trainer.global_step, pl_module)
+        self._record_on_rank_zero(trainer, pl_module)
         self._begun = trainer.global_step, time.perf_counter()
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -50,9 +49,15 @@ class AttentionStatistics(lightning.Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.state.fn != "fit":
             return
-        if trainer.is_global_zero and not any(row["step"] == trainer.global_step for row in self.rows):
-            self._record(trainer.global_step, pl_module)
+        self._record_on_rank_zero(trainer, pl_module)
         self._begun = trainer.global_step, time.perf_counter()
+
+    def _record_on_rank_zero(self, trainer: lightning.Trainer, module: TrainByteLM) -> None:
+        if module.is_sharded:
+            module.whole = module.whole_model()  # a collective
+        if trainer.is_global_zero and not any(row["step"] == trainer.global_step for row in self.rows):
+            self._record(trainer.global_step, module)
+        module.whole = None
 
     def _record(self, step: int, module: TrainByteLM) -> None:
         config = module.config
