@@ -14,7 +14,6 @@ speeds: the checks run on a tiny model, ours in Triton's interpreter.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from attention_benchmark.options import declare, positive
 from attention_benchmark.progress import Progress
-from attention_benchmark.report import write
+from attention_benchmark.report import resumed, write
 from provenance import ROOT, provenance
 from training_benchmark import measure, report
 from training_benchmark.measure import Models, Setting
@@ -100,19 +99,12 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
 
 
 def begin(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """The report to go on with: that of --output, if it is there and of the same code and setup."""
+    """The report to go on with."""
     new: dict[str, Any] = provenance("experiments/benchmark_training.py", argv, options.commit)
     new |= {"method": report.METHOD, "setup": {name: getattr(options, name) for name in SETUP}}
     new |= {"variants": {name: VARIANTS[name].label for name in options.variants}}
     new |= {"missing": [], "checks": [], "rows": []}
-    if options.output is None or not options.output.exists():
-        return new
-    old = json.loads(options.output.read_text(encoding="utf-8"))
-    for name in ("commit", "gpu", "torch", "setup"):
-        if old.get(name) != new[name]:
-            sys.exit(f"error: --output: {options.output.name} has {name} {old.get(name)}, expected {new[name]}; "
-                     "give another file, or remove it")
-    return old
+    return resumed(new, options.output)
 
 
 def settings(options: argparse.Namespace) -> list[Setting]:

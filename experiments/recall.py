@@ -32,7 +32,7 @@ from associative_recall.task import TASKS
 from associative_recall.training import Cell, Setup, train
 from attention_benchmark.options import declare, positive
 from attention_benchmark.progress import Progress
-from attention_benchmark.report import write
+from attention_benchmark.report import resumed, write
 from provenance import ROOT, provenance
 
 from decayattn.backends import registry
@@ -119,19 +119,12 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def begin(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """The report to go on with: that of --output, if it is there and of the same code and setup."""
+    """The report to go on with."""
     setup = vars(setup_of(options)) | {"pairs": list(options.pairs)}
     setup = json.loads(json.dumps(setup))  # as it is read back
     new: dict[str, Any] = provenance("experiments/recall.py", argv, options.commit)
     new |= {"method": report.METHOD, "setup": setup, "rows": []}
-    if options.output is None or not options.output.exists():
-        return new
-    old = json.loads(options.output.read_text(encoding="utf-8"))
-    for name in ("commit", "gpu", "torch", "setup"):
-        if old.get(name) != new[name]:
-            sys.exit(f"error: --output: {options.output.name} has {name} {old.get(name)}, expected {new[name]}; "
-                     "give another file, or remove it")
-    return old
+    return resumed(new, options.output)
 
 
 def run(options: argparse.Namespace, result: dict[str, Any], device: str) -> bool:

@@ -12,7 +12,6 @@ model takes a few steps, ours by the eager reference.
 """
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -24,7 +23,7 @@ import torch
 from attention_benchmark.options import declare, positive
 from attention_benchmark.peers import Absent, reason
 from attention_benchmark.progress import Progress
-from attention_benchmark.report import write
+from attention_benchmark.report import resumed, write
 from matplotlib.figure import Figure
 from provenance import ROOT, provenance
 from training_benchmark.precision import BASE, RUNS, Setup, losses_of, smooth, summary, train
@@ -112,20 +111,13 @@ def setup_of(options: argparse.Namespace) -> Setup:
 
 
 def begin(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """The report to go on with: that of --output, if it is there and of the same code and setup."""
+    """The report to go on with."""
     new: dict[str, Any] = provenance("experiments/training_precision.py", argv, options.commit)
     setup = vars(setup_of(options)) | {"half_lives": list(options.half_lives), "window": options.window}
     setup["data"] = options.data and Path(options.data).name
     new |= {"method": METHOD, "setup": setup, "labels": {run.name: run.label for run in RUNS}}
     new |= {"missing": [], "summary": [], "rows": []}
-    if options.output is None or not options.output.exists():
-        return new
-    old = json.loads(options.output.read_text(encoding="utf-8"))
-    for name in ("commit", "gpu", "torch", "setup"):
-        if old.get(name) != new[name]:
-            sys.exit(f"error: --output: {options.output.name} has {name} {old.get(name)}, expected {new[name]}; "
-                     "give another file, or remove it")
-    return old
+    return resumed(new, options.output)
 
 
 def run_all(options: argparse.Namespace, result: dict[str, Any], device: str) -> bool:

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,19 @@ def _cell(row: dict[str, Any]) -> str:
     ratio = row["ratio_to_cudnn"]
     ratio = f"{ratio:.2f}" if ratio else "–"
     return f"{row['ms']:10.3f} {f'[{low:.3f}–{high:.3f}]':>17} {row['tflops']:8.0f} {ratio:>7}"
+
+
+def resumed(new: dict[str, Any], output: Path | None) -> dict[str, Any]:
+    """The report to go on with: that of --output, if it is there and of the same code, machine and setup; else the new
+    one. The exit status is 1, with a line, if it is of others."""
+    if output is None or not output.exists():
+        return new
+    old = json.loads(output.read_text(encoding="utf-8"))
+    for name in ("commit", "gpu", "torch", "setup"):
+        if old.get(name) != new[name]:
+            sys.exit(f"error: --output: {output.name} has {name} {old.get(name)}, expected {new[name]}; "
+                     "give another file, or remove it")
+    return old
 
 
 def write(report: dict[str, Any], path: Path) -> None:
