@@ -50,7 +50,7 @@ _MOST_PROGRAMS_OF_FEW = 1
 def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -> tuple[Tensor, Tensor | None, Saved]:
     """out (B, T_q, H, D_v), lse (B, H, T_q) or None, and what the backward reads."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
-    scale, bounds, bias = inputs.any_scale, inputs.bounds, inputs.bias
+    scale, bounds, bias = inputs.any_scale, inputs.bounds, _bias_to_read(inputs)
     with launching.on_device(problem.device):
         results = outputs.allocate(problem, q, with_lse)
         out, row_lse2, lse = results
@@ -91,7 +91,7 @@ def backward(
 ) -> Gradients:
     """Of q, k, v and a scale per row, and as asked for of log_decay and bias."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
-    scale, bounds, bias = inputs.any_scale, inputs.bounds, inputs.bias
+    scale, bounds, bias = inputs.any_scale, inputs.bounds, _bias_to_read(inputs)
     # None where no gradient of theirs is asked for
     decay_leaf, bias_leaf = log_decay if decay_gradient else None, bias if bias_gradient else None
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
@@ -359,6 +359,17 @@ def _tiled(
 
 def _tensor(scale: Tensor | float) -> Tensor | None:
     return scale if isinstance(scale, Tensor) else None
+
+
+def _bias_to_read(inputs: Inputs) -> Tensor | None:
+    """The bias; in float64 a mask in 32 bits. Triton lays the operands of a product out for the narrowest number that
+    was loaded for them, and there is no such layout of float64 for bytes: Triton 3.6 does not compile it."""
+    bias = inputs.bias
+    if bias is None or bias.dtype != torch.bool or inputs.q.dtype != torch.float64:
+        return bias
+    # only what differs: a mask may be a view that repeats
+    once = bias[tuple(slice(1 if stride == 0 else None) for stride in bias.stride())]
+    return once.int().expand(bias.shape)
 
 
 def _shape(bias: Tensor | None) -> torch.Size | None:

@@ -146,7 +146,7 @@ def load_bias(bias, row, key, work, ACCUMULATOR: tl.constexpr):
     """A tile of a head's bias in base 2, for rows (·, 1) and keys (1, ·) in either order; a mask's False is −inf."""
     inside = (row < work.query_length) & (key < work.key_length)
     tile = tl.load(_pairs(bias, row, key), mask=inside, other=0)
-    if bias.data.dtype.element_ty == tl.uint8:
+    if bias.data.dtype.element_ty.is_int():
         tile = tl.where(tile == 0, float("-inf"), 0.0).to(ACCUMULATOR)
     else:
         tile = tile.to(ACCUMULATOR) * LOG2E

@@ -69,6 +69,13 @@ def test_every_decay_direction_and_dtype(decay, causal, dtype, device):
     verify(Case(decay=decay, causal=causal, dtype=dtype, kv_heads=1, value_dim=24).inputs(device))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mask(dtype, device):
+    """Of one byte per pair; Triton chooses the layout of a product by the narrowest number that leads to it."""
+    mask = torch.rand(2, 1, 50, device=device) < 0.7
+    verify(Case(query_length=90, key_length=50, head_dim=26, value_dim=21, dtype=dtype).inputs(device), bias=mask)
+
+
 @pytest.mark.parametrize("length", [1, 15, 17, 63, 65, 127, 129, 257])
 @pytest.mark.parametrize("decay", ["none", "scalar"])
 def test_lengths_that_divide_nothing(length, decay, device):
