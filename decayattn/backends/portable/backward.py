@@ -72,9 +72,8 @@ class QuerySums(NamedTuple):
 
     dq: tl.tensor  # (BLOCK_M, D)
     decay: tl.tensor  # (BLOCK_M,): Σ σ dS of a decay per token, Σ dS |i − j| of a constant one
-    # (BLOCK_M,), of a constant decay: Σ dS, Σ P and Σ P |i − j|
-    ds: tl.tensor
-    p: tl.tensor
+    # (BLOCK_M,), of a constant decay: Σ P dP, which is Δ without rounding, and Σ P |i − j|
+    delta: tl.tensor
     distance: tl.tensor
 
 
@@ -277,14 +276,15 @@ def _add_keys(
     )
     dp = tl.dot(queries.d_out, tl.trans(v), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     ds = score_gradient(p, dp, queries.delta[:, None])
-    decay_sum, ds_sum, p_sum, distance_sum = sums.decay, sums.ds, sums.p, sums.distance
+    decay_sum, delta_sum, distance_sum = sums.decay, sums.delta, sums.distance
     if DECAY_GRADIENT:
         if DECAY == "constant":
-            distance = tl.abs(rows.position[:, None] - key[None, :]).to(ACCUMULATOR)
+            # relative to the rows' anchor, where they are exact for near pairs: converted per row and key, not per pair
+            row_offset, key_offset = (rows.position - rows.anchor).to(ACCUMULATOR), (key - rows.anchor).to(ACCUMULATOR)
+            distance = tl.abs(row_offset[:, None] - key_offset[None, :])
             decay_sum += tl.sum(ds * distance, 1)
             if queries.d_out.dtype.primitive_bitwidth == 16:
-                ds_sum += tl.sum(ds, 1)
-                p_sum += tl.sum(p, 1)
+                delta_sum += tl.sum(p * dp, 1)
                 distance_sum += tl.sum(p * distance, 1)
         elif TRAITS.causal:
             decay_sum += tl.sum(ds, 1)
@@ -293,7 +293,7 @@ def _add_keys(
     if d_bias is not None:
         add_bias_gradient(d_bias, rows.index[:, None], key[None, :], work, ds, TRAITS.shared_bias)
     dq = tl.dot(ds.to(k.dtype), k, sums.dq, input_precision=PRECISION, out_dtype=ACCUMULATOR)
-    return QuerySums(dq, decay_sum, ds_sum, p_sum, distance_sum)
+    return QuerySums(dq, decay_sum, delta_sum, distance_sum)
 
 
 @triton.jit
@@ -344,7 +344,7 @@ def query_gradients_kernel(
     tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_n)
 
     nothing = tl.zeros([BLOCK_M], ACCUMULATOR)
-    sums = QuerySums(tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR), nothing, nothing, nothing, nothing)
+    sums = QuerySums(tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR), nothing, nothing, nothing)
     edge_tiles = tile_end - tile_begin - (whole_end - whole_begin)
     for whole in tl.static_range(2):  # edge tiles, then whole ones
         for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
@@ -357,16 +357,16 @@ def query_gradients_kernel(
     here, inside = offsets.rows + rows.index, rows.index < query_length
     decay_sum = sums.decay
     if DECAY_GRADIENT and TRAITS.decay == "constant" and do.dtype.primitive_bitwidth == 16:
-        # Σ_j dS is dLSE, and, where a sink has the rest of P, that times Δ; but for the error of Δ, which a 16-bit
-        # output brings and every dS has P times: it leaves again. An output of more bits brings none to speak of, and
-        # what Σ P is short of by the rounding of large scores would be taken for a sink's
-        ds_sum = sums.ds - (1 - sums.p) * row_delta
+        # every dS has P times the error of Δ, which a 16-bit output brings: Σ P dP − dLSE is Δ without it, with a sink
+        # and without, and that error times P leaves again. An output of more bits brings none to speak of, and
+        # what Σ P is short of by the rounding of large scores would be taken for one
+        delta_error = sums.delta - row_delta
         if row_terms.d_lse is not None:
             strides = row_terms.d_lse.strides
             offset = entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-            ds_sum -= tl.load(row_terms.d_lse.data + offset + (rows.row + first_row).to(tl.int64) * strides[2])
+            delta_error -= tl.load(row_terms.d_lse.data + offset + (rows.row + first_row).to(tl.int64) * strides[2])
         # a row that saw nothing has no gradient, whatever dLSE is
-        decay_sum -= tl.where(sums.distance == 0, 0.0, ds_sum * sums.distance)
+        decay_sum -= tl.where(sums.distance == 0, 0.0, delta_error * sums.distance)
     if DECAY_GRADIENT:
         tl.store(gradients.decay_sums + here, decay_sum, mask=inside)
     if gradients.scales is not None:
