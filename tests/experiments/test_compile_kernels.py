@@ -28,32 +28,17 @@ def compile_kernels(*options: str) -> subprocess.CompletedProcess:
     )
 
 
-def assert_compiled(backend: str, dims: list[int], paths: list[str], kernels: list[str]) -> None:
-    dims_of_options = map(str, dims)
-    run = compile_kernels(
-        "--backends", backend, "--head-dims", *dims_of_options, "--decays", "scalar", "--paths", *paths
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    for dim in dims:
-        for kernel in kernels:
-            line = rf"^sm_90 +{backend} +D{dim} .* {kernel} "
-            assert re.search(line, run.stdout, re.MULTILINE), (dim, kernel, run.stdout)
-
-
-@pytest.mark.parametrize(
-    ("backend", "path", "kernels"),
-    [("hopper", "TMA", KERNELS["hopper"]), ("triton", "small", ["forward_kernel", "gradients_kernel"])],
-    ids=["hopper", "triton"],
-)
-def test_one_tile_of_each_backend_compiles_for_sm90(backend, path, kernels):
-    assert_compiled(backend, [64], [path], kernels)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", KERNELS)
 def test_both_backends_compile_for_sm90(backend):
     """One tile per kernel, head dimension, direction and way to lay out sequences."""
-    assert_compiled(backend, [64, 128], ["TMA", "small", "packed", "decode"], KERNELS[backend])
+    options = ["--head-dims", "64", "128", "--decays", "scalar", "--paths", "TMA", "small", "packed", "decode"]
+    run = compile_kernels("--backends", backend, *options)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for dim in (64, 128):
+        for kernel in KERNELS[backend]:
+            line = rf"^sm_90 +{backend} +D{dim} .* {kernel} "
+            assert re.search(line, run.stdout, re.MULTILINE), (dim, kernel, run.stdout)
 
 
 @pytest.mark.slow

@@ -267,6 +267,7 @@ def test_a_nan_in_a_query_shows():
 
 
 COMPILE = """
+import sys
 import torch
 from compile_kernels import TARGETS, CompilingDriver, collecting, resources
 from triton.runtime import driver
@@ -275,28 +276,34 @@ from decayattn.problem import Inputs
 
 target = TARGETS["sm_90"]
 driver.set_active(CompilingDriver(target))
-for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
-    q, k, lengths = torch.empty(2, 5, 8, 64, dtype=dtype), torch.empty(2, 512, 2, 64, dtype=dtype), torch.empty(2).int()
-    scale, rates, first = torch.empty(2, 5, 8, dtype=wide), torch.empty(8, dtype=wide), torch.empty(2, 8, 5).int()
-    alpha = torch.empty(2, 512, 8, dtype=torch.float64)
-    with collecting(target) as kernels:
-        decode(Inputs(q, k, k, scale=0.1), lengths, first=first, alpha=alpha)
-        decode(Inputs(q, k, k, rates, scale), lengths, first=first, left=100)
-        decode(Inputs(q, k, k, scale=0.1), lengths)
-    assert len(kernels) == 6, len(kernels)
-    for kernel in kernels:
-        assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared
-        assert not resources(kernel, target)["serialised"]
+dtype, wide = (getattr(torch, name) for name in sys.argv[1:])
+q, k, lengths = torch.empty(2, 5, 8, 64, dtype=dtype), torch.empty(2, 512, 2, 64, dtype=dtype), torch.empty(2).int()
+scale, rates, first = torch.empty(2, 5, 8, dtype=wide), torch.empty(8, dtype=wide), torch.empty(2, 8, 5).int()
+alpha = torch.empty(2, 512, 8, dtype=torch.float64)
+with collecting(target) as kernels:
+    decode(Inputs(q, k, k, scale=0.1), lengths, first=first, alpha=alpha)
+    decode(Inputs(q, k, k, rates, scale), lengths, first=first, left=100)
+    decode(Inputs(q, k, k, scale=0.1), lengths)
+assert len(kernels) == 6, len(kernels)
+for kernel in kernels:
+    assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared
+    assert not resources(kernel, target)["serialised"]
 print("compiled")
 """
 
 
-def test_the_kernels_compile():
+@pytest.mark.parametrize(("dtype", "wide"), [
+    ("bfloat16", "float32"),
+    pytest.param("float32", "float32", marks=pytest.mark.slow),
+    pytest.param("float64", "float64", marks=pytest.mark.slow),
+])
+def test_the_kernels_compile(dtype, wide):
     """For sm_90, within the shared memory of smaller GPUs; the interpreter lets pass what the compiler refuses."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(EXPERIMENTS), str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     run = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-c", COMPILE, dtype, wide], env=environment, capture_output=True, text=True, timeout=600,
+        check=False,
     )
     assert run.stdout.endswith("compiled\n"), run.stdout + run.stderr
