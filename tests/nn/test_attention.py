@@ -341,7 +341,7 @@ def test_float32_input_of_autocast_reaches_the_gate_unrounded():
     ("decay", "backend", "dynamic"),
     [
         *((decay, "reference", False) for decay in DECAYS),
-        ("scalar", "reference", True),
+        pytest.param("scalar", "reference", True, marks=pytest.mark.slow),
         ("learned", "triton", False),
         ("scalar", "triton", True),
     ],

@@ -355,15 +355,16 @@ def test_the_fraction_where_nothing_can_be_skipped(device):
 def test_nothing_is_planned_where_it_cannot_pay(device, monkeypatch):
     inputs = make(device, 600, 600, "weak")
     q, k, v, log_decay, _ = inputs.values()
-    short = (x[:, :400] for x in (q, k, v, log_decay))
+    one_head = [x[:, :, :1] for x in (q, k, v, log_decay)]
+    short = (x[:, :400] for x in one_head)
     plans = []
     as_argument = skipping.as_argument
     monkeypatch.setattr(skipping, "as_argument", lambda *given: plans.append(as_argument(*given)) or plans[-1])
     options = dict(return_lse=True, backend="triton")
     with torch.no_grad():
-        decay_attention(q, k, v, **options)
-        decay_attention(q, k, v, log_decay, causal=False, **options)
-        decay_attention(q, k, v, log_decay, bias=q.new_zeros(1), **options)
+        decay_attention(*one_head[:3], **options)
+        decay_attention(*one_head, causal=False, **options)
+        decay_attention(*one_head, bias=q.new_zeros(1), **options)
         decay_attention(*short, **options)
         everything = decay_attention(q, k, v, log_decay, skip_tolerance=None, **options)
         assert plans == [None] * 5
