@@ -1,0 +1,246 @@
+"""Eviction from a cache: what is lost stays below its bound, and a layer generates far beyond its cache."""
+
+import math
+
+import pytest
+import torch
+from cached_layers import BACKENDS, DEVICE, HEADS, WIDTH, Rotary, build, tokens
+from torch import nn
+
+import decayattn.nn.attention
+from decayattn.nn import ConstantDecay, DecayCache, ScalarDecay
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Stream:
+    """A long random sequence that comes in parts, and everything about it in float64 without a cache.
+
+    Queries and keys have length 1, and the scale is the bound on the scores.
+    """
+
+    def __init__(self, kind, *, length=240, heads=4, kv_heads=2, bound=1.5, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(2, length, *shape, generator=generator, dtype=torch.float64)
+
+        self.q, self.k = (nn.functional.normalize(random(n, 6), dim=-1).to(DEVICE) for n in (heads, kv_heads))
+        self.v, self.bound, self.heads, self.kv_heads = random(kv_heads, 5).to(DEVICE), bound, heads, kv_heads
+        rates = -torch.linspace(0.2, 1.5, heads, dtype=torch.float64)
+        self.log_decay = (rates if kind == "constant" else rates * random(heads).abs()).to(DEVICE)
+        self.constant = self.log_decay if kind == "constant" else None
+
+    def decay(self):
+        """(α_i − α_j, whether i sees j), (B, H, T, T)."""
+        i = torch.arange(self.q.shape[1], device=DEVICE)
+        if self.constant is not None:
+            alpha, segment = self.log_decay[:, None] * i, torch.zeros_like(i)
+        else:
+            resets = self.log_decay.isneginf()
+            alpha = self.log_decay.masked_fill(resets, 0).cumsum(1).mT
+            segment = resets.cumsum(1).mT
+        seen = (i[:, None] >= i) & (segment[..., :, None] == segment[..., None, :])
+        difference = alpha[..., :, None] - alpha[..., None, :]
+        return difference.expand(2, self.heads, -1, -1), seen.expand(2, self.heads, -1, -1)
+
+    def probabilities(self):
+        """(B, H, T, T) of the whole sequence."""
+        k = self.k.repeat_interleave(self.heads // self.kv_heads, 2)
+        decay, seen = self.decay()
+        scores = self.bound * torch.einsum("bihd,bjhd->bhij", self.q, k)
+        return (scores + decay).masked_fill(~seen, -torch.inf).softmax(-1)
+
+    def cache(self, max_length):
+        return DecayCache(
+            2, max_length, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=6, value_dim=5, device=DEVICE,
+            dtype=torch.float64,
+        )
+
+    def hidden(self, cache):
+        """(B, H, T), True for the tokens that the cache has evicted or hides."""
+        first = cache.first + cache.dropped[:, None]
+        return torch.arange(self.q.shape[1], device=DEVICE) < first[..., None]
+
+    def run(self, tolerance, max_length, parts):
+        """Evict before every part; (largest lost probability, outputs, cache), the bound held in every row."""
+        cache, (decay, seen), p = self.cache(max_length), self.decay(), self.probabilities()
+        start, out, worst = 0, [], 0.0
+        for count in parts:
+            bound = cache.evict(tolerance, self.bound, self.constant)
+            assert (bound <= tolerance * (1 + 1e-12)).all()
+            rows, hidden = slice(start, start + count), self.hidden(cache)
+            if start:
+                terms = (decay + 2 * self.bound).exp().masked_fill(~seen, 0)[:, :, start - 1]
+                torch.testing.assert_close(bound, (terms * hidden).sum(-1), rtol=1e-9, atol=0)
+            lost = (p[:, :, rows] * hidden[:, :, None]).sum(-1)
+            assert (lost <= bound[..., None] * (1 + 1e-12)).all()
+            worst = max(worst, lost.max().item())
+            log_decay = self.log_decay if self.constant is not None else self.log_decay[:, rows]
+            own = (x[:, rows] for x in (self.q, self.k, self.v))
+            out.append(cache.attend(*own, log_decay, scale=self.bound, backend="reference"))
+            start += count
+        return worst, torch.cat(out, 1), cache
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-6])
+@pytest.mark.parametrize("kind", ["constant", "scalar", "resets"])
+def test_evicted_probability_stays_below_its_bound(kind, tolerance, seed):
+    """In a cache that is far too short for the whole sequence."""
+    stream = Stream(kind, seed=seed)
+    if kind == "resets":
+        at = torch.rand(stream.log_decay.shape, generator=torch.Generator().manual_seed(seed)) < 0.02
+        stream.log_decay[at.to(DEVICE)] = -torch.inf
+    worst, out, cache = stream.run(tolerance, 200, [40, 1, 1, 8, 50, 20, 20, 20, 30, 49, 1])
+    group = stream.heads // stream.kv_heads
+    v = stream.v.repeat_interleave(group, 2)
+    want = torch.einsum("bhij,bjhe->bihe", stream.probabilities(), v)
+    assert (out - want).abs().max() <= 2 * tolerance * v.abs().max() + 1e-13
+    assert (cache.dropped + cache.lengths == 240).all()
+    assert (cache.dropped > 0).all()
+    assert worst > 0  # something that mattered a little was dropped
+
+
+def test_the_bound_cannot_be_much_lower():
+    """Old keys along the query, the row's own against it, and nothing in between: the worst case, up to a factor 2."""
+    stream, strength = Stream("scalar", length=102, heads=1, kv_heads=1), 1.5
+    stream.q[:], stream.k[:] = 0, 0
+    stream.q[..., 0], stream.k[..., 0] = 1, 1
+    stream.k[:, 100:, :, 0] = -1
+    stream.log_decay[:] = -0.01
+    stream.log_decay[:, 100], stream.log_decay[:, 101] = -2 * strength - math.log(100) + math.log(1e-3), 0
+    cache = stream.cache(102)
+    cache.append(stream.k[:, :101], stream.v[:, :101], stream.log_decay[:, :101])
+    bound = cache.evict(1e-3, strength)
+    assert (cache.dropped > 50).all()
+    lost = (stream.probabilities()[:, :, 101] * stream.hidden(cache)).sum(-1)
+    assert (lost <= bound).all()
+    assert (lost > bound / 5).all()
+
+
+def test_an_eviction_is_remembered():
+    """By every head of every entry: nothing more goes when nothing has come, and what went counts until a reset."""
+    stream, tolerance = Stream("scalar"), 1e-3
+    stream.log_decay[1] *= 2
+    cache = stream.cache(240)
+    part = slice(0, 100)
+    cache.append(stream.k[:, part], stream.v[:, part], stream.log_decay[:, part])
+    bound, dropped, first = cache.evict(tolerance, stream.bound), cache.dropped.clone(), cache.first.clone()
+    assert (bound > 0).all()
+    assert dropped[0] != dropped[1]
+    torch.testing.assert_close(cache.evict(tolerance, stream.bound), bound, rtol=1e-12, atol=0)
+    cache.reorder(torch.tensor([1, 0], device=DEVICE))
+    torch.testing.assert_close(cache.evict(tolerance, stream.bound), bound.flip(0), rtol=1e-12, atol=0)
+    assert torch.equal(cache.dropped, dropped.flip(0))
+    assert torch.equal(cache.first, first.flip(0))
+
+    token = (stream.k[:, :1], stream.v[:, :1], torch.zeros(2, 1, 4, dtype=torch.float64, device=DEVICE))
+    token[2][:, :, 0] = -torch.inf
+    cache.append(*token)
+    bound = cache.evict(tolerance, stream.bound)
+    assert (bound[:, 0] == 0).all()
+    assert (bound[:, 1:] > 0).all()
+    cache.reset()
+    cache.append(*token)
+    assert (cache.evict(tolerance, stream.bound) == 0).all()
+    assert (cache.dropped == 0).all()
+
+
+def test_an_empty_entry_stays_empty():
+    stream = Stream("scalar")
+    cache, k, v = stream.cache(240), stream.k[:, :200], stream.v[:, :200]
+    counts = torch.tensor([0, 200], device=DEVICE)
+    cache.append(k, v, stream.log_decay[:, :200], new_lengths=counts)
+    bound = cache.evict(1e-3, stream.bound)
+    assert (bound[0] == 0).all()
+    assert cache.dropped[0] == cache.lengths[0] == 0
+    assert cache.dropped[1] > 0
+    assert cache.longest == cache.lengths[1]
+
+
+def test_eviction_frees_what_a_reset_hides():
+    stream = Stream("scalar", bound=0.0)
+    stream.log_decay[:] = 0
+    stream.log_decay[:, 100] = -torch.inf
+    _, _, cache = stream.run(1e-9, 241, [90, 30, 120])
+    assert cache.dropped.tolist() == [100, 100]
+    assert (cache.evict(1e-9, 0.0) == 0).all()
+
+
+def test_without_decay_nothing_is_evicted():
+    cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
+    k = torch.randn(1, 9, 2, 4, device=DEVICE)
+    cache.append(k, k)
+    assert (cache.evict(0.1, torch.tensor([1.0, 0.5], device=DEVICE)) == 0).all()
+    assert (cache.longest, cache.dropped.item()) == (9, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["constant", "scalar"])
+def test_a_layer_generates_far_beyond_its_cache(kind, backend):
+    """Entries of different lengths, reordered in between; positions go on, and the bound comes from qk_norm's gains."""
+    constant = ConstantDecay.from_values([-2.0, -1.0, -0.5, -0.7])
+    decay = constant if kind == "constant" else ScalarDecay(WIDTH, HEADS, initial_half_lives=(0.5, 1.0))
+    layer = build(backend, decay=decay, qk_norm=True, head_dim=6, position=Rotary(), scale=0.05)
+    cache, tolerance, prompts, rest = layer.make_cache(2, 100), 1e-9, tokens(2, 30), tokens(2, 120)
+    rates = decay(rest) if kind == "constant" else None
+    layer(prompts, cache=cache, new_lengths=torch.tensor([30, 20], device=DEVICE))
+    cache.reorder(torch.tensor([1, 0], device=DEVICE))
+    out = []
+    for part in rest.split(30, dim=1):
+        assert (cache.evict(tolerance, layer.score_bound(), rates) <= tolerance).all()
+        out.append(layer(part, cache=cache))
+    assert (cache.dropped > 40).all()
+    assert (cache.dropped + cache.lengths).tolist() == [140, 150]
+    for b, prompt in enumerate((prompts[1, :20], prompts[0])):
+        want = layer(torch.cat([prompt, rest[b]])[None])[0, len(prompt) :]
+        assert (torch.cat(out, 1)[b] - want).abs().max() <= 100 * tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize("scale", [None, -0.7, "learned"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_score_bound_bounds_the_scores(scale, dtype, monkeypatch):
+    layer, seen = build(qk_norm=True, scale=scale, num_kv_heads=1, dtype=dtype), []
+    monkeypatch.setattr(
+        decayattn.nn.attention, "decay_attention", lambda q, k, v, *_, scale, **__: seen.append((q, k, scale)) or q
+    )
+    layer(100 * tokens(2, 50, dtype))
+    [(q, k, scale)] = seen
+    scale = layer.head_dim**-0.5 if scale is None else scale
+    scores = torch.einsum("bihd,bjgd->bijh", q.double(), k.double()).abs() * torch.as_tensor(scale).double().abs()
+    largest = scores.amax((0, 1, 2))
+    assert (largest <= layer.score_bound()).all()
+    assert (largest > 0.2 * layer.score_bound()).all()
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0.0, 1.0), ValueError, "tolerance: expected a number between 0 and 1, got 0.0"),
+        ((1, 1.0), ValueError, "tolerance: expected a number between 0 and 1, got 1"),
+        (("auto", 1.0), TypeError, "tolerance: expected a number, got 'auto'"),
+        ((0.1, None), TypeError, "score_bound: expected a number or a tensor"),
+        ((0.1, torch.zeros(3)), ValueError, r"score_bound: expected a number or \(H,\) = \(2,\), got \(3,\)"),
+        ((0.1, 1.0, -0.5), ValueError, "log_decay: expected None, because the cache holds a decay per token"),
+    ],
+)
+def test_errors_of_evict_name_the_argument(arguments, error, message):
+    cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
+    k = torch.zeros(1, 5, 2, 4, device=DEVICE)
+    cache.append(k, k, torch.zeros(1, 5, 2, device=DEVICE))
+    with pytest.raises(error, match=message):
+        cache.evict(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments))
+    assert cache.longest == 5
+
+
+def test_no_score_bound_without_qk_norm():
+    with pytest.raises(ValueError, match="qk_norm: expected True"):
+        build().score_bound()
