@@ -72,7 +72,7 @@ class QuerySums(NamedTuple):
 
     dq: tl.tensor  # (BLOCK_M, D)
     decay: tl.tensor  # (BLOCK_M,): Σ σ dS of a decay per token, Σ dS |i − j| of a constant one
-    # (BLOCK_M,), of a constant decay: Σ P dP, which is Δ without rounding, and Σ P |i − j|
+    # (BLOCK_M,), of a constant decay: Σ P dP, which is Σ dO·O without the rounding of O, and Σ P |i − j|
     delta: tl.tensor
     distance: tl.tensor
 
@@ -357,9 +357,9 @@ def query_gradients_kernel(
     here, inside = offsets.rows + rows.index, rows.index < query_length
     decay_sum = sums.decay
     if DECAY_GRADIENT and TRAITS.decay == "constant" and do.dtype.primitive_bitwidth == 16:
-        # every dS has P times the error of Δ, which a 16-bit output brings: Σ P dP − dLSE is Δ without it, with a sink
-        # and without, and that error times P leaves again. An output of more bits brings none to speak of, and
-        # what Σ P is short of by the rounding of large scores would be taken for one
+        # every dS is off by P times the error of Δ, which comes from rounding the output to 16 bits. Σ P dP − dLSE is Δ
+        # without that error, with a sink and without: it is found and taken out here. In float32 it is not worth it:
+        # there the rounding of large scores makes Σ P, and with it Σ P dP, less exact than Δ is
         delta_error = sums.delta - row_delta
         if row_terms.d_lse is not None:
             strides = row_terms.d_lse.strides
