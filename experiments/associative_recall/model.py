@@ -125,4 +125,4 @@ class Gates(Decay):
         with torch.autocast(x.device.type, enabled=False):
             wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1, models, width)
             logits = torch.einsum("nmd,mhd->nmh", wide, self.weight) + self.bias
-            return F.logsigmoid(logits).view(*x.shape[:-1], models * heads)
+            return F.logsigmoid(logits).reshape(*x.shape[:-1], models * heads)  # einsum chooses the strides

@@ -122,6 +122,14 @@ def test_gates_are_those_of_the_library():
     torch.testing.assert_close(gates(x)[..., 2:4], one(x[..., 6:12]))
 
 
+def test_gates_take_any_strides_from_einsum(monkeypatch):
+    """A GPU's einsum puts the models first, and its logsigmoid keeps them there; on a CPU both are contiguous."""
+    gates, x = Gates(3, 6, 2), torch.randn(2, 5, 18)
+    expected, logsigmoid = gates(x), F.logsigmoid
+    monkeypatch.setattr(F, "logsigmoid", lambda y: logsigmoid(y.transpose(0, 1)).transpose(0, 1))
+    assert torch.equal(gates(x), expected)
+
+
 def test_the_same_seed_starts_alike_in_every_mode():
     models = [SideBySide([5, 6], mode=m, width=8, heads=2, vocabulary=16, backend="reference") for m in MODES]
     for model in models[1:]:
