@@ -15,6 +15,7 @@ It needs the extra `decayattn[transformers]`.
 """
 
 import copy
+import dataclasses
 import inspect
 import math
 import operator
@@ -53,6 +54,10 @@ _LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
     "head_dim", "decay", "qk_norm", "output_gate", "window_size", "sink", "backend", "device", "dtype",
 }
 
+# one name of an argument and an output of every model: "cache" since transformers 5.24, "past_key_values" before
+_OUTPUTS = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
+_CACHE = "cache" if "cache" in _OUTPUTS else "past_key_values"
+
 
 class DecayConfig(PreTrainedConfig):
     """Configuration of DecayModel and DecayForCausalLM.
@@ -78,7 +83,7 @@ class DecayConfig(PreTrainedConfig):
     """
 
     model_type = "decayattn"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012, transformers' name and type
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012, transformers' name and type
 
     def __init__(
         self,
@@ -171,7 +176,7 @@ class DecayCacheLayer(DynamicLayer):
         return self.cache
 
     def update(self, *args, **kwargs):
-        raise NotImplementedError("past_key_values: a DecayCacheLayer takes its tokens from DecayFlashAttention only")
+        raise NotImplementedError("cache: a DecayCacheLayer takes its tokens from DecayFlashAttention only")
 
     def get_seq_length(self) -> int:
         """Tokens so far, padding included: the columns that attention_mask has for them."""
@@ -207,7 +212,7 @@ class DecayCacheLayer(DynamicLayer):
 
 
 class DecayModelCache(Cache):
-    """past_key_values of DecayModel: a DecayCacheLayer per layer. Inference only.
+    """The cache, or past_key_values, of DecayModel: a DecayCacheLayer per layer. Inference only.
 
     Args:
         config: of the model.
@@ -249,17 +254,17 @@ class DecayBlock(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
-        past_key_values: DecayModelCache | None = None,
+        cache: DecayModelCache | None = None,
         new_lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
         normed = self.input_layernorm(x)
-        if past_key_values is None:
+        if cache is None:
             attended = self.self_attn(normed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         else:
-            cache = past_key_values.layers[self.layer_idx].room_for(*x.shape[:2], self.self_attn)
-            attended = self.self_attn(normed, cache=cache, new_lengths=new_lengths)
+            own = cache.layers[self.layer_idx].room_for(*x.shape[:2], self.self_attn)
+            attended = self.self_attn(normed, cache=own, new_lengths=new_lengths)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -271,7 +276,7 @@ class DecayPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecayBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     # Decay modules refuse to become narrower anyway; this tells loaders that look for it
     _keep_in_fp32_modules_strict = ["self_attn.decay"]  # noqa: RUF012
 
@@ -309,16 +314,18 @@ class DecayModel(DecayPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        cache: DecayModelCache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """T new tokens, input_ids (B, T) or inputs_embeds (B, T, hidden_size) → last_hidden_state in that shape.
 
         Args:
-            attention_mask: (B, past + T), 0 for padding and 1 for tokens, also for those in past_key_values. Padding
+            attention_mask: (B, past + T), 0 for padding and 1 for tokens, also for those in the cache. Padding
                 may stand anywhere, and hold anything: the tokens are treated as if it were not there, and its own
                 outputs are 0.
-            past_key_values: the tokens so far; takes in the new ones. Under torch.no_grad() only.
-            use_cache: start past_key_values where none came. Default config.use_cache, and no where gradients are
+            cache: the tokens so far; takes in the new ones. Under torch.no_grad() only. transformers calls it
+                past_key_values before 5.24; both names are taken, and the output has the one of the release.
+            use_cache: start a cache where none came. Default config.use_cache, and no where gradients are
                 recorded, because a cache has none, and for packed sequences, which no token follows.
             output_hidden_states: also return hidden_states, (B, T, hidden_size) before the first layer and after every
                 one, the last of them after the norm.
@@ -341,14 +348,15 @@ class DecayModel(DecayPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         packed = _is_packed(packing)
-        if packed and (use_cache or past_key_values is not None):
-            raise ValueError("past_key_values, use_cache: expected none with packed sequences, which no token follows")
-        if past_key_values is None:
+        cache = _under_either_name(cache, past_key_values)
+        if packed and (use_cache or cache is not None):
+            raise ValueError(f"{_CACHE}, use_cache: expected none with packed sequences, which no token follows")
+        if cache is None:
             if use_cache is None:
                 use_cache = self.config.use_cache and not torch.is_grad_enabled() and not packed
-            past_key_values = DecayModelCache(self.config) if use_cache else None
-        elif not isinstance(past_key_values, DecayModelCache):
-            raise TypeError(f"past_key_values: expected a DecayModelCache, got a {type(past_key_values).__name__}")
+            cache = DecayModelCache(self.config) if use_cache else None
+        elif not isinstance(cache, DecayModelCache):
+            raise TypeError(f"{_CACHE}: expected a DecayModelCache, got a {type(cache).__name__}")
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if x.ndim != 3 and input_ids is not None:
@@ -358,7 +366,7 @@ class DecayModel(DecayPreTrainedModel):
         new_lengths, real = None, None
         sequences = _sequences(packing, x, attention_mask) if packed else {}
         if attention_mask is not None:
-            real = _new_columns(attention_mask, x, past_key_values)
+            real = _new_columns(attention_mask, x, cache)
             # tokens first, in their order, then padding: causality hides it, and a cache overwrites it
             new_lengths, order = real.sum(1), (~real).int().argsort(dim=1, stable=True)
             # zeros: rows read what is padded with probability 0, and 0 · NaN is NaN
@@ -368,7 +376,7 @@ class DecayModel(DecayPreTrainedModel):
         for block in self.layers:
             if output_hidden_states:
                 states.append(x)
-            x = block(x, past_key_values=past_key_values, new_lengths=new_lengths, **sequences)
+            x = block(x, cache=cache, new_lengths=new_lengths, **sequences)
         states.append(self.norm(x))
         if real is not None:
             back = order.argsort(dim=1)[..., None]
@@ -376,8 +384,8 @@ class DecayModel(DecayPreTrainedModel):
             states = [x.take_along_dim(back, 1).masked_fill(~real[..., None], 0) for x in states]
         return BaseModelOutputWithPast(
             last_hidden_state=states[-1],
-            past_key_values=past_key_values,
             hidden_states=tuple(states) if output_hidden_states else None,
+            **{_CACHE: cache},
         )
 
 
@@ -403,6 +411,7 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
+        cache: DecayModelCache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """As DecayModel.forward, and logits (B, T, vocab_size).
@@ -420,7 +429,7 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         """
         of_loss = {name: kwargs.pop(name) for name in _LOSS_ARGUMENTS if name in kwargs}
         outputs = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values,
+            input_ids=input_ids, attention_mask=attention_mask, cache=_under_either_name(cache, past_key_values),
             inputs_embeds=inputs_embeds, use_cache=use_cache, output_hidden_states=output_hidden_states,
             return_dict=True, **kwargs,
         )
@@ -432,15 +441,15 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            **{_CACHE: getattr(outputs, _CACHE)},
         )
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
         """The cache that `generate` starts with, where the user has not passed one; it would take a DynamicCache."""
-        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        if model_kwargs.get(_CACHE) is not None or generation_config.use_cache is False:
             return super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
@@ -449,7 +458,7 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
                 "cache_implementation: expected None or 'dynamic', the cache of this model; "
                 f"got {generation_config.cache_implementation!r}"
             )
-        model_kwargs["past_key_values"] = DecayModelCache(self.config, max_cache_length)
+        model_kwargs[_CACHE] = DecayModelCache(self.config, max_cache_length)
 
 
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
@@ -524,11 +533,18 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
 
 
-def _new_columns(attention_mask: Tensor, x: Tensor, past_key_values: DecayModelCache | None) -> Tensor:
+def _under_either_name(cache: DecayModelCache | None, past_key_values: DecayModelCache | None):
+    """The cache, which comes under one of its two names."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache, past_key_values: expected one of them, they are the same argument")
+    return past_key_values if cache is None else cache
+
+
+def _new_columns(attention_mask: Tensor, x: Tensor, cache: DecayModelCache | None) -> Tensor:
     """The columns of the new tokens, (B, T) bool."""
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask: expected a tensor, got {attention_mask!r}")
-    past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    past = 0 if cache is None else cache.get_seq_length()
     expected = (x.shape[0], past + x.shape[1])
     if attention_mask.shape != expected:
         raise ValueError(f"attention_mask: expected (B, past + T) = {expected}, got {tuple(attention_mask.shape)}")

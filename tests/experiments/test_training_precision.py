@@ -13,6 +13,12 @@ from training_benchmark.precision import RUNS, Setup
 RUN = {run.name: run for run in RUNS}
 
 
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch):
+    """A training of numbers that a GPU would round otherwise, and no peer that has to be installed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("data") / "text"

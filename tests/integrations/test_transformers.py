@@ -1,6 +1,7 @@
 """The language model for transformers: a plain formula, padding, transformers' own generation, and checkpoints."""
 
 import copy
+import inspect
 import math
 import os
 import subprocess
@@ -15,13 +16,22 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 
 import safetensors.torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    LlamaModel,
+)
 
 from decayattn.integrations.transformers import DECAYS, DecayConfig, DecayForCausalLM, DecayModel, DecayModelCache
 from decayattn.nn import ScalarDecay
 
 VOCAB, LAYERS, HEADS = 50, 2, 4
 LEFT_PADDING = (3, 0, 5)
+# what this release of transformers calls a model's cache
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 TOKENS = 9
 
 
@@ -57,7 +67,13 @@ def holes():
 def generate(model, ids, mask=None, **options):
     mask = torch.ones_like(ids) if mask is None else mask
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **options}
+    if "cache" in options:
+        options[CACHE] = options.pop("cache")
     return model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
+
+
+def cache_of(output):
+    return getattr(output, CACHE)
 
 
 def plain_logits(model, row):
@@ -146,8 +162,8 @@ def test_what_padding_holds_does_not_matter(filling, use_cache):
         embeds = model.model.embed_tokens(ids).detach().masked_fill(mask[..., None] == 0, value)
         if use_cache:
             with torch.no_grad():
-                cache = model(inputs_embeds=embeds, attention_mask=mask).past_key_values
-                results.append([model(ids[:, :1], attention_mask=seen, past_key_values=cache).logits])
+                cache = cache_of(model(inputs_embeds=embeds, attention_mask=mask))
+                results.append([model(ids[:, :1], attention_mask=seen, cache=cache).logits])
         else:
             logits = model(inputs_embeds=embeds.requires_grad_(), attention_mask=mask).logits
             results.append([logits, *torch.autograd.grad(logits.square().sum(), [embeds, *parameters])])
@@ -248,7 +264,7 @@ def test_packed_sequences_are_those_sequences_alone(decay, which):
     wanted = torch.autograd.grad(torch.cat(alone).square().sum(), parameters)
     torch.testing.assert_close(torch.autograd.grad(out.logits.square().sum(), parameters), wanted)
     with torch.no_grad():
-        assert model(**batch).past_key_values is None
+        assert cache_of(model(**batch)) is None
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
@@ -269,8 +285,8 @@ def test_positions_that_only_count_up_change_nothing():
     ("arguments", "message"),
     [
         ({"attention_mask": torch.ones(1, sum(LENGTHS))}, "cu_seq_lens_q: packed sequences are one row"),
-        ({"use_cache": True}, "past_key_values, use_cache: expected none with packed sequences"),
-        ({"past_key_values": 1}, "past_key_values, use_cache: expected none with packed sequences"),
+        ({"use_cache": True}, f"{CACHE}, use_cache: expected none with packed sequences"),
+        ({"cache": 1}, f"{CACHE}, use_cache: expected none with packed sequences"),
         ({"cu_seq_lens_q": None, "position_ids": None}, "cu_seq_lens_k: packed sequences are given by cu_seq_lens_q"),
         ({"cu_seq_lens_q": None, "position_ids": torch.arange(3)}, r"position_ids: expected a tensor \(1, 9\)"),
     ],
@@ -319,7 +335,7 @@ def test_a_prompt_in_chunks_and_candidates_from_the_prompt():
             cropped.append(before - self.get_seq_length())
 
     cache = Recording(model.config)
-    guessed = generate(model, repetitive, past_key_values=cache, prompt_lookup_num_tokens=3, **options)
+    guessed = generate(model, repetitive, cache=cache, prompt_lookup_num_tokens=3, **options)
     assert max(cropped) > 0
     assert torch.equal(guessed, generate(model, repetitive, **options))
 
@@ -328,23 +344,23 @@ def test_a_cache_is_continued_copied_and_repeated():
     model, (ids, mask) = build(), left_padded()
     cache = DecayModelCache(model.config)
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
     more = random_ids(tokens=4, seed=5)
     text, seen = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
     expected = generate(model, text, seen)
-    assert torch.equal(generate(model, text, seen, past_key_values=copy.deepcopy(cache)), expected)
+    assert torch.equal(generate(model, text, seen, cache=copy.deepcopy(cache)), expected)
     assert cache.get_seq_length() == TOKENS
 
     twice = copy.deepcopy(cache)
     twice.batch_repeat_interleave(2)
     repeated = [x.repeat_interleave(2, 0) for x in (text, seen)]
-    assert torch.equal(generate(model, *repeated, past_key_values=twice), expected.repeat_interleave(2, 0))
+    assert torch.equal(generate(model, *repeated, cache=twice), expected.repeat_interleave(2, 0))
     cache.batch_select_indices(torch.tensor([2, 0]))
-    some = generate(model, text[[2, 0]], seen[[2, 0]], past_key_values=cache)
+    some = generate(model, text[[2, 0]], seen[[2, 0]], cache=cache)
     assert torch.equal(some, expected[[2, 0]])
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert torch.equal(generate(model, text, seen, past_key_values=cache), expected)
+    assert torch.equal(generate(model, text, seen, cache=cache), expected)
 
 
 @pytest.mark.parametrize(
@@ -362,8 +378,8 @@ def test_a_cache_grows_and_gives_the_logits_of_the_whole_sequence(decay, max_len
     cache, logits, got = DecayModelCache(model.config, max_length), [], []
     with torch.no_grad():
         for piece in ids.split([3, 1, 1, 5, 1, 10], dim=1):
-            out = model(piece, past_key_values=cache)
-            assert out.past_key_values is cache
+            out = model(piece, cache=cache)
+            assert cache_of(out) is cache
             logits.append(out.logits)
             got.append(cache.layers[1].cache.max_length)
         torch.testing.assert_close(torch.cat(logits, 1), model(ids, use_cache=False).logits)
@@ -379,8 +395,8 @@ def test_generate_allocates_its_cache_once():
     out = model.generate(
         ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, return_dict_in_generate=True
     )
-    assert isinstance(out.past_key_values, DecayModelCache)
-    for layer in out.past_key_values.layers:
+    assert isinstance(cache_of(out), DecayModelCache)
+    for layer in cache_of(out).layers:
         assert layer.cache.max_length == layer.cache.longest == TOKENS + 5
         assert layer.cache.lengths.tolist() == [TOKENS + 5 - padding for padding in LEFT_PADDING]
 
@@ -389,12 +405,12 @@ def test_cropping_takes_tokens_back():
     model, (ids, mask) = build(), left_padded()  # one entry has four tokens, and none is left of it
     cache = DecayModelCache(model.config)
     with torch.no_grad():
-        expected = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -4:]
+        expected = model(ids, attention_mask=mask, cache=cache).logits[:, -4:]
         for crop in (-4, torch.tensor(-4), TOKENS - 4):  # so many off the end; so many left
             cache.crop(crop)
             assert cache.get_seq_length() == TOKENS - 4
             assert type(cache.get_seq_length()) is int
-            again = model(ids[:, -4:], attention_mask=mask, past_key_values=cache).logits
+            again = model(ids[:, -4:], attention_mask=mask, cache=cache).logits
             torch.testing.assert_close(again, expected)
         cache.crop(0)
         assert cache.get_seq_length() == TOKENS
@@ -402,10 +418,10 @@ def test_cropping_takes_tokens_back():
 
 def test_a_cache_is_started_where_no_gradient_is_recorded():
     model, ids = build(), random_ids()
-    assert model(ids).past_key_values is None
+    assert cache_of(model(ids)) is None
     with torch.no_grad():
-        assert model(ids).past_key_values.get_seq_length() == TOKENS
-        assert model(ids, use_cache=False).past_key_values is None
+        assert cache_of(model(ids)).get_seq_length() == TOKENS
+        assert cache_of(model(ids, use_cache=False)) is None
     with pytest.raises(RuntimeError, match="no_grad"):
         model(ids, use_cache=True)
 
@@ -540,8 +556,8 @@ def test_bad_arguments_are_refused_by_name():
     for shape in ((3, TOKENS - 1), (2, TOKENS), (3, 1, TOKENS, TOKENS)):
         with pytest.raises(ValueError, match=r"attention_mask: expected \(B, past \+ T\) = \(3, 9\)"):
             model(ids, attention_mask=torch.ones(shape))
-    with pytest.raises(TypeError, match="past_key_values: expected a DecayModelCache, got a DynamicCache"):
-        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(TypeError, match=f"{CACHE}: expected a DecayModelCache, got a DynamicCache"):
+        model(ids, cache=DynamicCache())
     for name in ("position_ids", "cu_seq_lens_q", "seq_idx"):
         with pytest.raises(ValueError, match=f"{name}: packed sequences"):
             model(ids, **{name: torch.arange(TOKENS)})
@@ -594,7 +610,8 @@ def test_what_transformers_passes_to_every_model_is_taken():
     """Where it changes nothing: by its own tools, and by those that pass all that they know as None or False."""
     model, ids = build(), random_ids()
     expected = model(ids).logits
-    nothing = dict.fromkeys(("position_ids", "token_type_ids", "output_attentions", "head_mask", "past_key_values"))
+    names = ("position_ids", "token_type_ids", "output_attentions", "head_mask", "past_key_values", "cache")
+    nothing = dict.fromkeys(names)
     harmless = {"output_attentions": False, "output_router_logits": False, "is_causal": True, "return_dict": True}
     for arguments in (nothing, harmless, {"cache_position": torch.arange(TOKENS)}, {"num_items_in_batch": 7}):
         assert torch.equal(model(ids, **arguments).logits, expected)
@@ -603,12 +620,27 @@ def test_what_transformers_passes_to_every_model_is_taken():
     assert torch.equal(model(ids)[0], expected)
 
 
+def test_a_cache_comes_under_the_name_of_any_release():
+    """transformers renamed it in 5.24, and both names stand in people's programs."""
+    model, ids = build(), random_ids()
+    with torch.no_grad():
+        cache = cache_of(model(ids))
+        assert {CACHE}.issuperset(set(model(ids).keys()) - {"logits"})
+        expected = model(ids[:, :1], cache=copy.deepcopy(cache))
+        again = copy.deepcopy(cache)
+        assert torch.equal(model(ids[:, :1], past_key_values=again).logits, expected.logits)
+        assert again.get_seq_length() == TOKENS + 1
+        for part in (model, model.model):
+            with pytest.raises(ValueError, match="cache, past_key_values: expected one of them"):
+                part(ids[:, :1], cache=cache, past_key_values=cache)
+
+
 def test_a_mask_has_a_column_for_every_token_in_the_cache():
     model, (ids, mask) = build(), left_padded()
     with torch.no_grad():
-        cache = model(ids, attention_mask=mask).past_key_values
+        cache = cache_of(model(ids, attention_mask=mask))
         with pytest.raises(ValueError, match=r"= \(3, 10\), got \(3, 1\)"):
-            model(ids[:, :1], attention_mask=mask[:, :1], past_key_values=cache)
+            model(ids[:, :1], attention_mask=mask[:, :1], cache=cache)
 
 
 def test_the_package_does_not_import_transformers():
