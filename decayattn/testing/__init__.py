@@ -18,9 +18,10 @@ luck where a norm is over few independent entries (a constant decay's gradient i
 is the largest of up to 16 roundings of the same values (`DRAWS`; of as many as it takes). Their scores add up the
 products q·k in orders of their own: A has no part in how exp magnifies the rounding of a score. So do, above 16 bits,
 P·V, the sum of P and dv, whose terms may all have one sign. For 16-bit inputs P is rounded relative to a number per
-row, as an online softmax rounds it, and the decay is added in two parts, of a key inside its block of tokens and of the
-blocks (DERIVATION.md, section 8). What is outside of that budget by less than a factor of 2 is held to 64 roundings
-(`MORE_DRAWS`). Nothing is tuned by hand, and nothing needs Triton.
+row, as an online softmax rounds it, the decay is added in two parts, of a key inside its block of tokens and of the
+blocks (DERIVATION.md, section 8), and half of the roundings cut scores off, as tensor cores do: all scores become a
+little smaller, and a sum over rows, such as a sink's gradient, has that in full. What is outside of that budget by less
+than a factor of 2 is held to 64 roundings (`MORE_DRAWS`). Nothing is tuned by hand, and nothing needs Triton.
 """
 
 from decayattn.testing.attention import (

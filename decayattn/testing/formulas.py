@@ -13,6 +13,9 @@ SCORES_AT_ONCE = 2**25
 # A factor without a short mantissa, between those of attention.DRAWS
 ELSEWHERE = 2.0 ** (1 / 32)
 
+# How many products a tensor core adds to a sum at once, of 16-bit factors
+PRODUCTS_AT_ONCE = 16
+
 # How many keys (or rows) an evaluation adds to a sum at once: kernels go key by key, or tile by tile
 TOKENS_AT_ONCE = (1, 32)
 # of longer sums as many as it takes for so many steps
@@ -52,7 +55,8 @@ def explicit_attention(
             log2 e, for exp2), and an online softmax rounds P before it is normalised. Every factor but 1 also has its
             own order in which the products of a score are added up, and, above 16 bits, the keys in P·V and in the sum
             that P is normalised by, and the rows in dv. For 16 bits it has its own number per row that P is relative to
-            where it is rounded for P·V.
+            where it is rounded for P·V, and half of the factors add up the scores as tensor cores do, which cut off
+            sums that others round.
         absolute: every term enters with its absolute value, so no sum cancels. P is the true P, it is never negative.
         prefix_block: with absolute, the decay of a score counts as the difference of two prefixes that start in the
             last so many tokens, and not only with its own size. Without, 0: the decay of a score is one number; else
@@ -73,6 +77,7 @@ def explicit_attention(
     in_order = factor != 1.0 and rounding in (None, q.dtype)
     online = factor != 1.0 and not in_order and keys > 0
     by_columns = log_decay is not None and prefix_block > 0 and not absolute and keys > 0
+    cut_off = online and round(64 * math.log2(factor)) // 16 % 2 == 1  # with each kind of `_reference` as often
 
     row_scale = (scale if scale.ndim == 2 else scale[:, None].expand(heads, rows))[..., None]
     result = {"out": v.new_zeros(heads, rows, v.shape[2]), "lse": q.new_zeros(heads, rows)}
@@ -99,8 +104,8 @@ def explicit_attention(
         elif bias is not None:
             added = bias[:, chunk]
             visible = visible & ~added.isneginf()
-        products = _products(qi, k, factor)
-        scores = _scores(s, products, decay, added, visible, factor) + of_blocks
+        products = _products_cut_off(qi, k) if cut_off else _products(qi, k, factor)
+        scores = _scores(s, products, decay, added, visible, factor, cut_off) + of_blocks
         total = of_keys = scores.logsumexp(-1)
         if sink is not None:
             total = torch.logaddexp(total, sink.double()[:, None])
@@ -151,7 +156,8 @@ def explicit_attention(
 
         # the backward has P from the saved log-sum-exp, which is rounded, and from scores that it computes once more,
         # which are not rounded as they were: where scores are huge, or one key has a whole row, nothing else counts
-        scores = _scores(row_scale[:, chunk], products, decay, added, visible, factor * ELSEWHERE) + of_blocks
+        multiple = factor * ELSEWHERE
+        scores = _scores(row_scale[:, chunk], products, decay, added, visible, multiple, cut_off) + of_blocks
         p = torch.where(visible, (scores - reference[..., None]).exp(), 0.0).to(q.dtype)
         p_rounded = rounded(p * factor)
         do, dlse = size(grad_out[:, chunk]), size(grad_lse[:, chunk])
@@ -200,6 +206,23 @@ def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
     if factor == 1.0:
         return q @ k.mT
     return _added_up(q, k.mT, _generator(factor), 1)
+
+
+def _products_cut_off(q: Tensor, k: Tensor) -> Tensor:
+    """q·k as a tensor core adds it up: some products at once, and the sum cut off to float32, not rounded.
+
+    (Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science 7:e330, 2021.) All scores are off in
+    one direction, so that a sum over rows, as dsink is, does not average it out.
+    """
+    total = q.new_zeros(q.shape[0], q.shape[1], k.shape[1])
+    for some_q, some_k in zip(q.split(PRODUCTS_AT_ONCE, 2), k.split(PRODUCTS_AT_ONCE, 2), strict=True):
+        total = _toward_zero(total + some_q.double() @ some_k.double().mT, total.dtype)
+    return total
+
+
+def _toward_zero(x: Tensor, dtype: torch.dtype) -> Tensor:
+    nearest = x.to(dtype)
+    return torch.where(nearest.abs() > x.abs(), nearest.nextafter(torch.zeros_like(nearest)), nearest)
 
 
 def _over_tokens(p: Tensor, x: Tensor, factor: float) -> Tensor:
@@ -255,11 +278,19 @@ def _added_up(a: Tensor, b: Tensor, random: torch.Generator, at_once: int) -> Te
 
 
 def _scores(
-    scale: Tensor, products: Tensor, decay: Tensor, bias: Tensor, visible: Tensor, factor: float
+    scale: Tensor, products: Tensor, decay: Tensor, bias: Tensor, visible: Tensor, factor: float, cut_off: bool
 ) -> Tensor:
-    """S in float64, rounded as a multiple by the factor to the products' dtype; −inf where nothing is visible."""
+    """S in float64, rounded as a multiple by the factor to the products' dtype; −inf where nothing is visible.
+
+    cut_off: a tensor core adds the decay, too.
+    """
     dtype = products.dtype
-    multiple = scale * factor * products + (decay * factor).to(dtype) + (bias * factor).to(dtype)
+    multiple = scale * factor * products
+    if cut_off:
+        multiple = _toward_zero(multiple + decay * factor, dtype)
+    else:
+        multiple = multiple + (decay * factor).to(dtype)
+    multiple = multiple + (bias * factor).to(dtype)
     return torch.where(visible, multiple.double() / factor, -math.inf)
 
 

@@ -519,9 +519,36 @@ def by_columns(bits, results, q, k, v, log_decay, scale, grad_out, grad_lse, **h
     return results | {"dlog_decay": d_log_decay}
 
 
+def large_scores_beside_a_sink(seed):
+    """Every row has one key with a score of nearly 300, as the sink has, and the same gradient of its LSE."""
+    torch.manual_seed(seed)
+    direction = torch.nn.functional.normalize(torch.randn(1, 120, 1, 128), dim=-1)
+    q, k = (15 * direction).bfloat16(), (20 * direction).bfloat16()  # not the same: odd squares are 1 modulo 8
+    v, grad_out = torch.zeros(2, 1, 120, 1, 8).bfloat16()
+    inputs = {"q": q, "k": k, "v": v, "grad_out": grad_out, "grad_lse": torch.ones(1, 1, 120), "scale": 1.0}
+    return inputs | {"log_decay": -5 * torch.rand(1, 120, 1), "sink": torch.tensor([300.0])}
+
+
+def cut_off(bits, results, q, k, log_decay, scale, sink, grad_lse, **heads):
+    """dsink of a kernel that cuts off where it adds some products to a score, in float32 and so many bits less, and
+    that rounds nothing else."""
+    total = torch.zeros(1, len(q[0]), len(k[0]), dtype=torch.float64)
+    alpha = log_decay.double().cumsum(1)
+    products = [a.double() @ b.double().mT for a, b in zip(q.split(16, 2), k.split(16, 2), strict=True)]
+    for some in (*products, -alpha[:, None].expand_as(total)):
+        total = total + some
+        step = torch.exp2(total.abs().log2().floor() - 23 + bits)
+        total = (total / step).trunc() * step
+    scores = total + alpha[..., None]
+    lse = torch.where(torch.ones_like(scores).tril() > 0, scores, -math.inf).logsumexp(2)
+    lse = torch.logaddexp(lse, sink.double()[:, None])
+    return results | {"dsink": ((sink[:, None] - lse).exp() * grad_lse).sum(1).float()}
+
+
 def without_these_draws(monkeypatch):
-    """P normalised before it is rounded, and scores whose decay is one number."""
+    """P normalised before it is rounded, scores whose decay is one number, and sums that are rounded to nearest."""
     monkeypatch.setattr(formulas, "_reference", lambda *args: None)
+    monkeypatch.setattr(formulas, "_toward_zero", lambda x, dtype: x.to(dtype))
     zero = torch.zeros((), dtype=torch.float64)
     in_full = lambda log_decay, i, j, block: (formulas._decay_term(log_decay, i, j), zero, zero)  # noqa: E731
     monkeypatch.setattr(formulas, "_decay_by_columns", in_full)
@@ -531,6 +558,7 @@ ROUNDINGS_OF_KERNELS = [
     (one_large_key, fused, (0, 4), "dq", (1, 3, 4)),
     (one_value_beside_a_sink, rounded_output, (torch.float16, torch.bfloat16), "dsink", (1, 3, 4)),
     (strong_decay, by_columns, (0, 8), "dlog_decay", (3, 4, 5)),
+    (large_scores_beside_a_sink, cut_off, (0, 3), "dsink", (0, 1, 2)),
 ]
 
 
