@@ -19,11 +19,12 @@ from decayattn.backends.hopper.backward.dq import (
     stage_dq_part,
     start_dq_part,
 )
-from decayattn.backends.hopper.backward.key_sums import key_columns, key_sums
+from decayattn.backends.hopper.backward.key_sums import edge_distance_sum, key_sums
 from decayattn.backends.hopper.backward.row_terms import DELTA
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visit_count
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import (
+    COPIES,
     KEYS,
     PART,
     SHARES,
@@ -117,11 +118,16 @@ def _next_tile(
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
     # float16 is coarse below 6e-5, and under strong rates the gradient of a rate comes from such P alone
-    FINE: gl.constexpr = work.schedule.DECAY_GRADIENT and DECAY == "constant" and shared.queries.dtype == gl.float16
+    RATE_GRADIENT: gl.constexpr = work.schedule.DECAY_GRADIENT and DECAY == "constant"
+    FINE: gl.constexpr = RATE_GRADIENT and shared.queries.dtype == gl.float16
     if D == 64 and not FINE:
         # rounded to 16 bits: in float32, P would take 64 registers beside the 64 of dP, and 100 bytes would spill
         p = _widened(pT)
-    dsT = score_gradient(p, dpT, 0).to(DTYPE)
+    ds = score_gradient(p, dpT, 0)
+    dsT = ds.to(DTYPE)
+    if RATE_GRADIENT:  # noqa: SIM102, the compiler decides this one, and the kernel the other
+        if is_edge:
+            key_sum += edge_distance_sum(ds, key_position - work.first_position() - tile * ROWS)
 
     # waited for here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
     shared.wait_d_scores(n - 1, pred=n > 0)
@@ -142,9 +148,8 @@ def _next_tile(
     dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, D, ROW_SUMS)
     dsT = gl.convert_layout(dsT, OPERAND)
     dk = warpgroup_mma(dsT, query, dk, is_async=True)
-    COLUMNS: gl.constexpr = key_columns(DECAY)
-    KEY_SUMS_LAYOUT: gl.constexpr = product_layout(COLUMNS)
-    of_keys = gl.zeros([WARPGROUP_KEYS, COLUMNS], gl.float32, KEY_SUMS_LAYOUT)
+    KEY_SUMS_LAYOUT: gl.constexpr = product_layout(COPIES)
+    of_keys = gl.zeros([WARPGROUP_KEYS, COPIES], gl.float32, KEY_SUMS_LAYOUT)
     if work.schedule.DECAY_GRADIENT:
         weights = shared.constants.weights.index(opaque_zero(n)).permute((1, 0))
         of_keys = warpgroup_mma(dsT, weights, of_keys, use_acc=False, is_async=True)

@@ -63,7 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from decayattn.backends.hopper.backward.consumer import consume
 from decayattn.backends.hopper.backward.dq import product_keys
-from decayattn.backends.hopper.backward.key_sums import bit_weights, key_columns
+from decayattn.backends.hopper.backward.key_sums import rate_weights
 from decayattn.backends.hopper.backward.producer import produce
 from decayattn.backends.hopper.backward.shared import BackwardConstants, BackwardShared, allocate_barriers
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums
@@ -147,19 +147,18 @@ def gradients_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     STEP: gl.constexpr = product_keys(D, has_row_sums(DECAY, DECAY_GRADIENT))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
-    COLUMNS: gl.constexpr = key_columns(DECAY)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, ROWS], DTYPE)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, ROWS], DTYPE)
     D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_KEYS, ROWS], DTYPE)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(DTYPE, [1, COPIES, STEP], ONES)
     ones.index(0).store(gl.full([COPIES, STEP], 1.0, DTYPE, LAYOUT))
-    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT)), 1)
+    column = gl.expand_dims(gl.arange(0, COPIES, gl.SliceLayout(1, LAYOUT)), 1)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
-    weights = gl.allocate_shared_memory(DTYPE, [1, COLUMNS, ROWS], WEIGHTS)
+    weights = gl.allocate_shared_memory(DTYPE, [1, COPIES, ROWS], WEIGHTS)
     if DECAY == "constant":
-        weights.index(0).store(bit_weights(column, row).to(DTYPE))
+        weights.index(0).store(rate_weights(column, row).to(DTYPE))
     else:
-        weights.index(0).store(gl.full([COLUMNS, ROWS], 1.0, DTYPE, LAYOUT))
+        weights.index(0).store(gl.full([COPIES, ROWS], 1.0, DTYPE, LAYOUT))
     zeros = allocate_zeros(zeros_desc)
     fence_async_shared()
     shared = BackwardShared(
