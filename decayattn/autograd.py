@@ -16,7 +16,6 @@ from torch import Tensor
 
 from decayattn import compatibility
 from decayattn.backends import registry
-from decayattn.backends.runtime.outputs import with_sink
 from decayattn.problem import AttentionProblem, BackendName, Gradients, Inputs, Saved
 
 
@@ -114,12 +113,10 @@ def _forward(
     out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None)
     if sink is not None:
         assert lse is not None  # asked for
-        out, lse, added = with_sink(out, lse, sink)
-        saved = saved._replace(
-            # P of the keys is relative to it, and the kernels' backward has no other one
-            row_lse2=saved.row_lse2 + added / math.log(2),
-            sink_probability=torch.exp(sink.to(lse.dtype)[:, None] - lse),
-        )
+        row_sink = sink.to(lse.dtype)[:, None]
+        # a row that no kernel has a key for sees the sink alone
+        lse = torch.where(lse.isneginf(), row_sink, lse)
+        saved = saved._replace(sink_probability=torch.exp(row_sink - lse))
     return out, lse, saved
 
 

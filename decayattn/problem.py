@@ -153,7 +153,7 @@ class Saved(NamedTuple):
     last_reset: Tensor
     next_reset: Tensor
     first_block: Tensor  # the first blocks of keys that were visited (skipping.plan)
-    sink_probability: Tensor | None = None  # (B, H, T_q): P of the sink, which no backend sees
+    sink_probability: Tensor | None = None  # (B, H, T_q): P of the sink, the library's own
 
     @property
     def prefix(self) -> DecayPrefix:

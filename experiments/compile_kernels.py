@@ -260,6 +260,7 @@ def compiled_kernels(
         return kernels
     inputs = Inputs(q, k, v, log_decay, bounds=bounds, bias=bias, scale=scale)
     with collecting(target) as kernels:
+        module.forward(problem, inputs._replace(sink=q.new_empty(problem.num_heads)), True)
         for with_lse in (True, False):
             out, _, saved = module.forward(problem, inputs, with_lse)
         asked_for = decay != "none", bias is not None

@@ -38,7 +38,8 @@ class Decode(Protocol):
 
 
 class Backend(Protocol):
-    """What a kernel backend is. It only launches: autograd, sinks and the checks of arguments are the library's."""
+    """What a kernel backend is. It only launches: autograd, the gradient of a sink and the checks of arguments are
+    the library's."""
 
     @property
     def DETERMINISTIC(self) -> bool:
@@ -60,7 +61,8 @@ class Backend(Protocol):
     def forward(
         self, problem: AttentionProblem, inputs: Inputs, with_lse: bool = False
     ) -> tuple[Tensor, Tensor | None, Saved]:
-        """out (B, T_q, H, D_v); lse (B, H, T_q), at least where it is asked for; and what any backend's backward reads.
+        """out (B, T_q, H, D_v); lse (B, H, T_q), at least where it is asked for, −inf in a row without a key, sink or
+        not; and what any backend's backward reads. With a sink, lse is asked for.
         """
 
     def backward(

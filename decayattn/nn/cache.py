@@ -171,7 +171,7 @@ class DecayCache:
             Inputs(q, self.keys, self.values, rates, row_scale, scale=number), ends, alpha=self.alpha, first=first,
             left=None if left < 0 else left, longest=self.longest,
         )
-        return out if sink is None else with_sink(out, lse, sink)[0]
+        return out if sink is None else with_sink(out, lse, sink)
 
     def append(
         self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, new_lengths: Tensor | None = None

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from decayattn import decay_attention
+
 
 def make_inputs(dtype, decay="scalar", row_scale=False, rows=23, keys=23, heads=4, kv_heads=2, seed=0):
     """Keyword arguments of verify_attention: two batch entries, D = 16, D_v = 8."""
@@ -40,3 +42,15 @@ def make_packed_inputs(*args, **options):
     """The first batch entry of make_inputs, as arguments of verify_attention_varlen."""
     inputs = make_inputs(*args, **options)
     return {name: x[0] if isinstance(x, torch.Tensor) and x.ndim > 1 else x for name, x in inputs.items()} | PACKING
+
+
+def assert_a_sink_rounds_once(backend, dtype, device, dim=64):
+    """Where all scores are 0, P is not rounded: out is Σ v / (i + 1 + e^sink), rounded once. Twice, one number of four
+    is another one."""
+    torch.manual_seed(0)
+    v = torch.randn(1, 150, 2, dim, device=device, dtype=dtype)
+    sink = torch.tensor([1.0, 4.0], device=device)
+    out = decay_attention(torch.zeros_like(v), torch.zeros_like(v), v, sink=sink, backend=backend)
+    rows = torch.arange(1, 151, device=device)[:, None].double()
+    exact = v.double().cumsum(1) / (rows + sink.double().exp())[None, ..., None]
+    assert (out == exact.to(dtype)).double().mean() > 0.98

@@ -23,7 +23,16 @@ from decayattn.backends.portable.tiles import (
 )
 from decayattn.backends.runtime.arguments import Strided
 from decayattn.backends.tiles.decay import base_difference, key_alpha
-from decayattn.backends.tiles.scores import LN2, LOG2E, decayed_score, finite_or_zero, probability, rescale, visible
+from decayattn.backends.tiles.scores import (
+    LN2,
+    LOG2E,
+    decayed_score,
+    finite_or_zero,
+    probability,
+    rescale,
+    visible,
+    with_sink,
+)
 from decayattn.backends.tiles.visibility import edge_tile, visited_tiles
 
 
@@ -92,11 +101,11 @@ def _attend(
 @triton.jit
 def forward_kernel(
     q_descriptor, k_descriptor, v_descriptor, inputs, out, lse, row_lse2, row_scales, decay, sequences, plan,
-    window, bias, scale: tl.float64, sizes, TRAITS: tl.constexpr,
+    window, bias, sink, scale: tl.float64, sizes, TRAITS: tl.constexpr,
 ):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence.
 
-    arguments.py says what out (a Strided), inputs, decay, window, bias, sizes and TRAITS are.
+    arguments.py says what out (a Strided), inputs, decay, window, bias, sizes and TRAITS are. sink: (H,), or None
     """
     BLOCK_M: tl.constexpr = TRAITS.block_m
     BLOCK_DV: tl.constexpr = TRAITS.block_dv
@@ -146,14 +155,19 @@ def forward_kernel(
 
     # a row that saw no key: row_sum 0 gives out 0 and lse −inf
     seen = state.row_sum > 0
-    total = tl.where(seen, state.row_sum, 1.0)
-    store_tile(
-        out, work.entry, head, start, query_length, state.acc / total[:, None],
-        BLOCK_M, TRAITS.d_v, BLOCK_DV,
-    )
+    row_max, total = state.row_max, tl.where(seen, state.row_sum, 1.0)
+    if sink is None:
+        acc = state.acc / total[:, None]
+    else:
+        row_sink = tl.load(sink + head).to(ACCUMULATOR) * LOG2E
+        if TRAITS.row_cancels:
+            row_sink -= rows.alpha
+        factor, row_max, total = with_sink(row_max, total, row_sink)
+        acc = state.acc * factor[:, None]
+    store_tile(out, work.entry, head, start, query_length, acc, BLOCK_M, TRAITS.d_v, BLOCK_DV)
     # what the backward subtracts from a score to get log2 P: the log-sum-exp as tiles count it, and still in base 2,
     # where it is exact for a row that one key dominates
-    reference_value = state.row_max + tl.log2(total)
+    reference_value = row_max + tl.log2(total)
     here = offsets.rows + rows.index
     inside = rows.index < query_length
     tl.store(row_lse2 + here, tl.where(seen, reference_value, float("inf")), mask=inside)

@@ -57,7 +57,8 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         if problem.is_empty:
             results.fill()
             return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
-        given = (q, k, v, log_decay, _tensor(scale), bounds, bias)
+        sink = None if inputs.sink is None else inputs.sink.contiguous()
+        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, sink)
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), _shape(bias), with_lse)
         sequences = sequence_blocks.find(problem, bounds, launch)
         fill_outside(problem, sequences, results.of_no_key(), launch=launch)
@@ -72,7 +73,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
             forward_kernel, programs,
             *_descriptors(problem, tile, q, k, v), _tiled(tile, sequences, (v,), q, k, v), strided(out), lse,
             row_lse2, strided(_tensor(scale)), _decay(problem, log_decay, prefix), sequences,
-            skipping.as_argument(problem, first_block), _window(problem), broadcast(bias), _scale_number(scale),
+            skipping.as_argument(problem, first_block), _window(problem), broadcast(bias), sink, _scale_number(scale),
             Sizes(problem.query_length, problem.key_length, problem.num_heads),
             **_constants(problem, sequences, tile),
         )

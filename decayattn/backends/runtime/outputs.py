@@ -34,11 +34,7 @@ def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool) -> Outputs:
     )
 
 
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out and lse when every row has one more key, of score sink and value 0, and what that adds to lse."""
-    sink = sink.to(lse.dtype)[:, None].expand_as(lse)
-    # a row that sees nothing has lse −inf: with the sink it sees that alone, and no key gets anything
-    nothing = lse.isneginf()
-    total = torch.where(nothing, sink, torch.logaddexp(torch.where(nothing, 0.0, lse), sink))
-    added = torch.where(nothing, 0.0, total - lse)
-    return (out * torch.exp(-added).transpose(1, 2)[..., None]).to(out.dtype), total, added
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """out when every row has one more key, of score sink and value 0."""
+    of_keys = torch.sigmoid(lse - sink.to(lse.dtype)[:, None])  # 0 where a row sees no key
+    return (out * of_keys.transpose(1, 2)[..., None]).to(out.dtype)

@@ -80,6 +80,17 @@ def rescale(old_maximum, new_maximum):
 
 
 @triton.jit
+def with_sink(maximum, total, sink):
+    """(factor, maximum, total) of a row with one more key, of score sink and value 0: what makes its sum of P V the
+    output, and the maximum and Σ 2^(S − maximum) that its log-sum-exp is of. All scores are relative to one number."""
+    new_maximum = tl.maximum(maximum, sink)
+    anchor = finite_or_zero(new_maximum)
+    correction = rescale(maximum, anchor)
+    new_total = total * correction + tl.exp2(sink - anchor)
+    return correction / new_total, new_maximum, new_total
+
+
+@triton.jit
 def score_gradient(p, grad_p, delta):
     """dS = P (dP − Δ), the softmax Jacobian with Δ = Σ dO·O − dLSE."""
     return p * (grad_p - delta)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from hopper_problems import BF16, PACKINGS, int32, make, make_packed, make_padded, random_packing, verify
+from judged_calls import assert_a_sink_rounds_once
 
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, visited_fraction
 from decayattn.backends import registry
@@ -284,6 +285,11 @@ def test_packings_of_groups_windows_and_sinks(heads, dim):
         inputs = make_packed(*PACKINGS[2], heads=heads[0], kv_heads=heads[1], dim=dim, decay=decay, dtype=torch.float16)
         verify(inputs, window_size=(left, 0))
         verify(inputs | dict(sink=torch.randn(heads[0], device="cuda")), window_size=(left, 0))
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 64), (torch.float16, 128)])
+def test_a_sink_leaves_one_rounding(dtype, dim):
+    assert_a_sink_rounds_once("hopper", dtype, "cuda", dim)
 
 
 def test_packed_strides_and_what_lies_beyond_the_longest():

@@ -10,6 +10,7 @@ import torch
 from gluon_on_cpu import Deadlock, Kernel, Race, language, machine
 from hopper_problems import DEVICE, PACKINGS, make_packed, make_padded, verify
 from hopper_problems import make as make_batch
+from judged_calls import assert_a_sink_rounds_once
 from pairwise import pairwise
 
 from decayattn import decay_attention, decay_attention_varlen
@@ -101,6 +102,19 @@ def test_the_own_pair_has_no_part_in_the_gradient_of_a_rate(lengths, dtype, dim)
 @pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128)])
 def test_a_sink(decay, dim):
     verify(make(200, decay=decay, dim=dim, strength=2.0), sink=torch.randn(2))
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 64), (torch.float16, 128)])
+def test_a_sink_leaves_one_rounding(dtype, dim):
+    assert_a_sink_rounds_once("hopper", dtype, "cpu", dim)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_sinks_that_outweigh_all_keys_and_rows_without_a_key(causal):
+    """From one of no weight to one that is all of it; before the first key, rows see nothing else."""
+    inputs = make(150, 90 if causal else 150, heads=4, dim=64, decay="scalar" if causal else "constant")
+    sink = torch.tensor([-90.0, 0.0, 30.0, 200.0])
+    verify(inputs | dict(sink=sink.bfloat16() if causal else sink), causal=causal)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

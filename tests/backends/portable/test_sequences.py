@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from judged_calls import assert_a_sink_rounds_once
 from torch.autograd import gradcheck
 
 from decayattn import decay_attention, decay_attention_varlen
@@ -116,6 +117,10 @@ def test_a_sink_costs_no_accuracy(decay, seed, device):
     assert_within_budget(comparisons)
     gradient = next(c for c in comparisons if c.name == "dlog_decay")
     assert gradient.error < 0.5 * gradient.budget
+
+
+def test_a_sink_leaves_one_rounding(device):
+    assert_a_sink_rounds_once("triton", torch.float16, device)
 
 
 

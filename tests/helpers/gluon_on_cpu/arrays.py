@@ -186,7 +186,13 @@ class Pointer:
     @classmethod
     def to(cls, x: torch.Tensor) -> "Pointer":
         whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
-        return cls(whole.numpy(), type_of(x.dtype), np.asarray(x.storage_offset(), np.int64))
+        if x.dtype == torch.bfloat16:
+            # numpy has none: a copy, which can be read only
+            memory = whole.float().numpy()
+            memory.setflags(write=False)
+        else:
+            memory = whole.numpy()
+        return cls(memory, type_of(x.dtype), np.asarray(x.storage_offset(), np.int64))
 
     def __add__(self, offset: Array | int) -> "Pointer":
         return Pointer(self.memory, self.dtype, self.at + Array.of(offset).data.astype(np.int64))

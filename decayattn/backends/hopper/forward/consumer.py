@@ -28,7 +28,7 @@ from decayattn.backends.hopper.forward.shared import (
 )
 from decayattn.backends.hopper.forward.softmax import SUM_LIMIT, are_finite, rescale_accumulator, softmax
 from decayattn.backends.hopper.forward.work import Walk
-from decayattn.backends.tiles.scores import LN2
+from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
 from decayattn.backends.tiles.visibility import tiles_between
 
 
@@ -108,10 +108,13 @@ def _next_tile(
 
 
 @gluon.jit
-def consume(shared, schedule, decay, outputs, scale, WARPGROUP: gl.constexpr, WITH_LSE: gl.constexpr, D: gl.constexpr):
+def consume(
+    shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constexpr, WITH_LSE: gl.constexpr, SINK: gl.constexpr,
+    D: gl.constexpr,
+):
     """One consumer warpgroup: 64 query rows of every work tile through the keys that they see.
 
-    outputs: the descriptor of out, and pointers to lse and row_lse2 (forward_kernel).
+    outputs: the descriptor of out, and pointers to lse and row_lse2 (forward_kernel). SINK needs WITH_LSE
     """
     SCORE: gl.constexpr = product_layout(KEYS)
     ACC: gl.constexpr = product_layout(D)
@@ -229,6 +232,11 @@ def consume(shared, schedule, decay, outputs, scale, WARPGROUP: gl.constexpr, WI
             fits = total < SUM_LIMIT
             total = gl.where(seen, total, 1.0)
             factor = 1.0 / total
+            if SINK:
+                row_sink = gl.load(sink + head).to(gl.float32) * LOG2E
+                if ROW_ALPHA:
+                    row_sink -= row_alphas.load(ROW)
+                factor, row_max, total = with_sink(row_max, total, row_sink)
             if WIDE:
                 # out is wrong if its sum is: it becomes NaN, which are_finite finds
                 factor = gl.where(fits, factor, float("nan"))

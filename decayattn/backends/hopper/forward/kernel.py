@@ -88,6 +88,7 @@ class ForwardModes(NamedTuple):
     window: bool
     planned: bool
     with_lse: bool
+    sink: bool
 
 
 class ForwardTile(NamedTuple):
@@ -109,14 +110,15 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, beta_desc, out_desc, row_outputs, decay_tensors, counter, table, scale, rate_stride, left,
-    work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules, MODES: gl.constexpr,
-    TILE: gl.constexpr,
+    q_desc, k_desc, v_desc, beta_desc, out_desc, row_outputs, decay_tensors, sink, counter, table, scale, rate_stride,
+    left, work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules,
+    MODES: gl.constexpr, TILE: gl.constexpr,
 ):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. It may be launched before the launch before it has ended.
 
     beta_desc: −α_j / scale of the keys; not read without a decay
     row_outputs: lse, which is not written unless WITH_LSE, and row_lse2, what the backward reads
+    sink: (H,); not read unless SINK
     counter: the scheduler's, 0; not read where every program has one work tile
     table: tiles of rows; not read unless RAGGED
     scale: s·log2(e), positive
@@ -131,6 +133,7 @@ def forward_kernel(
     WINDOW: gl.constexpr = field(MODES, "window")
     PLANNED: gl.constexpr = field(MODES, "planned")
     WITH_LSE: gl.constexpr = field(MODES, "with_lse")
+    SINK: gl.constexpr = field(MODES, "sink")
     D: gl.constexpr = field(TILE, "dim")
     WARPGROUPS: gl.constexpr = field(TILE, "warpgroups")
     STAGES: gl.constexpr = field(TILE, "stages")
@@ -185,8 +188,8 @@ def forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (shared, schedule, decay, outputs, scale, 0, WITH_LSE, D)),
-                (consume, (shared, schedule, decay, outputs, scale, 1, WITH_LSE, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 0, WITH_LSE, SINK, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 1, WITH_LSE, SINK, D)),
                 (produce, (shared, schedule, decay, counter, sources)),
             ],
             [4, 1],
@@ -195,9 +198,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (shared, schedule, decay, outputs, scale, 0, WITH_LSE, D)),
-                (consume, (shared, schedule, decay, outputs, scale, 1, WITH_LSE, D)),
-                (consume, (shared, schedule, decay, outputs, scale, 2, WITH_LSE, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 0, WITH_LSE, SINK, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 1, WITH_LSE, SINK, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 2, WITH_LSE, SINK, D)),
                 (produce, (shared, schedule, decay, counter, sources)),
             ],
             [4, 4, 1],

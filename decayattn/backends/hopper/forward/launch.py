@@ -27,7 +27,8 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         if problem.is_empty:
             results.fill()
             return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
-        given = (q, k, v, log_decay, bounds)
+        sink = None if inputs.sink is None else inputs.sink.contiguous()
+        given = (q, k, v, log_decay, bounds, sink)
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), with_lse)
         sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, results.of_no_key(), launch=launch)
@@ -55,6 +56,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         modes = ForwardModes(
             problem.decay, ragged=bounds is not None, packed=problem.layout == "packed", causal=problem.causal,
             window=problem.window[0] >= 0, planned=skipping.is_planned(problem), with_lse=with_lse,
+            sink=sink is not None,
         )
         tile = ForwardTile(
             dim, schedule.warpgroups, schedule.stages, schedule.registers, schedule.producer_registers
@@ -64,9 +66,10 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
             q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
             q_desc if splits is None else descriptors.key_parts(splits),
             source(out, config.WARPGROUP_ROWS, dim), (lse if with_lse else row_lse2, row_lse2),
-            decay_tensors, counter, row_lse2 if tiles.rows is None else tiles.rows, score_scale,
-            log_decay.stride(0) if constant else 0, left_of(problem), work_tiles, tiles.row_tiles, problem.num_heads,
-            group, heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
+            decay_tensors, row_lse2 if sink is None else sink, counter, row_lse2 if tiles.rows is None else tiles.rows,
+            score_scale, log_decay.stride(0) if constant else 0, left_of(problem), work_tiles, tiles.row_tiles,
+            problem.num_heads, group, heads_together(head_rows, keys_and_values, group), problem.query_length,
+            problem.key_length,
             sequence_blocks.decay_blocks(problem), first_block.shape[-1], MODES=modes, TILE=tile, num_warps=4,
             maxnreg=schedule.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )
