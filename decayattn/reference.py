@@ -38,7 +38,7 @@ def decode(
 
     Args:
         inputs: q of those tokens, the whole buffers of the cache as k and v, (B, T_max, H_kv, ·), log_decay where it is
-            constant, and a scale.
+            constant, a scale, and a sink.
         lengths: (B,), tokens in use, the T_q new ones among them. Beyond them may lie anything.
         alpha: (B, T_max, H) float64, the running sum of a decay per token (resets counted as 0), instead of log_decay.
         first: (B, H, T_q), the first key that a row sees; default 0.
@@ -73,6 +73,10 @@ def decode(
             scores = scores + (log_decay.double()[:, None, None] * distance).to(dtype)
         weights, lse = masked_softmax(scores, visible)
         out = torch.einsum("bhij,bjhe->bihe", weights, v)
+    if inputs.sink is not None:
+        sink = inputs.sink.to(dtype)[:, None]
+        out = out * torch.sigmoid(lse - sink).transpose(1, 2)[..., None]
+        lse = torch.where(lse.isneginf(), lse, torch.logaddexp(lse, sink))
     return out.to(q.dtype), lse
 
 

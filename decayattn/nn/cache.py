@@ -8,7 +8,6 @@ from torch import Tensor
 
 from decayattn import reference
 from decayattn.backends import registry
-from decayattn.backends.runtime.outputs import with_sink
 from decayattn.functional import decay_attention, per_head, per_row
 from decayattn.nn.decay import check_positive_int
 from decayattn.problem import (
@@ -167,11 +166,11 @@ class DecayCache:
         ends, first = self._append(k, v, log_decay, counted)
         left, _ = window_of(window_size, True)
         decode = reference.decode if chosen == "reference" else registry.decoder(problem, chosen)
-        out, lse = decode(
-            Inputs(q, self.keys, self.values, rates, row_scale, scale=number), ends, alpha=self.alpha, first=first,
-            left=None if left < 0 else left, longest=self.longest,
+        out, _ = decode(
+            Inputs(q, self.keys, self.values, rates, row_scale, sink=sink, scale=number), ends, alpha=self.alpha,
+            first=first, left=None if left < 0 else left, longest=self.longest,
         )
-        return out if sink is None else with_sink(out, lse, sink)
+        return out
 
     def append(
         self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, new_lengths: Tensor | None = None

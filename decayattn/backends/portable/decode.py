@@ -28,7 +28,16 @@ from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.tiles.decay import load_rate, side_of_head
-from decayattn.backends.tiles.scores import LN2, LOG2E, decayed_score, finite_or_zero, probability, rescale, visible
+from decayattn.backends.tiles.scores import (
+    LN2,
+    LOG2E,
+    decayed_score,
+    finite_or_zero,
+    probability,
+    rescale,
+    visible,
+    with_sink,
+)
 from decayattn.backends.tiles.visibility import keys_seen, visited_tiles
 from decayattn.problem import Inputs
 
@@ -87,7 +96,7 @@ def decode(
 
     Returns:
         out (B, T_q, H, D_v) in the dtype of q, and lse (B, H, T_q) in float32 (float64 for float64 inputs). A row that
-        sees no key has out 0 and lse −inf.
+        sees no key has out 0 and lse −inf, sink or not.
     """
     q, keys, values, log_decay, row_scale = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.row_scale
     batch, query_length, heads, head_dim = q.shape
@@ -119,7 +128,8 @@ def decode(
             decay="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
             precision=dot_precision(),
         )
-        tensors = (q, keys, values, lengths, log_decay, alpha, first, row_scale)
+        sink = None if inputs.sink is None else inputs.sink.contiguous()
+        tensors = (q, keys, values, lengths, log_decay, alpha, first, row_scale, sink)
         launch = launching.of_call(q.device, tensors, q.shape, values.shape, left, splits)
         launch(
             split_kernel, programs * splits,
@@ -129,7 +139,7 @@ def decode(
         )
         launch(
             combine_kernel, batch * kv_heads * rows,
-            parts, out, lse, query_length, kv_heads, splits,
+            parts, out, lse, sink, query_length, kv_heads, splits,
             GROUP=group, D_V=value_dim, BLOCK_DV=padded(value_dim), BLOCK_SPLITS=next_power_of_2(splits),
             **COMPILER_OPTIONS,
         )
@@ -259,10 +269,10 @@ def split_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts, out, lse, query_length, kv_heads, splits,
+    parts, out, lse, sink, query_length, kv_heads, splits,
     GROUP: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
-    """out and lse of one row, from the Parts of its splits."""
+    """out and lse of one row, from the Parts of its splits, and from the sink (H,) if there is one."""
     rows = query_length * GROUP
     batch_head, m = tl.program_id(0) // rows, tl.program_id(0) % rows
     batch, row = batch_head // kv_heads, m // GROUP
@@ -281,7 +291,13 @@ def combine_kernel(
     column = tl.arange(0, BLOCK_DV)
     written = (row_sum != 0)[:, None] & (column < D_V)[None, :]
     acc = tl.load(parts.acc + here[:, None] * D_V + column[None, :], mask=written, other=0.0)
-    result = tl.sum(acc * weight[:, None], 0) / total
+    result = tl.sum(acc * weight[:, None], 0)
+    if sink is None:
+        result = result / total
+    else:
+        row_sink = tl.load(sink + head).to(total.dtype) * LOG2E
+        factor, row_max, total = with_sink(row_max, total, row_sink)
+        result = result * factor
     token = batch.to(tl.int64) * query_length + row
     tl.store(out + (token * heads + head) * D_V + column, result.to(out.dtype.element_ty), mask=column < D_V)
     row_lse = tl.where(seen, (row_max + tl.log2(total)) * LN2, float("-inf"))

@@ -32,9 +32,3 @@ def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool) -> Outputs:
         q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim), row_lse2,
         torch.empty_like(row_lse2) if with_lse else None,
     )
-
-
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """out when every row has one more key, of score sink and value 0."""
-    of_keys = torch.sigmoid(lse - sink.to(lse.dtype)[:, None])  # 0 where a row sees no key
-    return (out * of_keys.transpose(1, 2)[..., None]).to(out.dtype)

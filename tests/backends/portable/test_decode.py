@@ -9,7 +9,7 @@ import pytest
 import torch
 from repository_files import EXPERIMENTS, ROOT
 
-from decayattn import decay_attention
+from decayattn import decay_attention, reference
 from decayattn.backends.portable import decode as decode_module
 from decayattn.backends.portable.decode import decode, number_of_splits
 from decayattn.problem import Inputs
@@ -246,6 +246,28 @@ def test_equals_the_last_rows_of_decay_attention():
     )
     for got, expected in zip(case.run(), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("run", [decode, reference.decode])
+def test_a_sink_is_in_out_and_lse(run):
+    """In float64 to the last bits; in float16, where scores are 0, with one rounding."""
+    case = Case(lengths=(90,), max_length=90, rows=3, heads=4, dtype=torch.float64)
+    sink = torch.tensor([-3.0, 0.0, 2.0, 100.0], device=case.device, dtype=torch.float64)
+    want = decay_attention(
+        case.q, case.keys, case.values, case.log_decay, scale=0.25, sink=sink, return_lse=True, backend="reference"
+    )
+    alpha = case.log_decay.double().cumsum(1)
+    lengths = torch.tensor([90], dtype=torch.int32, device=case.device)
+    found = run(Inputs(case.q, case.keys, case.values, sink=sink, scale=0.25), lengths, alpha=alpha)
+    for got, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+
+    values = case.values.half()
+    found, _ = run(Inputs(torch.zeros_like(case.q).half(), case.keys.half(), values, sink=sink.float()), lengths)
+    rows = torch.arange(88, 91, device=case.device)[:, None].double()
+    exact = values.double().cumsum(1)[:, -3:].repeat_interleave(4 // values.shape[2], 2)
+    exact /= (rows + sink.exp())[None, ..., None]
+    assert (found == exact.half()).double().mean() > 0.95
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(0, 1), (2, 0)])
