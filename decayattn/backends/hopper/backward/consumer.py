@@ -19,7 +19,7 @@ from decayattn.backends.hopper.backward.dq import (
     stage_dq_part,
     start_dq_part,
 )
-from decayattn.backends.hopper.backward.key_sums import edge_distance_sum, key_sums
+from decayattn.backends.hopper.backward.key_sums import copies_of_sum, distance_sum, edge_distance_sum
 from decayattn.backends.hopper.backward.row_terms import DELTA
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visit_count
 from decayattn.backends.hopper.common import copy_engine
@@ -118,16 +118,11 @@ def _next_tile(
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
     # float16 is coarse below 6e-5, and under strong rates the gradient of a rate comes from such P alone
-    RATE_GRADIENT: gl.constexpr = work.schedule.DECAY_GRADIENT and DECAY == "constant"
-    FINE: gl.constexpr = RATE_GRADIENT and shared.queries.dtype == gl.float16
+    FINE: gl.constexpr = work.schedule.DECAY_GRADIENT and DECAY == "constant" and shared.queries.dtype == gl.float16
     if D == 64 and not FINE:
         # rounded to 16 bits: in float32, P would take 64 registers beside the 64 of dP, and 100 bytes would spill
         p = _widened(pT)
-    ds = score_gradient(p, dpT, 0)
-    dsT = ds.to(DTYPE)
-    if RATE_GRADIENT:  # noqa: SIM102, the compiler decides this one, and the kernel the other
-        if is_edge:
-            key_sum += edge_distance_sum(ds, key_position - work.first_position() - tile * ROWS)
+    dsT = score_gradient(p, dpT, 0).to(DTYPE)
 
     # waited for here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
     shared.wait_d_scores(n - 1, pred=n > 0)
@@ -146,13 +141,13 @@ def _next_tile(
     # products below
     dv = warpgroup_mma_wait(0, (dv,))
     dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, D, ROW_SUMS)
-    dsT = gl.convert_layout(dsT, OPERAND)
-    dk = warpgroup_mma(dsT, query, dk, is_async=True)
+    left = gl.convert_layout(dsT, OPERAND)
+    dk = warpgroup_mma(left, query, dk, is_async=True)
     KEY_SUMS_LAYOUT: gl.constexpr = product_layout(COPIES)
     of_keys = gl.zeros([WARPGROUP_KEYS, COPIES], gl.float32, KEY_SUMS_LAYOUT)
     if work.schedule.DECAY_GRADIENT:
         weights = shared.constants.weights.index(opaque_zero(n)).permute((1, 0))
-        of_keys = warpgroup_mma(dsT, weights, of_keys, use_acc=False, is_async=True)
+        of_keys = warpgroup_mma(left, weights, of_keys, use_acc=False, is_async=True)
     dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums are still running
     if shared.SLOTS == 2 and not LOADED:
         arrive(shared.barriers.d_scores_read)
@@ -165,7 +160,13 @@ def _next_tile(
         if ROW_SUMS:
             add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
     if work.schedule.DECAY_GRADIENT:
-        key_sum += key_sums(of_keys, key_position - work.first_position() - tile * ROWS, is_edge, DECAY)
+        own_row = key_position - work.first_position() - tile * ROWS
+        if DECAY == "scalar":
+            key_sum += copies_of_sum(of_keys)
+        elif is_edge:
+            key_sum += edge_distance_sum(_widened(dsT), own_row)
+        else:
+            key_sum += distance_sum(of_keys, own_row)
     return dk, dv, key_sum
 
 

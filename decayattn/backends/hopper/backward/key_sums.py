@@ -21,23 +21,30 @@ def rate_weights(column, row):
 
 
 @gluon.jit
-def edge_distance_sum(ds, own_row):
-    """Σ dS (i − j) of an edge tile, (64 keys, 4 shares): dSᵀ in float32, and what number the key's own row has in the
-    tile or would have."""
-    x = by_threads(ds)
-    distance = common_columns(x).to(gl.float32) - among_columns(own_row.to(gl.float32), x)
-    return shares(x * distance)
+def _sum_and_moment(of_keys):
+    """The two columns of the product that a thread has, (64 keys, 4 threads) each."""
+    return gl.split(gl.reshape(of_keys, [WARPGROUP_KEYS, COPIES // 2, 2]))
 
 
 @gluon.jit
-def key_sums(of_keys, own_row, is_edge, DECAY: gl.constexpr):
-    """Of the rows of a tile Σ dS, in 4 copies, or for a constant decay, but for edge tiles, Σ dS (i − j), in 4 shares:
-    (64 keys, 4).
-
-    of_keys is dSᵀ times ones, or for a constant decay times rate_weights.
-    """
-    total, moment = gl.split(gl.reshape(of_keys, [WARPGROUP_KEYS, COPIES // 2, 2]))
-    if DECAY == "constant":
-        own_row = gl.convert_layout(own_row.to(gl.float32), gl.SliceLayout(1, total.type.layout), assert_trivial=True)
-        total = gl.where(is_edge, 0.0, moment - total * gl.expand_dims(own_row, 1))
+def copies_of_sum(of_keys):
+    """Σ dS of the rows of a tile, (64 keys, 4 copies), from dSᵀ times ones."""
+    total, _ = _sum_and_moment(of_keys)
     return gl.convert_layout(total, SHARES, assert_trivial=True)
+
+
+@gluon.jit
+def distance_sum(of_keys, own_row):
+    """Σ dS (i − j) of the rows of a whole tile, (64 keys, 4 shares), from dSᵀ times rate_weights, and what number the
+    key's own row has in the tile or would have."""
+    total, moment = _sum_and_moment(of_keys)
+    own_row = gl.convert_layout(own_row.to(gl.float32), gl.SliceLayout(1, total.type.layout), assert_trivial=True)
+    return gl.convert_layout(moment - total * gl.expand_dims(own_row, 1), SHARES, assert_trivial=True)
+
+
+@gluon.jit
+def edge_distance_sum(ds, own_row):
+    """The same of an edge tile, from dSᵀ itself."""
+    x = by_threads(ds)
+    distance = common_columns(x).to(gl.float32) - among_columns(own_row.to(gl.float32), x)
+    return shares(x * distance)
