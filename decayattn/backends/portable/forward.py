@@ -100,13 +100,17 @@ def _attend(
 
 @triton.jit
 def forward_kernel(
-    q_descriptor, k_descriptor, v_descriptor, inputs, out, lse, row_lse2, row_scales, decay, sequences, plan,
-    window, bias, sink, scale: tl.float64, sizes, TRAITS: tl.constexpr,
+    q_descriptor, k_descriptor, v_descriptor, inputs, out, row_outputs, row_scales, decay, sequences, plan, window,
+    bias, sink, scale: tl.float64, sizes, TRAITS: tl.constexpr,
 ):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence.
 
-    arguments.py says what out (a Strided), inputs, decay, window, bias, sizes and TRAITS are. sink: (H,), or None
+    arguments.py says what out (a Strided), inputs, decay, window, bias, sizes and TRAITS are.
+
+    row_outputs: pointers to row_lse2, what the backward reads, and to lse, or None
+    sink: (H,), or None
     """
+    row_lse2, lse = row_outputs
     BLOCK_M: tl.constexpr = TRAITS.block_m
     BLOCK_DV: tl.constexpr = TRAITS.block_dv
     PACKED: tl.constexpr = TRAITS.packed

@@ -71,8 +71,8 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
         launch(
             forward_kernel, programs,
-            *_descriptors(problem, tile, q, k, v), _tiled(tile, sequences, (v,), q, k, v), strided(out), lse,
-            row_lse2, strided(_tensor(scale)), _decay(problem, log_decay, prefix), sequences,
+            *_descriptors(problem, tile, q, k, v), _tiled(tile, sequences, (v,), q, k, v), strided(out),
+            (row_lse2, lse), strided(_tensor(scale)), _decay(problem, log_decay, prefix), sequences,
             skipping.as_argument(problem, first_block), _window(problem), broadcast(bias), sink, _scale_number(scale),
             Sizes(problem.query_length, problem.key_length, problem.num_heads),
             **_constants(problem, sequences, tile),
