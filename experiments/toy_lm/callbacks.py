@@ -292,8 +292,9 @@ class FinishOnInterrupt(lightning.Callback):
 class EndTogether(lightning.Callback):
     """When a process of a distributed run fails, all end, with its exit status.
 
-    Lightning's own watch over the processes that rank 0 has started kills rank 0 too, without a word. Rank 0 may be
-    waiting for the failed one in a collective, which no exception ends; os._exit does, from another thread.
+    Lightning's own watch over the processes that rank 0 has started kills rank 0 too, without a word, so this one takes
+    its place. Rank 0 may be waiting for the failed one in a collective, which no exception ends; os._exit does, from
+    another thread.
 
     Args:
         killed: the exit status where a process was killed, as the system does when memory runs out.
@@ -333,10 +334,20 @@ class EndTogether(lightning.Callback):
 
     def _processes(self) -> list[subprocess.Popen]:
         # of the launcher that starts the script again for every other rank; nobody else's is known here
-        return getattr(self._launcher, "procs", [])
+        return list(getattr(self._launcher, "procs", []))
+
+    def _end_the_watch_of_lightning(self) -> bool:
+        """Where it has begun: a list without processes is all that it waits for. It looks every 5 seconds."""
+        if all(thread.name != "child-process-observer" for thread in threading.enumerate()):
+            return False
+        watched, self._launcher.procs = self._launcher.procs, self._processes()
+        watched.clear()
+        return True
 
     def _watch(self) -> None:
+        alone = False
         while not self._stopped.wait(0.2):
+            alone = alone or self._end_the_watch_of_lightning()
             failed = self._failure()
             if failed is not None:
                 for process in self._processes():

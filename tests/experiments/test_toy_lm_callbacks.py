@@ -6,11 +6,13 @@ import os
 import queue
 import signal
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import lightning
 import pytest
 import torch
+from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
 from torch import nn
 from toy_lm import callbacks
 from toy_lm.callbacks import EndTogether, FinishOnInterrupt, FiniteLoss, GradientValidation, NonFiniteLoss
@@ -103,6 +105,22 @@ def test_a_process_that_fails_ends_all(fault, status, monkeypatch, capsys):
     assert ended.get(timeout=30) == status
     assert trainer.strategy.launcher.procs[0].wait(timeout=30) == -signal.SIGKILL
     assert (capsys.readouterr().err == "error: the process of rank 2 was killed by signal 9\n") == (status == 3)
+
+
+def test_no_other_watch_is_left(monkeypatch):
+    """Lightning's kills the first process without a word, where it is the one that sees a failed process first."""
+    trainer, together = started("exec sleep 60"), EndTogether(killed=3)
+    launcher = trainer.strategy.launcher
+    processes = list(launcher.procs)
+    _launch_process_observer(launcher.procs)
+    [observer] = [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
+    together.watch(trainer)
+    observer.join(timeout=30)
+    assert not observer.is_alive()
+    assert launcher.procs == processes
+    assert processes[0].poll() is None
+    assert together.end_others(patience=0) is None
+    assert processes[0].wait(timeout=30) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
