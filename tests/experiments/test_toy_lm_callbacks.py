@@ -107,7 +107,7 @@ def test_a_process_that_fails_ends_all(fault, status, monkeypatch, capsys):
     assert (capsys.readouterr().err == "error: the process of rank 2 was killed by signal 9\n") == (status == 3)
 
 
-def test_no_other_watch_is_left(monkeypatch):
+def test_no_other_watch_is_left():
     """Lightning's kills the first process without a word, where it is the one that sees a failed process first."""
     trainer, together = started("exec sleep 60"), EndTogether(killed=3)
     launcher = trainer.strategy.launcher
