@@ -107,9 +107,10 @@ def time_rounds(calls: dict[str, Call], rounds: int, seconds: float) -> dict[tup
 
 
 def _milliseconds(call: Callable[[], object], seconds: float, group: dist.ProcessGroup) -> float:
-    _slowest(_back_to_back(call, 1), group)
-    each = _slowest(_back_to_back(call, 2), group)
-    return _slowest(_back_to_back(call, min(200, max(2, int(seconds * 1e3 / each)))), group)
+    each = _slowest(_back_to_back(call, 1), group)
+    if each < seconds * 1e3:
+        each = _slowest(_back_to_back(call, 2), group)  # the first one may have had something to prepare
+    return _slowest(_back_to_back(call, min(200, max(1, int(seconds * 1e3 / each)))), group)
 
 
 def _slowest(milliseconds: float, group: dist.ProcessGroup) -> float:
