@@ -116,7 +116,9 @@ def _forward(
         row_sink = sink.to(lse.dtype)[:, None]
         # a row that no kernel has a key for sees the sink alone
         lse = torch.where(lse.isneginf(), row_sink, lse)
-        saved = saved._replace(sink_probability=torch.exp(row_sink - lse))
+        # a sink of −inf is none, also for such a row
+        probability = torch.where(lse.isneginf(), 0.0, torch.exp(row_sink - lse))
+        saved = saved._replace(sink_probability=probability)
     return out, lse, saved
 
 

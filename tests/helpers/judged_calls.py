@@ -5,6 +5,7 @@ import math
 import torch
 
 from decayattn import decay_attention
+from decayattn.testing import assert_within_budget, verify_attention
 
 
 def make_inputs(dtype, decay="scalar", row_scale=False, rows=23, keys=23, heads=4, kv_heads=2, seed=0):
@@ -54,3 +55,26 @@ def assert_a_sink_rounds_once(backend, dtype, device, dim=64):
     rows = torch.arange(1, 151, device=device)[:, None].double()
     exact = v.double().cumsum(1) / (rows + sink.double().exp())[None, ..., None]
     assert (out == exact.to(dtype)).double().mean() > 0.98
+
+
+def assert_a_leading_sink_keeps_its_bits(backend, dtype, device, causal=True):
+    """Beside a decay of thousands, of which a tile's scores lack what a row has in common, lse is that of the sink."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 130, 2, 64, device=device, dtype=dtype)
+    log_decay = -40 * torch.rand(1, 130, 2, device=device)
+    sink = torch.tensor([8.3, 20.0], device=device)
+    assert_within_budget(verify_attention(q, k, v, log_decay, sink=sink, causal=causal, backend=backend))
+
+
+def assert_a_sink_of_minus_infinity_is_none(backend, dtype, device):
+    """Also in rows without a key."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, rows, 2, 64, device=device, dtype=dtype) for rows in (150, 90, 90))
+    sink = torch.full((2,), -math.inf, device=device, requires_grad=True)
+    options = dict(return_lse=True, backend=backend)
+    found, expected = decay_attention(q, k, v, sink=sink, **options), decay_attention(q, k, v, **options)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        assert torch.equal(got.isneginf(), want.isneginf())
+    found[0].sum().backward()
+    assert not sink.grad.any()

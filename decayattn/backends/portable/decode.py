@@ -296,7 +296,7 @@ def combine_kernel(
         result = result / total
     else:
         row_sink = tl.load(sink + head).to(total.dtype) * LOG2E
-        factor, row_max, total = with_sink(row_max, total, row_sink)
+        factor, _, total, row_max = with_sink(row_max, total, row_sink, 0.0)
         result = result * factor
     token = batch.to(tl.int64) * query_length + row
     tl.store(out + (token * heads + head) * D_V + column, result.to(out.dtype.element_ty), mask=column < D_V)

@@ -164,9 +164,8 @@ def forward_kernel(
         acc = state.acc / total[:, None]
     else:
         row_sink = tl.load(sink + head).to(ACCUMULATOR) * LOG2E
-        if TRAITS.row_cancels:
-            row_sink -= rows.alpha
-        factor, row_max, total = with_sink(row_max, total, row_sink)
+        lacking = rows.alpha if TRAITS.row_cancels else 0.0
+        factor, row_max, total, whole_max = with_sink(row_max, total, row_sink, lacking)
         acc = state.acc * factor[:, None]
     store_tile(out, work.entry, head, start, query_length, acc, BLOCK_M, TRAITS.d_v, BLOCK_DV)
     # what the backward subtracts from a score to get log2 P: the log-sum-exp as tiles count it, and still in base 2,
@@ -176,5 +175,8 @@ def forward_kernel(
     inside = rows.index < query_length
     tl.store(row_lse2 + here, tl.where(seen, reference_value, float("inf")), mask=inside)
     if lse is not None:
-        row_lse = (reference_value + rows.alpha if TRAITS.row_cancels else reference_value) * LN2
-        tl.store(lse + here, tl.where(seen, row_lse, float("-inf")), mask=inside)
+        if sink is not None:
+            row_lse = whole_max + tl.log2(total)
+        else:
+            row_lse = reference_value + rows.alpha if TRAITS.row_cancels else reference_value
+        tl.store(lse + here, tl.where(seen, row_lse * LN2, float("-inf")), mask=inside)

@@ -80,14 +80,21 @@ def rescale(old_maximum, new_maximum):
 
 
 @triton.jit
-def with_sink(maximum, total, sink):
-    """(factor, maximum, total) of a row with one more key, of score sink and value 0: what makes its sum of P V the
-    output, and the maximum and Σ 2^(S − maximum) that its log-sum-exp is of. All scores are relative to one number."""
-    new_maximum = tl.maximum(maximum, sink)
+def with_sink(maximum, total, sink, row_alpha):
+    """(factor, maximum, total, whole maximum) of a row with one more key, of score sink and value 0: what makes its sum
+    of P V the output, and the maximum and Σ 2^(S − maximum) that its log-sum-exp is of.
+
+    Scores of the row, and its maximum, lack row_alpha; the sink and the whole maximum have it. Where the sink is the
+    largest, the whole maximum is the sink itself: (sink − α) + α would lose the bits that α has before the point.
+    """
+    score = sink - row_alpha
+    new_maximum = tl.maximum(maximum, score)
     anchor = finite_or_zero(new_maximum)
     correction = rescale(maximum, anchor)
-    new_total = total * correction + tl.exp2(sink - anchor)
-    return correction / new_total, new_maximum, new_total
+    # a row that sees no key, and a sink of −inf: nothing to divide by, as without a sink
+    new_total = tl.where(new_maximum == float("-inf"), 1.0, total * correction + tl.exp2(score - anchor))
+    whole_maximum = tl.where(maximum < score, sink, new_maximum + row_alpha)
+    return correction / new_total, new_maximum, new_total, whole_maximum
 
 
 @triton.jit

@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 from hopper_problems import BF16, PACKINGS, int32, make, make_packed, make_padded, random_packing, verify
-from judged_calls import assert_a_sink_rounds_once
+from judged_calls import (
+    assert_a_leading_sink_keeps_its_bits,
+    assert_a_sink_of_minus_infinity_is_none,
+    assert_a_sink_rounds_once,
+)
 
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, visited_fraction
 from decayattn.backends import registry
@@ -290,6 +294,15 @@ def test_packings_of_groups_windows_and_sinks(heads, dim):
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 64), (torch.float16, 128)])
 def test_a_sink_leaves_one_rounding(dtype, dim):
     assert_a_sink_rounds_once("hopper", dtype, "cuda", dim)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_leading_sink_keeps_its_bits(causal):
+    assert_a_leading_sink_keeps_its_bits("hopper", torch.bfloat16, "cuda", causal)
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    assert_a_sink_of_minus_infinity_is_none("hopper", torch.bfloat16, "cuda")
 
 
 def test_packed_strides_and_what_lies_beyond_the_longest():

@@ -10,7 +10,11 @@ import torch
 from gluon_on_cpu import Deadlock, Kernel, Race, language, machine
 from hopper_problems import DEVICE, PACKINGS, make_packed, make_padded, verify
 from hopper_problems import make as make_batch
-from judged_calls import assert_a_sink_rounds_once
+from judged_calls import (
+    assert_a_leading_sink_keeps_its_bits,
+    assert_a_sink_of_minus_infinity_is_none,
+    assert_a_sink_rounds_once,
+)
 from pairwise import pairwise
 
 from decayattn import decay_attention, decay_attention_varlen
@@ -107,6 +111,15 @@ def test_a_sink(decay, dim):
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 64), (torch.float16, 128)])
 def test_a_sink_leaves_one_rounding(dtype, dim):
     assert_a_sink_rounds_once("hopper", dtype, "cpu", dim)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_leading_sink_keeps_its_bits(causal):
+    assert_a_leading_sink_keeps_its_bits("hopper", torch.bfloat16, "cpu", causal)
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    assert_a_sink_of_minus_infinity_is_none("hopper", torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("causal", [True, False])

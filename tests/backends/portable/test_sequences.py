@@ -11,7 +11,11 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from judged_calls import assert_a_sink_rounds_once
+from judged_calls import (
+    assert_a_leading_sink_keeps_its_bits,
+    assert_a_sink_of_minus_infinity_is_none,
+    assert_a_sink_rounds_once,
+)
 from torch.autograd import gradcheck
 
 from decayattn import decay_attention, decay_attention_varlen
@@ -122,6 +126,14 @@ def test_a_sink_costs_no_accuracy(decay, seed, device):
 def test_a_sink_leaves_one_rounding(device):
     assert_a_sink_rounds_once("triton", torch.float16, device)
 
+
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float16, True), (torch.float16, False), (torch.float32, True)])
+def test_a_leading_sink_keeps_its_bits(dtype, causal, device):
+    assert_a_leading_sink_keeps_its_bits("triton", dtype, device, causal)
+
+
+def test_a_sink_of_minus_infinity_is_none(device):
+    assert_a_sink_of_minus_infinity_is_none("triton", torch.float16, device)
 
 
 @pytest.mark.parametrize(("decay", "causal"), [

@@ -234,9 +234,10 @@ def consume(
             factor = 1.0 / total
             if SINK:
                 row_sink = gl.load(sink + head).to(gl.float32) * LOG2E
+                lacking = gl.zeros([ROWS], gl.float32, ROW)
                 if ROW_ALPHA:
-                    row_sink -= row_alphas.load(ROW)
-                factor, row_max, total = with_sink(row_max, total, row_sink)
+                    lacking = row_alphas.load(ROW)
+                factor, row_max, total, whole_max = with_sink(row_max, total, row_sink, lacking)
             if WIDE:
                 # out is wrong if its sum is: it becomes NaN, which are_finite finds
                 factor = gl.where(fits, factor, float("nan"))
@@ -250,7 +251,9 @@ def consume(
             gl.store(row_lse2 + here, gl.where(seen, lse2, float("inf")), mask=inside)
             if WITH_LSE:
                 row_lse = lse2
-                if ROW_ALPHA and CAUSAL:
+                if SINK:
+                    row_lse = whole_max + gl.log2(total)
+                elif ROW_ALPHA and CAUSAL:
                     row_lse += row_alphas.load(ROW)
                 gl.store(lse + here, gl.where(seen, row_lse * LN2, float("-inf")), mask=inside)
 
