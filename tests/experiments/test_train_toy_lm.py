@@ -8,11 +8,9 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -370,36 +368,6 @@ def test_a_terminated_run_says_how_to_resume(moment, said, text, monkeypatch, ca
     assert signal.getsignal(signal.SIGTERM) is before
     if moment == "training_step":
         assert checkpoint("run")["global_step"] == 3
-
-
-@pytest.fixture(scope="module")
-def processes_that_meet() -> None:
-    """Two processes of torch's own add a number over gloo; in a sandbox without a loopback device they never meet."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    code = f"""
-import datetime, sys, torch
-torch.distributed.init_process_group(
-    "gloo", init_method="tcp://127.0.0.1:{port}", rank=int(sys.argv[1]), world_size=2,
-    timeout=datetime.timedelta(seconds=30),
-)
-total = torch.ones(1)
-torch.distributed.all_reduce(total)
-assert total == 2
-torch.distributed.destroy_process_group()
-"""
-    both = [subprocess.Popen([sys.executable, "-c", code, str(rank)], stderr=subprocess.DEVNULL) for rank in range(2)]
-    deadline = time.monotonic() + 60
-    try:
-        met = all(process.wait(max(0, deadline - time.monotonic())) == 0 for process in both)
-    except subprocess.TimeoutExpired:
-        met = False
-    for process in both:
-        process.kill()
-        process.wait()
-    if not met:
-        pytest.skip("two processes of this machine cannot reach one another over gloo on 127.0.0.1")
 
 
 def run_distributed(arguments: list[str], *, strategy: str = "ddp", **environment: str) -> tuple[int, str]:

@@ -1,0 +1,212 @@
+"""Loss curves and speed of the toy language model on several devices beside one, a run per strategy.
+
+    python experiments/benchmark_strategies.py                      # on a machine with several GPUs: about 6 minutes
+    python experiments/benchmark_strategies.py --minutes 8          # begin no run that would end later; the next call
+    python experiments/benchmark_strategies.py --strategies one ddp # goes on; part of it
+
+Every run is train_toy_lm.py as a user starts it: the same weights, bytes and total batch, its gradients checked against
+one process before the first step and after the last. "one" is one device; "one again" repeats it, because the atomic
+additions of a gradient have no fixed order: what the two differ by is noise. A run that fails is exit status 1.
+Without a GPU a tiny model takes a few steps in two processes.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention_benchmark.options import declare, positive
+from attention_benchmark.progress import Progress
+from attention_benchmark.report import resumed, write
+from matplotlib.figure import Figure
+from provenance import ROOT, provenance
+from toy_lm.figures import read_log
+from toy_lm.statistics import read
+
+# of train_toy_lm.py, for each run; "one" runs have one device
+STRATEGIES = {
+    "one": [],
+    "one again": [],
+    "ddp": ["--strategy", "ddp"],
+    "fsdp": ["--strategy", "fsdp"],
+    "tensor": ["--strategy", "tensor"],
+    "context, halo": ["--strategy", "context", "--context_mode", "halo"],
+    "context, heads": ["--strategy", "context", "--context_mode", "heads"],
+}
+METHOD = {
+    "train_bits, validation_bits": "bits per byte, by step",
+    "tokens_per_second": "of the median milliseconds_per_step between validations, the first stretch left out, in "
+    "which kernels are compiled",
+    "difference": "of the mean training loss to that of one device, over all logged steps; largest_difference: of a "
+    "single one",
+    "gradients": "every gradient through the kernels, before the first step and after the last, within its error "
+    "budget around that of one process in float64: else the run fails",
+}
+# colour-blind safe (Okabe and Ito)
+_COLOURS = dict(zip(STRATEGIES, ("#000000", "#999999", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00"),
+                    strict=True))
+_SIZES = ("layers", "width", "heads", "context", "batch_size", "steps")
+GPU_DEFAULTS = {
+    "layers": 8, "width": 512, "heads": 8, "context": 2048, "batch_size": 16, "steps": 240, "devices": 2,
+    "output": ROOT / "results/benchmark_strategies.json",
+}
+CPU_DEFAULTS = {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch_size": 4, "steps": 12, "devices": 2}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing; the exit status is 1 if a run fails."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    cuda = torch.cuda.is_available()
+    options = parse(argv, cuda)
+    if cuda and torch.cuda.device_count() < options.devices:
+        print(f"--devices: expected at most {torch.cuda.device_count()}, the GPUs that are here, got {options.devices}")
+        return 2
+    result: dict[str, Any] = provenance("experiments/benchmark_strategies.py", argv, options.commit)
+    setup = {name: getattr(options, name) for name in ("devices", *_SIZES)} | {"more": options.more}
+    result = resumed(result | {"method": METHOD, "setup": setup, "rows": []}, options.output)
+    failed = run_all(options, result)
+    print(table(result))
+    if options.output and result["rows"]:
+        plot = options.output.with_suffix(".png")
+        draw(result).savefig(plot)
+        print(f"wrote {options.output} and {plot.name}")
+    return int(failed)
+
+
+def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
+    """The options, defaults filled in for this machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = declare(parser, GPU_DEFAULTS if cuda else CPU_DEFAULTS)
+    option("--strategies", "what to run", choices=tuple(STRATEGIES), nargs="+", default=list(STRATEGIES))
+    option("--devices", "GPUs, or processes on a CPU, of the runs on several", type=positive)
+    for name in _SIZES:
+        option(f"--{name.replace('_', '-')}", "of the model and its training", type=positive)
+    option("--more", "further options of train_toy_lm.py for every run, as in --more='--decay alibi'", type=str.split,
+           default=[])
+    option("--minutes", "begin no run that would end later; None: all of them", type=float, default=None)
+    option("--limit", "seconds after which a run has failed", type=positive, default=600)
+    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
+    option("--output", "JSON file that results are kept in; None: printed only", type=Path)
+    options = parser.parse_args(argv)
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error(f"--minutes: expected a positive number, got {options.minutes}")
+    return options
+
+
+def run_all(options: argparse.Namespace, result: dict[str, Any]) -> bool:
+    """Every run that is not in the report yet, as far as the minutes reach; whether one failed."""
+    start, longest, failed = time.perf_counter(), 0.0, False
+    done = {row["run"] for row in result["rows"]}
+    todo = [name for name in options.strategies if name not in done]
+    progress = Progress(len(todo))
+    for number, name in enumerate(todo):
+        begun = time.perf_counter()
+        if options.minutes is not None and begun + longest > start + 60 * options.minutes:
+            progress.print(f"{len(todo) - number} runs left")
+            break
+        with tempfile.TemporaryDirectory() as folder:
+            status, said = train(name, options, Path(folder, "run"))
+            seconds = time.perf_counter() - begun
+            if status:
+                failed = True
+                progress.print(f"{name}: FAILED with status {status}, {seconds:.0f} s\n{said[-3000:]}")
+            else:
+                result["rows"].append({"run": name, "seconds": round(seconds, 1)} | read_run(Path(folder, "run")))
+                progress.print(f"{name}: {seconds:.0f} s")
+        compare(result)
+        if options.output:
+            write(result, options.output)
+        longest = max(longest, time.perf_counter() - begun)
+        progress.step(name)
+    progress.close()
+    return failed
+
+
+def train(name: str, options: argparse.Namespace, folder: Path) -> tuple[int | str, str]:
+    """(exit status, what it printed) of one training."""
+    sizes = [word for size in _SIZES for word in (f"--{size}", str(getattr(options, size)))]
+    devices = 1 if name.startswith("one") else options.devices
+    every = max(1, options.steps // 6)
+    command = [
+        sys.executable, str(ROOT / "experiments/train_toy_lm.py"), "--run", str(folder), "--devices", str(devices),
+        *STRATEGIES[name], *sizes, "--validate_every", str(every), "--sample_bytes", "0", *options.more,
+    ]
+    try:
+        run = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=options.limit, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        printed = error.stdout or b""
+        return f"none after {options.limit} seconds", printed.decode(errors="replace")
+    return run.returncode, run.stdout
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What a run's folder has."""
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    stretches = [row["milliseconds_per_step"] for row in read(folder) if row["milliseconds_per_step"] is not None]
+    milliseconds = statistics.median(stretches[1:] or stretches)
+    found = {"parameters": summary["parameters"], "strategy": summary["strategy"], "devices": summary["devices"]}
+    for key, metric in (("train_bits", "train_bits"), ("validation_bits", "val_bits")):
+        steps, bits = read_log(folder, metric)
+        found[key] = {"steps": list(steps), "bits": list(bits)}
+    return found | {"milliseconds_per_step": milliseconds, "stretches": stretches}
+
+
+def compare(result: dict[str, Any]) -> None:
+    """Speeds, and differences to one device, of all rows."""
+    setup, rows = result["setup"], result["rows"]
+    one = next((row for row in rows if row["run"] == "one"), None)
+    for row in rows:
+        seconds = row["milliseconds_per_step"] / 1e3
+        row["tokens_per_second"] = setup["batch_size"] * setup["context"] / seconds
+        if one is not None:
+            row["speed_over_one"] = one["milliseconds_per_step"] / row["milliseconds_per_step"]
+            pairs = list(zip(row["train_bits"]["bits"], one["train_bits"]["bits"], strict=True))
+            apart = [own - other for own, other in pairs]
+            row["difference"] = statistics.fmean(apart)
+            row["largest_difference"] = max(map(abs, apart))
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line per run."""
+    lines = [f"{'':16}{'tokens/s':>10} {'/one':>6} {'validation bits':>16} {'− one':>9} {'at most':>9}"]
+    for row in result["rows"]:
+        speed = f"{row['speed_over_one']:.2f}" if "speed_over_one" in row else "–"
+        apart = f"{row['difference']:+10.4f}{row['largest_difference']:10.4f}" if "difference" in row else ""
+        bits = row["validation_bits"]["bits"][-1]
+        lines.append(f"{row['run']:16}{row['tokens_per_second']:10.0f} {speed:>6}{bits:17.4f}{apart}")
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """Left the losses, right tokens per second."""
+    rows = result["rows"]
+    figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for row in rows:
+        left.plot(row["train_bits"]["steps"], row["train_bits"]["bits"], color=_COLOURS[row["run"]], linewidth=1.2,
+                  label=row["run"])
+    left.set(xlabel="step", ylabel="bits per byte", title="training loss, the same total batch")
+    left.legend(frameon=False, fontsize="small")
+    names = [row["run"] for row in rows]
+    right.barh(names, [row["tokens_per_second"] / 1e3 for row in rows], color=[_COLOURS[name] for name in names])
+    right.invert_yaxis()
+    right.set(xlabel="thousand tokens per second", title=f"speed, {result['setup']['devices']} devices")
+    for panel in (left, right):
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    sizes = "{layers} layers, width {width}, context {context}, batch {batch_size}".format(**result["setup"])
+    figure.suptitle(f"{sizes}; {result['gpu'] or 'CPU'}, torch {result['torch']}", fontsize="medium")
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main())
