@@ -132,6 +132,9 @@ def run(options: argparse.Namespace, argv: list[str], group: dist.ProcessGroup, 
         say("No GPU, so no speeds: errors of the kernels in Triton's interpreter, and what is sent.")
     result: dict[str, Any] = provenance("experiments/benchmark_context.py", argv, options.commit)
     result |= {"method": report.METHOD, "ranks": ranks, "rounds": options.rounds, "checks": [], "rows": [], "wrong": []}
+    if device.type == "cuda":
+        result["bandwidth"] = measure.bandwidth(group)
+        say(f"all-to-all: a rank receives {result['bandwidth'] / 1e9:.0f} GB/s")
     dtypes = [options.dtype] if options.dtype == "float32" else [options.dtype, "float32"]
     for dtype in dtypes:
         found = list(

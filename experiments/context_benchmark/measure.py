@@ -131,6 +131,21 @@ def _back_to_back(call: Callable[[], object], count: int) -> float:
     return begin.elapsed_time(end) / count
 
 
+def bandwidth(group: dist.ProcessGroup, megabytes: int = 256, calls: int = 10) -> float:
+    """Bytes per second that the slowest rank receives from others in an all-to-all of so many megabytes."""
+    ranks = dist.get_world_size(group)
+    rows = torch.empty(ranks, megabytes * 2**20 // ranks, dtype=torch.uint8, device="cuda")
+    received = torch.empty_like(rows)
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, rows, group=group)
+
+    for _ in range(2):
+        exchange()
+    milliseconds = _slowest(_back_to_back(exchange, calls), group)
+    return (ranks - 1) * rows[0].nbytes / milliseconds * 1e3
+
+
 def median(timings: dict[tuple[str, str], list[float]], name: str, direction: str) -> float | None:
     found = timings.get((name, direction))
     return statistics.median(found) if found else None

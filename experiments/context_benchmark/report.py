@@ -15,6 +15,7 @@ METHOD = {
     "skip_tolerance='auto' for both",
     "received": "bytes that all_to_all_single brings to each rank from others; summaries of the plan (gathered) are "
     "not counted; everything: what the last rank would receive if it fetched all keys before its slice",
+    "bandwidth": "bytes per second that the slowest rank receives in an all-to-all of 256 MiB",
     "checks": "before any time: verify_attention and verify_attention_varlen on the equality cases, every tensor "
     "within the error budget; then out and every gradient of the timed inputs within 2 eps of one GPU's",
 }

@@ -13,7 +13,6 @@ from readme_tables.results import Results
 RECALL_FILE = "recall.json"
 TRAINING_FILE = "benchmark_training.json"
 PRECISION_FILE = "training_precision.json"
-STRATEGIES_FILE = "benchmark_strategies.json"
 NOT_MEASURED = "Not measured yet."
 
 
@@ -101,25 +100,6 @@ def precision(results: Results) -> list[str]:
             " ".join([where, *[f"Not there: {', '.join(absent)}."] * bool(absent)])]
 
 
-def strategies(results: Results) -> list[str]:
-    """Loss and speed of the toy language model on several devices beside one."""
-    if not results.has(STRATEGIES_FILE):
-        return [NOT_MEASURED]
-    report = results.load(STRATEGIES_FILE)
-    setup = report["setup"]
-    head = ["run", "thousand tokens per second", "× one GPU", "validation, bits per byte", "training loss − one GPU's",
-            "at most, in a step"]
-    rows = []
-    for row in report["rows"]:
-        cells = [f"{row['tokens_per_second'] / 1e3:.0f}", f"{row['speed_over_one']:.2f}"]
-        cells += [f"{row['validation_bits']['bits'][-1]:.4f}", f"{row['difference']:+.4f}"]
-        rows.append([row["run"], *cells, f"{row['largest_difference']:.4f}"])
-    about = "{layers} layers, width {width}, context {context:,}, batch {batch_size}, {steps} steps".format(**setup)
-    where = f"{setup['devices']} × {report['gpu']}, torch {report['torch'].split('+')[0]}, {about}"
-    return [f"![losses and speeds]({results.prefix}benchmark_strategies.png)", "", *table(head, rows), "",
-            f"{where} ({results.link(STRATEGIES_FILE)})."]
-
-
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of Markdown."""
     return [line(head), "|" + "---|" * len(head), *map(line, rows)]
@@ -129,4 +109,4 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-BLOCKS = {"recall": recall, "training_speed": training_speed, "precision": precision, "strategies": strategies}
+BLOCKS = {"recall": recall, "training_speed": training_speed, "precision": precision}

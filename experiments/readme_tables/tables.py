@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from readme_tables import evidence, learning, picture
+from readme_tables import evidence, learning, picture, several_gpus
 from readme_tables.learning import table
 from readme_tables.results import Results, Shape, Speeds, speeds
 
@@ -299,5 +299,5 @@ def files(results: Results) -> list[str]:
 BLOCKS = {
     "speed": speed, "attention": attention, "skipping": skipping, "planning": planning, "lengths": lengths,
     "sequences": sequences, "eviction": eviction, "overhead": overhead, "training": training, "files": files,
-    **evidence.BLOCKS, **learning.BLOCKS,
+    **evidence.BLOCKS, **learning.BLOCKS, **several_gpus.BLOCKS,
 }

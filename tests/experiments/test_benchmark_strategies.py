@@ -6,7 +6,8 @@ from pathlib import Path
 import benchmark_strategies
 import pytest
 import torch
-from readme_tables import learning
+from readme_tables import several_gpus
+from readme_tables.learning import NOT_MEASURED
 from readme_tables.results import Results
 from test_report import ORIGIN
 
@@ -49,9 +50,9 @@ def test_speeds_leave_the_first_stretch_out_and_losses_are_compared_step_by_step
 
 def test_the_table_of_the_page(result, tmp_path):
     results = Results(tmp_path)
-    assert learning.strategies(results) == [learning.NOT_MEASURED]
-    (tmp_path / learning.STRATEGIES_FILE).write_text(json.dumps(result))
-    assert "| ddp | 7 | 2.00 | 2.0000 | +0.1000 | 0.3000 |" in learning.strategies(results)
+    assert several_gpus.strategies(results) == [NOT_MEASURED]
+    (tmp_path / several_gpus.STRATEGIES_FILE).write_text(json.dumps(result))
+    assert "| ddp | 7 | 2.00 | 2.0000 | +0.1000 | 0.3000 |" in several_gpus.strategies(results)
 
 
 def options(tmp_path: Path, *more: str) -> list[str]:
