@@ -16,7 +16,7 @@ from decayattn.testing.formulas import explicit_attention
 from decayattn.testing.table import Row, format_table, ratio
 
 # For 16-bit inputs the prefix of the decay inside a block of tokens is in float32: LSE has its rounding, and so have
-# scores, to which it is added, and the probability of a sink, which LSE gives
+# scores, to which it is added, and the probability of a sink, which LSE gives. For float64 it is in float64
 PREFIX_BLOCK = 128
 
 # Factors of the eager evaluations. The output gradients (or the loss), the scores and P before its rounding are
@@ -278,7 +278,7 @@ class Call:
         exact_oracle = self.problem.accumulator_dtype != torch.float64
 
         def evaluate(**heads):
-            part = explicit_attention(**heads, absolute=True, prefix_block=self.prefix_block)
+            part = explicit_attention(**heads, absolute=True, prefix_block=self.prefix_block if exact_oracle else 0)
             condition = 1.0 + part.pop("score_size")
             if exact_oracle:
                 return part
@@ -288,8 +288,9 @@ class Call:
 
     @property
     def prefix_block(self) -> int:
-        """Tokens of a block inside of which the prefix of the decay is in float32."""
-        return PREFIX_BLOCK if self.problem.dtype.itemsize == 2 else 0
+        """Tokens of a block inside of which the prefix of the decay is one number of the accumulator's dtype; 0 for
+        float32, which has two."""
+        return 0 if self.problem.dtype == torch.float32 else PREFIX_BLOCK
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which decay_attention returns a tensor."""

@@ -356,14 +356,15 @@ def test_some_sequences_of_a_packed_call(plant):
 
 
 def _with(monkeypatch, edit_heads):
-    """Let the tested call compute with edited formulas: explicit_attention at float32, then `edit_heads`."""
+    """Let the tested call compute with edited formulas: explicit_attention as it accumulates, then `edit_heads`."""
 
     def run(call, backend, options):
         def evaluate(**heads):
             results = explicit_attention(**heads)
             return edit_heads(results, **heads) or results
 
-        return {name: x.to(call.dtype_of(name)) for name, x in call.gather(evaluate, torch.float32).items()}
+        dtype = call.problem.accumulator_dtype
+        return {name: x.to(call.dtype_of(name)) for name, x in call.gather(evaluate, dtype).items()}
 
     monkeypatch.setattr(attention.Call, "run", run)
 
@@ -545,6 +546,23 @@ def cut_off(bits, results, q, k, log_decay, scale, sink, grad_lse, **heads):
     return results | {"dsink": ((sink[:, None] - lse).exp() * grad_lse).sum(1).float()}
 
 
+def few_keys_of_a_strong_decay(seed):
+    """One row of two keys, behind a reset and many λ, in float64."""
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(1, rows, 1, 8, dtype=torch.float64) for rows in (1, 79, 79))
+    log_decay = -6 * torch.rand(1, 79, 1, dtype=torch.float64)
+    log_decay[:, 77] = -math.inf
+    return {"q": q, "k": k, "v": v, "log_decay": log_decay, "scale": 1e-4}
+
+
+def prefix_in_base_2(bits, results, q, k, v, log_decay, scale, **heads):
+    """out of a kernel that adds up λ in base 2, to so many bits less, and that rounds nothing else."""
+    base2 = log_decay.masked_fill(log_decay.isneginf(), 0.0) / math.log(2)
+    alpha = _without_bits(base2.cumsum(1), bits)
+    scores = scale[:, None, None] * (q @ k.mT) + math.log(2) * (alpha[:, -1:] - alpha)[:, None]
+    return results | {"out": scores[..., 77:].softmax(-1) @ v[:, 77:]}
+
+
 def without_these_draws(monkeypatch):
     """P normalised before it is rounded, scores whose decay is one number, and sums that are rounded to nearest."""
     monkeypatch.setattr(formulas, "_reference", lambda *args: None)
@@ -559,11 +577,12 @@ ROUNDINGS_OF_KERNELS = [
     (one_value_beside_a_sink, rounded_output, (torch.float16, torch.bfloat16), "dsink", (1, 3, 4)),
     (strong_decay, by_columns, (0, 8), "dlog_decay", (3, 4, 5)),
     (large_scores_beside_a_sink, cut_off, (0, 3), "dsink", (0, 1, 2)),
+    (few_keys_of_a_strong_decay, prefix_in_base_2, (0, 8), "out", (2, 3, 5)),
 ]
 
 
 @pytest.mark.parametrize(("make", "compute", "precisions", "name", "seeds"), ROUNDINGS_OF_KERNELS)
-def test_roundings_that_16_bit_kernels_have(make, compute, precisions, name, seeds, monkeypatch):
+def test_roundings_that_kernels_have(make, compute, precisions, name, seeds, monkeypatch):
     """Accepted, and not by the draws without them; and refused where the kernel rounds to a few bits less."""
 
     def passes(seed, precision):
