@@ -131,6 +131,17 @@ class Inputs(NamedTuple):
         return self.scale if self.row_scale is None else self.row_scale
 
 
+class Held(NamedTuple):
+    """What a cache of keys and values is written to (DecayCache says what each means)."""
+
+    keys: Tensor  # (B, max_length, H_kv, D)
+    values: Tensor  # (B, max_length, H_kv, D_v)
+    lengths: Tensor  # (B,) int32
+    first: Tensor  # (B, H) int32
+    log_evicted: Tensor  # (B, H) float64
+    alpha: Tensor | None  # (B, max_length, H) float64
+
+
 class DecayPrefix(NamedTuple):
     """What the kernels read of a per-token decay, in (B, H, ·) and base 2; empty tensors for other decays.
 

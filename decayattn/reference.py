@@ -9,7 +9,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decayattn.problem import AttentionProblem, Inputs, is_reset, without_autocast
+from decayattn.problem import AttentionProblem, Held, Inputs, is_reset, without_autocast
 
 
 def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -23,6 +23,46 @@ def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor
             i = torch.arange(problem.query_length, device=problem.device) + problem.first_position
             return _attend(problem, inputs, i[None, None], None)
         return _attend_sequences(problem, inputs, inputs.bounds)
+
+
+def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None) -> Tensor:
+    """Write T new tokens behind those of every cache entry, lengths aside; the first keys that they see.
+
+    α goes on as the running sum of λ, in which a reset and an entry's first token count 0, and a reset becomes the
+    first key of its head, of which nothing was evicted.
+
+    Args:
+        held: the cache, written in place but for lengths.
+        k, v: (B, T, H_kv, D) and (B, T, H_kv, D_v), T ≥ 1.
+        log_decay: (B, T, H), if held has alpha.
+        counted: (B,) int32: of each entry only the first so many tokens count. The others are written as 0, for rows of
+            these very tokens read them with probability 0. None: all count.
+
+    Returns:
+        (B, H, T) int32, any strides.
+    """
+    tokens = k.shape[1]
+    token = torch.arange(tokens, device=k.device)
+    if counted is not None:
+        padding = token >= counted[:, None]
+        k, v = (x.masked_fill(padding[..., None, None], 0) for x in (k, v))
+        log_decay = None if log_decay is None else log_decay.masked_fill(padding[..., None], 0)
+    position = held.lengths[:, None] + token
+    entry = torch.arange(k.shape[0], device=k.device)[:, None]
+    held.keys[entry, position] = k
+    held.values[entry, position] = v
+    if log_decay is None or held.alpha is None:
+        return held.first[..., None].expand(-1, -1, tokens)
+    resets = is_reset(log_decay)
+    unused = resets | (position == 0)[..., None]  # nothing lies before an entry's first token
+    steps = torch.where(unused, 0.0, log_decay.double()).cumsum(1)
+    last = held.alpha[entry, position[:, :1].sub(1).clamp(min=0)]
+    held.alpha[entry, position] = torch.where(position[:, :1, None] > 0, last, 0.0) + steps
+    last_reset = torch.where(resets, position[..., None], 0).to(torch.int32).cummax(1).values
+    first = torch.maximum(last_reset, held.first[:, None]).transpose(1, 2)
+    held.first.copy_(first[..., -1])
+    held.log_evicted.masked_fill_(last_reset[:, -1] > 0, -torch.inf)
+    return first
 
 
 def decode(

@@ -43,7 +43,7 @@ from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
 from decayattn.backends.portable import launch as portable_launch
 from decayattn.backends.runtime import launching
-from decayattn.problem import DECAY_BLOCK, AttentionProblem, Inputs
+from decayattn.problem import DECAY_BLOCK, AttentionProblem, Held, Inputs
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,11 @@ def compiled_kernels(
     if path == "decode":
         alpha = log_decay.double().mT.contiguous().mT if decay == "scalar" else None
         with collecting(target) as kernels:
+            lengths, first = torch.empty(2, dtype=torch.int32), torch.empty(2, 4, dtype=torch.int32)
+            held = Held(k, v, lengths, first, torch.empty(2, 4, dtype=torch.float64), alpha)
+            for new, counted in ((slice(1), None), (slice(300), lengths)):
+                rates = log_decay[:, new] if decay == "scalar" else None
+                portable.append(held, k[:, new], v[:, new], rates, counted)
             decoding.decode(
                 Inputs(q[:, :1], k[:, :, :1], v[:, :, :1], log_decay if decay == "constant" else None, scale=scale),
                 torch.empty(2, dtype=torch.int32), alpha=alpha, first=torch.empty(2, 4, 1, dtype=torch.int32),

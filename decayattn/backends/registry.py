@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decayattn.compatibility import assume_constant_result
-from decayattn.problem import AttentionProblem, BackendName, Gradients, Inputs, Saved
+from decayattn.problem import AttentionProblem, BackendName, Gradients, Held, Inputs, Saved
 
 # kernel backends, modules that fulfil Backend
 KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn.backends.hopper.backend"}
@@ -19,6 +19,14 @@ NAMES = get_args(BackendName)
 _NOT_DETERMINISTIC = (
     "it has no deterministic backward, which torch.use_deterministic_algorithms asks for; 'triton' has one"
 )
+
+
+class Append(Protocol):
+    """New tokens into a cache. reference.append says what the arguments are."""
+
+    def __call__(
+        self, held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
+    ) -> Tensor: ...
 
 
 class Decode(Protocol):
@@ -37,6 +45,16 @@ class Decode(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class Decoder(Protocol):
+    """What a cache is written and read by: reference, or a backend with kernels for it."""
+
+    @property
+    def append(self) -> Append: ...
+
+    @property
+    def decode(self) -> Decode: ...
+
+
 class Backend(Protocol):
     """What a kernel backend is. It only launches: autograd, the gradient of a sink and the checks of arguments are
     the library's."""
@@ -44,6 +62,10 @@ class Backend(Protocol):
     @property
     def DETERMINISTIC(self) -> bool:
         """Whether the backward repeats bit by bit."""
+
+    @property
+    def append(self) -> Append | None:
+        """New tokens into a cache; None as decode."""
 
     @property
     def decode(self) -> Decode | None:
@@ -120,11 +142,10 @@ def check_name(name: str) -> BackendName:
     return cast(BackendName, name)
 
 
-def select(problem: AttentionProblem, name: str, decoding: bool = False) -> BackendName:
+def select(problem: AttentionProblem, name: str) -> BackendName:
     """What runs: "reference", or the name to give to `resolve`; a kernel backend that cannot run here is a ValueError.
 
     Only what is known of a call before its tensors have addresses is asked: torch.compile traces through this.
-    decoding: new rows over a cache of keys.
     """
     name = check_name(name)
     if name == "reference" or problem.device.type == "meta":
@@ -132,23 +153,32 @@ def select(problem: AttentionProblem, name: str, decoding: bool = False) -> Back
         return "reference"
     if name == "auto":
         # on a CPU the kernels can only be interpreted, which is for debugging: nobody gets that without naming it
-        candidates = _decoding() if decoding else AUTOMATIC
-        candidates = candidates if problem.device.type == "cuda" else ()
+        candidates = AUTOMATIC if problem.device.type == "cuda" else ()
         return name if any(unavailable(problem, kernel) is None for kernel in candidates) else "reference"
-    reason = unavailable(problem, name)
-    if reason is None and decoding and not _decodes(name):
-        others = " and ".join(map(repr, _decoding()))
-        reason = f"it has no kernels for new tokens over those in a cache; {others} has, and 'auto' takes them"
-    if reason is not None:
-        raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
+    _refuse(name, unavailable(problem, name))
     return name
 
 
-def decoder(problem: AttentionProblem, name: str) -> Decode:
-    """The kernels of what `select` has returned for new rows over a cache of keys."""
-    names = _decoding() if name == "auto" else (name,)
-    found = next(kernel for kernel in names if unavailable(problem, kernel) is None)
-    return cast(Decode, loaded(found).decode)
+def decoder(name: str, dtype: torch.dtype, device: torch.device) -> Decoder | None:
+    """Who writes and reads a cache under this name, as `select` chooses; None is the reference."""
+    name = check_name(name)
+    if name == "reference" or device.type == "meta":
+        return None
+    if name == "auto":
+        candidates = _decoding() if device.type == "cuda" else ()
+        name = next((kernel for kernel in candidates if _unavailable(kernel, dtype, device) is None), "reference")
+        return None if name == "reference" else cast(Decoder, loaded(name))
+    reason = _unavailable(name, dtype, device)
+    if reason is None and not _decodes(name):
+        others = " and ".join(map(repr, _decoding()))
+        reason = f"it has no kernels for new tokens over those in a cache; {others} has, and 'auto' takes them"
+    _refuse(name, reason)
+    return cast(Decoder, loaded(name))
+
+
+def _refuse(name: str, reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
 
 
 def _decoding() -> tuple[str, ...]:
@@ -169,9 +199,7 @@ def resolve(problem: AttentionProblem, name: str, inputs: Inputs, deterministic:
         )
         return next(found)
     only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    reason = _objection(problem, name, inputs, deterministic and not only_warn)
-    if reason is not None:
-        raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
+    _refuse(name, _objection(problem, name, inputs, deterministic and not only_warn))
     if deterministic and not loaded(name).DETERMINISTIC:
         warnings.warn(f"backend: {name!r}: {_NOT_DETERMINISTIC}", stacklevel=2)
     return name

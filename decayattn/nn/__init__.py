@@ -1,11 +1,13 @@
-"""Layers: DecayFlashAttention and the decay modules that it takes."""
+"""Layers: DecayFlashAttention, the decay modules that it takes, and what it generates with."""
 
 from decayattn.nn.attention import DecayFlashAttention
 from decayattn.nn.cache import DecayCache
+from decayattn.nn.capture import CapturedStep
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, alibi_log_decay, half_life, retnet_log_decay
 from decayattn.nn.parallel import fully_shard_attention, tensor_parallel_plan
 
 __all__ = [
+    "CapturedStep",
     "ConstantDecay",
     "Decay",
     "DecayCache",

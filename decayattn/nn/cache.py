@@ -1,7 +1,10 @@
 """DecayCache: keys, values and decay of the tokens so far, for generation one token at a time."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from numbers import Integral, Real
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,11 +16,10 @@ from decayattn.nn.decay import check_positive_int
 from decayattn.problem import (
     RESET_BELOW,
     SUPPORTED_DTYPES,
-    AttentionProblem,
     BackendName,
+    Held,
     Inputs,
     check_arguments,
-    is_reset,
     window_of,
     without_autocast,
 )
@@ -101,6 +103,7 @@ class DecayCache:
         self._log_evicted = torch.full(heads, -torch.inf, device=device, dtype=torch.float64)
         self.lengths, self.dropped = torch.zeros(2, batch_size, device=device, dtype=torch.int32)
         self.longest = 0
+        self._is_tried = False  # launches are as large as max_length needs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,16 +162,15 @@ class DecayCache:
                     q, k, v, rates if log_decay is None else log_decay, scale=scale, window_size=window_size,
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
                 )
-            self._append(k, v, log_decay, counted)
+            # whatever has attended to them
+            self._append(self._decoder("auto" if backend == "hopper" else backend), k, v, log_decay, counted)
             return out
-        problem = AttentionProblem.of(q, v, rates, row_scale, True)
-        chosen = registry.select(problem, backend, decoding=True)
-        ends, first = self._append(k, v, log_decay, counted)
+        decoder = self._decoder(backend)
+        ends, first = self._append(decoder, k, v, log_decay, counted)
         left, _ = window_of(window_size, True)
-        decode = reference.decode if chosen == "reference" else registry.decoder(problem, chosen)
-        out, _ = decode(
+        out, _ = decoder.decode(
             Inputs(q, self.keys, self.values, rates, row_scale, sink=sink, scale=number), ends, alpha=self.alpha,
-            first=first, left=None if left < 0 else left, longest=self.longest,
+            first=first, left=None if left < 0 else left, longest=self.max_length if self._is_tried else self.longest,
         )
         return out
 
@@ -184,7 +186,7 @@ class DecayCache:
             new_lengths, and what is raised: as in `attend`.
         """
         self._check_tokens(k, v, log_decay, new_lengths)
-        self._append(k, v, log_decay, _counted(new_lengths, k.shape[1]))
+        self._append(self._decoder("auto"), k, v, log_decay, _counted(new_lengths, k.shape[1]))
 
     def grow(self, max_length: int) -> None:
         """Make room for max_length tokens, in new buffers of the same layout; the tokens stay."""
@@ -349,52 +351,45 @@ class DecayCache:
             _check_numbers("new_lengths", new_lengths, self.lengths)
         _refuse_gradients(k=k, v=v, log_decay=log_decay)
 
+    def _decoder(self, backend: str) -> registry.Decoder:
+        """Who writes and reads this cache; a backend without kernels for it is refused."""
+        kernels = registry.decoder(backend, self.dtype, self.device)
+        return cast(registry.Decoder, reference) if kernels is None else kernels
+
     def _append(
-        self, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
+        self, decoder: registry.Decoder, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Write checked tokens; (the lengths if all of them counted, the first keys that they see, (B, H, T) int32).
 
         Of each entry only the first `counted` (B,) of them count; None: all.
         """
         tokens = k.shape[1]
-        ends = self.lengths + tokens
         if tokens == 0:
-            return ends, self.first[..., None].expand(-1, -1, 0)
-        token = torch.arange(tokens, device=self.device)
-        if counted is not None:
-            # rows of these very tokens read them, with probability 0, and 0 · NaN is NaN
-            padding = token >= counted[:, None]
-            k, v = (x.masked_fill(padding[..., None, None], 0) for x in (k, v))
-            log_decay = None if log_decay is None else log_decay.masked_fill(padding[..., None], 0)
-        position = self.lengths[:, None] + token
-        entry = torch.arange(self.batch_size, device=self.device)[:, None]
-        self.keys[entry, position] = k
-        self.values[entry, position] = v
-        if log_decay is not None:
-            first = self._append_decay(log_decay, entry, position)
-        else:
-            first = self.first[..., None].expand(-1, -1, tokens)
-            if self.longest == 0:
-                self.alpha = None  # of tokens before a reset, that had another kind of decay
+            return self.lengths, self.first[..., None].expand(-1, -1, 0)
+        if self.longest == 0 or self.alpha is None:
+            # tokens before a reset may have had another kind of decay
+            self.alpha = None if log_decay is None else self._new_alpha() if self.alpha is None else self.alpha
+        first = decoder.append(self._held(), k, v, log_decay, counted)
+        ends = self.lengths if counted is None else self.lengths + tokens
         self.lengths.add_(tokens if counted is None else counted)
         self.longest += tokens
         return ends, first
 
-    def _append_decay(self, log_decay: Tensor, entry: Tensor, position: Tensor) -> Tensor:
-        """Continue α and the resets over tokens at `position` (B, T); the first keys that they see, (B, H, T)."""
-        if self.alpha is None:
-            self.alpha = self._new_alpha()
-        resets = is_reset(log_decay)
-        unused = resets | (position == 0)[..., None]  # nothing lies before an entry's first token
-        steps = torch.where(unused, 0.0, log_decay.double()).cumsum(1)
-        last = self.alpha[entry, position[:, :1].sub(1).clamp(min=0)]
-        self.alpha[entry, position] = torch.where(position[:, :1, None] > 0, last, 0.0) + steps
+    def _held(self) -> Held:
+        return Held(self.keys, self.values, self.lengths, self.first, self._log_evicted, self.alpha)
 
-        last_reset = torch.where(resets, position[..., None], 0).to(torch.int32).cummax(1).values
-        first = torch.maximum(last_reset, self.first[:, None]).transpose(1, 2)
-        self.first.copy_(first[..., -1])
-        self._log_evicted.masked_fill_(last_reset[:, -1] > 0, -torch.inf)
-        return first
+    @contextlib.contextmanager
+    def _trial(self) -> Iterator[None]:
+        """What is appended inside is forgotten behind it, and launches are as large as max_length needs."""
+        state, longest = [self.lengths, self.first, self._log_evicted], self.longest
+        before = [x.clone() for x in state]
+        self._is_tried = True
+        try:
+            yield
+        finally:
+            self._is_tried, self.longest = False, longest
+            for x, value in zip(state, before, strict=True):
+                x.copy_(value)
 
     def _new_alpha(self) -> Tensor:
         """(B, max_length, H), the tokens of a head together."""

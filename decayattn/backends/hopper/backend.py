@@ -12,12 +12,12 @@ from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.problem import AttentionProblem, Inputs
 
-__all__ = ["DETERMINISTIC", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
+__all__ = ["DETERMINISTIC", "append", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
 
 # dq and the row sums of dS are added up in no fixed order
 DETERMINISTIC = False
 # a few new rows do not fill the tiles of a warpgroup
-decode = None
+append = decode = None
 
 # the bias of a key is divided by the scale and must stay a bfloat16
 _LEAST_SCALE = 1e-6

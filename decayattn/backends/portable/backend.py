@@ -3,11 +3,12 @@
 import torch
 import triton
 
+from decayattn.backends.portable.append import append
 from decayattn.backends.portable.decode import decode
 from decayattn.backends.portable.launch import backward, forward
 from decayattn.problem import AttentionProblem, Inputs
 
-__all__ = ["DETERMINISTIC", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
+__all__ = ["DETERMINISTIC", "append", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
 
 # only the gradient of a bias is ever added up by atomics, and under deterministic algorithms it is not
 DETERMINISTIC = True

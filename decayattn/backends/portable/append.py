@@ -1,0 +1,161 @@
+"""New tokens into a cache of keys and values: one launch for keys, values, α and resets.
+
+Some programs copy a tile of one key head's tokens, the others walk the new tokens of one query head: α of token t is
+that of the token before plus λ_t, in float64 and natural logarithm, where a reset and an entry's first token count 0.
+
+Tiles: k (BLOCK_T, D) · v (BLOCK_T, D_v) · λ, α (BLOCK_S)
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decayattn.backends.portable.launch import padded
+from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.arguments import Strided, strided
+from decayattn.backends.runtime.integers import cdiv, next_power_of_2
+from decayattn.backends.runtime.launching import COMPILER_OPTIONS
+from decayattn.backends.tiles.scores import RESET_BELOW
+from decayattn.problem import Held
+
+# tokens that a program copies, and that it adds up at once: one where there is one
+_MOST_COPIED = 16
+_MOST_SUMMED = 128
+
+
+def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None) -> Tensor:
+    """reference.append by one launch, with its arguments, which the caller has checked."""
+    batch, tokens, kv_heads, dim = k.shape
+    heads, value_dim = held.first.shape[1], v.shape[3]
+    first = held.first[..., None].expand(-1, -1, tokens)
+    with launching.on_device(k.device):
+        copied, summed = (min(next_power_of_2(tokens), most) for most in (_MOST_COPIED, _MOST_SUMMED))
+        copies, sums = batch * kv_heads * cdiv(tokens, copied), 0
+        new_first = None
+        if log_decay is not None:
+            sums = batch * heads
+            new_first = first = torch.empty(first.shape, device=k.device, dtype=torch.int32)
+        given = (k, v, log_decay, counted, *held)
+        launch = launching.of_call(k.device, given, k.shape, value_dim, heads)
+        launch(
+            append_kernel, copies + sums,
+            HeldTokens(
+                strided(held.keys), strided(held.values), held.lengths, held.first, held.log_evicted,
+                strided(held.alpha),
+            ),
+            NewTokens(strided(k), strided(v), strided(log_decay), counted, new_first), tokens, kv_heads, heads, copies,
+            TRAITS=AppendTraits(dim, value_dim, copied, summed, padded(dim), padded(value_dim)), **COMPILER_OPTIONS,
+        )
+    return first
+
+
+class HeldTokens(NamedTuple):
+    """What append_kernel writes, but for the lengths; as Held, whose `values` would hide that of Triton's tuples."""
+
+    k: Strided
+    v: Strided
+    lengths: Tensor
+    first: Tensor
+    log_evicted: Tensor
+    alpha: Strided | None
+
+
+class NewTokens(NamedTuple):
+    """What append_kernel reads, and the first keys that the tokens see, (B, H, T); None as log_decay is."""
+
+    k: Strided
+    v: Strided
+    log_decay: Strided | None
+    counted: Tensor | None
+    first: Tensor | None
+
+
+class AppendTraits(NamedTuple):
+    """What append_kernel is compiled for, as in arguments.Traits."""
+
+    d: int
+    d_v: int
+    block_t: int
+    block_s: int
+    block_d: int
+    block_dv: int
+
+
+@triton.jit
+def append_kernel(held, new, tokens, kv_heads, heads, copies, TRAITS: tl.constexpr):
+    """The first `copies` programs write keys and values, the others α, the first keys and what of them was evicted.
+
+    held, new: HeldTokens, NewTokens
+    """
+    program = tl.program_id(0)
+    if program < copies:
+        _copy_tokens(held, new, program, kv_heads, tokens, TRAITS)
+    elif new.log_decay is not None:
+        _continue_alpha(held, new, program - copies, heads, tokens, TRAITS.block_s)
+
+
+@triton.jit
+def _count(new, batch, tokens):
+    """How many of an entry's tokens count."""
+    return tokens if new.counted is None else tl.load(new.counted + batch)
+
+
+@triton.jit
+def _copy_tokens(held, new, tile, kv_heads, tokens, TRAITS: tl.constexpr):
+    """A tile of tokens of one key head."""
+    BLOCK_T: tl.constexpr = TRAITS.block_t
+    tiles = tl.cdiv(tokens, BLOCK_T)
+    batch, head = tile // tiles // kv_heads, (tile // tiles % kv_heads).to(tl.int64)
+    token = tile % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
+    there = tl.load(held.lengths + batch) + token
+    counts = token < _count(new, batch, tokens)
+    _copy(held.k, new.k, batch, head, there, token, counts, tokens, TRAITS.d, TRAITS.block_d)
+    _copy(held.v, new.v, batch, head, there, token, counts, tokens, TRAITS.d_v, TRAITS.block_dv)
+
+
+@triton.jit
+def _copy(held, new, batch, head, there, token, counts, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of one head, 0 where they do not count."""
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (token < tokens)[:, None] & (column < WIDTH)
+    rows = new.data + batch.to(tl.int64) * new.strides[0] + head * new.strides[2]
+    rows += token.to(tl.int64)[:, None] * new.strides[1] + column * new.strides[3]
+    x = tl.load(rows, mask=inside & counts[:, None], other=0.0)
+    rows = held.data + batch.to(tl.int64) * held.strides[0] + head * held.strides[2]
+    tl.store(rows + there.to(tl.int64)[:, None] * held.strides[1] + column * held.strides[3], x, mask=inside)
+
+
+@triton.jit
+def _continue_alpha(held, new, batch_head, heads, tokens, BLOCK: tl.constexpr):
+    """α and the first keys of one query head over the new tokens."""
+    batch, head = batch_head // heads, (batch_head % heads).to(tl.int64)
+    rate_strides, strides = new.log_decay.strides, held.alpha.strides
+    rates = new.log_decay.data + batch.to(tl.int64) * rate_strides[0] + head * rate_strides[2]
+    alpha = held.alpha.data + batch.to(tl.int64) * strides[0] + head * strides[2]
+    length, count = tl.load(held.lengths + batch), _count(new, batch, tokens)
+    before = tl.load(alpha + (length.to(tl.int64) - 1) * strides[1], mask=length > 0, other=0.0)
+    first = tl.load(held.first + batch_head)
+    last_reset = 0
+    for start in range(0, tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside, position = token < tokens, length + token
+        rate = tl.load(rates + token.to(tl.int64) * rate_strides[1], mask=inside & (token < count), other=0.0)
+        is_reset = rate < RESET_BELOW
+        step = tl.where(is_reset | (position == 0), 0.0, rate.to(tl.float64))
+        tl.store(alpha + position.to(tl.int64) * strides[1], before + tl.cumsum(step, 0), mask=inside)
+        before += tl.sum(step, 0)
+        resets = tl.associative_scan(tl.where(is_reset, position, 0), 0, _larger)
+        seen = tl.maximum(resets, first)
+        tl.store(new.first + batch_head.to(tl.int64) * tokens + token, seen, mask=inside)
+        first = tl.max(seen, 0)
+        last_reset = tl.maximum(last_reset, tl.max(resets, 0))
+    tl.store(held.first + batch_head, first)
+    tl.store(held.log_evicted + batch_head, float("-inf"), mask=last_reset > 0)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
