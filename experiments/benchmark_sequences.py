@@ -6,8 +6,8 @@
 * packed: decay_attention_varlen on documents of mixed length, and decay_attention with a sliding window, beside
   decay_attention on a dense batch: TFLOP/s of the pairs of query and key that are visible, forward and backward.
 * decode: one new token over a long cache; bytes read per second, beside those of a copy on the same device.
-* generate: tokens (bytes) per second that a small language model writes without a cache, with one, and with one that
-  evicts; and the length of the latter while it writes a long text.
+* generate: tokens (bytes) per second that a small language model writes without a cache, with one, with its step
+  captured in a CUDA graph, and so with a cache that evicts; and the length of the latter while it writes a long text.
 
 Whatever leaves its error budget gets no speed, and the exit status is 1. Without a GPU the kernels run in Triton's
 interpreter on small shapes: packed and decode are checked and not timed, and generate, which is timed by the clock, is

@@ -89,6 +89,8 @@ class DecayFlashAttention(nn.Module):
             y = layer(prompt, cache=cache)        # (B, T, embed_dim)
             y = layer(next_token, cache=cache)    # (B, 1, embed_dim)
 
+    A model's step of one token waits for Python; decayattn.nn.CapturedStep makes it a CUDA graph.
+
     Sequences over several GPUs: `layer.context = decayattn.distributed.ContextParallel(group)`, and x is a slice.
 
     Raises:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decayattn.nn import DecayCache
+from decayattn.nn import CapturedStep, DecayCache
 from language_models.schemes import attention_layer
 
 BYTES = 256
@@ -114,8 +114,16 @@ def generate(model: ByteLM, prompt: bytes, count: int, *, seed: int, temperature
     caches = model.make_caches(1, len(prompt) + count)
     apart = model.documents != "together"
     text, new = b"", prompt[max(0, prompt.rfind(DOCUMENT)) if apart else 0 :]
+
+    def step(tokens: Tensor) -> Tensor:
+        return model(tokens, caches)[0, -1]
+
+    captured: CapturedStep | None = None
     for _ in range(count):
-        logits = model(torch.tensor([list(new)], device=device), caches)[0, -1]
+        tokens = torch.tensor([list(new)], device=device)
+        if text and captured is None:
+            captured = CapturedStep(step, caches, tokens)
+        logits = step(tokens) if captured is None else captured(tokens)
         probabilities = (logits.float() / temperature).softmax(-1)
         new = bytes([int(torch.multinomial(probabilities.cpu(), 1, generator=generator))])
         if apart and new[0] == DOCUMENT:

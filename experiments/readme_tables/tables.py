@@ -209,7 +209,10 @@ def sequences(results: Results) -> list[str]:
         if row["workload"] == "packed":
             packed.setdefault(row["head_dim"], []).append(row["ratio_to_alike"])
     fraction = ", ".join(f"{' / '.join(f'{x:.2f}' for x in both)} (D{dim})" for dim, both in packed.items())
+    labels = {"cache": "with the cache", "captured": "captured in a CUDA graph", "evict": "evicting",
+              "recompute": "without a cache"}
     written = {row["mode"]: f"{row['tokens_per_second']:.0f}" for row in report["generate"]}
+    speeds = ", ".join(f"{written[mode]} {label}" for mode, label in labels.items() if mode in written)
     prompt = report["generate"][0]["prompt"]
     decode = [row for row in report["decode"] if row["decay"] != "copy"]
     ratio = min(row["ratio_to_copy"] for row in decode)
@@ -219,9 +222,8 @@ def sequences(results: Results) -> list[str]:
         f"backward: {fraction}.",
         f"* One new token over {case} cached: the cache is read at {ratio:.2f} times the speed of a copy of memory, or "
         "more, in every decay mode.",
-        f"* A toy model of {report['generate'][0]['case'].split(', half')[0]} after {prompt:,} tokens writes "
-        f"{written['cache']} tokens per second with the cache, {written['evict']} evicting, "
-        f"{written['recompute']} without a cache: so small a model waits for Python.",
+        f"* Tokens per second that a toy model of {report['generate'][0]['case'].split(', half')[0]} writes after "
+        f"{prompt:,} tokens: {speeds}. Without a graph so small a model waits for Python.",
         "",
         f"{_where(report)} ({results.link(name)}).",
     ]

@@ -1,4 +1,5 @@
-"""Text from ByteLM: recomputed for every token, with a cache, and with a cache that forgets what no row can notice."""
+"""Text from ByteLM: recomputed for every token, with a cache (by itself, or as a CUDA graph), and with a cache that
+forgets what no row can notice."""
 
 import argparse
 import copy
@@ -16,12 +17,12 @@ from language_models.model import BYTES, ByteLM
 from torch import Tensor
 
 from decayattn import DecayFlashAttention
-from decayattn.nn import DecayCache, ScalarDecay
+from decayattn.nn import CapturedStep, DecayCache, ScalarDecay
 from decayattn.testing.table import ratio
 from sequence_benchmark.report import missing, passed, spread
 
 SECTION = "generate"
-MODES = ("recompute", "cache", "evict")
+MODES = ("recompute", "cache", "captured", "evict")
 # The check's oracle holds the scores of so many tokens in float64. Evictions that come later are not in the check.
 MOST_CHECKED_TOKENS = 8192
 # so many of the checked tokens come one by one, and their logits are compared
@@ -95,10 +96,12 @@ class Cached:
     """Writes text with a cache per layer that holds `room` tokens.
 
     Evictions begin after the prompt. `lengths` tells of each later one how many tokens the longest cache held before it
-    and after it.
+    and after it. captured: the steps are a CUDA graph's.
     """
 
-    def __init__(self, model: ByteLM, prompt: Tensor, room: int, eviction: Eviction | None = None):
+    def __init__(
+        self, model: ByteLM, prompt: Tensor, room: int, eviction: Eviction | None = None, captured: bool = False
+    ):
         self.model, self.eviction = model, eviction
         self.caches = model.make_caches(len(prompt), room)
         self.new = greedy(model(prompt, self.caches))
@@ -106,9 +109,15 @@ class Cached:
         self.lengths: list[tuple[int, int]] = []
         if eviction:
             eviction(model, self.caches)
+        self.next: Callable[[Tensor], Tensor] = self._next
+        if captured:
+            self.next = CapturedStep(self._next, self.caches, self.new)
+
+    def _next(self, new: Tensor) -> Tensor:
+        return greedy(self.model(new, self.caches))
 
     def step(self) -> None:
-        self.new = greedy(self.model(self.new, self.caches))
+        self.new = self.next(self.new)
         self.steps += 1
         if self.eviction and self.steps % self.eviction.every == 0:
             before = longest(self.caches)
@@ -144,7 +153,7 @@ class LogitsRow:
 
 
 def verify(model: ByteLM, tokens: Tensor, eviction: Eviction) -> list[LogitsRow]:
-    """The logits of the last CHECKED_STEPS tokens of a given text with caches, without evictions and with them.
+    """The logits of the last CHECKED_STEPS tokens of a given text with caches, step by step, captured, and evicting.
 
     They may be as far from x64 (a float64 copy of the model on the reference, the whole text at once) as twice what
     the model without a cache is, and one rounding.
@@ -154,24 +163,30 @@ def verify(model: ByteLM, tokens: Tensor, eviction: Eviction) -> list[LogitsRow]
     norm = float(x64.norm())
     budget = 2 * float((plain.double() - x64).norm()) + torch.finfo(plain.dtype).eps * norm
     found = []
-    for mode, evicting in (("cache", False), ("evict", True)):
-        error = float((last_logits(model, tokens, eviction, evicting).double() - x64).norm())
+    for mode in MODES[1:]:
+        error = float((last_logits(model, tokens, eviction, mode).double() - x64).norm())
         found.append(LogitsRow(mode, error, budget, ratio(error, norm), "frobenius", error <= budget))
     return found
 
 
-def last_logits(model: ByteLM, tokens: Tensor, eviction: Eviction, evicting: bool) -> Tensor:
+def last_logits(model: ByteLM, tokens: Tensor, eviction: Eviction, mode: str) -> Tensor:
     """The logits of the last CHECKED_STEPS tokens, which come one by one, through caches.
 
-    Those before them come in parts of eviction.every tokens; evicting, there is an eviction after each part.
+    Those before them come in parts of eviction.every tokens; evicting, there is an eviction after each part, and the
+    later steps are captured, too.
     """
     caches = model.make_caches(*tokens.shape)
     early, late = tokens[:, :-CHECKED_STEPS], tokens[:, -CHECKED_STEPS:]
     for part in early.split(eviction.every, 1):
         model(part, caches)
-        if evicting:
+        if mode == "evict":
             eviction(model, caches)
-    return torch.cat([model(token, caches) for token in late.split(1, 1)], 1)
+
+    def step(token: Tensor) -> Tensor:
+        return model(token, caches)
+
+    captured = step if mode == "cache" else CapturedStep(step, caches, late[:, :1])
+    return torch.cat([captured(token).clone() for token in late.split(1, 1)], 1)
 
 
 @torch.no_grad()
@@ -216,7 +231,8 @@ def time_modes(model: ByteLM, prompt: Tensor, count: int, rounds: int, eviction:
     start: dict[str, Callable[[], Recompute | Cached]] = {
         "recompute": lambda: Recompute(model, prompt),
         "cache": lambda: Cached(model, prompt, length + count),
-        "evict": lambda: Cached(model, prompt, room, eviction),
+        "captured": lambda: Cached(model, prompt, length + count, captured=True),
+        "evict": lambda: Cached(model, prompt, room, eviction, captured=True),
     }
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     for number in range(rounds + 1):
@@ -249,7 +265,7 @@ def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
     """
     held = held_bound(model, eviction)
     prompt = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
-    writer = Cached(model, prompt, held + eviction.every, eviction)
+    writer = Cached(model, prompt, held + eviction.every, eviction, captured=True)
     synchronize(prompt.device)
     began = time.perf_counter()
     for number in range(1, count + 1):

@@ -24,8 +24,8 @@ METHOD = {
     "ms": MILLISECONDS,
     "generate": "tokens (bytes) per second of one text, greedily written by a model with random weights, after a "
     "prompt that is not timed; wall-clock time, median over interleaved rounds after one that is not counted. "
-    "recompute: the whole text anew for every token; cache: a DecayCache per layer; evict: and DecayCache.evict after "
-    "every so many tokens",
+    "recompute: the whole text anew for every token; cache: a DecayCache per layer; captured: and the step as a "
+    "CapturedStep, a CUDA graph; evict: and DecayCache.evict after every so many tokens",
     "stream": "the length of the longest cache of any layer before and after every eviction while a long text is "
     "written. held_bound: what it can be after one, by arithmetic from the model's decays. The caches have room for "
     "that and for the tokens until the next eviction, and one that needs more fails",

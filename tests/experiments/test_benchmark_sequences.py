@@ -249,11 +249,11 @@ def test_logits_are_held_to_the_error_of_the_model_without_a_cache(dtype, monkey
     model, eviction = small_model(dtype), Eviction(8, 2.0**-24)
     tokens = torch.randint(256, (1, 120))
     assert [(row.mode, row.passed) for row in generation.verify(model, tokens, eviction)] == [
-        ("cache", True), ("evict", True),
+        ("cache", True), ("captured", True), ("evict", True),
     ]
     too_much = generation.verify(model, tokens, Eviction(8, 0.999))
     if dtype == torch.float32:  # what a float16 model cannot see is not wrong for it
-        assert [row.passed for row in too_much] == [True, False]
+        assert [row.passed for row in too_much] == [True, True, False]
 
     def forgetful(cache, *arguments):
         out = attend(cache, *arguments)
@@ -280,7 +280,7 @@ def test_a_cpu_checks_everything_and_times_the_text(tmp_path, capsys):
     assert not any("VIOLATED" in line for check in read["checks"] for line in check["table"])
     assert read["device"].startswith("CPU ")
     assert [(row["mode"], row["device"]) for row in read["generate"]] == [
-        (mode, read["device"]) for mode in ("recompute", "cache", "evict")
+        (mode, read["device"]) for mode in ("recompute", "cache", "captured", "evict")
     ]
     for row in read["generate"]:
         low, high = row["tokens_per_second_range"]

@@ -1,0 +1,185 @@
+"""CapturedStep: a captured decoding step is the step, and says when it is not any more."""
+
+import contextlib
+
+import pytest
+import torch
+
+from decayattn import DecayFlashAttention, reference
+from decayattn.nn import CapturedStep, ScalarDecay
+
+ON_GPU = torch.cuda.is_available()
+
+
+class Replayed:
+    """In the place of a CUDA graph on a CPU: a replay changes what the device holds, and nothing that the host does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def replay(self):
+        caches = self.step._caches
+        longest = [cache.longest for cache in caches]
+        for cache in caches:
+            cache._is_tried = True
+        outputs = self.step._function(*self.step._inputs)
+        for own, new in zip(self.step._outputs, outputs, strict=True):
+            own.copy_(new)
+        for cache, number in zip(caches, longest, strict=True):
+            cache.longest, cache._is_tried = number, False
+
+
+@pytest.fixture(params=[
+    "as it is", "replayed",
+    pytest.param("graph", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU, which has graphs")),
+])
+def capture(request, monkeypatch):
+    """(device, CapturedStep): the function called as on a CPU, a stand-in for a graph, and a graph."""
+    if request.param == "replayed":
+
+        def on_a_cpu(step):
+            step._tokens, step._outputs = step._tried(contextlib.nullcontext())
+            step._graph = Replayed(step)
+
+        init = CapturedStep.__init__
+
+        def init_and_capture(step, *arguments):
+            init(step, *arguments)
+            on_a_cpu(step)
+
+        monkeypatch.setattr(CapturedStep, "__init__", init_and_capture)
+    return "cuda" if request.param == "graph" else "cpu"
+
+
+def layers_of(device, number=2):
+    torch.manual_seed(0)
+    decays = [ScalarDecay(32, 4, initial_half_lives=(0.3, 0.6)) for _ in range(number)]
+    layers = [DecayFlashAttention(32, 4, num_kv_heads=2, decay=decay, qk_norm=True, sink=True) for decay in decays]
+    return [layer.to(device).requires_grad_(False) for layer in layers]
+
+
+def step_of(layers, caches):
+    def step(x):
+        for layer, cache in zip(layers, caches, strict=True):
+            x = x + layer(x, cache=cache)
+        return x, x.mean(-1)
+
+    return step
+
+
+@torch.no_grad()
+def test_a_captured_step_is_the_step(capture):
+    """Beside another model that is called, through evictions and forgotten tokens; lengths are the entries' own."""
+    layers, x = layers_of(capture), torch.randn(2, 60, 32, device=capture)
+    captured, called = ([layer.make_cache(2, 80) for layer in layers] for _ in range(2))
+    lengths = torch.tensor([40, 25], device=capture)
+    steps = []
+    for caches in (captured, called):
+        y = x[:, :40]
+        for layer, cache in zip(layers, caches, strict=True):
+            y = y + layer(y, cache=cache, new_lengths=lengths)
+        steps.append(step_of(layers, caches))
+    step = CapturedStep(steps[0], captured, x[:, :1])
+    assert [cache.lengths.tolist() for cache in captured] == [[40, 25]] * 2
+    for t in range(40, 60):
+        if t == 47:
+            lost = [[cache.evict(1e-3, layer.score_bound()) for layer, cache in zip(layers, caches, strict=True)]
+                    for caches in (captured, called)]
+            torch.testing.assert_close(*lost)
+            assert captured[0].longest < 47
+        if t == 52:
+            for cache in (*captured, *called):
+                cache.crop(3)
+        for got, want in zip(step(x[:, t : t + 1]), steps[1](x[:, t : t + 1]), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for one, other in zip(captured, called, strict=True):
+        assert one.longest == other.longest
+        assert torch.equal(one.lengths, other.lengths)
+        assert torch.equal(one.first, other.first)
+
+
+@torch.no_grad()
+def test_trying_a_step_changes_nothing_that_counts():
+    """A reset among the tokens that were tried is forgotten, and launches are as large as the cache may become."""
+    [layer] = layers_of("cpu", 1)
+    cache = layer.make_cache(1, 20)
+    layer(torch.randn(1, 7, 32), cache=cache)
+    before = [x.clone() for x in (cache.lengths, cache.first, cache._log_evicted)]
+    sizes = []
+    q, k, v = torch.randn(1, 1, 4, 8), *torch.randn(2, 1, 1, 2, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        decode = reference.decode
+        patch.setattr(reference, "decode", lambda *a, longest, **o: sizes.append(longest) or decode(*a, **o))
+        with cache._trial():
+            cache.attend(q, k, v, torch.full((1, 1, 4), -torch.inf))
+            assert cache.longest == 8
+            assert (cache.first == 7).all()
+        cache.attend(q, k, v, torch.zeros(1, 1, 4))
+    assert sizes == [20, 8]
+    after = (cache.lengths - 1, cache.first, cache._log_evicted)
+    assert all(map(torch.equal, before, after))
+
+
+@torch.no_grad()
+def test_what_was_not_captured_is_refused(capture):
+    [layer] = layers_of(capture, 1)
+    cache = layer.make_cache(1, 12)
+    x = torch.randn(1, 12, 32, device=capture)
+    with pytest.raises(ValueError, match="caches: expected those of a prompt, got one without a token"):
+        CapturedStep(step_of([layer], [cache]), [cache], x[:, :1])
+    layer(x[:, :9], cache=cache)
+    step = CapturedStep(step_of([layer], [cache]), [cache], x[:, :1])
+    for wrong in (x[:, :2], x[:, :1].double()):
+        with pytest.raises(ValueError, match=r"inputs: expected \(shape, dtype, device\)"):
+            step(wrong)
+    with pytest.raises(ValueError, match="inputs: expected"):
+        step()
+    for t in range(9, 12):
+        step(x[:, t : t + 1])
+    with pytest.raises(ValueError, match="1 more tokens do not fit"):
+        step(x[:, :1])
+    if step._graph is not None:
+        cache.grow(40)
+        with pytest.raises(RuntimeError, match="a cache has other buffers or no token any more: capture a step anew"):
+            step(x[:, :1])
+    cache.reset()
+    if step._graph is not None:
+        with pytest.raises(RuntimeError, match="no token any more"):
+            step(x[:, :1])
+
+
+def test_bad_arguments_are_named():
+    [layer] = layers_of("cpu", 1)
+    x = torch.randn(1, 3, 32)
+    with torch.no_grad():
+        cache = layer.make_cache(1, 5)
+        layer(x, cache=cache)
+    with pytest.raises(TypeError, match="function: expected a callable, got 3 of type int"):
+        CapturedStep(3, [cache])
+    with pytest.raises(TypeError, match="caches: expected DecayCaches, got 'a' of type str"):
+        CapturedStep(layer, ["a"])
+    with pytest.raises(ValueError, match="caches: expected at least one, got none"):
+        CapturedStep(layer, [])
+    with pytest.raises(TypeError, match="inputs: expected tensors, got 1 of type int"):
+        CapturedStep(layer, [cache], 1)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU, which has graphs")
+@torch.no_grad()
+def test_a_graph_of_bfloat16_writes_what_calls_write():
+    """Greedily, where the likeliest token leads by far."""
+    layers = [layer.bfloat16() for layer in layers_of("cuda")]
+    table = torch.nn.functional.one_hot(torch.arange(32, device="cuda")).bfloat16() * 8
+
+    def writer(caches):
+        step = step_of(layers, caches)
+        return lambda token: step(table[token])[0].argmax(-1)
+
+    texts = []
+    for graph in (False, True):
+        caches = [layer.make_cache(3, 300) for layer in layers]
+        write = writer(caches)
+        token = write(torch.arange(30, device="cuda").reshape(3, 10))[:, -1:]
+        write = CapturedStep(write, caches, token) if graph else write
+        texts.append([token := write(token).clone() for _ in range(200)])
+    assert torch.equal(torch.cat(texts[0], 1), torch.cat(texts[1], 1))
