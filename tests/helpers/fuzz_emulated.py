@@ -1,0 +1,92 @@
+"""Random calls on the Hopper kernels without a GPU (gluon_on_cpu): fuzz_kernels.py's calls, its oracle and its budgets.
+
+    python tests/helpers/fuzz_emulated.py --minutes 30                  # about one call per second and core
+    python tests/helpers/fuzz_emulated.py --seed 7 --only 1234          # one call again, with the errors of all tensors
+
+The calls are those that a GPU draws, in bfloat16, too, but shorter; those that the kernels refuse are left out. Races
+and deadlocks are failures as errors outside the budget are. Every failure is a line with the options that repeat it,
+here and in fuzz_kernels.py on a GPU.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Sequence
+from unittest import mock
+
+if __name__ == "__main__":  # before anything imports triton
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.append(os.path.join(os.path.dirname(__file__), "..", "..", "experiments"))
+
+import torch
+from fuzzing import judge
+from fuzzing.draws import draw
+from fuzzing.tensors import build
+from gluon_on_cpu import Kernel
+
+from decayattn.backends.hopper import backend as hopper
+from decayattn.backends.hopper.backward import launch as launch_backward
+from decayattn.backends.hopper.forward import launch
+from decayattn.backends.runtime import launching
+
+FORWARD, GRADIENTS = launch.forward_kernel, launch_backward.gradients_kernel
+# so few programs that each has several work tiles, if there are more than a few
+PROGRAMS = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the calls; the exit status is 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--seed", type=int, default=0, help="what calls are drawn from, with their numbers")
+    option("--first", type=int, default=0, metavar="NUMBER", help="the first call")
+    option("--only", type=int, metavar="NUMBER", help="this call only")
+    option("--calls", type=int, default=1000, help="how many, those that are refused aside")
+    option("--longest", type=int, default=200, help="longest sequence; part of what is drawn from")
+    option("--family", type=int, default=20, help="calls that share shapes and kinds; part of what is drawn from")
+    option("--minutes", type=float, help="stop after so long")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    began, done, failed, worst = time.monotonic(), 0, 0, {}
+    numbers = itertools.count(options.first) if options.only is None else [options.only]
+    for number in numbers:
+        minutes = (time.monotonic() - began) / 60
+        if done == options.calls or (options.minutes is not None and minutes > options.minutes):
+            break
+        found = run(options.seed, number, options.longest, options.family)
+        if found is None:
+            continue
+        done += 1
+        call, verdict = found
+        for name, own in verdict.ratios.get("hopper", {}).items():
+            worst[name] = max(worst.get(name, 0.0), own)
+        if verdict.failures:
+            failed += 1
+            again = f"--seed {options.seed} --longest {options.longest} --family {options.family} --only {number}"
+            print(f"FAILED {again}: {'; '.join(map(' '.join, verdict.failures))}  # {call}", flush=True)
+        if done % 100 == 0:
+            print(f"{done} calls, {60 * minutes:.0f} s, {failed} failed", flush=True)
+    print(f"{done} calls, {failed} failed; largest error over its budget: "
+          + "  ".join(f"{name} {own:.2f}" for name, own in sorted(worst.items())))
+    return int(failed > 0)
+
+
+def run(seed: int, number: int, longest: int, family: int) -> tuple[str, judge.Verdict] | None:
+    """(the call, what came of it); None where the kernels do not take it."""
+    call = draw(seed, number, longest, True, family)
+    if call.family.dtype not in ("float16", "bfloat16"):
+        return None
+    with (
+        mock.patch.object(launch, "forward_kernel", Kernel(FORWARD, number)),
+        mock.patch.object(launch_backward, "gradients_kernel", Kernel(GRADIENTS, number)),
+        mock.patch.object(launching, "multiprocessors", return_value=PROGRAMS),
+        mock.patch.object(hopper, "unavailable", return_value=None),
+    ):
+        verdict = judge.judge(build(call, torch.device("cpu")), ["hopper"])
+    return None if verdict.refused else (str(call), verdict)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
