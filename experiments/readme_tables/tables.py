@@ -7,8 +7,8 @@ from readme_tables import evidence, learning, picture, several_gpus
 from readme_tables.learning import table
 from readme_tables.results import Results, Shape, Speeds, speeds
 
-# the first of these that is there has the speeds; kernels of others that it lacks come from the other file
-SPEED_FILES = ("benchmark_sustained.json", "benchmark_attention_hopper.json")
+# has the speeds; kernels of others that it lacks come from the other file
+SPEED_FILE = "benchmark_sustained.json"
 OTHERS_FILE = "benchmark_attention.json"
 NOT_CAUSAL_FILE = "benchmark_sustained_not_causal.json"
 SKIPPING_FILES = ("benchmark_skipping_pruning.json", "benchmark_skipping.json")
@@ -43,7 +43,7 @@ def _where(report: dict[str, Any]) -> str:
 
 def _of_files(results: Results) -> tuple[Speeds, dict[str, str]]:
     """(causal speeds by shape and direction, and of every kernel the file that it is from)."""
-    own = next(name for name in SPEED_FILES if results.has(name))
+    own = SPEED_FILE
     found = {key: dict(kernels) for key, kernels in speeds(results.load(own)).items() if key[0].causal}
     source = {kernel: own for kernels in found.values() for kernel in kernels}
     others = speeds(results.load(OTHERS_FILE)) if results.has(OTHERS_FILE) else {}
