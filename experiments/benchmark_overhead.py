@@ -3,6 +3,7 @@
     python experiments/benchmark_overhead.py                        # on a GPU: a table and JSON
     python experiments/benchmark_overhead.py --length 512 --peers fla
     python experiments/benchmark_overhead.py --before ../before     # beside a checkout of another commit
+    python experiments/benchmark_overhead.py --profile              # and in which functions a call of ours spends it
 
 At B1 H8 T256 the kernels take microseconds, so what a training step waits for is Python: checking arguments,
 allocating, launching. Host time is the clock over a series of forward and backward calls that nothing waits for; every
@@ -12,7 +13,9 @@ says nothing about kernels.
 """
 
 import argparse
+import cProfile
 import dataclasses
+import pstats
 import statistics
 import sys
 import time
@@ -81,6 +84,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
         default=[BASELINE, "flex-grad", "fla"],
     )
     declare_before(option)
+    option("--profile", "print the functions with the most time of their own", action="store_true", default=False)
     option("--rounds", "interleaved rounds", type=positive, default=7)
     option("--calls", "calls of a round", type=positive)
     option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
@@ -140,6 +144,11 @@ def run(case: Case, options: argparse.Namespace, missing: list[dict[str, Any]], 
             row |= {"graph_us": statistics.median(own), "graph_us_range": [min(own), max(own)]}
         rows.append(row)
     print(table(rows), flush=True)
+    if options.profile:
+        for backend in options.backends:
+            name = ours(backend).name
+            if name in host:
+                print(f"\n{name}, µs per call:\n{profile(host[name], options.calls)}", flush=True)
     return rows
 
 
@@ -161,6 +170,22 @@ def host_microseconds(step: Callable[[], object], calls: int, device: str) -> fl
     elapsed = time.perf_counter() - start
     synchronise()
     return elapsed / calls * 1e6
+
+
+def profile(step: Callable[[], object], calls: int) -> str:
+    """Functions by their own time per call; the profiler makes Python slower, and C not."""
+    profiler = cProfile.Profile()
+    # the backward in this thread, or the profiler does not see it
+    with torch.autograd.set_multithreading_enabled(False), profiler:
+        for _ in range(calls):
+            step()
+    found = sorted(pstats.Stats(profiler).stats.items(), key=lambda item: -item[1][2])[:30]
+    lines = []
+    for (file, line, name), (_, count, own, cumulative, _) in found:
+        where = f"{Path(file).parent.name}/{Path(file).name}:{line} {name}" if line else name
+        microseconds = (1e6 * x / calls for x in (own, cumulative))
+        lines.append("{:8.1f} {:8.1f} with callees {:7.1f} ×  {}".format(*microseconds, count / calls, where))
+    return "\n".join(lines)
 
 
 def captured(step: Callable[[], object]) -> Callable[[], object]:

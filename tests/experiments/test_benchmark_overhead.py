@@ -11,14 +11,17 @@ import torch
 def test_a_run_leaves_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     output = tmp_path / "overhead.json"
-    argv = ["--length", "8", "--heads", "1", "--head-dims", "8", "--rounds", "2", "--peers", "fox"]
+    argv = ["--length", "8", "--heads", "1", "--head-dims", "8", "--rounds", "2", "--peers", "fox", "--profile"]
     assert benchmark_overhead.main([*argv, "--output", str(output)]) == 0
     read = json.loads(output.read_text())
     assert [row["peer"] for row in read["rows"]] == ["decayattn reference"]
     low, high = read["rows"][0]["host_us_range"]
     assert 0 < low <= read["rows"][0]["host_us"] <= high
     assert [(entry["peer"], entry["ours"]) for entry in read["missing"]] == [("fox", False)]
-    assert "host µs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "host µs" in printed
+    assert "reference, µs per call" in printed
+    assert "decay_attention" in printed
 
 
 def test_a_call_of_ours_that_fails_fails_the_run(tmp_path, monkeypatch):
