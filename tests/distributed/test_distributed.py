@@ -303,7 +303,7 @@ def gpus():
 
 @needs_gpus
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("length", [701, 3000])
+@pytest.mark.parametrize("length", [701, pytest.param(3000, marks=pytest.mark.slow)])
 def test_gpus_stay_within_the_budget_of_one_process(gpus, length, dtype):
     assert gpus.run("distributed_cases.equality", length, dtype, seconds=280) == [[], []]
 
