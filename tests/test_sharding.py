@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-import ranks as processes
 import torch
+from distributed_pool import two_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -27,8 +27,8 @@ DECAYS = {
     pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),  # these start processes of their own, once
     pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
 ])
-def ranks(request, tmp_path_factory):
-    pool = processes.two_ranks(tmp_path_factory, request.param)
+def ranks(request):
+    pool = two_ranks(request.param)
     yield pool
     pool.close()
 

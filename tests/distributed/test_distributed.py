@@ -297,7 +297,7 @@ needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 G
 @pytest.fixture(scope="module")
 def gpus():
     # both compile the same kernels, each of which the other one may have to wait for
-    with Pool(2, backend="nccl", seconds=250) as started:
+    with Pool(2, "cuda", seconds=250) as started:
         yield started
 
 
@@ -333,6 +333,6 @@ def test_a_cuda_graph_holds_what_needs_no_plan(gpus, mode, options):
 @needs_gpus
 def test_a_planned_halo_in_a_cuda_graph_is_refused():
     """With processes of its own, whose streams a failed capture leaves as it likes."""
-    with Pool(2, backend="nccl") as own:
+    with Pool(2, "cuda") as own:
         for error, _ in own.outcomes("distributed_cases.captured", "halo", {}, seconds=60):
             assert "RuntimeError: mode: 'halo' in a CUDA graph expects a reach" in error

@@ -5,9 +5,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import ranks as processes
 import torch
 import torch.distributed.checkpoint as dcp
+from distributed_pool import two_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -40,8 +40,8 @@ EVERYTHING = dict(num_kv_heads=2, qk_norm=True, output_gate=True, bias=True, sin
     pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),  # these start processes of their own, once
     pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
 ])
-def ranks(request, tmp_path_factory):
-    pool = processes.two_ranks(tmp_path_factory, request.param)
+def ranks(request):
+    pool = two_ranks(request.param)
     yield pool
     pool.close()
 
