@@ -272,10 +272,15 @@ def find_checkpoint(resume: str) -> tuple[Path, Path]:
 
 def save_config(config: Config, folder: Path, *, new: bool = False) -> None:
     """Write config.yaml, which --config and --resume read. If it has to be new: FileExistsError where there is one."""
-    parser = make_parser()
-    text = parser.dump(parser.parse_object(dataclasses.asdict(config)))
+    text = yaml_of(config)
     with (folder / "config.yaml").open("x" if new else "w", encoding="utf-8") as file:
         file.write(text)
+
+
+def yaml_of(config: Config) -> str:
+    """What --config reads."""
+    parser = make_parser()
+    return parser.dump(parser.parse_object(dataclasses.asdict(config)))
 
 
 def load_config(folder: Path) -> Config:

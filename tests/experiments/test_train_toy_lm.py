@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toy_lm.config
 import train_toy_lm
 import yaml
 from language_models.model import next_byte_loss
@@ -292,9 +293,17 @@ def test_wrong_options_end_the_script_with_one_line_and_status_2(arguments, mess
     assert message in one_line(capsys.readouterr().err)
 
 
-def test_of_runs_that_start_at_once_each_has_a_folder_of_its_own():
+def test_of_runs_that_start_at_once_each_has_a_folder_of_its_own(monkeypatch):
     """Those that name the same one are refused, but for one; a folder without a run is nobody's."""
     Path("run").mkdir()
+    # runs are processes, and jsonargparse's parsers are not for threads: only the files are written at once
+    lock, yaml_of = threading.Lock(), toy_lm.config.yaml_of
+
+    def one_at_a_time(of: Config) -> str:
+        with lock:
+            return yaml_of(of)
+
+    monkeypatch.setattr(toy_lm.config, "yaml_of", one_at_a_time)
 
     def start(folder: str) -> Path | None:
         try:
