@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from attention_benchmark.options import declare, positive
-from attention_benchmark.progress import Progress
+from attention_benchmark.progress import Progress, in_time
 from attention_benchmark.report import resumed, write
 from matplotlib.figure import Figure
 from provenance import ROOT, provenance
@@ -102,15 +102,12 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
 
 def run_all(options: argparse.Namespace, result: dict[str, Any]) -> bool:
     """Every run that is not in the report yet, as far as the minutes reach; whether one failed."""
-    start, longest, failed = time.perf_counter(), 0.0, False
+    failed = False
     done = {row["run"] for row in result["rows"]}
     todo = [name for name in options.strategies if name not in done]
     progress = Progress(len(todo))
-    for number, name in enumerate(todo):
+    for name in in_time(todo, options.minutes, progress, "runs"):
         begun = time.perf_counter()
-        if options.minutes is not None and begun + longest > start + 60 * options.minutes:
-            progress.print(f"{len(todo) - number} runs left")
-            break
         with tempfile.TemporaryDirectory() as folder:
             status, said = train(name, options, Path(folder, "run"))
             seconds = time.perf_counter() - begun
@@ -123,7 +120,6 @@ def run_all(options: argparse.Namespace, result: dict[str, Any]) -> bool:
         compare(result)
         if options.output:
             write(result, options.output)
-        longest = max(longest, time.perf_counter() - begun)
         progress.step(name)
     progress.close()
     return failed

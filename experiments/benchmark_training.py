@@ -16,14 +16,13 @@ speeds: the checks run on a tiny model, ours in Triton's interpreter.
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from attention_benchmark.options import declare, positive
-from attention_benchmark.progress import Progress
+from attention_benchmark.progress import Progress, in_time
 from attention_benchmark.report import resumed, write
 from provenance import ROOT, provenance
 from training_benchmark import measure, report
@@ -120,16 +119,11 @@ def settings(options: argparse.Namespace) -> list[Setting]:
 
 def run(options: argparse.Namespace, result: dict[str, Any], device: str) -> None:
     """Every setting that is not in the report yet, as far as the minutes reach."""
-    start, longest = time.perf_counter(), 0.0
     known = {report.setting_of(row) for row in result["rows"]}
     todo = [s for s in settings(options) if (s.size.head_dim, s.length, s.compiled) not in known]
     each = len(options.variants) * (1 + (1 + options.rounds) * (device == "cuda"))
     progress = Progress(len(todo) * each)
-    for number, setting in enumerate(todo):
-        begun = time.perf_counter()
-        if options.minutes is not None and begun + longest > start + 60 * options.minutes:
-            progress.print(f"{len(todo) - number} settings left")
-            break
+    for number, setting in enumerate(in_time(todo, options.minutes, progress, "settings")):
         progress.print(f"\n{setting}")
         # what an earlier call, cut off, said of this setting
         for part in ("missing", "checks"):
@@ -138,7 +132,6 @@ def run(options: argparse.Namespace, result: dict[str, Any], device: str) -> Non
         progress.step("", (number + 1) * each - progress.done)  # a variant that failed has fewer steps
         if options.output:
             write(result, options.output)
-        longest = max(longest, time.perf_counter() - begun)
     progress.close()
 
 

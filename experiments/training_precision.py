@@ -14,7 +14,6 @@ model takes a few steps, ours by the eager reference.
 import argparse
 import math
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from attention_benchmark.options import declare, positive
 from attention_benchmark.peers import Absent, reason
-from attention_benchmark.progress import Progress
+from attention_benchmark.progress import Progress, in_time
 from attention_benchmark.report import resumed, write
 from matplotlib.figure import Figure
 from provenance import ROOT, provenance
@@ -122,15 +121,11 @@ def begin(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 def run_all(options: argparse.Namespace, result: dict[str, Any], device: str) -> bool:
     """Every run that is not in the report yet, as far as the minutes reach; whether one of ours went wrong."""
-    start, longest, wrong = time.perf_counter(), 0.0, False
+    wrong = False
     done = {row["run"] for row in result["rows"]}
     todo = [run for run in RUNS if run.name in options.runs and run.name not in done]
     progress = Progress(len(todo) * options.steps)
-    for number, run in enumerate(todo):
-        begun = time.perf_counter()
-        if options.minutes is not None and begun + longest > start + 60 * options.minutes:
-            progress.print(f"{len(todo) - number} runs left")
-            break
+    for run in in_time(todo, options.minutes, progress, "runs"):
         is_ours = run.variant.startswith("ours")
         result["missing"] = [entry for entry in result["missing"] if entry["run"] != run.name]
         try:
@@ -147,7 +142,6 @@ def run_all(options: argparse.Namespace, result: dict[str, Any], device: str) ->
         result["summary"] = summary(result["rows"], options.window)
         if options.output:
             write(result, options.output)
-        longest = max(longest, time.perf_counter() - begun)
     progress.close()
     return wrong
 

@@ -1,10 +1,12 @@
-"""One line that tells how far a benchmark is."""
+"""One line that tells how far a benchmark is, and parts of it that end in time."""
 
 import sys
 import time
-from typing import TextIO
+from collections.abc import Iterator, Sequence
+from typing import TextIO, TypeVar
 
 _WIDTH = 30
+Part = TypeVar("Part")
 
 
 class Progress:
@@ -35,3 +37,16 @@ class Progress:
         if self.shown:
             self.stream.write(f"\r\x1b[K{line}")
             self.stream.flush()
+
+
+def in_time(parts: Sequence[Part], minutes: float | None, progress: Progress, what: str) -> Iterator[Part]:
+    """The parts, as long as another one ends within the minutes if it takes as long as the longest before it; then a
+    line that says how many are left. None: all of them."""
+    start, longest = time.perf_counter(), 0.0
+    for number, part in enumerate(parts):
+        begun = time.perf_counter()
+        if minutes is not None and begun + longest > start + 60 * minutes:
+            progress.print(f"{len(parts) - number} {what} left")
+            return
+        yield part
+        longest = max(longest, time.perf_counter() - begun)
