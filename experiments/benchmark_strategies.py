@@ -1,8 +1,8 @@
 """Loss curves and speed of the toy language model on several devices beside one, a run per strategy.
 
-    python experiments/benchmark_strategies.py                      # on a machine with several GPUs: about 6 minutes
-    python experiments/benchmark_strategies.py --minutes 8          # begin no run that would end later; the next call
-    python experiments/benchmark_strategies.py --strategies one ddp # goes on; part of it
+    python experiments/benchmark_strategies.py                      # on two GPUs: planned for 6 minutes
+    python experiments/benchmark_strategies.py --minutes 8          # no run that would end later; the next call goes on
+    python experiments/benchmark_strategies.py --strategies one ddp # part of it
 
 Every run is train_toy_lm.py as a user starts it: the same weights, bytes and total batch, its gradients checked against
 one process before the first step and after the last. "one" is one device; "one again" repeats it, because the atomic
@@ -139,8 +139,9 @@ def train(name: str, options: argparse.Namespace, folder: Path) -> tuple[int | s
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=options.limit, check=False
         )
     except subprocess.TimeoutExpired as error:
-        printed = error.stdout or b""
-        return f"none after {options.limit} seconds", printed.decode(errors="replace")
+        printed = error.stdout or ""  # bytes, in some versions of Python
+        printed = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
+        return f"none after {options.limit} seconds", printed
     return run.returncode, run.stdout
 
 

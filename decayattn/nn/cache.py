@@ -366,9 +366,10 @@ class DecayCache:
         tokens = k.shape[1]
         if tokens == 0:
             return self.lengths, self.first[..., None].expand(-1, -1, 0)
-        if self.longest == 0 or self.alpha is None:
-            # tokens before a reset may have had another kind of decay
-            self.alpha = None if log_decay is None else self._new_alpha() if self.alpha is None else self.alpha
+        if log_decay is None:
+            self.alpha = None  # tokens before a reset may have had a decay
+        elif self.alpha is None:
+            self.alpha = self._new_alpha()
         first = decoder.append(self._held(), k, v, log_decay, counted)
         ends = self.lengths if counted is None else self.lengths + tokens
         self.lengths.add_(tokens if counted is None else counted)

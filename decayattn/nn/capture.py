@@ -11,7 +11,7 @@ from decayattn.nn.cache import DecayCache
 
 
 class CapturedStep:
-    r"""A decoding step that the host prepares once and the GPU repeats: about a tenth of its time for small models.
+    r"""A decoding step that the host prepares once and the GPU repeats, where a small model waits for Python otherwise.
 
     The function appends new tokens to caches, through layers with `cache=`, and returns tensors. It is captured in a
     CUDA graph after the prompt, and called like the function from then on::
@@ -33,8 +33,8 @@ class CapturedStep:
     On a CPU, which has no graphs, the function is called as it is.
 
     Args:
-        function: called as function(*inputs); it appends the same number of tokens to every cache in every call. It is
-            called three times here, and what it appends then is forgotten.
+        function: called as function(*inputs); it appends as many tokens to a cache in every call. On a GPU it is called
+            three times here, and what it appends then is forgotten.
         caches: those that it appends to, with a prompt in them, and room for another call.
         inputs: tensors as those of the calls: shapes, dtypes, device.
 
@@ -55,9 +55,7 @@ class CapturedStep:
                 raise ValueError("caches: expected those of a prompt, got one without a token")
         if not self._caches:
             raise ValueError("caches: expected at least one, got none")
-        for x in inputs:
-            if not isinstance(x, Tensor):
-                raise TypeError(f"inputs: expected tensors, got {x!r} of type {type(x).__name__}")
+        _check_tensors(inputs)
         self._function, self._inputs = function, tuple(x.clone() for x in inputs)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._buffers, self._tokens = [_buffers(cache) for cache in self._caches], [0] * len(self._caches)
@@ -66,6 +64,7 @@ class CapturedStep:
 
     def __call__(self, *inputs: Tensor) -> Any:
         """What the function returns for these inputs."""
+        _check_tensors(inputs)
         kinds = [(x.shape, x.dtype, x.device) for x in inputs]
         expected = [(x.shape, x.dtype, x.device) for x in self._inputs]
         if kinds != expected:
@@ -74,7 +73,7 @@ class CapturedStep:
             return self._function(*inputs)
         for cache, buffers, tokens in zip(self._caches, self._buffers, self._tokens, strict=True):
             if _buffers(cache) != buffers or cache.longest == 0:
-                raise RuntimeError("CapturedStep: a cache has other buffers or no token any more: capture a step anew")
+                raise RuntimeError("CapturedStep: a cache has other buffers or lost its tokens: capture the step again")
             if cache.longest + tokens > cache.max_length:
                 raise ValueError(
                     f"caches: {tokens} more tokens do not fit: one has max_length = {cache.max_length}, and its "
@@ -109,6 +108,12 @@ class CapturedStep:
             with context or contextlib.nullcontext():
                 outputs = self._function(*self._inputs)
             return [cache.longest - n for cache, n in zip(self._caches, before, strict=True)], outputs
+
+
+def _check_tensors(inputs: Sequence[object]) -> None:
+    for x in inputs:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"inputs: expected tensors, got {x!r} of type {type(x).__name__}")
 
 
 def _buffers(cache: DecayCache) -> tuple[int | None, ...]:

@@ -134,17 +134,19 @@ def test_what_was_not_captured_is_refused(capture):
             step(wrong)
     with pytest.raises(ValueError, match="inputs: expected"):
         step()
+    with pytest.raises(TypeError, match="inputs: expected tensors, got 2 of type int"):
+        step(2)
     for t in range(9, 12):
         step(x[:, t : t + 1])
     with pytest.raises(ValueError, match="1 more tokens do not fit"):
         step(x[:, :1])
     if step._graph is not None:
         cache.grow(40)
-        with pytest.raises(RuntimeError, match="a cache has other buffers or no token any more: capture a step anew"):
+        with pytest.raises(RuntimeError, match="has other buffers or lost its tokens: capture the step again"):
             step(x[:, :1])
     cache.reset()
     if step._graph is not None:
-        with pytest.raises(RuntimeError, match="no token any more"):
+        with pytest.raises(RuntimeError, match="lost its tokens"):
             step(x[:, :1])
 
 

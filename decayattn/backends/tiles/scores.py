@@ -85,7 +85,7 @@ def with_sink(maximum, total, sink, row_alpha):
     of P V the output, and the maximum and Σ 2^(S − maximum) that its log-sum-exp is of.
 
     Scores of the row, and its maximum, lack row_alpha; the sink and the whole maximum have it. Where the sink is the
-    largest, the whole maximum is the sink itself: (sink − α) + α would lose the bits that α has before the point.
+    largest, the whole maximum is the sink itself: (sink − α) + α would lose the sink's low bits.
     """
     score = sink - row_alpha
     new_maximum = tl.maximum(maximum, score)
