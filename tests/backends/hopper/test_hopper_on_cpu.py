@@ -181,6 +181,13 @@ def test_large_values(size, far, decay, causal):
     verify(inputs, causal=causal, skip_tolerance=None, grad_out=torch.randn_like(inputs["q"]) * 1e-3)
 
 
+def test_lse_beside_large_values():
+    """What makes room for their sums takes no bits from scores, which near 0 have more of them than near 32."""
+    inputs = make(60, heads=2, decay="none")
+    inputs["q"], inputs["v"] = inputs["q"] * 0.1, inputs["v"] * 1e25
+    verify(inputs, window_size=(0, 0), grad_out=torch.randn_like(inputs["q"]) * 1e-3)
+
+
 @pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128)])
 def test_far_tiles_are_skipped(decay, dim):
     inputs = make(700, decay=decay, dim=dim, dtype=torch.float16)

@@ -26,7 +26,7 @@ from decayattn.backends.hopper.forward.shared import (
     smallest,
     wait_for_work,
 )
-from decayattn.backends.hopper.forward.softmax import SUM_LIMIT, are_finite, rescale_accumulator, softmax
+from decayattn.backends.hopper.forward.softmax import HEADROOM, SUM_LIMIT, are_finite, rescale_accumulator, softmax
 from decayattn.backends.hopper.forward.work import Walk
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
 from decayattn.backends.tiles.visibility import tiles_between
@@ -230,7 +230,8 @@ def consume(
             seen = total > 0
             # a sum above SUM_LIMIT may be wrong; NaN is an overflow that a later tile multiplied by 0
             fits = total < SUM_LIMIT
-            total = gl.where(seen, total, 1.0)
+            headroom = gl.where(WIDE and shared.is_careful(count), HEADROOM, 1.0)
+            total = gl.where(seen, total * headroom, 1.0)
             factor = 1.0 / total
             if SINK:
                 row_sink = gl.load(sink + head).to(gl.float32) * LOG2E
@@ -241,6 +242,7 @@ def consume(
             if WIDE:
                 # out is wrong if its sum is: it becomes NaN, which are_finite finds
                 factor = gl.where(fits, factor, float("nan"))
+                factor *= headroom
             lse2 = row_max + gl.log2(total)
             if ROW_ALPHA and not CAUSAL:
                 # α of a row has another sign on either side, so it does not cancel in the backward's scores either

@@ -10,9 +10,9 @@ from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
 LAG: gl.constexpr = gl.constexpr(8.0)
 # the largest sum of a row that is trusted where its maximum did not move: far from float32's 2^128
 SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**64)
-# powers of two by which p is made smaller where all tiles are edges: 2^24 keys, each of up to 2^LAG, sum up to 1 then,
-# and P V to no more than the largest value
-HEADROOM: gl.constexpr = gl.constexpr(32.0)
+# p is divided by this where all tiles are edges: 2^24 keys, each of up to 2^LAG, sum up to 1 then, and P V to no more
+# than the largest value. Its exponent keeps its bits: relative to a larger maximum, it would lose five of them
+HEADROOM: gl.constexpr = gl.constexpr(2.0**32)
 
 
 def _rescale_assembly(width):
@@ -71,19 +71,19 @@ def softmax(score, row_max, row_sum, difference, scale, shared, count, EDGE: gl.
     WIDE: p has the exponents of float32, so that only edge tiles look for a maximum; the correction of the others is
     not read. A row that has no maximum yet gets p = inf, an overflow.
     """
-    raised = difference
     if EDGE and WIDE:
         # an overflow stays one, however far this tile moves the maximum
         row_sum = gl.where(row_sum >= SUM_LIMIT, float("inf"), row_sum)
-        # read again for every edge tile, which are few: it would need a register otherwise
-        raised += gl.where(shared.is_careful(count), HEADROOM, 0.0)
     new_max, anchor = row_max, row_max
     correction = row_max
     if EDGE or not WIDE:
-        new_max, anchor = _anchored(score, row_max, raised, scale)
+        new_max, anchor = _anchored(score, row_max, difference, scale)
         correction = rescale(row_max, anchor)
         row_sum *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
     p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
+    if EDGE and WIDE:
+        # read again for every edge tile, which are few: it would need a register otherwise
+        p *= gl.where(shared.is_careful(count), 1.0 / HEADROOM, 1.0)
     row_sum += shares(by_threads(p))
     return p, new_max, row_sum, correction
 
