@@ -55,8 +55,8 @@ def explicit_attention(
             log2 e, for exp2), and an online softmax rounds P before it is normalised. Every factor but 1 also has its
             own order in which the products of a score are added up, and, above 16 bits, the keys in P·V and in the sum
             that P is normalised by, and the rows in dv. For 16 bits it has its own number per row that P is relative to
-            where it is rounded for P·V, and half of the factors add up the scores as tensor cores do, which cut off
-            sums that others round.
+            where it is rounded for P·V; half of the factors add up the scores as tensor cores do, which cut off sums
+            that others round; and half form dS from the rounded P, as attention does that keeps P in 16 bits.
         absolute: every term enters with its absolute value, so no sum cancels. P is the true P, it is never negative.
         prefix_block: with absolute, the decay of a score counts as the difference of two prefixes that start in the
             last so many tokens, and not only with its own size. Without, 0: the decay of a score is one number; else
@@ -77,7 +77,7 @@ def explicit_attention(
     in_order = factor != 1.0 and rounding in (None, q.dtype)
     online = factor != 1.0 and not in_order and keys > 0
     by_columns = log_decay is not None and prefix_block > 0 and not absolute and keys > 0
-    cut_off = online and round(64 * math.log2(factor)) // 16 % 2 == 1  # with each kind of `_reference` as often
+    cut_off = online and _draw(factor) // 16 % 2 == 1  # with each kind of `_reference` as often
 
     row_scale = (scale if scale.ndim == 2 else scale[:, None].expand(heads, rows))[..., None]
     result = {"out": v.new_zeros(heads, rows, v.shape[2]), "lse": q.new_zeros(heads, rows)}
@@ -167,7 +167,8 @@ def explicit_attention(
             result["dsink"] += size(p_sink * -delta).sum(-1)
         dp = do @ size(v).mT
         # masked before rounding: dLSE may be anything in a row that sees nothing
-        ds = torch.where(visible, p * minus(dp, delta[..., None]), 0.0)
+        p_in_ds = _p_in_ds(p, p_rounded, factor) if online else p
+        ds = torch.where(visible, p_in_ds * minus(dp, delta[..., None]), 0.0)
         if "dbias" in result:
             result["dbias"][:, chunk] = ds
         result["dv"] += (_over_tokens(p_rounded.mT, do, factor) if in_order else p_rounded.mT @ do) / factor
@@ -194,6 +195,11 @@ def explicit_attention(
         residue = _suffix_sums(touching.square(), log_decay).clamp(min=0).sqrt()
         result["dlog_decay"] = _suffix_sums(dalpha, log_decay) + residue
     return result
+
+
+def _draw(factor: float) -> int:
+    """Which of 64 a factor between 1 and 2 is."""
+    return round(64 * math.log2(factor))
 
 
 def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
@@ -242,7 +248,7 @@ def _reference(scores: Tensor, factor: float, start: int, dtype: torch.dtype) ->
     subtraction for the scores, and not for the maximum. Where scores are large, it is more than one of 16 bits. Or it
     is another number in every row, as a maximum that lags behind. None: P is normalised first.
     """
-    draw = round(64 * math.log2(factor))
+    draw = _draw(factor)
     kind = (draw + draw // 4) % 4  # each as often, among 16 factors and among 64
     if kind == 0:
         return None
@@ -261,6 +267,11 @@ def _online_softmax(scores: Tensor, total: Tensor, reference: Tensor, v: Tensor,
     reference = torch.where(seen, reference, 0.0)
     p = (scores - reference[..., None]).exp().to(rounding).to(v.dtype)
     return p @ v * torch.where(seen, (reference - total).exp(), 0.0).to(v.dtype)[..., None]
+
+
+def _p_in_ds(p: Tensor, p_rounded: Tensor, factor: float) -> Tensor:
+    """P as dS is formed from it: rounded for half of the factors, with each `_reference` and kind of sum as often."""
+    return p_rounded / factor if _draw(factor) // 32 % 2 == 1 else p
 
 
 def _generator(factor: float) -> torch.Generator:

@@ -563,8 +563,26 @@ def prefix_in_base_2(bits, results, q, k, v, log_decay, scale, **heads):
     return results | {"out": scores[..., 77:].softmax(-1) @ v[:, 77:]}
 
 
+def one_row(seed):
+    """Of a few keys, with values so small that dS is P times the gradient of LSE."""
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(1, rows, 1, 16, dtype=torch.bfloat16) for rows in (1, 5, 5))
+    return {"q": q, "k": k, "v": 1e-3 * v, "log_decay": -0.1 * torch.rand(1, 5, 1), "grad_lse": torch.ones(1, 1, 1)}
+
+
+def from_rounded_p(bits, results, q, k, v, log_decay, scale, grad_lse, **heads):
+    """dλ of a kernel that forms dS from P in bfloat16 and so many bits less, and rounds it."""
+    decay = (log_decay.cumsum(1)[:, -1:] - log_decay.cumsum(1))[:, None]
+    p = (scale[:, None, None] * (q @ k.mT) + decay).softmax(-1)
+    p = _without_bits(p.bfloat16().float(), 16 + bits) if bits else p.bfloat16().float()
+    ds = (p * grad_lse[..., None]).bfloat16().float()
+    return results | {"dlog_decay": torch.nn.functional.pad(ds[:, 0, :-1].cumsum(1), (1, 0))}
+
+
 def without_these_draws(monkeypatch):
-    """P normalised before it is rounded, scores whose decay is one number, and sums that are rounded to nearest."""
+    """P normalised before it is rounded, dS from P as it is, scores whose decay is one number, and sums that are
+    rounded to nearest."""
+    monkeypatch.setattr(formulas, "_p_in_ds", lambda p, p_rounded, factor: p)
     monkeypatch.setattr(formulas, "_reference", lambda *args: None)
     monkeypatch.setattr(formulas, "_toward_zero", lambda x, dtype: x.to(dtype))
     zero = torch.zeros((), dtype=torch.float64)
@@ -578,6 +596,7 @@ ROUNDINGS_OF_KERNELS = [
     (strong_decay, by_columns, (0, 8), "dlog_decay", (3, 4, 5)),
     (large_scores_beside_a_sink, cut_off, (0, 3), "dsink", (0, 1, 2)),
     (few_keys_of_a_strong_decay, prefix_in_base_2, (0, 8), "out", (2, 3, 5)),
+    (one_row, from_rounded_p, (0, 3), "dlog_decay", (1, 2, 33)),
 ]
 
 
