@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""What has to run on GPUs after a kernel changed, and every figure that the README quotes; what counts most is first.
+
+    .ci/on_gpus.py --output out                     # all of it; about 35 minutes on two H100
+    .ci/on_gpus.py --output out --minutes 25        # no step that would end later; the next call goes on
+    .ci/on_gpus.py --output out --steps suite fuzz  # part of it
+    .ci/on_gpus.py --list
+
+out/ gets a log of every command, the JSON of the benchmarks, and steps.json: command, exit status, seconds and last
+lines of each. A step that ended with status 0 at this commit is not run again. With several GPUs the steps that check
+share the last one, while those that time have the first; the suite, the fuzzer, and what runs over several GPUs have
+all. Where git does not know the commit, as in a copy, DECAYATTN_COMMIT names it. Exit status: 1 if any step failed, 2
+where something that the steps need is not installed.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPERIMENTS = "{python} experiments/"
+# what the suite and the scripts import, peers of the benchmarks aside
+PACKAGES = (
+    "torch", "triton", "einops", "pytest", "xdist", "hypothesis", "lightning", "jsonargparse", "matplotlib", "numpy",
+    "yaml", "transformers", "accelerate",
+)
+GRACE = 10.0  # seconds between asking a command to end and ending it
+
+
+@dataclass(frozen=True)
+class Step:
+    """Commands of one purpose, which run at the same time.
+
+    kind: "whole" has all GPUs, "timed" the first one, "check" the last one, whatever the others do.
+    minutes: after so many it is ended, and has failed.
+    each: one command for each GPU, whose number {gpu} is.
+    least: GPUs that it needs.
+    """
+
+    name: str
+    kind: str
+    minutes: float
+    command: str
+    each: bool = False
+    least: int = 1
+
+
+STEPS = (
+    Step("suite", "whole", 10, "{python} -m pytest -q -n {cores} -p no:cacheprovider"),
+    Step("fuzz", "whole", 8, EXPERIMENTS + "fuzz_kernels.py --seed {seed} --family 80 --backends triton hopper"
+         " --calls {calls} --processes {share} --minutes 7 --output {out}/fuzz_{gpu}.json", each=True),
+    Step("sustained", "timed", 5, EXPERIMENTS + "benchmark_sustained.py --peers cudnn flash_attn flex fla fox"
+         " --decays scalar none constant --output {out}/benchmark_sustained.json"),
+    Step("memcheck", "check", 6, EXPERIMENTS + "sanitize_kernels.py --tools memcheck --what hopper triton"),
+    Step("toy", "check", 5, EXPERIMENTS + "train_toy_lm.py --devices 1 --run {out}/toy"),
+    Step("sequences", "timed", 4, EXPERIMENTS + "benchmark_sequences.py --rounds 3 --generate-stream 2000"
+         " --output {out}/benchmark_sequences.json"),
+    Step("overhead", "timed", 2, EXPERIMENTS + "benchmark_overhead.py --rounds 9"
+         " --output {out}/benchmark_overhead.json"),
+    Step("skipping", "timed", 4, EXPERIMENTS + "benchmark_skipping.py --head-dims 64 128 --rounds 3"
+         " --output {out}/benchmark_skipping.json"),
+    Step("context", "whole", 6, EXPERIMENTS + "benchmark_context.py --ranks {gpus} --rounds 2"
+         " --lengths 32768 131072 262144 524288 --decays -0.01 -0.1 alibi none --output {out}/benchmark_context.json",
+         least=2),
+    Step("strategies", "whole", 7, EXPERIMENTS + "benchmark_strategies.py --devices {gpus} --minutes 6.5"
+         " --output {out}/benchmark_strategies.json", least=2),
+    Step("training", "timed", 8, EXPERIMENTS + "benchmark_training.py --minutes 7.5"
+         " --output {out}/benchmark_training.json"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the steps; the exit status is 1 if any failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [step.name for step in STEPS]
+    parser.add_argument("--output", type=Path, help="folder of the logs and figures")
+    parser.add_argument("--minutes", type=float, help="begin no step that may end later; default: no limit")
+    parser.add_argument("--steps", nargs="+", choices=names, default=names, help="default: all")
+    parser.add_argument("--again", action="store_true", help="what ended well before, too")
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
+    options = parser.parse_args(argv)
+    steps = [step for step in STEPS if step.name in options.steps]
+    gpus = gpu_count()
+    if options.list:
+        for step in steps:
+            print(f"{step.name:10}  {step.kind:5}  at most {step.minutes:g} minutes")
+            for command, _ in commands(step, gpus, Path("out")):
+                print(f"    {shlex.join(command)}")
+        return 0
+    if options.output is None:
+        parser.error("--output: expected a folder")
+    lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if lacking or not gpus:
+        what = f"not installed: {', '.join(lacking)} (pip install -e '.[test]')" if lacking else "there is no GPU here"
+        print(what, file=sys.stderr)
+        return 2
+    options.output.mkdir(parents=True, exist_ok=True)
+    record = Record(options.output / "steps.json", os.environ.get("DECAYATTN_COMMIT") or head(), options.again)
+    end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    for together in stages(steps, gpus):
+        with ThreadPoolExecutor(len(together)) as pool:
+            list(pool.map(lambda queue: run_in_turn(queue, gpus, options.output, record, end), together))
+    print(record.summary(steps))
+    return int(any(record.failed(step.name) for step in steps))
+
+
+def gpu_count() -> int:
+    """GPUs of this machine, or those that CUDA_VISIBLE_DEVICES leaves."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        return 0
+    return len(re.findall(r"^GPU \d+", listed, re.MULTILINE))
+
+
+def head() -> str | None:
+    """The commit, with a "+" where files differ from it; None where git does not know."""
+    def git(*arguments: str) -> str | None:
+        ended = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        return None if ended.returncode else ended.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+    except FileNotFoundError:
+        return None
+    return commit and commit + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
+
+
+def stages(steps: Sequence[Step], gpus: int) -> Iterator[list[list[Step]]]:
+    """The queues that run side by side, one such list after the other; the steps of a queue run in turn."""
+    able = [step for step in steps if step.least <= gpus]
+    for whole, group in groupby(able, lambda step: step.kind == "whole" or gpus == 1):
+        some = list(group)
+        if whole:
+            yield [some]
+        else:
+            queues = [[step for step in some if step.kind == kind] for kind in ("timed", "check")]
+            yield [queue for queue in queues if queue]
+
+
+def commands(step: Step, gpus: int, out: Path) -> Iterator[tuple[list[str], str]]:
+    """(command, the GPUs that it sees) of a step."""
+    cores = len(os.sched_getaffinity(0))  # not nproc, which tells OMP_NUM_THREADS
+    every = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
+    share = every if step.each else ["all"]
+    for number, gpu in enumerate(share):
+        values = dict(python=sys.executable, cores=cores, gpus=gpus, out=out.resolve(), gpu=number,
+                      seed=27 + number, calls=-(-5000 // len(share)), share=max(1, cores // len(share)))
+        seen = {"whole": every, "timed": every[:1], "check": every[-1:]}[step.kind]
+        yield [part.format(**values) for part in shlex.split(step.command)], gpu if step.each else ",".join(seen)
+
+
+class Record:
+    """What came of every step, kept in a file."""
+
+    def __init__(self, path: Path, commit: str | None, again: bool) -> None:
+        self.path, self.commit, self.again = path, commit, again
+        self.steps: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        self.lock = threading.Lock()
+
+    def done(self, name: str) -> bool:
+        """Whether it need not run: it ended well, and at this commit."""
+        found = self.steps.get(name, {})
+        known = self.commit is not None and found.get("commit") == self.commit and not self.commit.endswith("+")
+        return known and not self.again and not self.failed(name)
+
+    def failed(self, name: str) -> bool:
+        """Whether one of its commands ended with another status than 0."""
+        return any(command["status"] for command in self.steps.get(name, {}).get("commands", []))
+
+    def add(self, name: str, ended: list[dict[str, Any]]) -> None:
+        with self.lock:
+            self.steps[name] = {"commit": self.commit, "commands": ended}
+            self.path.write_text(json.dumps(self.steps, indent=1, ensure_ascii=False) + "\n")
+
+    def summary(self, steps: Sequence[Step]) -> str:
+        """A line per command, with the last line that it printed."""
+        lines = []
+        for step in steps:
+            if step.name not in self.steps:
+                lines.append(f"{step.name}: not run")
+            for command in self.steps.get(step.name, {}).get("commands", []):
+                last = command["last_lines"][-1] if command["last_lines"] else ""
+                lines.append(f"{step.name}: status {command['status']}, {command['seconds']} s: {last}")
+        return "\n".join(lines)
+
+
+def run_in_turn(steps: Sequence[Step], gpus: int, out: Path, record: Record, end: float | None) -> None:
+    """One step after the other, those left out that are done or may end too late."""
+    for step in steps:
+        if record.done(step.name):
+            continue
+        if end is not None and time.monotonic() + 60 * step.minutes > end:
+            print(f"{step.name}: may take {step.minutes:g} minutes, left for the next call", flush=True)
+            continue
+        print(f"{step.name} begins", flush=True)
+        each = list(commands(step, gpus, out))
+        logs = [out / f"{step.name}{f'_{n}' if step.each else ''}.log" for n in range(len(each))]
+        with ThreadPoolExecutor(len(each)) as pool:
+            seconds = [60 * step.minutes] * len(each)
+            ended = list(pool.map(run, *zip(*each, strict=True), logs, seconds))
+        record.add(step.name, ended)
+        print(f"{step.name} ended: {', '.join(str(command['status']) for command in ended)}", flush=True)
+
+
+def run(command: list[str], gpus: str, log: Path, seconds: float) -> dict[str, Any]:
+    """Run one command on some GPUs; what it prints goes to a file. Its processes are ended after so many seconds."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {
+        **os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+    }
+    began = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status: int | str = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = f"ended after {seconds:.0f} s"
+            for signum in (signal.SIGTERM, signal.SIGKILL):
+                try:
+                    os.killpg(process.pid, signum)
+                    process.wait(GRACE)
+                except (ProcessLookupError, subprocess.TimeoutExpired):
+                    continue
+    lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()
+    return {
+        "command": shlex.join(["python" if part == sys.executable else part for part in command]), "gpus": gpus,
+        "status": status, "seconds": round(time.monotonic() - began, 1),
+        "last_lines": [line for line in lines if line.strip()][-8:],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
