@@ -4,6 +4,8 @@
     .ci/on_gpus.py --output out                     # all of it; about 35 minutes on two H100
     .ci/on_gpus.py --output out --minutes 25        # no step that would end later; the next call goes on
     .ci/on_gpus.py --output out --steps suite fuzz  # part of it
+    .ci/on_gpus.py --output out --triton folder     # the tests of Hopper and of launches with the Triton there, too
+    .ci/on_gpus.py --output out --before tree       # and speed beside another version of this package
     .ci/on_gpus.py --list
 
 out/ gets a log of every command, the JSON of the benchmarks, and steps.json: command, exit status, seconds and last
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -49,6 +51,7 @@ class Step:
     minutes: after so many it is ended, and has failed.
     each: one command for each GPU, whose number {gpu} is.
     least: GPUs that it needs.
+    path: what Python looks into first.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Step:
     command: str
     each: bool = False
     least: int = 1
+    path: str = ""
 
 
 STEPS = (
@@ -67,6 +71,11 @@ STEPS = (
          " --decays scalar none constant --output {out}/benchmark_sustained.json"),
     Step("memcheck", "check", 6, EXPERIMENTS + "sanitize_kernels.py --tools memcheck --what hopper triton"),
     Step("toy", "check", 5, EXPERIMENTS + "train_toy_lm.py --devices 1 --run {out}/toy"),
+    Step("triton", "check", 9, "{python} -m pytest -q -n {half} -p no:cacheprovider tests/backends/hopper"
+         " tests/backends/runtime tests/backends/test_registry.py tests/test_autograd.py tests/test_compatibility.py",
+         path="{triton}"),
+    Step("before", "timed", 5, EXPERIMENTS + "benchmark_sustained.py --before {before} --peers cudnn"
+         " --decays scalar constant none --rounds 5 --output {out}/before.json"),
     Step("sequences", "timed", 4, EXPERIMENTS + "benchmark_sequences.py --rounds 3 --generate-stream 2000"
          " --output {out}/benchmark_sequences.json"),
     Step("overhead", "timed", 2, EXPERIMENTS + "benchmark_overhead.py --rounds 9"
@@ -90,30 +99,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="folder of the logs and figures")
     parser.add_argument("--minutes", type=float, help="begin no step that may end later; default: no limit")
     parser.add_argument("--steps", nargs="+", choices=names, default=names, help="default: all")
+    parser.add_argument("--triton", type=Path, help="folder of another Triton, for the step of that name")
+    parser.add_argument("--before", type=Path, help="tree of another version, for the step of that name")
+    parser.add_argument("--seed", type=int, default=0, help="of the fuzzer on the first GPU; the next has the next")
     parser.add_argument("--again", action="store_true", help="what ended well before, too")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     options = parser.parse_args(argv)
-    steps = [step for step in STEPS if step.name in options.steps]
+    given = {name: path.resolve() for name in ("triton", "before") if (path := getattr(options, name)) is not None}
+    lacking = {"triton", "before"} - given.keys()
+    steps = [step for step in STEPS if step.name in options.steps and step.name not in lacking]
     gpus = gpu_count()
     if options.list:
         for step in steps:
             print(f"{step.name:10}  {step.kind:5}  at most {step.minutes:g} minutes")
-            for command, _ in commands(step, gpus, Path("out")):
-                print(f"    {shlex.join(command)}")
+            for command, _, path in commands(step, gpus, Path("out"), given, options.seed):
+                print(f"    {f'PYTHONPATH={path} ' if path else ''}{shlex.join(command)}")
         return 0
     if options.output is None:
         parser.error("--output: expected a folder")
-    lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if lacking or not gpus:
-        what = f"not installed: {', '.join(lacking)} (pip install -e '.[test]')" if lacking else "there is no GPU here"
+    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if absent or not gpus:
+        what = f"not installed: {', '.join(absent)} (pip install -e '.[test]')" if absent else "there is no GPU here"
         print(what, file=sys.stderr)
         return 2
     options.output.mkdir(parents=True, exist_ok=True)
     record = Record(options.output / "steps.json", os.environ.get("DECAYATTN_COMMIT") or head(), options.again)
     end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    prepared = {step.name: list(commands(step, gpus, options.output, given, options.seed)) for step in steps}
     for together in stages(steps, gpus):
         with ThreadPoolExecutor(len(together)) as pool:
-            list(pool.map(lambda queue: run_in_turn(queue, gpus, options.output, record, end), together))
+            list(pool.map(lambda queue: run_in_turn(queue, prepared, options.output, record, end), together))
     print(record.summary(steps))
     return int(any(record.failed(step.name) for step in steps))
 
@@ -155,16 +170,20 @@ def stages(steps: Sequence[Step], gpus: int) -> Iterator[list[list[Step]]]:
             yield [queue for queue in queues if queue]
 
 
-def commands(step: Step, gpus: int, out: Path) -> Iterator[tuple[list[str], str]]:
-    """(command, the GPUs that it sees) of a step."""
+def commands(
+    step: Step, gpus: int, out: Path, given: Mapping[str, Path], seed: int = 0
+) -> Iterator[tuple[list[str], str, str]]:
+    """(command, the GPUs that it sees, what Python looks into first) of a step."""
     cores = len(os.sched_getaffinity(0))  # not nproc, which tells OMP_NUM_THREADS
     every = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
     share = every if step.each else ["all"]
     for number, gpu in enumerate(share):
-        values = dict(python=sys.executable, cores=cores, gpus=gpus, out=out.resolve(), gpu=number,
-                      seed=27 + number, calls=-(-5000 // len(share)), share=max(1, cores // len(share)))
+        values = dict(python=sys.executable, cores=cores, half=max(1, cores // 2), gpus=gpus, out=out.resolve(),
+                      gpu=number, seed=seed + number, calls=-(-5000 // len(share)), share=max(1, cores // len(share)),
+                      **given)
         seen = {"whole": every, "timed": every[:1], "check": every[-1:]}[step.kind]
-        yield [part.format(**values) for part in shlex.split(step.command)], gpu if step.each else ",".join(seen)
+        command = [part.format(**values) for part in shlex.split(step.command)]
+        yield command, gpu if step.each else ",".join(seen), step.path.format(**values)
 
 
 class Record:
@@ -202,7 +221,10 @@ class Record:
         return "\n".join(lines)
 
 
-def run_in_turn(steps: Sequence[Step], gpus: int, out: Path, record: Record, end: float | None) -> None:
+def run_in_turn(
+    steps: Sequence[Step], prepared: Mapping[str, list[tuple[list[str], str, str]]], out: Path, record: Record,
+    end: float | None,
+) -> None:
     """One step after the other, those left out that are done or may end too late."""
     for step in steps:
         if record.done(step.name):
@@ -211,7 +233,7 @@ def run_in_turn(steps: Sequence[Step], gpus: int, out: Path, record: Record, end
             print(f"{step.name}: may take {step.minutes:g} minutes, left for the next call", flush=True)
             continue
         print(f"{step.name} begins", flush=True)
-        each = list(commands(step, gpus, out))
+        each = prepared[step.name]
         logs = [out / f"{step.name}{f'_{n}' if step.each else ''}.log" for n in range(len(each))]
         with ThreadPoolExecutor(len(each)) as pool:
             seconds = [60 * step.minutes] * len(each)
@@ -220,9 +242,9 @@ def run_in_turn(steps: Sequence[Step], gpus: int, out: Path, record: Record, end
         print(f"{step.name} ended: {', '.join(str(command['status']) for command in ended)}", flush=True)
 
 
-def run(command: list[str], gpus: str, log: Path, seconds: float) -> dict[str, Any]:
+def run(command: list[str], gpus: str, path: str, log: Path, seconds: float) -> dict[str, Any]:
     """Run one command on some GPUs; what it prints goes to a file. Its processes are ended after so many seconds."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [path, str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": paths,
         "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",

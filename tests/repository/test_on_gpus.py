@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / ".ci/on_gpus.py"
+SCRIPT = Path(__file__).resolve().parents[2] / ".ci/on_gpus.py"
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def ran(folder):
 
 
 def test_every_script_of_a_step_is_there(script, capsys):
-    assert script.main(["--list"]) == 0
+    assert script.main(["--list", "--seed", "27"]) == 0
     printed = capsys.readouterr().out
     scripts = [word for word in printed.split() if word.startswith("experiments/")]
     assert len(scripts) > 8
@@ -58,9 +58,26 @@ def test_what_is_timed_shares_no_gpu(script, gpus, expected):
 def test_gpus_that_a_step_sees(script, visible, seen, monkeypatch, tmp_path):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    kinds = [next(script.commands(step(script, kind, kind), 2, tmp_path))[1] for kind in ("timed", "check", "whole")]
-    assert kinds == seen
-    assert [gpus for _, gpus in script.commands(step(script, "x", "whole", each=True), 2, tmp_path)] == seen[:2]
+    kinds = [step(script, kind, kind) for kind in ("timed", "check", "whole")]
+    assert [next(script.commands(one, 2, tmp_path, {}))[1] for one in kinds] == seen
+    of_each = script.commands(step(script, "x", "whole", each=True), 2, tmp_path, {})
+    assert [gpus for _, gpus, _ in of_each] == seen[:2]
+
+
+def test_other_versions(script, monkeypatch, tmp_path, capsys):
+    """Steps that need one are left out without it; another Triton is what Python looks into first."""
+    assert script.main(["--list"]) == 0
+    without = capsys.readouterr().out
+    folder, tree = tmp_path / "another triton", tmp_path / "tree"
+    assert script.main(["--list", "--triton", str(folder), "--before", str(tree)]) == 0
+    printed = capsys.readouterr().out
+    assert set(without.splitlines()) < set(printed.splitlines())
+    assert f"PYTHONPATH={folder} " in printed
+    assert f"--before {tree} " in printed
+    code = "import sys; print(sys.path[1])"
+    monkeypatch.setattr(script, "STEPS", (step(script, "triton", code=code, path="{triton}"),))
+    assert script.main(["--output", str(tmp_path), "--steps", "triton", "--triton", str(folder)]) == 0
+    assert ran(tmp_path)["triton"]["commands"][0]["last_lines"] == [str(folder)]
 
 
 def test_what_ended_well_is_not_run_again(script, monkeypatch, tmp_path, capsys):
