@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What has to run on GPUs after a kernel changed, and every figure that the README quotes; what counts most is first.
 
-    .ci/on_gpus.py --output out                     # all of it; about 35 minutes on two H100
+    .ci/on_gpus.py --output out                     # all of it; more than an hour on two H100
     .ci/on_gpus.py --output out --minutes 25        # no step that would end later; the next call goes on
     .ci/on_gpus.py --output out --steps suite fuzz  # part of it
     .ci/on_gpus.py --output out --triton folder     # the tests of Hopper and of launches with the Triton there, too
@@ -9,10 +9,10 @@
     .ci/on_gpus.py --list
 
 out/ gets a log of every command, the JSON of the benchmarks, and steps.json: command, exit status, seconds and last
-lines of each. A step that ended with status 0 at this commit is not run again. With several GPUs the steps that check
-share the last one, while those that time have the first; the suite, the fuzzer, and what runs over several GPUs have
-all. Where git does not know the commit, as in a copy, DECAYATTN_COMMIT names it. Exit status: 1 if any step failed, 2
-where something that the steps need is not installed.
+lines of each. A step that ended with status 0 at this commit is not run again, but for those that go on where they
+ended in time. With several GPUs the steps that check share the last one, while those that time have the first; the
+suite, the fuzzer, and what runs over several GPUs have all. Where git does not know the commit, as in a copy,
+DECAYATTN_COMMIT names it. Exit status: 1 if any step failed, 2 where something that the steps need is not installed.
 """
 
 import argparse
@@ -52,6 +52,7 @@ class Step:
     each: one command for each GPU, whose number {gpu} is.
     least: GPUs that it needs.
     path: what Python looks into first.
+    goes_on: a call does what its output lacks, as far as its own minutes go; so it is begun even if it ended well.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Step:
     each: bool = False
     least: int = 1
     path: str = ""
+    goes_on: bool = False
 
 
 STEPS = (
@@ -86,9 +88,14 @@ STEPS = (
          " --lengths 32768 131072 262144 524288 --decays -0.01 -0.1 alibi none --output {out}/benchmark_context.json",
          least=2),
     Step("strategies", "whole", 7, EXPERIMENTS + "benchmark_strategies.py --devices {gpus} --minutes 6.5"
-         " --output {out}/benchmark_strategies.json", least=2),
+         " --output {out}/benchmark_strategies.json", least=2, goes_on=True),
     Step("training", "timed", 8, EXPERIMENTS + "benchmark_training.py --minutes 7.5"
-         " --output {out}/benchmark_training.json"),
+         " --output {out}/benchmark_training.json", goes_on=True),
+    Step("recall", "check", 9, EXPERIMENTS + "recall.py --minutes 8.5 --output {out}/recall.json", goes_on=True),
+    Step("precision", "check", 9, EXPERIMENTS + "training_precision.py --minutes 8.5"
+         " --output {out}/training_precision.json", goes_on=True),
+    Step("extrapolation", "whole", 9, EXPERIMENTS + "length_extrapolation.py --compile --devices {gpus} --minutes 8.5"
+         " --folder {out}/extrapolation --output {out}/length_extrapolation.json", goes_on=True),
 )
 
 
@@ -111,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = gpu_count()
     if options.list:
         for step in steps:
-            print(f"{step.name:10}  {step.kind:5}  at most {step.minutes:g} minutes")
+            print(f"{step.name:13}  {step.kind:5}  at most {step.minutes:g} minutes")
             for command, _, path in commands(step, gpus, Path("out"), given, options.seed):
                 print(f"    {f'PYTHONPATH={path} ' if path else ''}{shlex.join(command)}")
         return 0
@@ -227,7 +234,7 @@ def run_in_turn(
 ) -> None:
     """One step after the other, those left out that are done or may end too late."""
     for step in steps:
-        if record.done(step.name):
+        if record.done(step.name) and not step.goes_on:
             continue
         if end is not None and time.monotonic() + 60 * step.minutes > end:
             print(f"{step.name}: may take {step.minutes:g} minutes, left for the next call", flush=True)

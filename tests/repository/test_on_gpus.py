@@ -102,10 +102,11 @@ def test_what_ended_well_is_not_run_again(script, monkeypatch, tmp_path, capsys)
     assert ran(tmp_path)["good"]["commit"] == "another"
 
 
-@pytest.mark.parametrize("commit", [None, "abc+"])
-def test_what_ran_at_no_commit_runs_again(script, commit, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(("commit", "goes_on"), [(None, False), ("abc+", False), ("abc", True)])
+def test_what_runs_again(script, commit, goes_on, monkeypatch, tmp_path, capsys):
+    """Of what commit it was nobody knows, or it goes on where it ended."""
     monkeypatch.setattr(script, "head", lambda: commit)
-    monkeypatch.setattr(script, "STEPS", (step(script, "good"),))
+    monkeypatch.setattr(script, "STEPS", (step(script, "good", goes_on=goes_on),))
     for _ in range(2):
         assert script.main(["--output", str(tmp_path), "--steps", "good"]) == 0
         assert "good begins" in capsys.readouterr().out
