@@ -80,8 +80,10 @@ STEPS = (
          " --decays scalar constant none --rounds 5 --output {out}/before.json"),
     Step("sequences", "timed", 4, EXPERIMENTS + "benchmark_sequences.py --rounds 3 --generate-stream 2000"
          " --output {out}/benchmark_sequences.json"),
-    Step("overhead", "timed", 2, EXPERIMENTS + "benchmark_overhead.py --rounds 9"
+    Step("overhead", "timed", 2, EXPERIMENTS + "benchmark_overhead.py --rounds 9 --profile"
          " --output {out}/benchmark_overhead.json"),
+    Step("logits", "timed", 2, EXPERIMENTS + "benchmark_sustained.py --deviation 16 --peers cudnn --decays scalar none"
+         " --shapes 4,8192,16,64 4,8192,16,128 --output {out}/large_logits.json"),
     Step("skipping", "timed", 4, EXPERIMENTS + "benchmark_skipping.py --head-dims 64 128 --rounds 3"
          " --output {out}/benchmark_skipping.json"),
     Step("context", "whole", 6, EXPERIMENTS + "benchmark_context.py --ranks {gpus} --rounds 2"

@@ -3,6 +3,7 @@
     python experiments/benchmark_sustained.py                            # on a GPU: six shapes, about 2 minutes; JSON
     python experiments/benchmark_sustained.py --shapes 4,8192,16,128 --peers cudnn --decays scalar none constant
     python experiments/benchmark_sustained.py --not-causal --shapes 4,8192,16,64 4,8192,16,128
+    python experiments/benchmark_sustained.py --deviation 16 --shapes 4,8192,16,64 4,8192,16,128    # large logits
     git worktree add ../before COMMIT
     python experiments/benchmark_sustained.py --before ../before --peers cudnn    # two versions, in one process
 
@@ -96,6 +97,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--shapes", "shapes: batch, tokens, heads, head dimension", type=shape, nargs="+", metavar="B,T,H,D")
     option("--dtype", "dtype of q, k, v", choices=tuple(DTYPES))
     option("--not-causal", "queries see the keys after their own, too", action="store_true", default=False)
+    option("--deviation", "standard deviation of the logits q·k / √D", type=float, default=1.0)
     option("--mean-log-decay", "mean log-decay per token, natural log (drawn from [2m, 0])", type=float, default=-0.01)
     option("--backends", "our backends", choices=registry.NAMES, nargs="+")
     option("--decays", "decays of ours", choices=DECAYS, nargs="+", default=["scalar", "none"])
@@ -111,8 +113,9 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
         parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
     if not cuda and options.output:
         parser.error("--output: no GPU here, so there is no speed to write")
-    if options.seconds <= 0:
-        parser.error(f"--seconds: expected a positive number, got {options.seconds}")
+    for name in ("seconds", "deviation"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name}: expected a positive number, got {getattr(options, name)}")
     return options
 
 
@@ -160,7 +163,10 @@ def run(options: argparse.Namespace, argv: Sequence[str], device: str) -> int:
 def kernels_of(size: tuple[int, ...], options: argparse.Namespace) -> list[Kernel]:
     """cuDNN first, it is the measure; then the other peers, and ours with every decay that was asked for."""
     batch, length, heads, head_dim = size
-    case = Case(batch, heads, length, head_dim, options.dtype, "scalar", options.mean_log_decay, not options.not_causal)
+    case = Case(
+        batch, heads, length, head_dim, options.dtype, "scalar", options.mean_log_decay, not options.not_causal,
+        options.deviation,
+    )
     others = sorted(dict.fromkeys(options.peers), key=lambda name: name != peers.BASELINE)
     kernels = [Kernel(name, case, peers.OTHERS[name]) for name in others]
     for backend in dict.fromkeys(options.backends):

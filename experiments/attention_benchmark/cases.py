@@ -15,7 +15,10 @@ BACKWARD_WORK = 2.5
 
 @dataclass(frozen=True)
 class Case:
-    """One self-attention problem with D_v = D; decay is "scalar", "constant" or "none" as in decay_attention."""
+    """One self-attention problem with D_v = D; decay is "scalar", "constant" or "none" as in decay_attention.
+
+    deviation: the standard deviation of the logits, q·k / √D.
+    """
 
     batch: int
     heads: int
@@ -25,10 +28,12 @@ class Case:
     decay: str
     mean_log_decay: float
     causal: bool = True
+    deviation: float = 1.0
 
     def __str__(self) -> str:
-        sides = "" if self.causal else ", not causal"
-        return f"B{self.batch} H{self.heads} T{self.length} D{self.head_dim} {self.dtype}, decay {self.decay}{sides}"
+        more = "" if self.causal else ", not causal"
+        more += "" if self.deviation == 1 else f", logits of deviation {self.deviation:g}"
+        return f"B{self.batch} H{self.heads} T{self.length} D{self.head_dim} {self.dtype}, decay {self.decay}{more}"
 
     def flops(self, direction: str) -> float:
         """Useful work: 4·B·H·T²·D forward, causal half of it (so many pairs are visible), 2.5 times that backward."""
@@ -54,16 +59,18 @@ def cases(
 
 
 def random_inputs(case: Case, device: str, seed: int) -> dict[str, Tensor]:
-    """q, k, v, grad_out (B, T, H, D), normal, and log_decay in natural log unless the case has none.
+    """q, k, v, grad_out (B, T, H, D), normal, q and k as large as the logits ask, and log_decay in natural log unless
+    the case has none.
 
     Scalar log-decays (B, T, H) are uniform in [2m, 0], m the case's mean log-decay; constant ones (H,) spread evenly
     over that interval.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shape = (case.batch, case.length, case.heads, case.head_dim)
+    sizes = {"q": case.deviation**0.5, "k": case.deviation**0.5, "v": 1.0, "grad_out": 1.0}
     inputs = {
-        name: torch.randn(shape, generator=generator, device=device).to(DTYPES[case.dtype])
-        for name in ("q", "k", "v", "grad_out")
+        name: (size * torch.randn(shape, generator=generator, device=device)).to(DTYPES[case.dtype])
+        for name, size in sizes.items()
     }
     if case.decay == "scalar":
         uniform = torch.rand(shape[:3], generator=generator, device=device)

@@ -77,6 +77,16 @@ def test_inputs_are_what_decay_attention_takes(decay):
     assert log_decay.min() > 2 * case.mean_log_decay
 
 
+def test_inputs_with_large_logits():
+    case = dataclasses.replace(SMALL, length=400, deviation=16.0)
+    inputs, ordinary = (random_inputs(c, "cpu", seed=1) for c in (case, dataclasses.replace(case, deviation=1.0)))
+    logits = torch.einsum("bihd,bjhd->bhij", inputs["q"], inputs["k"]) / case.head_dim**0.5
+    assert logits.std().item() == pytest.approx(16, rel=0.1)
+    assert torch.equal(inputs["q"], 4 * ordinary["q"])
+    assert torch.equal(inputs["v"], ordinary["v"])
+    assert str(case).endswith("decay scalar, logits of deviation 16")
+
+
 # ---------------------------------------------------------------------------------------------------------------- peers
 
 

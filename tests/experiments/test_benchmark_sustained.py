@@ -209,6 +209,7 @@ def test_flash_attention_gets_its_own_layout(monkeypatch):
         (["--shapes", "1,2,0,3"], True, "positive integer, got 0"),
         (["--decays", "linear"], True, "invalid choice: 'linear'"),
         (["--seconds", "0"], True, "--seconds: expected a positive number, got 0.0"),
+        (["--deviation", "-1"], True, "--deviation: expected a positive number, got -1.0"),
         (["--dtype", "bfloat16"], False, "expected float16 or float32, got bfloat16"),
         (["--output", "x.json"], False, "no GPU here"),
     ],
