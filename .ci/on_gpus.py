@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What has to run on GPUs after a kernel changed, and every figure that the README quotes; what counts most is first.
+"""What has to run on GPUs after a kernel changed, then the benchmarks and the studies: what counts most comes first.
 
-    .ci/on_gpus.py --output out                     # all of it; more than an hour on two H100
+    .ci/on_gpus.py --output out                     # all of it; planned for more than an hour on two H100
     .ci/on_gpus.py --output out --minutes 25        # no step that would end later; the next call goes on
     .ci/on_gpus.py --output out --steps suite fuzz  # part of it
     .ci/on_gpus.py --output out --triton folder     # the tests of Hopper and of launches with the Triton there, too
@@ -205,13 +205,17 @@ class Record:
 
     def done(self, name: str) -> bool:
         """Whether it need not run: it ended well, and at this commit."""
+        known = self.commit is not None and not self.commit.endswith("+")
+        return known and bool(self.ended(name)) and not self.again and not self.failed(name)
+
+    def ended(self, name: str) -> list[dict[str, Any]]:
+        """Its commands, if they ran at this commit."""
         found = self.steps.get(name, {})
-        known = self.commit is not None and found.get("commit") == self.commit and not self.commit.endswith("+")
-        return known and not self.again and not self.failed(name)
+        return found["commands"] if found and found["commit"] == self.commit else []
 
     def failed(self, name: str) -> bool:
         """Whether one of its commands ended with another status than 0."""
-        return any(command["status"] for command in self.steps.get(name, {}).get("commands", []))
+        return any(command["status"] for command in self.ended(name))
 
     def add(self, name: str, ended: list[dict[str, Any]]) -> None:
         with self.lock:
@@ -222,9 +226,9 @@ class Record:
         """A line per command, with the last line that it printed."""
         lines = []
         for step in steps:
-            if step.name not in self.steps:
+            if not self.ended(step.name):
                 lines.append(f"{step.name}: not run")
-            for command in self.steps.get(step.name, {}).get("commands", []):
+            for command in self.ended(step.name):
                 last = command["last_lines"][-1] if command["last_lines"] else ""
                 lines.append(f"{step.name}: status {command['status']}, {command['seconds']} s: {last}")
         return "\n".join(lines)

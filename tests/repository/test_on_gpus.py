@@ -19,6 +19,7 @@ def script(monkeypatch):
     monkeypatch.setitem(sys.modules, "on_gpus", module)  # dataclasses look there
     spec.loader.exec_module(module)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(module, "PACKAGES", ())
     monkeypatch.setattr(module, "gpu_count", lambda: 2)
     monkeypatch.setattr(module, "head", lambda: "abc")
     return module
@@ -97,7 +98,11 @@ def test_what_ended_well_is_not_run_again(script, monkeypatch, tmp_path, capsys)
         assert "bad: status 1" in printed
         assert "broken" in printed
     assert ran(tmp_path)["good"] == first
+    # of another commit nothing is known, neither what ended well nor what failed
     monkeypatch.setattr(script, "head", lambda: "another")
+    capsys.readouterr()
+    assert script.main([*arguments, "--steps", "bad", "--minutes", "0"]) == 0
+    assert "bad: not run" in capsys.readouterr().out
     assert script.main([*arguments, "--steps", "good"]) == 0
     assert ran(tmp_path)["good"]["commit"] == "another"
 
@@ -117,7 +122,7 @@ def test_time_that_is_up(script, monkeypatch, tmp_path, capsys):
     """What may end too late is not begun; what does not end is ended, with the processes that it started."""
     hanging = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     monkeypatch.setattr(script, "STEPS", (
-        step(script, "long", minutes=9.0), step(script, "hanging", code=hanging, minutes=2 / 60),
+        step(script, "long", minutes=9.0), step(script, "hanging", code=hanging, minutes=5 / 60),
     ))
     steps = ["--steps", "long", "hanging"]
     assert script.main(["--output", str(tmp_path), "--minutes", "1", *steps]) == 1
@@ -125,7 +130,7 @@ def test_time_that_is_up(script, monkeypatch, tmp_path, capsys):
     assert "long: may take 9 minutes" in printed
     assert "long: not run" in printed
     hung = ran(tmp_path)["hanging"]["commands"][0]
-    assert hung["status"] == "ended after 2 s"
+    assert hung["status"] == "ended after 5 s"
     assert hung["seconds"] < 30
     started = Path(f"/proc/{hung['last_lines'][0]}/stat")
     until = time.monotonic() + 10
