@@ -7,7 +7,7 @@ The GPU's tests of the same kernels have more and larger problems, and know the 
 import leave_out_waits
 import pytest
 import torch
-from gluon_on_cpu import Deadlock, Kernel, Race, language, machine
+from gluon_on_cpu import Deadlock, Kernel, Race, language, machine, python_of
 from hopper_problems import DEVICE, PACKINGS, make_packed, make_padded, verify
 from hopper_problems import make as make_batch
 from judged_calls import (
@@ -21,7 +21,8 @@ from decayattn import decay_attention, decay_attention_varlen
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
-from decayattn.backends.hopper.forward import launch
+from decayattn.backends.hopper.forward import launch, producer
+from decayattn.backends.hopper.forward.shared import NORMAL
 from decayattn.backends.runtime import launching
 from decayattn.nn import DecayCache
 
@@ -167,6 +168,26 @@ def test_a_far_key_and_then_one_that_outweighs_it(decay, causal, dim):
     for key, far in ((200, 60.0), (110 if causal else 499, 180.0)):
         inputs["k"][:, key, :, 0] = far * dim**0.5 / 8
     verify(inputs, causal=causal, skip_tolerance=None, window_size=(400, 0) if causal else None)
+
+
+@pytest.mark.parametrize(("dim", "decay"), [(64, "none"), (64, "scalar"), (128, "constant")])
+def test_large_logits_need_no_second_pass(dim, decay, monkeypatch):
+    """Maxima of a row's first tile that differ much tell that later tiles have larger scores."""
+    passes = []
+    world = python_of(producer.produce).__globals__
+    stream = world["_stream"]
+
+    def counted(shared, schedule, decay, count, sent, state, *others):
+        passes.append(int(state))
+        return stream(shared, schedule, decay, count, sent, state, *others)
+
+    monkeypatch.setitem(world, "_stream", counted)
+    inputs = make(500, dim=dim, decay=decay, strength=1e-3)
+    for deviation in (1, 16, 24):
+        sized = {name: inputs[name] * deviation**0.5 for name in ("q", "k")}
+        passes.clear()
+        verify(inputs | sized, skip_tolerance=None)
+        assert set(passes) == {NORMAL.value}, deviation
 
 
 @pytest.mark.parametrize(("decay", "causal"), [("none", True), ("scalar", True), ("constant", False)])

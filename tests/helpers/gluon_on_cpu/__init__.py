@@ -13,6 +13,6 @@ warpgroup do to each other in shared memory, where the compiler inserts barriers
 """
 
 from gluon_on_cpu.machine import Deadlock, Race
-from gluon_on_cpu.translation import Kernel
+from gluon_on_cpu.translation import Kernel, python_of
 
-__all__ = ["Deadlock", "Kernel", "Race"]
+__all__ = ["Deadlock", "Kernel", "Race", "python_of"]

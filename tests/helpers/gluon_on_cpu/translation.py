@@ -75,6 +75,11 @@ def _function(fn: FunctionType) -> Callable:
     return _known[fn]
 
 
+def python_of(function: Any) -> Callable:
+    """What runs here in place of a kernel's function; the names it looks up are those of its __globals__."""
+    return _function(function.fn)
+
+
 def _aggregate(cls: type) -> type:
     if cls not in _known:
         _known[cls] = type(cls.__name__, (), {})

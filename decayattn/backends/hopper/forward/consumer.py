@@ -26,7 +26,14 @@ from decayattn.backends.hopper.forward.shared import (
     smallest,
     wait_for_work,
 )
-from decayattn.backends.hopper.forward.softmax import HEADROOM, SUM_LIMIT, are_finite, rescale_accumulator, softmax
+from decayattn.backends.hopper.forward.softmax import (
+    HEADROOM,
+    SUM_LIMIT,
+    are_finite,
+    further_edge_tiles,
+    rescale_accumulator,
+    softmax,
+)
 from decayattn.backends.hopper.forward.work import Walk
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
 from decayattn.backends.tiles.visibility import tiles_between
@@ -203,6 +210,8 @@ def consume(
             n += 1
             # edge tiles, then whole ones, left of the diagonal; not causal, the same right of it; then edge tiles
             whole = gl.maximum(sent + key_tile_end - whole_end, n)
+            if WIDE and CAUSAL:
+                whole = gl.maximum(whole, gl.minimum(n + further_edge_tiles(row_max), n_end))
             edge = gl.maximum(sent + key_tile_end - whole_begin, whole)
             right_follows = not CAUSAL
             while n < n_end:

@@ -13,6 +13,8 @@ SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**64)
 # p is divided by this where all tiles are edges: 2^24 keys, each of up to 2^LAG, sum up to 1 then, and P V to no more
 # than the largest value. Its exponent keeps its bits: relative to a larger maximum, it would lose five of them
 HEADROOM: gl.constexpr = gl.constexpr(2.0**32)
+# powers of two that the maxima of a warpgroup's rows differ by, for each of which one tile more looks for a maximum
+SPREAD: gl.constexpr = gl.constexpr(32.0)
 
 
 def _rescale_assembly(width):
@@ -81,11 +83,25 @@ def softmax(score, row_max, row_sum, difference, scale, shared, count, EDGE: gl.
         correction = rescale(row_max, anchor)
         row_sum *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
     p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
-    if EDGE and WIDE:
+    if EDGE and WIDE:  # noqa: SIM102  known to the compiler
         # read again for every edge tile, which are few: it would need a register otherwise
-        p *= gl.where(shared.is_careful(count), 1.0 / HEADROOM, 1.0)
+        if shared.is_careful(count):
+            p *= 1.0 / HEADROOM
     row_sum += shares(by_threads(p))
     return p, new_max, row_sum, correction
+
+
+@gluon.jit
+def further_edge_tiles(row_max):
+    """How many tiles after the first one look for a maximum, whole ones, too.
+
+    A row that saw few keys of the first tile may see far larger scores, and its sums would overflow. Where scores vary
+    so much, the maxima of rows do.
+    """
+    largest = gl.max(row_max, 0)
+    smallest = gl.min(gl.where(row_max > float("-inf"), row_max, largest), 0)
+    spread = gl.where(largest > smallest, largest - smallest, 0.0)
+    return gl.minimum(spread / SPREAD, 2.0**24).to(gl.int32)
 
 
 @gluon.jit
