@@ -1,5 +1,6 @@
 """Functions of triton.language and Gluon on arrays and device memory. Registers have no layouts here."""
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -61,6 +62,12 @@ def _reduction(function: Callable) -> Callable[[Array, int], Array]:
 max, min, sum = _reduction(np.max), _reduction(np.min), _reduction(np.sum)
 
 
+def reduce(xs: tuple[Array, ...], axis: int, combine: Callable) -> tuple[Array, ...]:
+    parts = (tuple(Array(part, x.dtype) for x, part in zip(xs, each, strict=True))
+             for each in zip(*(np.moveaxis(x.data, axis, 0) for x in xs), strict=True))
+    return functools.reduce(lambda before, part: combine(*before, *part), parts)
+
+
 # Device memory
 
 
@@ -96,6 +103,7 @@ ASSEMBLY = {
     "bmsk.clamp.b32 $0, 0, $1;": lambda count: (1 << np.minimum(count.data, 32).astype(np.int64)) - 1,
     "selp.f32 $0, $1, 0fFF800000, set;": lambda x, own, bit: where((own & bit) != 0, x, -np.inf).data,
     "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": lambda x: x.data,
+    "mul.rn.bf16x2 $0, $1, $2;": lambda x, factor: (x * factor).data,
     "vote.sync.any.pred any, changed, 0xffffffff;": lambda acc, correction: (acc * correction).data,
     "cp.async.bulk.wait_group 0;": lambda x: _wait_until_stores_are_written(x).data,
     "fence.proxy.async; mov.b32 $0, 0;": lambda x: (x * 0).data,

@@ -30,9 +30,11 @@ from decayattn.backends.hopper.forward.softmax import (
     HEADROOM,
     SUM_LIMIT,
     are_finite,
+    as_operand,
     further_edge_tiles,
     rescale_accumulator,
     softmax,
+    store_extremes,
 )
 from decayattn.backends.hopper.forward.work import Walk
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
@@ -101,9 +103,7 @@ def _next_tile(
     keys.consumer_release(n)
     if EDGE:
         score = masked(score, rows, tile, is_right, False)
-    next_p, row_max, row_sum, correction = softmax(
-        score, row_max, row_sum, difference, scale, shared, rows.count, EDGE, WIDE
-    )
+    next_p, row_max, row_sum, correction = softmax(score, row_max, row_sum, difference, scale, EDGE, WIDE)
     # ptxas would move the wait for P V above the exponentials; a store that needs their sum keeps it below them
     shared.fences.index(WARPGROUP).store(row_sum)
     keys.consumer_wait(n + 1, n + 1 < rows.n_end)
@@ -111,7 +111,7 @@ def _next_tile(
     values.consumer_release(n - 1)
     if EDGE or not WIDE:
         acc = rescale_accumulator(acc, correction, acc.shape[1])
-    return acc, gl.convert_layout(next_p.to(p.dtype), P), row_max, row_sum
+    return acc, as_operand(next_p, shared, rows.count, EDGE, P), row_max, row_sum
 
 
 @gluon.jit
@@ -198,20 +198,22 @@ def consume(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
             score = masked(score, rows, tile_end - 1, False, True)
-            p, row_max, row_sum, _ = softmax(
-                score, row_max, row_sum, difference, scale, shared, count, True, WIDE
-            )
+            p, row_max, row_sum, _ = softmax(score, row_max, row_sum, difference, scale, True, WIDE)
+            if WIDE and CAUSAL:
+                store_extremes(row_max, shared, WARPGROUP)
             if ROW_ALPHA:
                 # read at the end: until then it needs no registers
                 row_alphas.store(row_alpha.sum())
-            p = gl.convert_layout(p.to(q.dtype), P)
+            p = as_operand(p, shared, count, True, P)
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
             keys.consumer_wait(n + 1, n + 1 < n_end)
             n += 1
             # edge tiles, then whole ones, left of the diagonal; not causal, the same right of it; then edge tiles
             whole = gl.maximum(sent + key_tile_end - whole_end, n)
-            if WIDE and CAUSAL:
-                whole = gl.maximum(whole, gl.minimum(n + further_edge_tiles(row_max), n_end))
+            if WIDE and CAUSAL:  # noqa: SIM102  known to the compiler
+                # where the first row sees less than a tile. As a branch, it takes no registers of the loops below
+                if diagonal % KEYS < KEYS - 1:
+                    whole = gl.maximum(whole, gl.minimum(n + further_edge_tiles(shared, WARPGROUP), n_end))
             edge = gl.maximum(sent + key_tile_end - whole_begin, whole)
             right_follows = not CAUSAL
             while n < n_end:
@@ -239,8 +241,7 @@ def consume(
             seen = total > 0
             # a sum above SUM_LIMIT may be wrong; NaN is an overflow that a later tile multiplied by 0
             fits = total < SUM_LIMIT
-            headroom = gl.where(WIDE and shared.is_careful(count), HEADROOM, 1.0)
-            total = gl.where(seen, total * headroom, 1.0)
+            total = gl.where(seen, total, 1.0)
             factor = 1.0 / total
             if SINK:
                 row_sink = gl.load(sink + head).to(gl.float32) * LOG2E
@@ -251,7 +252,7 @@ def consume(
             if WIDE:
                 # out is wrong if its sum is: it becomes NaN, which are_finite finds
                 factor = gl.where(fits, factor, float("nan"))
-                factor *= headroom
+                factor *= gl.where(shared.is_careful(count), HEADROOM, 1.0)
             lse2 = row_max + gl.log2(total)
             if ROW_ALPHA and not CAUSAL:
                 # α of a row has another sign on either side, so it does not cancel in the backward's scores either

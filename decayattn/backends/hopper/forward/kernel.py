@@ -153,6 +153,7 @@ def forward_kernel(
     overflows = gl.allocate_shared_memory(gl.int32, [SLOTS * WARPGROUPS_PADDED, WARPS], WORD)
     for n in gl.static_range(SLOTS * WARPGROUPS_PADDED):
         overflows.index(n).store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
+    extremes = gl.allocate_shared_memory(gl.float32, [WARPGROUPS * 2, WARPS], WORD)
     FENCE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
     row_alphas = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS], WORD)
@@ -181,7 +182,7 @@ def forward_kernel(
     shared = ForwardShared(
         make_pipeline(q_tiles, SLOTS, WARPGROUPS), make_pipeline(k_tiles, STAGES, WARPGROUPS),
         make_pipeline(v_tiles, STAGES, WARPGROUPS), make_pipeline(published, SLOTS, 0), beta, differences, firsts,
-        ends, signs, overflows, fences, row_alphas, WARPGROUPS,
+        ends, signs, overflows, extremes, fences, row_alphas, WARPGROUPS,
     )
 
     outputs = (out_desc, row_outputs)

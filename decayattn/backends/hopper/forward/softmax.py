@@ -3,15 +3,16 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.fragments import SHARES, by_threads, shares
+from decayattn.backends.hopper.common.fragments import ROWS, SHARES, by_threads, shares
+from decayattn.backends.hopper.forward.shared import WARPS
 from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
 
 # powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
 LAG: gl.constexpr = gl.constexpr(8.0)
 # the largest sum of a row that is trusted where its maximum did not move: far from float32's 2^128
 SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**64)
-# p is divided by this where all tiles are edges: 2^24 keys, each of up to 2^LAG, sum up to 1 then, and P V to no more
-# than the largest value. Its exponent keeps its bits: relative to a larger maximum, it would lose five of them
+# the operand P is divided by this where all tiles are edges: of 2^24 keys, each of up to 2^LAG, P V is no more than the
+# largest value then. The exponents keep their bits: relative to a larger maximum, they would lose five of them
 HEADROOM: gl.constexpr = gl.constexpr(2.0**32)
 # powers of two that the maxima of a warpgroup's rows differ by, for each of which one tile more looks for a maximum
 SPREAD: gl.constexpr = gl.constexpr(32.0)
@@ -67,7 +68,7 @@ def _anchored(score, row_max, difference, scale):
 
 
 @gluon.jit
-def softmax(score, row_max, row_sum, difference, scale, shared, count, EDGE: gl.constexpr, WIDE: gl.constexpr):
+def softmax(score, row_max, row_sum, difference, scale, EDGE: gl.constexpr, WIDE: gl.constexpr):
     """(p, row_max, row_sum, correction): p of a tile, unnormalised, and the factor for earlier sums.
 
     WIDE: p has the exponents of float32, so that only edge tiles look for a maximum; the correction of the others is
@@ -83,24 +84,45 @@ def softmax(score, row_max, row_sum, difference, scale, shared, count, EDGE: gl.
         correction = rescale(row_max, anchor)
         row_sum *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
     p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
-    if EDGE and WIDE:  # noqa: SIM102  known to the compiler
-        # read again for every edge tile, which are few: it would need a register otherwise
-        if shared.is_careful(count):
-            p *= 1.0 / HEADROOM
     row_sum += shares(by_threads(p))
     return p, new_max, row_sum, correction
 
 
 @gluon.jit
-def further_edge_tiles(row_max):
+def as_operand(p, shared, count, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
+    """P of a tile as left operand of P V, in 16 bits; in a second pass divided by HEADROOM."""
+    p = p.to(shared.queries.tiles.dtype)
+    if EDGE and p.dtype == gl.bfloat16:
+        # read again for every edge tile, which are few: it would need a register otherwise
+        factor = gl.where(shared.is_careful(count), 1.0 / HEADROOM, 1.0).to(gl.bfloat16)
+        # one instruction for a pair; Triton would take one for each
+        p = gl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [p, factor], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    return gl.convert_layout(p, LAYOUT)
+
+
+@gluon.jit
+def store_extremes(row_max, shared, WARPGROUP: gl.constexpr):
+    """To shared memory, the largest row maximum of each warp and, with a minus, the smallest."""
+    by_warp = row_max.reshape([WARPS, ROWS // WARPS])
+    shared.extremes.index(WARPGROUP * 2).store(gl.max(by_warp, 1))
+    minus = gl.where(by_warp > float("-inf"), -by_warp, float("-inf"))
+    shared.extremes.index(WARPGROUP * 2 + 1).store(gl.max(minus, 1))
+
+
+@gluon.jit
+def further_edge_tiles(shared, WARPGROUP: gl.constexpr):
     """How many tiles after the first one look for a maximum, whole ones, too.
 
     A row that saw few keys of the first tile may see far larger scores, and its sums would overflow. Where scores vary
     so much, the maxima of rows do.
     """
-    largest = gl.max(row_max, 0)
-    smallest = gl.min(gl.where(row_max > float("-inf"), row_max, largest), 0)
-    spread = gl.where(largest > smallest, largest - smallest, 0.0)
+    # every thread loads all of them: the compiler knows then that loops end at the same tile in all threads
+    EVERY: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
+    largest = gl.max(shared.extremes.index(WARPGROUP * 2).load(EVERY), 0)
+    minus_smallest = gl.max(shared.extremes.index(WARPGROUP * 2 + 1).load(EVERY), 0)
+    spread = gl.maximum(largest + minus_smallest, 0.0)
     return gl.minimum(spread / SPREAD, 2.0**24).to(gl.int32)
 
 
