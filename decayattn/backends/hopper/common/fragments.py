@@ -13,6 +13,8 @@ from decayattn.backends.tiles import parts
 
 # rows of a product of one warpgroup: query rows in the forward, keys in the backward
 ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
+# warps of a warpgroup
+WARPS: gl.constexpr = gl.constexpr(4)
 # keys of a tile
 KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
 PARTS: gl.constexpr = gl.constexpr(parts.PARTS)

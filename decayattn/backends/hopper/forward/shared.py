@@ -5,14 +5,13 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common import copy_engine, descriptors
 from decayattn.backends.hopper.common.copy_engine import aggregate
-from decayattn.backends.hopper.common.fragments import DEPTH, KEYS
+from decayattn.backends.hopper.common.fragments import DEPTH, KEYS, WARPS
 from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, stage, store_word
 from decayattn.backends.hopper.common.tile_table import TileBounds, dense_bounds, stacked
 from decayattn.backends.hopper.config import KEY_TILE
 from decayattn.backends.hopper.forward.work import QueryWork
 from decayattn.backends.tiles import parts
 
-WARPS: gl.constexpr = gl.constexpr(4)
 # consumer warpgroups, as a width that a tensor can have
 WARPGROUPS_PADDED: gl.constexpr = gl.constexpr(4)
 # work tiles whose queries are in shared memory at once: one in use, one on its way

@@ -3,8 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.fragments import ROWS, SHARES, by_threads, shares
-from decayattn.backends.hopper.forward.shared import WARPS
+from decayattn.backends.hopper.common.fragments import ROWS, SHARES, WARPS, by_threads, shares
 from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
 
 # powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
