@@ -27,7 +27,7 @@ _LAYOUTS = (
 )
 _VALUES = (
     "arange", "atomic_add", "broadcast", "cdiv", "convert_layout", "expand_dims", "full", "inline_asm_elementwise",
-    "load", "max", "min", "permute", "reduce", "reshape", "split", "store", "sum", "where", "zeros",
+    "load", "max", "min", "permute", "reshape", "split", "store", "sum", "where", "zeros",
 )
 language = SimpleNamespace(
     **arrays.TYPES,

@@ -1,6 +1,5 @@
 """Functions of triton.language and Gluon on arrays and device memory. Registers have no layouts here."""
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -60,12 +59,6 @@ def _reduction(function: Callable) -> Callable[[Array, int], Array]:
 
 
 max, min, sum = _reduction(np.max), _reduction(np.min), _reduction(np.sum)
-
-
-def reduce(xs: tuple[Array, ...], axis: int, combine: Callable) -> tuple[Array, ...]:
-    parts = (tuple(Array(part, x.dtype) for x, part in zip(xs, each, strict=True))
-             for each in zip(*(np.moveaxis(x.data, axis, 0) for x in xs), strict=True))
-    return functools.reduce(lambda before, part: combine(*before, *part), parts)
 
 
 # Device memory
