@@ -69,8 +69,9 @@ def exit_with_main() -> NoReturn:
     except Exception:
         traceback.print_exc()
         status = BUG
-    if status and torch.distributed.is_available() and torch.distributed.is_initialized():
-        # to take down a process group whose other processes are gone may take forever
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # without the end of the interpreter: threads of gloo abort one process in ten there that has used DDP (torch
+        # 2.13), and to take down a process group whose other processes are gone may take forever
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -354,6 +354,22 @@ def test_an_error_of_the_program_shows_its_traceback(text, monkeypatch, capsys):
     assert printed.endswith("KeyError: 'nothing'\n")
 
 
+@pytest.mark.usefixtures("processes_that_meet")
+def test_distributed_runs_leave_out_the_end_of_the_interpreter():
+    """Where threads of gloo abort one process in ten that has used DDP; what is printed before arrives."""
+    Path("distributed.py").write_text(f"""
+import atexit, sys
+sys.path.insert(0, {str(Path(train_toy_lm.__file__).parent)!r})
+import torch, train_toy_lm
+torch.distributed.init_process_group("gloo", init_method="file://{Path("store").resolve()}", rank=0, world_size=1)
+atexit.register(print, "the interpreter ends")
+train_toy_lm.main = lambda: print("the run is done") or 0
+train_toy_lm.exit_with_main()
+""")
+    ended = subprocess.run([sys.executable, "distributed.py"], capture_output=True, text=True, timeout=SECONDS)
+    assert (ended.returncode, ended.stdout) == (0, "the run is done\n"), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("moment", "said"),
     [
