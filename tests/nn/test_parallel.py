@@ -113,6 +113,33 @@ def batch(device: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# DistributedDataParallel
+
+# never freed: a process group that is freed waits for its thread with the GIL held, and that thread may need it to let
+# go of its last piece of work. It happened once
+_PARALLEL = []
+
+
+def data_parallel_gradients(device: str, decay: str) -> dict[str, float]:
+    """Each rank has one of two sequences; a second forward raises where the first left a parameter without gradient."""
+    expected, model = model_of(decay, device, **EVERYTHING), model_of(decay, device, **EVERYTHING)
+    _PARALLEL.append(parallel := nn.parallel.DistributedDataParallel(model))
+    x, target = batch(device)
+    mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
+    for _ in range(2):
+        for one, part in ((expected, slice(None)), (parallel, mine)):
+            one.zero_grad()
+            (one(x[part]) - target[part]).square().mean().backward()
+    return worst(gradients(model), gradients(expected))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_data_parallel_gradients_equal_one_process(ranks, decay):
+    for found in ranks(data_parallel_gradients, ranks.device, decay):
+        assert max(found.values()) < 1e-12, found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # FSDP2
 
 
