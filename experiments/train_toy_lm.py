@@ -70,8 +70,8 @@ def exit_with_main() -> NoReturn:
         traceback.print_exc()
         status = BUG
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # without the end of the interpreter: threads of gloo abort one process in ten there that has used DDP (torch
-        # 2.13), and to take down a process group whose other processes are gone may take forever
+        # past the end of the interpreter: of processes that have used DDP over gloo, one in ten aborts there (torch
+        # 2.13), and taking down a process group whose other processes are gone may take forever
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

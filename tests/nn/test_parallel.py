@@ -112,6 +112,16 @@ def batch(device: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
     return torch.randn(B, T, WIDTH, device=device, dtype=dtype), torch.randn(B, T, WIDTH, device=device, dtype=dtype)
 
 
+def two_steps(single: nn.Module, shared: nn.Module, device: str) -> None:
+    """single's gradients of both sequences, shared's of this rank's; twice: the second finds what the first left."""
+    x, target = batch(device)
+    mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
+    for _ in range(2):
+        for one, part in ((single, slice(None)), (shared, mine)):
+            one.zero_grad()
+            (one(x[part]) - target[part]).square().mean().backward()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # DistributedDataParallel
 
@@ -121,15 +131,10 @@ _PARALLEL = []
 
 
 def data_parallel_gradients(device: str, decay: str) -> dict[str, float]:
-    """Each rank has one of two sequences; a second forward raises where the first left a parameter without gradient."""
+    """The second step raises where the first has left a parameter without its gradient."""
     expected, model = model_of(decay, device, **EVERYTHING), model_of(decay, device, **EVERYTHING)
     _PARALLEL.append(parallel := nn.parallel.DistributedDataParallel(model))
-    x, target = batch(device)
-    mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
-    for _ in range(2):
-        for one, part in ((expected, slice(None)), (parallel, mine)):
-            one.zero_grad()
-            (one(x[part]) - target[part]).square().mean().backward()
+    two_steps(expected, parallel, device)
     return worst(gradients(model), gradients(expected))
 
 
@@ -144,17 +149,11 @@ def test_data_parallel_gradients_equal_one_process(ranks, decay):
 
 
 def sharded_gradients(device: str, decay: str, checkpointed: bool) -> dict[str, float]:
-    """Each rank has one of two sequences; two steps, so that the second finds what the first has left."""
     expected, model = model_of(decay, device, **EVERYTHING), model_of(decay, device, **EVERYTHING)
     shard(model, device)
     for block in model:
         block.checkpointed = checkpointed
-    x, target = batch(device)
-    mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
-    for _ in range(2):
-        for one, part in ((expected, slice(None)), (model, mine)):
-            one.zero_grad()
-            (one(x[part]) - target[part]).square().mean().backward()
+    two_steps(expected, model, device)
     found = worst(gradients(model), gradients(expected))
     norms = [whole(nn.utils.clip_grad_norm_(one.parameters(), 0.5)) for one in (model, expected)]
     found["norm"] = float((norms[0] - norms[1]).abs() / norms[1])
