@@ -117,7 +117,8 @@ def run(tmp_path: Path, *more: str) -> tuple[int, dict]:
 
 
 @pytest.mark.usefixtures("a_clock")
-def test_a_run_leaves_json(tmp_path, capsys):
+def test_a_run_leaves_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "forgetting_transformer", None)  # absent, whatever is installed
     status, read = run(tmp_path, "--peers", "cudnn", "fox", "--decays", "scalar", "none", "constant")
     assert status == 0
     keys = {"gpu", "driver", "torch", "triton", "cudnn", "python", "commit", "dirty", "command", "date"}

@@ -117,8 +117,16 @@ def test_the_table_has_a_row_per_kernel_and_a_column_per_shape(results):
     assert rows["**decayattn, decay and its gradient**"] == "**1.20 / 1.10** | **1.20 / 1.10**"
     assert rows["decayattn's Triton kernels, the same"] == "0.75 / 0.75 | 0.75 / 0.75"
     assert rows["cuDNN (PyTorch SDPA), no decay, TFLOP/s"] == "400 / 400 | 400 / 400"
-    (results.folder / tables.NOT_CAUSAL_FILE).write_text(json.dumps(sustained(causal=False)))
-    assert f"Not causal ([JSON](results/{tables.NOT_CAUSAL_FILE})):" in tables.attention(results)
+
+@pytest.mark.parametrize(("name", "what", "causal"), tables.MORE_SPEEDS)
+def test_speeds_of_other_calls_have_tables_of_their_own(results, name, what, causal):
+    first = tables.attention(results)
+    more = {"before": "0123456789"} if "earlier" in what else {}
+    (results.folder / name).write_text(json.dumps(sustained(causal=causal) | more))
+    found = tables.attention(results)
+    assert found[: len(first)] == first
+    assert found[len(first) + 1] == f"{what}{', 0123456' if more else ''} ([JSON](results/{name})):"
+    assert found[len(first) + 3].startswith("| forward / backward, H16 |")
 
 
 def test_kernels_of_others_come_from_the_file_that_has_them(results):
@@ -129,7 +137,7 @@ def test_kernels_of_others_come_from_the_file_that_has_them(results):
         for direction in ("forward", "backward")
         for peer, ratio in (("cudnn", 1.0), ("fox", 0.5), ("decayattn hopper", 9.0))
     ]
-    (results.folder / "benchmark_attention.json").write_text(json.dumps(ORIGIN | {"rows": rows}))
+    (results.folder / tables.OTHERS_FILE).write_text(json.dumps(ORIGIN | {"rows": rows}))
     shape = Shape(64, 2048, 16, 16, True)
     found = tables.ratios(results)
     assert found["fox", shape, "forward"] == 0.5
@@ -137,7 +145,8 @@ def test_kernels_of_others_come_from_the_file_that_has_them(results):
     said = "\n".join(tables.speed(results))
     assert "1.20 to 1.20 forward, 1.10 to 1.10 backward" in said
     assert "sustained: calls back to back, at the power limit ([JSON](results/benchmark_sustained.json))" in said
-    assert "Forgetting Transformer: short bursts of calls" in said
+    link = f"[JSON](results/{tables.OTHERS_FILE})"
+    assert f"Forgetting Transformer: against cuDNN in a process of its own ({link})" in said
 
 
 def test_length_extrapolation_is_not_measured_or_shown(results):

@@ -18,7 +18,8 @@ def script(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "on_gpus", module)  # dataclasses look there
     spec.loader.exec_module(module)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "DECAYATTN_COMMIT"):  # the script itself may run these tests
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "PACKAGES", ())
     monkeypatch.setattr(module, "gpu_count", lambda: 2)
     monkeypatch.setattr(module, "head", lambda: "abc")

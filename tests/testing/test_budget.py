@@ -596,7 +596,7 @@ ROUNDINGS_OF_KERNELS = [
     (strong_decay, by_columns, (0, 8), "dlog_decay", (3, 4, 5)),
     (large_scores_beside_a_sink, cut_off, (0, 3), "dsink", (0, 1, 2)),
     (few_keys_of_a_strong_decay, prefix_in_base_2, (0, 8), "out", (2, 3, 5)),
-    (one_row, from_rounded_p, (0, 3), "dlog_decay", (1, 2, 33)),
+    (one_row, from_rounded_p, (0, 3), "dlog_decay", (2, 24, 33)),
 ]
 
 
