@@ -69,7 +69,7 @@ STEPS = (
     Step("suite", "whole", 10, "{python} -m pytest -q -n {cores} -p no:cacheprovider"),
     Step("fuzz", "whole", 8, EXPERIMENTS + "fuzz_kernels.py --seed {seed} --family 80 --backends triton hopper"
          " --calls {calls} --processes {share} --minutes 7 --output {out}/fuzz_{gpu}.json", each=True),
-    Step("sustained", "timed", 5, EXPERIMENTS + "benchmark_sustained.py --peers cudnn flash_attn flex fla fox"
+    Step("sustained", "timed", 9, EXPERIMENTS + "benchmark_sustained.py --peers cudnn flash_attn flex fla fox"
          " --decays scalar none constant --output {out}/benchmark_sustained.json"),
     Step("memcheck", "check", 6, EXPERIMENTS + "sanitize_kernels.py --tools memcheck --what hopper triton"),
     Step("toy", "check", 5, EXPERIMENTS + "train_toy_lm.py --devices 1 --run {out}/toy"),

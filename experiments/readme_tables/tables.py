@@ -9,14 +9,22 @@ from readme_tables.results import Results, Shape, Speeds, speeds
 
 # has the speeds; kernels of others that it lacks come from the other file
 SPEED_FILE = "benchmark_sustained.json"
-OTHERS_FILE = "benchmark_attention.json"
-NOT_CAUSAL_FILE = "benchmark_sustained_not_causal.json"
+OTHERS_FILE = "benchmark_sustained_flash_attn.json"
+# tables of their own: file, what is special, whether causal
+MORE_SPEEDS = (
+    ("benchmark_sustained_not_causal.json", "Not causal", False),
+    ("benchmark_sustained_logits.json", "Logits with a standard deviation of 16", True),
+    ("benchmark_sustained_before.json", "In one process with an earlier commit", True),
+)
 SKIPPING_FILES = ("benchmark_skipping_pruning.json", "benchmark_skipping.json")
 PICTURE = "speed.svg"
 LABELS = {
     "ours": "decayattn, decay and its gradient",
+    "ours before": "the earlier commit",
     "ours, no decay": "decayattn, no decay",
+    "ours, no decay before": "the earlier commit, no decay",
     "ours, constant": "decayattn, a constant per head and its gradient",
+    "ours, constant before": "the earlier commit, a constant per head",
     "triton, constant": "decayattn's Triton kernels, the same",
     "flash_attn": "FlashAttention-4, no decay",
     "flex": "FlexAttention, decay without its gradient",
@@ -55,18 +63,15 @@ def _of_files(results: Results) -> tuple[Speeds, dict[str, str]]:
     return found, source
 
 
-def _regime(name: str) -> str:
-    return "sustained: calls back to back, at the power limit" if "sustained" in name else "short bursts of calls"
-
-
 def _sources(results: Results, source: dict[str, str]) -> Iterator[str]:
     """The files of a comparison, the one of ours first."""
     own = source["ours"]
-    yield f"{_where(results.load(own))}; bfloat16, causal; {_regime(own)} ({results.link(own)})."
+    regime = "sustained: calls back to back, at the power limit"
+    yield f"{_where(results.load(own))}; bfloat16, causal; {regime} ({results.link(own)})."
     borrowed = [LABELS[kernel].split(",")[0] for kernel in _OTHERS if source.get(kernel) == OTHERS_FILE]
     if borrowed:
         names = " and ".join([", ".join(borrowed[:-1]), borrowed[-1]] if len(borrowed) > 1 else borrowed)
-        yield f"{names}: {_regime(OTHERS_FILE)}, against cuDNN in the same process ({results.link(OTHERS_FILE)})."
+        yield f"{names}: against cuDNN in a process of its own ({results.link(OTHERS_FILE)})."
 
 
 def ratios(results: Results) -> picture.Ratios:
@@ -104,11 +109,13 @@ def attention(results: Results) -> list[str]:
     """A row per kernel, a column per shape."""
     found, source = _of_files(results)
     tables = _speed_table(found, source, True)
-    if results.has(NOT_CAUSAL_FILE):
-        report = results.load(NOT_CAUSAL_FILE)
-        tables += ["", f"Not causal ({results.link(NOT_CAUSAL_FILE)}):", ""]
-        names = dict.fromkeys(kernel for kernels in speeds(report).values() for kernel in kernels)
-        tables += _speed_table(speeds(report), names, False)
+    for name, what, causal in MORE_SPEEDS:
+        if results.has(name):
+            report = results.load(name)
+            of = f", {report['before'][:7]}" if report.get("before") else ""
+            tables += ["", f"{what}{of} ({results.link(name)}):", ""]
+            kernels = dict.fromkeys(kernel for found in speeds(report).values() for kernel in found)
+            tables += _speed_table(speeds(report), kernels, causal)
     return tables
 
 
