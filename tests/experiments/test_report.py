@@ -57,7 +57,7 @@ def test_the_pages_are_what_the_json_says(capsys):
 
 def test_a_figure_that_changed_is_seen_and_written(copy, capsys):
     path = copy / "results/train_cpu.json"
-    path.write_text(path.read_text().replace('"seconds": 186.7', '"seconds": 42.0'))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds": 42.0}))
     assert report.main(["--check"], copy) == 1
     assert "+* 2 CPU cores: 0.9 M parameters, 600 steps in 42 s" in capsys.readouterr().out
     assert (copy / PAGE).read_text() == (ROOT / PAGE).read_text()
