@@ -1,6 +1,6 @@
 """Sustained speed, the power limit reached, as in training: ours beside cuDNN and others; correct first.
 
-    python experiments/benchmark_sustained.py                            # on a GPU: six shapes, about 2 minutes; JSON
+    python experiments/benchmark_sustained.py                            # on a GPU: six shapes, some minutes; JSON
     python experiments/benchmark_sustained.py --shapes 4,8192,16,128 --peers cudnn --decays scalar none constant
     python experiments/benchmark_sustained.py --not-causal --shapes 4,8192,16,64 4,8192,16,128
     python experiments/benchmark_sustained.py --deviation 16 --shapes 4,8192,16,64 4,8192,16,128    # large logits

@@ -26,12 +26,6 @@ class Shape(NamedTuple):
 # of a shape and a direction, every kernel's figures: ms, ms_range, tflops, ratio_to_cudnn
 Speeds = dict[tuple[Shape, str], dict[str, dict[str, Any]]]
 
-# what files with a row per kernel call those that the others call "ours"
-_OURS = {
-    "decayattn hopper": "ours", "decayattn hopper none": "ours, no decay", "decayattn triton": "triton",
-    "decayattn triton none": "triton, no decay",
-}
-
 
 @dataclass(frozen=True)
 class Results:
@@ -61,10 +55,7 @@ class Results:
 
 
 def speeds(report: dict[str, Any]) -> Speeds:
-    """The rows of benchmark_sustained.py (all kernels of a shape) or of benchmark_attention.py (one kernel each)."""
-    found: Speeds = {}
-    for row in report["rows"]:
-        shape = Shape(row["head_dim"], row["length"], row["batch"], row["heads"], row.get("causal", True))
-        kernels = row["kernels"] if "kernels" in row else {_OURS.get(row["peer"], row["peer"]): row}
-        found.setdefault((shape, row["direction"]), {}).update(kernels)
-    return found
+    """The rows of benchmark_sustained.py."""
+    return {
+        (Shape(*(row[name] for name in Shape._fields)), row["direction"]): row["kernels"] for row in report["rows"]
+    }

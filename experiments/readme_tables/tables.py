@@ -112,10 +112,10 @@ def attention(results: Results) -> list[str]:
     for name, what, causal in MORE_SPEEDS:
         if results.has(name):
             report = results.load(name)
-            of = f", {report['before'][:7]}" if report.get("before") else ""
-            tables += ["", f"{what}{of} ({results.link(name)}):", ""]
-            kernels = dict.fromkeys(kernel for found in speeds(report).values() for kernel in found)
-            tables += _speed_table(speeds(report), kernels, causal)
+            before = f", {report['before'][:7]}" if report.get("before") else ""
+            tables += ["", f"{what}{before} ({results.link(name)}):", ""]
+            found = speeds(report)
+            tables += _speed_table(found, set().union(*found.values()), causal)
     return tables
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import report
 from readme_tables import evidence, learning, tables
-from readme_tables.results import Refused, Results, Shape, speeds
+from readme_tables.results import Refused, Results, Shape
 from repository_files import ROOT
 
 PAGE = "experiments/README.md"
@@ -118,26 +118,24 @@ def test_the_table_has_a_row_per_kernel_and_a_column_per_shape(results):
     assert rows["decayattn's Triton kernels, the same"] == "0.75 / 0.75 | 0.75 / 0.75"
     assert rows["cuDNN (PyTorch SDPA), no decay, TFLOP/s"] == "400 / 400 | 400 / 400"
 
+
+@pytest.mark.parametrize(("before", "said"), [(None, ""), ("0123456789", ", 0123456")])
 @pytest.mark.parametrize(("name", "what", "causal"), tables.MORE_SPEEDS)
-def test_speeds_of_other_calls_have_tables_of_their_own(results, name, what, causal):
+def test_speeds_of_other_calls_have_tables_of_their_own(results, name, what, causal, before, said):
     first = tables.attention(results)
-    more = {"before": "0123456789"} if "earlier" in what else {}
-    (results.folder / name).write_text(json.dumps(sustained(causal=causal) | more))
+    (results.folder / name).write_text(json.dumps(sustained(causal=causal) | {"before": before}))
     found = tables.attention(results)
     assert found[: len(first)] == first
-    assert found[len(first) + 1] == f"{what}{', 0123456' if more else ''} ([JSON](results/{name})):"
+    assert found[len(first) + 1] == f"{what}{said} ([JSON](results/{name})):"
     assert found[len(first) + 3].startswith("| forward / backward, H16 |")
 
 
 def test_kernels_of_others_come_from_the_file_that_has_them(results):
     """Against cuDNN in their own process; ours only from the first file."""
-    rows = [
-        {"batch": 16, "length": 2048, "heads": 16, "head_dim": 64, "direction": direction, "peer": peer, "ms": 1.0,
-         "tflops": 100.0, "ratio_to_cudnn": ratio}
-        for direction in ("forward", "backward")
-        for peer, ratio in (("cudnn", 1.0), ("fox", 0.5), ("decayattn hopper", 9.0))
-    ]
-    (results.folder / tables.OTHERS_FILE).write_text(json.dumps(ORIGIN | {"rows": rows}))
+    others = sustained()
+    for row in others["rows"]:
+        row["kernels"] |= {"fox": {"ratio_to_cudnn": 0.5}, "ours": {"ratio_to_cudnn": 9.0}}
+    (results.folder / tables.OTHERS_FILE).write_text(json.dumps(others))
     shape = Shape(64, 2048, 16, 16, True)
     found = tables.ratios(results)
     assert found["fox", shape, "forward"] == 0.5
@@ -175,17 +173,6 @@ def test_length_extrapolation_is_not_measured_or_shown(results):
         "| ALiBi | 1.000 | 0.750 | 0.875 |",
     ]
     assert "12.5 M parameters, 8 MB of Python source at 1k bytes; 7 texts of 4k bytes read" in lines[-1]
-
-
-def test_rows_of_either_benchmark_say_the_same(results):
-    report = sustained()
-    single = [
-        {key: x for key, x in row.items() if key != "kernels"} | {"peer": "decayattn hopper"} | row["kernels"]["ours"]
-        for row in report["rows"]
-    ]
-    one, other = speeds(report), speeds({"rows": single})
-    assert one.keys() == other.keys()
-    assert all(other[key]["ours"]["tflops"] == one[key]["ours"]["tflops"] for key in one)
 
 
 def test_the_picture_is_svg_with_a_bar_per_figure(results):
