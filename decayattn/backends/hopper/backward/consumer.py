@@ -21,7 +21,7 @@ from decayattn.backends.hopper.backward.dq import (
 )
 from decayattn.backends.hopper.backward.key_sums import copies_of_sum, distance_sum, edge_distance_sum
 from decayattn.backends.hopper.backward.row_terms import DELTA
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visit_count
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
@@ -57,8 +57,8 @@ def _widened(x):
 
 @gluon.jit
 def _next_tile(
-    n, tile, is_edge, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
-    D: gl.constexpr,
+    n, tile, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
+    D: gl.constexpr, EDGE: gl.constexpr,
 ):
     """Add the n-th query tile to gradients, (dk, dv, key_sum), and dq of the visit before it to its target.
 
@@ -83,7 +83,8 @@ def _next_tile(
     own = WARPGROUP + opaque_zero(n)
     ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS
     LOADED: gl.constexpr = is_loaded(D, ROW_SUMS)
-    KEY_SUMS: gl.constexpr = 1 if work.schedule.DECAY_GRADIENT else 0
+    # a product beside dk; of a constant decay's edge tiles, dSᵀ itself is summed
+    KEY_SUMS: gl.constexpr = work.schedule.DECAY_GRADIENT and (DECAY == "scalar" or not EDGE)
 
     if WARPGROUP == 1:
         # in step with the first it is 1 to 3 % slower
@@ -106,7 +107,7 @@ def _next_tile(
     scoreT = decayed_score(
         scoreT * score_scale, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none"
     )
-    if is_edge:
+    if EDGE:
         # the tile's first row is read here: were it known before, the compiler would compare before the scores are
         # there
         here = shared.starts.index(stage).load(key_alpha.type.layout)
@@ -145,10 +146,10 @@ def _next_tile(
     dk = warpgroup_mma(left, query, dk, is_async=True)
     KEY_SUMS_LAYOUT: gl.constexpr = product_layout(COPIES)
     of_keys = gl.zeros([WARPGROUP_KEYS, COPIES], gl.float32, KEY_SUMS_LAYOUT)
-    if work.schedule.DECAY_GRADIENT:
+    if KEY_SUMS:
         weights = shared.constants.weights.index(opaque_zero(n)).permute((1, 0))
         of_keys = warpgroup_mma(left, weights, of_keys, use_acc=False, is_async=True)
-    dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums are still running
+    dq, row_sum = warpgroup_mma_wait(2 if KEY_SUMS else 1, (dq, row_sum))  # dk and its sums are still running
     if shared.SLOTS == 2 and not LOADED:
         arrive(shared.barriers.d_scores_read)
     stage_dq_part(shared, dq, WARPGROUP)
@@ -163,7 +164,7 @@ def _next_tile(
         own_row = key_position - work.first_position() - tile * ROWS
         if DECAY == "scalar":
             key_sum += copies_of_sum(of_keys)
-        elif is_edge:
+        elif EDGE:
             key_sum += edge_distance_sum(_widened(dsT), own_row)
         else:
             key_sum += distance_sum(of_keys, own_row)
@@ -247,14 +248,16 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
                 # dk of the last work tile has left the slots of dSᵀ: one thread knows, and all will write there
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
-                for visit in range(visit_count(visited)):
-                    tile, is_edge = query_tile(visit, visited)
-                    dk, dv, key_sum = _next_tile(
-                        n, tile, is_edge, previous, (dk, dv, key_sum), (key, key_alpha, first, end), work, shared,
-                        dq_target, scale * LOG2E, WARPGROUP, D,
-                    )
-                    previous = tile * schedule.SIDES + side
-                    n += 1
+                for EDGE in gl.static_range(1, -1, -1):
+                    first_visit, end_visit = visits(visited, EDGE)
+                    for visit in range(first_visit, end_visit):
+                        tile = query_tile(visit, visited)
+                        dk, dv, key_sum = _next_tile(
+                            n, tile, previous, (dk, dv, key_sum), (key, key_alpha, first, end), work, shared, dq_target,
+                            scale * LOG2E, WARPGROUP, D, EDGE,
+                        )
+                        previous = tile * schedule.SIDES + side
+                        n += 1
                 if schedule.SIDES == 2:
                     # right of the diagonal the sign is the other one: with a change of sign after each side, sums are
                     # left − right

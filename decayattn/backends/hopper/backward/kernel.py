@@ -39,12 +39,12 @@ with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ a
 
 Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where the gradient of a decay
 cancels, so do they. Both are products with few columns: sums of keys beside dk (key_sums.py), and sums of rows beside
-dq. One loop serves edge tiles and whole tiles, with branches around what whole ones do not need: two loops cost
-registers, and spills slow the shared memory that limits this kernel (3 % at D = 128).
+dq. Edge tiles, which come first, and whole tiles have a loop each: what whole ones do not need would be a third of the
+instructions that their loop jumps over.
 
-Not causal, a decay has another sign on either side of the diagonal, and the loop runs once per side (work.py). A row
+Not causal, a decay has another sign on either side of the diagonal, and the loops run once per side (work.py). A row
 has an LSE₂ for each side, with ∓α_i; the producer sends that of the side, and the difference of two bases with its
-sign. So the loop does not depend on the side, except where it adds row sums. α_j and the sums of keys change sign
+sign. So the loops do not depend on the side, except where it adds row sums. α_j and the sums of keys change sign
 between sides.
 
 zeroing.py zeroes the memory that dq is added to. row_terms.py prepares the row terms before this kernel and unpacks dq

@@ -93,7 +93,7 @@ def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: 
             for side in range(schedule.SIDES):
                 visited = work.visited(ends, side)
                 for visit in range(visit_count(visited)):
-                    tile, _ = query_tile(visit, visited)
+                    tile = query_tile(visit, visited)
                     stage = shared.stage(n)
                     # loaded before the wait, so that the copies start right after it
                     difference = _base_difference(work, tile, side, bases, key_base, rate)

@@ -266,12 +266,28 @@ def visit_count(visited):
 
 
 @gluon.jit
-def query_tile(visit, visited):
-    """(tile, is_edge) of a visit, for the producer and the consumers: edge tiles come first, then whole ones."""
+def edge_count(visited):
+    """How many of them are edge tiles."""
     begin, whole_begin, whole_end, end = visited
-    edges = end - begin - (whole_end - whole_begin)
-    is_edge = visit < edges
-    return gl.where(is_edge, edge_tile(visit, begin, whole_begin, whole_end), whole_begin + visit - edges), is_edge
+    return end - begin - (whole_end - whole_begin)
+
+
+@gluon.jit
+def visits(visited, EDGE: gl.constexpr):
+    """[first, end) of the visits to edge tiles, or to whole ones."""
+    first, end = edge_count(visited), visit_count(visited)
+    if EDGE:
+        first, end = first * 0, first
+    return first, end
+
+
+@gluon.jit
+def query_tile(visit, visited):
+    """The tile of a visit, for the producer and the consumers: edge tiles come first, then whole ones."""
+    begin, whole_begin, whole_end, _ = visited
+    edges = edge_count(visited)
+    edge = edge_tile(visit, begin, whole_begin, whole_end)
+    return gl.where(visit < edges, edge, whole_begin + visit - edges)
 
 
 @gluon.jit
