@@ -34,6 +34,7 @@ from decayattn.backends.hopper.forward.softmax import (
     further_edge_tiles,
     rescale_accumulator,
     softmax,
+    store_extremes,
 )
 from decayattn.backends.hopper.forward.work import Walk
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
@@ -198,6 +199,8 @@ def consume(
             row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
             score = masked(score, rows, tile_end - 1, False, True)
             p, row_max, row_sum, _ = softmax(score, row_max, row_sum, difference, scale, True, WIDE)
+            if WIDE and CAUSAL:
+                store_extremes(row_max, shared, WARPGROUP)
             if ROW_ALPHA:
                 # read at the end: until then it needs no registers
                 row_alphas.store(row_alpha.sum())
@@ -208,10 +211,9 @@ def consume(
             # edge tiles, then whole ones, left of the diagonal; not causal, the same right of it; then edge tiles
             whole = gl.maximum(sent + key_tile_end - whole_end, n)
             if WIDE and CAUSAL:  # noqa: SIM102  known to the compiler
-                # where rows see few keys of the first tile. As a branch, it takes no registers of the loops below
-                if diagonal % KEYS < ROWS:
-                    further = further_edge_tiles(row_max, shared, WARPGROUP)
-                    whole = gl.maximum(whole, gl.minimum(n + further, n_end))
+                # where the first row sees less than a tile. As a branch, it takes no registers of the loops below
+                if diagonal % KEYS < KEYS - 1:
+                    whole = gl.maximum(whole, gl.minimum(n + further_edge_tiles(shared, WARPGROUP), n_end))
             edge = gl.maximum(sent + key_tile_end - whole_begin, whole)
             right_follows = not CAUSAL
             while n < n_end:

@@ -23,10 +23,10 @@ Shah et al., arXiv 2407.08608).
 
 A row's maximum is that of its edge tiles, one of which has its own key. bfloat16 has the exponents of float32, so whole
 tiles do not look for another maximum: their exponentials begin as soon as the scores are there, with a fifth fewer
-instructions. Where rows saw few keys of the first tile, and logits are so large that the maxima of its rows differ
-much, the next tiles look for one, too (softmax.further_edge_tiles). At the end of a work tile its sums show whether
-that was right. It was not if a far key outweighs the edge tiles of a row by 2^64, or if P V overflowed. Then the
-producer sends the work tile again (CAREFUL): every tile is an edge tile, with P so small that nothing overflows.
+instructions. Where logits are so large that the maxima of the first tile's rows differ much, the next tiles look for
+one, too (softmax.further_edge_tiles). At the end of a work tile its sums show whether that was right. It was not if a
+far key outweighs the edge tiles of a row by 2^64, or if P V overflowed. Then the producer sends the work tile again
+(CAREFUL): every tile is an edge tile, with P so small that nothing overflows.
 
 Every warpgroup runs its own copy of the code, and short work tiles wait for instructions to be fetched. So whole tiles
 have a loop of their own, half as long as that of edge tiles and without a branch. What few rows need stays outside of

@@ -58,7 +58,7 @@ class ForwardShared:
                   differences α at each warpgroup's anchor minus α at the start of the tile's block
     constant      signs       ones and minus ones: what multiplies beta left and right of the diagonal; not causal only
     a warpgroup's row_alphas  α of its rows, from the first tile of a work tile to its end
-                  extremes    the largest and smallest maxima of each warp's rows (softmax.further_edge_tiles)
+                  extremes    how far the maxima of its rows lie apart after the first tile (softmax.store_extremes)
                   fences      see consumer.next_tile
     """
 

@@ -102,16 +102,21 @@ def as_operand(p, shared, count, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def further_edge_tiles(row_max, shared, WARPGROUP: gl.constexpr):
+def store_extremes(row_max, shared, WARPGROUP: gl.constexpr):
+    """To shared memory, the largest row maximum of each warp and, with a minus, the smallest."""
+    by_warp = row_max.reshape([WARPS, ROWS // WARPS])
+    shared.extremes.index(WARPGROUP * 2).store(gl.max(by_warp, 1))
+    minus = gl.where(by_warp > float("-inf"), -by_warp, float("-inf"))
+    shared.extremes.index(WARPGROUP * 2 + 1).store(gl.max(minus, 1))
+
+
+@gluon.jit
+def further_edge_tiles(shared, WARPGROUP: gl.constexpr):
     """How many tiles after the first one look for a maximum, whole ones, too.
 
     A row that saw few keys of the first tile may see far larger scores, and its sums would overflow. Where scores vary
     so much, the maxima of rows do.
     """
-    by_warp = row_max.reshape([WARPS, ROWS // WARPS])
-    shared.extremes.index(WARPGROUP * 2).store(gl.max(by_warp, 1))
-    minus = gl.where(by_warp > float("-inf"), -by_warp, float("-inf"))
-    shared.extremes.index(WARPGROUP * 2 + 1).store(gl.max(minus, 1))
     # every thread loads all of them: the compiler knows then that loops end at the same tile in all threads
     EVERY: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
     largest = gl.max(shared.extremes.index(WARPGROUP * 2).load(EVERY), 0)
