@@ -78,10 +78,9 @@ def backward(dim: int) -> BackwardConfig:
     dk and dv take 128 registers of a thread at D = 128, leaving room for scores of 64 rows; two stages of q and dO,
     with dSᵀ and dq on their way out, fill the shared memory (213 and 223 KB).
 
-    spill_bytes are those of kernels with one side (work.py). With two sides, a decay per token spills 64 bytes
-    (D = 64) and 432 (D = 128).
+    spill_bytes are those of kernels with one side (work.py), none of them in a loop over tiles. With two sides, a decay
+    per token spills 280 bytes (D = 64) and 352 (D = 128).
     """
     if dim == 64:
-        return BackwardConfig(rows=128, stages=2, slots=2, registers=240, launch_registers=168, spill_bytes=4)
-    # between items and by the producer, not in the loop over tiles
-    return BackwardConfig(rows=64, stages=2, slots=3, registers=240, launch_registers=168, spill_bytes=100)
+        return BackwardConfig(rows=128, stages=2, slots=2, registers=240, launch_registers=168, spill_bytes=56)
+    return BackwardConfig(rows=64, stages=2, slots=3, registers=240, launch_registers=168, spill_bytes=76)
