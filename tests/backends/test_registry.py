@@ -92,6 +92,21 @@ def test_bfloat16_is_refused_by_the_interpreter():
         registry.select(problem(torch.bfloat16), "triton")
 
 
+@pytest.mark.skipif(ON_GPU, reason="nothing is interpreted")
+@pytest.mark.parametrize(("triton_version", "numpy_version", "works"), [
+    ("3.6.0", "2.4.6", False), ("3.6.1", "3.0.0", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.4.6", True)
+])
+def test_an_interpreter_that_fails_with_this_numpy_is_refused(triton_version, numpy_version, works, monkeypatch):
+    numpy, triton = pytest.importorskip("numpy"), pytest.importorskip("triton")
+    monkeypatch.setattr(numpy, "__version__", numpy_version)
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    if works:
+        assert registry.select(problem(), "triton") == "triton"
+    else:
+        with pytest.raises(ValueError, match=f"backend: 'triton'.*{triton_version} needs numpy below 2.4.*<2.4"):
+            registry.select(problem(), "triton")
+
+
 def test_a_device_without_kernels_is_refused():
     with pytest.raises(ValueError, match=r"backend: 'triton' cannot take this problem: .*not on mps"):
         registry.select(problem()._replace(device=torch.device("mps")), "triton")
