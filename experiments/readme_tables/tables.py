@@ -16,7 +16,7 @@ MORE_SPEEDS = (
     ("benchmark_sustained_logits.json", "Logits with a standard deviation of 16", True),
     ("benchmark_sustained_before.json", "In one process with an earlier commit", True),
 )
-SKIPPING_FILES = ("benchmark_skipping_pruning.json", "benchmark_skipping.json")
+SKIPPING_FILE = "benchmark_skipping.json"
 PICTURE = "speed.svg"
 LABELS = {
     "ours": "decayattn, decay and its gradient",
@@ -146,7 +146,7 @@ def _pair(found: Speeds, shape: Shape, name: str, key: str, digits: int) -> str:
 
 def skipping(results: Results) -> list[str]:
     """Milliseconds with and without the tiles that cannot matter."""
-    name = next(name for name in SKIPPING_FILES if results.has(name))
+    name = SKIPPING_FILE
     report = results.load(name)
     labels = {
         "skipping": "**decayattn, what is skipped ≤ 2⁻²⁴ of any row**",
