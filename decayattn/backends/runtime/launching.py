@@ -2,7 +2,9 @@
 
 `kernel[grid](...)` works that out from the kind of every argument in every launch, which takes an attention kernel five
 times as long as the launch. What the kinds depend on is the same for all launches of one call of ours, so it is looked
-up once per call, and what was compiled for it is launched from then on (compatibility.DirectLaunch). Triton tells a
+up once per call, and what was compiled for it is launched from then on (compatibility.DirectLaunch). A call on other
+lengths, as packed batches have in every step, is another call, but mostly of the same kinds: there each kernel's
+arguments are looked at once more (kinds_of), and Triton is asked where they are of new kinds only. Triton tells a
 launch to a profiler's hooks, and gets it ready for them even where there is none: where there is one, every launch goes
 through Triton.
 """
@@ -23,7 +25,7 @@ Launch = Callable[..., None]
 
 # how every kernel is compiled, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
-# pointers that are multiples of this are compiled for
+# kernels are compiled for pointers, and for integers, that are multiples of this
 _ALIGNMENT = 16
 # what is divided among multiprocessors is divided in the interpreter too: so few that short problems already have
 # programs with several parts of the work
@@ -88,10 +90,68 @@ class _Remembering:
         direct = self.known.get(key)
         if direct is not None:
             direct(programs, self.device, args)
-        elif (direct := compatibility.first_launch(kernel, programs, self.device, args, constants)) is not None:
+        elif (direct := _launch_by_kinds(kernel, programs, self.device, args, constants)) is not None:
             self.known[key] = direct
 
 
 @functools.lru_cache(REMEMBERED)
 def _remembering(kinds: tuple) -> _Remembering:
     return _Remembering(kinds[0])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What calls on other lengths have in common
+
+# by device, kernel, constants and kinds of arguments; as many as there are compiled kernels, which Triton keeps, too
+_by_kinds: dict[tuple, compatibility.DirectLaunch] = {}
+
+
+def _launch_by_kinds(
+    kernel: triton.runtime.JITFunction, programs: int, device: int, args: tuple, constants: dict[str, Any]
+) -> compatibility.DirectLaunch | None:
+    """Launched, and how to launch it again; None where Triton has to be asked again."""
+    kinds = kinds_of(args)
+    if kinds is None:
+        return compatibility.first_launch(kernel, programs, device, args, constants)
+    key = (device, kernel.fn, *constants.values(), kinds)
+    direct = _by_kinds.get(key)
+    if direct is not None:
+        direct(programs, device, args)
+    elif (direct := compatibility.first_launch(kernel, programs, device, args, constants)) is not None:
+        _by_kinds[key] = direct
+    return direct
+
+
+def kinds_of(args: tuple) -> tuple | None:
+    """What of a launch's arguments Triton compiles a kernel for; None where that is not known.
+
+    It distinguishes what Triton does, or more: integers that are 1, that are multiples of 16, their width; dtypes, and
+    what else there is to a descriptor but place and size. Tensors are aligned (of_call).
+    """
+    if torch.version.hip is not None:  # where tensors of 2 GB are another kind
+        return None
+    found: list[Hashable] = []
+    for x in args:
+        if type(x) is int:
+            found.append((x == 1, x % _ALIGNMENT == 0, -(2**31) <= x < 2**31, x < 2**63))
+        elif isinstance(x, Tensor):
+            found.append(x.dtype)
+        elif x is None or type(x) is float:
+            found.append(type(x))
+        elif type(x) is bool:
+            found.append((bool, x))
+        elif isinstance(x, tuple):
+            if (kinds := kinds_of(x)) is None:
+                return None
+            found.append((type(x), kinds))
+        elif hasattr(x, "block_shape"):
+            found.append((type(x), x.base.dtype, *_traits(x)))
+        else:
+            return None
+    return tuple(found)
+
+
+def _traits(descriptor: Any) -> list[Hashable]:
+    changing = ("base", "shape", "strides")
+    traits = {name: value for name, value in vars(descriptor).items() if name not in changing}
+    return [tuple(value) if isinstance(value, list) else value for value in traits.values()]

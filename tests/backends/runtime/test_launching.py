@@ -1,6 +1,7 @@
 """Launches: what is remembered of them, and that it is what Triton would have chosen and passed."""
 
 import gc
+import random
 import threading
 import time
 import weakref
@@ -12,19 +13,25 @@ import triton
 import triton.language as tl
 from conftest import ON_GPU
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import max_shared_mem
+from triton.compiler.compiler import make_backend, max_shared_mem
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from decayattn import compatibility, decay_attention, decay_attention_varlen
 from decayattn.backends.registry import load
-from decayattn.backends.runtime import launching
+from decayattn.backends.runtime import launching, tma
+from decayattn.backends.runtime.arguments import Strided
 
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the interpreter compiles nothing")
 
 
 def fill(x, count, WIDTH: tl.constexpr, MODE: tl.constexpr, rest=None):
     tl.store(x, count)
+
+
+def zero(x, anything):
+    tl.store(x, 0.0)
 
 
 MODULE = object()
@@ -100,8 +107,19 @@ def log(monkeypatch):
 @pytest.fixture
 def kernel(log):
     """One that Triton compiles, where the interpreter has taken the place of its decorator, too."""
-    compatibility._compared.discard(fill)
-    return JITFunction(fill)
+    return anew(fill)
+
+
+@pytest.fixture
+def kernel_of_anything(log):
+    return anew(zero)
+
+
+def anew(function):
+    compatibility._compared.discard(function)
+    launching._by_kinds.clear()
+    launching._remembering.cache_clear()
+    return JITFunction(function)
 
 
 def test_second_launch_asks_nothing(log, kernel):
@@ -115,20 +133,68 @@ def test_second_launch_asks_nothing(log, kernel):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda x, mode: ((x.transpose(0, 1),), mode),
-        lambda x, mode: ((x.double(),), mode),
-        lambda x, mode: ((None,), mode),
-        lambda x, mode: ((x,), mode + 1),
-    ],
-    ids=["strides", "dtype", "none", "modes"],
+    ("length", "other"),
+    [(7, 9), (16, 48), (2**31 - 1, 3), (2**40 + 1, 2**41 + 1), ((5, 32), (11, 64)), ((0.5, None), (2.5, None))],
+    ids=str,
 )
-def test_other_kinds_are_asked_anew(change, log, kernel):
+def test_other_lengths_of_the_same_kinds_ask_nothing(length, other, log, kernel_of_anything):
     x = torch.zeros(2, 8)
-    for tensors, mode in (((x,), 1), change(x, 1)):
-        launching.of_call(GPU, tensors, kernel.fn, change, mode)(kernel, 1, x, 7, WIDTH=16, MODE="a")
+    for now in (length, other):
+        launching.of_call(GPU, (x,), "a length", now)(kernel_of_anything, 3, x, now)
+    assert [entry[0] for entry in log] == ["asked", "launched", "launched"]
+    assert log[-1] == ("launched", 3, (x, other))
+
+
+@pytest.mark.parametrize(
+    ("length", "other"),
+    [
+        (7, 1), (7, 16), (7, 2**31), (2**31 + 1, 2**63 + 1), (7, 7.0), (7, None), ((5, 32), (5, 33)),
+        ((5, None), (None, 5)), ((5,), (5, 5)), (Strided(None, (5,)), (None, (5,))), ((True,), (False,)),
+        ((torch.zeros(1),), (torch.ones(1).int(),)),
+    ],
+    ids=str,
+)
+def test_other_kinds_are_asked_anew(length, other, log, kernel_of_anything):
+    x = torch.zeros(2, 8)
+    for now in (length, other):
+        launching.of_call(GPU, (x,), "a kind", str(now))(kernel_of_anything, 1, x, now)
     assert [entry[0] for entry in log] == ["asked", "launched"] * 2
+
+
+@pytest.mark.parametrize("changed", [{"block_shape": [1, 32, 1, 16]}, {"padding": "nan"}, {"dtype": torch.float16}])
+def test_kinds_of_descriptors(changed):
+    def descriptor(address, length, dtype=torch.bfloat16, block_shape=(1, 16, 1, 16), padding="zero"):
+        memory, strides = tma.Memory(address, dtype), [length * 128, 128, 64, 1]
+        return launching.kinds_of((TensorDescriptor(memory, [2, length, 2, 64], strides, list(block_shape), padding),))
+
+    assert descriptor(64, 5) == descriptor(128, 7) is not None
+    assert descriptor(64, 5) != descriptor(64, 5, **changed)
+
+
+def test_of_unknown_kinds_triton_is_asked(log, kernel_of_anything, monkeypatch):
+    assert launching.kinds_of((7, (None, "a"))) is None
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert launching.kinds_of((7,)) is None
+    x = torch.zeros(2, 8)
+    for length in (7, 9):
+        launching.of_call(GPU, (x,), "ROCm", length)(kernel_of_anything, 1, x, length)
+    assert [entry[0] for entry in log] == ["asked", "launched"] * 2
+
+
+def test_kinds_distinguish_what_triton_does():
+    specialize = getattr(triton.runtime.jit, "native_specialize_impl", None)
+    if specialize is None:
+        pytest.skip("this Triton has no such function")
+    chosen = random.Random(0)
+    numbers = [0, 1, 15, 16, 17, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 16, -1, -16, -(2**31), -(2**31) - 1]
+    some = [*numbers, *(chosen.randrange(2**chosen.randrange(1, 40)) for _ in range(60)), 1.0, 0.5, None, True, False]
+    some += [tuple(chosen.choices(some, k=chosen.randrange(1, 3))) for _ in range(300)]
+    some += [torch.zeros(3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32)]
+    backend, seen = make_backend(GPUTarget("cuda", 90, 32)), {}
+    for x in some:
+        found = specialize(type(backend), x, False, True, True)
+        assert seen.setdefault(launching.kinds_of((x,)), found) == found, x
+    assert len(seen) > 30
 
 
 def test_other_constants_are_asked_anew(log, kernel):
@@ -294,6 +360,8 @@ CALLS = {
     "window": {"window_size": (130, 0)},
     "not causal": {"causal": False, "length": 300},
     "packed": {"packed": [0, 5, 5, 600, 640]},
+    "packed, three tokens more": {"packed": [0, 5, 5, 600, 643], "length": 643},
+    "packed, five tokens more": {"packed": [0, 5, 5, 600, 645], "length": 645},
     "float16 of 96": {"dtype": torch.float16, "dim": 96},
     "strided": {"strided": True},
     "row scale": {"row_scale": True},
@@ -361,6 +429,24 @@ def test_remembered_kernels_are_those_that_triton_chooses(backend, monkeypatch):
     assert "_scan_blocks" in launches
     # Triton was seen to launch them so
     assert compatibility.fallbacks() == []
+
+
+@gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_packed_batches_of_other_totals_ask_nothing(backend, monkeypatch):
+    if isinstance(load(backend), str):
+        pytest.skip(load(backend))
+    run(backend, packed=[0, 5, 5, 600, 643], length=643)
+    first_launch, asked = compatibility.first_launch, []
+
+    def watched(kernel, *args):
+        asked.append(kernel.fn.__name__)
+        return first_launch(kernel, *args)
+
+    monkeypatch.setattr(compatibility, "first_launch", watched)
+    for total in (645, 647, 650):
+        run(backend, packed=[0, 5, 5, 600, total], length=total)
+    assert asked == []
 
 
 @gpu
