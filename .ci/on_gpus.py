@@ -80,7 +80,7 @@ STEPS = (
          " --decays scalar constant none --rounds 5 --output {out}/before.json"),
     Step("sequences", "timed", 4, EXPERIMENTS + "benchmark_sequences.py --rounds 3 --generate-stream 2000"
          " --output {out}/benchmark_sequences.json"),
-    Step("overhead", "timed", 2, EXPERIMENTS + "benchmark_overhead.py --rounds 9 --profile"
+    Step("overhead", "timed", 3, EXPERIMENTS + "benchmark_overhead.py --rounds 9 --packed --profile"
          " --output {out}/benchmark_overhead.json"),
     Step("logits", "timed", 2, EXPERIMENTS + "benchmark_sustained.py --deviation 16 --peers cudnn --decays scalar none"
          " --shapes 4,8192,16,64 4,8192,16,128 --output {out}/large_logits.json"),

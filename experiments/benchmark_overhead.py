@@ -3,6 +3,7 @@
     python experiments/benchmark_overhead.py                        # on a GPU: a table and JSON
     python experiments/benchmark_overhead.py --length 512 --peers fla
     python experiments/benchmark_overhead.py --before ../before     # beside a checkout of another commit
+    python experiments/benchmark_overhead.py --packed               # packed sequences, too: of one total, and of many
     python experiments/benchmark_overhead.py --profile              # and in which functions a call of ours spends it
 
 At B1 H8 T256 the kernels take microseconds, so what a training step waits for is Python: checking arguments,
@@ -15,6 +16,7 @@ says nothing about kernels.
 import argparse
 import cProfile
 import dataclasses
+import itertools
 import pstats
 import statistics
 import sys
@@ -41,6 +43,7 @@ METHOD = {
     "synchronisations: median over interleaved rounds, and [least, largest]",
     "graph_us": "microseconds of the device per replay of one captured forward and backward, by CUDA events, as above",
     "ours": "with every default, skip_tolerance among them",
+    "packed": "two sequences in one, T tokens in all; other totals: in every call one token more than in the last",
 }
 GPU_DEFAULTS = {
     "dtype": "bfloat16", "head_dims": [64, 128], "backends": ["auto", "triton"], "calls": 50,
@@ -84,6 +87,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
         default=[BASELINE, "flex-grad", "fla"],
     )
     declare_before(option)
+    option("--packed", "decay_attention_varlen, too", action="store_true", default=False)
     option("--profile", "print the functions with the most time of their own", action="store_true", default=False)
     option("--rounds", "interleaved rounds", type=positive, default=7)
     option("--calls", "calls of a round", type=positive)
@@ -128,6 +132,8 @@ def run(case: Case, options: argparse.Namespace, missing: list[dict[str, Any]], 
             entry = {"case": str(case), "peer": peer.name, "ours": peer.backend is not None}
             missing.append(entry | {"kind": kind, "reason": reason(error)})
             print(f"  {peer.name}: {kind}: {reason(error)}", flush=True)
+    if options.packed:
+        host |= packed_steps(case, options, device)
     host_times: dict[str, list[float]] = {name: [] for name in host}
     graph_times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(options.rounds):
@@ -150,6 +156,42 @@ def run(case: Case, options: argparse.Namespace, missing: list[dict[str, Any]], 
             if name in host:
                 print(f"\n{name}, µs per call:\n{profile(host[name], options.calls)}", flush=True)
     return rows
+
+
+def packed_steps(case: Case, options: argparse.Namespace, device: str) -> dict[str, Callable[[], object]]:
+    """Forward and backward on two packed sequences, by name: of the same total in every call, and of another one."""
+    versions = {"": decayattn} | ({" before": other_version.load(options.before)} if options.before else {})
+    steps = {}
+    for backend in options.backends:
+        for suffix, version in versions.items():
+            for totals, what in ((1, "packed"), (options.calls * options.rounds + 3, "other totals")):
+                name = f"decayattn {backend}, {what}{suffix}"
+                steps[name] = packed_step(case, totals, version.decay_attention_varlen, backend, device)
+                for _ in range(3):
+                    steps[name]()
+    return steps
+
+
+def packed_step(
+    case: Case, totals: int, attend: Callable[..., torch.Tensor], backend: str, device: str
+) -> Callable[[], object]:
+    """A call on one of so many totals after the other, the last of which is the longest."""
+    longest = case.length + totals - 1
+    inputs = random_inputs(dataclasses.replace(case, batch=1, length=longest), device, seed=0)
+    memory = [inputs[name].detach().squeeze(0) for name in ("q", "k", "v", "log_decay")]
+    grad_out = inputs["grad_out"].squeeze(0)
+    batches = []
+    for total in range(case.length, longest + 1):
+        ends = torch.tensor([0, total // 2, total], dtype=torch.int32, device=device)
+        bounds = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest)
+        batches.append(([x[:total].requires_grad_() for x in memory], bounds, grad_out[:total]))
+    order = itertools.cycle(batches)
+
+    def step() -> object:
+        leaves, bounds, gradient = next(order)
+        return torch.autograd.grad(attend(*leaves, **bounds, backend=backend), leaves, gradient)
+
+    return step
 
 
 def _step(call: measure.Prepared) -> Callable[[], object]:
@@ -203,9 +245,9 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line per call."""
-    lines = [f"  {'':22}{'host µs':>9} {'[range]':>17} {'graph µs':>9} {'[range]':>17}"]
+    lines = [f"  {'':38}{'host µs':>9} {'[range]':>17} {'graph µs':>9} {'[range]':>17}"]
     for row in rows:
-        line = f"  {row['peer']:22}{row['host_us']:9.0f} {_range(row['host_us_range']):>17}"
+        line = f"  {row['peer']:38}{row['host_us']:9.0f} {_range(row['host_us_range']):>17}"
         if "graph_us" in row:
             line += f" {row['graph_us']:9.1f} {_range(row['graph_us_range']):>17}"
         lines.append(line)

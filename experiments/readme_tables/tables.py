@@ -252,20 +252,18 @@ def overhead(results: Results) -> list[str]:
     name = "benchmark_overhead.json"
     report = results.load(name)
     labels = {
-        "decayattn auto": "decayattn", "flex-grad": "FlexAttention, decay and its gradient", "fla": LABELS["fla"],
-        "cudnn": LABELS["cudnn"],
+        "decayattn auto": "decayattn", "decayattn auto, packed": "decayattn, two packed sequences",
+        "decayattn auto, other totals": "decayattn, packed, in every call one token more",
+        "flex-grad": "FlexAttention, decay and its gradient", "fla": LABELS["fla"], "cudnn": LABELS["cudnn"],
     }
     dims = sorted({row["head_dim"] for row in report["rows"]})
     rows = []
     for peer, label in labels.items():
         cells = [row for dim in dims for row in report["rows"] if (row["head_dim"], row["peer"]) == (dim, peer)]
-        rows.append(
-            [
-                label,
-                *(f"{row['host_us']:.0f} ({' to '.join(f'{x:.0f}' for x in row['host_us_range'])})" for row in cells),
-                *(f"{row['graph_us']:.0f}" for row in cells),
-            ]
-        )
+        if cells:
+            host = (f"{row['host_us']:.0f} ({' to '.join(f'{x:.0f}' for x in row['host_us_range'])})" for row in cells)
+            graph = (f"{row['graph_us']:.0f}" if "graph_us" in row else "–" for row in cells)
+            rows.append([label, *host, *graph])
     head = ["µs per forward and backward", *(f"host, D{dim} (range)" for dim in dims)]
     head += [f"GPU in a CUDA graph, D{dim}" for dim in dims]
     return [*table(head, rows), "", f"B1 H8 T256, {_where(report)} ({results.link(name)})."]

@@ -54,6 +54,21 @@ def test_another_version_of_the_package_is_measured_beside_this_one(tmp_path, mo
     ]
 
 
+def test_packed_calls_have_one_total_or_another_in_every_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    totals = {}
+
+    def attend(q, k, v, log_decay, *, cu_seqlens_q, max_seqlen_q, backend, **_):
+        assert len(q) == cu_seqlens_q[-1] <= max_seqlen_q
+        totals.setdefault(int(max_seqlen_q), []).append(len(q))
+        return q + k + v + log_decay[..., None]
+
+    monkeypatch.setattr(benchmark_overhead.decayattn, "decay_attention_varlen", attend)
+    argv = ["--packed", "--length", "8", "--heads", "1", "--head-dims", "8", "--rounds", "2", "--calls", "2", "--peers"]
+    assert benchmark_overhead.main(argv) == 0
+    assert totals == {8: [8] * 7, 14: [8, 9, 10, 11, 12, 13, 14]}
+
+
 def test_host_time_counts_every_call():
     calls = []
     assert benchmark_overhead.host_microseconds(lambda: calls.append(1), 5, "cpu") > 0

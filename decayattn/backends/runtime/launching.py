@@ -130,7 +130,7 @@ def kinds_of(args: tuple) -> tuple | None:
     """
     if torch.version.hip is not None:  # where tensors of 2 GB are another kind
         return None
-    found: list[Hashable] = []
+    found: list[Any] = []
     for x in args:
         if type(x) is int:
             found.append((x == 1, x % _ALIGNMENT == 0, -(2**31) <= x < 2**31, x < 2**63))
