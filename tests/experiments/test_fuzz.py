@@ -287,6 +287,18 @@ def test_one_call_again(capsys, monkeypatch, tmp_path):
     assert "commit" in report
 
 
+def test_what_passes_only_just_is_named(capsys, monkeypatch):
+    ratios = iter([{"out": 0.79, "dq": 0.85}, {"out": 0.5, "dq": 0.97}, {"out": 1.5, "dq": 0.9}])
+    options = fuzz_kernels.parse(["--seed", "3", "--longest", "20", "--backends", "reference"])
+    summary = fuzz_kernels.Summary(options)
+    for number, found in enumerate(ratios):
+        summary.add(number, {"call": "", "failures": [], "ratios": {"reference": found}, "overflowed": []})
+    again = "python experiments/fuzz_kernels.py --seed 3 --longest 20 --only 1 --backends reference"
+    assert f"  reference dq 0.97: {again}" in summary.text(3, 1.0).splitlines()
+    assert summary.report()["near"] == {"reference dq 0.97": again}
+    assert summary.report()["worst_passed_ratio"] == {"reference": {"dq": 0.97, "out": 0.79}}
+
+
 def test_a_call_of_a_larger_family_again(capsys, monkeypatch):
     run = judge.run
     monkeypatch.setattr(judge, "run", lambda *given: (found := run(*given)) | {"out": found["out"] + 1})

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         done += 1
         call, verdict = found
         for name, own in verdict.ratios.get("hopper", {}).items():
-            worst[name] = max(worst.get(name, 0.0), own)
+            worst[name] = max(worst.get(name, (0.0, 0)), (own, number))
         if verdict.failures:
             failed += 1
             again = f"--seed {options.seed} --longest {options.longest} --family {options.family} --only {number}"
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if done % 100 == 0:
             print(f"{done} calls, {60 * minutes:.0f} s, {failed} failed", flush=True)
     print(f"{done} calls, {failed} failed; largest error over its budget: "
-          + "  ".join(f"{name} {own:.2f}" for name, own in sorted(worst.items())))
+          + "  ".join(f"{name} {own:.2f} (call {number})" for name, (own, number) in sorted(worst.items())))
     return int(failed > 0)
 
 
