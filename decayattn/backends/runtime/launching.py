@@ -113,7 +113,7 @@ def _launch_by_kinds(
     kinds = kinds_of(args)
     if kinds is None:
         return compatibility.first_launch(kernel, programs, device, args, constants)
-    key = (device, kernel.fn, *constants.values(), kinds)
+    key = (device, kernel.fn, *constants.items(), kinds)
     direct = _by_kinds.get(key)
     if direct is not None:
         direct(programs, device, args)
