@@ -78,7 +78,8 @@ def attention(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """out and, with_lse, lse from a kernel backend, differentiable once."""
-    tensors = [x for x in inputs.tensors if x is not None]
+    # not inputs.tensors: torch 2.10 cannot trace a property of a NamedTuple
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
     if compatibility.has_tangent(tensors):
         # PyTorch would drop the tangent at the operator without a word
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")

@@ -62,8 +62,7 @@ class AttentionProblem(NamedTuple):
 
     @property
     def first_position(self) -> int:
-        """Position of query row 0 on the keys' axis: the queries are the last rows (bottom-right alignment)."""
-        return self.key_length - self.query_length
+        return first_position(self)
 
     @property
     def is_empty(self) -> bool:
@@ -73,8 +72,7 @@ class AttentionProblem(NamedTuple):
 
     @property
     def accumulator_dtype(self) -> torch.dtype:
-        """The dtype of scores, softmax state, lse and accumulated gradients."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return accumulator_dtype(self)
 
     @classmethod
     def of(
@@ -127,8 +125,25 @@ class Inputs(NamedTuple):
 
     @property
     def any_scale(self) -> Tensor | float:
-        """One number for all rows, or one per row."""
-        return self.scale if self.row_scale is None else self.row_scale
+        return any_scale(self)
+
+
+# what the reference asks for by a function: torch.compile of PyTorch 2.10 cannot trace a property of a NamedTuple
+
+
+def first_position(problem: AttentionProblem) -> int:
+    """Position of query row 0 on the keys' axis: the queries are the last rows (bottom-right alignment)."""
+    return problem.key_length - problem.query_length
+
+
+def accumulator_dtype(problem: AttentionProblem) -> torch.dtype:
+    """The dtype of scores, softmax state, lse and accumulated gradients."""
+    return torch.float64 if problem.dtype == torch.float64 else torch.float32
+
+
+def any_scale(inputs: Inputs) -> Tensor | float:
+    """One number for all rows, or one per row."""
+    return inputs.scale if inputs.row_scale is None else inputs.row_scale
 
 
 class Held(NamedTuple):

@@ -9,7 +9,16 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decayattn.problem import AttentionProblem, Held, Inputs, is_reset, without_autocast
+from decayattn.problem import (
+    AttentionProblem,
+    Held,
+    Inputs,
+    accumulator_dtype,
+    any_scale,
+    first_position,
+    is_reset,
+    without_autocast,
+)
 
 
 def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -20,7 +29,7 @@ def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor
     """
     with without_autocast(problem.device):  # the caller applied it; inside it would round the scores
         if inputs.bounds is None:
-            i = torch.arange(problem.query_length, device=problem.device) + problem.first_position
+            i = torch.arange(problem.query_length, device=problem.device) + first_position(problem)
             return _attend(problem, inputs, i[None, None], None)
         return _attend_sequences(problem, inputs, inputs.bounds)
 
@@ -104,7 +113,7 @@ def decode(
     if left is not None:
         visible = visible & (distance <= left)
     with without_autocast(q.device):  # it would round the scores
-        scores = scaled_products(q.to(dtype), k, inputs.any_scale)
+        scores = scaled_products(q.to(dtype), k, any_scale(inputs))
         if alpha is not None:
             alpha = torch.where(used, alpha[:, :longest], 0.0).transpose(1, 2)
             own = alpha.take_along_dim(i[:, None].clamp(0, longest - 1), -1)
@@ -127,10 +136,10 @@ def _attend(
 
     i (B or 1, 1, T_q) are the rows' positions on the keys' axis, num_keys (B, 1) how many keys there are; None: T_k.
     """
-    dtype, log_decay, bias, sink = problem.accumulator_dtype, inputs.log_decay, inputs.bias, inputs.sink
+    dtype, log_decay, bias, sink = accumulator_dtype(problem), inputs.log_decay, inputs.bias, inputs.sink
     k, v = (_repeat_heads(x.to(dtype), problem.num_heads // problem.num_kv_heads) for x in (inputs.k, inputs.v))
     j = torch.arange(k.shape[1], device=problem.device)
-    scores = scaled_products(inputs.q.to(dtype), k, inputs.any_scale)
+    scores = scaled_products(inputs.q.to(dtype), k, any_scale(inputs))
     if log_decay is not None:
         scores = scores + decay_bias(problem, log_decay, i, j).to(dtype)
     visible = visible_pairs(problem, log_decay, i, j, num_keys)

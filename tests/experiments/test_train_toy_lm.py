@@ -367,7 +367,8 @@ train_toy_lm.main = lambda: print("the run is done") or 0
 train_toy_lm.exit_with_main()
 """)
     ended = subprocess.run([sys.executable, "distributed.py"], capture_output=True, text=True, timeout=SECONDS)
-    assert (ended.returncode, ended.stdout) == (0, "the run is done\n"), ended.stderr
+    # gloo of torch 2.10 prints a line of its own before
+    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["the run is done"]), ended.stderr
 
 
 @pytest.mark.parametrize(
