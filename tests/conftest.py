@@ -2,11 +2,9 @@
 
 import os
 from collections.abc import Iterator
-from importlib import metadata
 
 import pytest
 import torch
-from packaging import version
 from provenance import provenance
 
 ON_GPU = torch.cuda.is_available()
@@ -68,9 +66,10 @@ def device() -> torch.device:
 @pytest.fixture
 def interpreter() -> None:
     """For a test that starts a process on the CPU, where the kernels need Triton's interpreter."""
-    old_triton = version.parse(metadata.version("triton")) < version.parse("3.7")
-    if old_triton and version.parse(metadata.version("numpy")) >= version.parse("2.4"):
-        pytest.skip("Triton before 3.7 cannot interpret loops with numpy 2.4 or later")
+    from decayattn.backends.runtime import interpreter
+
+    if (reason := interpreter.fails()) is not None:
+        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Which backends there are, what an ordinary call runs on, and why not on what would be faster."""
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -9,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from decayattn.backends import registry
+from decayattn.backends.runtime import interpreter
 from decayattn.check.text import one_line, row, section, short
-from decayattn.check.versions import version
 from decayattn.problem import AttentionProblem, Inputs
 
 
@@ -34,16 +33,8 @@ def triton_belongs_here(device: torch.device) -> bool:
 
 def enable_interpreter(device: torch.device) -> None:
     """Have Triton interpret its kernels on a CPU, where it can: a program may ask for that before it imports Triton."""
-    if device.type == "cpu" and "triton" not in sys.modules and _interpreter_is_broken() is None:
+    if device.type == "cpu" and "triton" not in sys.modules and interpreter.fails() is None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def _interpreter_is_broken() -> str | None:
-    if importlib.util.find_spec("numpy") is None:
-        return "Triton's interpreter needs numpy, which is not installed"
-    if _release(version("triton")) < (3, 7) and _release(version("numpy")) >= (2, 4):
-        return "Triton before 3.7 cannot interpret loops with numpy 2.4 or later"
-    return None
 
 
 def unchecked_backends(device: torch.device, missing: dict[str, str]) -> dict[str, str]:
@@ -53,16 +44,11 @@ def unchecked_backends(device: torch.device, missing: dict[str, str]) -> dict[st
     unchecked = dict(missing)
     for name in registry.KERNELS:
         if name not in missing:
-            broken = _interpreter_is_broken() if (name, device.type) == ("triton", "cpu") else None
+            broken = interpreter.fails() if (name, device.type) == ("triton", "cpu") else None
             # the interpreter takes no bfloat16, "hopper" nothing but 16 bits
             reason = broken or registry.loaded(name).unavailable(torch.float16, device)
             unchecked |= {} if reason is None else {name: reason}
     return unchecked
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Major and minor."""
-    return tuple(int(number) for number in version.split(".")[:2] if number.isdigit())
 
 
 def interpreted_on_a_gpu(device: torch.device) -> str | None:

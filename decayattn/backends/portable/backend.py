@@ -6,6 +6,7 @@ import triton
 from decayattn.backends.portable.append import append
 from decayattn.backends.portable.decode import decode
 from decayattn.backends.portable.launch import backward, forward
+from decayattn.backends.runtime import interpreter
 from decayattn.problem import AttentionProblem, Inputs
 
 __all__ = ["DETERMINISTIC", "append", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
@@ -22,23 +23,11 @@ def unavailable(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"it runs on CUDA devices, not on {device}"
     if not triton.knobs.runtime.interpret:
         return "on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before triton is imported"
-    if reason := _interpreter_fails():
+    if reason := interpreter.fails():
         return reason
     if dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrong; use float16 or float32 there"
     return None
-
-
-def _interpreter_fails() -> str | None:
-    """Triton 3.6 reads an integer as int(array of one element), which numpy 2.4 refuses."""
-    import numpy  # the interpreter's own dependency, so not one of this library
-
-    if not triton.__version__.startswith("3.6.") or tuple(map(int, numpy.__version__.split(".")[:2])) < (2, 4):
-        return None
-    return (
-        f"the interpreter of Triton {triton.__version__} needs numpy below 2.4, and {numpy.__version__} is installed: "
-        "pip install 'numpy<2.4'"
-    )
 
 
 def unsupported(problem: AttentionProblem, inputs: Inputs) -> None:
