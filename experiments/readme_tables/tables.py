@@ -174,7 +174,7 @@ def skipping(results: Results) -> list[str]:
 
 def planning(results: Results) -> list[str]:
     """What looking for tiles to skip costs where there are none."""
-    name = "benchmark_skipping.json"
+    name = SKIPPING_FILE
     report = results.load(name)
     rows = []
     for row in report["rows"]:
@@ -189,7 +189,7 @@ def planning(results: Results) -> list[str]:
 
 def lengths(results: Results) -> list[str]:
     """Time over the length, with and without skipping."""
-    name = "benchmark_skipping.json"
+    name = SKIPPING_FILE
     report = results.load(name)
     rows = {}
     for row in report["rows"]:

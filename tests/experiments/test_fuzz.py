@@ -287,7 +287,7 @@ def test_one_call_again(capsys, monkeypatch, tmp_path):
     assert "commit" in report
 
 
-def test_what_passes_only_just_is_named(capsys, monkeypatch):
+def test_what_passes_only_just_is_named():
     ratios = iter([{"out": 0.79, "dq": 0.85}, {"out": 0.5, "dq": 0.97}, {"out": 1.5, "dq": 0.9}])
     options = fuzz_kernels.parse(["--seed", "3", "--longest", "20", "--backends", "reference"])
     summary = fuzz_kernels.Summary(options)

@@ -79,7 +79,7 @@ def backward(dim: int) -> BackwardConfig:
     with dSᵀ and dq on their way out, fill the shared memory (213 and 223 KB).
 
     spill_bytes are those of kernels with one side (work.py), none of them in a loop over tiles. With two sides, a decay
-    per token spills 280 bytes (D = 64) and 352 (D = 128).
+    per token spills 280 bytes (D = 64) and 352 (D = 128, where each loop loads one word).
     """
     if dim == 64:
         return BackwardConfig(rows=128, stages=2, slots=2, registers=240, launch_registers=168, spill_bytes=56)

@@ -100,7 +100,7 @@ def _remembering(kinds: tuple) -> _Remembering:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What calls on other lengths have in common
+# Kinds of arguments, which calls on other lengths share
 
 # by device, kernel, constants and kinds of arguments; as many as there are compiled kernels, which Triton keeps, too
 _by_kinds: dict[tuple, compatibility.DirectLaunch] = {}

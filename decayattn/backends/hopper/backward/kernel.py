@@ -39,8 +39,8 @@ with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ a
 
 Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where the gradient of a decay
 cancels, so do they. Both are products with few columns: sums of keys beside dk (key_sums.py), and sums of rows beside
-dq. Edge tiles, which come first, and whole tiles have a loop each: what whole ones do not need would be a third of the
-instructions that their loop jumps over.
+dq. Edge tiles, which come first, and whole tiles have a loop each: in one for both, whole tiles would jump over a third
+of the instructions or more (D = 64).
 
 Not causal, a decay has another sign on either side of the diagonal, and the loops run once per side (work.py). A row
 has an LSE₂ for each side, with ∓α_i; the producer sends that of the side, and the difference of two bases with its
