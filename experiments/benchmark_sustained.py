@@ -6,12 +6,14 @@
     python experiments/benchmark_sustained.py --deviation 16 --shapes 4,8192,16,64 4,8192,16,128    # large logits
     git worktree add ../before COMMIT
     python experiments/benchmark_sustained.py --before ../before --peers cudnn    # two versions, in one process
+    python experiments/benchmark_sustained.py --captured --peers cudnn            # on a host too slow for T = 2,048
 
 Every figure is the time of whole calls back to back for --seconds, between two CUDA events, after a quarter of that to
 reach the power limit. benchmark_attention.py times short bursts with a cleared L2 cache instead; a GPU at its limit is
 slower, and ratios differ by up to 0.1. All kernels run in one process, in interleaved rounds; a number is the median
 over the rounds, with its range. forward is a call on tensors that require gradients, backward torch.autograd.grad for
-all of them. TFLOP/s count 4·B·H·T²·D/2 for a causal forward, and 2.5 times that for a backward.
+all of them. --captured replays both from CUDA graphs, without the host.
+TFLOP/s count 4·B·H·T²·D/2 for a causal forward, and 2.5 times that for a backward.
 
 Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name: "ours",
 "ours, no decay", "triton, constant". They skip nothing. A kernel of ours that leaves the error budget of
@@ -21,6 +23,7 @@ Without a GPU there are no speeds: our kernels run in Triton's interpreter on sm
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import statistics
@@ -103,6 +106,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--decays", "decays of ours", choices=DECAYS, nargs="+", default=["scalar", "none"])
     option("--peers", "kernels to compare with", choices=tuple(peers.OTHERS), nargs="*")
     declare_before(option)
+    option("--captured", "calls are replayed from CUDA graphs", action="store_true", default=False)
     option("--rounds", "interleaved rounds", type=positive, default=3)
     option("--seconds", "how long calls follow one another for one figure", type=float, default=0.3)
     option("--seed", "seed of the random inputs", type=int, default=0)
@@ -132,8 +136,8 @@ def run(options: argparse.Namespace, argv: Sequence[str], device: str) -> int:
     start = time.perf_counter()
     result: dict[str, Any] = provenance("experiments/benchmark_sustained.py", argv, options.commit) | {
         "before": before_commit(options),
-        "method": METHOD, "rounds": options.rounds, "seconds": options.seconds, "kernels": {},
-        "missing": [], "checks": [], "rows": [],
+        "method": METHOD, "captured": options.captured, "rounds": options.rounds, "seconds": options.seconds,
+        "kernels": {}, "missing": [], "checks": [], "rows": [],
     }
     about = ("gpu", "driver", "torch", "triton", "cudnn", "commit")
     print(" · ".join(f"{key} {result[key]}" for key in about), flush=True)
@@ -144,8 +148,7 @@ def run(options: argparse.Namespace, argv: Sequence[str], device: str) -> int:
         prepared, errors = check(kernels, options, result, progress, device)
         if device == "cuda":
             torch.cuda.empty_cache()
-            timer = measure.sustained_timer(options.seconds)
-            found = time_kernels(kernels, prepared, errors, options.rounds, timer, result, progress)
+            found = time_kernels(kernels, prepared, errors, options, result, progress)
             result["rows"] += found
             progress.print(table(found))
             write(result, options.output)
@@ -237,17 +240,22 @@ def missing(result: dict[str, Any], kernel: Kernel, kind: str, why: str, progres
 
 
 def time_kernels(
-    kernels: Sequence[Kernel], prepared: dict[str, measure.Prepared], errors: dict[str, dict[str, float]], rounds: int,
-    timer: measure.Timer, result: dict[str, Any], progress: Progress,
+    kernels: Sequence[Kernel], prepared: dict[str, measure.Prepared], errors: dict[str, dict[str, float]],
+    options: argparse.Namespace, result: dict[str, Any], progress: Progress,
 ) -> list[dict[str, Any]]:
     """A row per direction of one shape, with every kernel's figures."""
+    timer = (measure.captured_timer if options.captured else measure.sustained_timer)(options.seconds)
 
     def timed(call: Any) -> float:
         ms = timer(call)
         progress.step(f"timed, {kernels[0].case}")
         return ms
 
-    timings, failed = measure.time_rounds(prepared, rounds, timed)
+    # a backward runs on its forward's stream, and a graph is not captured on the default one
+    stream = torch.cuda.stream(torch.cuda.Stream()) if options.captured else contextlib.nullcontext()
+    torch.cuda.synchronize()
+    with stream:
+        timings, failed = measure.time_rounds(prepared, options.rounds, timed)
     for kernel in kernels:
         if kernel.name in failed:
             missing(result, kernel, "failed", failed[kernel.name], progress)

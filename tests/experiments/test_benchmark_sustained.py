@@ -103,6 +103,7 @@ def a_clock(monkeypatch):
     clock = itertools.count(1)
     monkeypatch.setattr(measure, "sustained_timer", lambda seconds: lambda call: (call(), float(next(clock)))[1])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     build = benchmark_sustained.random_inputs
     monkeypatch.setattr(benchmark_sustained, "random_inputs", lambda case, device, seed: build(case, "cpu", seed))
     cudnn = peers.Peer("cudnn", "stand-in", "BHTD", "none", peers.sdpa(SDPBackend.MATH))
