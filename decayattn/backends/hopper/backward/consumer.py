@@ -83,8 +83,9 @@ def _next_tile(
     own = WARPGROUP + opaque_zero(n)
     ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS
     LOADED: gl.constexpr = is_loaded(D, ROW_SUMS)
-    # a product beside dk; of a constant decay's edge tiles, dSᵀ itself is summed
-    KEY_SUMS: gl.constexpr = work.schedule.DECAY_GRADIENT and (DECAY == "scalar" or not EDGE)
+    # products beside dk (key_sums.py)
+    EDGE_DISTANCES: gl.constexpr = work.schedule.DECAY_GRADIENT and DECAY == "constant" and EDGE
+    KEY_SUMS: gl.constexpr = 2 if EDGE_DISTANCES else 1 if work.schedule.DECAY_GRADIENT else 0
 
     if WARPGROUP == 1:
         # in step with the first it is 1 to 3 % slower
@@ -146,14 +147,25 @@ def _next_tile(
     dk = warpgroup_mma(left, query, dk, is_async=True)
     KEY_SUMS_LAYOUT: gl.constexpr = product_layout(COPIES)
     of_keys = gl.zeros([WARPGROUP_KEYS, COPIES], gl.float32, KEY_SUMS_LAYOUT)
-    if KEY_SUMS:
+    of_classes = of_keys
+    if EDGE_DISTANCES:
+        CLASSES: gl.constexpr = ROWS // COPIES
+        groups = shared.constants.groups.index(opaque_zero(n)).permute((1, 0))
+        of_keys = warpgroup_mma(left, groups, of_keys, use_acc=False, is_async=True)
+        classes = shared.constants.classes.index(opaque_zero(n)).permute((1, 0))
+        of_classes = gl.zeros([WARPGROUP_KEYS, CLASSES], gl.float32, product_layout(CLASSES))
+        of_classes = warpgroup_mma(left, classes, of_classes, use_acc=False, is_async=True)
+    elif KEY_SUMS:
         weights = shared.constants.weights.index(opaque_zero(n)).permute((1, 0))
         of_keys = warpgroup_mma(left, weights, of_keys, use_acc=False, is_async=True)
-    dq, row_sum = warpgroup_mma_wait(2 if KEY_SUMS else 1, (dq, row_sum))  # dk and its sums are still running
+    dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums are still running
     if shared.SLOTS == 2 and not LOADED:
         arrive(shared.barriers.d_scores_read)
     stage_dq_part(shared, dq, WARPGROUP)
-    dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
+    if EDGE_DISTANCES:
+        dk, of_keys, of_classes = warpgroup_mma_wait(0, (dk, of_keys, of_classes))
+    else:
+        dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
     fence_async_shared()  # not earlier: ptxas crashes while products are running
     arrive(shared.barriers.empty.index(stage))
     if previous >= 0:
@@ -165,7 +177,7 @@ def _next_tile(
         if DECAY == "scalar":
             key_sum += copies_of_sum(of_keys)
         elif EDGE:
-            key_sum += edge_distance_sum(_widened(dsT), own_row)
+            key_sum += edge_distance_sum(of_keys, of_classes, own_row)
         else:
             key_sum += distance_sum(of_keys, own_row)
     return dk, dv, key_sum

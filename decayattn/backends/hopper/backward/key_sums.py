@@ -3,7 +3,11 @@
 A product of dSᵀ with ones and with the rows' numbers r, issued beside dk, has Σ dS and Σ dS r. With i₀ the tile's first
 row, Σ dS (i − j) = Σ dS r + (i₀ − j) Σ dS, which is exact enough where the tile does not have the key's own row. There
 the own pair has distance 0 and no part in the gradient, but it would leave the rounding of r dS and −r dS, and under a
-strong decay all other pairs are less than that. So in edge tiles every dS is multiplied by its own distance.
+strong decay all other pairs are less than that.
+
+So in edge tiles the rows are summed in 8 groups of neighbours, and in classes: all first rows of the groups, all
+second ones, and so on. Of r = CLASSES · group + class, Σ dS (r − own) is CLASSES · Σ (group − own group) · (sum of the
+group) + Σ (class − own class) · (sum of the class), where what holds the own pair is multiplied by 0.
 """
 
 from triton.experimental import gluon
@@ -18,6 +22,18 @@ def rate_weights(column, row):
     """What a row of a tile counts for in the columns of a constant decay's product: 1 in the first, its number in the
     second. The others are there because no product has fewer than 8; 0 in them makes the sums shares."""
     return gl.where(column == 0, 1, gl.where(column == 1, row, 0))
+
+
+@gluon.jit
+def group_weights(column, row, CLASSES: gl.constexpr):
+    """1 in the column of a row's group."""
+    return gl.where(column == row // CLASSES, 1, 0)
+
+
+@gluon.jit
+def class_weights(column, row, CLASSES: gl.constexpr):
+    """1 in the column of a row's class."""
+    return gl.where(column == row % CLASSES, 1, 0)
 
 
 @gluon.jit
@@ -43,8 +59,17 @@ def distance_sum(of_keys, own_row):
 
 
 @gluon.jit
-def edge_distance_sum(ds, own_row):
-    """The same of an edge tile, from dSᵀ itself."""
-    x = by_threads(ds)
-    distance = common_columns(x).to(gl.float32) - among_columns(own_row.to(gl.float32), x)
-    return shares(x * distance)
+def edge_distance_sum(of_groups, of_classes, own_row):
+    """The same of an edge tile, from dSᵀ times group_weights and class_weights."""
+    CLASSES: gl.constexpr = of_classes.shape[1]
+    # powers of two: the division rounds down, own_row may be negative
+    LOG: gl.constexpr = 4 if CLASSES == 16 else 3
+    far = _distance_sum(of_groups, own_row >> LOG)
+    return far * CLASSES + _distance_sum(of_classes, own_row & (CLASSES - 1))
+
+
+@gluon.jit
+def _distance_sum(sums, own):
+    """Σ sums · (column − own), (64 keys, 4 shares)."""
+    x = by_threads(sums)
+    return shares(x * (common_columns(x).to(gl.float32) - among_columns(own.to(gl.float32), x)))

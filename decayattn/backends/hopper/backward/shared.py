@@ -14,13 +14,17 @@ class BackwardConstants:
 
     zeros: gl.shared_memory_descriptor  # (8, 256): what dq begins with
     ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
-    weights: gl.shared_memory_descriptor  # (1, 8 or 16, ROWS): what rows count for in the sums of keys
+    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): what rows count for in the sums of keys
+    groups: gl.shared_memory_descriptor  # (1, 8, ROWS): the same in edge tiles of a constant decay (key_sums.py)
+    classes: gl.shared_memory_descriptor  # (1, ROWS / 8, ROWS)
 
     @gluon.constexpr_function
-    def __init__(self, zeros, ones, weights):
+    def __init__(self, zeros, ones, weights, groups, classes):
         self.zeros = zeros
         self.ones = ones
         self.weights = weights
+        self.groups = groups
+        self.classes = classes
 
 
 @aggregate
