@@ -114,6 +114,16 @@ def test_far_keys_that_outweigh_the_own(far, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("size", [1.0, 1e-8])
+def test_rows_beside_ones_with_far_larger_scores(size, dim):
+    """Eight rows on, whose maximum they begin with, so that their own keys have a weight of 2^-64."""
+    inputs = make(300, heads=1, dim=dim, decay="none", strength=1e-3)
+    inputs["q"][:, 8::16] *= 40
+    inputs["v"] *= size
+    verify(inputs, skip_tolerance=None)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("size", "far"), [(1e25, 30.0), (1e34, 10.0), (3e36, 0.0)])
 def test_large_values(size, far, dim):
     """Results are no larger than the values, but a sum of p v would be: where a far key outweighs the own, and where

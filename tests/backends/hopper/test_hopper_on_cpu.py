@@ -172,7 +172,7 @@ def test_a_far_key_and_then_one_that_outweighs_it(decay, causal, dim):
 
 @pytest.mark.parametrize(("dim", "decay"), [(64, "none"), (64, "scalar"), (128, "constant")])
 def test_large_logits_need_no_second_pass(dim, decay, monkeypatch):
-    """Maxima of a row's first tile that differ much tell that later tiles have larger scores."""
+    """A row that sees few keys of its first tile takes the maximum of one that sees more."""
     passes = []
     world = python_of(producer.produce).__globals__
     stream = world["_stream"]
@@ -188,6 +188,16 @@ def test_large_logits_need_no_second_pass(dim, decay, monkeypatch):
         passes.clear()
         verify(inputs | sized, skip_tolerance=None)
         assert set(passes) == {NORMAL.value}, deviation
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("size", [1.0, 1e-8])
+def test_rows_beside_ones_with_far_larger_scores(size, dim):
+    """Eight rows on, whose maximum they begin with, so that their own keys have a weight of 2^-64."""
+    inputs = make(300, heads=1, dim=dim, decay="none", strength=1e-3)
+    inputs["q"][:, 8::16] *= 40
+    inputs["v"] *= size
+    verify(inputs, skip_tolerance=None)
 
 
 @pytest.mark.parametrize(("decay", "causal"), [("none", True), ("scalar", True), ("constant", False)])

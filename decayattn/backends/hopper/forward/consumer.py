@@ -27,14 +27,13 @@ from decayattn.backends.hopper.forward.shared import (
     wait_for_work,
 )
 from decayattn.backends.hopper.forward.softmax import (
+    AHEAD,
     HEADROOM,
     SUM_LIMIT,
     are_finite,
     as_operand,
-    further_edge_tiles,
     rescale_accumulator,
     softmax,
-    store_extremes,
 )
 from decayattn.backends.hopper.forward.work import Walk
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
@@ -103,7 +102,7 @@ def _next_tile(
     keys.consumer_release(n)
     if EDGE:
         score = masked(score, rows, tile, is_right, False)
-    next_p, row_max, row_sum, correction = softmax(score, row_max, row_sum, difference, scale, EDGE, WIDE)
+    next_p, row_max, row_sum, correction = softmax(score, row_max, row_sum, difference, scale, None, EDGE, WIDE)
     # ptxas would move the wait for P V above the exponentials; a store that needs their sum keeps it below them
     shared.fences.index(WARPGROUP).store(row_sum)
     keys.consumer_wait(n + 1, n + 1 < rows.n_end)
@@ -198,9 +197,10 @@ def consume(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
             score = masked(score, rows, tile_end - 1, False, True)
-            p, row_max, row_sum, _ = softmax(score, row_max, row_sum, difference, scale, True, WIDE)
-            if WIDE and CAUSAL:
-                store_extremes(row_max, shared, WARPGROUP)
+            ahead = None
+            if WIDE:
+                ahead = gl.where(state == CAREFUL, 0.0, AHEAD)
+            p, row_max, row_sum, _ = softmax(score, row_max, row_sum, difference, scale, ahead, True, WIDE)
             if ROW_ALPHA:
                 # read at the end: until then it needs no registers
                 row_alphas.store(row_alpha.sum())
@@ -210,10 +210,6 @@ def consume(
             n += 1
             # edge tiles, then whole ones, left of the diagonal; not causal, the same right of it; then edge tiles
             whole = gl.maximum(sent + key_tile_end - whole_end, n)
-            if WIDE and CAUSAL:  # noqa: SIM102  known to the compiler
-                # where the first row sees less than a tile. As a branch, it takes no registers of the loops below
-                if diagonal % KEYS < KEYS - 1:
-                    whole = gl.maximum(whole, gl.minimum(n + further_edge_tiles(shared, WARPGROUP), n_end))
             edge = gl.maximum(sent + key_tile_end - whole_begin, whole)
             right_follows = not CAUSAL
             while n < n_end:
@@ -248,7 +244,11 @@ def consume(
                 lacking = gl.zeros([ROWS], gl.float32, ROW)
                 if ROW_ALPHA:
                     lacking = row_alphas.load(ROW)
-                factor, row_max, total, whole_max = with_sink(row_max, total, row_sink, lacking)
+                # beside the sum of all keys: row_max may be larger than any of them (softmax.AHEAD), and than the sink
+                row_max += gl.log2(total)
+                one = gl.full([ROWS], 1.0, gl.float32, ROW)
+                sink_factor, row_max, total, whole_max = with_sink(row_max, one, row_sink, lacking)
+                factor *= sink_factor
             if WIDE:
                 # out is wrong if its sum is: it becomes NaN, which are_finite finds
                 factor = gl.where(fits, factor, float("nan"))

@@ -23,10 +23,10 @@ Shah et al., arXiv 2407.08608).
 
 A row's maximum is that of its edge tiles, one of which has its own key. bfloat16 has the exponents of float32, so whole
 tiles do not look for another maximum: their exponentials begin as soon as the scores are there, with a fifth fewer
-instructions. Where logits are so large that the maxima of the first tile's rows differ much, the next tiles look for
-one, too (softmax.further_edge_tiles). At the end of a work tile its sums show whether that was right. It was not if a
-far key outweighs the edge tiles of a row by 2^64, or if P V overflowed. Then the producer sends the work tile again
-(CAREFUL): every tile is an edge tile, with P so small that nothing overflows.
+instructions. A row that sees few keys of its first tile begins with the maximum of another one, where that is much
+larger (softmax.AHEAD): so large may its own scores become. At the end of a work tile its sums show whether that was
+right. It was not if a far key outweighs a row's maximum by 2^120, or if P V overflowed. Then the producer sends the
+work tile again (CAREFUL): every tile is an edge tile, with P so small that nothing overflows.
 
 Every warpgroup runs its own copy of the code, and short work tiles wait for instructions to be fetched. So whole tiles
 have a loop of their own, half as long as that of edge tiles and without a branch. What few rows need stays outside of
@@ -153,7 +153,6 @@ def forward_kernel(
     overflows = gl.allocate_shared_memory(gl.int32, [SLOTS * WARPGROUPS_PADDED, WARPS], WORD)
     for n in gl.static_range(SLOTS * WARPGROUPS_PADDED):
         overflows.index(n).store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
-    extremes = gl.allocate_shared_memory(gl.float32, [WARPGROUPS * 2, WARPS], WORD)
     FENCE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
     row_alphas = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS], WORD)
@@ -182,7 +181,7 @@ def forward_kernel(
     shared = ForwardShared(
         make_pipeline(q_tiles, SLOTS, WARPGROUPS), make_pipeline(k_tiles, STAGES, WARPGROUPS),
         make_pipeline(v_tiles, STAGES, WARPGROUPS), make_pipeline(published, SLOTS, 0), beta, differences, firsts,
-        ends, signs, overflows, extremes, fences, row_alphas, WARPGROUPS,
+        ends, signs, overflows, fences, row_alphas, WARPGROUPS,
     )
 
     outputs = (out_desc, row_outputs)

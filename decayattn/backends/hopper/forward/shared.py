@@ -58,7 +58,6 @@ class ForwardShared:
                   differences α at each warpgroup's anchor minus α at the start of the tile's block
     constant      signs       ones and minus ones: what multiplies beta left and right of the diagonal; not causal only
     a warpgroup's row_alphas  α of its rows, from the first tile of a work tile to its end
-                  extremes    how far the maxima of its rows lie apart after the first tile (softmax.store_extremes)
                   fences      see consumer.next_tile
     """
 
@@ -72,15 +71,14 @@ class ForwardShared:
     ends: gl.shared_memory_descriptor
     signs: gl.shared_memory_descriptor
     overflows: gl.shared_memory_descriptor
-    extremes: gl.shared_memory_descriptor
     fences: gl.shared_memory_descriptor
     row_alphas: gl.shared_memory_descriptor
     WARPGROUPS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, queries, keys, values, published, beta, differences, firsts, ends, signs, overflows, extremes, fences,
-        row_alphas, WARPGROUPS,
+        self, queries, keys, values, published, beta, differences, firsts, ends, signs, overflows, fences, row_alphas,
+        WARPGROUPS,
     ):
         self.queries = queries
         self.keys = keys
@@ -92,7 +90,6 @@ class ForwardShared:
         self.ends = ends
         self.signs = signs
         self.overflows = overflows
-        self.extremes = extremes
         self.fences = fences
         self.row_alphas = row_alphas
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)

@@ -8,13 +8,14 @@ from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
 
 # powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
 LAG: gl.constexpr = gl.constexpr(8.0)
-# the largest sum of a row that is trusted where its maximum did not move: far from float32's 2^128
-SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**64)
+# the largest sum of a row that is trusted where its maximum did not move: below float32's 2^128
+SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**120)
+# powers of two by which a row's first maximum may be taken larger than it is, because that of another row is: in a tile
+# of which it sees few keys, a row's own says little of the scores to come. What its keys add to sums still counts
+AHEAD: gl.constexpr = gl.constexpr(64.0)
 # the operand P is divided by this where all tiles are edges: of 2^24 keys, each of up to 2^LAG, P V is no more than the
 # largest value then. The exponents keep their bits: relative to a larger maximum, they would lose five of them
 HEADROOM: gl.constexpr = gl.constexpr(2.0**32)
-# powers of two that the maxima of a warpgroup's rows differ by, for each of which one tile more looks for a maximum
-SPREAD: gl.constexpr = gl.constexpr(32.0)
 
 
 def _rescale_assembly(width):
@@ -55,19 +56,33 @@ def rescale_accumulator(acc, correction, D: gl.constexpr):
 
 
 @gluon.jit
-def _anchored(score, row_max, difference, scale):
+def _of_both_rows(tile_max, ahead):
+    """The larger maximum of the two rows that a thread has, 8 apart; at most `ahead` above a row's own.
+
+    The own one where they differ by no more than LAG: a row's sum, and its logarithm, are exact in small things then.
+    """
+    pairs = tile_max.reshape([WARPS, 2, 8])
+    _, larger = gl.broadcast(pairs, gl.expand_dims(gl.max(pairs, 1), 1))
+    larger = gl.convert_layout(larger.reshape([ROWS]), tile_max.type.layout, assert_trivial=True)
+    return gl.where(larger > tile_max + LAG, gl.minimum(larger, tile_max + ahead), tile_max)
+
+
+@gluon.jit
+def _anchored(score, row_max, difference, scale, ahead):
     """(row_max, anchor): the new row_max, and the finite number that scores are taken relative to.
 
     row_max lags behind the true maximum: it moves only when a row's scores grow by more than LAG, so that most tiles
-    correct nothing. p is at most 2^LAG then.
+    correct nothing. p is at most 2^LAG then. ahead: see _of_both_rows; None leaves each row its own maximum.
     """
     tile_max = gl.max(score, 1) * scale + difference
+    if ahead is not None:
+        tile_max = _of_both_rows(tile_max, ahead)
     new_max = gl.where(tile_max > row_max + LAG, tile_max, row_max)
     return new_max, finite_or_zero(new_max)
 
 
 @gluon.jit
-def softmax(score, row_max, row_sum, difference, scale, EDGE: gl.constexpr, WIDE: gl.constexpr):
+def softmax(score, row_max, row_sum, difference, scale, ahead, EDGE: gl.constexpr, WIDE: gl.constexpr):
     """(p, row_max, row_sum, correction): p of a tile, unnormalised, and the factor for earlier sums.
 
     WIDE: p has the exponents of float32, so that only edge tiles look for a maximum; the correction of the others is
@@ -79,7 +94,7 @@ def softmax(score, row_max, row_sum, difference, scale, EDGE: gl.constexpr, WIDE
     new_max, anchor = row_max, row_max
     correction = row_max
     if EDGE or not WIDE:
-        new_max, anchor = _anchored(score, row_max, difference, scale)
+        new_max, anchor = _anchored(score, row_max, difference, scale, ahead)
         correction = rescale(row_max, anchor)
         row_sum *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
     p = probability(score * scale, gl.expand_dims(anchor - difference, 1))
@@ -99,30 +114,6 @@ def as_operand(p, shared, count, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
             "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [p, factor], dtype=gl.bfloat16, is_pure=True, pack=2
         )
     return gl.convert_layout(p, LAYOUT)
-
-
-@gluon.jit
-def store_extremes(row_max, shared, WARPGROUP: gl.constexpr):
-    """To shared memory, the largest row maximum of each warp and, with a minus, the smallest."""
-    by_warp = row_max.reshape([WARPS, ROWS // WARPS])
-    shared.extremes.index(WARPGROUP * 2).store(gl.max(by_warp, 1))
-    minus = gl.where(by_warp > float("-inf"), -by_warp, float("-inf"))
-    shared.extremes.index(WARPGROUP * 2 + 1).store(gl.max(minus, 1))
-
-
-@gluon.jit
-def further_edge_tiles(shared, WARPGROUP: gl.constexpr):
-    """How many tiles after the first one look for a maximum, whole ones, too.
-
-    A row that saw few keys of the first tile may see far larger scores, and its sums would overflow. Where scores vary
-    so much, the maxima of rows do.
-    """
-    # every thread loads all of them: the compiler knows then that loops end at the same tile in all threads
-    EVERY: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
-    largest = gl.max(shared.extremes.index(WARPGROUP * 2).load(EVERY), 0)
-    minus_smallest = gl.max(shared.extremes.index(WARPGROUP * 2 + 1).load(EVERY), 0)
-    spread = gl.maximum(largest + minus_smallest, 0.0)
-    return gl.minimum(spread / SPREAD, 2.0**24).to(gl.int32)
 
 
 @gluon.jit
