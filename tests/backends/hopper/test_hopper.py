@@ -7,6 +7,7 @@ import torch
 from hopper_problems import BF16, PACKINGS, int32, make, make_packed, make_padded, random_packing, verify
 from judged_calls import (
     assert_a_leading_sink_keeps_its_bits,
+    assert_a_sink_of_little_weight_is_within_the_budget,
     assert_a_sink_of_minus_infinity_is_none,
     assert_a_sink_rounds_once,
 )
@@ -111,6 +112,19 @@ def test_far_keys_that_outweigh_the_own(far, dim):
         there.copy_(120 * dim**0.5 / 8 * torch.rand_like(there))
         verify(inputs)
     verify(make_packed([700, 1, 300, 77], dim=dim) | dict(scale=3.0))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("far", [(82.0, 88.0), (83.0, 88.0), (83.0, 89.0), (84.0, 88.0)])
+def test_a_far_key_and_one_that_takes_its_sum_to_the_edge_of_float32(far, dim):
+    """2^-126 is the least factor for a sum that there is: what a whole tile adds to it may count for nothing then."""
+    for decay in ("none", "constant", "scalar"):
+        inputs = make(64, 500, heads=2, dim=dim, decay=decay, strength=1e-3)
+        inputs["q"] *= 0.01
+        inputs["q"][..., 0], inputs["k"][..., 0] = 8.0, 0.0
+        for key, score in ((200, far[0]), (499, far[1])):
+            inputs["k"][:, key, :, 0] = score * dim**0.5 / 8
+        verify(inputs, causal=False, skip_tolerance=None)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -309,6 +323,10 @@ def test_a_sink_leaves_one_rounding(dtype, dim):
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_leading_sink_keeps_its_bits(causal):
     assert_a_leading_sink_keeps_its_bits("hopper", torch.bfloat16, "cuda", causal)
+
+
+def test_a_sink_of_little_weight():
+    assert_a_sink_of_little_weight_is_within_the_budget("hopper", torch.bfloat16, "cuda")
 
 
 def test_a_sink_of_minus_infinity_is_none():

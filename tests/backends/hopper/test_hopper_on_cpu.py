@@ -12,6 +12,7 @@ from hopper_problems import DEVICE, PACKINGS, make_packed, make_padded, verify
 from hopper_problems import make as make_batch
 from judged_calls import (
     assert_a_leading_sink_keeps_its_bits,
+    assert_a_sink_of_little_weight_is_within_the_budget,
     assert_a_sink_of_minus_infinity_is_none,
     assert_a_sink_rounds_once,
 )
@@ -119,6 +120,10 @@ def test_a_leading_sink_keeps_its_bits(causal):
     assert_a_leading_sink_keeps_its_bits("hopper", torch.bfloat16, "cpu", causal)
 
 
+def test_a_sink_of_little_weight():
+    assert_a_sink_of_little_weight_is_within_the_budget("hopper", torch.bfloat16, "cpu")
+
+
 def test_a_sink_of_minus_infinity_is_none():
     assert_a_sink_of_minus_infinity_is_none("hopper", torch.bfloat16, "cpu")
 
@@ -168,6 +173,17 @@ def test_a_far_key_and_then_one_that_outweighs_it(decay, causal, dim):
     for key, far in ((200, 60.0), (110 if causal else 499, 180.0)):
         inputs["k"][:, key, :, 0] = far * dim**0.5 / 8
     verify(inputs, causal=causal, skip_tolerance=None, window_size=(400, 0) if causal else None)
+
+
+@pytest.mark.parametrize("far", [(82.0, 88.0), (83.0, 88.0), (83.0, 89.0), (84.0, 88.0)])
+def test_a_far_key_and_one_that_takes_its_sum_to_the_edge_of_float32(far):
+    """2^-126 is the least factor for a sum that there is: what a whole tile adds to it may count for nothing then."""
+    inputs = make(64, 500, heads=1, decay="scalar", strength=1e-3)
+    inputs["q"] *= 0.01
+    inputs["q"][..., 0], inputs["k"][..., 0] = 8.0, 0.0
+    for key, score in ((200, far[0]), (499, far[1])):
+        inputs["k"][:, key, :, 0] = score
+    verify(inputs, causal=False, skip_tolerance=None)
 
 
 @pytest.mark.parametrize(("dim", "decay"), [(64, "none"), (64, "scalar"), (128, "constant")])

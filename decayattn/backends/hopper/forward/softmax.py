@@ -10,6 +10,9 @@ from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
 LAG: gl.constexpr = gl.constexpr(8.0)
 # the largest sum of a row that is trusted where its maximum did not move: below float32's 2^128
 SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**120)
+# the same before an edge tile, which may move the maximum so far that the factor for the sum, below 2^-126, becomes 0:
+# what is lost then is 2^-30 of what the tile adds
+EDGE_SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**96)
 # powers of two by which a row's first maximum may be taken larger than it is, because that of another row is: in a tile
 # of which it sees few keys, a row's own says little of the scores to come. What its keys add to sums still counts
 AHEAD: gl.constexpr = gl.constexpr(64.0)
@@ -90,7 +93,7 @@ def softmax(score, row_max, row_sum, difference, scale, ahead, EDGE: gl.constexp
     """
     if EDGE and WIDE:
         # an overflow stays one, however far this tile moves the maximum
-        row_sum = gl.where(row_sum >= SUM_LIMIT, float("inf"), row_sum)
+        row_sum = gl.where(row_sum >= EDGE_SUM_LIMIT, float("inf"), row_sum)
     new_max, anchor = row_max, row_max
     correction = row_max
     if EDGE or not WIDE:
