@@ -108,7 +108,7 @@ def explicit_attention(
         scores = _scores(s, products, decay, added, visible, factor, cut_off) + of_blocks
         total = of_keys = scores.logsumexp(-1)
         if sink is not None:
-            total = torch.logaddexp(total, sink.double()[:, None])
+            total = _with_sink(total, sink, factor)
         p = torch.where(visible, (scores - total[..., None]).exp(), 0.0).to(q.dtype)  # nothing visible: 0, not ∞ − ∞
         p_rounded = rounded(p * factor)
         normaliser: Tensor | float
@@ -137,7 +137,7 @@ def explicit_attention(
             row_lse = in_dtype(of_keys - of_rows)
             lse, reference = in_dtype(row_lse + in_dtype(of_rows)), row_lse + of_rows
             if sink is not None:
-                total = torch.logaddexp(lse, sink.double()[:, None])
+                total = _with_sink(lse, sink, factor)
                 lse, reference = in_dtype(total), in_dtype(row_lse + total - lse) + of_rows
         result["lse"][:, chunk] = lse
         if absolute:
@@ -303,6 +303,18 @@ def _scores(
         multiple = multiple + (decay * factor).to(dtype)
     multiple = multiple + (bias * factor).to(dtype)
     return torch.where(visible, multiple.double() / factor, -math.inf)
+
+
+def _with_sink(total: Tensor, sink: Tensor, factor: float) -> Tensor:
+    """log(e^total + e^sink), (N, rows), for a softmax that has the sink as one more column.
+
+    The sum of the two is rounded to the sink's dtype, and of a logarithm near 0 that is all the error.
+    """
+    column = sink.double()[:, None].expand_as(total)
+    largest = torch.maximum(total.double(), column)
+    anchor = largest.masked_fill(largest.isneginf(), 0.0)
+    of_keys, of_sink = (((x - anchor).exp() * factor).to(sink.dtype) for x in (total.double(), column))
+    return anchor + ((of_keys + of_sink).double() / factor).log()
 
 
 def _rows_on_keys(ds: Tensor, i: Tensor, minus: bool = False) -> Tensor:

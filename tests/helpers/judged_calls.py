@@ -66,6 +66,14 @@ def assert_a_leading_sink_keeps_its_bits(backend, dtype, device, causal=True):
     assert_within_budget(verify_attention(q, k, v, log_decay, sink=sink, causal=causal, backend=backend))
 
 
+def assert_a_sink_of_little_weight_is_within_the_budget(backend, dtype, device):
+    """Where a row sees one key, of score 0, lse is the logarithm of 1 and a little, as exact as their sum."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 130, 2, 64, device=device, dtype=dtype)
+    sink = torch.tensor([-6.0, -9.0], device=device)
+    assert_within_budget(verify_attention(q * 1e-3, k, v, sink=sink, window_size=(0, 0), backend=backend))
+
+
 def assert_a_sink_of_minus_infinity_is_none(backend, dtype, device):
     """Also in rows without a key."""
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from judged_calls import (
     assert_a_leading_sink_keeps_its_bits,
+    assert_a_sink_of_little_weight_is_within_the_budget,
     assert_a_sink_of_minus_infinity_is_none,
     assert_a_sink_rounds_once,
 )
@@ -130,6 +131,10 @@ def test_a_sink_leaves_one_rounding(device):
 @pytest.mark.parametrize(("dtype", "causal"), [(torch.float16, True), (torch.float16, False), (torch.float32, True)])
 def test_a_leading_sink_keeps_its_bits(dtype, causal, device):
     assert_a_leading_sink_keeps_its_bits("triton", dtype, device, causal)
+
+
+def test_a_sink_of_little_weight(device):
+    assert_a_sink_of_little_weight_is_within_the_budget("triton", torch.float16, device)
 
 
 def test_a_sink_of_minus_infinity_is_none(device):
