@@ -62,12 +62,14 @@ def rescale_accumulator(acc, correction, D: gl.constexpr):
 def _of_both_rows(tile_max, ahead):
     """The larger maximum of the two rows that a thread has, 8 apart; at most `ahead` above a row's own.
 
-    The own one where they differ by no more than LAG: a row's sum, and its logarithm, are exact in small things then.
+    The own one where they differ by no more than LAG, and a whole number above it elsewhere: p of a row's largest score
+    has no bits to round then, and of a row that sees one key nothing is rounded.
     """
     pairs = tile_max.reshape([WARPS, 2, 8])
     _, larger = gl.broadcast(pairs, gl.expand_dims(gl.max(pairs, 1), 1))
     larger = gl.convert_layout(larger.reshape([ROWS]), tile_max.type.layout, assert_trivial=True)
-    return gl.where(larger > tile_max + LAG, gl.minimum(larger, tile_max + ahead), tile_max)
+    above = gl.where(larger > tile_max + LAG, gl.minimum(larger - tile_max, ahead), 0.0)
+    return tile_max + above.to(gl.int32).to(gl.float32)
 
 
 @gluon.jit
