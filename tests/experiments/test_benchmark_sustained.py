@@ -1,5 +1,6 @@
 """The benchmark of sustained speed: its clock, its report and its refusals on any machine; a real run on a GPU."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -61,6 +62,27 @@ def test_calls_follow_one_another_for_as_long_as_asked(monkeypatch):
 
     assert measure.sustained_timer(0.06)(call) == 2.0
     assert device.series == [3, 0, 7, 0, 30, 0]
+
+
+def test_graphs_replay_several_calls(monkeypatch):
+    """Which the host makes once for all: 1 before the capture, 8 in it; a call's time is an eighth of the graph's."""
+    device, made = Device(), []
+
+    class Graph:
+        def replay(self):
+            device.clock += 2.0 * self.calls
+
+    @contextlib.contextmanager
+    def capture(graph, stream):
+        assert stream == "current"
+        before = len(made)
+        yield
+        graph.calls = len(made) - before
+
+    device.CUDAGraph, device.graph, device.current_stream = Graph, capture, lambda: "current"
+    monkeypatch.setattr(measure.torch, "cuda", device)
+    assert measure.captured_timer(0.06)(lambda: made.append(None)) == 2.0
+    assert len(made) == 9
 
 
 def test_rows_hold_every_kernel_of_a_shape():
@@ -249,13 +271,15 @@ def test_the_script_checks_the_interpreted_kernels_where_there_is_no_gpu(interpr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels with CUDA events: needs a GPU")
-def test_a_small_run_on_the_gpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_small_run_on_the_gpu(captured, tmp_path, monkeypatch):
     monkeypatch.undo()  # filling fresh memory with NaN is the suite's, and would be timed
     output = tmp_path / "results.json"
     argv = ["--shapes", "2,512,4,64", "--rounds", "2", "--seconds", "0.02", "--backends", "triton", "--peers", "cudnn"]
-    status = benchmark_sustained.main([*argv, "--output", str(output)])
+    status = benchmark_sustained.main([*argv, *["--captured"] * captured, "--output", str(output)])
     read = json.loads(output.read_text())
     assert status == 0, read["missing"]
+    assert read["captured"] == captured
     for row in read["rows"]:
         figures = row["kernels"]
         assert set(figures) == {"cudnn", "triton", "triton, no decay"}
