@@ -62,14 +62,14 @@ def distance_sum(of_keys, own_row):
 def edge_distance_sum(of_groups, of_classes, own_row):
     """The same of an edge tile, from dSᵀ times group_weights and class_weights."""
     CLASSES: gl.constexpr = of_classes.shape[1]
-    # powers of two: the division rounds down, own_row may be negative
+    # a shift, which rounds down: own_row may be negative, or behind the tile
     LOG: gl.constexpr = 4 if CLASSES == 16 else 3
-    far = _distance_sum(of_groups, own_row >> LOG)
-    return far * CLASSES + _distance_sum(of_classes, own_row & (CLASSES - 1))
+    between_groups = _times_distance(of_groups, own_row >> LOG)
+    return between_groups * CLASSES + _times_distance(of_classes, own_row & (CLASSES - 1))
 
 
 @gluon.jit
-def _distance_sum(sums, own):
-    """Σ sums · (column − own), (64 keys, 4 shares)."""
+def _times_distance(sums, own):
+    """Σ sums · (column − own column), (64 keys, 4 shares)."""
     x = by_threads(sums)
     return shares(x * (common_columns(x).to(gl.float32) - among_columns(own.to(gl.float32), x)))

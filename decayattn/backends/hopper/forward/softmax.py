@@ -91,7 +91,7 @@ def softmax(score, row_max, row_sum, difference, scale, ahead, EDGE: gl.constexp
     """(p, row_max, row_sum, correction): p of a tile, unnormalised, and the factor for earlier sums.
 
     WIDE: p has the exponents of float32, so that only edge tiles look for a maximum; the correction of the others is
-    not read. A row that has no maximum yet gets p = inf, an overflow.
+    not read. A row that has no maximum yet gets p = inf, an overflow. ahead: of a first tile only (_of_both_rows).
     """
     if EDGE and WIDE:
         # an overflow stays one, however far this tile moves the maximum
