@@ -67,7 +67,7 @@ class Step:
 
 STEPS = (
     Step("suite", "whole", 10, "{python} -m pytest -q -n {cores} -p no:cacheprovider"),
-    Step("fuzz", "whole", 8, EXPERIMENTS + "fuzz_kernels.py --seed {seed} --family 80 --backends triton hopper"
+    Step("fuzz", "whole", 8, EXPERIMENTS + "fuzz_kernels.py --seed {seed} --family 200 --backends triton hopper"
          " --calls {calls} --processes {share} --minutes 7 --output {out}/fuzz_{gpu}.json", each=True),
     Step("sustained", "timed", 9, EXPERIMENTS + "benchmark_sustained.py --peers cudnn flash_attn flex fla fox"
          " --decays scalar none constant --output {out}/benchmark_sustained.json"),
@@ -76,8 +76,8 @@ STEPS = (
     Step("triton", "check", 9, "{python} -m pytest -q -n {half} -p no:cacheprovider tests/backends/hopper"
          " tests/backends/runtime tests/backends/test_registry.py tests/test_autograd.py tests/test_compatibility.py",
          path="{triton}"),
-    Step("before", "timed", 5, EXPERIMENTS + "benchmark_sustained.py --before {before} --peers cudnn"
-         " --decays scalar constant none --rounds 5 --output {out}/before.json"),
+    Step("before", "timed", 9, EXPERIMENTS + "benchmark_sustained.py --captured --before {before} --peers cudnn"
+         " --decays scalar constant none --rounds 5 --seconds 0.2 --output {out}/before.json"),
     Step("sequences", "timed", 4, EXPERIMENTS + "benchmark_sequences.py --rounds 3 --generate-stream 2000"
          " --output {out}/benchmark_sequences.json"),
     Step("overhead", "timed", 3, EXPERIMENTS + "benchmark_overhead.py --rounds 9 --packed --profile"
