@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from decayattn import decay_attention
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,6 +51,20 @@ def make_packed(rows, keys=None, *, outside=5, resets=0.0, **options) -> dict:
 def verify(inputs: dict, **options) -> None:
     check = verify_attention_varlen if "cu_seqlens_q" in inputs else verify_attention
     assert_within_budget(check(**inputs, backend="hopper", **options))
+
+
+def assert_rows_beside_larger_ones_are_right(dim: int) -> None:
+    """Rows begin with the maximum of others, eight rows on, and give their own keys a weight of 2^-64 then: a power of
+    two, so that a row that sees one key has its value bit by bit."""
+    inputs = make(150, batch=1, heads=1, dim=dim, decay="none")
+    inputs["q"][:, 8::16] *= 40
+    out = decay_attention(**inputs, window_size=(0, 0), backend="hopper")
+    assert torch.equal(out, inputs["v"])
+    for size in (1.0, 1e-8):
+        inputs = make(300, batch=1, heads=1, dim=dim, decay="none")
+        inputs["q"][:, 8::16] *= 40
+        inputs["v"] *= size
+        verify(inputs, skip_tolerance=None)
 
 
 def random_packing(seed: int, sequences: int, longest: int) -> tuple[list[int], list[int]]:

@@ -4,7 +4,17 @@ import math
 
 import pytest
 import torch
-from hopper_problems import BF16, PACKINGS, int32, make, make_packed, make_padded, random_packing, verify
+from hopper_problems import (
+    BF16,
+    PACKINGS,
+    assert_rows_beside_larger_ones_are_right,
+    int32,
+    make,
+    make_packed,
+    make_padded,
+    random_packing,
+    verify,
+)
 from judged_calls import (
     assert_a_leading_sink_keeps_its_bits,
     assert_a_sink_of_little_weight_is_within_the_budget,
@@ -128,22 +138,8 @@ def test_a_far_key_and_one_that_takes_its_sum_to_the_edge_of_float32(far, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_rows_that_see_one_key_have_its_value(dim):
-    """Bit by bit, whatever the scores of other rows are: a maximum of theirs leaves P a power of two."""
-    inputs = make(150, heads=1, dim=dim, decay="none")
-    inputs["q"][:, 8::16] *= 40
-    out = decay_attention(**inputs, window_size=(0, 0), backend="hopper")
-    assert torch.equal(out, inputs["v"])
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("size", [1.0, 1e-8])
-def test_rows_beside_ones_with_far_larger_scores(size, dim):
-    """Eight rows on, whose maximum they begin with, so that their own keys have a weight of 2^-64."""
-    inputs = make(300, heads=1, dim=dim, decay="none", strength=1e-3)
-    inputs["q"][:, 8::16] *= 40
-    inputs["v"] *= size
-    verify(inputs, skip_tolerance=None)
+def test_rows_beside_ones_with_far_larger_scores(dim):
+    assert_rows_beside_larger_ones_are_right(dim)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

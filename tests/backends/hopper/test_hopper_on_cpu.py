@@ -8,7 +8,7 @@ import leave_out_waits
 import pytest
 import torch
 from gluon_on_cpu import Deadlock, Kernel, Race, language, machine, python_of
-from hopper_problems import DEVICE, PACKINGS, make_packed, make_padded, verify
+from hopper_problems import DEVICE, PACKINGS, assert_rows_beside_larger_ones_are_right, make_packed, make_padded, verify
 from hopper_problems import make as make_batch
 from judged_calls import (
     assert_a_leading_sink_keeps_its_bits,
@@ -207,22 +207,8 @@ def test_large_logits_need_no_second_pass(dim, decay, monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_rows_that_see_one_key_have_its_value(dim):
-    """Bit by bit, whatever the scores of other rows are: a maximum of theirs leaves P a power of two."""
-    inputs = make(150, heads=1, dim=dim, decay="none")
-    inputs["q"][:, 8::16] *= 40
-    out = decay_attention(**inputs, window_size=(0, 0), backend="hopper")
-    assert torch.equal(out, inputs["v"])
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("size", [1.0, 1e-8])
-def test_rows_beside_ones_with_far_larger_scores(size, dim):
-    """Eight rows on, whose maximum they begin with, so that their own keys have a weight of 2^-64."""
-    inputs = make(300, heads=1, dim=dim, decay="none", strength=1e-3)
-    inputs["q"][:, 8::16] *= 40
-    inputs["v"] *= size
-    verify(inputs, skip_tolerance=None)
+def test_rows_beside_ones_with_far_larger_scores(dim):
+    assert_rows_beside_larger_ones_are_right(dim)
 
 
 @pytest.mark.parametrize(("decay", "causal"), [("none", True), ("scalar", True), ("constant", False)])
