@@ -10,8 +10,8 @@ from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
 LAG: gl.constexpr = gl.constexpr(8.0)
 # the largest sum of a row that is trusted where its maximum did not move: below float32's 2^128
 SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**120)
-# the same before an edge tile, which may move the maximum so far that the factor for the sum, below 2^-126, becomes 0:
-# what is lost then is 2^-30 of what the tile adds
+# the same before an edge tile, of each of the four threads that share a row: the tile may move the maximum so far that
+# the factor for the sum, below 2^-126, becomes 0. What is lost then is at most 2^-28 of what the tile adds
 EDGE_SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**96)
 # powers of two by which a row's first maximum may be taken larger than it is, because that of another row is: in a tile
 # of which it sees few keys, a row's own says little of the scores to come. What its keys add to sums still counts
