@@ -67,6 +67,18 @@ def assert_rows_beside_larger_ones_are_right(dim: int) -> None:
         verify(inputs, skip_tolerance=None)
 
 
+def assert_sums_at_the_edge_of_float32_are_right(decay: str, dim: int) -> None:
+    """A far key in a whole tile, and one in an edge tile after it, both larger by e^82 to e^89 than the row's maximum
+    before. 2^-126 is the least factor for a sum that there is: what the first one added may become nothing."""
+    for first, second in ((82.0, 88.0), (83.0, 88.0), (83.0, 89.0), (84.0, 88.0)):
+        inputs = make(64, 500, batch=1, heads=1, dim=dim, decay=decay, strength=1e-3)
+        inputs["q"] *= 0.01
+        inputs["q"][..., 0], inputs["k"][..., 0] = 8.0, 0.0
+        for key, score in ((200, first), (499, second)):
+            inputs["k"][:, key, :, 0] = score * dim**0.5 / 8
+        verify(inputs, causal=False, skip_tolerance=None)
+
+
 def random_packing(seed: int, sequences: int, longest: int) -> tuple[list[int], list[int]]:
     """Half of the sequences with as many rows as keys, some with none of either."""
     draw = random.Random(seed)

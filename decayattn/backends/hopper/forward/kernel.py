@@ -25,8 +25,9 @@ A row's maximum is that of its edge tiles, one of which has its own key. bfloat1
 tiles do not look for another maximum: their exponentials begin as soon as the scores are there, with a fifth fewer
 instructions. A row that sees few keys of its first tile begins with the maximum of another one, where that is much
 larger (softmax.AHEAD): so large may its own scores become. At the end of a work tile its sums show whether that was
-right. It was not if a far key outweighs a row's maximum by 2^120, or if P V overflowed. Then the producer sends the
-work tile again (CAREFUL): every tile is an edge tile, with P so small that nothing overflows.
+right. It was not if a far key outweighs a row's maximum by 2^120 (2^96 where an edge tile follows), or if P V
+overflowed. Then the producer sends the work tile again (CAREFUL): every tile is an edge tile, with P so small that
+nothing overflows.
 
 Every warpgroup runs its own copy of the code, and short work tiles wait for instructions to be fetched. So whole tiles
 have a loop of their own, half as long as that of edge tiles and without a branch. What few rows need stays outside of
