@@ -78,14 +78,11 @@ MORE_SPILLS = {"TMA": 4, "pointers": 8, "small": 0, "packed": 0, "bias": 560, "d
 # paths of GPUs without tiles for descriptors and without tiles of small problems
 OTHER_PATHS = ("pointers", "packed", "bias", "decode", "halo")
 # the same of the Hopper backend, by kernel and head dimension, whose loops are those of the TMA path: the other side of
-# the diagonal takes registers, and so does where a sequence begins
+# the diagonal takes registers
 HOPPER_MORE_SPILLS = {
     "TMA": {},
-    "both sides": {
-        ("forward_kernel", 128): 36,
-        ("gradients_kernel", 64): 224, ("gradients_kernel", 128): 276,
-    },
-    "packed": {("forward_kernel", 128): 12},
+    "both sides": {("gradients_kernel", 64): 232, ("gradients_kernel", 128): 296},
+    "packed": {},
 }
 # by kernel, head dimension and dtype: P in float32, for the gradient of a constant rate
 HOPPER_FLOAT16_SPILLS = {("gradients_kernel", 64, torch.float16): 72}

@@ -97,9 +97,9 @@ class Array:
     def layout(self) -> None:
         return None
 
-    def to(self, dtype: Type) -> "Array":
-        data = self.data
-        if dtype.rank <= int64.rank and data.dtype.kind == "f":
+    def to(self, dtype: Type, bitcast: bool = False) -> "Array":
+        data = self.data.astype(self.dtype.numpy).view(dtype.numpy) if bitcast else self.data
+        if not bitcast and dtype.rank <= int64.rank and data.dtype.kind == "f":
             data = np.trunc(data)
         return Array(data, dtype)
 

@@ -24,22 +24,21 @@ from decayattn.backends.hopper.backward.row_terms import DELTA
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import (
-    COPIES,
     KEYS,
     PART,
     SHARES,
-    among_columns,
+    bits_before,
     by_threads,
-    common_columns,
     from_threads,
     ones_of_parts,
     operand_layout,
     product_layout,
+    where_bits,
 )
 from decayattn.backends.hopper.common.pipelines import arrive, signal
 from decayattn.backends.hopper.common.tile_table import flat, stacked
 from decayattn.backends.tiles.decay import constant_rate
-from decayattn.backends.tiles.scores import LOG2E, decayed_score, probability, score_gradient, visible
+from decayattn.backends.tiles.scores import LOG2E, decayed_score, probability, score_gradient
 
 
 @gluon.jit
@@ -83,9 +82,7 @@ def _next_tile(
     own = WARPGROUP + opaque_zero(n)
     ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS
     LOADED: gl.constexpr = is_loaded(D, ROW_SUMS)
-    # products beside dk (key_sums.py)
-    EDGE_DISTANCES: gl.constexpr = work.schedule.DECAY_GRADIENT and DECAY == "constant" and EDGE
-    KEY_SUMS: gl.constexpr = 2 if EDGE_DISTANCES else 1 if work.schedule.DECAY_GRADIENT else 0
+    KEY_SUMS: gl.constexpr = 1 if work.schedule.DECAY_GRADIENT else 0
 
     if WARPGROUP == 1:
         # in step with the first it is 1 to 3 % slower
@@ -113,8 +110,9 @@ def _next_tile(
         # there
         here = shared.starts.index(stage).load(key_alpha.type.layout)
         x = by_threads(scoreT)
-        sees = visible(common_columns(x), among_columns(first - here, x), among_columns(end - here, x))
-        scoreT = from_threads(gl.where(sees, x, float("-inf")), SCORE)
+        OF_KEY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
+        seen = bits_before(end - here, OF_KEY) & ~bits_before(first - here, OF_KEY)
+        scoreT = from_threads(where_bits(seen, x), SCORE)
     p = probability(scoreT, 0)
     pT = p.to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
@@ -145,27 +143,20 @@ def _next_tile(
     dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, D, ROW_SUMS)
     left = gl.convert_layout(dsT, OPERAND)
     dk = warpgroup_mma(left, query, dk, is_async=True)
-    KEY_SUMS_LAYOUT: gl.constexpr = product_layout(COPIES)
-    of_keys = gl.zeros([WARPGROUP_KEYS, COPIES], gl.float32, KEY_SUMS_LAYOUT)
-    of_classes = of_keys
-    if EDGE_DISTANCES:
-        CLASSES: gl.constexpr = ROWS // COPIES
-        groups = shared.constants.groups.index(opaque_zero(n)).permute((1, 0))
-        of_keys = warpgroup_mma(left, groups, of_keys, use_acc=False, is_async=True)
-        classes = shared.constants.classes.index(opaque_zero(n)).permute((1, 0))
-        of_classes = gl.zeros([WARPGROUP_KEYS, CLASSES], gl.float32, product_layout(CLASSES))
-        of_classes = warpgroup_mma(left, classes, of_classes, use_acc=False, is_async=True)
-    elif KEY_SUMS:
-        weights = shared.constants.weights.index(opaque_zero(n)).permute((1, 0))
-        of_keys = warpgroup_mma(left, weights, of_keys, use_acc=False, is_async=True)
+    # a product beside dk (key_sums.py)
+    weights = shared.constants.weights
+    if DECAY == "constant" and EDGE:
+        weights = shared.constants.bits
+    COLUMNS: gl.constexpr = weights.shape[1]
+    of_keys = gl.zeros([WARPGROUP_KEYS, COLUMNS], gl.float32, product_layout(COLUMNS))
+    if KEY_SUMS:
+        right = weights.index(opaque_zero(n)).permute((1, 0))
+        of_keys = warpgroup_mma(left, right, of_keys, use_acc=False, is_async=True)
     dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums are still running
     if shared.SLOTS == 2 and not LOADED:
         arrive(shared.barriers.d_scores_read)
     stage_dq_part(shared, dq, WARPGROUP)
-    if EDGE_DISTANCES:
-        dk, of_keys, of_classes = warpgroup_mma_wait(0, (dk, of_keys, of_classes))
-    else:
-        dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
+    dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
     fence_async_shared()  # not earlier: ptxas crashes while products are running
     arrive(shared.barriers.empty.index(stage))
     if previous >= 0:
@@ -177,7 +168,7 @@ def _next_tile(
         if DECAY == "scalar":
             key_sum += copies_of_sum(of_keys)
         elif EDGE:
-            key_sum += edge_distance_sum(of_keys, of_classes, own_row)
+            key_sum += edge_distance_sum(of_keys, own_row, ROWS)
         else:
             key_sum += distance_sum(of_keys, own_row)
     return dk, dv, key_sum

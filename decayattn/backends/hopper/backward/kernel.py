@@ -63,7 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from decayattn.backends.hopper.backward.consumer import consume
 from decayattn.backends.hopper.backward.dq import product_keys
-from decayattn.backends.hopper.backward.key_sums import class_weights, group_weights, rate_weights
+from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights, rate_weights
 from decayattn.backends.hopper.backward.producer import produce
 from decayattn.backends.hopper.backward.shared import BackwardConstants, BackwardShared, allocate_barriers
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums
@@ -155,17 +155,14 @@ def gradients_kernel(
     column = gl.expand_dims(gl.arange(0, COPIES, gl.SliceLayout(1, LAYOUT)), 1)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
     weights = gl.allocate_shared_memory(DTYPE, [1, COPIES, ROWS], WEIGHTS)
-    groups, classes = weights, weights
+    bits = weights
     if DECAY == "constant":
         weights.index(0).store(rate_weights(column, row).to(DTYPE))
         if DECAY_GRADIENT:
-            CLASSES: gl.constexpr = ROWS // COPIES
-            CLASS_WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CLASSES, ROWS], DTYPE)
-            groups = gl.allocate_shared_memory(DTYPE, [1, COPIES, ROWS], WEIGHTS)
-            groups.index(0).store(group_weights(column, row, CLASSES).to(DTYPE))
-            classes = gl.allocate_shared_memory(DTYPE, [1, CLASSES, ROWS], CLASS_WEIGHTS)
-            of_class = gl.expand_dims(gl.arange(0, CLASSES, gl.SliceLayout(1, LAYOUT)), 1)
-            classes.index(0).store(class_weights(of_class, row, CLASSES).to(DTYPE))
+            BITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BIT_COLUMNS, ROWS], DTYPE)
+            bits = gl.allocate_shared_memory(DTYPE, [1, BIT_COLUMNS, ROWS], BITS)
+            column = gl.expand_dims(gl.arange(0, BIT_COLUMNS, gl.SliceLayout(1, LAYOUT)), 1)
+            bits.index(0).store(bit_weights(column, row, ROWS).to(DTYPE))
     else:
         weights.index(0).store(gl.full([COPIES, ROWS], 1.0, DTYPE, LAYOUT))
     zeros = allocate_zeros(zeros_desc)
@@ -180,7 +177,7 @@ def gradients_kernel(
         allocate_words(STAGES),
         gl.allocate_shared_memory(DTYPE, [SLOTS * 2, WARPGROUP_KEYS, ROWS], D_SCORES),
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
-        BackwardConstants(zeros, ones, weights, groups, classes),
+        BackwardConstants(zeros, ones, weights, bits),
         allocate_barriers(STAGES, SLOTS),
         make_pipeline(allocate_words(1), 1, 2),
         STAGES,

@@ -5,16 +5,20 @@ row, Σ dS (i − j) = Σ dS r + (i₀ − j) Σ dS, which is exact enough where
 the own pair has distance 0 and no part in the gradient, but it would leave the rounding of r dS and −r dS, and under a
 strong decay all other pairs are less than that.
 
-So in edge tiles the rows are summed in 8 groups of neighbours, and in classes: all first rows of the groups, all
-second ones, and so on. Of r = CLASSES · group + class, Σ dS (r − own) is CLASSES · Σ (group − own group) · (sum of the
-group) + Σ (class − own class) · (sum of the class), where what holds the own pair is multiplied by 0.
+So in edge tiles rows are summed by the bits of their numbers: for every bit, those that have it and those without it.
+With o the number of the key's own row, r − o = Σ 2^bit (bit of r − bit of o). Where o has the bit, that is −2^bit for
+the rows without it, elsewhere 2^bit for those with it: the own pair is in none of the sums that count. If o is outside
+of the tile, its bits beyond those of the tile's rows count for all rows alike.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
-from decayattn.backends.hopper.common.fragments import COPIES, SHARES, among_columns, by_threads, common_columns, shares
+from decayattn.backends.hopper.common.fragments import COPIES, SHARES, by_threads
+
+# columns of bit_weights: two for each bit of a row's number, and for the one beyond
+BIT_COLUMNS: gl.constexpr = gl.constexpr(16)
 
 
 @gluon.jit
@@ -25,15 +29,17 @@ def rate_weights(column, row):
 
 
 @gluon.jit
-def group_weights(column, row, CLASSES: gl.constexpr):
-    """1 in the column of a row's group."""
-    return gl.where(column == row // CLASSES, 1, 0)
+def bit_weights(column, row, ROWS: gl.constexpr):
+    """1 where a row's number has the bit column // 2; in odd columns, where it has not. The first bit that no row of
+    the tile has makes a column of ones, and those after it count for nothing."""
+    bit = column // 2
+    has_bit = (row >> bit) & 1
+    return gl.where(bit > _row_bits(ROWS), 0, gl.where(column % 2 == 0, has_bit, 1 - has_bit))
 
 
-@gluon.jit
-def class_weights(column, row, CLASSES: gl.constexpr):
-    """1 in the column of a row's class."""
-    return gl.where(column == row % CLASSES, 1, 0)
+@gluon.constexpr_function
+def _row_bits(rows):
+    return rows.bit_length() - 1
 
 
 @gluon.jit
@@ -59,17 +65,19 @@ def distance_sum(of_keys, own_row):
 
 
 @gluon.jit
-def edge_distance_sum(of_groups, of_classes, own_row):
-    """The same of an edge tile, from dSᵀ times group_weights and class_weights."""
-    CLASSES: gl.constexpr = of_classes.shape[1]
-    # a shift, which rounds down: own_row may be negative, or behind the tile
-    LOG: gl.constexpr = 4 if CLASSES == 16 else 3
-    between_groups = _times_distance(of_groups, own_row >> LOG)
-    return between_groups * CLASSES + _times_distance(of_classes, own_row & (CLASSES - 1))
-
-
-@gluon.jit
-def _times_distance(sums, own):
-    """Σ sums · (column − own column), (64 keys, 4 shares)."""
-    x = by_threads(sums)
-    return shares(x * (common_columns(x).to(gl.float32) - among_columns(own.to(gl.float32), x)))
+def edge_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
+    """The same of an edge tile, from dSᵀ times bit_weights."""
+    with_bit, without_bit = gl.split(by_threads(of_bits))
+    BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, with_bit.type.layout))
+    THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, with_bit.type.layout))
+    KEY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, with_bit.type.layout))
+    block = gl.expand_dims(gl.expand_dims(gl.arange(0, with_bit.shape[1], BLOCK), 0), 2)
+    bit = block * 4 + gl.expand_dims(gl.expand_dims(gl.arange(0, 4, THREAD), 0), 1)
+    own = gl.convert_layout(own_row, KEY, assert_trivial=True)
+    # a shift rounds down: own_row may be negative, or behind the tile
+    own_bits = gl.expand_dims(gl.expand_dims(own, 1), 2) >> bit
+    own_bit = own_bits & 1
+    without = gl.where(bit == _row_bits(ROWS), own_bits, own_bit)
+    distance = with_bit * (1 - own_bit).to(gl.float32) - without_bit * without.to(gl.float32)
+    distance *= (1 << bit).to(gl.float32)
+    return gl.convert_layout(gl.sum(distance, 1), SHARES, assert_trivial=True)

@@ -15,16 +15,14 @@ class BackwardConstants:
     zeros: gl.shared_memory_descriptor  # (8, 256): what dq begins with
     ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
     weights: gl.shared_memory_descriptor  # (1, 8, ROWS): what rows count for in the sums of keys
-    groups: gl.shared_memory_descriptor  # (1, 8, ROWS): the same in edge tiles of a constant decay (key_sums.py)
-    classes: gl.shared_memory_descriptor  # (1, ROWS / 8, ROWS)
+    bits: gl.shared_memory_descriptor  # (1, 16, ROWS): the same in edge tiles of a constant decay (key_sums.py)
 
     @gluon.constexpr_function
-    def __init__(self, zeros, ones, weights, groups, classes):
+    def __init__(self, zeros, ones, weights, bits):
         self.zeros = zeros
         self.ones = ones
         self.weights = weights
-        self.groups = groups
-        self.classes = classes
+        self.bits = bits
 
 
 @aggregate

@@ -13,17 +13,20 @@ from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import KEYS, ROWS, SHARES, ones_of_parts, operand_layout, product_layout
 from decayattn.backends.hopper.common.pipelines import stage
 from decayattn.backends.hopper.common.tile_table import flat
-from decayattn.backends.hopper.forward.rows import Rows, Side, masked
+from decayattn.backends.hopper.forward.rows import Rows, masked
 from decayattn.backends.hopper.forward.shared import (
     CAREFUL,
     END,
     SLOTS,
+    VISITED_BEGIN,
+    VISITED_END,
     WARPS,
-    largest,
-    minimum,
+    WHOLE_BEGIN,
+    WHOLE_END,
+    first_seen,
     published_work,
+    seen_tile,
     select,
-    smallest,
     wait_for_work,
 )
 from decayattn.backends.hopper.forward.softmax import (
@@ -32,12 +35,13 @@ from decayattn.backends.hopper.forward.softmax import (
     SUM_LIMIT,
     are_finite,
     as_operand,
+    log2_of_sum,
+    reciprocal,
     rescale_accumulator,
     softmax,
 )
 from decayattn.backends.hopper.forward.work import Walk
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
-from decayattn.backends.tiles.visibility import tiles_between
 
 
 @gluon.jit
@@ -77,6 +81,15 @@ def _base_difference(shared, n, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
 
 
 @gluon.jit
+def _whole_begin(shared, rows, is_right, WARPGROUP: gl.constexpr):
+    """The first tile that all rows of a warpgroup see whole, on that side of the diagonal."""
+    whole_begin = seen_tile(shared.left, rows.count, WHOLE_BEGIN, WARPGROUP)
+    if not rows.decay.CAUSAL:
+        whole_begin = gl.where(is_right, seen_tile(shared.right, rows.count, WHOLE_BEGIN, WARPGROUP), whole_begin)
+    return whole_begin
+
+
+@gluon.jit
 def _next_tile(
     shared, rows, n, acc, p, row_max, row_sum, scale, zero, WARPGROUP: gl.constexpr, EDGE: gl.constexpr,
     WIDE: gl.constexpr,
@@ -101,7 +114,8 @@ def _next_tile(
     score = warpgroup_mma_wait(1, (score,))
     keys.consumer_release(n)
     if EDGE:
-        score = masked(score, rows, tile, is_right, False)
+        whole_begin = _whole_begin(shared, rows, is_right, WARPGROUP)
+        score = masked(score, rows, tile, is_right, whole_begin, False)
     next_p, row_max, row_sum, correction = softmax(score, row_max, row_sum, difference, scale, None, EDGE, WIDE)
     # ptxas would move the wait for P V above the exponentials; a store that needs their sum keeps it below them
     shared.fences.index(WARPGROUP).store(row_sum)
@@ -150,32 +164,18 @@ def consume(
             # rows past the end repeat the last one, and are never stored
             final_row = gl.minimum(start + ROWS, query_length) - 1
             position = gl.minimum(start + gl.arange(0, ROWS, ROW), final_row) + first_position
-            first_min = select(smallest(shared.firsts, count), WARPGROUP)
-            first_max = select(largest(shared.firsts, count), WARPGROUP)
-            tile_end = work.tile_end(start, ROWS)
-            # a tile that ends with the first row's own key is an edge tile too: after it every row has a maximum
-            diagonal = gl.maximum(start + first_position, 0)
-            begin, whole_begin, whole_end, _ = tiles_between(first_min, first_max, diagonal, tile_end * KEYS, KEYS)
-            whole_end = gl.where(state == CAREFUL, whole_begin, whole_end)
+            tile_end = seen_tile(shared.left, count, VISITED_END, WARPGROUP)
             if ROW_ALPHA:
                 # loaded while the warpgroup waits for the first tile
                 row_alpha = head_decay.row_alpha(position, work.anchor(start), head_decay.rate(head))
             walk = Walk(key_tile_end, tiles, key_tile_end, True)
-            left = Side(first_max, whole_begin, whole_end)
-            right = left
-            visits = key_tile_end - begin
+            visits = key_tile_end - seen_tile(shared.left, count, VISITED_BEGIN, WARPGROUP)
             if not CAUSAL:
-                key_tile_begin = minimum(smallest(shared.firsts, count)) // KEYS
-                walk = Walk(key_tile_end, key_tile_end - key_tile_begin, work.first_right_key() // KEYS, False)
-                end_min = select(smallest(shared.ends, count), WARPGROUP)
-                end_max = select(largest(shared.ends, count), WARPGROUP)
-                # the first tile is an edge tile too: rows before all keys have no other
-                right_first = gl.maximum(final_row + first_position, 0) + 1
-                _, right_begin, right_end, _ = tiles_between(0, right_first, end_min, end_max, KEYS)
-                right_end = gl.where(state == CAREFUL, right_begin, right_end)
-                right = Side(right_first, right_begin, right_end)
+                left_visits = key_tile_end - first_seen(shared.left, count)
+                walk = Walk(key_tile_end, left_visits, work.first_right_key() // KEYS, False)
                 # tiles that only other warpgroups see are visited, and masked, up to this one's last tile
-                visits = walk.left_visits + gl.maximum(gl.cdiv(end_max, KEYS) - walk.right_begin, 0)
+                right_end = seen_tile(shared.right, count, VISITED_END, WARPGROUP)
+                visits = left_visits + gl.maximum(right_end - walk.right_begin, 0)
             n_end = sent + visits
             # n counts the visits of all work tiles; this warpgroup skips those before its own first tile
             n_begin = key_tile_end - tile_end
@@ -186,7 +186,7 @@ def consume(
             queries.consumer_wait(count)
             keys.consumer_wait(n)
             q = flat(shared.query_tile(count, WARPGROUP))
-            rows = Rows(q, count, sent, n_end, walk, left, right, position, bounds, head_decay)
+            rows = Rows(q, count, sent, n_end, walk, position, bounds, head_decay)
             score = _start_scores(q, shared, n, count, zero, walk.is_right(n_begin), KIND, CAUSAL)
             difference = _base_difference(shared, n, WARPGROUP, KIND)
             # out of the last work tile has left from where its q was
@@ -196,7 +196,8 @@ def consume(
             keys.consumer_release(n)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
-            score = masked(score, rows, tile_end - 1, False, True)
+            whole_begin = _whole_begin(shared, rows, False, WARPGROUP)
+            score = masked(score, rows, tile_end - 1, False, whole_begin, True)
             ahead = None
             if WIDE:
                 ahead = gl.where(state == CAREFUL, 0.0, AHEAD)
@@ -209,8 +210,8 @@ def consume(
             keys.consumer_wait(n + 1, n + 1 < n_end)
             n += 1
             # edge tiles, then whole ones, left of the diagonal; not causal, the same right of it; then edge tiles
-            whole = gl.maximum(sent + key_tile_end - whole_end, n)
-            edge = gl.maximum(sent + key_tile_end - whole_begin, whole)
+            whole = gl.maximum(sent + key_tile_end - seen_tile(shared.left, count, WHOLE_END, WARPGROUP), n)
+            edge = gl.maximum(sent + key_tile_end - seen_tile(shared.left, count, WHOLE_BEGIN, WARPGROUP), whole)
             right_follows = not CAUSAL
             while n < n_end:
                 for m in range(n, whole):
@@ -225,9 +226,10 @@ def consume(
                 whole, edge = n_end, n_end
                 if not CAUSAL:
                     if right_follows:
-                        right_n = sent + walk.left_visits
-                        whole = gl.maximum(right_n + right.whole_begin - walk.right_begin, n)
-                        edge = gl.maximum(right_n + right.whole_end - walk.right_begin, whole)
+                        # the visit that tile 0 would have on that side
+                        right_n = sent + walk.left_visits - walk.right_begin
+                        whole = gl.maximum(right_n + seen_tile(shared.right, count, WHOLE_BEGIN, WARPGROUP), n)
+                        edge = gl.maximum(right_n + seen_tile(shared.right, count, WHOLE_END, WARPGROUP), whole)
                     right_follows = False
             values.consumer_wait(n_end - 1)
             acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
@@ -238,14 +240,14 @@ def consume(
             # a sum above SUM_LIMIT may be wrong; NaN is an overflow that a later tile multiplied by 0
             fits = total < SUM_LIMIT
             total = gl.where(seen, total, 1.0)
-            factor = 1.0 / total
+            factor = reciprocal(total)
             if SINK:
                 row_sink = gl.load(sink + head).to(gl.float32) * LOG2E
                 lacking = gl.zeros([ROWS], gl.float32, ROW)
                 if ROW_ALPHA:
                     lacking = row_alphas.load(ROW)
                 # beside the sum of all keys: row_max may be larger than any of them (softmax.AHEAD), and than the sink
-                row_max += gl.log2(total)
+                row_max += log2_of_sum(total)
                 one = gl.full([ROWS], 1.0, gl.float32, ROW)
                 sink_factor, row_max, total, whole_max = with_sink(row_max, one, row_sink, lacking)
                 factor *= sink_factor
@@ -253,7 +255,7 @@ def consume(
                 # out is wrong if its sum is: it becomes NaN, which are_finite finds
                 factor = gl.where(fits, factor, float("nan"))
                 factor *= gl.where(shared.is_careful(count), HEADROOM, 1.0)
-            lse2 = row_max + gl.log2(total)
+            lse2 = row_max + log2_of_sum(total)
             if ROW_ALPHA and not CAUSAL:
                 # α of a row has another sign on either side, so it does not cancel in the backward's scores either
                 lse2 += row_alphas.load(ROW)
@@ -264,7 +266,7 @@ def consume(
             if WITH_LSE:
                 row_lse = lse2
                 if SINK:
-                    row_lse = whole_max + gl.log2(total)
+                    row_lse = whole_max + log2_of_sum(total)
                 elif ROW_ALPHA and CAUSAL:
                     row_lse += row_alphas.load(ROW)
                 gl.store(lse + here, gl.where(seen, row_lse * LN2, float("-inf")), mask=inside)

@@ -58,6 +58,7 @@ from decayattn.backends.hopper.forward.consumer import consume
 from decayattn.backends.hopper.forward.decay import Decay
 from decayattn.backends.hopper.forward.producer import produce
 from decayattn.backends.hopper.forward.shared import (
+    BOUNDS,
     SLOTS,
     WARPGROUPS_PADDED,
     WARPS,
@@ -158,10 +159,10 @@ def forward_kernel(
     fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
     row_alphas = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS], WORD)
     differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], WORD)
-    firsts = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, WARPGROUPS_PADDED], WORD)
-    ends, beta, signs = firsts, q_tiles, q_tiles
+    left_tiles = gl.allocate_shared_memory(gl.int32, [SLOTS * BOUNDS, WARPGROUPS_PADDED], WORD)
+    right_tiles, beta, signs = left_tiles, q_tiles, q_tiles
     if not CAUSAL:
-        ends = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, WARPGROUPS_PADDED], WORD)
+        right_tiles = gl.allocate_shared_memory(gl.int32, [SLOTS * BOUNDS, WARPGROUPS_PADDED], WORD)
     if KIND != "none":
         beta = allocate_beta(beta_desc, STAGES if KIND == "scalar" else SLOTS)
         if not CAUSAL:
@@ -181,8 +182,8 @@ def forward_kernel(
     )
     shared = ForwardShared(
         make_pipeline(q_tiles, SLOTS, WARPGROUPS), make_pipeline(k_tiles, STAGES, WARPGROUPS),
-        make_pipeline(v_tiles, STAGES, WARPGROUPS), make_pipeline(published, SLOTS, 0), beta, differences, firsts,
-        ends, signs, overflows, fences, row_alphas, WARPGROUPS,
+        make_pipeline(v_tiles, STAGES, WARPGROUPS), make_pipeline(published, SLOTS, 0), beta, differences,
+        left_tiles, right_tiles, signs, overflows, fences, row_alphas, WARPGROUPS,
     )
 
     outputs = (out_desc, row_outputs)

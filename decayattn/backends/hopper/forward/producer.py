@@ -20,6 +20,7 @@ from decayattn.backends.hopper.forward.shared import (
     published_index,
 )
 from decayattn.backends.hopper.forward.work import Walk
+from decayattn.backends.tiles.visibility import tiles_between
 
 
 @gluon.jit
@@ -75,66 +76,87 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
         _load_queries(shared, schedule, decay, work, count, q_desc, beta_desc)
 
     head_decay = decay.of(schedule, work)
-    first_rows = start + gl.minimum(gl.arange(0, WARPGROUPS_PADDED, EVERY), WARPGROUPS - 1) * ROWS
-    first_rows = gl.minimum(first_rows, bounds.query_length - 1)
-    final_rows = gl.minimum(first_rows + ROWS, bounds.query_length) - 1
-    # both ends of what a row sees grow with the row: the first and the last row of a warpgroup have the extremes
-    first_min = head_decay.first_visited(first_rows + work.first_position(), first_rows)
-    first_max = head_decay.first_visited(final_rows + work.first_position(), first_rows)
-    tile_end = work.tile_end(start, WARPGROUPS * ROWS)
-    tiles = tile_end - gl.min(first_min, 0) // KEYS
-    if decay.CAUSAL:
-        end_min, end_max = first_min, first_max
-        walk = Walk(tile_end, tiles, tile_end, True)
-    else:
-        end_min = head_decay.keys_end(first_rows + work.first_position(), bounds.key_length)
-        end_max = head_decay.keys_end(final_rows + work.first_position(), bounds.key_length)
-        right_begin = work.first_right_key() // KEYS
-        walk = Walk(tile_end, tiles, right_begin, False)
-        tiles += gl.maximum(gl.cdiv(gl.max(end_max, 0), KEYS) - right_begin, 0)
-    tiles = gl.where(index < schedule.work_tiles, tiles, 0)
-    anchor = work.anchor(start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS)
     rate = head_decay.rate(head)
+    tile_end = work.tile_end(start, WARPGROUPS * ROWS)
+    key = (tile_end - 1) * KEYS
+    anchor = work.anchor(start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS)
     if decay.KIND == "scalar":
         anchor = gl.minimum(anchor, bounds.key_length - 1)
         anchor_bases = head_decay.base(anchor // KEYS)
-        next_tile = tile_end - 2
-        if not decay.CAUSAL:
-            next_tile = walk.tile_or_last(1, bounds)
-        next_base = head_decay.base(next_tile)
         difference = anchor_bases.minus(head_decay.base(tile_end - 1))
     else:
         anchor_bases = 0.0
-        next_base = 0.0
-        difference = (anchor - (tile_end - 1) * KEYS).to(gl.float32) * rate
+        difference = (anchor - key).to(gl.float32) * rate
+    if index < schedule.work_tiles:
+        # before what waits for memory again: with few stages, consumers would wait for it
+        _load_keys(shared, schedule, decay, work, sent, key, kv_head, difference, k_desc, beta_desc)
 
-    firsts, ends = (first_min, first_max), (end_min, end_max)
-    publish(shared, count, state, index, work, tiles, tile_end, firsts, ends, decay.CAUSAL, schedule.RAGGED)
+    left, right = _seen_tiles(head_decay, work, WARPGROUPS, LANES)
+    first_rows = _first_rows(work, WARPGROUPS, EVERY)
+    first_min = gl.min(head_decay.first_visited(first_rows + work.first_position(), first_rows), 0)
+    tiles = tile_end - first_min // KEYS
+    walk = Walk(tile_end, tiles, tile_end, True)
+    if not decay.CAUSAL:
+        final_row = gl.minimum(start + WARPGROUPS * ROWS, bounds.query_length) - 1
+        end_max = head_decay.keys_end(final_row + work.first_position(), bounds.key_length)
+        right_begin = work.first_right_key() // KEYS
+        walk = Walk(tile_end, tiles, right_begin, False)
+        tiles += gl.maximum(gl.cdiv(end_max, KEYS) - right_begin, 0)
+    tiles = gl.where(index < schedule.work_tiles, tiles, 0)
+    publish(shared, count, state, index, work, tiles, tile_end, left, right, decay.CAUSAL, schedule.RAGGED)
+
+    next_base = 0.0
+    if decay.KIND == "scalar":
+        next_base = head_decay.base(walk.tile_or_last(1, bounds))
     # k of a tile comes before v of the tile before it: the order in which consumers release them
-    for n in range(sent, sent + tiles + (tiles > 0)):
+    for n in range(sent + 1, sent + tiles + 1):
+        key_before = key
         key = walk.tile(n - sent) * KEYS
-        if n < sent + tiles:
-            _load_keys(shared, schedule, decay, work, n, key, kv_head, difference, k_desc, beta_desc)
-        if is_first_pass & (n == sent + tiles - 1):
-            # while the last tiles are on their way
-            next_index = fetch_next(counter, schedule.work_tiles)
-        if n > sent:
-            values.producer_acquire(n - 1)
-            mbarrier.expect(values.full_barrier(n - 1), v_desc.block_type.nbytes)
-            key_before = key + KEYS
-            if not decay.CAUSAL:
-                key_before = walk.tile(n - 1 - sent) * KEYS
-            at = schedule.keys_at(work, kv_head, key_before)
-            copy_engine.load(v_desc, at, values.full_barrier(n - 1), values.tile(n - 1))
         if decay.KIND == "scalar":
             difference = anchor_bases.minus(next_base)
-            next_tile = key // KEYS - 2
-            if not decay.CAUSAL:
-                next_tile = walk.tile_or_last(n + 2 - sent, bounds)
-            next_base = head_decay.base(next_tile)
+            # loaded one tile early
+            next_base = head_decay.base(walk.tile_or_last(n + 1 - sent, bounds))
         elif decay.KIND == "constant":
-            difference = (anchor - walk.tile(n + 1 - sent) * KEYS).to(gl.float32) * rate
+            difference = (anchor - key).to(gl.float32) * rate
+        if n < sent + tiles:
+            _load_keys(shared, schedule, decay, work, n, key, kv_head, difference, k_desc, beta_desc)
+        if is_first_pass & (n == sent + gl.maximum(tiles - 1, 1)):
+            # while the last tiles are on their way
+            next_index = fetch_next(counter, schedule.work_tiles)
+        values.producer_acquire(n - 1)
+        mbarrier.expect(values.full_barrier(n - 1), v_desc.block_type.nbytes)
+        at = schedule.keys_at(work, kv_head, key_before)
+        copy_engine.load(v_desc, at, values.full_barrier(n - 1), values.tile(n - 1))
     return tiles, next_index
+
+
+@gluon.jit
+def _first_rows(work, WARPGROUPS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The first row of each warpgroup, or the last one of the sequence."""
+    start = work.bounds.start + gl.minimum(gl.arange(0, WARPGROUPS_PADDED, LAYOUT), WARPGROUPS - 1) * ROWS
+    return gl.minimum(start, work.bounds.query_length - 1)
+
+
+@gluon.jit
+def _seen_tiles(decay, work, WARPGROUPS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The key tiles that each warpgroup's rows see left and right of the diagonal, for the record (publish)."""
+    first_rows = _first_rows(work, WARPGROUPS, LAYOUT)
+    first_position = first_rows + work.first_position()
+    final_position = gl.minimum(first_rows + ROWS, work.bounds.query_length) - 1 + work.first_position()
+    # both ends of what a row sees grow with the row: the first and the last row of a warpgroup have the extremes
+    first_min = decay.first_visited(first_position, first_rows)
+    first_max = decay.first_visited(final_position, first_rows)
+    # a tile that ends with the first row's own key is an edge tile too: after it every row has a maximum
+    own = gl.maximum(first_position, 0)
+    left = tiles_between(first_min, first_max, own, work.tile_end(first_rows, ROWS) * KEYS, KEYS)
+    right = left
+    if not decay.CAUSAL:
+        end_min = decay.keys_end(first_position, work.bounds.key_length)
+        end_max = decay.keys_end(final_position, work.bounds.key_length)
+        # the first tile is an edge tile too: rows before all keys have no other
+        right_first = gl.maximum(final_position, 0) + 1
+        right = tiles_between(right_first * 0, right_first, end_min, end_max, KEYS)
+    return left, right
 
 
 @gluon.jit

@@ -19,21 +19,6 @@ from decayattn.backends.hopper.forward.work import Walk
 
 
 @aggregate
-class Side:
-    """What rows see on one side of the diagonal: the largest of their first keys, and the tiles that all see whole."""
-
-    first_max: gl.tensor
-    whole_begin: gl.tensor
-    whole_end: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, first_max, whole_begin, whole_end):
-        self.first_max = first_max
-        self.whole_begin = whole_begin
-        self.whole_end = whole_end
-
-
-@aggregate
 class Rows:
     """A warpgroup's rows of a work tile, and the key tiles that they visit.
 
@@ -46,35 +31,23 @@ class Rows:
     sent: gl.tensor
     n_end: gl.tensor
     walk: Walk
-    left: Side
-    right: Side
     position: gl.tensor
     bounds: TileBounds
     decay: Decay
     HAS_FIRST: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, q, count, sent, n_end, walk, left, right, position, bounds, decay):
+    def __init__(self, q, count, sent, n_end, walk, position, bounds, decay):
         self.q = q
         self.count = count
         self.sent = sent
         self.n_end = n_end
         self.walk = walk
-        self.left = left
-        self.right = right
         self.position = position
         self.bounds = bounds
         self.decay = decay
         # whether a row can have a first key other than 0
         self.HAS_FIRST = gl.constexpr(decay.KIND == "scalar" or decay.HAS_LEFT or not decay.CAUSAL)
-
-    @gluon.jit
-    def first_max(self, is_right):
-        """The largest first key that a row sees on one side of the diagonal."""
-        first_max = self.left.first_max
-        if not self.decay.CAUSAL:
-            first_max = gl.where(is_right, self.right.first_max, first_max)
-        return first_max
 
     @gluon.jit
     def first_key(self, is_right):
@@ -94,9 +67,10 @@ class Rows:
 
 
 @gluon.jit
-def masked(score, rows, tile, is_right, BITS: gl.constexpr):
+def masked(score, rows, tile, is_right, whole_begin, BITS: gl.constexpr):
     """The scores of an edge tile, −inf where a row does not see the key.
 
+    whole_begin: the first tile on that side of the diagonal that has no row's first key
     BITS: by bit tests. ptxas compares eight columns at once with them and makes no branch; but in the loop over tiles
     they need registers that P has.
     """
@@ -107,7 +81,7 @@ def masked(score, rows, tile, is_right, BITS: gl.constexpr):
     if BITS:
         seen = bits_before(end, LAYOUT)
         if rows.HAS_FIRST:
-            has_firsts = tile * KEYS < rows.first_max(is_right)
+            has_firsts = tile < whole_begin
             if has_firsts:
                 seen &= ~bits_before(rows.first_key(is_right) - tile * KEYS, LAYOUT)
         x = where_bits(seen, x)
@@ -115,7 +89,7 @@ def masked(score, rows, tile, is_right, BITS: gl.constexpr):
         key = common_columns(x)
         x = gl.where(key < among_columns(end, x), x, float("-inf"))
         if rows.HAS_FIRST:
-            has_firsts = tile * KEYS < rows.first_max(is_right)
+            has_firsts = tile < whole_begin
             if has_firsts:
                 x = gl.where(key >= among_columns(rows.first_key(is_right) - tile * KEYS, x), x, float("-inf"))
     return from_threads(x, SCORE)

@@ -40,6 +40,12 @@ FIRST_ROW: gl.constexpr = gl.constexpr(9)
 FIRST_TOKEN: gl.constexpr = gl.constexpr(10)
 FIRST_BLOCK: gl.constexpr = gl.constexpr(11)
 WORDS: gl.constexpr = gl.constexpr(12)
+# of the key tiles that each warpgroup's rows see on a side of the diagonal (visibility.tiles_between)
+VISITED_BEGIN: gl.constexpr = gl.constexpr(0)
+WHOLE_BEGIN: gl.constexpr = gl.constexpr(1)
+WHOLE_END: gl.constexpr = gl.constexpr(2)
+VISITED_END: gl.constexpr = gl.constexpr(3)
+BOUNDS: gl.constexpr = gl.constexpr(4)
 
 
 @aggregate
@@ -50,8 +56,8 @@ class ForwardShared:
     others follow one of them:
 
     with queries  published   the record of the work tile; its own barrier says that it is there
-                  firsts      the smallest and the largest first key of each warpgroup's rows
-                  ends        the same of the ends of their keys; not read if causal
+                  left        the key tiles that each warpgroup's rows see left of the diagonal (seen_tile)
+                  right       the same, right of it; not read if causal
                   overflows   whether the sums of each warp overflowed: written by consumers, read by the producer
                   beta        −α_j / scale of a block's keys, if the decay is constant
     with keys     beta        the same, if the decay is per token
@@ -67,8 +73,8 @@ class ForwardShared:
     published: Pipeline
     beta: gl.shared_memory_descriptor
     differences: gl.shared_memory_descriptor
-    firsts: gl.shared_memory_descriptor
-    ends: gl.shared_memory_descriptor
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
     signs: gl.shared_memory_descriptor
     overflows: gl.shared_memory_descriptor
     fences: gl.shared_memory_descriptor
@@ -77,7 +83,7 @@ class ForwardShared:
 
     @gluon.constexpr_function
     def __init__(
-        self, queries, keys, values, published, beta, differences, firsts, ends, signs, overflows, fences, row_alphas,
+        self, queries, keys, values, published, beta, differences, left, right, signs, overflows, fences, row_alphas,
         WARPGROUPS,
     ):
         self.queries = queries
@@ -86,8 +92,8 @@ class ForwardShared:
         self.published = published
         self.beta = beta
         self.differences = differences
-        self.firsts = firsts
-        self.ends = ends
+        self.left = left
+        self.right = right
         self.signs = signs
         self.overflows = overflows
         self.fences = fences
@@ -146,11 +152,11 @@ def load_beta(desc, block, barrier, beta, n):
 
 @gluon.jit
 def publish(
-    shared, count, state, index, work, tiles, tile_end, firsts, ends, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    shared, count, state, index, work, tiles, tile_end, left, right, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):
     """Publish the count-th work tile of this program: `tiles` visits of key tiles, from tile_end down (work.Walk).
 
-    firsts, ends: (smallest, largest) over the rows of each warpgroup.
+    left, right: the tiles that each warpgroup's rows see on either side of the diagonal (visibility.tiles_between).
     """
     words, word, bounds = shared.published.tiles, stage(count, SLOTS) * WORDS, work.bounds
     store_word(words, word + STATE, state)
@@ -167,11 +173,9 @@ def publish(
         store_word(words, word + FIRST_ROW, bounds.first_row)
         store_word(words, word + FIRST_TOKEN, bounds.first_token)
         store_word(words, word + FIRST_BLOCK, bounds.first_block)
-    smallest(shared.firsts, count).store(firsts[0])
-    largest(shared.firsts, count).store(firsts[1])
+    _store_seen(shared.left, count, left, state)
     if not CAUSAL:
-        smallest(shared.ends, count).store(ends[0])
-        largest(shared.ends, count).store(ends[1])
+        _store_seen(shared.right, count, right, state)
     shared.published.producer_commit(count)
 
 
@@ -220,15 +224,31 @@ def published_work(shared, count, schedule):
 
 
 @gluon.jit
-def smallest(ranges, count):
-    """Of firsts or ends of the count-th work tile, the smallest over the rows of each warpgroup."""
-    return ranges.index(stage(count, SLOTS) * 2)
+def _seen(side, count, BOUND: gl.constexpr):
+    """One bound of every warpgroup's key tiles in the count-th work tile, on a side (shared.left or shared.right)."""
+    return side.index(stage(count, SLOTS) * BOUNDS + BOUND)
 
 
 @gluon.jit
-def largest(ranges, count):
-    """The same, the largest."""
-    return ranges.index(stage(count, SLOTS) * 2 + 1)
+def _store_seen(side, count, tiles, state):
+    begin, whole_begin, whole_end, end = tiles
+    _seen(side, count, VISITED_BEGIN).store(begin)
+    _seen(side, count, WHOLE_BEGIN).store(whole_begin)
+    # no tile is whole in a second pass
+    _seen(side, count, WHOLE_END).store(gl.where(state == CAREFUL, whole_begin, whole_end))
+    _seen(side, count, VISITED_END).store(end)
+
+
+@gluon.jit
+def seen_tile(side, count, BOUND: gl.constexpr, WARPGROUP: gl.constexpr):
+    """One bound of a warpgroup's key tiles, until the queries of the work tile are released."""
+    return select(_seen(side, count, BOUND), WARPGROUP)
+
+
+@gluon.jit
+def first_seen(side, count):
+    """The first key tile that any warpgroup's rows see on a side."""
+    return minimum(_seen(side, count, VISITED_BEGIN))
 
 
 @gluon.jit
