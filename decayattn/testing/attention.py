@@ -398,14 +398,19 @@ class Budget:
         self.eager_error = {name: call.distance(name, x, x) for name, x in x64.items()}
 
     def widen(self, factors: Sequence[float]) -> None:
-        """Evaluate with these factors (`DRAWS`), too."""
+        """Evaluate with these factors (`DRAWS`), too, but for those with which something overflows."""
         for factor in factors:
-            self.include(self.call.draw(factor))
+            self.include(self.call.draw(factor), overflows=factor == 1)
 
-    def include(self, drawn: dict[str, Tensor]) -> None:
-        """The results of one more eager evaluation (`Call.draw`)."""
-        for name, error in self.eager_error.items():
-            self.eager_error[name] = torch.maximum(error, self.call.distance(name, drawn[name], self.x64[name]))
+    def include(self, drawn: dict[str, Tensor], overflows: bool = True) -> None:
+        """The results of one more eager evaluation (`Call.draw`); unless it `overflows`, only if all are finite.
+
+        Eager attention is what it is, overflows and all; a factor may take float16 out of its range on its own.
+        """
+        errors = {name: self.call.distance(name, drawn[name], x) for name, x in self.x64.items()}
+        if overflows or all(bool(error.isfinite().all()) for error in errors.values()):
+            for name, error in errors.items():
+                self.eager_error[name] = torch.maximum(self.eager_error[name], error)
 
     def compare(self, tested: dict[str, Tensor]) -> list[Comparison]:
         """The tensors against the budget as it is."""

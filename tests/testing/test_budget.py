@@ -224,6 +224,22 @@ def test_more_roundings_where_a_number_exceeds_its_budget_by_little(times, seen,
     assert (tuple(factors), found.passed) == (seen, passed)
 
 
+def test_factors_that_overflow_count_for_nothing(plant, monkeypatch):
+    """A factor may take float16 out of its range where eager is in it."""
+    draw = attention.Call.draw
+
+    def drawn(call, factor):
+        results = draw(call, factor)
+        # largest with the last factors, which would count if the other results did not overflow
+        return results | ({"dq": results["dq"] * torch.inf, "dk": results["dk"] * 2} if factor > 1.5 else {})
+
+    monkeypatch.setattr(attention.Call, "draw", drawn)
+    plant(lambda results: results["dk"].mul_(1.1))
+    found = by_name(verify_attention(**make_inputs(torch.float16), backend="reference"))
+    assert found["dq"].passed and found["dq"].budget < torch.inf
+    assert not found["dk"].passed
+
+
 def test_some_heads_of_a_big_problem(plant):
     inputs = make_inputs(torch.float32, "constant")
     assert_within_budget(verify_attention(**inputs, backend="reference", heads=[(0, 1), (1, 3)]))
