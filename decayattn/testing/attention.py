@@ -400,15 +400,15 @@ class Budget:
     def widen(self, factors: Sequence[float]) -> None:
         """Evaluate with these factors (`DRAWS`), too, but for those with which something overflows."""
         for factor in factors:
-            self.include(self.call.draw(factor), overflows=factor == 1)
+            self.include(self.call.draw(factor), always=factor == 1)
 
-    def include(self, drawn: dict[str, Tensor], overflows: bool = True) -> None:
-        """The results of one more eager evaluation (`Call.draw`); unless it `overflows`, only if all are finite.
+    def include(self, drawn: dict[str, Tensor], always: bool = True) -> None:
+        """The results of one more eager evaluation (`Call.draw`): always, or only if all their errors are finite.
 
-        Eager attention is what it is, overflows and all; a factor may take float16 out of its range on its own.
+        Eager attention may overflow, and counts as it is. A factor may take float16 out of its range by itself.
         """
         errors = {name: self.call.distance(name, drawn[name], x) for name, x in self.x64.items()}
-        if overflows or all(bool(error.isfinite().all()) for error in errors.values()):
+        if always or all(bool(error.isfinite().all()) for error in errors.values()):
             for name, error in errors.items():
                 self.eager_error[name] = torch.maximum(self.eager_error[name], error)
 

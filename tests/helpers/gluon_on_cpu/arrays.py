@@ -98,8 +98,10 @@ class Array:
         return None
 
     def to(self, dtype: Type, bitcast: bool = False) -> "Array":
-        data = self.data.astype(self.dtype.numpy).view(dtype.numpy) if bitcast else self.data
-        if not bitcast and dtype.rank <= int64.rank and data.dtype.kind == "f":
+        if bitcast:
+            return Array(self.data.astype(self.dtype.numpy).view(dtype.numpy), dtype)
+        data = self.data
+        if dtype.rank <= int64.rank and data.dtype.kind == "f":
             data = np.trunc(data)
         return Array(data, dtype)
 

@@ -39,7 +39,7 @@ language = SimpleNamespace(
     **arrays.TYPES,
     **dict.fromkeys(_LAYOUTS, _no_layout),
     **{name: getattr(values, name) for name in _VALUES},
-    **{name: elementwise(getattr(np, name)) for name in ("abs", "floor", "log2", "maximum", "minimum")},
+    **{name: elementwise(getattr(np, name)) for name in ("abs", "floor", "maximum", "minimum")},
     exp2=elementwise(_exp2),
     NVMMASharedLayout=gl.NVMMASharedLayout,
     allocate_shared_memory=hopper.allocate_shared_memory,

@@ -245,7 +245,7 @@ class KeyWork:
         first_max, own_max, end_max = self.rows_of(self.bounds.start + KEYS - 1, last_reset, next_reset, left)
         if self.schedule.PLANNED:
             last_granule = gl.load(self.schedule.mirror + self.first_block(member) + self.bounds.start // KEYS)
-            # up to the end of a tile, which is whole then: the rows more are visible, and few
+            # rounded up to whole tiles, which need no mask: the rows that this adds do see the keys
             planned = gl.cdiv((last_granule + 1) * GRANULE, self.schedule.ROWS) * self.schedule.ROWS
             end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
         return (first_min, own_min, end_min), (first_max, own_max, end_max)

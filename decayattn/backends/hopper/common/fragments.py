@@ -102,8 +102,10 @@ def ones_of_parts(FIRST: gl.constexpr, RESULT: gl.constexpr):
 
 
 @gluon.jit
-def bits_before(column, LAYOUT: gl.constexpr):
-    """(rows, 4): which of its 32 columns of a row a thread has before a column, one per row, as bits."""
+def bits_before(column, x):
+    """(rows, 4): which of its up to 32 columns of a row of x, by threads, a thread has before a column, one per row, as
+    bits for where_bits."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
     column = less_own(column, LAYOUT)
     count = gl.maximum(2 * (column >> 3) + gl.minimum(column & 7, 2), 0)
     return gl.inline_asm_elementwise("bmsk.clamp.b32 $0, 0, $1;", "=r,r", [count], gl.int32, is_pure=True, pack=1)

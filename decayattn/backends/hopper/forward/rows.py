@@ -76,14 +76,13 @@ def masked(score, rows, tile, is_right, whole_begin, BITS: gl.constexpr):
     """
     SCORE: gl.constexpr = score.type.layout
     x = by_threads(score)
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
     end = rows.keys_end(is_right) - tile * KEYS
     if BITS:
-        seen = bits_before(end, LAYOUT)
+        seen = bits_before(end, x)
         if rows.HAS_FIRST:
             has_firsts = tile < whole_begin
             if has_firsts:
-                seen &= ~bits_before(rows.first_key(is_right) - tile * KEYS, LAYOUT)
+                seen &= ~bits_before(rows.first_key(is_right) - tile * KEYS, x)
         x = where_bits(seen, x)
     else:
         key = common_columns(x)

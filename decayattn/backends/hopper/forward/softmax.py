@@ -123,9 +123,9 @@ def as_operand(p, shared, count, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def log2_of_sum(total):
-    """log2 of normal numbers to within 2^-22, absolutely: what a log-sum-exp is rounded to from 4 on. inf and NaN stay.
+    """log2 of normal numbers to within 2^-22, the rounding of a float32 between 4 and 8. inf and NaN stay.
 
-    The hardware's log2 is that exact for numbers in [1, 2). gl.log2 has five times as many instructions.
+    The hardware's log2 is that exact for the mantissa, in [1, 2). gl.log2 takes five times as many instructions.
     """
     bits = total.to(gl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
