@@ -1,6 +1,7 @@
 """Decay attention and every gradient of it, formula by formula and without autograd."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -151,8 +152,8 @@ def explicit_attention(
             if sink is not None:
                 p_sink = (sink[:, None] - lse).exp()
                 result["lse"][:, chunk] += p_sink * sink.abs()[:, None] - torch.xlogy(p_sink, p_sink)
-        out = rounded(weighted / normaliser)
-        result["out"][:, chunk] = out
+        out = weighted / normaliser
+        result["out"][:, chunk] = rounded(out)
 
         # the backward has P from the saved log-sum-exp, which is rounded, and from scores that it computes once more,
         # which are not rounded as they were: where scores are huge, or one key has a whole row, nothing else counts
@@ -161,6 +162,7 @@ def explicit_attention(
         p = torch.where(visible, (scores - reference[..., None]).exp(), 0.0).to(q.dtype)
         p_rounded = rounded(p * factor)
         do, dlse = size(grad_out[:, chunk]), size(grad_lse[:, chunk])
+        out = _out_in_delta(out, rounded, factor) if online else rounded(out)
         delta = minus((do * out).sum(-1), dlse)
         if sink is not None:  # its value is 0, and so is its dP
             p_sink = (sink[:, None] - lse).exp().to(q.dtype)
@@ -200,6 +202,12 @@ def explicit_attention(
 def _draw(factor: float) -> int:
     """Which of 64 a factor between 1 and 2 is."""
     return round(64 * math.log2(factor))
+
+
+def _kind(factor: float) -> int:
+    """Which of 4 kinds of `_reference` a factor has: each as often, among 16 factors and among 64."""
+    draw = _draw(factor)
+    return (draw + draw // 4) % 4
 
 
 def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
@@ -248,13 +256,12 @@ def _reference(scores: Tensor, factor: float, start: int, dtype: torch.dtype) ->
     subtraction for the scores, and not for the maximum. Where scores are large, it is more than one of 16 bits. Or it
     is another number in every row, as a maximum that lags behind. None: P is normalised first.
     """
-    draw = _draw(factor)
-    kind = (draw + draw // 4) % 4  # each as often, among 16 factors and among 64
+    kind = _kind(factor)
     if kind == 0:
         return None
     reference = scores.amax(-1)
     if kind == 1:
-        random = torch.Generator("cpu").manual_seed(64 * start + draw)
+        random = torch.Generator("cpu").manual_seed(64 * start + _draw(factor))
         drawn = torch.rand(reference.shape, generator=random, dtype=torch.float64, device="cpu")
         return reference + math.log(2) * drawn.to(reference.device)
     multiple = factor * ELSEWHERE
@@ -267,6 +274,17 @@ def _online_softmax(scores: Tensor, total: Tensor, reference: Tensor, v: Tensor,
     reference = torch.where(seen, reference, 0.0)
     p = (scores - reference[..., None]).exp().to(rounding).to(v.dtype)
     return p @ v * torch.where(seen, (reference - total).exp(), 0.0).to(v.dtype)[..., None]
+
+
+def _out_in_delta(out: Tensor, rounded: Callable[[Tensor], Tensor], factor: float) -> Tensor:
+    """out as Δ is formed from it, rounded elsewhere than what is returned by the factors that round P relative to a
+    row's maximum.
+
+    They round P alike. Had they the same out, too, they would share most of the error of a number that all rows add to,
+    as the gradient of a constant rate, and their largest error would be that of one.
+    """
+    multiple = factor if _kind(factor) > 1 else 1.0
+    return rounded(out * multiple) / multiple
 
 
 def _p_in_ds(p: Tensor, p_rounded: Tensor, factor: float) -> Tensor:

@@ -224,6 +224,23 @@ def test_more_roundings_where_a_number_exceeds_its_budget_by_little(times, seen,
     assert (tuple(factors), found.passed) == (seen, passed)
 
 
+def test_draws_round_one_by_one():
+    """Were the errors of some factors alike, their maximum would be that of fewer: fuzzed calls exceeded twice it."""
+    torch.manual_seed(0)
+    heads, tokens, dim = 256, 64, 16
+    q, k, v, grad_out = (torch.randn(heads, tokens, dim).bfloat16().float() for _ in range(4))
+    log_decay, scale, grad_lse = -0.05 * torch.rand(heads), torch.full((heads,), dim**-0.5), torch.zeros(heads, tokens)
+
+    def rate_gradients(**rounding):
+        arguments = q, k, v, log_decay, scale, True, grad_out * rounding.get("factor", 1.0), grad_lse
+        return explicit_attention(*arguments, **rounding)["dlog_decay"] / rounding.get("factor", 1.0)
+
+    exact = rate_gradients()
+    errors = [rate_gradients(rounding=torch.bfloat16, factor=factor) - exact for factor in attention.DRAWS]
+    correlations = torch.corrcoef(torch.stack(errors)).fill_diagonal_(0.0)
+    assert correlations.max() < 0.45
+
+
 def test_factors_that_overflow_count_for_nothing(plant, monkeypatch):
     """A factor may take float16 out of its range where eager is in it."""
     draw = attention.Call.draw
@@ -599,10 +616,11 @@ def from_rounded_p(bits, results, q, k, v, log_decay, scale, grad_lse, **heads):
 
 
 def without_these_draws(monkeypatch):
-    """P normalised before it is rounded, dS from P as it is, scores whose decay is one number, and sums that are
-    rounded to nearest."""
+    """P normalised before it is rounded, dS from P as it is, Δ from out as it is returned, scores whose decay is one
+    number, and sums that are rounded to nearest."""
     monkeypatch.setattr(formulas, "_p_in_ds", lambda p, p_rounded, factor: p)
     monkeypatch.setattr(formulas, "_reference", lambda *args: None)
+    monkeypatch.setattr(formulas, "_out_in_delta", lambda out, rounded, factor: rounded(out))
     monkeypatch.setattr(formulas, "_toward_zero", lambda x, dtype: x.to(dtype))
     zero = torch.zeros((), dtype=torch.float64)
     in_full = lambda log_decay, i, j, block: (formulas._decay_term(log_decay, i, j), zero, zero)  # noqa: E731
