@@ -71,12 +71,12 @@ TARGETS = {
 }
 MULTIPROCESSORS = 132
 SKIP_TOLERANCE = 2.0**-24  # decay_attention's
-PATHS = ["TMA", "both sides", "pointers", "small", "packed", "bias", "decode", "halo"]
+PATHS = ["TMA", "both sides", "pointers", "narrow", "small", "packed", "bias", "decode", "halo"]
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
-MORE_SPILLS = {"TMA": 4, "pointers": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0, "halo": 0}
+MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0, "halo": 0}
 # paths of GPUs without tiles for descriptors and without tiles of small problems
-OTHER_PATHS = ("pointers", "packed", "bias", "decode", "halo")
+OTHER_PATHS = ("pointers", "narrow", "packed", "bias", "decode", "halo")
 # the same of the Hopper backend, by kernel and head dimension, whose loops are those of the TMA path: the other side of
 # the diagonal takes registers
 HOPPER_MORE_SPILLS = {
@@ -131,7 +131,8 @@ def main() -> int:
     )
     parser.add_argument(
         "--paths", nargs="+", choices=PATHS, default=PATHS,
-        help="how tiles are read; both sides: as by TMA, not causal; small: so few that the gradients of keys and "
+        help="how tiles are read; both sides: as by TMA, not causal; narrow: through pointers, D = 24 for 64, 88 for "
+        "128, and D_v a third of it, k with gaps between its numbers; small: so few that the gradients of keys and "
         "queries share a launch; packed: from packed sequences, with a window; bias: through pointers, with a bias and "
         "its gradient; decode: one query row over a key cache; halo: the plan of keys that other GPUs have",
     )
@@ -229,6 +230,10 @@ def compiled_kernels(
     # without a stride between the batch entries TMA cannot address a tensor
     filled = 2 if path in ("TMA", "both sides") else 1
     q, k, v, d_out = (torch.empty(filled, *shape[1:], dtype=dtype).expand(shape) for _ in range(4))
+    if path == "narrow":
+        narrow = dim - 40
+        q, v, d_out = q[..., :narrow], v[..., : narrow // 3], d_out[..., : narrow // 3]
+        k = k.new_empty(*shape[1:3], 2 * narrow)[..., ::2].expand(*shape[:3], narrow)
     log_decay = {"none": None, "constant": torch.empty(4), "scalar": torch.empty(shape[:3])}[decay]
     bounds, window, longest, bias = None, (-1, -1), None, None
     if path == "packed":

@@ -27,7 +27,7 @@ TARGETS = ("sm_90", "sm_80", "sm_89", "sm_100", "sm_120", "gfx942")
 # options of compile_kernels.py
 WHOLE = {target: () for target in TARGETS}
 SHORT = {
-    "sm_90": ("--head-dims", "64", "128", "--decays", "scalar", "--paths", "TMA"),
+    "sm_90": ("--head-dims", "64", "128", "--decays", "scalar", "--paths", "TMA", "narrow"),
     "gfx942": ("--head-dims", "128", "--decays", "scalar", "--paths", "pointers", "decode"),
 }
 # options of which it takes a part of the table

@@ -57,6 +57,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         if problem.is_empty:
             results.fill()
             return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
+        q, k, v = (_in_lines(x) for x in (q, k, v))
         sink = None if inputs.sink is None else inputs.sink.contiguous()
         given = (q, k, v, log_decay, _tensor(scale), bounds, bias, sink)
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), _shape(bias), with_lse)
@@ -107,6 +108,7 @@ def backward(
             d_log_decay, d_bias = (None if x is None else torch.zeros_like(x) for x in (decay_leaf, bias_leaf))
             return Gradients(dq, dk, dv, d_log_decay, d_scale, d_bias)
 
+        q, k, v, d_out = (_in_lines(x) for x in (q, k, v, d_out))
         delta = torch.empty_like(row_lse2)
         decay_sums = torch.empty_like(row_lse2) if decay_gradient else None
         column_sums = None
@@ -274,11 +276,23 @@ def _widths(problem: AttentionProblem) -> tuple[int, int]:
 
     Where products read them from shared memory (16 bits), both have lines of one length, of up to 128 bytes: k and v
     may follow one another in the same place there, and ptxas (12.8 and 12.9: Triton 3.6 to 3.8) takes the addresses of
-    both from one register, wrong ones where the lengths differ.
+    both from one register, wrong ones where the lengths differ. That lines are along D is `_in_lines`'s.
     """
     head, value = padded(problem.head_dim), padded(problem.value_dim)
     line = min(max(head, value), _LINE) if problem.dtype.itemsize == 2 else 0
     return max(head, line), max(value, line)
+
+
+def _in_lines(x: Tensor) -> Tensor:
+    """A (B, T, H, D) tensor whose D numbers lie behind one another, and not those of tokens: x, or a copy.
+
+    Triton lays a tile out in shared memory as it lies in the tensor, so tiles of other tensors would have lines along
+    tokens, of another length than those along D (`_widths`).
+    """
+    if x.stride(3) == 1 and x.stride(1) != 1:
+        return x
+    least = 2  # of one number, the tokens of one head would lie behind one another
+    return x.new_empty(*x.shape[:3], max(least, x.shape[3]))[..., : x.shape[3]].copy_(x)
 
 
 def dot_precision() -> str:

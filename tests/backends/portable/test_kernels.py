@@ -363,6 +363,25 @@ def test_strides(dtype, device):
     verify(dict(q=misaligned, k=k, v=v, log_decay=log_decay))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(19, 19), (24, 8), (1, 16)])
+@pytest.mark.parametrize("apart", ["numbers of k", "numbers of v and dO", "tokens of k", "tokens of q and v"])
+def test_numbers_of_a_head_that_lie_apart(apart, dims, causal, device):
+    """Tiles of such a tensor have lines along tokens beside others along D: at one address, ptxas reads wrong ones."""
+    T, (D, D_v) = 301, dims
+
+    def of_dim(dim, name):
+        if name not in apart.split():
+            return torch.randn(1, T, 1, dim, device=device, dtype=torch.float16)
+        if "numbers" in apart:
+            return torch.randn(1, T, 1, 2 * dim, device=device, dtype=torch.float16)[..., ::2]
+        return torch.randn(1, dim, 1, T, device=device, dtype=torch.float16).transpose(1, 3)
+
+    inputs = dict(q=of_dim(D, "q"), k=of_dim(D, "k"), v=of_dim(D_v, "v"))
+    log_decay = -0.1 * torch.rand(1, T, 1, device=device)
+    verify(inputs | dict(log_decay=log_decay, causal=causal), grad_out=of_dim(D_v, "dO"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_lse_of_many_rows_and_one_key(dtype, device):
     """Its score is tiny, and the rows count their positions from far before it."""
