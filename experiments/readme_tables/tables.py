@@ -15,6 +15,7 @@ MORE_SPEEDS = (
     ("benchmark_sustained_not_causal.json", "Not causal", False),
     ("benchmark_sustained_logits.json", "Logits with a standard deviation of 16", True),
     ("benchmark_sustained_before.json", "In one process with an earlier commit", True),
+    ("benchmark_sustained_before_triton.json", "The Triton kernels in one process with an earlier commit", True),
 )
 SKIPPING_FILE = "benchmark_skipping.json"
 PICTURE = "speed.svg"
@@ -25,7 +26,12 @@ LABELS = {
     "ours, no decay before": "the earlier commit, no decay",
     "ours, constant": "decayattn, a constant per head and its gradient",
     "ours, constant before": "the earlier commit, a constant per head",
-    "triton, constant": "decayattn's Triton kernels, the same",
+    "triton": "decayattn's Triton kernels, decay and its gradient",
+    "triton before": "the earlier commit",
+    "triton, no decay": "decayattn's Triton kernels, no decay",
+    "triton, no decay before": "the earlier commit, no decay",
+    "triton, constant": "decayattn's Triton kernels, a constant per head and its gradient",
+    "triton, constant before": "the earlier commit, a constant per head",
     "flash_attn": "FlashAttention-4, no decay",
     "flex": "FlexAttention, decay without its gradient",
     "fox": "Forgetting Transformer, decay and its gradient",
@@ -129,7 +135,7 @@ def _speed_table(found: Speeds, kernels: Any, causal: bool) -> list[str]:
     rows = [[LABELS[name], *(_pair(found, shape, name, "ratio_to_cudnn", 2) for shape in shapes)] for name in names]
     # what others read first: ours in bold
     rows = [[f"**{cell}**" for cell in row] if name == "ours" else row for name, row in zip(names, rows, strict=True)]
-    for name in ("cudnn", "ours"):
+    for name in ("cudnn", names[0]):
         label = f"{LABELS[name]}, TFLOP/s"
         rows.append([label, *(_pair(found, shape, name, "tflops", 0) for shape in shapes)])
     return table(head, rows)

@@ -115,7 +115,7 @@ def test_the_table_has_a_row_per_kernel_and_a_column_per_shape(results):
     assert lines[0] == "| forward / backward, H16 | D64 T2048 B16 | D128 T2048 B16 |"
     rows = dict(line.strip("| ").split(" | ", 1) for line in lines[2:])
     assert rows["**decayattn, decay and its gradient**"] == "**1.20 / 1.10** | **1.20 / 1.10**"
-    assert rows["decayattn's Triton kernels, the same"] == "0.75 / 0.75 | 0.75 / 0.75"
+    assert rows["decayattn's Triton kernels, a constant per head and its gradient"] == "0.75 / 0.75 | 0.75 / 0.75"
     assert rows["cuDNN (PyTorch SDPA), no decay, TFLOP/s"] == "400 / 400 | 400 / 400"
 
 
