@@ -3,6 +3,7 @@
     python experiments/compile_kernels.py                                   # every tile of both backends, bfloat16
     python experiments/compile_kernels.py --decays scalar --paths TMA       # part of it
     python experiments/compile_kernels.py --targets sm_80 gfx942            # the Triton kernels for other GPUs
+    python experiments/compile_kernels.py --calls 100                       # the kernels of random calls
 
 The launch functions run as they do on a GPU, on CPU tensors, with a driver that compiles and launches nothing; so what
 is compiled is what would be launched. Printed per kernel: registers, bytes of register spills, shared memory, and
@@ -10,7 +11,8 @@ whether ptxas serialised the asynchronous matrix products (which costs a large p
 exit status is 1 if a kernel does not compile, needs more shared memory than a block has, serialises, reads tiles in a
 way that ptxas gets wrong (shares_an_address), keeps something else where a barrier is (reuses_a_barrier), or (for
 sm_90, with the Triton that the tiles were chosen on; others bring another ptxas) spills more than config.py says. For
-other targets, whose tiles nobody has timed, more spills are printed and are no fault.
+other targets, whose tiles nobody has timed, more spills are printed and are no fault. Random calls are those of
+fuzz_kernels.py --family 1 in 16 bits; what they spill is no fault.
 """
 
 import argparse
@@ -30,6 +32,9 @@ from unittest import mock
 
 import torch
 import triton
+from fuzzing import judge
+from fuzzing.draws import draw
+from fuzzing.tensors import build
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
@@ -141,12 +146,17 @@ def main() -> int:
         "--targets", nargs="+", choices=TARGETS, default=["sm_90"],
         help="the Hopper backend is compiled for sm_90 only",
     )
+    parser.add_argument(
+        "--calls", type=int, help="instead of the table, the kernels of so many random calls in 16 bits, each once"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="what these are drawn from")
     parser.add_argument("--json", type=Path, help="where to write what is printed")
     options = parser.parse_args()
     print(f"triton {triton.__version__}")
     found = []
     for name in options.targets:
-        for kernel in compiled(name, options):
+        driver.set_active(CompilingDriver(TARGETS[name]))
+        for kernel in compiled(name, options) if options.calls is None else compiled_of_calls(name, options):
             found.append(kernel)
             print(line(kernel), flush=True)
     if options.json is not None:
@@ -159,7 +169,6 @@ def main() -> int:
 def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
     """What is known of every kernel that was compiled for a target."""
     target, dtype = TARGETS[name], getattr(torch, options.dtype)
-    driver.set_active(CompilingDriver(target))
     for backend, dim, decay in itertools.product(options.backends, options.head_dims, options.decays):
         if backend == "hopper" and (name != "sm_90" or dim > 128):
             continue
@@ -171,25 +180,59 @@ def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
             try:
                 kernels = compiled_kernels(backend, dim, decay, dtype, path, target)
             except Exception as error:  # the compiler's, of many kinds; the other kernels are compiled all the same
-                traceback.print_exc()
-                nothing = {"registers": 0, "spills": 0, "shared": 0, "serialised": False, "notes": []}
-                yield of_call | {"kernel": "-", **nothing, "faults": [f"does not compile: {type(error).__name__}"]}
+                yield of_call | not_compiled(error)
                 continue
+            strict = name == "sm_90" and triton.__version__.startswith(TUNED_ON)
             for kernel in kernels:
-                known = {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared, **resources(kernel, target)}
                 allowed = allowed_spills(backend, kernel.metadata.name, dim, dtype, path, target)
-                spills = [f"spills more than {allowed} B"] if known["spills"] > allowed else []
-                strict = name == "sm_90" and triton.__version__.startswith(TUNED_ON)
-                faults = spills if strict else []
-                if known["serialised"]:
-                    faults = ["serialised", *faults]
-                if shares_an_address(kernel.asm.get("ptx", "")):
-                    faults = ["tiles of two layouts at one address", *faults]
-                if reuses_a_barrier(kernel.asm.get("ptx", "")):
-                    faults = ["something else where a barrier is", *faults]
-                if known["shared"] > target.shared_memory:
-                    faults = ["too much shared memory", *faults]
-                yield of_call | known | {"faults": faults, "notes": [] if strict else spills}
+                yield of_call | judged(kernel, target, allowed, strict)
+
+
+def compiled_of_calls(name: str, options: argparse.Namespace) -> Iterator[dict]:
+    """The same of random calls."""
+    target, seen = TARGETS[name], set()
+    calls = (draw(options.seed, number, calls_per_family=1) for number in itertools.count())
+    in_16_bits = (call for call in calls if getattr(torch, call.family.dtype).itemsize == 2)
+    for call in itertools.islice(in_16_bits, options.calls):
+        case, family = build(call, torch.device("cpu")), call.family
+        for backend in options.backends:
+            of_call = {
+                "target": name, "backend": backend, "dim": max(family.head_dim, family.value_dim),
+                "decay": family.decay, "path": f"call {call.number}",
+            }
+            module = portable if backend == "triton" else hopper
+            with collecting(target) as kernels, mock.patch.object(module, "unavailable", return_value=None):
+                try:
+                    judge.run(case, backend)
+                except Exception as error:
+                    if not judge.is_refused(backend, error):
+                        yield of_call | not_compiled(error)
+            for kernel in kernels:
+                if kernel.hash not in seen:
+                    seen.add(kernel.hash)
+                    yield of_call | judged(kernel, target, sys.maxsize, False)
+
+
+def not_compiled(error: Exception) -> dict:
+    traceback.print_exception(error)
+    nothing = {"registers": 0, "spills": 0, "shared": 0, "serialised": False, "notes": []}
+    return {"kernel": "-", **nothing, "faults": [f"does not compile: {type(error).__name__}"]}
+
+
+def judged(kernel, target: Target, allowed: int, strict: bool) -> dict:
+    """What is known of a compiled kernel, and what is wrong with it; if strict, more spills than are allowed, too."""
+    known = {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared, **resources(kernel, target)}
+    spills = [f"spills more than {allowed} B"] if known["spills"] > allowed else []
+    faults = spills if strict else []
+    if known["serialised"]:
+        faults = ["serialised", *faults]
+    if shares_an_address(kernel.asm.get("ptx", "")):
+        faults = ["tiles of two layouts at one address", *faults]
+    if reuses_a_barrier(kernel.asm.get("ptx", "")):
+        faults = ["something else where a barrier is", *faults]
+    if known["shared"] > target.shared_memory:
+        faults = ["too much shared memory", *faults]
+    return known | {"faults": faults, "notes": [] if strict else spills}
 
 
 def line(kernel: dict) -> str:

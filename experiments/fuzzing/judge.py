@@ -44,7 +44,7 @@ def judge(case: Case, backends: list[str]) -> Verdict:
         try:
             results[backend] = run(case, backend)
         except ValueError as error:
-            if backend == "hopper" and str(error).startswith("backend: 'hopper' cannot take this problem"):
+            if is_refused(backend, error):
                 verdict.refused[backend] = str(error).partition("problem: ")[2]
             else:
                 verdict.failures.append(_error(backend, error))
@@ -55,6 +55,11 @@ def judge(case: Case, backends: list[str]) -> Verdict:
     if results:
         _compare(case, results, verdict)
     return verdict
+
+
+def is_refused(backend: str, error: Exception) -> bool:
+    """Whether a backend that does not take every problem refused this one."""
+    return backend == "hopper" and str(error).startswith("backend: 'hopper' cannot take this problem")
 
 
 def _error(backend: str, error: Exception) -> tuple[str, str]:

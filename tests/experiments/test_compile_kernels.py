@@ -42,6 +42,15 @@ def test_both_backends_compile_for_sm90(backend):
 
 
 @pytest.mark.slow
+def test_kernels_of_a_random_call():
+    """One whose keys have a step between their numbers: tiles of two layouts, before they were copied."""
+    run = compile_kernels("--backends", "triton", "--calls", "1", "--seed", "6699")
+    assert run.returncode == 0, run.stdout + run.stderr
+    kernels = re.findall(r"^sm_90 +triton +D25 +none +call 0 +(\w+) ", run.stdout, re.MULTILINE)
+    assert kernels == ["forward_kernel", "row_terms_kernel", "gradients_kernel"]
+
+
+@pytest.mark.slow
 def test_decoding_fits_where_a_block_has_less_shared_memory(tmp_path):
     """64 KB on gfx942, 99 KB on sm_89, both less than sm_90 has."""
     path = tmp_path / "kernels.json"
