@@ -100,8 +100,8 @@ def decay_attention(
     softmax.
 
     Args:
-        q: queries (B, T_q, H, D), D up to 256. float16, bfloat16, float32 or float64. Any strides, of q, k and
-            v: "triton" copies them where the D numbers of a token and head do not lie behind one another.
+        q: queries (B, T_q, H, D), D up to 256. float16, bfloat16, float32 or float64. q, k and v may have any
+            strides; "triton" copies one whose D numbers of a token and head do not lie behind one another.
         k: keys (B, T_k, H_kv, D), H_kv dividing H: query head h reads key head h // (H / H_kv).
         v: values (B, T_k, H_kv, D_v), D_v up to 256.
         log_decay: λ in natural logarithm, float32 (or float64 with float64 q).
