@@ -78,6 +78,9 @@ STEPS = (
          path="{triton}"),
     Step("before", "timed", 9, EXPERIMENTS + "benchmark_sustained.py --captured --before {before} --peers cudnn"
          " --decays scalar constant none --rounds 5 --seconds 0.2 --output {out}/before.json"),
+    Step("before_triton", "timed", 6, EXPERIMENTS + "benchmark_sustained.py --captured --before {before} --peers cudnn"
+         " --backends triton --decays scalar constant none --rounds 5 --seconds 0.15"
+         " --shapes 16,2048,16,64 4,8192,16,64 16,2048,16,128 4,8192,16,128 --output {out}/before_triton.json"),
     Step("sequences", "timed", 4, EXPERIMENTS + "benchmark_sequences.py --rounds 3 --generate-stream 2000"
          " --output {out}/benchmark_sequences.json"),
     Step("overhead", "timed", 3, EXPERIMENTS + "benchmark_overhead.py --rounds 9 --packed --profile"
@@ -109,14 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="begin no step that may end later; default: no limit")
     parser.add_argument("--steps", nargs="+", choices=names, default=names, help="default: all")
     parser.add_argument("--triton", type=Path, help="folder of another Triton, for the step of that name")
-    parser.add_argument("--before", type=Path, help="tree of another version, for the step of that name")
+    parser.add_argument("--before", type=Path, help="tree of another version, for the steps of that name")
     parser.add_argument("--seed", type=int, default=0, help="of the fuzzer on the first GPU; the next has the next")
     parser.add_argument("--again", action="store_true", help="what ended well before, too")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     options = parser.parse_args(argv)
     given = {name: path.resolve() for name in ("triton", "before") if (path := getattr(options, name)) is not None}
     lacking = {"triton", "before"} - given.keys()
-    steps = [step for step in STEPS if step.name in options.steps and step.name not in lacking]
+    able = [step for step in STEPS if not any(f"{{{name}}}" in step.command + step.path for name in lacking)]
+    steps = [step for step in able if step.name in options.steps]
     gpus = gpu_count()
     if options.list:
         for step in steps:
