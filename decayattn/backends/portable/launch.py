@@ -287,12 +287,12 @@ def _in_lines(x: Tensor) -> Tensor:
     """A (B, T, H, D) tensor whose D numbers lie behind one another, and not those of tokens: x, or a copy.
 
     Triton lays a tile out in shared memory as it lies in the tensor, so tiles of other tensors would have lines along
-    tokens, of another length than those along D (`_widths`).
+    tokens, of another length than those along D (`_widths`). With D = 1, room for two keeps tokens apart.
     """
     if x.stride(3) == 1 and x.stride(1) != 1:
         return x
-    least = 2  # of one number, the tokens of one head would lie behind one another
-    return x.new_empty(*x.shape[:3], max(least, x.shape[3]))[..., : x.shape[3]].copy_(x)
+    dim = x.shape[3]
+    return x.new_empty(*x.shape[:3], max(2, dim))[..., :dim].copy_(x)
 
 
 def dot_precision() -> str:

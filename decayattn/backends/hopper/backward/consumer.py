@@ -85,7 +85,7 @@ def _next_tile(
     KEY_SUMS: gl.constexpr = 1 if work.schedule.DECAY_GRADIENT else 0
 
     # in step with the first warpgroup, the second is 1 to 3 % slower. With a constant decay and D = 64 they stay apart
-    # without waiting at every tile, which costs 2 to 5 % there: edge tiles, which come first, set them apart
+    # without waiting at every tile, which costs 1 to 5 % there: edge tiles, which come first, set them apart
     if WARPGROUP == 1 and (EDGE or D == 128 or DECAY != "constant"):
         mbarrier.wait(shared.barriers.first_scores.index(stage), phase)
     mbarrier.wait(shared.barriers.queries_ready.index(stage), phase)
