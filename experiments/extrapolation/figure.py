@@ -40,7 +40,7 @@ def draw(result: dict[str, Any]) -> Figure:
 def _panel(axes: Axes, result: dict[str, Any], length: int) -> None:
     edges = np.array(result["edges"][str(length)])
     context = result["settings"]["context"]
-    within = []
+    within, lowest = [], np.inf
     for name, scheme in SCHEMES.items():
         curves = [
             row["bits"] for run in result["runs"] if run["scheme"] == name for row in run["reading"]
@@ -48,12 +48,13 @@ def _panel(axes: Axes, result: dict[str, Any], length: int) -> None:
         ]
         if not curves:
             continue
-        positions, of_seeds = _coarser(edges, np.array(curves, dtype=float))  # None is NaN
+        positions, of_seeds = coarser(edges, np.array(curves, dtype=float))  # None is NaN
         mean = of_seeds.mean(0)
         style = "-" if scheme.decays else "--"
         axes.plot(positions, mean, style, color=COLOURS[name], label=scheme.label, linewidth=1.6)
         axes.fill_between(positions, of_seeds.min(0), of_seeds.max(0), color=COLOURS[name], alpha=0.2, linewidth=0)
         within += mean[(positions > context / 4) & (positions <= context)].tolist()
+        lowest = min(lowest, np.nanmin(mean))
     axes.axvline(context, color="#1f2328", linewidth=1, linestyle=":")
     axes.annotate(f"trained length, {count(context)}", (context, 1), xycoords=("data", "axes fraction"),
                   xytext=(4, -12), textcoords="offset points", fontsize="small")
@@ -63,14 +64,14 @@ def _panel(axes: Axes, result: dict[str, Any], length: int) -> None:
     axes.minorticks_off()
     middle = float(np.median(within))
     # what loses its way leaves the panel upwards; where it goes is in the table
-    axes.set_ylim(0.8 * middle, 2.2 * middle)
+    axes.set_ylim(min(0.8 * middle, 0.97 * lowest), 2.2 * middle)
     crops = max(row["crops"] for run in result["runs"] for row in run["reading"] if row["length"] == length)
     axes.set(xlabel="position (bytes before)", ylabel="bits per byte", title=f"{crops} texts of {count(length)} bytes")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _coarser(edges: np.ndarray, curves: np.ndarray, per_octave: int = 6) -> tuple[np.ndarray, np.ndarray]:
+def coarser(edges: np.ndarray, curves: np.ndarray, per_octave: int = 6) -> tuple[np.ndarray, np.ndarray]:
     """Means over stretches that grow with the position: (their middles, (seeds, stretches))."""
     widths = np.diff(edges)
     # the first stretch begins at 0, and is alone

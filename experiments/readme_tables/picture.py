@@ -10,7 +10,7 @@ COLOURS = {
     "ours": "#d55e00", "ours, no decay": "#e69f00", "flash_attn": "#999933", "flex": "#56b4e9", "fla": "#009e73",
     "fox": "#cc79a7",
 }
-_STYLE = """\
+STYLE = """\
 text { font: 12px system-ui, sans-serif; fill: #1f2328 }
 .small { font-size: 10px }
 text.inside { font-size: 9px; fill: #ffffff }
@@ -33,7 +33,7 @@ def draw(ratios: Ratios, labels: dict[str, str], title: str) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_TOP + _HEIGHT + 50}" role="img">',
         f"<title>{escape(title)}</title>",
-        f"<style>\n{_STYLE}\n</style>",
+        f"<style>\n{STYLE}\n</style>",
         *_legend(kernels, labels),
     ]
     for number, direction in enumerate(("forward", "backward")):

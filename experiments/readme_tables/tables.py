@@ -72,8 +72,10 @@ def _of_files(results: Results) -> tuple[Speeds, dict[str, str]]:
 def _sources(results: Results, source: dict[str, str]) -> Iterator[str]:
     """The files of a comparison, the one of ours first."""
     own = source["ours"]
-    regime = "sustained: calls back to back, at the power limit"
-    yield f"{_where(results.load(own))}; bfloat16, causal; {regime} ({results.link(own)})."
+    report = results.load(own)
+    replayed = ", replayed by CUDA graphs" if report.get("captured") else ""
+    regime = f"sustained: calls back to back{replayed}, at the power limit"
+    yield f"{_where(report)}; bfloat16, causal; {regime} ({results.link(own)})."
     borrowed = [LABELS[kernel].split(",")[0] for kernel in _OTHERS if source.get(kernel) == OTHERS_FILE]
     if borrowed:
         names = " and ".join([", ".join(borrowed[:-1]), borrowed[-1]] if len(borrowed) > 1 else borrowed)
@@ -104,11 +106,15 @@ def _alt(results: Results) -> str:
     return f"Speed as a multiple of cuDNN's without decay: decayattn with decay and its gradient {', '.join(said)}"
 
 
-def speed(results: Results) -> list[str]:
-    """The picture, and what it is of."""
+def pictures(results: Results) -> list[str]:
+    """The picture of speeds, that of losses over position where it was measured, and what they are of."""
     source = _of_files(results)[1]
-    lines = [f"![{_alt(results)}]({results.prefix}{PICTURE})", ""]
-    return [*lines, " ".join(["Speed as a multiple of cuDNN's, which has no decay:", *_sources(results, source)])]
+    shown = [f"![{_alt(results)}]({results.prefix}{PICTURE})"]
+    said = ["Speed as a multiple of cuDNN's, which has no decay:", *_sources(results, source)]
+    if results.has(evidence.EXTRAPOLATION_FILE):
+        for lines, new in zip((shown, said), evidence.curve(results), strict=True):
+            lines.append(new)
+    return [*shown, "", " ".join(said)]
 
 
 def attention(results: Results) -> list[str]:
@@ -310,7 +316,7 @@ def files(results: Results) -> list[str]:
 
 
 BLOCKS = {
-    "speed": speed, "attention": attention, "skipping": skipping, "planning": planning, "lengths": lengths,
+    "pictures": pictures, "attention": attention, "skipping": skipping, "planning": planning, "lengths": lengths,
     "sequences": sequences, "eviction": eviction, "overhead": overhead, "training": training, "files": files,
     **evidence.BLOCKS, **learning.BLOCKS, **several_gpus.BLOCKS,
 }

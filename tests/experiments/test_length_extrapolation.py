@@ -298,7 +298,7 @@ def test_the_figure_shows_the_mean_and_marks_the_trained_length(measured):
     assert labels == [SCHEMES[name].label for name in SCHEMES if name in DEFAULT_SCHEMES]
     [trained] = [line for line in drawn.axes[0].lines if line.get_linestyle() == ":"]
     assert set(trained.get_xdata()) == {16}
-    positions, means = figure._coarser(np.array([0, 1, 2, 4, 8]), np.array([[1.0, 2.0, 3.0, 4.0]]))
+    positions, means = figure.coarser(np.array([0, 1, 2, 4, 8]), np.array([[1.0, 2.0, 3.0, 4.0]]))
     assert list(means[0]) == [1.0, 2.0, 3.0, 4.0]
     assert all(a < b for a, b in itertools.pairwise(positions))
     with pytest.raises(ValueError, match="no run has been read"):

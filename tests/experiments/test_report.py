@@ -1,5 +1,6 @@
 """README's tables and picture are what the JSON in results/ says, and JSON of unknown origin is refused."""
 
+import itertools
 import json
 import math
 import shutil
@@ -140,16 +141,18 @@ def test_kernels_of_others_come_from_the_file_that_has_them(results):
     found = tables.ratios(results)
     assert found["fox", shape, "forward"] == 0.5
     assert found["ours", shape, "forward"] == 1.2
-    said = "\n".join(tables.speed(results))
+    said = "\n".join(tables.pictures(results))
     assert "1.20 to 1.20 forward, 1.10 to 1.10 backward" in said
     assert "sustained: calls back to back, at the power limit ([JSON](results/benchmark_sustained.json))" in said
+    (results.folder / tables.SPEED_FILE).write_text(json.dumps(sustained() | {"captured": True}))
+    assert "back to back, replayed by CUDA graphs, at" in "\n".join(tables.pictures(results))
     link = f"[JSON](results/{tables.OTHERS_FILE})"
     assert f"Forgetting Transformer: against cuDNN in a process of its own ({link})" in said
 
 
-def test_length_extrapolation_is_not_measured_or_shown(results):
-    """The table of the JSON beside its picture, and where its figures are from."""
-    assert evidence.extrapolation(results) == ["Not measured yet."]
+@pytest.fixture
+def extrapolation(results) -> Results:
+    """With a length_extrapolation.json of one scheme and one of a decay per channel."""
     columns = [
         {"begin": 0, "end": 1024, "bits": 1.0, "in_windows": 1.0, "standard_error": 0.0},
         {"begin": 1024, "end": 4096, "bits": 0.75, "in_windows": 0.875, "standard_error": 0.01},
@@ -158,21 +161,46 @@ def test_length_extrapolation_is_not_measured_or_shown(results):
         "layers": 1, "width": 16, "heads": 2, "context": 1024, "batch_size": 8, "steps": 1000, "learning_rate": 1e-3,
         "lengths": [4096], "crops": [7], "without_decay_up_to": 4096, "precision": "bfloat16",
     }
+    bits = [2.0, 1.0, 0.75, 0.5]
     runs = [
-        {"scheme": "alibi", "seed": 0, "diverged": None, "parameters": 12_500_000,
-         "reading": [{"length": 4096, "crops": 7, "columns": columns}]}
+        {"scheme": scheme, "seed": seed, "diverged": None, "parameters": 12_500_000,
+         "reading": [{"length": 4096, "crops": 7, "columns": columns, "bits": [x + seed / 4 for x in bits]}]}
+        for scheme, seeds in (("alibi", (0, 1)), ("per-channel", (0,))) for seed in seeds
     ]
     side = {"packages": 3, "bytes": 10, "files": 1}
     report = {"settings": settings, "runs": runs, "corpus": {"training": side, "held out": side}}
+    report |= {"edges": {"4096": [0, 512, 1024, 2048, 4096]}}
     (results.folder / evidence.EXTRAPOLATION_FILE).write_text(json.dumps(ORIGIN | report))
+    return results
+
+
+def test_length_extrapolation_is_not_measured_or_shown(results, request):
+    """The table of the JSON beside its picture, and where its figures are from."""
+    assert evidence.extrapolation(results) == ["Not measured yet."]
+    assert len([line for line in tables.pictures(results) if line.startswith("![")]) == 1
+    request.getfixturevalue("extrapolation")
     lines = evidence.extrapolation(results)
     assert lines[0].endswith("](results/length_extrapolation.png)")
     assert lines[2:5] == [
         "| bits per byte | 0–1k | 1k–4k | 1k–4k, ≤ 1k before |",
         "|---|---|---|---|",
-        "| ALiBi | 1.000 | 0.750 | 0.875 |",
+        "| ALiBi | 1.000 (1.000–1.000) | 0.750 (0.750–0.750) | 0.875 (0.875–0.875) |",
     ]
     assert "12.5 M parameters, 8 MB of Python source at 1k bytes; 7 texts of 4k bytes read" in lines[-1]
+
+
+def test_the_curves_are_svg_with_a_line_per_scheme_that_reads_any_length(extrapolation):
+    lines = tables.pictures(extrapolation)
+    assert lines[1].endswith("trained on texts of 1,024 bytes](results/length_extrapolation.svg)")
+    assert "12.5 M parameters, mean of 2 seeds" in lines[-1]
+    root = xml.etree.ElementTree.fromstring(evidence.svg(extrapolation))
+    [curve] = [element for element in root.iter() if element.tag.endswith("polyline")]
+    points = [tuple(map(float, point.split(","))) for point in curve.get("points").split()]
+    assert all(a < b for (a, _), (b, _) in itertools.pairwise(points))  # farther to the right,
+    assert all(a < b for (_, a), (_, b) in itertools.pairwise(points))  # and lower
+    # from 1.125 to 0.875 to 0.625 bits, the mean of the seeds
+    assert points[-1][1] - points[-2][1] == pytest.approx(points[-2][1] - points[-3][1], abs=0.2)
+    assert "ALiBi: 0.62 at the end" in [element.text for element in root.iter()]
 
 
 def test_the_picture_is_svg_with_a_bar_per_figure(results):
