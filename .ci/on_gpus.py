@@ -96,7 +96,8 @@ STEPS = (
          " --output {out}/benchmark_strategies.json", least=2, goes_on=True),
     Step("training", "timed", 8, EXPERIMENTS + "benchmark_training.py --minutes 7.5"
          " --output {out}/benchmark_training.json", goes_on=True),
-    Step("recall", "check", 9, EXPERIMENTS + "recall.py --minutes 8.5 --output {out}/recall.json", goes_on=True),
+    Step("recall", "whole", 9, EXPERIMENTS + "recall.py --devices {gpus} --minutes 8.5 --output {out}/recall.json",
+         goes_on=True),
     Step("precision", "check", 9, EXPERIMENTS + "training_precision.py --minutes 8.5"
          " --output {out}/training_precision.json", goes_on=True),
     Step("extrapolation", "whole", 9, EXPERIMENTS + "length_extrapolation.py --compile --devices {gpus} --minutes 8.5"

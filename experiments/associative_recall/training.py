@@ -5,14 +5,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from associative_recall.model import SideBySide
-from associative_recall.task import Task
+from associative_recall.task import Batch, Task
 
 # what a graph may not see for the first time: compilers, allocations, cuBLAS
 _WARM_UP_STEPS = 3
@@ -26,36 +26,41 @@ class Cell:
 
     task: str
     mode: str
-    length: int
     width: int
 
     def __str__(self) -> str:
-        return f"{self.task} T{self.length} d{self.width} {self.mode}"
+        return f"{self.task} d{self.width} {self.mode}"
+
+
+class Shape(NamedTuple):
+    """Sequences of so many tokens with so many pairs, and how many of those a step has."""
+
+    length: int
+    pairs: int
+    sequences: int
+
+    def __str__(self) -> str:
+        return f"{self.length},{self.pairs},{self.sequences}"
 
 
 @dataclass(frozen=True)
 class Setup:
     """What all cells have in common."""
 
-    pairs: tuple[int, ...]
+    shapes: tuple[Shape, ...]
     heads: int
     vocabulary: int
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
     steps: int
-    tokens: int
     queries: int
     weight_decay: float
     backend: str
     graph: bool
 
-    def pairs_at(self, length: int) -> list[int]:
-        """The numbers of pairs that a length has room for."""
-        return [count for count in self.pairs if 4 * count <= length]
-
 
 def train(cell: Cell, setup: Setup, device: str) -> dict[str, Any]:
-    """The cell's row of the report: accuracies [learning rate][seed][pairs] in (0, 1), the loss over the steps."""
+    """The cell's row of the report: accuracies [learning rate][seed][shape] in (0, 1), the loss over the steps."""
     start = time.perf_counter()
     run = Run(cell, setup, device)
     run.steps(setup.steps)
@@ -63,13 +68,12 @@ def train(cell: Cell, setup: Setup, device: str) -> dict[str, Any]:
     shape = (len(setup.learning_rates), len(setup.seeds))
     at = torch.linspace(0, setup.steps, _CURVE_POINTS + 1).long().tolist()
     curve = torch.stack([losses[a:b].mean(0) for a, b in itertools.pairwise(at) if b > a], dim=-1)
-    pairs = setup.pairs_at(cell.length)
     found = {
-        "pairs": pairs, "learning_rates": list(setup.learning_rates), "parameters": run.flat.shape[1],
-        "loss": curve.view(*shape, -1).tolist(),
+        "shapes": list(map(list, setup.shapes)), "learning_rates": list(setup.learning_rates),
+        "parameters": run.flat.shape[1], "loss": curve.view(*shape, -1).tolist(),
     }
     for name, seed, share in (("validation", VALIDATION, 0.5), ("test", TEST, 1.0)):
-        right, stale = run.accuracies(pairs, math.ceil(share * setup.queries), seed)
+        right, stale = run.accuracies(math.ceil(share * setup.queries), seed)
         found[name] = right.view(*shape, -1).tolist()
         if cell.task == "forgetting":
             found[f"{name}_overwritten"] = stale.view(*shape, -1).tolist()
@@ -86,11 +90,10 @@ class Run:
             list(setup.seeds) * count, mode=cell.mode, width=cell.width, heads=setup.heads,
             vocabulary=setup.vocabulary, backend=setup.backend,
         ).to(device)
-        rows = max(1, setup.tokens // cell.length)
-        pairs = setup.pairs_at(cell.length)
-        if rows < len(pairs):
-            raise ValueError(f"tokens: expected room for {len(pairs)} sequences of {cell.length}, got {setup.tokens}")
-        self.task = Task(cell.task, cell.length, pairs, rows, setup.vocabulary, device)
+        self.tasks = [
+            Task(cell.task, shape.length, shape.pairs, shape.sequences, setup.vocabulary, device)
+            for shape in setup.shapes
+        ]
         self.generator = torch.Generator(device).manual_seed(sum(1000**n * seed for n, seed in enumerate(setup.seeds)))
         self.draw_of = torch.arange(len(setup.seeds), device=device).repeat(count)
         rates = torch.tensor(setup.learning_rates, device=device).repeat_interleave(len(setup.seeds))
@@ -120,9 +123,11 @@ class Run:
         torch.cuda.synchronize()
 
     def step(self) -> None:
-        """One step of all models; nothing waits for the device."""
-        batch = self.task.draw(len(self.setup.seeds), self.generator)
-        loss = self._losses(batch.tokens, batch.positions, batch.answers)
+        """One step of all models; nothing waits for the device. Every sequence counts the same."""
+        sequences = sum(task.rows for task in self.tasks)
+        loss: Tensor | float = 0.0
+        for task in self.tasks:
+            loss = loss + task.rows / sequences * self._losses(task.draw(len(self.setup.seeds), self.generator))
         self.losses.index_copy_(0, self.optimizer.taken, loss.detach()[None])
         self.optimizer.step(self._rows(torch.autograd.grad(loss.sum(), self.parameters)))
         with torch.no_grad():
@@ -130,12 +135,11 @@ class Run:
             torch._foreach_copy_([p.view(len(self.flat), -1) for p in self.parameters], list(new))
 
     @torch.no_grad()
-    def accuracies(self, pairs: Sequence[int], queries: int, seed: int) -> tuple[Tensor, Tensor]:
-        """(M, len(pairs)) of either: the share of queries that are answered rightly, and with what was overwritten."""
+    def accuracies(self, queries: int, seed: int) -> tuple[Tensor, Tensor]:
+        """(M, len(shapes)) of either: the share of queries that are answered rightly, and with what was overwritten."""
         found = []
-        for count in pairs:
-            task = Task(self.cell.task, self.cell.length, [count], self.task.rows, self.setup.vocabulary, self.device)
-            generator = torch.Generator(self.device).manual_seed(seed + count)
+        for number, task in enumerate(self.tasks):
+            generator = torch.Generator(self.device).manual_seed(seed + number)
             sums, asked = torch.zeros(2, len(self.flat), device=self.device), 0
             while asked < queries:
                 batch = task.draw(1, generator)
@@ -152,10 +156,10 @@ class Run:
         with mixed:
             return self.model(tokens, positions, draw_of)
 
-    def _losses(self, tokens: Tensor, positions: Tensor, answers: Tensor) -> Tensor:
+    def _losses(self, batch: Batch) -> Tensor:
         """Mean cross-entropy of every model (M,), in nats."""
-        logits = self._logits(tokens, positions, self.draw_of).float()
-        answers = answers.index_select(0, self.draw_of)
+        logits = self._logits(batch.tokens, batch.positions, self.draw_of).float()
+        answers = batch.answers.index_select(0, self.draw_of)
         return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none").view(answers.shape).mean(1)
 
     def _rows(self, tensors: Sequence[Tensor]) -> Tensor:

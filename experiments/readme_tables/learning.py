@@ -17,31 +17,27 @@ NOT_MEASURED = "Not measured yet."
 
 
 def recall(results: Results) -> list[str]:
-    """Accuracy over pairs: a table per task, a row per length, width and mode."""
+    """Accuracy by shape: a table per task, a row per width and mode."""
     if not results.has(RECALL_FILE):
         return [NOT_MEASURED]
     report = results.load(RECALL_FILE)
-    counts = sorted({count for row in report["rows"] for count in row["pairs"]})
-    lines = [f"![accuracy over pairs]({results.prefix}recall.png)", ""]
+    lines = [f"![accuracy by tokens and pairs]({results.prefix}recall.png)", ""]
     for task in dict.fromkeys(row["task"] for row in in_order(report["rows"])):
-        head = [f"{task}: queries answered rightly, %", *(f"{count} pairs" for count in counts)]
+        of_task = [row for row in in_order(report["rows"]) if row["task"] == task]
+        shapes = selected(of_task[0]).shapes
+        head = [f"{task}: queries answered rightly, %", *(f"T{shape.length}, {shape.pairs} pairs" for shape in shapes)]
         rows = []
-        for row in in_order(report["rows"]):
-            if row["task"] != task:
-                continue
+        for row in of_task:
             chosen = selected(row)
-            shown = dict(zip(chosen.pairs, zip(chosen.mean, chosen.least, chosen.most, strict=True), strict=True))
-            about = f"T{row['length']} d{row['width']}, {MODES[row['mode']]}"
-            rows.append([about, *(_percent(shown.get(count)) for count in counts)])
+            figures = zip(chosen.mean, chosen.least, chosen.most, strict=True)
+            rows.append([f"d{row['width']}, {MODES[row['mode']]}", *map(_percent, figures)])
         lines += [*table(head, rows), ""]
     seeds = len(report["setup"]["seeds"])
     return [*lines, f"Mean of {seeds} seeds (range), {report['gpu']}, torch {report['torch'].split('+')[0]} "
             f"({results.link(RECALL_FILE)})."]
 
 
-def _percent(figures: Sequence[float] | None) -> str:
-    if figures is None:
-        return ""
+def _percent(figures: Sequence[float]) -> str:
     mean, least, most = (f"{100 * x:.0f}" for x in figures)
     return mean if least == most else f"{mean} ({least}–{most})"
 

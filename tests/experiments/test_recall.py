@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import types
 
 import pytest
@@ -16,12 +17,12 @@ from associative_recall.task import FILLER, Task
 from decayattn.nn import ScalarDecay
 
 TINY = [
-    "--lengths", "16", "--pairs", "2", "4", "--widths", "8", "--vocabulary", "16", "--steps", "4", "--tokens", "64",
+    "--shapes", "16,2,2", "16,4,2", "--widths", "8", "--vocabulary", "16", "--steps", "4",
     "--queries", "8", "--backend", "reference", "--processes", "1", "--seeds", "2", "--learning-rates", "0.01", "0.1",
 ]
 SETUP = training.Setup(
-    pairs=(2, 4), heads=2, vocabulary=16, learning_rates=(1e-2, 2e-2), seeds=(0, 1), steps=4, tokens=64, queries=8,
-    weight_decay=0.1, backend="reference", graph=False,
+    shapes=(training.Shape(16, 2, 2), training.Shape(16, 4, 2)), heads=2, vocabulary=16, learning_rates=(1e-2, 2e-2),
+    seeds=(0, 1), steps=4, queries=8, weight_decay=0.1, backend="reference", graph=False,
 )
 
 
@@ -29,18 +30,18 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", ["recall", "forgetting"])
-def test_answers_are_what_a_dictionary_holds(name):
+def test_answers_are_what_a_dictionary_holds(name, count):
     """Written anew: read the pairs from the left into a dictionary, the later ones over the earlier ones."""
-    pairs = [2, 4, 8]
-    task = Task(name, 40, pairs, rows=7, vocabulary=50, device="cpu")
+    task = Task(name, 40, count, rows=7, vocabulary=50, device="cpu")
     batch = task.draw(3, generator())
     overwritten = 0
     for draw in range(3):
         answers = dict(zip(batch.positions[draw].tolist(), batch.answers[draw].tolist(), strict=True))
         stale = dict(zip(batch.positions[draw].tolist(), batch.stale[draw].tolist(), strict=True))
         for row in range(7):
-            count, tokens = pairs[row % 3], batch.tokens[draw, row].tolist()
+            tokens = batch.tokens[draw, row].tolist()
             first, last = {}, {}
             for key, value in zip(tokens[: 2 * count : 2], tokens[1 : 2 * count : 2], strict=True):
                 assert 1 <= key < 25 <= value < 50
@@ -58,7 +59,7 @@ def test_answers_are_what_a_dictionary_holds(name):
 
 
 def test_sequences_come_from_the_seed_alone():
-    task = Task("recall", 32, [8], rows=4, vocabulary=64, device="cpu")
+    task = Task("recall", 32, 8, rows=4, vocabulary=64, device="cpu")
     one, same, other = (task.draw(2, generator(seed)) for seed in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
     assert not torch.equal(one.tokens, other.tokens)
@@ -67,7 +68,7 @@ def test_sequences_come_from_the_seed_alone():
 
 def test_keys_pairs_and_distances_are_random():
     """Each slot for a query is taken at least once in many, the near ones most; so is each key and each value."""
-    task = Task("recall", 32, [2], rows=2000, vocabulary=12, device="cpu")
+    task = Task("recall", 32, 2, rows=2000, vocabulary=12, device="cpu")
     batch = task.draw(1, generator())
     slots = torch.bincount(batch.positions[0] % 32 // 2, minlength=16)
     assert not slots[:2].any()
@@ -78,11 +79,11 @@ def test_keys_pairs_and_distances_are_random():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"name": "other"}, "name: "), ({"pairs": [5]}, "pairs: "), ({"vocabulary": 8}, "vocabulary: "),
-     ({"name": "forgetting", "pairs": [3]}, "pairs: ")],
+    [({"name": "other"}, "name: "), ({"pairs": 5}, "pairs: "), ({"vocabulary": 8}, "vocabulary: "),
+     ({"name": "forgetting", "pairs": 3}, "pairs: ")],
 )
 def test_a_task_that_cannot_be_is_refused(change, message):
-    options = {"name": "recall", "length": 16, "pairs": [4], "rows": 2, "vocabulary": 32, "device": "cpu"} | change
+    options = {"name": "recall", "length": 16, "pairs": 4, "rows": 2, "vocabulary": 32, "device": "cpu"} | change
     with pytest.raises(ValueError, match=f"^{message}"):
         Task(**options)
 
@@ -95,7 +96,7 @@ def test_models_side_by_side_are_models_alone(mode):
     with torch.no_grad():  # larger than they start, so that every part matters
         for parameter in many.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, dtype=parameter.dtype))
-    batch = Task("recall", 16, [2, 4], rows=3, vocabulary=16, device="cpu").draw(2, generator())
+    batch = Task("recall", 16, 4, rows=3, vocabulary=16, device="cpu").draw(2, generator())
     draw_of = torch.tensor([0, 1, 1])
     logits = many(batch.tokens, batch.positions, draw_of)
     weights = torch.randn(logits[0].shape, dtype=torch.float64)
@@ -163,8 +164,9 @@ def test_the_optimiser_is_adamw_for_every_row():
 
 def test_a_run_learns():
     """Two pairs of keys and values: better than one of the values at random, and the loss falls."""
-    setup = dataclasses.replace(SETUP, steps=150, tokens=256, queries=100, pairs=(2,), seeds=(0,), vocabulary=8)
-    row = training.train(training.Cell("recall", "alibi-learned", 8, 16), setup, "cpu")
+    shapes = (training.Shape(8, 2, 32),)
+    setup = dataclasses.replace(SETUP, steps=150, queries=100, shapes=shapes, seeds=(0,), vocabulary=8)
+    row = training.train(training.Cell("recall", "alibi-learned", 16), setup, "cpu")
     losses = row["loss"][1][0]
     assert losses[-1] < 0.7 * losses[0]
     assert max(x[0][0] for x in row["test"]) > 0.45  # 4 values; 2 of them were seen
@@ -172,18 +174,19 @@ def test_a_run_learns():
 
 def test_a_model_that_diverges_does_not_touch_the_others():
     setup = dataclasses.replace(SETUP, learning_rates=(1e-2, 1e30))
-    with_it = training.train(training.Cell("recall", "scalar", 16, 8), setup, "cpu")
+    with_it = training.train(training.Cell("recall", "scalar", 8), setup, "cpu")
     setup = dataclasses.replace(SETUP, learning_rates=(1e-2,))
-    without = training.train(training.Cell("recall", "scalar", 16, 8), setup, "cpu")
+    without = training.train(training.Cell("recall", "scalar", 8), setup, "cpu")
     torch.testing.assert_close(torch.tensor(with_it["loss"][0]), torch.tensor(without["loss"][0]))
     assert not torch.tensor(with_it["loss"][1]).isfinite().all()
 
 
 def test_the_rate_is_chosen_by_validation():
-    row = {"learning_rates": [0.1, 0.2], "pairs": [2, 4], "validation": [[[0.5, 0.1], [0.7, 0.1]], [[0.3, 0.3]] * 2],
+    row = {"learning_rates": [0.1, 0.2], "shapes": [[8, 2, 1], [16, 4, 1]],
+           "validation": [[[0.5, 0.1], [0.7, 0.1]], [[0.3, 0.3]] * 2],
            "test": [[[0.4, 0.2], [0.6, 0.1]], [[1.0, 1.0]] * 2]}
     chosen = report.selected(row)
-    assert (chosen.rate, chosen.pairs) == (0.1, [2, 4])
+    assert (chosen.rate, chosen.shapes) == (0.1, [(8, 2, 1), (16, 4, 1)])
     assert chosen.mean == pytest.approx([0.5, 0.15])
     assert (chosen.least, chosen.most) == ([0.4, 0.1], [0.6, 0.2])
 
@@ -227,10 +230,11 @@ def test_a_cell_that_fails_fails_the_run_and_no_other(tmp_path, capsys, monkeypa
 
 
 def test_options_that_cannot_be_are_refused(capsys):
-    for name, wrong in (("--widths", "10"), ("--lengths", "4"), ("--minutes", "0"), ("--learning-rates", "-1")):
+    for name, wrong in (("--widths", "10"), ("--shapes", "16,5,1"), ("--shapes", "12,4,1"), ("--shapes", "16,4"),
+                        ("--devices", "2"), ("--minutes", "0"), ("--learning-rates", "-1")):
         with pytest.raises(SystemExit):
             recall.parse([*TINY, name, wrong], cuda=False)
-        assert f"error: {name}" in capsys.readouterr().err
+        assert re.search(f"error: (argument )?{name}: expected", capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -245,12 +249,21 @@ def test_several_processes_train_what_one_does(tmp_path):
     assert rows[0] == rows[1]
 
 
-def test_the_loss_is_the_mean_over_the_queries():
-    run = training.Run(training.Cell("recall", "none", 16, 8), SETUP, "cpu")
-    batch = run.task.draw(2, generator())
-    logits = run.model(batch.tokens, batch.positions, run.draw_of)
-    expected = F.cross_entropy(logits[1], batch.answers[1])
-    torch.testing.assert_close(run._losses(batch.tokens, batch.positions, batch.answers)[1], expected)
+def test_every_sequence_counts_the_same_in_the_loss():
+    """The mean over sequences of the mean over their queries, of every model."""
+    setup = dataclasses.replace(SETUP, shapes=(training.Shape(8, 2, 3), training.Shape(16, 4, 1)))
+    run = training.Run(training.Cell("recall", "none", 8), setup, "cpu")
+    state = run.generator.get_state()
+    expected = torch.zeros(len(run.flat))
+    for task in run.tasks:
+        batch = task.draw(2, run.generator)
+        logits = run.model(batch.tokens, batch.positions, run.draw_of).detach()
+        for model, draw in enumerate(run.draw_of):
+            losses = F.cross_entropy(logits[model], batch.answers[draw], reduction="none").view(task.rows, task.keys)
+            expected[model] += losses.mean(1).sum() / 4
+    run.generator.set_state(state)
+    run.step()
+    torch.testing.assert_close(run.losses[0], expected)
 
 
 @pytest.mark.parametrize("count", [2, 7])
@@ -285,7 +298,7 @@ def test_a_graph_takes_as_many_steps(count, monkeypatch):
         CUDAGraph=Graph, Stream=Stream, current_stream=Stream, stream=lambda stream: contextlib.nullcontext(),
         graph=graph, synchronize=lambda: None,
     )
-    run = training.Run(training.Cell("recall", "none", 16, 8), dataclasses.replace(SETUP, graph=True, steps=7), "cpu")
+    run = training.Run(training.Cell("recall", "none", 8), dataclasses.replace(SETUP, graph=True, steps=7), "cpu")
     monkeypatch.setattr(training.torch, "cuda", cuda)
     monkeypatch.setattr(training.Run, "step", step)
     run.steps(count)
@@ -298,6 +311,6 @@ def test_a_graph_learns_what_launches_learn():
     found = []
     for graph in (False, True):
         setup = dataclasses.replace(SETUP, graph=graph, steps=20, backend="auto")
-        found.append(training.train(training.Cell("recall", "scalar", 16, 64), setup, "cuda"))
+        found.append(training.train(training.Cell("recall", "scalar", 64), setup, "cuda"))
     losses = [torch.tensor(row["loss"]) for row in found]
     torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)

@@ -218,15 +218,15 @@ def test_what_is_not_measured_says_so(results):
 
 def test_recall_is_a_table_per_task(results):
     rows = [
-        {"task": task, "mode": mode, "length": 64, "width": 64, "pairs": [4, 8], "learning_rates": [0.1, 0.2],
+        {"task": task, "mode": mode, "width": 64, "shapes": [[64, 4, 9], [64, 8, 1]], "learning_rates": [0.1, 0.2],
          "validation": [[[0.1, 0.1]] * 2, [[0.9, 0.9]] * 2], "test": [[[0.0, 0.0]] * 2, [[1.0, 0.5], [1.0, 0.7]]]}
         for task in ("forgetting", "recall") for mode in ("none", "scalar")
     ]
     (results.folder / "recall.json").write_text(json.dumps(ORIGIN | {"rows": rows, "setup": {"seeds": [0, 1]}}))
     lines = learning.recall(results)
-    assert lines[2] == "| recall: queries answered rightly, % | 4 pairs | 8 pairs |"
-    assert lines[4] == "| T64 d64, scalar decay (forget gate) | 100 | 60 (50–70) |"
-    assert lines[5].startswith("| T64 d64, no position")
+    assert lines[2] == "| recall: queries answered rightly, % | T64, 4 pairs | T64, 8 pairs |"
+    assert lines[4] == "| d64, scalar decay (forget gate) | 100 | 60 (50–70) |"
+    assert lines[5].startswith("| d64, no position")
     assert sum("forgetting: queries" in line for line in lines) == 1
     assert lines[-1].startswith("Mean of 2 seeds (range), NVIDIA H200, torch 2.11.0 (")
 
