@@ -1,8 +1,8 @@
 """The only autograd bridge of the kernels: two opaque operators, decayattn::forward and decayattn::backward.
 
 Operators, because torch.compile, fake tensors and selective checkpointing then see one node with known shapes, and the
-launches behind it stay ordinary Python. Where nobody looks at operators, what is behind them is called as it is:
-passing through them takes a small call a sixth of the host's time.
+launches behind it stay ordinary Python. In eager mode without observers the functions behind the operators are called
+directly: passing through an operator takes a small call a sixth of the host's time.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from decayattn.problem import AttentionProblem, BackendName, Gradients, Inputs, 
 
 
 class Modes(NamedTuple):
-    """What the operators are told besides tensors: AttentionProblem is made anew from both."""
+    """What the operators get besides tensors: AttentionProblem is made from both."""
 
     causal: bool
     window: Sequence[int]
@@ -104,7 +104,7 @@ def _watched(tensors: Iterable[Tensor]) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is behind the operators
+# The functions behind the operators
 
 
 def _forward(
@@ -151,7 +151,7 @@ def _sink_gradient(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The operators. They return tensors only, of which one of size 0 stands for what there is not, and base is flat: a
+# The operators. They return tensors only, of which one of size 0 means that there is none, and base is flat: a
 # dimension of one block up to 128 tokens, and more beyond, would make a traced graph be for one of both
 
 
@@ -282,7 +282,7 @@ def _refuse_second_derivative(ctx, *_):
 
 
 class _Differentiable(torch.autograd.Function):
-    """decayattn::forward with its gradient; with a problem, what is behind the operator.
+    """decayattn::forward with its gradient; with a problem, the function behind the operator.
 
     What torch.library.register_autograd makes, but for a pass over the schema in every call, which took a sixth of the
     host's time.
@@ -293,7 +293,7 @@ class _Differentiable(torch.autograd.Function):
         *_, problem, inputs, modes, with_lse = arguments
         output = _without_gradient(problem, inputs, modes, with_lse)
         _keep(ctx, problem, inputs, modes, with_lse, output)
-        # nobody asks for the others of a problem's, and an output takes the host's time, here and in the backward
+        # with a problem the others are not asked for, and an output takes the host's time, here and in the backward
         return output if problem is None else output[:2]
 
     @staticmethod

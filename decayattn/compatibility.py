@@ -58,7 +58,7 @@ _observers = _usable(
 
 
 def has_observers() -> bool:
-    """Whether a dispatch mode or a transform of torch.func wants to see operators; True where that cannot be told,
+    """Whether a dispatch mode or a transform of torch.func wants to see operators; True where that is unknown,
     for an operator is right everywhere."""
     if _observers is None:
         return True
@@ -220,7 +220,7 @@ class DirectLaunch(NamedTuple):
     rest: tuple  # the last parameters, which the kernel was compiled for
 
     def __call__(self, programs: int, device: int, args: tuple) -> None:
-        # three times None: what hooks would be told, and the hooks
+        # three times None: the metadata of the launch for hooks, and the hooks
         stream = current_stream(device)
         self.run(programs, 1, 1, stream, self.function, self.metadata, None, None, None, *args, *self.rest)
 
@@ -302,9 +302,9 @@ def _agrees(direct: DirectLaunch, programs: int, device: int, args: tuple, given
         programs, 1, 1, current_stream(device), direct.function, direct.metadata,
         None, hooks.launch_enter_hook, hooks.launch_exit_hook, *args, *direct.rest,
     )
-    told = 6  # what hooks are told of the launch
+    launch_metadata = 6  # which hooks get
     return len(given) == len(expected) and all(
-        i == told or x is y or (type(x) is type(y) is int and x == y)
+        i == launch_metadata or x is y or (type(x) is type(y) is int and x == y)
         for i, (x, y) in enumerate(zip(given, expected, strict=True))
     )
 

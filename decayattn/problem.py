@@ -356,7 +356,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: expected the head dimension of q, {q.shape[-1]}, got {k.shape[-1]}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
-        # more key heads than query heads are nobody's mistake in counting heads
+        # more key heads than query heads are no mistake in counting heads
         fits = k.shape[-2] > q.shape[-2] and k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
         raise ValueError(
             f"k: its {k.shape[-2]} heads must divide the {q.shape[-2]} heads of q (grouped queries)"

@@ -152,7 +152,7 @@ def select(problem: AttentionProblem, name: str) -> BackendName:
         # meta tensors hold no numbers: what every backend returns has the same shapes and dtypes, and nothing runs
         return "reference"
     if name == "auto":
-        # on a CPU the kernels can only be interpreted, which is for debugging: nobody gets that without naming it
+        # on a CPU the kernels can only be interpreted, which is for debugging: it has to be named
         candidates = AUTOMATIC if problem.device.type == "cuda" else ()
         return name if any(unavailable(problem, kernel) is None for kernel in candidates) else "reference"
     _refuse(name, unavailable(problem, name))

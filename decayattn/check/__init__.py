@@ -3,6 +3,6 @@
 A module for each section, with functions that return data, and a `report` that prints it line by line as it comes and
 returns what is wrong: the versions; which backend takes an ordinary call, and why not a faster one (choice); errors of
 calls against float64, as fractions of the error budget (`decayattn.testing`), and for which private names of PyTorch
-and Triton public ones had to stand in meanwhile (errors); times beside other attention kernels (speed). __main__ is the
+and Triton public ones are used instead (errors); times beside other attention kernels (speed). __main__ is the
 program: on a GPU its processes compile and judge from the beginning, while the first sections are printed.
 """

@@ -20,7 +20,8 @@ from decayattn.check.text import one_line, row, section, short
 from decayattn.nn.cache import DecayCache
 from decayattn.problem import AttentionProblem, BackendName
 from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
-from decayattn.testing.attention import Arguments, Budget, Call, places_of
+from decayattn.testing.attention import Budget
+from decayattn.testing.call import Arguments, Call, bounds_of
 from decayattn.testing.table import ratio
 
 # processes that compile and judge at once on a GPU, and memory for each: a CUDA context, and in float64 the results of
@@ -150,11 +151,11 @@ def _compare_decoding(
         cache.append(k[:, :-1], v[:, :-1], past)
         out = cache.attend(q, k[:, -1:], v[:, -1:], newest, backend=backend)
     problem = AttentionProblem.of(q, v, log_decay, None, True)
-    places = places_of(problem, None)
-    pairs = tuple((place, head) for place in places for head in range(problem.num_heads))
+    all_bounds = bounds_of(problem, None)
+    pairs = tuple((bounds, head) for bounds in all_bounds for head in range(problem.num_heads))
     grad_lse = torch.zeros_like(out[..., 0].transpose(1, 2), dtype=problem.accumulator_dtype)
     inputs = Arguments(q, k, v, log_decay, None, None, None)
-    call = Call(inputs, torch.zeros_like(out), grad_lse, places, pairs, problem)
+    call = Call(inputs, torch.zeros_like(out), grad_lse, all_bounds, pairs, problem)
     return Budget(call, {"out": call.oracle()["out"]}).judge({"out": out})
 
 

@@ -194,7 +194,7 @@ def report(device: torch.device, concerned: set[str]) -> list[str]:
         title = f"Speed: {shape}, causal; ms, median [range] of {ROUNDS} rounds, multiple of the fastest SDPA's speed"
         with section(title):
             with torch.cuda.device(device), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # why SDPA refuses is told by its exception
+                warnings.simplefilter("ignore")  # its exception says why SDPA refuses
                 found = speeds(head_dim, device, concerned)
             timed = [speed for speed in found if speed.reason is None]
             sdpa = [speed for speed in timed if speed.peer.sdpa]
@@ -216,5 +216,5 @@ def report(device: torch.device, concerned: set[str]) -> list[str]:
             absent = [speed.peer.name.split(",")[0] for speed in found if speed.reason == NOT_INSTALLED]
             if absent:
                 row(f"{NOT_INSTALLED}: {', '.join(absent)}")
-    print("  A short burst on a GPU whose power state nobody controls: the benchmarks in experiments/ are the measure.")
+    print("  A short burst at whatever power state the GPU is in: the benchmarks in experiments/ are the measure.")
     return wrong

@@ -251,7 +251,7 @@ class Halo(torch.autograd.Function):
             result.append(None)
         else:
             if halo + length:
-                # a head's first key needs no λ of its own, for nobody sees past it; with nothing before it, it is left
+                # a head's first key needs no λ of its own, for no row sees past it; with nothing before it, it is left
                 cut = fetch.cut[:, None, :, None].expand(batch, 1, *result[2].shape[2:])
                 at = cut.clamp(max=halo + length - 1)
                 hides = (cut > 0) & (cut == at)

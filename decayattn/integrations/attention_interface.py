@@ -160,11 +160,11 @@ def _places(q: Tensor, k: Tensor, columns: Tensor) -> dict[str, Tensor]:
     index = torch.arange(columns.shape[1], device=columns.device)
     if not bool((((index >= begin[:, None]) & (index < end[:, None])) == real).all()):
         raise ValueError("attention_mask: expected one stretch of tokens in every row, got a gap")
-    places = {"leftpad_k": begin, "seqused_k": end}
+    bounds = {"leftpad_k": begin, "seqused_k": end}
     if q.shape[1] <= columns.shape[1]:  # else it is of other tokens than the queries
         first = columns.shape[1] - q.shape[1]
-        places |= {"leftpad_q": (begin - first).clamp(min=0), "seqused_q": (end - first).clamp(min=0)}
-    return places
+        bounds |= {"leftpad_q": (begin - first).clamp(min=0), "seqused_q": (end - first).clamp(min=0)}
+    return bounds
 
 
 register()

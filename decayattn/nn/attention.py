@@ -206,9 +206,9 @@ class DecayFlashAttention(nn.Module):
         self._check_sequences(x, padding_mask, cu_seqlens, max_seqlen, resets, cache)
         begin = 0 if self.context is None else self.context.first_token(x.shape[1])
         padding: Tensor | None = None
-        places: dict[str, Any] = {}
+        bounds: dict[str, Any] = {}
         if padding_mask is not None:
-            padding, places = padding_mask == 0, _places(padding_mask)
+            padding, bounds = padding_mask == 0, _bounds(padding_mask)
         elif cu_seqlens is not None:
             cu_seqlens, token = cu_seqlens.to(torch.int32), torch.arange(x.shape[1], device=x.device) + begin
             padding = ((token < cu_seqlens[0]) | (token >= cu_seqlens[-1]))[None]
@@ -251,7 +251,7 @@ class DecayFlashAttention(nn.Module):
                 causal=self.causal, **options,
             )[None]
         else:
-            out = decay_attention(q, k, v, log_decay, causal=self.causal, **places, **options)
+            out = decay_attention(q, k, v, log_decay, causal=self.causal, **bounds, **options)
         out = out.flatten(-2)
         if self.output_gate:
             out = out * gate.sigmoid()
@@ -376,7 +376,7 @@ def _normalise(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
     return norm(heads.to(norm.weight.dtype)).to(heads.dtype)
 
 
-def _places(padding_mask: Tensor) -> dict[str, Tensor]:
+def _bounds(padding_mask: Tensor) -> dict[str, Tensor]:
     """Where the tokens of every row begin and end, as decay_attention takes it; an empty row ends where it begins."""
     tokens = padding_mask != 0
     begin = (tokens.cumsum(1) == 0).sum(1, dtype=torch.int32)

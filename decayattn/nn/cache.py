@@ -254,7 +254,7 @@ class DecayCache:
             Σ_evicted P_ij  ≤  exp(2 S + α_i) Σ_evicted exp(−α_j)
 
         which never grows while log-decays are ≤ 0, and which is at most the tolerance for every row to come. The sum
-        counts earlier evictions too, and begins anew at a reset. Outputs change by 2·tolerance·max |v| at most. A sink
+        counts earlier evictions too, and is 0 again at a reset. Outputs change by 2·tolerance·max |v| at most. A sink
         or a window only makes it less.
         A head hides as many of its oldest tokens as that allows (the newest one stays); those that every head hides,
         and those before the last reset of every head, leave the buffers. To know how much room this has made, the host

@@ -14,8 +14,8 @@ Three evaluations of the same problem decide, per tensor and head, in the Froben
 eps(accumulator) is float32's, and the last term stays far below the first two for 16-bit inputs. For float64 inputs the
 oracle is no more exact than what it judges, so eps is float64's and A is multiplied by 1 + max |S|: both sides round
 their scores, and exp turns an absolute error of eps·|S| in a score into a relative one. One rounding is a matter of
-luck where a norm is over few independent entries (a constant decay's gradient is one number per head), so ‖eager − x64‖
-is the largest of up to 16 roundings of the same values (`DRAWS`; of as many as it takes). Their scores add up the
+chance where a norm is over few independent entries (a constant decay's gradient is one number per head), so ‖eager −
+x64‖ is the largest of up to 16 roundings of the same values (`DRAWS`; of as many as it takes). Their scores add up the
 products q·k in orders of their own: A has no part in how exp magnifies the rounding of a score. So do, above 16 bits,
 P·V, the sum of P and dv, whose terms may all have one sign. For 16-bit inputs P is rounded relative to a number per
 row, as an online softmax rounds it, the decay is added in two parts, of a key inside its block of tokens and of the
@@ -24,12 +24,8 @@ little smaller, and a sum over rows, such as a sink's gradient, has that in full
 than a factor of 2 is held to 64 roundings (`MORE_DRAWS`). Nothing is tuned by hand, and nothing needs Triton.
 """
 
-from decayattn.testing.attention import (
-    Comparison,
-    assert_within_budget,
-    verify_attention,
-    verify_attention_varlen,
-)
+from decayattn.testing.attention import assert_within_budget, verify_attention, verify_attention_varlen
+from decayattn.testing.call import Comparison
 from decayattn.testing.formulas import explicit_attention
 from decayattn.testing.models import GradientRow, compare_model_gradients
 from decayattn.testing.table import format_table

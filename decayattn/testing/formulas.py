@@ -125,22 +125,22 @@ def explicit_attention(
         else:
             weighted, normaliser = p_rounded @ size(v) / factor, 1.0
         if online:
-            p_reference = _reference(scores, factor, chunk.start, q.dtype)
-            if p_reference is not None:
+            p_anchor = _anchor(scores, factor, chunk.start, q.dtype)
+            if p_anchor is not None:
                 assert rounding is not None
-                weighted = _online_softmax(scores, total, p_reference, v, rounding)
+                weighted = _online_softmax(scores, total, p_anchor, v, rounding)
 
         def in_dtype(x: Tensor) -> Tensor:
             return (x * factor).to(q.dtype).double() / factor
 
-        lse = reference = in_dtype(total)
+        lse = saved_lse = in_dtype(total)
         if by_columns and causal:
             # what a row has of its own block cancels in its P: tiles leave it out, and LSE gets it at the end
             row_lse = in_dtype(of_keys - of_rows)
-            lse, reference = in_dtype(row_lse + in_dtype(of_rows)), row_lse + of_rows
+            lse, saved_lse = in_dtype(row_lse + in_dtype(of_rows)), row_lse + of_rows
             if sink is not None:
                 total = _with_sink(lse, sink, factor)
-                lse, reference = in_dtype(total), in_dtype(row_lse + total - lse) + of_rows
+                lse, saved_lse = in_dtype(total), in_dtype(row_lse + total - lse) + of_rows
         result["lse"][:, chunk] = lse
         if absolute:
             s, qi = s.abs(), qi.abs()
@@ -160,7 +160,7 @@ def explicit_attention(
         # which are not rounded as they were: where scores are huge, or one key has a whole row, nothing else counts
         multiple = factor * ELSEWHERE
         scores = _scores(row_scale[:, chunk], products, decay, added, visible, multiple, cut_off) + of_blocks
-        p = torch.where(visible, (scores - reference[..., None]).exp(), 0.0).to(q.dtype)
+        p = torch.where(visible, (scores - saved_lse[..., None]).exp(), 0.0).to(q.dtype)
         p_rounded = rounded(p * factor)
         do, dlse = size(grad_out[:, chunk]), size(grad_lse[:, chunk])
         out = _out_in_delta(out, rounded, factor) if online else rounded(out)
@@ -250,7 +250,7 @@ def _over_tokens(p: Tensor, x: Tensor, factor: float) -> Tensor:
     return _added_up(p, x, random, max(at_once, math.ceil(p.shape[2] / MOST_STEPS)))
 
 
-def _reference(scores: Tensor, factor: float, start: int, dtype: torch.dtype) -> Tensor | None:
+def _anchor(scores: Tensor, factor: float, start: int, dtype: torch.dtype) -> Tensor | None:
     """What P of every row is relative to where it is rounded to 16 bits (N, rows), for the factor's own online softmax.
 
     It is the row's maximum, with which the largest P is 1 but for a rounding of the maximum: that is fused with the
@@ -260,21 +260,21 @@ def _reference(scores: Tensor, factor: float, start: int, dtype: torch.dtype) ->
     kind = _kind(factor)
     if kind == 0:
         return None
-    reference = scores.amax(-1)
+    anchor = scores.amax(-1)
     if kind == 1:
         random = torch.Generator("cpu").manual_seed(64 * start + _draw(factor))
-        drawn = torch.rand(reference.shape, generator=random, dtype=torch.float64, device="cpu")
-        return reference + math.log(2) * drawn.to(reference.device)
+        drawn = torch.rand(anchor.shape, generator=random, dtype=torch.float64, device="cpu")
+        return anchor + math.log(2) * drawn.to(anchor.device)
     multiple = factor * ELSEWHERE
-    return (reference * multiple).to(dtype).double() / multiple
+    return (anchor * multiple).to(dtype).double() / multiple
 
 
-def _online_softmax(scores: Tensor, total: Tensor, reference: Tensor, v: Tensor, rounding: torch.dtype) -> Tensor:
+def _online_softmax(scores: Tensor, total: Tensor, anchor: Tensor, v: Tensor, rounding: torch.dtype) -> Tensor:
     """P·V with P rounded relative to a number per row, which is divided out in full."""
-    seen = ~reference.isneginf()
-    reference = torch.where(seen, reference, 0.0)
-    p = (scores - reference[..., None]).exp().to(rounding).to(v.dtype)
-    return p @ v * torch.where(seen, (reference - total).exp(), 0.0).to(v.dtype)[..., None]
+    seen = ~anchor.isneginf()
+    anchor = torch.where(seen, anchor, 0.0)
+    p = (scores - anchor[..., None]).exp().to(rounding).to(v.dtype)
+    return p @ v * torch.where(seen, (anchor - total).exp(), 0.0).to(v.dtype)[..., None]
 
 
 def _out_in_delta(out: Tensor, rounded: Callable[[Tensor], Tensor], factor: float) -> Tensor:
@@ -399,11 +399,11 @@ def _decay_size(log_decay: Tensor | None, i: Tensor, j: Tensor, prefix_block: in
     size = _finite(log_decay.double()).abs()
     if log_decay.ndim == 1:
         # positions count from the first row of a block, which lies before the first key where there are more rows
-        local = (size * min(prefix_block, max(len(i), len(j))))[:, None].expand(-1, len(j))
+        inside = (size * min(prefix_block, max(len(i), len(j))))[:, None].expand(-1, len(j))
     else:
         alpha = nn.functional.pad(size.cumsum(1), (prefix_block, 0))
-        local = alpha[:, prefix_block:] - alpha[:, : len(j)]
-    return _decay_term(size, i, j) + local[:, i.clamp(min=0), None] + local[:, None, :]
+        inside = alpha[:, prefix_block:] - alpha[:, : len(j)]
+    return _decay_term(size, i, j) + inside[:, i.clamp(min=0), None] + inside[:, None, :]
 
 
 def _visible(log_decay: Tensor | None, causal: bool, window: tuple[int, int], i: Tensor, j: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from decayattn import reference
 from decayattn.problem import AttentionProblem, BackendName, Inputs
-from decayattn.testing.attention import DRAWS, INPUTS, MORE_DRAWS, Arguments, Call, may_be_luck, places_of
+from decayattn.testing.attention import DRAWS, MORE_DRAWS, may_be_chance
+from decayattn.testing.call import INPUTS, Arguments, Call, bounds_of
 from decayattn.testing.table import ratio
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class GradientRow:
     """The gradient of one parameter of a model against its budget, in the norm that comes closest to it."""
 
-    PLACE: ClassVar[tuple[str, ...]] = ("parameter", "decay")
+    HEADINGS: ClassVar[tuple[str, ...]] = ("parameter", "decay")
 
     parameter: str
     is_decay: bool
@@ -39,7 +40,7 @@ class GradientRow:
     passed: bool
 
     @property
-    def place(self) -> tuple[str, ...]:
+    def labels(self) -> tuple[str, ...]:
         return self.parameter, "λ" if self.is_decay else ""
 
 
@@ -116,7 +117,7 @@ def compare_model_gradients(
             for name, p in model.named_parameters()
             if p.requires_grad
         ]
-        if not may_be_luck(rows):
+        if not may_be_chance(rows):
             break
     return rows
 
@@ -219,7 +220,7 @@ class _RoundedAttention(torch.autograd.Function):
 
     @staticmethod
     def call_of(problem, bounds, inputs, grad_out, grad_lse) -> Call:
-        places = places_of(problem, None if bounds is None else bounds.tolist())
-        pairs = tuple((place, head) for place in places for head in range(problem.num_heads))
+        all_bounds = bounds_of(problem, None if bounds is None else bounds.tolist())
+        pairs = tuple((own, head) for own in all_bounds for head in range(problem.num_heads))
         inputs = Arguments(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
-        return Call(inputs, grad_out, grad_lse, places, pairs, problem)
+        return Call(inputs, grad_out, grad_lse, all_bounds, pairs, problem)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Protocol
 class Row(Protocol):
     """A line of the table: where, the numbers, the verdict."""
 
-    PLACE: ClassVar[tuple[str, ...]]  # headings of `place`
+    HEADINGS: ClassVar[tuple[str, ...]]  # headings of `labels`
 
     @property
-    def place(self) -> tuple[str, ...]: ...
+    def labels(self) -> tuple[str, ...]: ...
     @property
     def error(self) -> float: ...
     @property
@@ -28,10 +28,10 @@ def format_table(rows: Sequence[Row]) -> str:
     """Comparisons or gradient rows as an aligned monospace table; decay parameters are marked with λ."""
     if not rows:
         return "(nothing to compare)"
-    cells: list[tuple[Any, ...]] = [(*rows[0].PLACE, "relative error", "error", "budget", "norm", "verdict")]
+    cells: list[tuple[Any, ...]] = [(*rows[0].HEADINGS, "relative error", "error", "budget", "norm", "verdict")]
     for row in rows:
         numbers = (f"{x:.2e}" for x in (row.relative_error, row.error, row.budget))
-        cells.append((*row.place, *numbers, row.norm, "ok" if row.passed else "VIOLATED"))
+        cells.append((*row.labels, *numbers, row.norm, "ok" if row.passed else "VIOLATED"))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])

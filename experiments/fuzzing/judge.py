@@ -17,7 +17,8 @@ from torch import Tensor
 
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.problem import AttentionProblem
-from decayattn.testing.attention import DRAWS, MORE_DRAWS, Arguments, Budget, Call, places_of
+from decayattn.testing.attention import DRAWS, MORE_DRAWS, Budget
+from decayattn.testing.call import Arguments, Call, bounds_of
 from decayattn.testing.table import ratio
 from fuzzing import oracle
 from fuzzing.tensors import Case
@@ -176,7 +177,7 @@ def call_of(case: Case) -> FuzzedCall:
     problem = AttentionProblem.of(
         q, v, shaped, row_scale, case.options["causal"], window, bounds, longest, inputs.bias
     )
-    found = places_of(problem, case.sequences)
+    found = bounds_of(problem, case.sequences)
     pairs = tuple((place, head) for place in found for head in range(problem.num_heads))
     return FuzzedCall(inputs, batched(case.grad_out), grad_lse, found, pairs, problem)
 

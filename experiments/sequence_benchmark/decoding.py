@@ -12,7 +12,8 @@ from torch import Tensor
 
 from decayattn.problem import AttentionProblem, Inputs
 from decayattn.testing import Comparison
-from decayattn.testing.attention import Arguments, Budget, Call, places_of
+from decayattn.testing.attention import Budget
+from decayattn.testing.call import Arguments, Call, bounds_of
 from sequence_benchmark.report import missing, passed, spread
 
 SECTION = "decode"
@@ -88,11 +89,11 @@ def verify(step: Step, inputs: dict[str, Tensor], decay: str, results: tuple[Ten
             log_decay = inputs["log_decay"][own, :, heads]
         problem = AttentionProblem.of(q, v, log_decay, row_scale=None, causal=True)
         arguments = Arguments(q, k, v, log_decay, None, None, None)
-        places = places_of(problem, None)
-        pairs = tuple((place, head) for place in places for head in range(group))
+        all_bounds = bounds_of(problem, None)
+        pairs = tuple((bounds, head) for bounds in all_bounds for head in range(group))
         # a step has no gradients: they are evaluated for zeros, and left aside
         grad_lse = q.new_zeros(1, group, 1, dtype=problem.accumulator_dtype)
-        call = Call(arguments, torch.zeros_like(q), grad_lse, places, pairs, problem)
+        call = Call(arguments, torch.zeros_like(q), grad_lse, all_bounds, pairs, problem)
         with torch.enable_grad():
             x64 = call.oracle()
         out, lse = results

@@ -138,7 +138,7 @@ def longest(caches: Sequence[DecayCache]) -> int:
 class LogitsRow:
     """The logits of one mode against their budget, in the Frobenius norm; a line of decayattn.testing's table."""
 
-    PLACE: ClassVar[tuple[str, ...]] = ("logits",)
+    HEADINGS: ClassVar[tuple[str, ...]] = ("logits",)
 
     mode: str
     error: float
@@ -148,7 +148,7 @@ class LogitsRow:
     passed: bool
 
     @property
-    def place(self) -> tuple[str, ...]:
+    def labels(self) -> tuple[str, ...]:
         return (self.mode,)
 
 

@@ -227,7 +227,7 @@ def test_what_auto_takes_and_why_nothing_faster():
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(launching, "multiprocessors", return_value=132),
-        mock.patch.object(tma, "misfit", return_value=None),  # a fake tensor has no address
+        mock.patch.object(tma, "unsupported", return_value=None),  # a fake tensor has no address
         FakeTensorMode(),
     ):
         found = {chosen.call: chosen for chosen in choice.choices(torch.device("cuda", 0))}

@@ -16,7 +16,7 @@ from sequence_benchmark.report import new_report
 
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.nn import DecayCache
-from decayattn.testing import attention
+from decayattn.testing import call
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"  # of what runs the decode kernels
@@ -122,7 +122,7 @@ def test_a_wrong_packed_kernel_gets_no_speed(monkeypatch, capsys):
         out, lse = decay_attention_varlen(*tensors, **options)
         return out * 1.001, lse
 
-    monkeypatch.setattr(attention, "decay_attention_varlen", planted)
+    monkeypatch.setattr(call, "decay_attention_varlen", planted)
     report = new_report(rounds=2)
     packed.run(tiny_options("--backend", "reference"), "cpu", counting_timer(), report)
     assert [(entry["case"].split(":")[0], entry["kind"]) for entry in report["missing"]] == [("packed", "wrong")]

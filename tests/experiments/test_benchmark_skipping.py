@@ -185,7 +185,7 @@ def test_skipping_too_much_is_seen(factor, whole_heads, monkeypatch):
 
     monkeypatch.setattr(checks, "WHOLE_HEADS", whole_heads)
     monkeypatch.setattr(checks, "decay_attention", planted)
-    monkeypatch.setattr("decayattn.testing.attention.decay_attention", planted)
+    monkeypatch.setattr("decayattn.testing.call.decay_attention", planted)
     why, compared = checks.objection(SMALL, SMALL.inputs("cpu", 0), "reference")
     assert (why is None) == (factor == 1.0)
     assert any("out" in line for line in compared)

@@ -33,7 +33,6 @@ MANY_ARGUMENTS = {
     "decayattn.nn.attention.__init__",
     "decayattn.distributed.context.context_parallel_attention",
     "decayattn.testing.attention.verify_attention",
-    "decayattn.testing.attention.verify_attention_varlen",
 }
 
 

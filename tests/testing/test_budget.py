@@ -18,6 +18,7 @@ from decayattn.testing import (
     verify_attention,
     verify_attention_varlen,
 )
+from decayattn.testing import call as calls
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DECAYS = ("none", "number", "constant", "scalar", "resets", "growth")
@@ -166,15 +167,15 @@ def test_strides_reach_the_tested_call(monkeypatch):
     inputs = make_inputs(torch.float32)
     inputs["q"] = inputs["q"].transpose(1, 2).contiguous().transpose(1, 2)
     seen = {}
-    call = attention.decay_attention
+    attend = calls.decay_attention
 
     def spy(*args, **options):
         if options["backend"] == "triton":
             seen["strides"] = options["q"].stride()
             options["backend"] = "reference"
-        return call(*args, **options)
+        return attend(*args, **options)
 
-    monkeypatch.setattr(attention, "decay_attention", spy)
+    monkeypatch.setattr(calls, "decay_attention", spy)
     expanded = torch.randn(1, 1, 1, 8).expand(2, 23, 4, 8)
     assert_within_budget(verify_attention(**inputs, grad_out=expanded, backend="triton"))
     assert seen["strides"] == inputs["q"].stride() != inputs["q"].contiguous().stride()
@@ -360,15 +361,15 @@ def test_refuses_one_scaled_sequence_and_says_which(name, plant):
 def test_refuses_another_argument(dtype, argument, other, monkeypatch):
     inputs = make_inputs(dtype) | PADDING | dict(window_size=(5, 4), sink=torch.ones(4), causal=False)
     assert_within_budget(verify_attention(**inputs, backend="reference"))
-    call = attention.decay_attention
+    attend = calls.decay_attention
 
     def confused(*args, **options):
         # the oracle has one batch entry, and the heads of both on its head axis
         if options.get("seqused_q") is not None:
             options[argument] = other if other is not None else torch.zeros_like(options[argument])
-        return call(*args, **options)
+        return attend(*args, **options)
 
-    monkeypatch.setattr(attention, "decay_attention", confused)
+    monkeypatch.setattr(calls, "decay_attention", confused)
     failed = {c.name for c in verify_attention(**inputs, backend="reference") if not c.passed}
     assert {"out", "lse", "dq"} <= failed
 
@@ -619,7 +620,7 @@ def without_these_draws(monkeypatch):
     """P normalised before it is rounded, dS from P as it is, Δ from out as it is returned, scores whose decay is one
     number, and sums that are rounded to nearest."""
     monkeypatch.setattr(formulas, "_p_in_ds", lambda p, p_rounded, factor: p)
-    monkeypatch.setattr(formulas, "_reference", lambda *args: None)
+    monkeypatch.setattr(formulas, "_anchor", lambda *args: None)
     monkeypatch.setattr(formulas, "_out_in_delta", lambda out, rounded, factor: rounded(out))
     monkeypatch.setattr(formulas, "_toward_zero", lambda x, dtype: x.to(dtype))
     zero = torch.zeros((), dtype=torch.float64)

@@ -20,7 +20,7 @@ DETERMINISTIC = False
 append = decode = None
 
 # the bias of a key is divided by the scale and must stay a bfloat16
-_LEAST_SCALE = 1e-6
+_MIN_SCALE = 1e-6
 
 
 @functools.cache
@@ -49,12 +49,12 @@ def unsupported(problem: AttentionProblem, inputs: Inputs) -> str | None:
         return "it takes no bias"
     if problem.row_scale:
         return "it takes one scale for all rows"
-    if inputs.scale < _LEAST_SCALE:
-        return f"it takes a scale of at least {_LEAST_SCALE}, not {inputs.scale}"
+    if inputs.scale < _MIN_SCALE:
+        return f"it takes a scale of at least {_MIN_SCALE}, not {inputs.scale}"
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
-        if (reason := tma.misfit(x)) is not None:
+        if (reason := tma.unsupported(x)) is not None:
             return f"TMA cannot address {name}: {reason}"
-        if problem.layout != "dense" and (reason := descriptors.slices_misfit(x)) is not None:
+        if problem.layout != "dense" and (reason := descriptors.slices_unsupported(x)) is not None:
             return f"TMA cannot address sequences in {name}: {reason}"
     return None
 

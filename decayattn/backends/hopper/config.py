@@ -14,7 +14,7 @@ HEAD_DIMS = (64, 128)
 CACHE_BYTES = 32 << 20
 # of the heads that the backward works at together: each zeros a share of the next ones' dq, for which those wait. With
 # a few, where there are few keys, they would come one after the other (not measured)
-LEAST_CHUNK_ITEMS = 32
+MIN_CHUNK_TILES = 32
 
 
 @functools.cache

@@ -80,7 +80,7 @@ def summarise(
     prefix = decay_prefix.build(problem, log_decay) if scalar else decay_prefix.allocate(problem, q)
     granules = cdiv(length, GRANULE)
     of_blocks, of_granules = skipping.summaries(
-        problem, q, k, log_decay, scale, prefix, None, granules, False, launching.anew
+        problem, q, k, log_decay, scale, prefix, None, granules, False, launching.uncached
     )
     there = of_blocks.shape[2]
     longest[..., :there] = of_blocks[:, ::group, :, 0]
@@ -122,7 +122,7 @@ def find_first_blocks(
     together = skipping.programs_together(batch * heads * granules, MOST_TOGETHER)
     programs = batch * heads * cdiv(granules, together)
     if programs and blocks:
-        launching.anew(
+        launching.uncached(
             _find_first_fetched, programs,
             of_blocks, of_granules, begin.int().contiguous(), rows.int().contiguous(), first_block,
             math.log2(tolerance), blocks, granules, CHUNK=CHUNK, TOGETHER=together, num_warps=1, **COMPILER_OPTIONS,

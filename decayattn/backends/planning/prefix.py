@@ -35,11 +35,11 @@ from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.dependent_launch import let_next_start
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
-from decayattn.backends.tiles.parts import PARTS, in_parts
+from decayattn.backends.tiles.bf16_splits import SPLITS, in_splits
 from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, DecayPrefix
 
-_PARTS: tl.constexpr = tl.constexpr(PARTS)
+_SPLITS: tl.constexpr = tl.constexpr(SPLITS)
 # blocks that one step of a scan over block sums reads at once
 _SCAN_CHUNK = 128
 # Of so many tokens at most one program has a whole sequence: a launch less. (B16 H16 T2048, for the Hopper forward: 7.7
@@ -68,7 +68,7 @@ class SplitPrefix(NamedTuple):
     Its float64 instructions would wait until the matrix products beside them have left the pipe.
     """
 
-    beta: Tensor  # (B, H, blocks, PARTS, DECAY_BLOCK) bfloat16: the parts of factor · β
+    beta: Tensor  # (B, H, blocks, SPLITS, DECAY_BLOCK) bfloat16: the splits of factor · β
     bases: Tensor  # (B, H, blocks, 2) float32: the high and the low bits of base
 
 
@@ -88,19 +88,19 @@ def allocate(problem: AttentionProblem, like: Tensor, flat_base: bool = False) -
 def allocate_split(problem: AttentionProblem, like: Tensor) -> SplitPrefix:
     blocks = problem.batch, problem.num_heads, decay_blocks(problem)
     return SplitPrefix(
-        like.new_empty(*blocks, PARTS, DECAY_BLOCK, dtype=torch.bfloat16),
+        like.new_empty(*blocks, SPLITS, DECAY_BLOCK, dtype=torch.bfloat16),
         like.new_empty(*blocks, 2, dtype=torch.float32),
     )
 
 
 def build(
     problem: AttentionProblem, log_decay: Tensor, split: SplitPrefix | None = None, factor: float = 1.0,
-    counter: Tensor | None = None, sequences: Sequences | None = None, launch: Launch = launching.anew,
+    counter: Tensor | None = None, sequences: Sequences | None = None, launch: Launch = launching.uncached,
 ) -> DecayPrefix:
     """The prefix of log_decay (B, T_k, H): one launch or two. Tokens outside the sequences have none.
 
     split, if given, is filled on the way, with factor times β.
-    counter, if given, is one int32 that is zeroed, which saves the attention that draws from it a launch.
+    counter, if given, is one int32 that is zeroed, which saves the attention that fetches work tiles by it a launch.
     """
     prefix = allocate(problem, log_decay)
     sizes = (problem.key_length, problem.num_heads, sequences)
@@ -123,9 +123,9 @@ def build(
     return prefix
 
 
-def constant_split(rates: Tensor, factor: float, counter: Tensor, launch: Launch = launching.anew) -> Tensor:
-    """(H, PARTS, DECAY_BLOCK): the parts of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
-    beta = rates.new_empty(rates.shape[0], PARTS, DECAY_BLOCK, dtype=torch.bfloat16)
+def constant_split(rates: Tensor, factor: float, counter: Tensor, launch: Launch = launching.uncached) -> Tensor:
+    """(H, SPLITS, DECAY_BLOCK): the bf16 splits of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
+    beta = rates.new_empty(rates.shape[0], SPLITS, DECAY_BLOCK, dtype=torch.bfloat16)
     launch(
         _constant_split, rates.shape[0],
         rates, rates.stride(0), beta, factor, counter, BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS,
@@ -135,7 +135,7 @@ def constant_split(rates: Tensor, factor: float, counter: Tensor, launch: Launch
 
 def gradient(
     problem: AttentionProblem, prefix: DecayPrefix, row_sums: Tensor, column_sums: Tensor, like: Tensor,
-    sequences: Sequences | None = None, launch: Launch = launching.anew,
+    sequences: Sequences | None = None, launch: Launch = launching.uncached,
 ) -> Tensor:
     """dλ_t = Σ dα_u over the rest of t's segment, with dα = row sums − column sums of dS; (B, T_k, H) in like's dtype.
 
@@ -296,7 +296,7 @@ def _scan_blocks(
     beta = tl.cumsum(value, 1)
     tl.store(prefix.beta + here, beta.to(prefix.beta.dtype.element_ty), mask=inside)
     if split is not None:
-        _store_parts(split.beta, beta * factor, block_row + block, there, BLOCK)
+        _store_splits(split.beta, beta * factor, block_row + block, there, BLOCK)
         high = alpha.to(tl.float32)
         tl.store(split.bases + (block_row + block) * 2, high, mask=there)
         tl.store(split.bases + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32), mask=there)
@@ -312,12 +312,12 @@ def _scan_blocks(
 
 
 @triton.jit
-def _store_parts(split, value, block, there, BLOCK: tl.constexpr):
-    """The parts of values (blocks, BLOCK) into (·, PARTS, BLOCK), at the blocks (blocks, 1) that are there."""
-    here = split + block * (_PARTS * BLOCK) + tl.arange(0, BLOCK)[None, :]
-    parts = in_parts(value)
-    for i in tl.static_range(_PARTS):
-        tl.store(here + i * BLOCK, parts[i], mask=there)
+def _store_splits(split, value, block, there, BLOCK: tl.constexpr):
+    """The splits of values (blocks, BLOCK) into (·, SPLITS, BLOCK), at the blocks (blocks, 1) that are there."""
+    here = split + block * (_SPLITS * BLOCK) + tl.arange(0, BLOCK)[None, :]
+    splits = in_splits(value)
+    for i in tl.static_range(_SPLITS):
+        tl.store(here + i * BLOCK, splits[i], mask=there)
 
 
 @triton.jit
@@ -326,7 +326,7 @@ def _constant_split(rates, rate_stride, split, factor: tl.float64, counter, BLOC
     tl.store(counter, 0, mask=head == 0)
     rate, _ = _without_resets(tl.load(rates + head * rate_stride))
     head = head + tl.zeros([1, 1], tl.int32)
-    _store_parts(split, tl.arange(0, BLOCK)[None, :].to(tl.float64) * rate * factor, head, head >= 0, BLOCK)
+    _store_splits(split, tl.arange(0, BLOCK)[None, :].to(tl.float64) * rate * factor, head, head >= 0, BLOCK)
 
 
 @triton.jit

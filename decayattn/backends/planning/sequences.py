@@ -63,7 +63,7 @@ class HeadOffsets(NamedTuple):
     blocks: tl.tensor
 
 
-def find(problem: AttentionProblem, bounds: Tensor | None, launch: Launch = launching.anew) -> Sequences | None:
+def find(problem: AttentionProblem, bounds: Tensor | None, launch: Launch = launching.uncached) -> Sequences | None:
     """The sequences at `bounds`: one launch. None without bounds."""
     if bounds is None:
         return None
@@ -124,7 +124,7 @@ def constants(problem: AttentionProblem, sequences: Sequences | None) -> dict[st
 
 def fill_outside(
     problem: AttentionProblem, sequences: Sequences | None, fills: list[tuple[Tensor, float]], of_keys: bool = False,
-    launch: Launch = launching.anew,
+    launch: Launch = launching.uncached,
 ) -> None:
     """Fill the rows (or tokens) of tensors (B, T, H, D) or (B, H, T) that belong to no sequence; rows of one without a
     key, too."""

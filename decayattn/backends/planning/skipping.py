@@ -15,7 +15,7 @@ exceeds the tolerance. Two launches make the plan; they read q and k only where 
 
 Rounding: a sum of D ≤ 256 products is within 256·2⁻²⁴ = 2⁻¹⁶ of that of their sizes (float32, in any order), so a norm
 within 2⁻¹⁷, and |s||q||k| within 2⁻¹⁵: _MARGIN is twice that. Squares and products that underflow lose less than
-_LEAST_SQUARE adds. β of 16-bit inputs is a float32, within 2⁻²⁴: BETA_MARGIN is twice that. α is a sum of float64 in
+_MIN_SQUARE adds. β of 16-bit inputs is a float32, within 2⁻²⁴: BETA_MARGIN is twice that. α is a sum of float64 in
 two levels; for λ of one sign ALPHA_MARGIN is its error up to 8 million tokens. The rest is the rounding of powers
 whose exponents are between −200 and 10, and of their sums, within 1e-4: _ALLOWED is short of 1 by more. A NaN or an
 infinity compares as "visit".
@@ -62,7 +62,7 @@ BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
 _MARGIN: tl.constexpr = tl.constexpr(2.0**-14)
 BETA_MARGIN: tl.constexpr = tl.constexpr(2.0**-23)
 ALPHA_MARGIN: tl.constexpr = tl.constexpr(2.0**-44)
-_LEAST_SQUARE: tl.constexpr = tl.constexpr(1e-30)
+_MIN_SQUARE: tl.constexpr = tl.constexpr(1e-30)
 _ALLOWED: tl.constexpr = tl.constexpr(0.999)
 _LANES: tl.constexpr = tl.constexpr(32)
 
@@ -103,7 +103,7 @@ def allocate(problem: AttentionProblem, like: Tensor) -> Tensor:
     """The buffer of a plan: (B, H, at least all granules) int32, or (B, H, 0) where no key may be skipped.
 
     It says for every granule of a sequence the first block of the sequence's keys to visit, unless the problem is not
-    planned: then nobody reads it. Packed, the granules of a sequence begin where sequences.parts_before says.
+    planned: then it is not read. Packed, the granules of a sequence begin where sequences.parts_before says.
     """
     # two are never one: torch.compile need not compile short lengths, and long ones, on their own
     more = problem.sequences + 1 if problem.layout == "packed" else 2
@@ -113,7 +113,7 @@ def allocate(problem: AttentionProblem, like: Tensor) -> Tensor:
 
 def plan(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    prefix: DecayPrefix, sequences: Sequences | None, launch: Launch = launching.anew,
+    prefix: DecayPrefix, sequences: Sequences | None, launch: Launch = launching.uncached,
 ) -> Tensor:
     """`allocate`'s buffer, filled by two launches if the problem is planned."""
     first_block = allocate(problem, q)
@@ -197,7 +197,7 @@ def programs_together(programs: int, most: int) -> int:
 
 
 def last_granules(
-    problem: AttentionProblem, first_block: Tensor, sequences: Sequences | None, launch: Launch = launching.anew
+    problem: AttentionProblem, first_block: Tensor, sequences: Sequences | None, launch: Launch = launching.uncached
 ) -> Tensor:
     """The mirror of a plan: (B, H, blocks) int32, the last granule that visits a block of keys, −1 without one.
 
@@ -324,7 +324,7 @@ def _nan_is_infinite(x):
 @triton.jit
 def _longest(squares):
     """The largest norm of those with these squares, too small by no more than _MARGIN says."""
-    return tl.sqrt(tl.max(_nan_is_infinite(squares), 0) + _LEAST_SQUARE)
+    return tl.sqrt(tl.max(_nan_is_infinite(squares), 0) + _MIN_SQUARE)
 
 
 @triton.jit
@@ -434,7 +434,7 @@ def _summarise(
         longest = tl.maximum(tl.where(n % 2 == 0, 0.0, longest), _longest(k_squares))
         both_halves = ((blocks >> (n // 2)) & (n % 2)) != 0
         tl.store(of_blocks + 2 * (start // BLOCK + n // 2), longest.to(tl.float64), mask=both_halves)
-        u = tl.max(_nan_is_infinite(tl.abs(s) * tl.sqrt(q_squares + _LEAST_SQUARE)), 0)
+        u = tl.max(_nan_is_infinite(tl.abs(s) * tl.sqrt(q_squares + _MIN_SQUARE)), 0)
         own_score = (s * products).to(tl.float64)
         e = tl.where(is_row, _nan_is_infinite(alpha_of_row + slack_of_row - own_score), float("-inf"))
         margin = (u * _longest(own_squares)).to(tl.float64) * _MARGIN

@@ -98,7 +98,7 @@ def row_terms_kernel(
     if d_lse is not None:
         offset = batch.to(tl.int64) * d_lse.strides[0] + head.to(tl.int64) * d_lse.strides[1]
         row_delta -= tl.load(d_lse.data + offset + row.to(tl.int64) * d_lse.strides[2], mask=inside, other=0.0)
-    # a row that saw nothing (reference +inf) has no gradient, whatever dLSE is
+    # a row that saw nothing (row_lse2 +inf) has no gradient, whatever dLSE is
     seen = tl.load(row_lse2 + here, mask=inside, other=0.0) < float("inf")
     tl.store(delta + here, tl.where(seen, row_delta, 0.0), mask=inside)
 

@@ -170,13 +170,13 @@ def forward_kernel(
     store_tile(out, work.entry, head, start, query_length, acc, BLOCK_M, TRAITS.d_v, BLOCK_DV)
     # what the backward subtracts from a score to get log2 P: the log-sum-exp as tiles count it, and still in base 2,
     # where it is exact for a row that one key dominates
-    reference_value = row_max + tl.log2(total)
+    own_lse2 = row_max + tl.log2(total)
     here = offsets.rows + rows.index
     inside = rows.index < query_length
-    tl.store(row_lse2 + here, tl.where(seen, reference_value, float("inf")), mask=inside)
+    tl.store(row_lse2 + here, tl.where(seen, own_lse2, float("inf")), mask=inside)
     if lse is not None:
         if sink is not None:
             row_lse = whole_max + tl.log2(total)
         else:
-            row_lse = reference_value + rows.alpha if TRAITS.row_cancels else reference_value
+            row_lse = own_lse2 + rows.alpha if TRAITS.row_cancels else own_lse2
         tl.store(lse + here, tl.where(seen, row_lse * LN2, float("-inf")), mask=inside)

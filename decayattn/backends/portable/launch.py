@@ -229,7 +229,7 @@ def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> 
     gpu, dim = arch(problem.device), max(padded(problem.head_dim), padded(problem.value_dim))
     # with a bias, the tiles that were chosen for descriptors have their matrix products serialised (compiled, not
     # measured)
-    descriptors = gpu == "sm90" and not problem.bias and not any(map(tma.misfit, tiled))
+    descriptors = gpu == "sm90" and not problem.bias and not any(map(tma.unsupported, tiled))
     return config.choose(kernel, gpu, dim, problem.dtype, descriptors, problem.layout != "dense")
 
 

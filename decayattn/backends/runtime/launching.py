@@ -46,7 +46,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
-def anew(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
+def uncached(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
     """A launch that remembers nothing."""
     compatibility.launch(kernel, programs, args, constants)
 
@@ -62,9 +62,9 @@ def of_call(
     """
     hooks = triton.knobs.runtime
     if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        return anew
+        return uncached
     if not compatibility.has_direct_launches():
-        return anew
+        return uncached
     misaligned, kinds = 0, [device, modes]
     for x in tensors:
         if x is None:
@@ -75,7 +75,7 @@ def of_call(
             kinds.append(x.stride())
     for x in saved:
         misaligned |= x.data_ptr()
-    return anew if misaligned % _ALIGNMENT else _remembering(tuple(kinds))
+    return uncached if misaligned % _ALIGNMENT else _remembering(tuple(kinds))
 
 
 class _Remembering:

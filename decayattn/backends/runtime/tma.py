@@ -22,15 +22,15 @@ class Memory(NamedTuple):
         return self.address
 
 
-def misfit(x: Tensor) -> str | None:
+def unsupported(x: Tensor) -> str | None:
     """Why the copy engine cannot address a (B, T, H, D) tensor; None if it can."""
     if x.data_ptr() % ALIGNMENT:
         return f"its address is not a multiple of {ALIGNMENT} bytes"
-    return _strides_misfit(x.shape, x.stride(), x.dtype)
+    return _strides_unsupported(x.shape, x.stride(), x.dtype)
 
 
 @functools.lru_cache(CACHED_DESCRIPTORS)
-def _strides_misfit(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> str | None:
+def _strides_unsupported(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> str | None:
     if strides[-1] != 1:
         return f"its last dimension is not contiguous (stride {strides[-1]})"
     for size, stride in zip(shape[:-1], strides[:-1], strict=True):

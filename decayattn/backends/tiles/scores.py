@@ -3,7 +3,7 @@
 Every helper takes operands that are already broadcast against each other (`row[:, None]`, `column[None, :]`), so that
 it serves the forward and the backward pass, scores S (queries × keys) and transposed scores Sᵀ (keys × queries), and
 any layout. There are no loads, products, reductions or schedules here. Everything is in base 2: scores, decays and
-references are natural values times log2(e), because the GPU's exponential is 2^x.
+log-sum-exps are natural values times log2(e), because the GPU's exponential is 2^x.
 """
 
 import triton
@@ -40,7 +40,7 @@ def decayed_score(
     """A scaled product s q·k plus the decay σ (α_i − α_j), which is |i − j| γ for a constant decay.
 
     ROW_CANCELS (causal, 16-bit inputs): only −α_j of the key's block is added; α_i and the difference of the two bases
-    are one number per row and tile, so they cancel in the softmax: the kernel moves them into the row's reference.
+    are one number per row and tile, so they cancel in the softmax: the kernel moves them into the row's log-sum-exp.
     """
     if ROW_CANCELS:
         score -= key_alpha
@@ -68,9 +68,9 @@ def finite_or_zero(maximum):
 
 
 @triton.jit
-def probability(score, reference):
+def probability(score, row_lse2):
     """Unnormalised against a running maximum, exact against the log-sum-exp; a masked score (−inf) gives 0."""
-    return tl.exp2(score - reference)
+    return tl.exp2(score - row_lse2)
 
 
 @triton.jit

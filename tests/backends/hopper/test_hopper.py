@@ -76,7 +76,7 @@ def test_grouped_queries(heads, dim):
 @pytest.mark.parametrize("cache", [1, 2 << 20, 3 << 20])  # for 1, 2 and 3 heads of keys
 def test_heads_that_are_worked_at_together(cache, monkeypatch):
     monkeypatch.setattr(config, "CACHE_BYTES", cache)
-    monkeypatch.setattr(config, "LEAST_CHUNK_ITEMS", 1)
+    monkeypatch.setattr(config, "MIN_CHUNK_TILES", 1)
     for decay in ("scalar", "constant"):
         verify(make(1000, heads=6, kv_heads=3, decay=decay))
         verify(make(300, batch=1, heads=7, decay=decay))

@@ -248,13 +248,13 @@ def test_far_tiles_are_skipped(decay, dim):
 )
 def test_heads_that_are_worked_at_together(cache, heads, kv_heads, monkeypatch):
     monkeypatch.setattr(config, "CACHE_BYTES", cache)
-    monkeypatch.setattr(config, "LEAST_CHUNK_ITEMS", 1)
+    monkeypatch.setattr(config, "MIN_CHUNK_TILES", 1)
     verify(make(150, heads=heads, kv_heads=kv_heads))
 
 
 def test_packed_heads_that_are_worked_at_together(monkeypatch):
     monkeypatch.setattr(config, "CACHE_BYTES", 9 << 14)  # in the backward, two of three
-    monkeypatch.setattr(config, "LEAST_CHUNK_ITEMS", 1)
+    monkeypatch.setattr(config, "MIN_CHUNK_TILES", 1)
     verify(make_packed([70, 0, 130], heads=3))
 
 

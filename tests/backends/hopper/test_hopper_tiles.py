@@ -17,7 +17,7 @@ from decayattn.backends.hopper.forward import launch
 from decayattn.backends.planning.sequences import decay_blocks
 from decayattn.backends.runtime import tma
 from decayattn.backends.runtime.arguments import strided
-from decayattn.backends.tiles import parts
+from decayattn.backends.tiles import bf16_splits
 from decayattn.problem import AttentionProblem
 
 HEADS, DIM = 2, 40
@@ -114,7 +114,7 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     base = -1e4 * torch.rand(axes[0], HEADS, decay_blocks(problem), dtype=torch.float64, device=device)
     of_rows = (rates, 1, beta, base, problem.key_length, base.shape[-1])
     sides = 1 if decay == "none" else 2
-    terms = row_lse2.new_empty(HEADS, tiles.row_tiles, sides, rows, parts.COLUMNS, dtype=torch.bfloat16)
+    terms = row_lse2.new_empty(HEADS, tiles.row_tiles, sides, rows, bf16_splits.COLUMNS, dtype=torch.bfloat16)
     fragments = row_lse2.new_full((HEADS * tiles.row_tiles * rows * WIDTH // 256, 256), 7)
     row_sums = torch.empty_like(row_lse2)
     counters = torch.full([4], 7, dtype=torch.int32, device=device)
@@ -139,7 +139,8 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
         sees = here_lse2 < torch.inf
         for side in range(sides):
             columns = terms[:, n, side].double()
-            added, taken = columns[..., : parts.PARTS].sum(-1), columns[..., parts.PARTS : 2 * parts.PARTS].sum(-1)
+            splits = bf16_splits.SPLITS
+            added, taken = columns[..., :splits].sum(-1), columns[..., splits : 2 * splits].sum(-1)
             if sides == 1:
                 assert torch.equal(added[:, :inside][sees], -8.0 * here_lse2[sees])
             else:
@@ -152,7 +153,7 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
             assert (added[:, inside:] < -1e38).all()
             assert added.isfinite().all()
             assert (taken[:, inside:] == 0).all()
-            assert (columns[..., 2 * parts.PARTS :] == 0).all()
+            assert (columns[..., 2 * bf16_splits.SPLITS :] == 0).all()
         assert (fragments[1:, n] == 0).all()
         assert (fragments[0, n] == 7).all()
         assert (row_sums[entry, :, here] == 0).all()
@@ -175,10 +176,10 @@ def test_heads_together(monkeypatch):
     assert launch.heads_together(12, 1001, sharing=3) == 3
     assert launch.heads_together(7, 200) == 4
     assert launch.heads_together(7, 0) == 7
-    assert launch.heads_together(12, 1001, least=6) == 6
-    assert launch.heads_together(12, 1001, least=5) == 4
-    assert launch.heads_together(12, 1001, sharing=3, least=5) == 6
-    assert launch.heads_together(3, 1001, least=32) == 3
+    assert launch.heads_together(12, 1001, minimum=6) == 6
+    assert launch.heads_together(12, 1001, minimum=5) == 4
+    assert launch.heads_together(12, 1001, sharing=3, minimum=5) == 6
+    assert launch.heads_together(3, 1001, minimum=32) == 3
     for heads, most in itertools.product((1, 2, 521, 512, 1046, 70_001), (1, 2, 3, 7, 40, 512)):
         together = launch.heads_together(heads, 1000 // most)
         most = max(1, 1000 // (1000 // most))
@@ -192,7 +193,7 @@ def test_what_the_copy_engine_can_address(device):
     x = torch.empty(2, 40, 3, 64, dtype=torch.float16, device=device)
     odd = torch.empty(2 * 40 * 3 * 65, dtype=torch.float16, device=device)
     addressed = [x, x.transpose(1, 2), x[:, ::2], x[..., :24], odd[:64].as_strided((1, 1, 1, 64), (7, 5, 3, 1))]
-    assert [tma.misfit(y) for y in addressed] == [None] * 5
+    assert [tma.unsupported(y) for y in addressed] == [None] * 5
     refused = {
         "address": odd[1 : 1 + 64 * 4].view(1, 4, 1, 64),
         "last dimension": x[..., ::2],
@@ -200,7 +201,7 @@ def test_what_the_copy_engine_can_address(device):
         "stride 0": x[:, :1].expand(2, 40, 3, 64),
     }
     for reason, y in refused.items():
-        assert reason in tma.misfit(y)
+        assert reason in tma.unsupported(y)
     assert tma.usable_strides(x.shape, x.stride()) == list(x.stride())
     assert tma.usable_strides((1, 40, 1, 24), (3, 64, 5, 7)) == [384, 64, 384, 1]
 
@@ -226,12 +227,12 @@ def test_slices_end_where_they_say(shape, device):
 
 def test_slices_need_one_token_axis(device):
     x = torch.zeros(2, 3, 4, 64, device=device)
-    assert descriptors.slices_misfit(x) is None
-    assert descriptors.slices_misfit(x.transpose(1, 2).contiguous().transpose(1, 2)) is not None
-    assert descriptors.slices_misfit(x[:, :2]) is not None
-    assert descriptors.slices_misfit(x[:1, :2]) is None
-    assert descriptors.slices_misfit(x[:1, :1].expand(1, 2**30 - 1, 4, 64)) is None
-    assert "1073741824 tokens" in descriptors.slices_misfit(x[:1, :1].expand(1, 2**30, 4, 64))
+    assert descriptors.slices_unsupported(x) is None
+    assert descriptors.slices_unsupported(x.transpose(1, 2).contiguous().transpose(1, 2)) is not None
+    assert descriptors.slices_unsupported(x[:, :2]) is not None
+    assert descriptors.slices_unsupported(x[:1, :2]) is None
+    assert descriptors.slices_unsupported(x[:1, :1].expand(1, 2**30 - 1, 4, 64)) is None
+    assert "1073741824 tokens" in descriptors.slices_unsupported(x[:1, :1].expand(1, 2**30, 4, 64))
 
 
 def test_gpus_of_another_make_are_refused(monkeypatch):

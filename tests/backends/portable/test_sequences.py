@@ -118,7 +118,7 @@ def test_a_sink_costs_no_accuracy(decay, seed, device):
     new = dict(device=device, dtype=torch.float16)
     q, k, v = torch.randn(1, 53, 4, 64, **new), torch.randn(1, 53, 1, 64, **new), torch.randn(1, 53, 1, 112, **new)
     log_decay = -3 - torch.rand((4,) if decay == "constant" else (1, 53, 4), device=device)
-    comparisons = verify_attention(q, k, v, log_decay, sink=torch.randn(4, device=device), backend="triton", seed=seed)
+    comparisons = verify_attention(q, k, v, log_decay, sink=torch.randn(4, device=device), backend="triton")
     assert_within_budget(comparisons)
     gradient = next(c for c in comparisons if c.name == "dlog_decay")
     assert gradient.error < 0.5 * gradient.budget

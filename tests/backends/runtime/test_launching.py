@@ -209,7 +209,7 @@ def test_cleared_caches_and_freed_kernels(log, kernel):
     x = torch.zeros(2, 8)
     launch = launching.of_call(GPU, (x,), "cleared caches")
     launch(kernel, 1, x, 7, WIDTH=16, MODE="a")
-    launching.anew(kernel, 1, x, 7, WIDTH=32, MODE="a")
+    launching.uncached(kernel, 1, x, 7, WIDTH=32, MODE="a")
     caches = kernel.device_caches[0][0]
     compiled = [weakref.ref(known) for known in caches.values()]
     assert len(compiled) == 2
@@ -323,11 +323,11 @@ def test_another_way_to_launch_is_left_to_triton(way, monkeypatch):
 
 def test_misaligned_tensors_and_cpus_are_launched_anew():
     x, misaligned = torch.zeros(8), torch.zeros(17)[1:]
-    assert launching.of_call(GPU, (x, misaligned)) is launching.anew
-    assert launching.of_call(torch.device("cpu"), (x,)) is launching.anew
-    assert launching.of_call(GPU, (x, misaligned[3:])) is not launching.anew
-    assert launching.of_call(GPU, (x,), saved=(misaligned,)) is launching.anew
-    assert launching.of_call(GPU, (x,), saved=(misaligned[3:],)) is not launching.anew
+    assert launching.of_call(GPU, (x, misaligned)) is launching.uncached
+    assert launching.of_call(torch.device("cpu"), (x,)) is launching.uncached
+    assert launching.of_call(GPU, (x, misaligned[3:])) is not launching.uncached
+    assert launching.of_call(GPU, (x,), saved=(misaligned,)) is launching.uncached
+    assert launching.of_call(GPU, (x,), saved=(misaligned[3:],)) is not launching.uncached
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
@@ -335,10 +335,10 @@ def test_hooks_are_told(name):
     chain, hook = getattr(triton.knobs.runtime, name), print
     chain.add(hook)
     try:
-        assert launching.of_call(GPU, (torch.zeros(8),)) is launching.anew
+        assert launching.of_call(GPU, (torch.zeros(8),)) is launching.uncached
     finally:
         chain.remove(hook)
-    assert launching.of_call(GPU, (torch.zeros(8),)) is not launching.anew
+    assert launching.of_call(GPU, (torch.zeros(8),)) is not launching.uncached
 
 
 def test_every_device_has_launches_of_its_own():

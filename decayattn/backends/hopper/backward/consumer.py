@@ -30,7 +30,7 @@ from decayattn.backends.hopper.common.fragments import (
     bits_before,
     by_threads,
     from_threads,
-    ones_of_parts,
+    ones_of_splits,
     operand_layout,
     product_layout,
     where_bits,
@@ -92,11 +92,11 @@ def _next_tile(
     key = flat(shared.keys.index(own))
     scoreT = warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
     terms = shared.terms.index(stage).permute((1, 0))
-    scoreT = warpgroup_mma(ones_of_parts(0, SCORE), terms, scoreT, is_async=True)
+    scoreT = warpgroup_mma(ones_of_splits(0, SCORE), terms, scoreT, is_async=True)
     mbarrier.wait(shared.barriers.d_outs_ready.index(stage), phase)
     value = flat(shared.values.index(own))
     dpT = warpgroup_mma(value, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dpT = warpgroup_mma(ones_of_parts(DELTA, SCORE), terms, dpT, is_async=True)
+    dpT = warpgroup_mma(ones_of_splits(DELTA, SCORE), terms, dpT, is_async=True)
     scoreT = warpgroup_mma_wait(2, (scoreT,))
     if WARPGROUP == 0:
         signal(shared.barriers.first_scores.index(stage))

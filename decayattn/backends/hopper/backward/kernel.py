@@ -34,8 +34,8 @@ compute.
 Shared memory is reused as soon as it is free. At the end of a work tile, dv goes to the place of the values while dq of
 the last tile is multiplied. The next keys are loaded when that has read these, and dk leaves from a slot of dSᵀ.
 
-What is one number per row, its LSE₂ and Δ, costs no instruction per score: three bfloat16 columns each (parts.py) come
-with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ and to V dOᵀ (row_terms.py).
+What is one number per row, its LSE₂ and Δ, costs no instruction per score: three bfloat16 columns each (bf16_splits.py)
+come with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ and to V dOᵀ (row_terms.py).
 
 Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where the gradient of a decay
 cancels, so do they. Both are products with few columns: sums of keys beside dk (key_sums.py), and sums of rows beside
@@ -209,5 +209,5 @@ def gradients_kernel(
         [4, 1],
         [REGISTERS, 24],
     )
-    # a barrier to the end: Triton reuses its memory where nobody waits for it (pipelines.make_pipeline)
+    # a barrier to the end: Triton reuses its memory where nothing waits for it (pipelines.make_pipeline)
     mbarrier.invalidate(shared.barriers.d_scores_read)

@@ -25,7 +25,7 @@ from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
-from decayattn.backends.tiles import parts
+from decayattn.backends.tiles import bf16_splits
 from decayattn.problem import AttentionProblem, Gradients, Inputs, Saved
 
 # rows of a program of row_terms_kernel; divides every query tile
@@ -51,7 +51,7 @@ def backward(
         if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None)
-        if tma.misfit(d_out) or (bounds is not None and descriptors.slices_misfit(d_out)):
+        if tma.unsupported(d_out) or (bounds is not None and descriptors.slices_unsupported(d_out)):
             # autograd may hand over any strides, such as an expanded sum's, and any address, such as that of a slice of
             # a concatenation's gradient: `contiguous` would leave that where it is
             d_out = d_out.clone(memory_format=torch.contiguous_format)
@@ -77,7 +77,7 @@ def backward(
         blocks = sequence_blocks.decay_blocks(problem)
         sides = side_count(problem.decay, problem.causal)
         decay_of_rows = (rates, rate_stride, prefix.beta, prefix.base, problem.key_length, blocks)
-        terms = new(head_rows, tiles.row_tiles, sides, tile.rows, parts.COLUMNS, dtype=torch.bfloat16)
+        terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.COLUMNS, dtype=torch.bfloat16)
         columns = FRAGMENT_COLUMNS.value
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
         row_sums = torch.empty_like(row_lse2) if decay_gradient and scalar else unused
@@ -85,7 +85,7 @@ def backward(
         group = problem.num_heads // problem.num_kv_heads
         # of a head of keys: q and dO of its group, and dq in float32
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
-        together = heads_together(kv_heads, rows_size, least=cdiv(config.LEAST_CHUNK_ITEMS, tiles.key_tiles))
+        together = heads_together(kv_heads, rows_size, minimum=cdiv(config.MIN_CHUNK_TILES, tiles.key_tiles))
         counters = new(cdiv(kv_heads, together), dtype=torch.int32)
         traits = RowTermsTraits(
             dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides, decay_gradient and scalar

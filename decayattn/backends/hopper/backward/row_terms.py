@@ -18,13 +18,13 @@ from decayattn.backends.hopper.common.tile_table import (
     line_of_tile,
 )
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
-from decayattn.backends.tiles import parts
+from decayattn.backends.tiles import bf16_splits
+from decayattn.backends.tiles.bf16_splits import with_splits
 from decayattn.backends.tiles.decay import load_rate, row_alpha, row_anchor
-from decayattn.backends.tiles.parts import with_parts
 
-COLUMNS: tl.constexpr = tl.constexpr(parts.COLUMNS)
+COLUMNS: tl.constexpr = tl.constexpr(bf16_splits.COLUMNS)
 # the first column of Δ, after those of LSE₂
-DELTA: tl.constexpr = tl.constexpr(parts.PARTS)
+DELTA: tl.constexpr = tl.constexpr(bf16_splits.SPLITS)
 # a score below all others whatever the scale; finite, because a product multiplies it by 0, too
 NEVER: tl.constexpr = tl.constexpr(-3.0e38)
 
@@ -90,9 +90,9 @@ def row_terms_kernel(
 ):
     """The row terms: what is added to a row's scores, its LSE₂ from the forward, and to its dP, −Δ = dLSE − Σ dO·O.
 
-    terms is (head rows, row tiles, SIDES, ROWS, COLUMNS), or (heads, tiles of the table, …): first the parts of
+    terms is (head rows, row tiles, SIDES, ROWS, COLUMNS), or (heads, tiles of the table, …): first the splits of
     score_factor · LSE₂, which is divided by the scale like everything that is added to products of q and k, then the
-    parts of −Δ. Rows past the end and rows that see no key get an LSE₂ with which their P is 0 without a mask, and no
+    splits of −Δ. Rows past the end and rows that see no key get an LSE₂ with which their P is 0 without a mask, and no
     gradient, whatever dLSE is. With two sides (work.py) the forward saves the whole LSE₂, and α_i is added here with
     the sign of the side; decay is what _row_alpha reads, None with one side.
 
@@ -141,10 +141,10 @@ def row_terms_kernel(
         side_lse2 = lse2
         if SIDES == 2:
             side_lse2 = lse2 - alpha if side == 0 else lse2 + alpha
-        tile_terms = with_parts(
+        tile_terms = with_splits(
             tl.zeros([BLOCK_M, COLUMNS], tl.bfloat16), tl.where(seen, score_factor * side_lse2, NEVER), 0
         )
-        tile_terms = with_parts(tile_terms, tl.where(seen, -delta, 0.0), DELTA)
+        tile_terms = with_splits(tile_terms, tl.where(seen, -delta, 0.0), DELTA)
         in_tile = block % (ROWS // BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)
         terms_row = terms_row_of_tile(tile_row * row_tiles + tile, side, SIDES, ROWS) + in_tile
         tl.store(terms + terms_row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile_terms)

@@ -29,10 +29,10 @@ def source_of(problem: AttentionProblem) -> Callable[[Tensor, int, int], TensorD
     return descriptors.tokens if problem.layout == "dense" else descriptors.slices
 
 
-def heads_together(heads: int, size: int, sharing: int = 1, least: int = 1) -> int:
-    """So many heads that what they read again and again, `size` bytes for `sharing` of them, fits the L2, or `least`
+def heads_together(heads: int, size: int, sharing: int = 1, minimum: int = 1) -> int:
+    """So many heads that what they read again and again, `size` bytes for `sharing` of them, fits the L2, or `minimum`
     heads, if that is more; but no more than it takes for as few chunks of them, of which the last one may be smaller.
     """
     groups = heads // sharing
-    chunks = cdiv(groups, max(1, config.CACHE_BYTES // max(size, 1), cdiv(least, sharing)))
+    chunks = cdiv(groups, max(1, config.CACHE_BYTES // max(size, 1), cdiv(minimum, sharing)))
     return cdiv(groups, chunks) * sharing

@@ -12,11 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from decayattn.backends.runtime.tma import CACHED_DESCRIPTORS, Memory, usable_strides
-from decayattn.backends.tiles.parts import COLUMNS, DEPTH
+from decayattn.backends.tiles.bf16_splits import COLUMNS, DEPTH
 
 # where every slice of `slices` ends, on an axis of its own; tensors have fewer rows
 SLICE_END = 2**30
-# keys whose parts, in eight rows, lie together in the shared memory that a product reads: 128 bytes of bfloat16
+# keys whose splits, in eight rows, lie together in the shared memory that a product reads: 128 bytes of bfloat16
 PART_KEYS = 64
 # more than any coordinate
 _FAR = 0x7FFF0000
@@ -35,7 +35,7 @@ def tokens(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     )
 
 
-def slices_misfit(x: Tensor) -> str | None:
+def slices_unsupported(x: Tensor) -> str | None:
     """Why the token axes of a (B, T, H, D) tensor are not one that `slices` can take; None if they are."""
     if x.shape[0] * x.shape[1] >= SLICE_END:
         return f"it has {x.shape[0] * x.shape[1]} tokens, and {SLICE_END} or more are too many"
@@ -70,12 +70,12 @@ def columns(x: Tensor, rows: int) -> TensorDescriptor:
     return _describe(x.data_ptr(), x.dtype, (x.numel() // width, width), (width, 1), (rows, DEPTH))
 
 
-def key_parts(x: Tensor) -> TensorDescriptor:
-    """Tiles of the parts of PART_KEYS of one block's keys, of a contiguous tensor (…, parts, keys) seen as (blocks,
-    parts, keys), filled up with zeros to COLUMNS rows; coordinates are (block, 0, key)."""
-    parts, keys = x.shape[-2:]
-    blocks = x.numel() // (parts * keys)
-    return _describe(x.data_ptr(), x.dtype, (blocks, parts, keys), (parts * keys, keys, 1), (1, COLUMNS, PART_KEYS))
+def key_splits(x: Tensor) -> TensorDescriptor:
+    """Tiles of the splits of PART_KEYS of one block's keys, of a contiguous tensor (…, splits, keys) seen as (blocks,
+    splits, keys), filled up with zeros to COLUMNS rows; coordinates are (block, 0, key)."""
+    splits, keys = x.shape[-2:]
+    blocks = x.numel() // (splits * keys)
+    return _describe(x.data_ptr(), x.dtype, (blocks, splits, keys), (splits * keys, keys, 1), (1, COLUMNS, PART_KEYS))
 
 
 def plain(x: Tensor, rows: int) -> TensorDescriptor:

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
-from decayattn.backends.tiles import parts
+from decayattn.backends.tiles import bf16_splits
 
 # rows of a product of one warpgroup: query rows in the forward, keys in the backward
 ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
@@ -17,8 +17,8 @@ ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
 WARPS: gl.constexpr = gl.constexpr(4)
 # keys of a tile
 KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
-PARTS: gl.constexpr = gl.constexpr(parts.PARTS)
-DEPTH: gl.constexpr = gl.constexpr(parts.DEPTH)
+SPLITS: gl.constexpr = gl.constexpr(bf16_splits.SPLITS)
+DEPTH: gl.constexpr = gl.constexpr(bf16_splits.DEPTH)
 
 # of a warpgroup's rows, a number for each of the four threads that share one
 SHARES: gl.constexpr = gl.constexpr(
@@ -91,12 +91,12 @@ def among_columns(column, x):
 
 
 @gluon.jit
-def ones_of_parts(FIRST: gl.constexpr, RESULT: gl.constexpr):
-    """Ones (64, DEPTH) where the parts of a number stand, in columns from FIRST on: as left operand of a product with
-    such columns, whose result has the layout RESULT, they add the number (parts.py)."""
+def ones_of_splits(FIRST: gl.constexpr, RESULT: gl.constexpr):
+    """Ones (64, DEPTH) where the splits of a number are, in columns from FIRST on: as left operand of a product with
+    such columns, whose result has the layout RESULT, they add the number (bf16_splits.py)."""
     LAYOUT: gl.constexpr = operand_layout(RESULT)
     column = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT)), 0)
-    ones = ((column >= FIRST) & (column < FIRST + PARTS)).to(gl.bfloat16)
+    ones = ((column >= FIRST) & (column < FIRST + SPLITS)).to(gl.bfloat16)
     ones, _ = gl.broadcast(ones, gl.full([ROWS, DEPTH], 0.0, gl.bfloat16, LAYOUT))
     return ones
 

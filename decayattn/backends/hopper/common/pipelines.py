@@ -99,7 +99,7 @@ class Pipeline:
 def make_pipeline(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """A pipeline that so many consumers release; with 0, its buffers are free when another pipeline's are.
 
-    No barrier is made that nobody waits for: Triton would reuse its memory, while to the GPU it still is a barrier.
+    No barrier is made for which nothing waits: Triton would reuse its memory, while to the GPU it still is a barrier.
     Where processes share the GPU's time, an H200 has written the barrier's state over what was there.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -1,8 +1,8 @@
 """Which tiles the sequences have that do not fill their batch entries: a table, made on the device in every call.
 
-A program draws tiles, and sequences have different numbers of them. One launch writes down for every tile of rows, and
-of keys, where it begins and in which sequence: nobody searches, and nothing waits for the host, which only knows an
-upper bound of the tiles. A table is int32: first (number of tiles, …), then one line of WORDS numbers per tile.
+A program fetches tiles, and sequences have different numbers of them. One launch writes down for every tile of rows,
+and of keys, where it begins and in which sequence: no program searches, and nothing waits for the host, which only
+knows an upper bound of the tiles. A table is int32: first (number of tiles, …), then WORDS numbers per tile.
 """
 
 from typing import NamedTuple
@@ -47,13 +47,13 @@ class Tiles(NamedTuple):
 
 def build(
     problem: AttentionProblem, bounds: Tensor | None, rows: int, keys: int, last_first: bool, of_keys: bool,
-    launch: Launch = launching.anew,
+    launch: Launch = launching.uncached,
 ) -> Tiles:
     """Tables of the tiles of `rows` rows, and, of_keys, of `keys` keys; last_first: a sequence's last rows come first.
 
-    Sequences stand in them by their number of keys, the longest first.
+    Sequences are in them by their number of keys, the longest first.
 
-    A sequence without a key has no tiles of rows. Offsets that are not in order, which nobody may pass, give no tiles.
+    A sequence without a key has no tiles of rows. Offsets that are not in order, which are not allowed, give no tiles.
     """
     row_tiles = _most_tiles(problem, rows, problem.query_length, problem.longest_query)
     key_tiles = _most_tiles(problem, keys, problem.key_length, problem.longest_key)

@@ -10,7 +10,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper.common import copy_engine
-from decayattn.backends.hopper.common.fragments import KEYS, ROWS, SHARES, ones_of_parts, operand_layout, product_layout
+from decayattn.backends.hopper.common.fragments import (
+    KEYS,
+    ROWS,
+    SHARES,
+    ones_of_splits,
+    operand_layout,
+    product_layout,
+)
 from decayattn.backends.hopper.common.pipelines import stage
 from decayattn.backends.hopper.common.tile_table import flat
 from decayattn.backends.hopper.forward.rows import Rows, masked
@@ -48,7 +55,7 @@ from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
 def _ones(shared, is_right, SCORE: gl.constexpr, CAUSAL: gl.constexpr):
     """The left operand that adds β to the scores: ones, or, right of the diagonal, minus ones."""
     if CAUSAL:
-        ones = ones_of_parts(0, SCORE)
+        ones = ones_of_splits(0, SCORE)
     else:
         # from shared memory: there are not enough registers for two operands
         ones = shared.signs.index(is_right.to(gl.int32))

@@ -64,7 +64,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         launch(
             forward_kernel, programs,
             q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
-            q_desc if splits is None else descriptors.key_parts(splits),
+            q_desc if splits is None else descriptors.key_splits(splits),
             source(out, config.WARPGROUP_ROWS, dim), (lse if with_lse else row_lse2, row_lse2),
             decay_tensors, row_lse2 if sink is None else sink, counter, row_lse2 if tiles.rows is None else tiles.rows,
             score_scale, log_decay.stride(0) if constant else 0, left_of(problem), work_tiles, tiles.row_tiles,
@@ -80,7 +80,7 @@ def _decay(
     problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, counter: Tensor,
     sequences: Sequences | None, launch: Launch,
 ) -> tuple[DecayPrefix, Tensor | None, Tensor]:
-    """The prefix, the decay of the keys in parts for the products: −α_j / scale, relative to the key's block, and the
+    """The prefix, the decay of the keys split for the products: −α_j / scale, relative to the key's block, and the
     bases of the blocks, not read unless the decay is per token.
 
     Zeroes the counter on the way.

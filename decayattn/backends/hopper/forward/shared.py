@@ -10,14 +10,14 @@ from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, stag
 from decayattn.backends.hopper.common.tile_table import TileBounds, dense_bounds, stacked
 from decayattn.backends.hopper.config import KEY_TILE
 from decayattn.backends.hopper.forward.work import QueryWork
-from decayattn.backends.tiles import parts
+from decayattn.backends.tiles import bf16_splits
 
 # consumer warpgroups, as a width that a tensor can have
 WARPGROUPS_PADDED: gl.constexpr = gl.constexpr(4)
 # work tiles whose queries are in shared memory at once: one in use, one on its way
 SLOTS: gl.constexpr = gl.constexpr(2)
 # rows of β that the copy engine fetches, keys of a tile that it fetches, and such tiles of a block
-COLUMNS: gl.constexpr = gl.constexpr(parts.COLUMNS)
+COLUMNS: gl.constexpr = gl.constexpr(bf16_splits.COLUMNS)
 PART_KEYS: gl.constexpr = gl.constexpr(descriptors.PART_KEYS)
 BETA_TILES: gl.constexpr = gl.constexpr(KEY_TILE // descriptors.PART_KEYS)
 
@@ -138,7 +138,7 @@ def allocate_beta(desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def load_beta(desc, block, barrier, beta, n):
-    """Fetch the parts of a block's keys, as BETA_TILES tiles of the descriptor. The other rows of beta stay zeros."""
+    """Fetch the splits of a block's keys, as BETA_TILES tiles of the descriptor. The other rows of beta stay zeros."""
     COUNT: gl.constexpr = beta.shape[0] * BETA_TILES * (DEPTH // COLUMNS)
     tiles = copy_engine.reinterpret(beta, gl.bfloat16, stacked(COUNT, desc.block_shape), desc.layout)
     for part in gl.static_range(BETA_TILES):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 # high, middle and low bits
-PARTS = 3
+SPLITS = 3
 # columns in memory: 16 bytes, as few as the copy engine can fetch; it fills up with zeros what a tile has more
 COLUMNS = 8
 # columns or rows of a tile: a matrix instruction's depth
@@ -16,7 +16,7 @@ DEPTH = 16
 
 
 @triton.jit
-def in_parts(value):
+def in_splits(value):
     """High, middle and low bits."""
     value = value.to(tl.float32)
     high = value.to(tl.bfloat16)
@@ -26,9 +26,9 @@ def in_parts(value):
 
 
 @triton.jit
-def with_parts(columns, value, FIRST: tl.constexpr):
-    """bfloat16 columns (rows, COLUMNS) with the parts of value (rows,) in those from FIRST on."""
-    high, middle, low = in_parts(value)
+def with_splits(columns, value, FIRST: tl.constexpr):
+    """bfloat16 columns (rows, COLUMNS) with the splits of value (rows,) in those from FIRST on."""
+    high, middle, low = in_splits(value)
     column = tl.arange(0, columns.shape[1])[None, :]
     columns = tl.where(column == FIRST, high[:, None], columns)
     columns = tl.where(column == FIRST + 1, middle[:, None], columns)

@@ -1,0 +1,374 @@
+"""One call of decay_attention, or of decay_attention_varlen, in heads that are evaluated on their own: by an oracle in
+float64, by eager formulas that round as a kernel has to, and by what is tested; and one result beside its budget."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decayattn.functional import decay_attention, decay_attention_varlen
+from decayattn.problem import AttentionProblem, BackendName
+from decayattn.testing import formulas
+from decayattn.testing.formulas import explicit_attention
+from decayattn.testing.table import ratio
+
+# For 16-bit inputs the prefix of the decay inside a block of tokens is in float32: LSE has its rounding, and so have
+# scores, to which it is added, and the probability of a sink, which LSE gives. For float64 it is in float64
+PREFIX_BLOCK = 128
+
+# the results that have the keys' axis, where they have one; the others have the queries'
+OVER_TOKENS = ("dk", "dv", "dlog_decay")
+
+
+class Arguments(NamedTuple):
+    """The arguments of decay_attention that may have a gradient, in its layouts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | float | None
+    scale: Tensor | float | None
+    bias: Tensor | None
+    sink: Tensor | None
+
+
+INPUTS = Arguments._fields
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor against its budget, at the head and in the norm that come closest to it or exceed it most.
+
+    head is the index of that head: (batch entry, head), where an axis that the tensor lacks or broadcasts over is 0; of
+    packed sequences (sequence, head), and −1 means outside of them.
+    """
+
+    HEADINGS: ClassVar[tuple[str, ...]] = ("tensor", "head")
+
+    name: str
+    head: tuple[int, int]
+    error: float
+    budget: float
+    relative_error: float
+    norm: str  # "frobenius" or "maximum"
+    passed: bool
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.name, f"{self.head[0]}, {self.head[1]}"
+
+
+NORMS = {"frobenius": 2, "maximum": math.inf}
+
+
+@dataclass(frozen=True)
+class SequenceBounds:
+    """Query rows and tokens of one batch entry that see each other, and nothing else.
+
+    number is that of the batch entry, or of the sequence where sequences are packed; −1 outside of them.
+    """
+
+    number: int
+    entry: int
+    rows: slice
+    tokens: slice
+
+
+def bounds_of(problem: AttentionProblem, sequences: Sequence[Sequence[int]] | None) -> tuple[SequenceBounds, ...]:
+    """A partition of all rows and tokens: what lies outside of the sequences sees nothing, and nothing sees it.
+
+    sequences: (first row, rows, first token, tokens) of each; None where each fills its batch entry.
+    """
+    if sequences is None:
+        sequences = [(0, problem.query_length, 0, problem.key_length)] * problem.batch
+    packed = problem.layout == "packed"
+    all_bounds = []
+    for n, (row, rows, token, tokens) in enumerate(sequences):
+        entry = 0 if packed else n
+        if problem.decay == "scalar" and not problem.causal and rows > tokens:
+            # there is no λ before a sequence's first key
+            all_bounds.append(SequenceBounds(n, entry, slice(row, row + rows - tokens), slice(0, 0)))
+            row, rows = row + rows - tokens, tokens
+        all_bounds.append(SequenceBounds(n, entry, slice(row, row + rows), slice(token, token + tokens)))
+    taken_of: list[list[SequenceBounds]] = [[] for _ in range(problem.batch)]
+    for bounds in all_bounds:
+        taken_of[bounds.entry].append(bounds)
+    for entry, taken in enumerate(taken_of):
+        number = -1 if packed else entry
+        for gap in _gaps([bounds.rows for bounds in taken], problem.query_length):
+            all_bounds.append(SequenceBounds(number, entry, gap, slice(0, 0)))
+        for gap in _gaps([bounds.tokens for bounds in taken], problem.key_length):
+            all_bounds.append(SequenceBounds(number, entry, slice(0, 0), gap))
+    return tuple(all_bounds)
+
+
+def _gaps(taken: list[slice], length: int) -> Iterator[slice]:
+    end = 0
+    for start, stop in sorted((part.start, part.stop) for part in taken if part.start < part.stop):
+        if start > end:
+            yield slice(end, start)
+        end = stop
+    if end < length:
+        yield slice(end, length)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Inputs of one call with its output gradients, and the (bounds, head) pairs that carry gradient.
+
+    All in decay_attention's layouts: packed sequences lie in a single batch entry. Every pair is an independent head.
+    """
+
+    inputs: Arguments
+    grad_out: Tensor
+    grad_lse: Tensor
+    bounds: tuple[SequenceBounds, ...]  # of all rows and tokens
+    pairs: tuple[tuple[SequenceBounds, int], ...]
+    problem: AttentionProblem
+
+    def heads(self, bounds: SequenceBounds, pairs: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        """explicit_attention's arguments for (batch entry, head) pairs (N, 2) with the rows and tokens of bounds."""
+        q, k, v, log_decay, scale, bias, sink = self.inputs
+        rows, tokens = bounds.rows, bounds.tokens
+        b, h = pairs.unbind(1)
+        g = h // (self.problem.num_heads // self.problem.num_kv_heads)
+        if isinstance(log_decay, Tensor):
+            heads = self.problem.num_heads
+            per_token = log_decay.ndim == 3
+            log_decay = log_decay.expand(len(q), -1, heads)[b, tokens, h] if per_token else log_decay.expand(heads)[h]
+        elif log_decay is not None:
+            log_decay = torch.full(h.shape, log_decay, dtype=torch.float64, device=q.device)
+        if isinstance(scale, Tensor):
+            scale = scale.expand(q.shape[:3])[b, rows, h].to(dtype)
+        else:
+            number = q.shape[-1] ** -0.5 if scale is None else scale
+            scale = torch.full(h.shape, number, dtype=dtype, device=q.device)
+        if bias is not None:
+            bias = bias.expand(len(q), self.problem.num_heads, q.shape[1], k.shape[1])[b, h, rows, tokens]
+            bias = bias if bias.dtype == torch.bool else bias.to(dtype)
+        q = q[b, rows, h].to(dtype)
+        causal = self.problem.causal
+        if tokens.start == tokens.stop:
+            # outside of the sequences q and scale may be NaN, and without keys decay_attention takes causal calls only
+            q, scale, causal = torch.zeros_like(q), torch.zeros_like(scale), True
+        return {
+            "q": q, "k": k[b, tokens, g].to(dtype), "v": v[b, tokens, g].to(dtype), "log_decay": log_decay,
+            "scale": scale, "causal": causal, "window": self.problem.window,
+            "bias": bias, "sink": None if sink is None else sink[h].to(dtype),
+            "grad_out": self.grad_out[b, rows, h].to(dtype), "grad_lse": self.grad_lse[b, h, rows].to(dtype),
+        }
+
+    def groups(self) -> Iterator[tuple[SequenceBounds, Tensor]]:
+        """The pairs as (batch entry, head), those with the same rows and tokens together."""
+        together: dict[tuple[int, ...], list[tuple[SequenceBounds, int]]] = {}
+        for bounds, head in self.pairs:
+            key = bounds.rows.start, bounds.rows.stop, bounds.tokens.start, bounds.tokens.stop
+            together.setdefault(key, []).append((bounds, head))
+        for group in together.values():
+            bounds = group[0][0]
+            pairs = torch.tensor([(bounds.entry, head) for bounds, head in group], device=self.problem.device)
+            size = (bounds.rows.stop - bounds.rows.start) * (bounds.tokens.stop - bounds.tokens.start)
+            for some in pairs.split(max(1, formulas.SCORES_AT_ONCE // max(1, size))):
+                yield bounds, some
+
+    def gather(self, evaluate: Callable[..., dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+        """evaluate(**heads) of all pairs, in the layouts that decay_attention returns; what heads share is added up."""
+        problem, (q, _, _, log_decay, scale, bias, sink) = self.problem, self.inputs
+        batch, rows, keys, heads = problem.batch, problem.query_length, problem.key_length, problem.num_heads
+        group = heads // problem.num_kv_heads
+        shapes = {
+            "out": (batch, heads, rows, problem.value_dim),
+            "lse": (batch, heads, rows),
+            "dq": (batch, heads, rows, problem.head_dim),
+            "dk": (batch, problem.num_kv_heads, keys, problem.head_dim),
+            "dv": (batch, problem.num_kv_heads, keys, problem.value_dim),
+        }
+        if isinstance(log_decay, Tensor):
+            shapes["dlog_decay"] = (batch, heads, keys) if log_decay.ndim == 3 else (batch, heads)
+        if isinstance(scale, Tensor):
+            shapes["dscale"] = (batch, heads, rows)
+        if bias is not None and bias.is_floating_point():
+            shapes["dbias"] = (batch, heads, rows, keys)
+        if sink is not None:
+            shapes["dsink"] = (batch, heads)
+        total = {name: q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+        for bounds, some in self.groups():
+            part = evaluate(**self.heads(bounds, some, dtype))
+            b, h = some.unbind(1)
+            for name, result in total.items():
+                at = (b, h // group if name in ("dk", "dv") else h)
+                if name == "dbias":
+                    result = result[:, :, bounds.rows, bounds.tokens]
+                elif result.ndim > 2:
+                    result = result[:, :, bounds.tokens if name in OVER_TOKENS else bounds.rows]
+                result.index_put_(at, part[name].to(dtype), accumulate=True)
+        given = {"dlog_decay": log_decay, "dscale": scale, "dbias": bias, "dsink": sink}
+        broadcast = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        for name, x in total.items():
+            if name not in ("lse", "dbias"):
+                x = x[:, None] if x.ndim == 2 else x.transpose(1, 2)
+            if name in broadcast:
+                leaf = broadcast[name]
+                x = x.sum_to_size((1,) * (x.ndim - leaf.ndim) + leaf.shape).reshape(leaf.shape)
+            total[name] = x
+        return total
+
+    def oracle(self) -> dict[str, Tensor]:
+        """x64 by autograd; causal, in chunks of rows, each the last rows of the keys that it sees."""
+
+        def evaluate(*, causal, window, grad_out, grad_lse, **heads):
+            floating = {name: x for name, x in heads.items() if x is not None and x.is_floating_point()}
+            leaves = {f"d{name}": x.to(torch.float64, copy=True).requires_grad_() for name, x in floating.items()}
+            q, k, v, decay, scale, bias, sink = (leaves.get(f"d{name}", heads[name]) for name in INPUTS)
+            rows, keys = q.shape[1], k.shape[1]
+            outs, lses, total = [], [], {name: torch.zeros_like(x) for name, x in leaves.items()}
+            for chunk in formulas.row_chunks(len(q) * keys, rows) if causal else [slice(0, rows)]:
+                seen = max(0, keys - (rows - chunk.stop)) if causal else keys
+                out, lse = decay_attention(  # the pairs are on the head axis
+                    *(x.transpose(0, 1)[None] for x in (q[:, chunk], k[:, :seen], v[:, :seen])),
+                    decay if decay is None or decay.ndim == 1 else decay[:, :seen].T[None],
+                    scale=scale if scale.ndim == 1 else scale[:, chunk].T[None],
+                    bias=None if bias is None else bias[None, :, chunk, :seen],
+                    causal=causal, window_size=window, sink=sink, return_lse=True, backend="reference",
+                )
+                outs.append(out[0].transpose(0, 1).detach())
+                lses.append(lse[0].detach())
+                given = [grad_out[:, chunk].transpose(0, 1)[None], grad_lse[None, :, chunk]]
+                gradients = torch.autograd.grad([out, lse], [*leaves.values()], given, materialize_grads=True)
+                for name, gradient in zip(leaves, gradients, strict=True):
+                    total[name] += gradient
+            return {"out": torch.cat(outs, 1), "lse": torch.cat(lses, 1), **total}
+
+        return self.gather(evaluate, torch.float64)
+
+    def eager(self, gradient_factor: float = 1.0, factor: float = 1.0) -> dict[str, Tensor]:
+        """The rounded evaluation, in the dtypes that decay_attention returns. The factors: see `DRAWS`."""
+
+        def evaluate(*, grad_out, grad_lse, **heads):
+            grads = {"grad_out": grad_out * gradient_factor, "grad_lse": grad_lse * gradient_factor}
+            return explicit_attention(
+                **heads, **grads, rounding=self.problem.dtype, factor=factor,
+                prefix_block=self.prefix_block if factor != 1.0 else 0,
+            )
+
+        total = self.gather(evaluate, self.problem.accumulator_dtype)
+        return {name: x.to(self.dtype_of(name)) for name, x in total.items()}
+
+    def draw(self, factor: float) -> dict[str, Tensor]:
+        """The rounded evaluation elsewhere in the same binade, in float64."""
+        eager = self.eager(factor, factor)
+        return {name: x.double() / (factor if name.startswith("d") else 1.0) for name, x in eager.items()}
+
+    def sizes(self) -> dict[str, Tensor]:
+        """A, in float64."""
+        exact_oracle = self.problem.accumulator_dtype != torch.float64
+
+        def evaluate(**heads):
+            part = explicit_attention(**heads, absolute=True, prefix_block=self.prefix_block if exact_oracle else 0)
+            condition = 1.0 + part.pop("score_size")
+            if exact_oracle:
+                return part
+            return {name: x * condition.reshape(-1, *(1,) * (x.ndim - 1)) for name, x in part.items()}
+
+        return self.gather(evaluate, torch.float64)
+
+    @property
+    def prefix_block(self) -> int:
+        """Tokens of a block inside of which the prefix of the decay is one number of the accumulator's dtype; 0 for
+        float32, which has two."""
+        return 0 if self.problem.dtype == torch.float32 else PREFIX_BLOCK
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype in which decay_attention returns a tensor."""
+        if name == "lse":
+            return self.problem.accumulator_dtype
+        leaf = self.inputs._asdict().get(name.removeprefix("d"))
+        return leaf.dtype if isinstance(leaf, Tensor) else self.problem.dtype
+
+    def run(self, backend: BackendName, options: dict[str, Any]) -> dict[str, Tensor]:
+        """What is tested: one forward and one backward, on leaves with the strides of the given tensors."""
+        given = self.inputs._asdict()
+        inputs: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
+        tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        leaves = {f"d{name}": x.requires_grad_() for name, x in tensors.items()}
+        options = {"causal": self.problem.causal, "return_lse": True, "backend": backend, **options}
+        attend = options.pop("attend", None)
+        if self.problem.layout == "packed":
+            del inputs["bias"]
+            per_token = self.problem.decay == "scalar"
+            without_batch = {name: inputs[name][0] for name in ("q", "k", "v", *["log_decay"] * per_token)}
+            out, lse = (attend or decay_attention_varlen)(**inputs | without_batch, **options)
+            out, lse = out[None], lse[None]
+        else:
+            out, lse = (attend or decay_attention)(**inputs, **options)
+        gradients = torch.autograd.grad(
+            [out, lse], list(leaves.values()), [self.grad_out, self.grad_lse], materialize_grads=True
+        )
+        return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+    # the comparison
+
+    def parts(self, name: str, x: Tensor) -> list[tuple[list[int], Tensor]]:
+        """What is judged on its own of a tensor in one of decay_attention's layouts: (numbers, (N, H, everything else))
+        of the bounds, those on the same rows or tokens together; or of every batch entry where the tensor lacks their
+        axis. A missing axis has length 1."""
+        if name == "dbias":
+            x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+            return [(list(range(len(x))), x.flatten(2))] if x.numel() else []
+        if name != "lse":
+            x = x.reshape((1,) * (3 - x.ndim) + x.shape).movedim(2, 1)  # a decay (H,), or a scale that broadcasts
+        over_tokens = name in OVER_TOKENS
+        axis = self.problem.key_length if over_tokens else self.problem.query_length
+        if (x.shape[0], x.shape[2]) != (self.problem.batch, axis):
+            return [(list(range(len(x))), x.flatten(2))] if x.numel() else []
+        together: dict[tuple[int, int], list[SequenceBounds]] = {}
+        for bounds in self.bounds:
+            at = bounds.tokens if over_tokens else bounds.rows
+            if at.start < at.stop:
+                together.setdefault((at.start, at.stop), []).append(bounds)
+        found = []
+        for (start, stop), all_bounds in together.items():
+            entries = [bounds.entry for bounds in all_bounds]
+            here = x if entries == list(range(len(x))) else x[entries]
+            found.append(([bounds.number for bounds in all_bounds], here[:, :, start:stop].flatten(2)))
+        return found
+
+    def distance(self, name: str, x: Tensor, x64: Tensor) -> Tensor:
+        """The norms of x − x64, (2, parts, H) in the order of NORMS, inf where only one of them has −inf."""
+        found = []
+        for (_, part), (_, part64) in zip(self.parts(name, x), self.parts(name, x64), strict=True):
+            hidden = part64.isneginf()
+            difference = (part.double() - part64).masked_fill(hidden, 0.0)
+            misplaced = (hidden != part.isneginf()).any(-1)
+            norms = [torch.linalg.vector_norm(difference, order, dim=-1) for order in NORMS.values()]
+            found.append(torch.stack(norms).masked_fill(misplaced, math.inf))
+        return torch.cat(found, 1) if found else x64.new_zeros(len(NORMS), 0, 1)
+
+    def compare(self, name: str, x: Tensor, x64: Tensor, eager_error: Tensor, size: Tensor) -> Comparison:
+        """The worst head and norm of one tensor under the budget.
+
+        Args:
+            name: "lse", "out", or "d" and the name of an input; the layout follows from it.
+            x, x64, size: the tested tensor in its own dtype, the oracle, and A.
+            eager_error: `distance` of the rounded evaluation from the oracle.
+
+        A NaN never passes; −inf must be exactly where the oracle has it.
+        """
+        own_eps, accumulator_eps = torch.finfo(x.dtype).eps, torch.finfo(self.problem.accumulator_dtype).eps
+        zero = torch.zeros_like(x64)
+        error, norm = self.distance(name, x, x64), self.distance(name, zero, x64.masked_fill(x64.isneginf(), 0.0))
+        budget = 2 * eager_error + own_eps * norm + 4 * accumulator_eps * self.distance(name, zero, size)
+        excess = torch.where(error == 0, 0.0, error / budget).nan_to_num(nan=math.inf)
+        if not excess.numel():
+            return Comparison(name, (0, 0), 0.0, 0.0, 0.0, "frobenius", True)
+        worst = tuple(int(at) for at in torch.unravel_index(excess.argmax(), excess.shape))
+        numbers = [number for group, _ in self.parts(name, x) for number in group]
+        head = numbers[worst[1]], worst[2]
+        found, allowed = float(error[worst]), float(budget[worst])
+        passed = bool((error <= budget).all())
+        return Comparison(
+            name, head, found, allowed, ratio(found, float(norm[worst])), list(NORMS)[worst[0]], passed
+        )
