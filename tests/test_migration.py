@@ -69,16 +69,35 @@ def test_the_formula_of_flex_attention_is_what_pytorch_computes(float64):
     torch.testing.assert_close(*results)
 
 
-def test_pruning_loses_what_skip_tolerance_says(float64):
-    """What the Forgetting Transformer's adaptive threshold leaves out has at most the probability e^-10 in a row."""
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.xdist_group("gpu")
+def test_the_formula_of_fla_is_what_its_kernel_computes():
+    """Where fla is installed: its forward, within a rounding of the weights and one of the output to float16."""
+    fla = pytest.importorskip("fla.ops.attn")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 300, heads, 64, dtype=torch.float16) for heads in (4, 2, 2))
+    g = torch.nn.functional.logsigmoid(torch.randn(2, 300, 4) + 1)
+    options = {"scale": 0.2, "window_size": 40, "sink_bias": torch.randn(4)}
+    exact = other_libraries.parallel_attn(*(x.double() for x in (q, k, v, g)), **options)
+    on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    out = fla.parallel_attn(*(x.cuda() for x in (q, k, v, g)), **on_gpu).cpu().double()
+    assert (out - exact).norm() <= torch.finfo(torch.float16).eps * exact.norm()
+
+
+@pytest.mark.parametrize("threshold", ["auto", -25.0])
+def test_pruning_loses_what_skip_tolerance_says(float64, threshold):
+    """What the Forgetting Transformer's adaptive threshold leaves out has at most the probability that the guide says
+    in a row: e^-10, or for a number what the largest score makes of it."""
     generator = torch.Generator().manual_seed(0)
     q, k = 0.7 * torch.randn(2, 2, 300, 4, 16, generator=generator)
     log_decay = torch.nn.functional.logsigmoid(torch.randn(2, 300, 4, generator=generator) + 1)
     bias = other_libraries.decay_between(log_decay, 300)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4 + bias
     weights = scores.masked_fill(other_libraries.distances(300, 300) < 0, -torch.inf).softmax(-1)
-    lost = (weights * other_libraries.pruned(q, k, bias, None, "auto")).sum(-1).amax()
-    assert 0 < lost <= math.exp(-10)
+    lost = (weights * other_libraries.pruned(q, k, bias, None, threshold)).sum(-1).amax()
+    largest = float(q.norm(dim=-1).max() * k.norm(dim=-1).max() / 4)
+    most = math.exp(-10) if threshold == "auto" else 300 * math.exp(threshold + 2 * largest)
+    assert 0 < lost <= most < 1
 
 
 def test_names_of_the_table_are_refused_with_ours():

@@ -11,7 +11,7 @@ checkpoint::
 
 attn_implementation="decayattn" is registered, too, for ordinary models: attention_interface.
 
-It needs the extra `decayattn[transformers]`.
+It needs the extra `transformers`, in a clone `pip install -e '.[transformers]'`.
 """
 
 import copy
@@ -19,7 +19,7 @@ import dataclasses
 import inspect
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Literal, SupportsIndex, get_args
 
@@ -44,10 +44,12 @@ from decayattn.backends import registry
 from decayattn.integrations import attention_interface  # noqa: F401, registers it
 from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
-from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_positive_int
+from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_log_decays, check_positive_int
 from decayattn.problem import BackendName, DecayName, check_window
 
-DecayPreset = Literal["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none"]
+DecayPreset = Literal[
+    "scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "constant", "constant-learned", "none",
+]
 DECAYS = get_args(DecayPreset)
 # options of the layer that are no fields of DecayConfig; device and dtype mean something else to transformers
 _LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
@@ -68,8 +70,10 @@ class DecayConfig(PreTrainedConfig):
         intermediate_size: hidden width of the SwiGLU; default 8/3 · hidden_size, up to the next multiple of 64.
         num_key_value_heads: key and value heads, a divisor of num_attention_heads; default num_attention_heads.
         head_dim: default hidden_size / num_attention_heads.
-        decay: "scalar", a forget gate per token and head; "alibi" or "retnet", one constant per head, and the same
-            with "-learned" behind it; "none".
+        decay: "scalar", a forget gate per token and head; "alibi", "retnet" or "constant", one constant per head, and
+            the same with "-learned" behind it; "none".
+        log_decay: the constants of "constant" and the start of "constant-learned", one number per attention head as in
+            ConstantDecay, the same in every layer: natural logarithms, below 0 for a decay.
         initial_half_lives: (shortest, longest) half-life of a forget gate at the start, in tokens, as in ScalarDecay;
             with decay="scalar" only. Default ScalarDecay's.
         qk_norm, output_gate, window_size, sink, backend: as in DecayFlashAttention, in every layer. Its other options
@@ -95,6 +99,7 @@ class DecayConfig(PreTrainedConfig):
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         decay: DecayPreset = "scalar",
+        log_decay: Sequence[float] | Tensor | None = None,
         initial_half_lives: tuple[float, float] | None = None,
         qk_norm: bool = False,
         output_gate: bool = False,
@@ -130,6 +135,7 @@ class DecayConfig(PreTrainedConfig):
             head_dim = default_head_dim("hidden_size", self.hidden_size, "num_attention_heads", heads)
         self.head_dim = check_head_dim("head_dim", head_dim)
         self.decay = decay
+        self.log_decay = _check_log_decay(log_decay, decay, heads)
         if initial_half_lives is not None and decay != "scalar":
             raise ValueError(f"initial_half_lives: expected only with decay='scalar', got decay={decay!r}")
         self.initial_half_lives = None if initial_half_lives is None else check_half_lives(initial_half_lives)
@@ -151,6 +157,22 @@ class DecayConfig(PreTrainedConfig):
         self.eos_token_id = eos_token_id
         self.backend = registry.check_name(backend)
         super().__init__(**kwargs)
+
+
+def _check_log_decay(log_decay: Sequence[float] | Tensor | None, decay: str, heads: int) -> tuple[float, ...] | None:
+    """The user's own constants, which come with decay="constant" or "constant-learned" and with no other."""
+    if not decay.startswith("constant"):
+        if log_decay is not None:
+            expected = "log_decay: expected only with decay='constant' or 'constant-learned'"
+            raise ValueError(f"{expected}, got decay={decay!r}")
+        return None
+    expected = f"log_decay: expected num_attention_heads = {heads} numbers with decay={decay!r}"
+    if log_decay is None:
+        raise ValueError(f"{expected}, got None")
+    numbers = check_log_decays("log_decay", log_decay, learned=decay.endswith("learned"))
+    if len(numbers) != heads:
+        raise ValueError(f"{expected}, got {len(numbers)}")
+    return numbers
 
 
 class DecayCacheLayer(DynamicLayer):
@@ -526,6 +548,8 @@ def _make_decay(config: DecayConfig) -> DecayName | nn.Module:
     if config.decay in ("scalar", "none"):
         return config.decay
     preset, _, learned = config.decay.partition("-")
+    if config.log_decay is not None:
+        return ConstantDecay(config.log_decay, learned=bool(learned))
     return getattr(ConstantDecay, preset)(config.num_attention_heads, learned=bool(learned))
 
 

@@ -142,7 +142,7 @@ class ConstantDecay(Decay):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        numbers = _check_values(values, check_bool("learned", learned))
+        numbers = check_log_decays("values", values, check_bool("learned", learned))
         super().__init__(len(numbers))
         self.initial_values = numbers
         self.learned = learned
@@ -285,16 +285,16 @@ def check_half_lives(half_lives: tuple[float, float]) -> tuple[float, float]:
     return float(half_lives[0]), float(half_lives[1])
 
 
-def _check_values(values: Sequence[float] | Tensor, learned: bool) -> tuple[float, ...]:
+def check_log_decays(name: str, values: Sequence[float] | Tensor, learned: bool) -> tuple[float, ...]:
     numbers = values.tolist() if hasattr(values, "tolist") else values  # of torch and of numpy
     if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not all(_is_real(value) for value in numbers):
-        raise TypeError(f"values: expected one number per head, a sequence or a tensor (H,), got {values!r}")
+        raise TypeError(f"{name}: expected one number per head, a sequence or a tensor (H,), got {values!r}")
     if len(numbers) == 0:
-        raise ValueError("values: expected at least one head, got none")
+        raise ValueError(f"{name}: expected at least one head, got none")
     if not all(math.isfinite(value) for value in numbers):
-        raise ValueError(f"values: expected finite log-decays, got {values!r}")
+        raise ValueError(f"{name}: expected finite log-decays, got {values!r}")
     if learned and 0 in numbers:
-        raise ValueError(f"values: 0 cannot be learned, because a learned log-decay keeps its sign; got {values!r}")
+        raise ValueError(f"{name}: 0 cannot be learned, because a learned log-decay keeps its sign; got {values!r}")
     return tuple(float(value) for value in numbers)
 
 

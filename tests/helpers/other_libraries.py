@@ -2,8 +2,9 @@
 
 Each was written from the signature and documentation of the version named here, and none of their code is in it:
 
-* flash-attn 2.8.4, flash_attn/flash_attn_interface.py: flash_attn_func, flash_attn_varlen_func
-* flash-linear-attention 0.5.2, fla/ops/forgetting_attn/parallel.py, fla/ops/attn/parallel.py and
+* flash-attn 2.8.4, flash_attn/flash_attn_interface.py: flash_attn_func, flash_attn_varlen_func; what causal ALiBi adds
+  to a score, csrc/flash_attn/src/mask.h
+* flash-linear-attention 0.5.2 and 0.6.0, fla/ops/forgetting_attn/parallel.py, fla/ops/attn/parallel.py and
   fla/layers/forgetting_attn.py
 * the official Forgetting Transformer at commit 883f260, src/forgetting_transformer/ops/forgetting_attention.py and
   .../model/forgetting_transformer/modeling_forgetting_transformer.py
@@ -22,13 +23,21 @@ from torch import Tensor, nn
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, visible: Tensor, scale: float | None) -> Tensor:
     """softmax(scale · q kᵀ + bias) v over the visible pairs; q, k, v (B, T, heads, ·), the rest (B, H, i, j)."""
+    return attend_with_lse(q, k, v, bias, visible, scale)[0]
+
+
+def attend_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, visible: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """attend, and the log-sum-exp of the scores of every row that sees a key, (B, H, i)."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale + bias
     sees_a_key = visible.any(-1, keepdim=True)  # a row that does not gives 0
-    weights = scores.masked_fill(~visible & sees_a_key, -torch.inf).softmax(-1) * sees_a_key
-    return torch.einsum("bhij,bjhd->bihd", weights, v)
+    scores = scores.masked_fill(~visible & sees_a_key, -torch.inf)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1) * sees_a_key, v)
+    return out, scores.logsumexp(-1)
 
 
 def distances(rows: int, keys: int) -> Tensor:
@@ -64,8 +73,12 @@ def flash_attn_func(
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     visible = visible & (distance <= left) if left >= 0 else visible
     visible = visible & (distance >= -right) if right >= 0 else visible
-    bias = 0.0 if alibi_slopes is None else -alibi_slopes[..., None, None] * distance.abs()
-    return attend(q, k, v, bias, visible, softmax_scale)
+    bias = 0.0
+    if alibi_slopes is not None:
+        of_keys = causal and left < 0  # the same weights, and another log-sum-exp
+        bias = alibi_slopes[..., None, None] * (torch.arange(k.shape[1]) if of_keys else -distance.abs())
+    out, softmax_lse = attend_with_lse(q, k, v, bias, visible, softmax_scale)
+    return (out, softmax_lse, None) if return_attn_probs else out
 
 
 def flash_attn_varlen_func(

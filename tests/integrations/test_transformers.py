@@ -9,6 +9,7 @@ import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from decayattn.integrations.transformers import DECAYS, DecayConfig, DecayForCau
 from decayattn.nn import ScalarDecay
 
 VOCAB, LAYERS, HEADS = 50, 2, 4
+RATES = (-0.7, -0.1, -0.02, 0.01)  # of the heads, where they are the user's own
 LEFT_PADDING = (3, 0, 5)
 # what this release of transformers calls a model's cache
 CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
@@ -38,6 +40,8 @@ TOKENS = 9
 def build(decay="scalar", *, dtype=torch.float64, **options):
     """A model whose parameters are all off their start, the decays' too."""
     torch.manual_seed(0)
+    if decay.startswith("constant"):
+        options.setdefault("log_decay", RATES)
     config = DecayConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=2, intermediate_size=48, decay=decay, initializer_range=0.3, **options,
@@ -441,6 +445,7 @@ def test_saving_and_loading(decay, tied, tmp_path):
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is DecayConfig
     assert config.decay == decay
+    assert config.log_decay == model.config.log_decay
     assert config.eos_token_id == 4
     assert config.window_size == (4, 0)
     assert config.sink is True
@@ -511,6 +516,23 @@ def test_forget_gates_start_with_the_half_lives_of_the_configuration():
         assert torch.equal(block.self_attn.decay.half_lives(), want)
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("decay", ["constant", "constant-learned"])
+def test_constant_rates_are_those_of_the_configuration(decay, kind, tmp_path):
+    """As they were given, by a new model and by one that is loaded; learned from there."""
+    config = DecayConfig(
+        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, decay=decay, log_decay=kind(RATES)
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.log_decay == config.log_decay
+    for block in (*model.model.layers, *loaded.model.layers):
+        torch.testing.assert_close(block.self_attn.decay(torch.zeros(1, 1, 64)), torch.tensor(RATES))
+    learned = {name for name, _ in model.named_parameters() if ".decay." in name}
+    assert len(learned) == (2 if decay == "constant-learned" else 0)
+
+
 def test_the_default_width_of_the_mlp_is_eight_thirds():
     assert DecayConfig(hidden_size=768).intermediate_size == 2048
     assert DecayConfig(hidden_size=780).intermediate_size == 2112
@@ -547,7 +569,7 @@ def test_bad_arguments_are_refused_by_name():
     model = build()
     embeds = model.model.embed_tokens(ids)
     with pytest.raises(ValueError, match="decay: expected one of scalar"):
-        DecayConfig(decay="constant")
+        DecayConfig(decay="forget")
     with pytest.raises(ValueError, match="hidden_size: expected a multiple"):
         DecayConfig(hidden_size=30, num_attention_heads=4)
     for arguments in ({}, {"input_ids": ids, "inputs_embeds": embeds}):
@@ -597,6 +619,12 @@ def test_bad_arguments_are_refused_by_name():
         ({"sink": 1}, TypeError, "sink: expected a bool, got 1"),
         ({"initial_half_lives": (4, 2)}, ValueError, "initial_half_lives: expected two numbers of tokens"),
         ({"initial_half_lives": (2, 4), "decay": "alibi"}, ValueError, "initial_half_lives: expected only with decay="),
+        ({"decay": "constant"}, ValueError, "log_decay: expected num_attention_heads = 12 numbers .*, got None"),
+        ({"decay": "constant", "log_decay": [-1]}, ValueError, "log_decay: expected num_attention_heads = 12 .* got 1"),
+        ({"decay": "constant", "log_decay": -1}, TypeError, "log_decay: expected one number per head"),
+        ({"decay": "constant", "log_decay": [-math.inf] * 12}, ValueError, "log_decay: expected finite log-decays"),
+        ({"decay": "constant-learned", "log_decay": [0] * 12}, ValueError, "log_decay: 0 cannot be learned"),
+        ({"log_decay": [-1] * 12}, ValueError, "log_decay: expected only with decay='constant' or 'constant-learned'"),
         ({"num_heads": 4}, ValueError, "num_heads: an option of DecayFlashAttention"),
         ({"output_attentions": True}, ValueError, "output_attentions: flash attention never has"),
     ],

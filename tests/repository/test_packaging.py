@@ -58,6 +58,15 @@ def test_the_version_is_a_literal():
     assert 'version = { attr = "decayattn.__version__" }' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
+def test_the_oldest_python_of_the_classifiers_is_the_one_required():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    versions = [int(minor) for minor in re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', project)]
+    assert versions == list(range(versions[0], versions[-1] + 1))
+    assert f'requires-python = ">=3.{versions[0]}"' in project
+    assert f'target-version = "py3{versions[0]}"' in project
+    assert f'python_version = "3.{versions[0]}"' in project
+
+
 def test_the_source_distribution_has_every_folder():
     """setuptools itself takes the package and files called test*.py."""
     listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=False)
@@ -126,7 +135,8 @@ def test_what_is_cited_is_this_version():
     citation = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == decayattn.__version__
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert f"## [{decayattn.__version__}]" in changes
+    (heading,) = re.findall(rf"^## \[{re.escape(decayattn.__version__)}\] - (.*)", changes, re.MULTILINE)
+    assert str(citation.get("date-released", "unreleased")) == heading
 
 
 @pytest.mark.slow  # mypy reads all of torch

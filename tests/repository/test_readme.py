@@ -64,6 +64,18 @@ def test_the_commands_name_what_exists():
             assert (ROOT / script).is_file(), script
     assert "pip install -e '.[experiments]'" in text
     assert "pip install -e '.[test]'" in text
+    # of the clone: no index has the package
+    assert not re.search("pip install '?decayattn", README.read_text(encoding="utf-8"))
+
+
+def test_the_map_names_every_module_and_folder():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 40
+    assert set(re.findall(r"python (\S+\.py)", page)) == {"experiments/fuzz_kernels.py", "experiments/report.py"}
+    table = " ".join(re.findall(r"^\| ([^|]*)", page, re.MULTILINE))
+    files = {path.name for path in (ROOT / "decayattn").iterdir() if path.suffix in (".py", ".md")} - {"__init__.py"}
+    folders = {f"{path.parent.name}/" for path in (ROOT / "decayattn").glob("*/__init__.py")}
+    assert set(re.findall(r"\w+(?:\.py|\.md|/)", table)) == files | folders | {"decayattn/"}
 
 
 def test_every_script_has_its_line():
