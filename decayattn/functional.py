@@ -11,6 +11,7 @@ from decayattn.problem import (
     AttentionProblem,
     BackendName,
     Inputs,
+    SkipTolerance,
     autocast_dtype,
     check_arguments,
     check_bool,
@@ -31,7 +32,7 @@ class _Options(TypedDict, total=False):
     causal: bool
     window_size: tuple[int, int] | None
     sink: Tensor | None
-    skip_tolerance: float | str | None
+    skip_tolerance: SkipTolerance
     backend: BackendName
 
 
@@ -82,7 +83,7 @@ def decay_attention(
     leftpad_q: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     return_lse: bool = False,
-    skip_tolerance: float | str | None = "auto",
+    skip_tolerance: SkipTolerance = "auto",
     backend: BackendName = "auto",
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -221,7 +222,7 @@ def decay_attention_varlen(
     window_size: tuple[int, int] | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
-    skip_tolerance: float | str | None = "auto",
+    skip_tolerance: SkipTolerance = "auto",
     backend: BackendName = "auto",
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -299,7 +300,7 @@ def visited_fraction(
     *,
     scale: Tensor | float | None = None,
     window_size: tuple[int, int] | None = None,
-    skip_tolerance: float | str | None = "auto",
+    skip_tolerance: SkipTolerance = "auto",
 ) -> Tensor:
     r"""How much of its work the causal decay_attention of these arguments does: what skip_tolerance leaves of it.
 

@@ -23,6 +23,7 @@ GRANULE = 64
 BackendName = Literal["auto", "reference", "triton", "hopper"]
 DecayName = Literal["none", "constant", "scalar"]
 LayoutName = Literal["dense", "padded", "packed"]
+SkipTolerance = float | Literal["auto"] | None
 
 
 class AttentionProblem(NamedTuple):
@@ -212,7 +213,7 @@ def check_arguments(
     leftpad_q: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     bias: Tensor | None = None,
-    skip_tolerance: float | str | None = None,
+    skip_tolerance: SkipTolerance = None,
 ) -> None:
     """Refuse every bad argument of decay_attention by name."""
     axes = ("batch", "sequence", "heads", "head_dim")
@@ -252,7 +253,7 @@ def check_packed_arguments(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    skip_tolerance: float | str | None = None,
+    skip_tolerance: SkipTolerance = None,
 ) -> None:
     """Refuse every bad argument of decay_attention_varlen by name."""
     _check_tensors(q, k, v, ("tokens", "heads", "head_dim"))
@@ -316,7 +317,7 @@ def integer(number: int) -> int:
     return number if isinstance(number, (int, torch.SymInt)) else int(number)
 
 
-def tolerance_of(skip_tolerance: float | str | None, dtype: torch.dtype) -> float:
+def tolerance_of(skip_tolerance: SkipTolerance, dtype: torch.dtype) -> float:
     """skip_tolerance as a number: "auto" is below the resolution of the accumulators, None is 0."""
     if skip_tolerance == "auto":
         return 2.0**-53 if dtype == torch.float64 else 2.0**-24
@@ -463,7 +464,7 @@ def check_window(window_size: tuple[int, int] | None) -> None:
             raise ValueError(f"window_size: expected numbers of tokens, or -1 for no limit, got {window_size}")
 
 
-def check_skip_tolerance(skip_tolerance: float | str | None) -> None:
+def check_skip_tolerance(skip_tolerance: SkipTolerance) -> None:
     """Refuse a bad skip_tolerance."""
     if skip_tolerance is None or (isinstance(skip_tolerance, str) and skip_tolerance == "auto"):
         return

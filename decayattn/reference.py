@@ -74,6 +74,38 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
     return first
 
 
+def evict(held: Held, alpha: Tensor, log_tolerance: float, score_bound: Tensor) -> Tensor:
+    """Hide the oldest tokens of every head from all later rows, as many as a bound on what they lose allows.
+
+    With |s q·k| ≤ S, a row i that sees itself loses at most exp(2 S + α_i) Σ_evicted exp(−α_j) of its probability.
+
+    Args:
+        held: the cache, whose first and log_evicted (log Σ_evicted exp(−α_j)) are written in place.
+        alpha: (B or 1, T, H) float64, of the T tokens that the longest entry holds.
+        log_tolerance: the most that the log of the bound may be.
+        score_bound: (H,), S.
+
+    Returns:
+        (B, H) float64, the log of the bound for the newest row of every entry.
+    """
+    j = torch.arange(alpha.shape[1], device=alpha.device)[:, None]
+    lengths = held.lengths[:, None]
+    alpha = alpha.expand(len(lengths), -1, -1)
+    entry = torch.arange(len(lengths), device=alpha.device)
+    newest = torch.where(lengths > 0, alpha[entry, (held.lengths - 1).clamp(min=0)], 0.0)
+    seen = (j >= held.first[:, None]) & (j < lengths[..., None])
+    weights = torch.where(seen, newest[:, None] - alpha, -torch.inf).logcumsumexp(1)
+    # log of the bound when all tokens up to j went; it never falls with j
+    lost = torch.logaddexp((held.log_evicted + newest)[:, None], weights) + 2 * score_bound
+    last = torch.minimum((lost <= log_tolerance).sum(1), lengths - 1)  # the newest token stays
+    first = torch.maximum(held.first, last.to(torch.int32))
+    after = lost.gather(1, (first.long() - 1).clamp(min=0)[:, None])[:, 0]
+    bound = torch.where(first > held.first, after, held.log_evicted + newest + 2 * score_bound)
+    held.log_evicted.copy_(bound - 2 * score_bound - newest)
+    held.first.copy_(first)
+    return bound
+
+
 def decode(
     inputs: Inputs,
     lengths: Tensor,

@@ -17,6 +17,7 @@ from decayattn.functional import autocast, per_head, per_row
 from decayattn.problem import (
     AttentionProblem,
     BackendName,
+    SkipTolerance,
     check_arguments,
     check_bool,
     check_count,
@@ -55,7 +56,7 @@ def context_parallel_attention(
     leftpad_q: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     return_lse: bool = False,
-    skip_tolerance: float | str | None = "auto",
+    skip_tolerance: SkipTolerance = "auto",
     backend: BackendName = "auto",
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -200,7 +201,7 @@ def fetched_tokens(
     scale: Tensor | float | None = None,
     window_size: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
-    skip_tolerance: float | str | None = "auto",
+    skip_tolerance: SkipTolerance = "auto",
 ) -> Tensor:
     """How many tokens before its slice every rank fetches in the "halo" mode of these arguments.
 
@@ -277,7 +278,7 @@ def _checked_packed(
 
 
 def _check_mode(
-    mode: str, reach: int | None, q: Tensor, slices: Slices, only_heads: dict[str, Any], packed: Packed | None
+    mode: ModeName, reach: int | None, q: Tensor, slices: Slices, only_heads: dict[str, Any], packed: Packed | None
 ) -> None:
     if mode not in MODES:
         raise ValueError(f"mode: expected 'halo' or 'heads', got {mode!r}")

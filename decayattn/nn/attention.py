@@ -17,6 +17,7 @@ from decayattn.problem import (
     MAX_HEAD_DIM,
     BackendName,
     DecayName,
+    SkipTolerance,
     autocast_dtype,
     check_skip_tolerance,
     check_window,
@@ -114,7 +115,7 @@ class DecayFlashAttention(nn.Module):
         window_size: tuple[int, int] | None = None,
         sink: bool = False,
         scale: float | str | None = None,
-        skip_tolerance: float | str | None = "auto",
+        skip_tolerance: SkipTolerance = "auto",
         backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -429,7 +430,7 @@ def _check_placed(placed: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[
     return placed
 
 
-def _build_decay(decay: str | nn.Module, embed_dim: int, num_heads: int, options: dict) -> nn.Module | None:
+def _build_decay(decay: DecayName | nn.Module, embed_dim: int, num_heads: int, options: dict) -> nn.Module | None:
     if isinstance(decay, nn.Module):
         if isinstance(decay, Decay) and decay.num_heads != num_heads:
             raise ValueError(f"decay: expected a module for {num_heads} heads, got one for {decay.num_heads}")

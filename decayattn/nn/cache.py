@@ -19,6 +19,7 @@ from decayattn.problem import (
     BackendName,
     Held,
     Inputs,
+    SkipTolerance,
     check_arguments,
     window_of,
     without_autocast,
@@ -124,7 +125,7 @@ class DecayCache:
         window_size: tuple[int, int] | None = None,
         sink: Tensor | None = None,
         new_lengths: Tensor | None = None,
-        skip_tolerance: float | str | None = "auto",
+        skip_tolerance: SkipTolerance = "auto",
         backend: BackendName = "auto",
     ) -> Tensor:
         """Append T tokens and return the causal attention of their queries over all tokens, (B, T, H, D_v).
@@ -285,18 +286,7 @@ class DecayCache:
             alpha = (self.dropped[:, None, None] + j) * rates
         else:
             alpha = self.alpha[:, : self.longest]
-        entry = torch.arange(self.batch_size, device=self.device)
-        newest = torch.where(self.lengths[:, None] > 0, alpha[entry, (self.lengths - 1).clamp(min=0)], 0.0)
-        held = (j >= self.first[:, None]) & (j < self.lengths[:, None, None])
-        weights = torch.where(held, newest[:, None] - alpha, -torch.inf).logcumsumexp(1)
-        # log of the bound when all tokens up to j went; it never falls with j
-        lost = torch.logaddexp((self._log_evicted + newest)[:, None], weights) + 2 * score_bound
-        last = torch.minimum((lost <= math.log(tolerance)).sum(1), self.lengths[:, None] - 1)
-        first = torch.maximum(self.first, last.to(torch.int32))
-        after = lost.gather(1, (first.long() - 1).clamp(min=0)[:, None])[:, 0]
-        bound = torch.where(first > self.first, after, self._log_evicted + newest + 2 * score_bound)
-        self._log_evicted.copy_(bound - 2 * score_bound - newest)
-        self.first.copy_(first)
+        bound = reference.evict(self._held(), alpha, math.log(tolerance), score_bound)
         self._compact()
         return bound.exp()
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends.runtime.arguments import Strided
-from decayattn.problem import DecayPrefix
+from decayattn.problem import DecayName, DecayPrefix
 
 
 class Tiled(NamedTuple):
@@ -91,7 +91,7 @@ class Traits(NamedTuple):
     block_n: int
     block_d: int
     block_dv: int
-    decay: str
+    decay: DecayName
     causal: bool
     row_cancels: bool  # tiles.scores.decayed_score
     precision: str  # of products

@@ -39,7 +39,7 @@ from decayattn.backends.tiles.scores import (
     with_sink,
 )
 from decayattn.backends.tiles.visibility import keys_seen, visited_tiles
-from decayattn.problem import Inputs
+from decayattn.problem import DecayName, Inputs
 
 # Times below: one H200, bfloat16, H32 H_kv8 D128 over 32,768 tokens, a decay per token; from a sweep made once.
 # `python experiments/benchmark_sequences.py --what decode` measures what was chosen.
@@ -164,7 +164,7 @@ class DecodeTraits(NamedTuple):
     block_n: int
     block_d: int
     block_dv: int
-    decay: str
+    decay: DecayName
     precision: str
 
 

@@ -73,6 +73,7 @@ from decayattn.backends.hopper.common.fragments import COPIES, DEPTH, FRAGMENT_C
 from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
 from decayattn.backends.hopper.common.tile_table import allocate_tiles
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
+from decayattn.problem import DecayName
 
 
 class BackwardDecay(NamedTuple):
@@ -94,7 +95,7 @@ class BackwardModes(NamedTuple):
     """What the kernel is compiled for, besides its tile."""
 
     group: int  # query heads per head of keys
-    decay: str
+    decay: DecayName
     decay_gradient: bool
     ragged: bool
     window: bool

@@ -1,5 +1,16 @@
-"""Row terms of the gradients, before the backward's kernel, and dq unpacked from fragments, after it; in plain
-Triton."""
+"""Row terms of the gradients, before the backward's kernel, and dq unpacked from fragments, after it; in plain Triton.
+
+    Δ_i = Σ_c dO_ic O_ic − dLSE_i        P_ij = exp2(S_ij − LSE₂_i)        dS_ij = P_ij (dP_ij − Δ_i)
+
+row_terms_kernel has a program per BLOCK_M rows of a head and writes terms (ROWS, COLUMNS) of a query tile, bfloat16::
+
+    column    0   1   2           |  3   4   5  |  6   7
+              score_factor · LSE₂ |     −Δ      |    0       three splits of each, high to low
+
+The backward adds either to all scores of a row by a product of depth 16: ones (64, 16) · termsᵀ (16, ROWS).
+unpack_dq_kernel has a program per PART × PART numbers of dq: in (fragments, as registers hold a product) and out
+(rows, D), float32 to the inputs' dtype.
+"""
 
 from typing import NamedTuple
 
@@ -21,6 +32,7 @@ from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for
 from decayattn.backends.tiles import bf16_splits
 from decayattn.backends.tiles.bf16_splits import with_splits
 from decayattn.backends.tiles.decay import load_rate, row_alpha, row_anchor
+from decayattn.problem import DecayName
 
 COLUMNS: tl.constexpr = tl.constexpr(bf16_splits.COLUMNS)
 # the first column of Δ, after those of LSE₂
@@ -36,7 +48,7 @@ class RowTermsTraits(NamedTuple):
     value_dim: int
     rows: int  # of a query tile
     block_m: int  # of a program; divides rows
-    decay: str
+    decay: DecayName
     sides: int
     row_sums: bool  # whether there are any, to be zeroed
 

@@ -3,7 +3,11 @@
 Heads are computed in chunks of KeySchedule.together. With every work tile of a chunk, its producer zeroes a share of
 the next chunk's dq; the first chunk's is zeroed before (row_terms.py). A launch that zeroed all of it would write twice
 the bytes of dq while nothing is computed. counters[0] is the number of work tiles that were fetched. counters[chunk],
-for all chunks but the first, is the number of shares whose zeros are in memory.
+for all chunks but the first, is the number of shares whose zeros are in memory::
+
+    program 0    tile 0 of chunk 0, zeros share 0 of chunk 1 | counters[1] += 1 | … | tile 0 of chunk 1
+    program 1    tile 1 of chunk 0, zeros share 1 of chunk 1 | counters[1] += 1 | … | tile 1 of chunk 1
+                                                    waits for counters[1] = work tiles of a chunk ↑
 
 Programs wait for each other, but only for work tiles that were fetched before their own: if something else on the GPU
 keeps some programs from starting, the others still finish.

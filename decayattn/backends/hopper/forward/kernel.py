@@ -68,6 +68,7 @@ from decayattn.backends.hopper.forward.shared import (
 )
 from decayattn.backends.hopper.forward.work import QuerySchedule
 from decayattn.backends.runtime.dependent_launch import wait_for_launch_before
+from decayattn.problem import DecayName
 
 
 class ForwardDecay(NamedTuple):
@@ -84,7 +85,7 @@ class ForwardDecay(NamedTuple):
 class ForwardModes(NamedTuple):
     """What the kernel is compiled for, besides its tile."""
 
-    decay: str
+    decay: DecayName
     ragged: bool
     packed: bool
     causal: bool

@@ -43,20 +43,22 @@ def modules():
         yield ".".join(parts).removesuffix(".__init__"), file
 
 
-def imports():
-    """Module → those of the package that it imports when it is imported itself."""
+def imports(inside_functions=False):
+    """Module → those of the package that it imports when it is imported itself, or also when its functions run."""
     files = dict(modules())
     found = {name: set() for name in files}
     for name, file in files.items():
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree) if inside_functions else tree.body:
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 named = (f"{node.module}.{alias.name}" for alias in node.names)
                 found[name] |= {full if full in files else node.module for full in named} & files.keys() - {name}
     return found
 
 
-def test_no_module_imports_itself_by_way_of_others():
-    above = imports()
+@pytest.mark.parametrize("inside_functions", [False, True])
+def test_no_module_imports_itself_by_way_of_others(inside_functions):
+    above = imports(inside_functions)
     while above:
         lowest = {name for name, below in above.items() if not below & above.keys()}
         assert lowest, f"in a circle, or above one: {sorted(above)}"
