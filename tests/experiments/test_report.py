@@ -146,6 +146,7 @@ def test_kernels_of_others_come_from_the_file_that_has_them(results):
     assert "sustained: calls back to back, at the power limit ([JSON](results/benchmark_sustained.json))" in said
     (results.folder / tables.SPEED_FILE).write_text(json.dumps(sustained() | {"captured": True}))
     assert "back to back, replayed by CUDA graphs, at" in "\n".join(tables.pictures(results))
+    assert "Forgetting Transformer: launched from Python, against" in "\n".join(tables.pictures(results))
     link = f"[JSON](results/{tables.OTHERS_FILE})"
     assert f"Forgetting Transformer: against cuDNN in a process of its own ({link})" in said
 
