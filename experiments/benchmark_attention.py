@@ -23,10 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark import checks, figure, measure, peers, report
-from attention_benchmark.cases import DECAYS, DTYPES, Case, cases, random_inputs
-from attention_benchmark.options import declare, parse_speeds, positive
-from provenance import ROOT, provenance
+from attention_benchmark import figure, report
+from attention_benchmark.launches import count_launches
+from shared import checks, peers
+from shared.calls import Prepared, prepare
+from shared.cases import DECAYS, DTYPES, Case, cases, random_inputs
+from shared.options import declare, parse_speeds, positive
+from shared.provenance import ROOT, provenance
+from shared.report import write
+from shared.timing import cuda_timer, time_rounds
 
 from decayattn.backends import registry
 from decayattn.problem import AttentionProblem, Inputs
@@ -68,7 +73,7 @@ def run(measured: Sequence[Case], options: argparse.Namespace, argv: Sequence[st
     print(" · ".join(f"{key} {result[key]}" for key in ("gpu", "driver", "torch", "cudnn", "commit")), flush=True)
     for case in measured:
         benchmark(case, chosen, options, result, device)
-        report.write(result, options.output)
+        write(result, options.output)
     if result["rows"]:
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         figure.draw(result).savefig(options.plot)
@@ -148,7 +153,7 @@ def benchmark(
                     missing(peer, "wrong", "results outside the error budget: no speed is reported")
                     continue
                 print(f"  {peer.name}: {', '.join(c.name for c in comparisons)} within the error budget", flush=True)
-            call = measure.prepare(peer, case, inputs)
+            call = prepare(peer, case, inputs)
             errors[peer.name] = checks.relative_errors(case, call, expected(peer.decay != "none"))
             if peer.backend:
                 launches |= our_launches(peer.name, call)
@@ -160,8 +165,8 @@ def benchmark(
     del expected
     torch.cuda.empty_cache()
     checked = time.perf_counter()
-    timer = measure.cuda_timer(warmup=options.round_ms / 3, duration=options.round_ms)
-    timings, failed = measure.time_rounds(prepared, options.rounds, timer)
+    timer = cuda_timer(warmup=options.round_ms / 3, duration=options.round_ms)
+    timings, failed = time_rounds(prepared, options.rounds, timer)
     for name, why in failed.items():
         missing(by_name[name], "failed", why)
     case_rows = report.rows(case, timings, errors, launches)
@@ -174,12 +179,12 @@ def benchmark(
     torch._dynamo.reset()  # the next shape compiles anew, without the cache of this one
 
 
-def our_launches(name: str, call: measure.Prepared) -> dict[tuple[str, str], list[str]]:
+def our_launches(name: str, call: Prepared) -> dict[tuple[str, str], list[str]]:
     """What one forward and one backward put on the device."""
     out = call.forward()
     return {
-        (name, "forward"): measure.count_launches(call.forward),
-        (name, "backward"): measure.count_launches(lambda: call.backward(out)),
+        (name, "forward"): count_launches(call.forward),
+        (name, "backward"): count_launches(lambda: call.backward(out)),
     }
 
 

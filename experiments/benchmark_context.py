@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from attention_benchmark.cases import DTYPES
-from attention_benchmark.options import declare, positive
-from attention_benchmark.report import write
 from context_benchmark import checks, figure, measure, report
 from context_benchmark.workloads import RATES, Workload, workloads
-from provenance import ROOT, provenance
+from shared.cases import DTYPES
+from shared.options import declare, positive
+from shared.provenance import ROOT, provenance
+from shared.report import write
 
 from decayattn.backends import registry
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark import measure
-from attention_benchmark.cases import DTYPES
-from attention_benchmark.options import declare, positive
-from attention_benchmark.report import write
-from provenance import ROOT, provenance
 from sequence_benchmark import decoding, figure, generation, packed
 from sequence_benchmark.report import new_report
+from shared.cases import DTYPES
+from shared.options import declare, positive
+from shared.provenance import ROOT, provenance
+from shared.report import write
+from shared.timing import device_and_timer
 
 from decayattn.backends import registry
 from decayattn.problem import MAX_HEAD_DIM
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv, torch.cuda.is_available())
     without_gpu = "No GPU, so no speeds of kernels: their errors in Triton's interpreter. Text is timed on this CPU."
-    return run(options, argv, *measure.device_and_timer(options.round_ms, without_gpu))
+    return run(options, argv, *device_and_timer(options.round_ms, without_gpu))
 
 
 def run(

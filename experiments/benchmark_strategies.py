@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark.options import declare, positive
-from attention_benchmark.progress import Progress, in_time
-from attention_benchmark.report import resumed, write
 from matplotlib.figure import Figure
-from provenance import ROOT, provenance
+from shared.options import declare, positive
+from shared.progress import Progress, in_time
+from shared.provenance import ROOT, provenance
+from shared.report import resumed, write
 from toy_lm.figures import read_log
 from toy_lm.statistics import read
 

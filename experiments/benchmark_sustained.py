@@ -35,12 +35,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark import checks, measure, peers
-from attention_benchmark.cases import DECAYS, DIRECTIONS, DTYPES, Case, random_inputs
-from attention_benchmark.options import before_commit, declare, declare_before, positive
-from attention_benchmark.progress import Progress
-from attention_benchmark.report import write
-from provenance import ROOT, provenance
+from shared import checks, peers
+from shared.calls import Prepared, prepare
+from shared.cases import DECAYS, DIRECTIONS, DTYPES, Case, random_inputs
+from shared.options import before_commit, declare, declare_before, positive
+from shared.progress import Progress
+from shared.provenance import ROOT, provenance
+from shared.report import write
+from shared.timing import Timing, captured_timer, sustained_timer, time_rounds
 
 from decayattn.backends import registry
 from decayattn.testing import format_table
@@ -190,7 +192,7 @@ def name_of(backend: str, decay: str) -> str:
 
 def check(
     kernels: Sequence[Kernel], options: argparse.Namespace, result: dict[str, Any], progress: Progress, device: str
-) -> tuple[dict[str, measure.Prepared], dict[str, dict[str, float]]]:
+) -> tuple[dict[str, Prepared], dict[str, dict[str, float]]]:
     """(calls to time, their relative errors), by name; ours are held to the error budget, and what fails is missing."""
     prepared, errors = {}, {}
     for decay in dict.fromkeys(kernel.case.decay for kernel in kernels):
@@ -201,7 +203,7 @@ def check(
             try:
                 if kernel.peer.backend and not within_budget(kernel, inputs, result, progress):
                     continue
-                call = measure.prepare(kernel.peer, kernel.case, inputs)
+                call = prepare(kernel.peer, kernel.case, inputs)
                 errors[kernel.name] = checks.relative_errors(
                     kernel.case, call, expected(kernel.case.decay != "none" and kernel.peer.decay != "none")
                 )
@@ -240,11 +242,11 @@ def missing(result: dict[str, Any], kernel: Kernel, kind: str, why: str, progres
 
 
 def time_kernels(
-    kernels: Sequence[Kernel], prepared: dict[str, measure.Prepared], errors: dict[str, dict[str, float]],
+    kernels: Sequence[Kernel], prepared: dict[str, Prepared], errors: dict[str, dict[str, float]],
     options: argparse.Namespace, result: dict[str, Any], progress: Progress,
 ) -> list[dict[str, Any]]:
     """A row per direction of one shape, with every kernel's figures."""
-    timer = (measure.captured_timer if options.captured else measure.sustained_timer)(options.seconds)
+    timer = (captured_timer if options.captured else sustained_timer)(options.seconds)
 
     def timed(call: Any) -> float:
         ms = timer(call)
@@ -255,7 +257,7 @@ def time_kernels(
     stream = torch.cuda.stream(torch.cuda.Stream()) if options.captured else contextlib.nullcontext()
     torch.cuda.synchronize()
     with stream:
-        timings, failed = measure.time_rounds(prepared, options.rounds, timed)
+        timings, failed = time_rounds(prepared, options.rounds, timed)
     for kernel in kernels:
         if kernel.name in failed:
             missing(result, kernel, "failed", failed[kernel.name], progress)
@@ -263,7 +265,7 @@ def time_kernels(
 
 
 def rows(
-    case: Case, timings: dict[tuple[str, str], measure.Timing], errors: dict[str, dict[str, float]]
+    case: Case, timings: dict[tuple[str, str], Timing], errors: dict[str, dict[str, float]]
 ) -> Iterator[dict[str, Any]]:
     """One row per direction: the shape, and of every kernel time, speed, and speed relative to cuDNN's."""
     about = dataclasses.asdict(case)

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark.options import declare, positive
-from attention_benchmark.progress import Progress, in_time
-from attention_benchmark.report import resumed, write
-from provenance import ROOT, provenance
+from shared.options import declare, positive
+from shared.progress import Progress, in_time
+from shared.provenance import ROOT, provenance
+from shared.report import resumed, write
 from training_benchmark import measure, report
 from training_benchmark.measure import Models, Setting
 from training_benchmark.model import Size

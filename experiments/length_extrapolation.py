@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark.options import declare, positive
-from attention_benchmark.progress import Progress
 from extrapolation import results, workers
 from extrapolation.settings import DEFAULT_SCHEMES, Run, Settings
 from language_models import corpus as corpora
 from language_models.schemes import SCHEMES
-from provenance import ROOT, provenance
+from shared.options import declare, positive
+from shared.progress import Progress
+from shared.provenance import ROOT, provenance
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gpu": {

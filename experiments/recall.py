@@ -31,10 +31,10 @@ from associative_recall import report
 from associative_recall.model import MODES
 from associative_recall.task import TASKS
 from associative_recall.training import Cell, Setup, Shape, train
-from attention_benchmark.options import declare, positive
-from attention_benchmark.progress import Progress
-from attention_benchmark.report import resumed, write
-from provenance import ROOT, provenance
+from shared.options import declare, positive
+from shared.progress import Progress
+from shared.provenance import ROOT, provenance
+from shared.report import resumed, write
 
 from decayattn.backends import registry
 

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from provenance import ROOT
 from readme_tables import evidence
 from readme_tables.results import Refused, Results
 from readme_tables.tables import BLOCKS, PICTURE, svg
+from shared.provenance import ROOT
 
 # the pages, and how each calls the folder of results
 PAGES = {"README.md": "results/", "experiments/README.md": "../results/"}

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark.options import declare, positive
-from attention_benchmark.peers import Absent, reason
-from attention_benchmark.progress import Progress, in_time
-from attention_benchmark.report import resumed, write
 from matplotlib.figure import Figure
-from provenance import ROOT, provenance
+from shared.options import declare, positive
+from shared.peers import Absent, reason
+from shared.progress import Progress, in_time
+from shared.provenance import ROOT, provenance
+from shared.report import resumed, write
 from training_benchmark.precision import BASE, RUNS, Setup, losses_of, smooth, summary, train
 
 from decayattn.backends import registry

@@ -3,9 +3,8 @@
 from typing import Any
 
 from matplotlib.figure import Figure
-
-from attention_benchmark.cases import DIRECTIONS
-from attention_benchmark.peers import without_decay
+from shared.cases import DIRECTIONS
+from shared.peers import without_decay
 
 # colour-blind safe (Okabe and Ito); ours stands out by weight and by its own colour, peers without a decay are dashed
 _PEER_COLOURS = {

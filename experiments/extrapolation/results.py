@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attention_benchmark.report import write
 from language_models.schemes import SCHEMES
+from shared.report import write
 
 from extrapolation.settings import Run, Settings
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from attention_benchmark.cases import DECAYS, DTYPES
-from attention_benchmark.peers import reason
+from shared.cases import DECAYS, DTYPES
+from shared.peers import reason
 from torch import Tensor
 
 from decayattn.problem import AttentionProblem, Inputs
@@ -142,7 +142,7 @@ def run(
 def time_calls(
     calls: dict[str, Callable[[], object]], rounds: int, timer: Callable[[Callable[[], object]], float]
 ) -> dict[str, list[float]]:
-    """Milliseconds of every call, one number per round; the rounds are interleaved as measure.time_rounds has them."""
+    """Milliseconds of every call, one number per round; the rounds are interleaved as timing.time_rounds has them."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls)[:: -1 if number % 2 else 1]:

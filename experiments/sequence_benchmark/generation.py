@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from attention_benchmark.cases import DTYPES
-from attention_benchmark.peers import reason
 from language_models.model import BYTES, ByteLM
+from shared.cases import DTYPES
+from shared.peers import reason
 from torch import Tensor
 
 from decayattn import DecayFlashAttention
@@ -224,7 +224,7 @@ def run(
 def time_modes(model: ByteLM, prompt: Tensor, count: int, rounds: int, eviction: Eviction) -> dict[str, list[float]]:
     """Seconds for `count` tokens after the prompt, one number per mode and round.
 
-    The rounds are interleaved, as measure.time_rounds has them. One more before them compiles, and is not counted.
+    The rounds are interleaved, as timing.time_rounds has them. One more before them compiles, and is not counted.
     """
     length = prompt.shape[1]
     room = max(length, held_bound(model, eviction)) + eviction.every

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from attention_benchmark.cases import DIRECTIONS
 from matplotlib.figure import Figure
+from shared.cases import DIRECTIONS
 
 from skipping_benchmark.workloads import SKIPPING, WHOLE
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from attention_benchmark.measure import sustained_timer
-from attention_benchmark.peers import Absent, reason
+from shared.peers import Absent, reason
+from shared.timing import sustained_timer
 from torch import Tensor, nn
 
 from training_benchmark.model import Decoder, Size

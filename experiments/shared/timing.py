@@ -1,21 +1,16 @@
-"""Calls on a device: a peer set up with its tensors, timed in interleaved rounds, its kernel launches counted."""
+"""How long calls take: timers of a device, and interleaved rounds of several peers."""
 
-import json
 import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from attention_benchmark.cases import DIRECTIONS, Case
-from attention_benchmark.peers import Attend, Peer, reason
+from shared.calls import Prepared
+from shared.cases import DIRECTIONS
+from shared.peers import reason
 
-# categories under which the profiler's trace files what the device was asked to do
-_LAUNCHES = ("kernel", "gpu_memset", "gpu_memcpy")
 # milliseconds of a call
 Timer = Callable[[Callable[[], object]], float]
 # what reports say of figures in ms
@@ -29,45 +24,6 @@ _CACHE = 1 << 28
 _CAPTURED = 8
 # clock cycles: 15 ms of an H200
 _HEAD_START = 30_000_000
-
-
-@dataclass
-class Prepared:
-    """A peer's call for one case, with its tensors in its own layout; those in `wanted` require a gradient."""
-
-    attend: Attend
-    tensors: dict[str, Tensor]
-    wanted: dict[str, Tensor]
-    grad_out: Tensor
-    layout: str
-
-    def forward(self) -> Tensor:
-        """One forward call as in training: the graph is built, outputs are allocated."""
-        return self.attend(*(self.tensors.get(name) for name in ("q", "k", "v", "log_decay")))
-
-    def backward(self, out: Tensor, grad_out: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Every gradient of that call, fresh tensors; the graph stays for the next one."""
-        grad_out = self.grad_out if grad_out is None else grad_out
-        return torch.autograd.grad(out, list(self.wanted.values()), grad_out, retain_graph=True)
-
-
-def prepare(peer: Peer, case: Case, inputs: dict[str, Tensor]) -> Prepared:
-    """The peer's call on these inputs; raises Absent where the peer cannot be had."""
-    attend = peer.build(case, inputs["q"].device)
-    tensors = {name: in_layout(x, peer.layout).contiguous() for name, x in inputs.items()}
-    grad_out = tensors.pop("grad_out")
-    if peer.decay == "none":
-        tensors.pop("log_decay", None)
-    tensors = {name: x.detach() for name, x in tensors.items()}
-    wanted = {name: x for name, x in tensors.items() if name != "log_decay" or peer.decay == "learned"}
-    for x in wanted.values():
-        x.requires_grad_()
-    return Prepared(attend, tensors, wanted, grad_out, peer.layout)
-
-
-def in_layout(x: Tensor, layout: str) -> Tensor:
-    """A tensor of the contract's layout (B, T, H, …) as a view in `layout`, and back: the two are their own inverse."""
-    return x.transpose(1, 2) if layout == "BHTD" and x.ndim > 1 else x
 
 
 @dataclass
@@ -188,26 +144,3 @@ def _milliseconds(call: Callable[[], object], count: int, asleep: int) -> list[f
         end.record()
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in events]
-
-
-def count_launches(call: Callable[[], object]) -> list[str]:
-    """Names of everything that one call puts on the device: kernels, memsets and copies."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    names: list[str] = []
-    for _ in range(2):  # the first profile of a process may miss launches while the tracer starts
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=activities) as profile:
-            result = call()
-            torch.cuda.synchronize()
-        del result
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            profile.export_chrome_trace(str(path))
-            names = launches_in_trace(json.loads(path.read_text()))
-    return names
-
-
-def launches_in_trace(trace: dict) -> list[str]:
-    """The device's kernels, memsets and copies of a Chrome trace, in the order of their start."""
-    events = [event for event in trace["traceEvents"] if event.get("cat") in _LAUNCHES and event.get("ph") == "X"]
-    return [event["name"] for event in sorted(events, key=lambda event: event["ts"])]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # what has to be committed for the commit to name the code that ran
 _CODE = ("decayattn", "experiments", "pyproject.toml")
 

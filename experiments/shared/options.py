@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from provenance import ROOT, commit_of
-
-from attention_benchmark import before
+from shared import other_versions
+from shared.provenance import ROOT, commit_of
 
 
 def declare(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> Callable[..., None]:
@@ -50,7 +49,7 @@ def before_commit(options: argparse.Namespace) -> str | None:
 
 def _tree(text: str) -> Path:
     try:
-        before.load(Path(text))
+        other_versions.load(Path(text))
     except FileNotFoundError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return Path(text)
