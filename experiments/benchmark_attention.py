@@ -15,11 +15,9 @@ no speeds: our kernels run in Triton's interpreter on small shapes, for their er
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +26,10 @@ from attention_benchmark.launches import count_launches
 from shared import checks, peers
 from shared.calls import Prepared, prepare
 from shared.cases import DECAYS, DTYPES, Case, cases, random_inputs
-from shared.options import declare, parse_speeds, positive
+from shared.options import declare, declare_output, parse_speeds, positive
 from shared.provenance import ROOT, provenance
 from shared.report import write
-from shared.timing import cuda_timer, time_rounds
+from shared.timing import cuda_timer, interpret_kernels, time_rounds
 
 from decayattn.backends import registry
 from decayattn.problem import AttentionProblem, Inputs
@@ -99,9 +97,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--rounds", "interleaved rounds", type=positive, default=5)
     option("--round-ms", "milliseconds that a round gives every call", type=float, default=15.0)
     option("--seed", "seed of the random inputs", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file", type=Path)
-    option("--plot", "PNG file; None: beside the JSON file", type=Path)
+    declare_output(option, plot=True)
     return parse_speeds(parser, argv, cuda)
 
 
@@ -190,7 +186,7 @@ def our_launches(name: str, call: Prepared) -> dict[tuple[str, str], list[str]]:
 
 def check_on_cpu(measured: Sequence[Case], options: argparse.Namespace) -> int:
     """No GPU: hold our kernels, interpreted, against the error budget."""
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is first asked for
+    interpret_kernels()
     print("No GPU, so no speeds: errors of the kernels in Triton's interpreter, against decayattn.testing's budget.")
     wrong = False
     for case in measured:

@@ -30,7 +30,7 @@ import torch
 from shared import other_versions, peers
 from shared.calls import Prepared, prepare
 from shared.cases import DTYPES, Case, random_inputs
-from shared.options import before_commit, declare, declare_before, positive
+from shared.options import before_commit, declare, declare_before, declare_output, positive
 from shared.peers import BASELINE, Absent, reason
 from shared.provenance import ROOT, provenance
 from shared.report import write
@@ -92,8 +92,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--profile", "print the functions with the most time of their own", action="store_true", default=False)
     option("--rounds", "interleaved rounds", type=positive, default=7)
     option("--calls", "calls of a round", type=positive)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file; None writes none", type=Path)
+    declare_output(option, "JSON file; None writes none")
     return parser.parse_args(argv)
 
 

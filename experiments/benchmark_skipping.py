@@ -14,13 +14,12 @@ shapes, for their errors and for how much they skip.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from shared.calls import prepare
 from shared.cases import DTYPES
-from shared.options import declare, parse_speeds, positive
+from shared.options import declare, declare_output, parse_speeds, positive
 from shared.peers import Absent, reason
 from shared.provenance import ROOT, provenance
 from shared.report import write
@@ -70,9 +69,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--rounds", "interleaved rounds", type=positive, default=5)
     option("--round-ms", "milliseconds that a round gives every call", type=float, default=15.0)
     option("--seed", "seed of the random inputs", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file", type=Path)
-    option("--plot", "PNG file; None: beside the JSON file", type=Path)
+    declare_output(option, plot=True)
     return parse_speeds(parser, argv, cuda)
 
 

@@ -25,24 +25,30 @@ Without a GPU there are no speeds: our kernels run in Triton's interpreter on sm
 import argparse
 import contextlib
 import dataclasses
-import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from shared import checks, peers
 from shared.calls import Prepared, prepare
 from shared.cases import DECAYS, DIRECTIONS, DTYPES, Case, random_inputs
-from shared.options import before_commit, declare, declare_before, positive
+from shared.options import (
+    before_commit,
+    declare,
+    declare_before,
+    declare_output,
+    expect_interpreted_dtype,
+    expect_positive,
+    positive,
+)
 from shared.progress import Progress
 from shared.provenance import ROOT, provenance
 from shared.report import write
-from shared.timing import Timing, captured_timer, sustained_timer, time_rounds
+from shared.timing import Timing, captured_timer, interpret_kernels, sustained_timer, time_rounds
 
 from decayattn.backends import registry
 from decayattn.testing import format_table
@@ -90,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     options = parse(argv, cuda)
     if not cuda:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is asked for
+        interpret_kernels()
         print("No GPU, so no speeds: errors of our kernels in Triton's interpreter, against their budget.")
     return run(options, argv, "cuda" if cuda else "cpu")
 
@@ -112,16 +118,13 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--rounds", "interleaved rounds", type=positive, default=3)
     option("--seconds", "how long calls follow one another for one figure", type=float, default=0.3)
     option("--seed", "seed of the random inputs", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file", type=Path)
+    declare_output(option)
     options = parser.parse_args(argv)
-    if not cuda and options.dtype == "bfloat16":
-        parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
+    if not cuda:
+        expect_interpreted_dtype(parser, options)
     if not cuda and options.output:
         parser.error("--output: no GPU here, so there is no speed to write")
-    for name in ("seconds", "deviation"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name}: expected a positive number, got {getattr(options, name)}")
+    expect_positive(parser, options, "seconds", "deviation")
     return options
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from language_models.schemes import SCHEMES
+from shared.plots import kilo
 from shared.report import write
 
 from extrapolation.settings import Run, Settings
@@ -77,9 +78,9 @@ def table(
     context = result["settings"]["context"]
     head = ["bits per byte"]
     for begin, end in columns:
-        head.append(f"{count(begin)}–{count(end)}")
+        head.append(f"{kilo(begin)}–{kilo(end)}")
         if begin >= context:
-            head.append(f"{count(begin)}–{count(end)}, ≤ {count(context)} before")
+            head.append(f"{kilo(begin)}–{kilo(end)}, ≤ {kilo(context)} before")
     rows = []
     for name in SCHEMES:
         own = [run for run in result["runs"] if run["scheme"] == name]
@@ -104,11 +105,6 @@ def _mean_and_range(values: list[float]) -> str:
         return "–"
     mean = f"{statistics.fmean(values):.3f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.3f}–{max(values):.3f})"
-
-
-def count(length: int) -> str:
-    """1024 as 1k, which is how lengths are said."""
-    return f"{length // 1024}k" if length and length % 1024 == 0 else str(length)
 
 
 def text(result: dict[str, Any]) -> str:

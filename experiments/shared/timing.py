@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,29 +37,40 @@ class Timing:
         return statistics.median(self.rounds)
 
 
+def interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """The names, round by round, so that a drifting clock or temperature meets all alike; every second round goes the
+    other way round."""
+    order = list(names)
+    for number in range(rounds):
+        yield from order[:: -1 if number % 2 else 1]
+
+
 def time_rounds(
     prepared: dict[str, Prepared], rounds: int, timer: Timer
 ) -> tuple[dict[tuple[str, str], Timing], dict[str, str]]:
     """(timings by (peer, direction), reasons of the peers that failed).
 
-    Every round times every peer shortly, forward and backward, so that a drifting clock or temperature meets all alike;
-    every second round goes the other way round. Only one peer's graph is alive at a time.
+    Every round times every peer shortly, forward and backward. Only one peer's graph is alive at a time.
     """
     timings = {(name, direction): Timing([]) for name in prepared for direction in DIRECTIONS}
     failed: dict[str, str] = {}
-    for number in range(rounds):
-        for name in list(prepared)[:: -1 if number % 2 else 1]:
-            if name in failed:
-                continue
-            call = prepared[name]
-            try:
-                timings[name, "forward"].rounds.append(timer(call.forward))
-                out = call.forward()
-                timings[name, "backward"].rounds.append(timer(lambda call=call, out=out: call.backward(out)))
-                del out
-            except Exception as error:  # out of memory, say: the other peers go on
-                failed[name] = reason(error)
+    for name in interleaved(prepared, rounds):
+        if name in failed:
+            continue
+        call = prepared[name]
+        try:
+            timings[name, "forward"].rounds.append(timer(call.forward))
+            out = call.forward()
+            timings[name, "backward"].rounds.append(timer(lambda call=call, out=out: call.backward(out)))
+            del out
+        except Exception as error:  # out of memory, say: the other peers go on
+            failed[name] = reason(error)
     return {key: timing for key, timing in timings.items() if key[0] not in failed}, failed
+
+
+def interpret_kernels() -> None:
+    """The kernels run in Triton's interpreter. In time: decayattn imports Triton when a kernel is first asked for."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def device_and_timer(round_ms: float, without_gpu: str) -> tuple[str, Timer | None]:
@@ -67,7 +78,7 @@ def device_and_timer(round_ms: float, without_gpu: str) -> tuple[str, Timer | No
     so."""
     if torch.cuda.is_available():
         return "cuda", cuda_timer(warmup=round_ms / 3, duration=round_ms)
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is first asked for
+    interpret_kernels()
     print(without_gpu)
     return "cpu", None
 
@@ -94,10 +105,10 @@ def sustained_timer(seconds: float) -> Timer:
     """
 
     def timer(call: Callable[[], object]) -> float:
-        each = _back_to_back(call, 3)
+        each = back_to_back(call, 3)
         count = max(3, int(seconds * 1e3 / each))
-        _back_to_back(call, max(2, count // 4))
-        return _back_to_back(call, count)
+        back_to_back(call, max(2, count // 4))
+        return back_to_back(call, count)
 
     return timer
 
@@ -120,7 +131,7 @@ def captured_timer(seconds: float) -> Timer:
     return timer
 
 
-def _back_to_back(call: Callable[[], object], count: int) -> float:
+def back_to_back(call: Callable[[], object], count: int) -> float:
     """Milliseconds per call of so many, between two events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
