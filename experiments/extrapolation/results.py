@@ -34,7 +34,7 @@ def begin(
 ) -> dict[str, Any]:
     """The result that a file holds, under the origin of this call, or a new one.
 
-    Raises ValueError for a file of other settings, another corpus or another commit.
+    Raises ValueError for a file of other settings, another corpus, another commit or other code.
     """
     new = {
         **origin, "settings": settings.as_json(), "method": METHOD, "corpus": corpus,
@@ -47,6 +47,7 @@ def begin(
         *((name, x, old["settings"].get(name)) for name, x in new["settings"].items()),
         ("sha256 of the corpus", corpus["sha256"], old["corpus"]["sha256"]),
         ("commit", origin["commit"], old["commit"]),
+        ("trees", origin["trees"], old.get("trees")),
     ):
         if here != there:
             raise ValueError(f"output: {path} has {name} {there}, this call {here}; give another --output")

@@ -13,7 +13,7 @@ def resumed(new: dict[str, Any], output: Path | None) -> dict[str, Any]:
     if output is None or not output.exists():
         return new
     old = json.loads(output.read_text(encoding="utf-8"))
-    for name in ("commit", "gpu", "torch", "setup"):
+    for name in ("commit", "trees", "gpu", "torch", "setup"):
         if old.get(name) != new[name]:
             sys.exit(f"error: --output: {output.name} has {name} {old.get(name)}, expected {new[name]}; "
                      "give another file, or remove it")

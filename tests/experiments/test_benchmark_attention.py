@@ -322,28 +322,6 @@ def test_json_is_strict_and_complete(tmp_path):
     assert read["rows"][0]["relative_error"] == {"out": 2e-3, "dq": "nan"}
 
 
-def test_provenance_names_versions_and_the_commit(monkeypatch):
-    monkeypatch.delenv("DECAYATTN_COMMIT", raising=False)
-    git = ["git", "-C", provenance.ROOT, "rev-parse", "HEAD"]
-    head = subprocess.run(git, capture_output=True, text=True, check=False)
-    known = provenance.provenance("x.py", ["--rounds", "3"])
-    assert known["torch"] == torch.__version__
-    assert known["command"] == "python x.py --rounds 3"
-    if head.returncode == 0:
-        assert known["commit"] == head.stdout.strip()
-        assert isinstance(known["dirty"], bool)
-    given = provenance.provenance("x.py", [], commit="given")
-    assert (given["commit"], given["dirty"]) == ("given", None)
-    monkeypatch.setenv("DECAYATTN_COMMIT", "environment's")
-    assert provenance.provenance("x.py", [])["commit"] == "environment's"
-
-
-def test_the_recorded_command_has_no_paths_of_one_machine():
-    typed = ["--output", "/home/me/a b.json", "--plot=/tmp/x.png", "--lengths", "64", "--commit=abc"]
-    expected = "python x.py --output 'a b.json' --plot=x.png --lengths 64 --commit=abc"
-    assert provenance.command_line("x.py", typed) == expected
-
-
 def test_figure_shows_every_row(tmp_path):
     data = synthetic_report()
     drawn = figure.draw(data)
