@@ -15,18 +15,21 @@ no speeds: our kernels run in Triton's interpreter on small shapes, for their er
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark import checks, figure, measure, peers, report
-from attention_benchmark.cases import DECAYS, DTYPES, Case, cases, random_inputs
-from attention_benchmark.options import declare, parse_speeds, positive
-from provenance import ROOT, provenance
+from attention_benchmark import figure, report
+from attention_benchmark.launches import count_launches
+from shared import checks, peers
+from shared.calls import Prepared, prepare
+from shared.cases import DECAYS, DTYPES, Case, cases, random_inputs
+from shared.options import declare, declare_output, parse_speeds, positive
+from shared.provenance import ROOT, provenance
+from shared.report import write
+from shared.timing import cuda_timer, interpret_kernels, time_rounds
 
 from decayattn.backends import registry
 from decayattn.problem import AttentionProblem, Inputs
@@ -68,7 +71,7 @@ def run(measured: Sequence[Case], options: argparse.Namespace, argv: Sequence[st
     print(" · ".join(f"{key} {result[key]}" for key in ("gpu", "driver", "torch", "cudnn", "commit")), flush=True)
     for case in measured:
         benchmark(case, chosen, options, result, device)
-        report.write(result, options.output)
+        write(result, options.output)
     if result["rows"]:
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         figure.draw(result).savefig(options.plot)
@@ -94,9 +97,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--rounds", "interleaved rounds", type=positive, default=5)
     option("--round-ms", "milliseconds that a round gives every call", type=float, default=15.0)
     option("--seed", "seed of the random inputs", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file", type=Path)
-    option("--plot", "PNG file; None: beside the JSON file", type=Path)
+    declare_output(option, plot=True)
     return parse_speeds(parser, argv, cuda)
 
 
@@ -148,7 +149,7 @@ def benchmark(
                     missing(peer, "wrong", "results outside the error budget: no speed is reported")
                     continue
                 print(f"  {peer.name}: {', '.join(c.name for c in comparisons)} within the error budget", flush=True)
-            call = measure.prepare(peer, case, inputs)
+            call = prepare(peer, case, inputs)
             errors[peer.name] = checks.relative_errors(case, call, expected(peer.decay != "none"))
             if peer.backend:
                 launches |= our_launches(peer.name, call)
@@ -160,8 +161,8 @@ def benchmark(
     del expected
     torch.cuda.empty_cache()
     checked = time.perf_counter()
-    timer = measure.cuda_timer(warmup=options.round_ms / 3, duration=options.round_ms)
-    timings, failed = measure.time_rounds(prepared, options.rounds, timer)
+    timer = cuda_timer(warmup=options.round_ms / 3, duration=options.round_ms)
+    timings, failed = time_rounds(prepared, options.rounds, timer)
     for name, why in failed.items():
         missing(by_name[name], "failed", why)
     case_rows = report.rows(case, timings, errors, launches)
@@ -174,18 +175,18 @@ def benchmark(
     torch._dynamo.reset()  # the next shape compiles anew, without the cache of this one
 
 
-def our_launches(name: str, call: measure.Prepared) -> dict[tuple[str, str], list[str]]:
+def our_launches(name: str, call: Prepared) -> dict[tuple[str, str], list[str]]:
     """What one forward and one backward put on the device."""
     out = call.forward()
     return {
-        (name, "forward"): measure.count_launches(call.forward),
-        (name, "backward"): measure.count_launches(lambda: call.backward(out)),
+        (name, "forward"): count_launches(call.forward),
+        (name, "backward"): count_launches(lambda: call.backward(out)),
     }
 
 
 def check_on_cpu(measured: Sequence[Case], options: argparse.Namespace) -> int:
     """No GPU: hold our kernels, interpreted, against the error budget."""
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is first asked for
+    interpret_kernels()
     print("No GPU, so no speeds: errors of the kernels in Triton's interpreter, against decayattn.testing's budget.")
     wrong = False
     for case in measured:

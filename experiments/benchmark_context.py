@@ -22,12 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from attention_benchmark.cases import DTYPES
-from attention_benchmark.options import declare, positive
-from attention_benchmark.report import write
 from context_benchmark import checks, figure, measure, report
 from context_benchmark.workloads import RATES, Workload, workloads
-from provenance import ROOT, provenance
+from shared.cases import DTYPES
+from shared.options import declare, declare_output, expect_interpreted_dtype, positive
+from shared.provenance import ROOT, provenance
+from shared.report import write
+from shared.timing import interpret_kernels
 
 from decayattn.backends import registry
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     options = parse(argv, cuda)
     if not cuda:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: Triton is imported when a kernel is first asked for
+        interpret_kernels()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return work(rank, ranks, int(os.environ.get("LOCAL_RANK", rank)), "env://", options, argv)
@@ -83,9 +84,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--round-seconds", "seconds that a round gives every call", type=float, default=0.3)
     option("--limit", "seconds after which ranks that wait for another one end", type=positive, default=300)
     option("--seed", "seed of the random inputs", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file", type=Path)
-    option("--plot", "PNG file; None: beside the JSON file", type=Path)
+    declare_output(option, plot=True)
     options = parser.parse_args(argv)
     for decay in options.decays:
         if decay not in RATES:
@@ -93,8 +92,8 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
                 float(decay)
             except ValueError:
                 parser.error(f"--decays: expected none, alibi or a number, got {decay!r}")
-    if not cuda and options.dtype == "bfloat16":
-        parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
+    if not cuda:
+        expect_interpreted_dtype(parser, options)
     if options.output and not options.plot:
         options.plot = options.output.with_suffix(".png")
     return options

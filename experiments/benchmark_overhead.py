@@ -27,13 +27,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from attention_benchmark import before as other_version
-from attention_benchmark import measure, peers
-from attention_benchmark.cases import DTYPES, Case, random_inputs
-from attention_benchmark.options import before_commit, declare, declare_before, positive
-from attention_benchmark.peers import BASELINE, Absent, reason
-from attention_benchmark.report import write
-from provenance import ROOT, provenance
+from shared import other_versions, peers
+from shared.calls import Prepared, prepare
+from shared.cases import DTYPES, Case, random_inputs
+from shared.options import before_commit, declare, declare_before, declare_output, positive
+from shared.peers import BASELINE, Absent, reason
+from shared.provenance import ROOT, provenance
+from shared.report import write
+from shared.timing import cuda_timer
 
 import decayattn
 from decayattn.backends import registry
@@ -91,8 +92,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--profile", "print the functions with the most time of their own", action="store_true", default=False)
     option("--rounds", "interleaved rounds", type=positive, default=7)
     option("--calls", "calls of a round", type=positive)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file; None writes none", type=Path)
+    declare_output(option, "JSON file; None writes none")
     return parser.parse_args(argv)
 
 
@@ -107,7 +107,7 @@ def ours(backend: str, version: ModuleType = decayattn) -> peers.Peer:
 
 def before(tree: Path, backend: str) -> peers.Peer:
     """The same of another version of the package; one that fails is reported and does not fail the run."""
-    peer = ours(backend, other_version.load(tree))
+    peer = ours(backend, other_versions.load(tree))
     return dataclasses.replace(peer, name=f"{peer.name} before", backend=None)
 
 
@@ -120,7 +120,7 @@ def run(case: Case, options: argparse.Namespace, missing: list[dict[str, Any]], 
         measured += [before(options.before, backend) for backend in options.backends]
     for peer in measured:
         try:
-            call = measure.prepare(peer, case, inputs)
+            call = prepare(peer, case, inputs)
             step = _step(call)
             for _ in range(3):
                 step()
@@ -140,7 +140,7 @@ def run(case: Case, options: argparse.Namespace, missing: list[dict[str, Any]], 
         for name, step in host.items():
             host_times[name].append(host_microseconds(step, options.calls, device))
         for name, replay in graphs.items():
-            graph_times[name].append(measure.cuda_timer(2.0, 6.0)(replay) * 1e3)
+            graph_times[name].append(cuda_timer(2.0, 6.0)(replay) * 1e3)
     rows = []
     for name, times in host_times.items():
         row = {"case": str(case), "head_dim": case.head_dim, "peer": name, "host_us": statistics.median(times)}
@@ -160,7 +160,7 @@ def run(case: Case, options: argparse.Namespace, missing: list[dict[str, Any]], 
 
 def packed_steps(case: Case, options: argparse.Namespace, device: str) -> dict[str, Callable[[], object]]:
     """Forward and backward on two packed sequences, by name: of the same total in every call, and of another one."""
-    versions = {"": decayattn} | ({" before": other_version.load(options.before)} if options.before else {})
+    versions = {"": decayattn} | ({" before": other_versions.load(options.before)} if options.before else {})
     steps = {}
     for backend in options.backends:
         for suffix, version in versions.items():
@@ -194,7 +194,7 @@ def packed_step(
     return step
 
 
-def _step(call: measure.Prepared) -> Callable[[], object]:
+def _step(call: Prepared) -> Callable[[], object]:
     return lambda: call.backward(call.forward())
 
 

@@ -17,17 +17,16 @@ that CPU's. The JSON is written after every part, so that a run cut short keeps 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark import measure
-from attention_benchmark.cases import DTYPES
-from attention_benchmark.options import declare, positive
-from attention_benchmark.report import write
-from provenance import ROOT, provenance
 from sequence_benchmark import decoding, figure, generation, packed
 from sequence_benchmark.report import new_report
+from shared.cases import DTYPES
+from shared.options import declare, declare_output, positive
+from shared.provenance import ROOT, provenance
+from shared.report import write
+from shared.timing import device_and_timer
 
 from decayattn.backends import registry
 from decayattn.problem import MAX_HEAD_DIM
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv, torch.cuda.is_available())
     without_gpu = "No GPU, so no speeds of kernels: their errors in Triton's interpreter. Text is timed on this CPU."
-    return run(options, argv, *measure.device_and_timer(options.round_ms, without_gpu))
+    return run(options, argv, *device_and_timer(options.round_ms, without_gpu))
 
 
 def run(
@@ -94,9 +93,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--rounds", "interleaved rounds", type=positive)
     option("--round-ms", "milliseconds that a round gives every kernel call", type=float, default=30.0)
     option("--seed", "seed of all random numbers", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file; None writes none", type=Path)
-    option("--plot", "PNG file; None: beside the JSON file", type=Path)
+    declare_output(option, "JSON file; None writes none", plot=True)
     option("--backend", "our backend in the packed part", choices=registry.NAMES)
     option("--packed-head-dims", "head dimensions D = D_v", type=positive, nargs="+", metavar="D")
     option("--packed-heads", "heads H", type=positive)

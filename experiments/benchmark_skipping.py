@@ -14,16 +14,16 @@ shapes, for their errors and for how much they skip.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark import measure
-from attention_benchmark.cases import DTYPES
-from attention_benchmark.options import declare, parse_speeds, positive
-from attention_benchmark.peers import Absent, reason
-from attention_benchmark.report import write
-from provenance import ROOT, provenance
+from shared.calls import prepare
+from shared.cases import DTYPES
+from shared.options import declare, declare_output, parse_speeds, positive
+from shared.peers import Absent, reason
+from shared.provenance import ROOT, provenance
+from shared.report import write
+from shared.timing import device_and_timer, time_rounds
 from skipping_benchmark import checks, figure, planning, report
 from skipping_benchmark.workloads import SKIPPING, WHOLE, Workload, peers_of, studies
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv, torch.cuda.is_available())
     without_gpu = "No GPU, so no speeds: errors of the kernels in Triton's interpreter, and how much they skip."
-    return run(options, argv, *measure.device_and_timer(options.round_ms, without_gpu))
+    return run(options, argv, *device_and_timer(options.round_ms, without_gpu))
 
 
 def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
@@ -69,9 +69,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--rounds", "interleaved rounds", type=positive, default=5)
     option("--round-ms", "milliseconds that a round gives every call", type=float, default=15.0)
     option("--seed", "seed of the random inputs", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file", type=Path)
-    option("--plot", "PNG file; None: beside the JSON file", type=Path)
+    declare_output(option, plot=True)
     return parse_speeds(parser, argv, cuda)
 
 
@@ -128,13 +126,13 @@ def measure_one(
         if peer.name == WHOLE and workload.case.length > options.whole_up_to:
             continue
         try:
-            prepared[peer.name] = measure.prepare(peer, workload.case, inputs)
+            prepared[peer.name] = prepare(peer, workload.case, inputs)
             prepared[peer.name].backward(prepared[peer.name].forward())
         except Absent as error:
             missing(peer.name, "absent", str(error))
         except Exception as error:  # one peer that fails must not take the others with it; ours fails the run
             missing(peer.name, "failed", reason(error))
-    timings, failed = measure.time_rounds(
+    timings, failed = time_rounds(
         {name: call for name, call in prepared.items() if name not in _failed(result, workload)}, options.rounds, timer
     )
     for name, why in failed.items():

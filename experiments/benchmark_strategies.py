@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark.options import declare, positive
-from attention_benchmark.progress import Progress, in_time
-from attention_benchmark.report import resumed, write
 from matplotlib.figure import Figure
-from provenance import ROOT, provenance
+from shared.options import declare, declare_output, expect_positive, positive
+from shared.plots import frame, save_beside
+from shared.progress import Progress, in_time
+from shared.provenance import ROOT, provenance
+from shared.report import resumed, write
 from toy_lm.figures import read_log
 from toy_lm.statistics import read
 
@@ -74,9 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = run_all(options, result)
     print(table(result))
     if options.output and result["rows"]:
-        plot = options.output.with_suffix(".png")
-        draw(result).savefig(plot)
-        print(f"wrote {options.output} and {plot.name}")
+        save_beside(draw(result), options.output)
     return int(failed)
 
 
@@ -92,11 +91,9 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
            default=[])
     option("--minutes", "begin no run that would end later; None: all of them", type=float, default=None)
     option("--limit", "seconds after which a run has failed", type=positive, default=600)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file that results are kept in; None: printed only", type=Path)
+    declare_output(option, "JSON file that results are kept in; None: printed only")
     options = parser.parse_args(argv)
-    if options.minutes is not None and options.minutes <= 0:
-        parser.error(f"--minutes: expected a positive number, got {options.minutes}")
+    expect_positive(parser, options, "minutes")
     return options
 
 
@@ -198,8 +195,7 @@ def draw(result: dict[str, Any]) -> Figure:
     right.invert_yaxis()
     right.set(xlabel="thousand tokens per second", title=f"speed, {result['setup']['devices']} devices")
     for panel in (left, right):
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
+        frame(panel)
     sizes = "{layers} layers, width {width}, context {context}, batch {batch_size}".format(**result["setup"])
     figure.suptitle(f"{sizes}; {result['gpu'] or 'CPU'}, torch {result['torch']}", fontsize="medium")
     return figure

@@ -25,22 +25,30 @@ Without a GPU there are no speeds: our kernels run in Triton's interpreter on sm
 import argparse
 import contextlib
 import dataclasses
-import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark import checks, measure, peers
-from attention_benchmark.cases import DECAYS, DIRECTIONS, DTYPES, Case, random_inputs
-from attention_benchmark.options import before_commit, declare, declare_before, positive
-from attention_benchmark.progress import Progress
-from attention_benchmark.report import write
-from provenance import ROOT, provenance
+from shared import checks, peers
+from shared.calls import Prepared, prepare
+from shared.cases import DECAYS, DIRECTIONS, DTYPES, Case, random_inputs
+from shared.options import (
+    before_commit,
+    declare,
+    declare_before,
+    declare_output,
+    expect_interpreted_dtype,
+    expect_positive,
+    positive,
+)
+from shared.progress import Progress
+from shared.provenance import ROOT, provenance
+from shared.report import write
+from shared.timing import Timing, captured_timer, interpret_kernels, sustained_timer, time_rounds
 
 from decayattn.backends import registry
 from decayattn.testing import format_table
@@ -88,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     options = parse(argv, cuda)
     if not cuda:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is asked for
+        interpret_kernels()
         print("No GPU, so no speeds: errors of our kernels in Triton's interpreter, against their budget.")
     return run(options, argv, "cuda" if cuda else "cpu")
 
@@ -110,16 +118,13 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--rounds", "interleaved rounds", type=positive, default=3)
     option("--seconds", "how long calls follow one another for one figure", type=float, default=0.3)
     option("--seed", "seed of the random inputs", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file", type=Path)
+    declare_output(option)
     options = parser.parse_args(argv)
-    if not cuda and options.dtype == "bfloat16":
-        parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
+    if not cuda:
+        expect_interpreted_dtype(parser, options)
     if not cuda and options.output:
         parser.error("--output: no GPU here, so there is no speed to write")
-    for name in ("seconds", "deviation"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name}: expected a positive number, got {getattr(options, name)}")
+    expect_positive(parser, options, "seconds", "deviation")
     return options
 
 
@@ -190,7 +195,7 @@ def name_of(backend: str, decay: str) -> str:
 
 def check(
     kernels: Sequence[Kernel], options: argparse.Namespace, result: dict[str, Any], progress: Progress, device: str
-) -> tuple[dict[str, measure.Prepared], dict[str, dict[str, float]]]:
+) -> tuple[dict[str, Prepared], dict[str, dict[str, float]]]:
     """(calls to time, their relative errors), by name; ours are held to the error budget, and what fails is missing."""
     prepared, errors = {}, {}
     for decay in dict.fromkeys(kernel.case.decay for kernel in kernels):
@@ -201,7 +206,7 @@ def check(
             try:
                 if kernel.peer.backend and not within_budget(kernel, inputs, result, progress):
                     continue
-                call = measure.prepare(kernel.peer, kernel.case, inputs)
+                call = prepare(kernel.peer, kernel.case, inputs)
                 errors[kernel.name] = checks.relative_errors(
                     kernel.case, call, expected(kernel.case.decay != "none" and kernel.peer.decay != "none")
                 )
@@ -240,11 +245,11 @@ def missing(result: dict[str, Any], kernel: Kernel, kind: str, why: str, progres
 
 
 def time_kernels(
-    kernels: Sequence[Kernel], prepared: dict[str, measure.Prepared], errors: dict[str, dict[str, float]],
+    kernels: Sequence[Kernel], prepared: dict[str, Prepared], errors: dict[str, dict[str, float]],
     options: argparse.Namespace, result: dict[str, Any], progress: Progress,
 ) -> list[dict[str, Any]]:
     """A row per direction of one shape, with every kernel's figures."""
-    timer = (measure.captured_timer if options.captured else measure.sustained_timer)(options.seconds)
+    timer = (captured_timer if options.captured else sustained_timer)(options.seconds)
 
     def timed(call: Any) -> float:
         ms = timer(call)
@@ -255,7 +260,7 @@ def time_kernels(
     stream = torch.cuda.stream(torch.cuda.Stream()) if options.captured else contextlib.nullcontext()
     torch.cuda.synchronize()
     with stream:
-        timings, failed = measure.time_rounds(prepared, options.rounds, timed)
+        timings, failed = time_rounds(prepared, options.rounds, timed)
     for kernel in kernels:
         if kernel.name in failed:
             missing(result, kernel, "failed", failed[kernel.name], progress)
@@ -263,7 +268,7 @@ def time_kernels(
 
 
 def rows(
-    case: Case, timings: dict[tuple[str, str], measure.Timing], errors: dict[str, dict[str, float]]
+    case: Case, timings: dict[tuple[str, str], Timing], errors: dict[str, dict[str, float]]
 ) -> Iterator[dict[str, Any]]:
     """One row per direction: the shape, and of every kernel time, speed, and speed relative to cuDNN's."""
     about = dataclasses.asdict(case)

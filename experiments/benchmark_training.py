@@ -14,17 +14,17 @@ speeds: the checks run on a tiny model, ours in Triton's interpreter.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark.options import declare, positive
-from attention_benchmark.progress import Progress, in_time
-from attention_benchmark.report import resumed, write
-from provenance import ROOT, provenance
+from shared.options import declare, declare_output, expect_positive, positive
+from shared.plots import save_beside
+from shared.progress import Progress, in_time
+from shared.provenance import ROOT, provenance
+from shared.report import resumed, write
+from shared.timing import interpret_kernels
 from training_benchmark import measure, report
 from training_benchmark.measure import Models, Setting
 from training_benchmark.model import Size
@@ -53,14 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     options = parse(argv, cuda)
     if not cuda:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is asked for
+        interpret_kernels()
         print("No GPU, so no speeds: the first step of each variant beside float64, ours in Triton's interpreter.")
     result = begin(options, argv)
     run(options, result, "cuda" if cuda else "cpu")
     if result["rows"] and options.output:
-        plot = options.output.with_suffix(".png")
-        report.draw(result).savefig(plot)
-        print(f"wrote {options.output} and {plot.name}")
+        save_beside(report.draw(result), options.output)
     return int(any(entry["ours"] for entry in result["missing"]))
 
 
@@ -82,18 +80,14 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--seconds", "how long steps follow one another for one figure", type=float, default=0.5)
     option("--minutes", "begin no setting that would end later; None: all of them", type=float, default=None)
     option("--seed", "seed of weights and tokens", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file that results are kept in", type=Path)
+    declare_output(option, "JSON file that results are kept in")
     options = parser.parse_args(argv)
     if not cuda and options.output:
         parser.error("--output: no GPU here, so there is no speed to write")
     for head_dim in options.head_dims:
         if options.width % head_dim or head_dim % 2:
             parser.error(f"--head-dims: expected even divisors of the width, {options.width}, got {head_dim}")
-    for name in ("seconds", "minutes"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            parser.error(f"--{name}: expected a positive number, got {value}")
+    expect_positive(parser, options, "seconds", "minutes")
     return options
 
 

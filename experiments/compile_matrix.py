@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from provenance import ROOT, provenance
+from shared.provenance import ROOT, provenance
 
 SCRIPT = Path(__file__).resolve().parent / "compile_kernels.py"
 # PyTorch 2.10 to 2.14 bring 3.6.0, 3.7.0, 3.7.1 and 3.8; a build for CPUs takes the newest

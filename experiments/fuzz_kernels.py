@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
 from fuzzing import judge, pool
 from fuzzing.draws import CALLS_PER_FAMILY, draw
 from fuzzing.tensors import build
-from provenance import provenance
+from shared.provenance import provenance
 
 SCRIPT = "experiments/fuzz_kernels.py"
 # of its budget: errors that pass with more are looked at

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark.options import declare, positive
-from attention_benchmark.progress import Progress
 from extrapolation import results, workers
 from extrapolation.settings import DEFAULT_SCHEMES, Run, Settings
 from language_models import corpus as corpora
 from language_models.schemes import SCHEMES
-from provenance import ROOT, provenance
+from shared.options import declare, declare_output, positive
+from shared.plots import kilo
+from shared.progress import Progress
+from shared.provenance import ROOT, provenance
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gpu": {
@@ -94,9 +95,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option("--devices", "GPUs, a process for each; on a CPU, processes", type=positive, default=1)
     option("--minutes", "end in time: no new run that would not fit; checkpoint of the one in progress", type=float)
     option("--folder", "of checkpoints and texts", type=Path, default=ROOT / "runs/length_extrapolation")
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file, added to where it exists", type=Path)
-    option("--plot", "PNG file; None: beside the JSON file", type=Path)
+    declare_output(option, "JSON file, added to where it exists", plot=True)
     parser.add_argument("--draw", type=Path, metavar="JSON", help="draw the figure of a result, and do nothing else")
     options = parser.parse_args(argv)
     options.minutes_from = time.time()
@@ -181,7 +180,7 @@ def _in_words(run: dict[str, Any]) -> str:
     if run["diverged"] is not None:
         return f"{name}: diverged by step {run['diverged']}"
     columns = [column for row in run["reading"] for column in row["columns"] if column["bits"] is not None]
-    said = ", ".join(f"{column['bits']:.3f} to {results.count(column['end'])}" for column in columns)
+    said = ", ".join(f"{column['bits']:.3f} to {kilo(column['end'])}" for column in columns)
     return f"{name}: {run['training']['seconds']:.0f} + {run['reading_seconds']:.0f} s, bits per byte {said}"
 
 

@@ -23,7 +23,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +30,11 @@ from associative_recall import report
 from associative_recall.model import MODES
 from associative_recall.task import TASKS
 from associative_recall.training import Cell, Setup, Shape, train
-from attention_benchmark.options import declare, positive
-from attention_benchmark.progress import Progress
-from attention_benchmark.report import resumed, write
-from provenance import ROOT, provenance
+from shared.options import declare, declare_output, expect_positive, positive
+from shared.plots import save_beside
+from shared.progress import Progress
+from shared.provenance import ROOT, provenance
+from shared.report import resumed, write
 
 from decayattn.backends import registry
 
@@ -61,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if result["rows"]:
         print(report.table(result))
         if options.output:
-            options.output.with_suffix(".png").parent.mkdir(parents=True, exist_ok=True)
-            report.draw(result).savefig(options.output.with_suffix(".png"))
-            print(f"wrote {options.output} and {options.output.with_suffix('.png').name}")
+            save_beside(report.draw(result), options.output)
     return int(failed)
 
 
@@ -89,11 +87,9 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--processes", "cells that are trained at the same time on a device", type=positive)
     option("--devices", "GPUs", type=positive, default=1)
     option("--minutes", "stop so that the last cell is done by then; None: when all are", type=float, default=None)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file that results are kept in; None: printed only", type=Path)
+    declare_output(option, "JSON file that results are kept in; None: printed only")
     options = parser.parse_args(argv)
-    if options.minutes is not None and options.minutes <= 0:
-        parser.error(f"--minutes: expected a positive number, got {options.minutes}")
+    expect_positive(parser, options, "minutes")
     if any(rate <= 0 for rate in options.learning_rates):
         parser.error(f"--learning-rates: expected positive numbers, got {options.learning_rates}")
     if any(width % (2 * options.heads) for width in options.widths):

@@ -4,7 +4,7 @@
     python experiments/report.py --check    # changes nothing; exit status 1 and a diff where page and JSON disagree
 
 JSON that does not say its commit, its GPU, the versions of torch and Triton, and the command is refused, and so is JSON
-of code that differed from its commit: exit status 1.
+of code that differed from its commit, by what git said then or by the trees that it names: exit status 1.
 """
 
 import argparse
@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from provenance import ROOT
 from readme_tables import evidence
 from readme_tables.results import Refused, Results
 from readme_tables.tables import BLOCKS, PICTURE, svg
+from shared.provenance import ROOT
 
 # the pages, and how each calls the folder of results
 PAGES = {"README.md": "results/", "experiments/README.md": "../results/"}

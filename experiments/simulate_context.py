@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention_benchmark.options import declare, positive
-from attention_benchmark.report import write
 from context_benchmark.measure import ALONE
-from provenance import ROOT, command_line
+from shared.options import declare, positive
+from shared.provenance import ROOT, command_line
+from shared.report import write
 
 DEFAULTS = {
     "measured": ROOT / "results/benchmark_context.json", "output": ROOT / "results/simulate_context.json",

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_benchmark.options import declare, positive
-from attention_benchmark.peers import Absent, reason
-from attention_benchmark.progress import Progress, in_time
-from attention_benchmark.report import resumed, write
 from matplotlib.figure import Figure
-from provenance import ROOT, provenance
+from shared.options import declare, declare_output, expect_positive, positive
+from shared.peers import Absent, reason
+from shared.plots import frame, save_beside
+from shared.progress import Progress, in_time
+from shared.provenance import ROOT, provenance
+from shared.report import resumed, write
 from training_benchmark.precision import BASE, RUNS, Setup, losses_of, smooth, summary, train
 
 from decayattn.backends import registry
@@ -60,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if result["rows"]:
         print(table(result))
         if options.output:
-            plot = options.output.with_suffix(".png")
-            draw(result).savefig(plot)
-            print(f"wrote {options.output} and {plot.name}")
+            save_beside(draw(result), options.output)
     return int(wrong)
 
 
@@ -86,11 +85,9 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--backend", "of decay_attention", choices=registry.NAMES)
     option("--minutes", "begin no run that would end later; None: all of them", type=float, default=None)
     option("--seed", "of weights and batches", type=int, default=0)
-    option("--commit", "commit of the code, for a copy of it whose git does not know", default=None)
-    option("--output", "JSON file that results are kept in; None: printed only", type=Path)
+    declare_output(option, "JSON file that results are kept in; None: printed only")
     options = parser.parse_args(argv)
-    if options.minutes is not None and options.minutes <= 0:
-        parser.error(f"--minutes: expected a positive number, got {options.minutes}")
+    expect_positive(parser, options, "minutes")
     if options.width % options.head_dim:
         parser.error(f"--head-dim: expected a divisor of the width, {options.width}, got {options.head_dim}")
     if options.window > options.steps:
@@ -175,8 +172,7 @@ def draw(result: dict[str, Any]) -> Figure:
     left.set(ylabel="bits per byte", xlabel="step", title=f"training loss, mean of {window} steps")
     right.set(xlabel="step", title="minus that of the float32 run")
     for panel in (left, right):
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
+        frame(panel)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False,
                   fontsize="small")
     figure.suptitle(f"Training with strong gates, {result['gpu'] or 'CPU'}, torch {result['torch']}",

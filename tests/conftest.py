@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from provenance import provenance
+from shared.provenance import provenance
 
 ON_GPU = torch.cuda.is_available()
 # Before anything imports triton, and with a GPU, too: what sets it where it is absent, as scripts do for machines

@@ -1,1 +1,1 @@
-"""The rooms of recall.py: the task, the models, their training, the report."""
+"""Modules of recall.py: the task, the models, their training, the report."""

@@ -4,6 +4,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
+from shared.plots import frame, legend_entries
 
 from associative_recall.model import MODES
 from associative_recall.task import TASKS
@@ -81,10 +82,7 @@ def draw(result: dict[str, Any]) -> Figure:
         panels[at][0].set_ylabel("queries answered rightly")
     for panel in panels[-1]:
         panel.set_xlabel("tokens, key-value pairs")
-    handles: dict[str, Any] = {}
-    for panel in panels.flat:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
+    handles = legend_entries(panels.flat)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     where = f"{result['gpu'] or 'CPU'}, torch {result['torch']}"
     figure.suptitle(f"Associative recall, seeds: {len(result['setup']['seeds'])}, {where}", fontsize="medium")
@@ -104,5 +102,4 @@ def _draw_panel(panel: Any, rows: list[dict[str, Any]]) -> None:
     shapes = next((selected(row).shapes for row in rows), [])
     panel.set_xticks(range(len(shapes)), [f"{shape.length}, {shape.pairs}" for shape in shapes], fontsize="small")
     panel.set_ylim(-0.03, 1.03)
-    panel.grid(alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
+    frame(panel)

@@ -1,1 +1,1 @@
-"""The rooms of benchmark_attention.py: cases, peers, checks, measurement, report, figure."""
+"""Modules of benchmark_attention.py: launches, report, figure."""

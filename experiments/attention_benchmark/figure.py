@@ -3,9 +3,9 @@
 from typing import Any
 
 from matplotlib.figure import Figure
-
-from attention_benchmark.cases import DIRECTIONS
-from attention_benchmark.peers import without_decay
+from shared.cases import DIRECTIONS
+from shared.peers import without_decay
+from shared.plots import frame, legend_entries, length_axis
 
 # colour-blind safe (Okabe and Ito); ours stands out by weight and by its own colour, peers without a decay are dashed
 _PEER_COLOURS = {
@@ -40,10 +40,7 @@ def draw(report: dict[str, Any]) -> Figure:
         panel_row[0].set_ylabel("TFLOP/s")
     for panel in panels[-1]:
         panel.set_xlabel("sequence length")
-    handles = {}
-    for panel in panels.flat:
-        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
+    handles = legend_entries(panels.flat)
     labels = [report["peers"].get(name, name) for name in handles]
     figure.legend(handles.values(), labels, loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(_title(report))
@@ -70,12 +67,9 @@ def _draw_peer(panel: Any, name: str, names: list[str], rows: list[dict[str, Any
 
 def _dress(panel: Any, title: str, lengths: list[int]) -> None:
     panel.set_title(title, fontsize="medium")
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
-    panel.minorticks_off()
+    length_axis(panel, lengths)
     panel.set_ylim(bottom=0)
-    panel.grid(alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
+    frame(panel)
 
 
 def _title(report: dict[str, Any]) -> str:

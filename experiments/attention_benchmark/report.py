@@ -1,16 +1,13 @@
-"""What was measured, as rows, as text and as JSON, with everything needed to repeat it."""
+"""What was measured, as rows and as text, with everything needed to repeat it."""
 
-import json
 import math
 import statistics
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from attention_benchmark.cases import DIRECTIONS, Case
-from attention_benchmark.measure import MILLISECONDS, Timing
-from attention_benchmark.peers import BASELINE, without_decay
+from shared.cases import DIRECTIONS, Case
+from shared.peers import BASELINE, without_decay
+from shared.timing import MILLISECONDS, Timing
 
 METHOD = {
     "forward": "a whole call on tensors that require gradients, with its preparation kernels and allocations; ours "
@@ -83,30 +80,3 @@ def _cell(row: dict[str, Any]) -> str:
     ratio = row["ratio_to_cudnn"]
     ratio = f"{ratio:.2f}" if ratio else "–"
     return f"{row['ms']:10.3f} {f'[{low:.3f}–{high:.3f}]':>17} {row['tflops']:8.0f} {ratio:>7}"
-
-
-def resumed(new: dict[str, Any], output: Path | None) -> dict[str, Any]:
-    """The report to go on with: that of --output, if it is there and of the same code, machine and setup; else the new
-    one. The exit status is 1, with a line, if it is of others."""
-    if output is None or not output.exists():
-        return new
-    old = json.loads(output.read_text(encoding="utf-8"))
-    for name in ("commit", "gpu", "torch", "setup"):
-        if old.get(name) != new[name]:
-            sys.exit(f"error: --output: {output.name} has {name} {old.get(name)}, expected {new[name]}; "
-                     "give another file, or remove it")
-    return old
-
-
-def write(report: dict[str, Any], path: Path) -> None:
-    """The report as strict JSON; a number that JSON cannot say (a NaN error) becomes its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_sayable(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _sayable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _sayable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_sayable(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,1 +1,1 @@
-"""The rooms of benchmark_context.py: workloads, checks, measuring, report, figure."""
+"""Modules of benchmark_context.py: workloads, checks, measuring, report, figure."""

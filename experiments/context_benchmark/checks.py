@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attention_benchmark.cases import DTYPES
+from shared.cases import DTYPES
 from torch import Tensor
 
 from context_benchmark.whole import whole_attention

@@ -3,6 +3,7 @@
 from typing import Any
 
 from matplotlib.figure import Figure
+from shared.plots import frame
 
 # colour-blind safe (Okabe and Ito)
 _COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
@@ -23,8 +24,7 @@ def draw(report: dict[str, Any]) -> Figure:
         axes.set_xticks(ticks, [f"{length // 1024}k" if length >= 1024 else str(length) for length in ticks])
         axes.minorticks_off()
         axes.set_xlabel("sequence length")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        frame(axes)
         axes.legend(frameon=False, fontsize="small")
     first = forward[0]
     figure.suptitle(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from shared.timing import back_to_back, interleaved
 from torch import Tensor
 
 from context_benchmark.checks import differences
@@ -92,17 +93,16 @@ def received_bytes(call: Call) -> dict[str, list[int]]:
 def time_rounds(calls: dict[str, Call], rounds: int, seconds: float) -> dict[tuple[str, str], list[float]]:
     """(call, direction) → milliseconds of the slowest rank, a mean of calls back to back for every round.
 
-    The calls take turns, so that a drifting clock meets all alike; no rank begins before the others are ready.
+    No rank begins before the others are ready.
     """
     found: dict[tuple[str, str], list[float]] = {}
-    for number in range(rounds):
-        for name in list(calls)[:: -1 if number % 2 else 1]:
-            call = calls[name]
-            found.setdefault((name, "forward"), []).append(_milliseconds(call.forward, seconds, call.group))
-            out = call.forward()
-            backward = _milliseconds(lambda call=call, out=out: call.backward(out), seconds, call.group)
-            found.setdefault((name, "backward"), []).append(backward)
-            del out
+    for name in interleaved(calls, rounds):
+        call = calls[name]
+        found.setdefault((name, "forward"), []).append(_milliseconds(call.forward, seconds, call.group))
+        out = call.forward()
+        backward = _milliseconds(lambda call=call, out=out: call.backward(out), seconds, call.group)
+        found.setdefault((name, "backward"), []).append(backward)
+        del out
     return found
 
 
@@ -121,14 +121,8 @@ def _slowest(milliseconds: float, group: dist.ProcessGroup) -> float:
 
 
 def _back_to_back(call: Callable[[], object], count: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    begin.record()
-    for _ in range(count):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / count
+    return back_to_back(call, count)
 
 
 def bandwidth(group: dist.ProcessGroup, megabytes: int = 256, calls: int = 10) -> float:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from attention_benchmark.cases import DTYPES
+from shared.cases import DTYPES
 from torch import Tensor
 
 from decayattn.nn.decay import alibi_log_decay

@@ -1,1 +1,1 @@
-"""The rooms of length_extrapolation.py: options, training, reading, processes, results, figure."""
+"""Modules of length_extrapolation.py: options, training, reading, processes, results, figure."""

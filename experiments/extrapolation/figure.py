@@ -6,8 +6,7 @@ import numpy as np
 from language_models.schemes import SCHEMES
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from extrapolation.results import count
+from shared.plots import frame, kilo, length_axis
 
 # colour-blind safe (Okabe and Ito); the broken lines are schemes that have no decay that the kernels know
 COLOURS = {
@@ -56,19 +55,15 @@ def _panel(axes: Axes, result: dict[str, Any], length: int) -> None:
         within += mean[(positions > context / 4) & (positions <= context)].tolist()
         lowest = min(lowest, np.nanmin(mean))
     axes.axvline(context, color="#1f2328", linewidth=1, linestyle=":")
-    axes.annotate(f"trained length, {count(context)}", (context, 1), xycoords=("data", "axes fraction"),
+    axes.annotate(f"trained length, {kilo(context)}", (context, 1), xycoords=("data", "axes fraction"),
                   xytext=(4, -12), textcoords="offset points", fontsize="small")
-    axes.set_xscale("log", base=2)
-    ticks = [int(context * 2.0**power) for power in range(-4, 10) if 1 <= context * 2.0**power <= length]
-    axes.set_xticks(ticks, [count(tick) for tick in ticks])
-    axes.minorticks_off()
+    length_axis(axes, [int(context * 2.0**power) for power in range(-4, 10) if 1 <= context * 2.0**power <= length])
     middle = float(np.median(within))
     # what loses its way leaves the panel upwards; where it goes is in the table
     axes.set_ylim(min(0.8 * middle, 0.97 * lowest), 2.2 * middle)
     crops = max(row["crops"] for run in result["runs"] for row in run["reading"] if row["length"] == length)
-    axes.set(xlabel="position (bytes before)", ylabel="bits per byte", title=f"{crops} texts of {count(length)} bytes")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="position (bytes before)", ylabel="bits per byte", title=f"{crops} texts of {kilo(length)} bytes")
+    frame(axes)
 
 
 def coarser(edges: np.ndarray, curves: np.ndarray, per_octave: int = 6) -> tuple[np.ndarray, np.ndarray]:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attention_benchmark.report import write
 from language_models.schemes import SCHEMES
+from shared.plots import kilo
+from shared.report import write
 
 from extrapolation.settings import Run, Settings
 
@@ -33,7 +34,7 @@ def begin(
 ) -> dict[str, Any]:
     """The result that a file holds, under the origin of this call, or a new one.
 
-    Raises ValueError for a file of other settings, another corpus or another commit.
+    Raises ValueError for a file of other settings, another corpus, another commit or other code.
     """
     new = {
         **origin, "settings": settings.as_json(), "method": METHOD, "corpus": corpus,
@@ -46,6 +47,7 @@ def begin(
         *((name, x, old["settings"].get(name)) for name, x in new["settings"].items()),
         ("sha256 of the corpus", corpus["sha256"], old["corpus"]["sha256"]),
         ("commit", origin["commit"], old["commit"]),
+        ("trees", origin["trees"], old.get("trees")),
     ):
         if here != there:
             raise ValueError(f"output: {path} has {name} {there}, this call {here}; give another --output")
@@ -77,9 +79,9 @@ def table(
     context = result["settings"]["context"]
     head = ["bits per byte"]
     for begin, end in columns:
-        head.append(f"{count(begin)}–{count(end)}")
+        head.append(f"{kilo(begin)}–{kilo(end)}")
         if begin >= context:
-            head.append(f"{count(begin)}–{count(end)}, ≤ {count(context)} before")
+            head.append(f"{kilo(begin)}–{kilo(end)}, ≤ {kilo(context)} before")
     rows = []
     for name in SCHEMES:
         own = [run for run in result["runs"] if run["scheme"] == name]
@@ -104,11 +106,6 @@ def _mean_and_range(values: list[float]) -> str:
         return "–"
     mean = f"{statistics.fmean(values):.3f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.3f}–{max(values):.3f})"
-
-
-def count(length: int) -> str:
-    """1024 as 1k, which is how lengths are said."""
-    return f"{length // 1024}k" if length and length % 1024 == 0 else str(length)
 
 
 def text(result: dict[str, Any]) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 from extrapolation.figure import COLOURS, coarser
-from extrapolation.results import count
 from language_models.schemes import SCHEMES
+from shared.plots import kilo
 
 from readme_tables.picture import STYLE
 
@@ -68,14 +68,14 @@ def draw(curves: Curves, context: int, title: str) -> str:
     for power in range(math.ceil(math.log2(_FIRST)), math.floor(math.log2(last)) + 1):
         x = at(2.0**power, least)[0]
         parts.append(
-            f'<text class="small" x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{count(2**power)}</text>'
+            f'<text class="small" x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{kilo(2**power)}</text>'
         )
     parts.append(
         f'<text class="small" x="{_LEFT + _PLOT / 2:g}" y="{bottom + 30}" text-anchor="middle">bytes before</text>'
     )
     x = at(context, least)[0]
     parts.append(f'<line class="line" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" stroke-dasharray="2 3"/>')
-    parts.append(f'<text class="small" x="{x + 5:.1f}" y="{_TOP + 10}">trained length, {count(context)}</text>')
+    parts.append(f'<text class="small" x="{x + 5:.1f}" y="{_TOP + 10}">trained length, {kilo(context)}</text>')
     for name, points in curves.items():
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in points))
         parts.append(f'<polyline points="{line}" fill="none" {_look(name)} clip-path="url(#plot)"/>')

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from extrapolation.results import count, table
+from extrapolation.results import table
+from shared.plots import kilo
 
 from readme_tables import curves
 from readme_tables.results import Results
@@ -47,13 +48,13 @@ def extrapolation(results: Results) -> list[str]:
     context, trained = settings["context"], settings["steps"] * settings["batch_size"] * settings["context"]
     held_out, training = corpus["held out"], corpus["training"]
     crops = {row["length"]: row["crops"] for run in report["runs"] for row in run["reading"]}
-    texts = " and ".join(f"{number} texts of {count(length)}" for length, number in sorted(crops.items()))
-    alt = f"Bits per byte over the position for every scheme, trained at {count(context)} bytes"
+    texts = " and ".join(f"{number} texts of {kilo(length)}" for length, number in sorted(crops.items()))
+    alt = f"Bits per byte over the position for every scheme, trained at {kilo(context)} bytes"
     return [
         f"![{alt}]({results.prefix}{name.removesuffix('.json')}.png)", "",
         f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows), "",
         f"Mean of {len(seeds)} seeds (and their range). {size / 1e6:.1f} M parameters, {trained / 1e6:.0f} MB of "
-        f"Python source at {count(context)} bytes; {texts} bytes read, of {held_out['packages']} packages that are not "
+        f"Python source at {kilo(context)} bytes; {texts} bytes read, of {held_out['packages']} packages that are not "
         f"among the {training['packages']} of the training; {report['gpu']}, torch {report['torch'].split('+')[0]}, "
         f"Triton {report['triton']} ({results.link(name)}).",
     ]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shared.provenance import trees_of
+
 # what a figure's file has to say of its origin, besides its GPU
 _ORIGIN = ("commit", "torch", "triton", "command")
 
@@ -41,7 +43,9 @@ class Results:
         return f"[{text}]({self.prefix}{name})"
 
     def load(self, name: str, on_gpu: bool = True) -> dict[str, Any]:
-        """The JSON file of that name, its origin beside its figures; raises Refused unless the origin is whole."""
+        """The JSON file of that name, its origin beside its figures; raises Refused unless the origin is whole, and for
+        code that was not the commit's: by what git said then ("dirty"), or by the code's trees, where git knows the
+        commit and the report, which may be older, names them."""
         report = json.loads((self.folder / name).read_text(encoding="utf-8"))
         report |= report.pop("provenance", {})  # some files keep it apart
         absent = [key for key in (*_ORIGIN, *["gpu"] * on_gpu) if not report.get(key)]
@@ -51,6 +55,12 @@ class Results:
             raise Refused(f"results/{name}: lacks {', '.join(dict.fromkeys(absent))}; nobody could measure it again")
         if report.get("dirty"):
             raise Refused(f"results/{name}: the code differed from commit {report['commit'][:9]} when it was measured")
+        trees = report.get("trees", {})
+        known = trees_of(report["commit"], self.folder) if trees else None
+        differ = [folder for folder in trees if known is not None and trees[folder] != known.get(folder)]
+        if differ:
+            raise Refused(f"results/{name}: {' and '.join(differ)} differed from commit {report['commit'][:9]} when it "
+                          "was measured")
         return report
 
 

@@ -1,1 +1,1 @@
-"""The rooms of benchmark_sequences.py: packed sequences, decoding, generation, report, figure."""
+"""Modules of benchmark_sequences.py: packed sequences, decoding, generation, report, figure."""

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from attention_benchmark.cases import DECAYS, DTYPES
-from attention_benchmark.peers import reason
+from shared.cases import DECAYS, DTYPES
+from shared.peers import reason
+from shared.timing import interleaved
 from torch import Tensor
 
 from decayattn.problem import AttentionProblem, Inputs
@@ -143,11 +144,10 @@ def run(
 def time_calls(
     calls: dict[str, Callable[[], object]], rounds: int, timer: Callable[[Callable[[], object]], float]
 ) -> dict[str, list[float]]:
-    """Milliseconds of every call, one number per round; the rounds are interleaved as measure.time_rounds has them."""
+    """Milliseconds of every call, one number per round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds):
-        for name in list(calls)[:: -1 if number % 2 else 1]:
-            times[name].append(timer(calls[name]))
+    for name in interleaved(calls, rounds):
+        times[name].append(timer(calls[name]))
     return times
 
 

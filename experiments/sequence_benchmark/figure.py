@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from attention_benchmark.cases import DIRECTIONS
 from matplotlib.figure import Figure
+from shared.cases import DIRECTIONS
 
 # colour-blind safe (Okabe and Ito)
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from attention_benchmark.cases import DTYPES
-from attention_benchmark.peers import reason
 from language_models.model import BYTES, ByteLM
+from shared.cases import DTYPES
+from shared.peers import reason
+from shared.timing import interleaved
 from torch import Tensor
 
 from decayattn import DecayFlashAttention
@@ -224,7 +225,7 @@ def run(
 def time_modes(model: ByteLM, prompt: Tensor, count: int, rounds: int, eviction: Eviction) -> dict[str, list[float]]:
     """Seconds for `count` tokens after the prompt, one number per mode and round.
 
-    The rounds are interleaved, as measure.time_rounds has them. One more before them compiles, and is not counted.
+    One more round before them compiles, and is not counted.
     """
     length = prompt.shape[1]
     room = max(length, held_bound(model, eviction)) + eviction.every
@@ -235,17 +236,15 @@ def time_modes(model: ByteLM, prompt: Tensor, count: int, rounds: int, eviction:
         "evict": lambda: Cached(model, prompt, room, eviction, captured=True),
     }
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for number in range(rounds + 1):
-        for mode in MODES[:: -1 if number % 2 else 1]:
-            writer = start[mode]()
-            synchronize(prompt.device)
-            began = time.perf_counter()
-            for _ in range(count):
-                writer.step()
-            synchronize(prompt.device)
-            if number > 0:
-                seconds[mode].append(time.perf_counter() - began)
-    return seconds
+    for mode in interleaved(MODES, rounds + 1):
+        writer = start[mode]()
+        synchronize(prompt.device)
+        began = time.perf_counter()
+        for _ in range(count):
+            writer.step()
+        synchronize(prompt.device)
+        seconds[mode].append(time.perf_counter() - began)
+    return {mode: found[1:] for mode, found in seconds.items()}
 
 
 def synchronize(device: torch.device) -> None:

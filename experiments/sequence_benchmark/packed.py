@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from attention_benchmark.cases import BACKWARD_WORK, DIRECTIONS, Case, random_inputs
-from attention_benchmark.measure import Prepared, Timing, time_rounds
-from attention_benchmark.peers import Attend, reason
+from shared.calls import Prepared
+from shared.cases import BACKWARD_WORK, DIRECTIONS, Case, random_inputs
+from shared.peers import Attend, reason
+from shared.timing import Timing, time_rounds
 from torch import Tensor
 
 from decayattn import decay_attention, decay_attention_varlen
@@ -52,7 +53,7 @@ class Workload:
         return forward * BACKWARD_WORK if direction == "backward" else forward
 
     def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
-        """q, k, v, grad_out and log_decay, as attention_benchmark draws them."""
+        """q, k, v, grad_out and log_decay, as shared.cases draws them."""
         batch, length = (1, sum(self.lengths)) if self.packed else (len(self.lengths), self.lengths[0])
         case = Case(batch, self.heads, length, self.head_dim, self.dtype, "scalar", self.mean_log_decay)
         inputs = random_inputs(case, device, seed)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from attention_benchmark.measure import MILLISECONDS
+from shared.timing import MILLISECONDS
 
 from decayattn.testing import format_table
 from decayattn.testing.table import Row

@@ -1,1 +1,1 @@
-"""The rooms of benchmark_skipping.py: workloads, checks, report, figure."""
+"""Modules of benchmark_skipping.py: workloads, checks, report, figure."""

@@ -1,8 +1,8 @@
 """Right before fast: what is skipped must not show."""
 
 import torch
-from attention_benchmark.checks import oracle, oracle_rows, relative_errors
-from attention_benchmark.measure import Prepared
+from shared.calls import Prepared
+from shared.checks import oracle, oracle_rows, relative_errors
 from torch import Tensor
 
 from decayattn import decay_attention

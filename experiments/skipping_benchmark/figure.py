@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from attention_benchmark.cases import DIRECTIONS
 from matplotlib.figure import Figure
+from shared.cases import DIRECTIONS
+from shared.plots import frame, kilo, length_axis
 
 from skipping_benchmark.workloads import SKIPPING, WHOLE
 
@@ -23,8 +24,7 @@ def draw(report: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(1.0 + 6.0 * len(panels), 4.8), dpi=150, layout="constrained")
     for (panel, rows), axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         panel(axes, rows)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        frame(axes)
     figure.suptitle(f"{report['gpu']}, torch {report['torch']}, triton {report['triton']}", fontsize="medium")
     return figure
 
@@ -37,11 +37,8 @@ def _times(panel: Any, rows: list[dict[str, Any]]) -> None:
             if own:
                 lengths, times = zip(*((row["length"], row["ms"]) for row in own), strict=True)
                 panel.plot(lengths, times, style, marker="o", color=colour, label=f"{name}, {direction}")
-    panel.set_xscale("log", base=2)
     panel.set_yscale("log")
-    ticks = sorted({row["length"] for row in rows})
-    panel.set_xticks(ticks, [_count(length) for length in ticks])
-    panel.minorticks_off()
+    length_axis(panel, sorted({row["length"] for row in rows}))
     panel.set_xlabel("sequence length")
     panel.set_ylabel("ms")
     first = rows[0]
@@ -64,7 +61,7 @@ def _gains(panel: Any, rows: list[dict[str, Any]]) -> None:
             marks = {"marker": "_", "s": 400, "color": "#000000", "zorder": 3}
             panel.scatter(range(len(groups)), ideal, label="visited tiles", **marks)
     names = [
-        f"{rates}{f', q and k times {gain:g}' if gain != 1 else ''}\nD{dim} T{_count(length)}"
+        f"{rates}{f', q and k times {gain:g}' if gain != 1 else ''}\nD{dim} T{kilo(length)}"
         for rates, gain, dim, length in groups
     ]
     panel.set_xticks(range(len(groups)), names, fontsize="x-small", rotation=45, ha="right")
@@ -72,7 +69,3 @@ def _gains(panel: Any, rows: list[dict[str, Any]]) -> None:
     panel.axhline(1.0, color="#000000", linewidth=0.8)
     panel.set_ylabel("speed over the kernel that visits every tile")
     panel.legend(frameon=False)
-
-
-def _count(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
-from attention_benchmark.cases import DIRECTIONS
-from attention_benchmark.measure import MILLISECONDS, Timing
-from attention_benchmark.peers import BASELINE
+from shared.cases import DIRECTIONS
+from shared.peers import BASELINE
+from shared.timing import MILLISECONDS, Timing
 from torch import Tensor
 
 from skipping_benchmark.planning import COPIES

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 import torch
-from attention_benchmark import peers
-from attention_benchmark.cases import Case, random_inputs
-from attention_benchmark.peers import BASELINE, Attend, Peer
+from shared import peers
+from shared.cases import Case, random_inputs
+from shared.peers import BASELINE, Attend, Peer
 from torch import Tensor
 
 from decayattn import decay_attention
@@ -21,7 +21,7 @@ class Workload:
     """One causal problem under the name of its study; `rates` says which log-decays it has, and `gain` multiplies q and
     k, so that scores grow by its square.
 
-    rates: "uniform" (per token, as attention_benchmark draws them), "none to speak of" (per token, −10⁻⁶), "alibi" or
+    rates: "uniform" (per token, as shared.cases draws them), "none to speak of" (per token, −10⁻⁶), "alibi" or
     "retnet" (constant, one per head).
     """
 

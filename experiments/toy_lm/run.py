@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from provenance import provenance
+from shared.provenance import provenance
 
 from decayattn import decay_attention
 from decayattn.backends.registry import NAMES as BACKENDS

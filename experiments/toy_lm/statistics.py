@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning
 import torch
-from attention_benchmark.report import write
 from language_models.statistics import attention_statistics, can_tell_visits
+from shared.report import write
 
 from toy_lm.report import copy_to_evaluate, device_of
 from toy_lm.training import TrainByteLM

@@ -1,1 +1,1 @@
-"""The rooms of benchmark_training.py: the model, the attentions that are compared, checks and clocks, the report."""
+"""Modules of benchmark_training.py: the model, the attentions that are compared, checks and clocks, the report."""

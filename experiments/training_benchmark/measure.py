@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from attention_benchmark.measure import sustained_timer
-from attention_benchmark.peers import Absent, reason
+from shared.peers import Absent, reason
+from shared.timing import interleaved, sustained_timer
 from torch import Tensor, nn
 
 from training_benchmark.model import Decoder, Size
@@ -172,7 +172,7 @@ class Timed:
 def time_rounds(
     models: Models, variants: Sequence[Variant], rounds: int, seconds: float, done: Callable[[str], None]
 ) -> tuple[dict[str, Timed], dict[str, str]]:
-    """(timings by variant, reasons of those that failed). Every second round goes the other way round."""
+    """(timings by variant, reasons of those that failed)."""
     prepared: dict[str, tuple[Variant, Decoder]] = {}
     timed: dict[str, Timed] = {}
     failed: dict[str, str] = {}
@@ -192,11 +192,10 @@ def time_rounds(
             models.base.zero_grad()
             torch.cuda.empty_cache()
         done(f"prepared {variant.name}")
-    for number in range(rounds):
-        for name in list(prepared)[:: -1 if number % 2 else 1]:
-            variant, model = prepared[name]
-            timed[name].rounds.append(timer(lambda model=model, variant=variant: models.step(model, variant)))
-            done(f"timed {name}")
+    for name in interleaved(prepared, rounds):
+        variant, model = prepared[name]
+        timed[name].rounds.append(timer(lambda model=model, variant=variant: models.step(model, variant)))
+        done(f"timed {name}")
     return timed, failed
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from matplotlib.figure import Figure
+from shared.plots import frame, legend_entries
 
 from training_benchmark.variants import BASELINE, IDENTITY, VARIANTS
 
@@ -63,14 +64,10 @@ def draw(report: dict[str, Any]) -> Figure:
         panel.set_xticks(lengths, [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths])
         panel.minorticks_off()
         panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
+        frame(panel)
         panel.set_xlabel("tokens of context")
     panels[0].set_ylabel("tokens per second")
-    handles: dict[str, Any] = {}
-    for panel in panels:
-        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
+    handles = legend_entries(panels)
     figure.legend(handles.values(), [VARIANTS[name].label for name in handles], loc="outside lower center", ncols=2,
                   frameon=False, fontsize="small")
     figure.suptitle(f"A training step of a 124 M model, {report['gpu']}, torch {report['torch']}", fontsize="medium")

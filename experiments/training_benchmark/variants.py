@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from attention_benchmark.peers import Absent, imported
 from language_models.positions import Rotary
-from provenance import ROOT
+from shared.peers import Absent, imported
+from shared.provenance import ROOT
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention

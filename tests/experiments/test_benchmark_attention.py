@@ -12,12 +12,15 @@ import types
 from pathlib import Path
 
 import benchmark_attention
-import provenance
 import pytest
 import torch
-from attention_benchmark import checks, figure, measure, peers, report
-from attention_benchmark.cases import Case, cases, random_inputs
+from attention_benchmark import figure, report
+from attention_benchmark.launches import launches_in_trace
 from repository_files import EXPERIMENTS
+from shared import checks, peers, provenance, timing
+from shared.calls import Prepared, prepare
+from shared.cases import Case, cases, random_inputs
+from shared.report import write
 from torch.nn.attention import SDPBackend
 
 from decayattn import decay_attention
@@ -93,7 +96,7 @@ def test_inputs_with_large_logits():
 def errors_of(peer: peers.Peer, case: Case) -> dict[str, float]:
     inputs = random_inputs(case, "cpu", seed=0)
     return checks.relative_errors(
-        case, measure.prepare(peer, case, inputs), checks.oracle(case, inputs, peer.decay != "none")
+        case, prepare(peer, case, inputs), checks.oracle(case, inputs, peer.decay != "none")
     )
 
 
@@ -204,14 +207,14 @@ def test_a_peer_that_cannot_be_imported_says_so(name, monkeypatch):
         peers.OTHERS[name].build(SMALL, CPU)
 
 
-# -------------------------------------------------------------------------------------------------------------- measure
+# ------------------------------------------------------------------------------------------------- rounds and launches
 
 
 def test_rounds_interleave_the_peers_and_a_failing_one_leaves_the_others_alone():
     inputs = random_inputs(SMALL, "cpu", seed=0)
     called = []
 
-    def spy(name: str, fails_at: int = 10**9) -> measure.Prepared:
+    def spy(name: str, fails_at: int = 10**9) -> Prepared:
         calls = itertools.count()
 
         def attend(*tensors):
@@ -220,7 +223,7 @@ def test_rounds_interleave_the_peers_and_a_failing_one_leaves_the_others_alone()
                 raise RuntimeError("out of memory\nand a long story")
             return decay_attention(*tensors, backend="reference")
 
-        return measure.prepare(reference_peer(name=name, build=lambda case, device: attend), SMALL, inputs)
+        return prepare(reference_peer(name=name, build=lambda case, device: attend), SMALL, inputs)
 
     clock = itertools.count(1)
 
@@ -228,7 +231,7 @@ def test_rounds_interleave_the_peers_and_a_failing_one_leaves_the_others_alone()
         call()
         return float(next(clock))
 
-    timings, failed = measure.time_rounds({"a": spy("a"), "b": spy("b", fails_at=2), "c": spy("c")}, 3, timer)
+    timings, failed = timing.time_rounds({"a": spy("a"), "b": spy("b", fails_at=2), "c": spy("c")}, 3, timer)
     # two forwards per peer and round: one timed, one whose graph the backward uses; b dies in the second round
     assert called == [*"aabbcc", *"ccb", *"aa", *"aacc"]
     assert failed == {"b": "RuntimeError: out of memory"}
@@ -250,7 +253,7 @@ def test_only_what_runs_on_the_device_counts_as_a_launch():
             event("ac2g", "ac2g", 30, ph="f"), {"ph": "M", "name": "process_name"},
         ]
     }
-    assert measure.launches_in_trace(trace) == ["_delta", "Memset (Device)", "_backward", "Memcpy DtoD"]
+    assert launches_in_trace(trace) == ["_delta", "Memset (Device)", "_backward", "Memcpy DtoD"]
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -265,7 +268,7 @@ def synthetic_report() -> dict:
         for (name, pair), (direction, at) in itertools.product(speeds.items(), (("forward", 0), ("backward", 1))):
             tflops = pair[at] * (0.8 + 0.1 * (case.length > 2048) + 0.2 * (case.head_dim == 128))
             ms = case.flops(direction) / tflops / 1e9
-            timings[name, direction] = measure.Timing([ms * f for f in (1.0, 0.97, 1.02, 1.05, 0.99)])
+            timings[name, direction] = timing.Timing([ms * f for f in (1.0, 0.97, 1.02, 1.05, 0.99)])
         errors = {name: {"out": 2e-3, "dq": float("nan")} for name in speeds}
         launches = {("decayattn triton", "forward"): ["_prefix", "_forward"]}
         rows += report.rows(case, timings, errors, launches)
@@ -275,8 +278,8 @@ def synthetic_report() -> dict:
 
 def test_rows_have_median_range_speed_and_ratio():
     timings = {
-        ("cudnn", "forward"): measure.Timing([2.0, 4.0, 3.0]),
-        ("mine", "forward"): measure.Timing([1.5, 1.0, 9.0]),
+        ("cudnn", "forward"): timing.Timing([2.0, 4.0, 3.0]),
+        ("mine", "forward"): timing.Timing([1.5, 1.0, 9.0]),
     }
     errors = {"cudnn": {"out": 1.0}, "mine": {"out": 2.0}}
     baseline, mine = report.rows(SMALL, timings, errors, {("mine", "forward"): ["_a", "_b"]})
@@ -294,7 +297,7 @@ def test_rows_have_median_range_speed_and_ratio():
 def test_the_cost_of_a_decay_is_that_of_the_same_rounds():
     name, bare = (peers.ours("triton", decay).name for decay in (True, False))
     rounds = {name: [3.0, 2.2, 9.0], bare: [2.0, 2.0, 3.0]}
-    timings = {(who, way): measure.Timing(times) for who, times in rounds.items() for way in ("forward", "backward")}
+    timings = {(who, way): timing.Timing(times) for who, times in rounds.items() for way in ("forward", "backward")}
     rows = report.rows(SMALL, timings, {who: {"out": 1.0} for who in rounds}, {})
     assert [row.get("time_over_no_decay") for row in rows] == [1.5, 1.5, None, None]
     assert f"{name}: the decay costs 50.0% forward, 50.0% backward" in report.table(rows)
@@ -313,32 +316,10 @@ def test_table_has_an_aligned_line_per_peer_and_names_the_worst_error():
 
 def test_json_is_strict_and_complete(tmp_path):
     path = tmp_path / "new folder" / "results.json"
-    report.write(synthetic_report(), path)
+    write(synthetic_report(), path)
     read = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"not strict JSON: {name}"))
     assert len(read["rows"]) == 6 * 4 * 2
     assert read["rows"][0]["relative_error"] == {"out": 2e-3, "dq": "nan"}
-
-
-def test_provenance_names_versions_and_the_commit(monkeypatch):
-    monkeypatch.delenv("DECAYATTN_COMMIT", raising=False)
-    git = ["git", "-C", provenance.ROOT, "rev-parse", "HEAD"]
-    head = subprocess.run(git, capture_output=True, text=True, check=False)
-    known = provenance.provenance("x.py", ["--rounds", "3"])
-    assert known["torch"] == torch.__version__
-    assert known["command"] == "python x.py --rounds 3"
-    if head.returncode == 0:
-        assert known["commit"] == head.stdout.strip()
-        assert isinstance(known["dirty"], bool)
-    given = provenance.provenance("x.py", [], commit="given")
-    assert (given["commit"], given["dirty"]) == ("given", None)
-    monkeypatch.setenv("DECAYATTN_COMMIT", "environment's")
-    assert provenance.provenance("x.py", [])["commit"] == "environment's"
-
-
-def test_the_recorded_command_has_no_paths_of_one_machine():
-    typed = ["--output", "/home/me/a b.json", "--plot=/tmp/x.png", "--lengths", "64", "--commit=abc"]
-    expected = "python x.py --output 'a b.json' --plot=x.png --lengths 64 --commit=abc"
-    assert provenance.command_line("x.py", typed) == expected
 
 
 def test_figure_shows_every_row(tmp_path):
@@ -394,18 +375,18 @@ class Device:
 def test_the_timer_lets_the_host_get_ahead(monkeypatch):
     """A median of as many calls as fill the time, each with a cleared cache, behind a sleep that nothing waits for."""
     device = Device()
-    monkeypatch.setattr(measure.torch, "cuda", device)
+    monkeypatch.setattr(timing.torch, "cuda", device)
     cache = types.SimpleNamespace(zero_=lambda: device.asked.append("zero"))
-    monkeypatch.setattr(measure.torch, "empty", lambda *_, **__: cache)
+    monkeypatch.setattr(timing.torch, "empty", lambda *_, **__: cache)
     took = itertools.chain([2.0] * 5 + [3.0] * 2, itertools.cycle([1.0, 9.0, 4.0]))
 
     def call():
         device.asked.append("call")
         device.clock += next(took)
 
-    assert measure.cuda_timer(warmup=4, duration=6)(call) == 4.0
+    assert timing.cuda_timer(warmup=4, duration=6)(call) == 4.0
     expected = []
-    for count, cycles in ((5, 0), (2, 0), (3, measure._HEAD_START)):
+    for count, cycles in ((5, 0), (2, 0), (3, timing._HEAD_START)):
         expected += ["wait", f"sleep {cycles}", *["zero", "event", "call", "event"] * count, "wait"]
     assert device.asked == expected
 
@@ -417,8 +398,8 @@ def test_the_timer_lets_the_host_get_ahead(monkeypatch):
 def without_gpu(monkeypatch):
     """A counting clock for the CUDA timer, one launch per call."""
     clock = itertools.count(1)
-    monkeypatch.setattr(measure, "cuda_timer", lambda **_: lambda call: (call(), float(next(clock)))[1])
-    monkeypatch.setattr(measure, "count_launches", lambda call: ["_kernel"] if call() is not None else [])
+    monkeypatch.setattr(benchmark_attention, "cuda_timer", lambda **_: lambda call: (call(), float(next(clock)))[1])
+    monkeypatch.setattr(benchmark_attention, "count_launches", lambda call: ["_kernel"] if call() is not None else [])
 
 
 def run_benchmark(chosen: list[peers.Peer]) -> dict:

@@ -42,7 +42,7 @@ def test_another_version_of_the_package_is_measured_beside_this_one(tmp_path, mo
         raise RuntimeError("planted")
 
     other = types.SimpleNamespace(decay_attention=broken)
-    monkeypatch.setattr(benchmark_overhead.other_version, "load", lambda tree: other)
+    monkeypatch.setattr(benchmark_overhead.other_versions, "load", lambda tree: other)
     output = tmp_path / "overhead.json"
     argv = ["--length", "8", "--heads", "1", "--head-dims", "8", "--rounds", "1", "--peers", "--before", str(tmp_path)]
     assert benchmark_overhead.main([*argv, "--before-commit", "abc", "--output", str(output)]) == 0

@@ -8,9 +8,9 @@ import sys
 import benchmark_skipping
 import pytest
 import torch
-from attention_benchmark import measure
-from attention_benchmark.cases import DIRECTIONS, Case
 from repository_files import EXPERIMENTS
+from shared import timing
+from shared.cases import DIRECTIONS, Case
 from skipping_benchmark import checks, figure, planning, report
 from skipping_benchmark.workloads import PRUNED, SKIPPING, WHOLE, Workload, peers_of, studies
 
@@ -98,13 +98,13 @@ def test_the_time_of_a_plan_is_that_of_one_copy(monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_a_plan_is_captured_in_a_graph():
-    found = planning.times(PLANNED, PLANNED.inputs("cuda", 0), 1, measure.cuda_timer(warmup=1, duration=2))
+    found = planning.times(PLANNED, PLANNED.inputs("cuda", 0), 1, timing.cuda_timer(warmup=1, duration=2))
     assert 0 < found["backward"] < found["forward"] < 1000
 
 
 def test_the_share_of_the_plan_is_of_its_direction():
     timings = {
-        (peer, direction): measure.Timing([2.0 if direction == "forward" else 4.0])
+        (peer, direction): timing.Timing([2.0 if direction == "forward" else 4.0])
         for peer in (WHOLE, SKIPPING)
         for direction in DIRECTIONS
     }

@@ -15,10 +15,11 @@ from pathlib import Path
 import benchmark_sustained
 import pytest
 import torch
-from attention_benchmark import checks, measure, peers
-from attention_benchmark.cases import Case, random_inputs
-from attention_benchmark.progress import Progress
 from repository_files import EXPERIMENTS, ROOT
+from shared import checks, peers, timing
+from shared.calls import prepare
+from shared.cases import Case, random_inputs
+from shared.progress import Progress
 from torch.nn.attention import SDPBackend
 
 from decayattn.testing import Comparison
@@ -53,14 +54,14 @@ class Device:
 def test_calls_follow_one_another_for_as_long_as_asked(monkeypatch):
     """0.06 s of calls of 2 ms: 3 to see how long one takes, 7 to warm up, 30 that count, nothing between them."""
     device = Device()
-    monkeypatch.setattr(measure.torch, "cuda", device)
+    monkeypatch.setattr(timing.torch, "cuda", device)
     took = itertools.chain([2.0] * 3, [9.0] * 7, [2.5] * 15, [1.5] * 15)
 
     def call():
         device.series[-1] += 1
         device.clock += next(took)
 
-    assert measure.sustained_timer(0.06)(call) == 2.0
+    assert timing.sustained_timer(0.06)(call) == 2.0
     assert device.series == [3, 0, 7, 0, 30, 0]
 
 
@@ -80,14 +81,14 @@ def test_graphs_replay_several_calls(monkeypatch):
         graph.calls = len(made) - before
 
     device.CUDAGraph, device.graph, device.current_stream = Graph, capture, lambda: "current"
-    monkeypatch.setattr(measure.torch, "cuda", device)
-    assert measure.captured_timer(0.06)(lambda: made.append(None)) == 2.0
+    monkeypatch.setattr(timing.torch, "cuda", device)
+    assert timing.captured_timer(0.06)(lambda: made.append(None)) == 2.0
     assert len(made) == 9
 
 
 def test_rows_hold_every_kernel_of_a_shape():
     rounds = {"cudnn": [4.0, 2.0, 3.0], "ours": [2.0, 2.0, 1.0], "ours, no decay": [1.0, 1.0, 1.0]}
-    timings = {(name, way): measure.Timing(times) for name, times in rounds.items() for way in ("forward", "backward")}
+    timings = {(name, way): timing.Timing(times) for name, times in rounds.items() for way in ("forward", "backward")}
     errors = {name: {"out": 1e-3} for name in rounds}
     forward, backward = benchmark_sustained.rows(SMALL, timings, errors)
     shape = {"batch": 2, "length": 40, "heads": 3, "head_dim": 8, "causal": True}
@@ -123,7 +124,12 @@ def test_names_tell_backend_and_decay():
 def a_clock(monkeypatch):
     """A counting clock for the timer, cuDNN's place taken by what runs on a CPU, and runs as on a GPU."""
     clock = itertools.count(1)
-    monkeypatch.setattr(measure, "sustained_timer", lambda seconds: lambda call: (call(), float(next(clock)))[1])
+
+    def timer(call):
+        call()
+        return float(next(clock))
+
+    monkeypatch.setattr(benchmark_sustained, "sustained_timer", lambda seconds: timer)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     build = benchmark_sustained.random_inputs
@@ -220,7 +226,7 @@ def test_flash_attention_gets_its_own_layout(monkeypatch):
         monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
         monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
         inputs = random_inputs(SMALL, "cpu", seed=0)
-        call = measure.prepare(peers.OTHERS["flash_attn"], SMALL, inputs)
+        call = prepare(peers.OTHERS["flash_attn"], SMALL, inputs)
         errors = checks.relative_errors(SMALL, call, checks.oracle(SMALL, inputs, decay=False))
         assert set(errors) == {"out", "dq", "dk", "dv"}
         assert max(errors.values()) < 1e-5

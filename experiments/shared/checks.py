@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from attention_benchmark.cases import Case
-from attention_benchmark.measure import Prepared, in_layout
 from decayattn import decay_attention
 from decayattn.testing import Comparison, verify_attention
+from shared.calls import Prepared, in_layout
+from shared.cases import Case
 
 # The oracle holds a matrix of this many float64 scores (0.5 GB): of longer sequences it takes the last rows only
 ORACLE_SCORES = 2**26

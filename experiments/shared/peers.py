@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_benchmark import before as other_version
-from attention_benchmark.cases import Case
 from decayattn import decay_attention
+from shared import other_versions
+from shared.cases import Case
 
 BASELINE = "cudnn"
 
@@ -60,7 +60,7 @@ def ours(backend: str, decay: bool = True) -> Peer:
 
 def before(tree: Path, backend: str, decay: bool = True) -> Peer:
     """The same of another version of the package, in `tree`; as a peer: its errors are reported, not judged."""
-    peer = _ours(other_version.load(tree).decay_attention, backend, decay)
+    peer = _ours(other_versions.load(tree).decay_attention, backend, decay)
     return dataclasses.replace(peer, name=f"{peer.name} before", label=f"{peer.label}, before", backend=None)
 
 

@@ -1,0 +1,121 @@
+"""Where a figure is from: versions, commit and command, and git's ids of the code, computed without git."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from readme_tables.results import Refused, Results
+from shared import provenance
+from shared.report import resumed
+from test_report import ORIGIN
+
+import decayattn
+
+
+def git(folder, *arguments):
+    """What git prints there."""
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """One with a commit, and beside it what is not tracked."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)  # of a hook that runs the tests, say: they name its repository
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    files = ("a-b", "a.b", "a/1", "a/b/2", "a0", "run.sh", "ä", ".hidden")
+    for name in (*(f"decayattn/{name}" for name in files), "experiments/x.py", "other.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name}\n")
+    (tmp_path / "decayattn/run.sh").chmod(0o755)
+    (tmp_path / "decayattn/link").symlink_to("nowhere")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "--quiet", "--message", "x")
+    for name in ("__pycache__/x.pyc", "a/x.pyc", ".cache/x", "x.egg-info/x", "only/__pycache__/x"):
+        path = tmp_path / "decayattn" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    (tmp_path / "results").mkdir()
+    return tmp_path
+
+
+def test_provenance_names_versions_and_the_commit(monkeypatch):
+    monkeypatch.delenv("DECAYATTN_COMMIT", raising=False)
+    command = ["git", "-C", provenance.ROOT, "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True, check=False)
+    known = provenance.provenance("x.py", ["--rounds", "3"])
+    assert known["torch"] == torch.__version__
+    assert known["command"] == "python x.py --rounds 3"
+    folders = {"decayattn": Path(decayattn.__file__).parent, "experiments": provenance.ROOT / "experiments"}
+    assert known["trees"] == {name: provenance.tree_id(folder) for name, folder in folders.items()}
+    if head.returncode == 0:
+        assert known["commit"] == head.stdout.strip()
+        assert isinstance(known["dirty"], bool)
+    given = provenance.provenance("x.py", [], commit="given")
+    assert (given["commit"], given["dirty"]) == ("given", None)
+    monkeypatch.setenv("DECAYATTN_COMMIT", "environment's")
+    assert provenance.provenance("x.py", [])["commit"] == "environment's"
+
+
+def test_the_recorded_command_has_no_paths_of_one_machine():
+    typed = ["--output", "/home/me/a b.json", "--plot=/tmp/x.png", "--lengths", "64", "--commit=abc"]
+    expected = "python x.py --output 'a b.json' --plot=x.png --lengths 64 --commit=abc"
+    assert provenance.command_line("x.py", typed) == expected
+
+
+def test_a_tree_s_id_is_git_s(repository):
+    folder = repository / "decayattn"
+    expected = git(repository, "rev-parse", "HEAD:decayattn")
+    assert provenance.tree_id(folder) == expected
+    assert provenance.tree_id(folder / "a") == git(repository, "rev-parse", "HEAD:decayattn/a")
+    (folder / "run.sh").chmod(0o644)
+    assert provenance.tree_id(folder) != expected
+    (folder / "run.sh").chmod(0o755)
+    (folder / "a/b/2").write_text("changed")
+    assert provenance.tree_id(folder) != expected
+
+
+def test_the_code_s_ids_are_git_s_in_a_clean_checkout():
+    known = provenance.trees_of("HEAD", provenance.ROOT)
+    if not known:
+        pytest.skip("not a clone")
+    if git(provenance.ROOT, "status", "--porcelain", "--", *known):
+        pytest.skip("files differ from the commit")
+    assert known == {name: provenance.tree_id(provenance.ROOT / name) for name in ("decayattn", "experiments")}
+
+
+def test_figures_of_other_code_than_the_commit_s_are_refused(repository):
+    results = Results(repository / "results")
+    head = git(repository, "rev-parse", "HEAD")
+    trees = {name: git(repository, "rev-parse", f"HEAD:{name}") for name in ("decayattn", "experiments")}
+    assert provenance.trees_of(head, repository / "results") == trees
+
+    def load(**origin):
+        (results.folder / "x.json").write_text(json.dumps(ORIGIN | {"dirty": None} | origin))
+        return results.load("x.json")
+
+    assert load(commit=head, trees=trees)["trees"] == trees
+    load(commit=head)  # of before reports named them
+    load(commit="0" * 40, trees=dict.fromkeys(trees, "0" * 40))  # of a commit that git does not know
+    with pytest.raises(Refused, match=rf"x\.json: experiments differed from commit {head[:9]} when"):
+        load(commit=head, trees=trees | {"experiments": "0" * 40})
+    with pytest.raises(Refused, match="decayattn and experiments differed"):
+        load(commit=head[:9], trees=dict.fromkeys(trees, "0" * 40))
+
+
+def test_a_report_of_other_code_is_not_gone_on_with(tmp_path):
+    new = ORIGIN | {"trees": {"decayattn": "1", "experiments": "2"}, "setup": {}}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(new | {"rows": [1]}))
+    assert resumed(new, path)["rows"] == [1]
+    with pytest.raises(SystemExit, match="has trees"):
+        resumed(new | {"trees": {"decayattn": "1", "experiments": "3"}}, path)
