@@ -151,10 +151,10 @@ def run(case: Case, options: argparse.Namespace, missing: list[dict[str, Any]], 
         rows.append(row)
     print(table(rows), flush=True)
     if options.profile:
-        for backend in options.backends:
-            name = ours(backend).name
-            if name in host:
-                print(f"\n{name}, µs per call:\n{profile(host[name], options.calls)}", flush=True)
+        own = tuple(ours(backend).name for backend in options.backends)
+        for name, step in host.items():
+            if name.startswith(own):
+                print(f"\n{name}, µs per call:\n{profile(step, options.calls)}", flush=True)
     return rows
 
 
