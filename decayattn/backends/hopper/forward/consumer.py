@@ -221,14 +221,11 @@ def consume(
             edge = gl.maximum(sent + key_tile_end - seen_tile(shared.left, count, WHOLE_BEGIN, WARPGROUP), whole)
             right_follows = not CAUSAL
             while n < n_end:
-                for m in range(n, whole):
-                    acc, p, row_max, row_sum = _next_tile(
-                        shared, rows, m, acc, p, row_max, row_sum, scale, zero, WARPGROUP, True, WIDE
-                    )
-                for m in range(whole, edge):
-                    acc, p, row_max, row_sum = _next_tile(
-                        shared, rows, m, acc, p, row_max, row_sum, scale, zero, WARPGROUP, False, WIDE
-                    )
+                for are_whole in gl.static_range(2):
+                    for m in range(whole if are_whole else n, edge if are_whole else whole):
+                        acc, p, row_max, row_sum = _next_tile(
+                            shared, rows, m, acc, p, row_max, row_sum, scale, zero, WARPGROUP, not are_whole, WIDE
+                        )
                 n = edge
                 whole, edge = n_end, n_end
                 if not CAUSAL:
