@@ -75,7 +75,9 @@ def draw(curves: Curves, context: int, title: str) -> str:
     )
     x = at(context, least)[0]
     parts.append(f'<line class="line" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" stroke-dasharray="2 3"/>')
-    parts.append(f'<text class="small" x="{x + 5:.1f}" y="{_TOP + 10}">trained length, {kilo(context)}</text>')
+    parts.append(
+        f'<text class="small" x="{x - 5:.1f}" y="{_TOP + 10}" text-anchor="end">trained length, {kilo(context)}</text>'
+    )
     for name, points in curves.items():
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in points))
         parts.append(f'<polyline points="{line}" fill="none" {_look(name)} clip-path="url(#plot)"/>')
@@ -90,7 +92,7 @@ def _names(curves: Curves, right: float) -> Sequence[str]:
         parts.append(f'<line x1="{right + 14}" y1="{y}" x2="{right + 40}" y2="{y}" {_look(name)}/>')
         parts.append(
             f'<text x="{right + 48}" y="{y + 4}">{escape(SCHEMES[name].label)}: '
-            f"{curves[name][-1][1]:.2f} at the end</text>"
+            f"{curves[name][-1][1]:.2f} at the right</text>"
         )
     return parts
 

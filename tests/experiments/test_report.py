@@ -201,7 +201,7 @@ def test_the_curves_are_svg_with_a_line_per_scheme_that_reads_any_length(extrapo
     assert all(a < b for (_, a), (_, b) in itertools.pairwise(points))  # and lower
     # from 1.125 to 0.875 to 0.625 bits, the mean of the seeds
     assert points[-1][1] - points[-2][1] == pytest.approx(points[-2][1] - points[-3][1], abs=0.2)
-    assert "ALiBi: 0.62 at the end" in [element.text for element in root.iter()]
+    assert "ALiBi: 0.62 at the right" in [element.text for element in root.iter()]
 
 
 def test_the_picture_is_svg_with_a_bar_per_figure(results):
