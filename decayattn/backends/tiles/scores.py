@@ -40,7 +40,7 @@ def decayed_score(
     """A scaled product s q·k plus the decay σ (α_i − α_j), which is |i − j| γ for a constant decay.
 
     ROW_CANCELS (causal, 16-bit inputs): only −α_j of the key's block is added; α_i and the difference of the two bases
-    are one number per row and tile, so they cancel in the softmax: the kernel moves them into the row's log-sum-exp.
+    are one number per row and tile, so they cancel in the softmax: the kernel moves them into what it subtracts.
     """
     if ROW_CANCELS:
         score -= key_alpha
@@ -68,9 +68,9 @@ def finite_or_zero(maximum):
 
 
 @triton.jit
-def probability(score, row_lse2):
+def probability(score, anchor):
     """Unnormalised against a running maximum, exact against the log-sum-exp; a masked score (−inf) gives 0."""
-    return tl.exp2(score - row_lse2)
+    return tl.exp2(score - anchor)
 
 
 @triton.jit
