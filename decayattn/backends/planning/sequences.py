@@ -243,6 +243,13 @@ def parts_before(first, sequence, SIZE: tl.constexpr):
 
 
 @triton.jit
+def start_of_head(head_row, axis, first):
+    """Where a head of a sequence begins in a buffer (B, H, axis), in which its batch entry has it `first` numbers after
+    the beginning of the axis. head_row is batch entry · H + head, in as many bits as the buffer needs."""
+    return head_row * axis + first
+
+
+@triton.jit
 def offsets_of_head(sequences, work, head, heads, PACKED: tl.constexpr):
     """The HeadOffsets of a head (work's own, or others of its group) of the sequence that work lies in."""
     buffer_row = (work.sequence * heads + head).to(tl.int64)
@@ -252,11 +259,12 @@ def offsets_of_head(sequences, work, head, heads, PACKED: tl.constexpr):
     else:
         if PACKED:
             buffer_row = head.to(tl.int64)
-        rows = buffer_row * sequences.query_axis + work.first_row
-        tokens = buffer_row * sequences.key_axis + work.first_token
-        blocks = buffer_row * sequences.block_axis
+        rows = start_of_head(buffer_row, sequences.query_axis, work.first_row)
+        tokens = start_of_head(buffer_row, sequences.key_axis, work.first_token)
+        first_block = 0
         if PACKED:
-            blocks += parts_before(work.first_token, work.sequence, _BLOCK)
+            first_block = parts_before(work.first_token, work.sequence, _BLOCK)
+        blocks = start_of_head(buffer_row, sequences.block_axis, first_block)
     return HeadOffsets(rows, tokens, blocks)
 
 

@@ -32,7 +32,13 @@ from torch import Tensor
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as packing
 from decayattn.backends.planning.prefix import prefix_of_head
-from decayattn.backends.planning.sequences import Sequences, offsets_of_head, parts_before, tile_of_program
+from decayattn.backends.planning.sequences import (
+    Sequences,
+    offsets_of_head,
+    parts_before,
+    start_of_head,
+    tile_of_program,
+)
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import next_power_of_2
@@ -260,9 +266,9 @@ def blocks_of_head(axis, work, head, heads, PACKED: tl.constexpr):
 def _offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZE: tl.constexpr):
     """The same for parts of SIZE rows or tokens, of a sequence that begins at `first`."""
     if PACKED:
-        offset = head.to(tl.int64) * axis + parts_before(first, sequence, SIZE)
+        offset = start_of_head(head.to(tl.int64), axis, parts_before(first, sequence, SIZE))
     else:
-        offset = (sequence * heads + head).to(tl.int64) * axis
+        offset = start_of_head((sequence * heads + head).to(tl.int64), axis, 0)
     return offset
 
 

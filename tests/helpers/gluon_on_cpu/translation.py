@@ -117,6 +117,8 @@ class Kernel:
 
 
 def _argument(value: Any) -> Any:
+    if value is None:
+        return None
     if isinstance(value, torch.Tensor):
         return Pointer.to(value)
     if isinstance(value, TensorDescriptor):

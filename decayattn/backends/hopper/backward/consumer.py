@@ -203,13 +203,8 @@ def _store_dk(dk_desc, dk, n, work, shared, WARPGROUP: gl.constexpr, D: gl.const
 
 
 @gluon.jit
-def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
-    """One consumer warpgroup: its 64 keys of every work tile through the query tiles that see the work tile's keys.
-
-    sums: pointers to row, column and rate sums (kernel.BackwardDecay)
-    """
-    rates, rate_stride, beta, last_reset, next_reset = decay
-    row_sums, column_sums, rate_sums = sums
+def consume(schedule, shared, dq_desc, dk_desc, decay, rate_stride, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
+    """One consumer warpgroup: its 64 keys of every work tile through the query tiles that see the work tile's keys."""
     ROWS: gl.constexpr = schedule.ROWS
     DECAY: gl.constexpr = schedule.DECAY
     SCORE: gl.constexpr = product_layout(ROWS)
@@ -229,16 +224,17 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
             tokens = work.first_token(member)
             first_part = work.first_tile(member) * 2 + WARPGROUP
             first_row = work.first_row(member)
-            dq_target = (dq_desc, first_part, row_sums, first_row)
+            dq_target = (dq_desc, first_part, decay.sums.rows, first_row)
             key_alpha = inside.to(gl.float32)
             if DECAY == "scalar":
-                key_alpha = gl.load(beta + tokens + inside)
+                key_alpha = gl.load(decay.beta + tokens + inside)
             elif DECAY == "constant":
-                rate = constant_rate(rates, rate_stride, work.head(member), gl.float32)
+                rate = constant_rate(decay.rates, rate_stride, work.head(member), gl.float32)
                 key_alpha = (key - work.bounds.start).to(gl.float32) * rate
-            left = work.left_limit(member, rates, rate_stride)
-            rows = work.rows_of(key, last_reset + tokens, next_reset + tokens, left)
-            ends = work.rows_of_ends(member, last_reset + tokens, next_reset + tokens, left)
+            left = work.left_limit(member, decay.rates, rate_stride)
+            last_reset, next_reset = decay.last_reset + tokens, decay.next_reset + tokens
+            rows = work.rows_of(key, last_reset, next_reset, left)
+            ends = work.rows_of_ends(member, last_reset, next_reset, left)
             key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
             # the last visit, tile · SIDES + side
             previous = -1
@@ -284,7 +280,7 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
                 copy_engine.thread_barrier()
                 add_dq_part(dq_desc, first_part + previous // schedule.SIDES * 2, shared, WARPGROUP)
                 if schedule.ROW_SUMS:
-                    add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
+                    add_row_sums(row_sum, decay.sums.rows, first_row, previous, work, WARPGROUP, D)
             if schedule.DECAY_GRADIENT:
                 # found again: the bounds would need registers in the loop
                 done = find_work(schedule, index)
@@ -293,11 +289,11 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, sums, scale, WARPGROUP: g
                 if DECAY == "scalar":
                     total *= 0.25  # of 4 copies
                     share = gl.arange(0, WARPGROUP_KEYS, total.type.layout)
-                    here = column_sums + tokens + own_start + share
+                    here = decay.sums.columns + tokens + own_start + share
                     gl.store(here, total, mask=own_start + share < done.bounds.key_length)
                 else:
                     tile = done.first_block(member) + done.bounds.start // KEYS
-                    gl.store(rate_sums + tile * 2 + WARPGROUP, gl.sum(total, 0))
+                    gl.store(decay.sums.rates + tile * 2 + WARPGROUP, gl.sum(total, 0))
 
         # both warpgroups have read dSᵀ of the last tile, too
         mbarrier.wait(shared.barriers.keys_read, count & 1)

@@ -76,19 +76,24 @@ from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for
 from decayattn.problem import DecayName
 
 
-class BackwardDecay(NamedTuple):
-    """The tensors of the decay and of its gradient; each is read or written only where the modes say so."""
+class BackwardSums(NamedTuple):
+    """What the gradient of the decay is made of; None where it has no such sums."""
 
-    rates: Tensor  # (H,): of a constant decay
+    rows: Tensor | None  # (B, H, T_q): Σ_j dS of a row, added up; of a decay per token
+    columns: Tensor | None  # (B, H, T_k): Σ_i dS of a key; of a decay per token
+    rates: Tensor | None  # (B, H, blocks, 2): Σ dS (i − j) of a consumer's keys; of a constant decay
+
+
+class BackwardDecay(NamedTuple):
+    """The tensors of the decay; each is read only where the modes say so."""
+
+    rates: Tensor | None  # (H,): of a constant decay; None without one
     beta: Tensor  # of a decay per token: α in its block
     base: Tensor  # and at the blocks' beginnings, float64
     last_reset: Tensor
     next_reset: Tensor
     mirror: Tensor  # the last granule of rows that visits every block of keys (skipping.last_granules); PLANNED
-    # of its gradient, not written without one
-    row_sums: Tensor  # (B, H, T_q): Σ_j dS of a row, added up; of a decay per token
-    column_sums: Tensor  # (B, H, T_k): Σ_i dS of a key; of a decay per token
-    rate_sums: Tensor  # (B, H, blocks, 2): Σ dS (i − j) of a consumer's keys; of a constant decay
+    sums: BackwardSums
 
 
 class BackwardModes(NamedTuple):
@@ -122,13 +127,14 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def gradients_kernel(
-    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, zeros_desc, decay_tensors, scheduler,
+    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, zeros_desc, decay, scheduler,
     rate_stride, scale, left, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
     MODES: gl.constexpr, TILE: gl.constexpr,
 ):
     """dk and dv of all key tiles over their groups of query heads; added up: dq, row sums, and the sums of a rate. It
     may be launched before the launch before it has ended.
 
+    decay: BackwardDecay, and the rates' stride
     scheduler: key_table, the tiles of keys, which is not read unless RAGGED; and counters, 0 (zeroing.py)
     left: keys before its own that a row sees; not read unless WINDOW
     query_length, key_length, blocks (of the decay prefix): lengths of the axes on which the sequences lie
@@ -143,7 +149,6 @@ def gradients_kernel(
     STAGES: gl.constexpr = field(TILE, "stages")
     SLOTS: gl.constexpr = field(TILE, "slots")
     REGISTERS: gl.constexpr = field(TILE, "registers")
-    rates, beta, base, last_reset, next_reset, mirror, row_sums, column_sums, rate_sums = decay_tensors
     key_table, counters = scheduler
     DTYPE: gl.constexpr = q_desc.dtype
     STEP: gl.constexpr = product_keys(D, has_row_sums(DECAY, DECAY_GRADIENT))
@@ -194,18 +199,14 @@ def gradients_kernel(
     kv_heads = entries * (heads // GROUP)
     schedule = KeySchedule(
         key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, mirror, ROWS, MODES,
+        row_tiles, left, decay.mirror, ROWS, MODES,
     )
-
-    decay = (rates, rate_stride, beta, last_reset, next_reset)
-    decay_of_producer = (rates, rate_stride, base, last_reset, next_reset)
-    sums = (row_sums, column_sums, rate_sums)
     sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc)
     gl.warp_specialize(
         [
-            (consume, (schedule, shared, dq_desc, dk_desc, decay, sums, scale, 0, D)),
-            (consume, (schedule, shared, dq_desc, dk_desc, decay, sums, scale, 1, D)),
-            (produce, (schedule, shared, counters, sources, dv_desc, zeros_desc, decay_of_producer, D)),
+            (consume, (schedule, shared, dq_desc, dk_desc, decay, rate_stride, scale, 0, D)),
+            (consume, (schedule, shared, dq_desc, dk_desc, decay, rate_stride, scale, 1, D)),
+            (produce, (schedule, shared, counters, sources, dv_desc, zeros_desc, decay, rate_stride, D)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -9,10 +9,11 @@ from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward.kernel import (
     BackwardDecay,
     BackwardModes,
+    BackwardSums,
     BackwardTile,
     gradients_kernel,
 )
-from decayattn.backends.hopper.backward.row_terms import RowTermsTraits, row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTraits, row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.hopper.backward.work import side_count
 from decayattn.backends.hopper.backward.zeroing import LINES
 from decayattn.backends.hopper.common import descriptors, tile_table
@@ -72,24 +73,22 @@ def backward(
         row_blocks = tiles.row_tiles * tile.rows // _ROW_TERMS_BLOCK
         scalar = problem.decay == "scalar"
         constant = problem.decay == "constant"
-        new, unused = row_lse2.new_empty, row_lse2
-        rates, rate_stride = (log_decay, log_decay.stride(0)) if constant else (unused, 0)
+        new = row_lse2.new_empty
+        rates, rate_stride = (log_decay, log_decay.stride(0)) if constant else (None, 0)
         blocks = sequence_blocks.decay_blocks(problem)
         sides = side_count(problem.decay, problem.causal)
-        decay_of_rows = (rates, rate_stride, prefix.beta, prefix.base, problem.key_length, blocks)
+        decay_of_rows = RowDecay(rates, rate_stride, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.COLUMNS, dtype=torch.bfloat16)
         columns = FRAGMENT_COLUMNS.value
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
-        row_sums = torch.empty_like(row_lse2) if decay_gradient and scalar else unused
+        row_sums = torch.empty_like(row_lse2) if decay_gradient and scalar else None
         kv_heads = entries * problem.num_kv_heads
         group = problem.num_heads // problem.num_kv_heads
         # of a head of keys: q and dO of its group, and dq in float32
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size, minimum=cdiv(config.MIN_CHUNK_TILES, tiles.key_tiles))
         counters = new(cdiv(kv_heads, together), dtype=torch.int32)
-        traits = RowTermsTraits(
-            dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides, decay_gradient and scalar
-        )
+        traits = RowTermsTraits(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides)
         launch(
             row_terms_kernel, row_blocks * head_rows,
             strided(out), strided(d_out), strided(d_lse), row_lse2, terms, (row_sums, dq_fragments, counters),
@@ -101,15 +100,15 @@ def backward(
         planned = skipping.is_planned(problem)
         mirror = skipping.last_granules(problem, first_block, sequences, launch) if planned else first_block
         source = source_of(problem)
-        column_sums = torch.empty_like(prefix.beta) if decay_gradient and scalar else unused
-        rate_sums = unused
+        column_sums = torch.empty_like(prefix.beta) if decay_gradient and scalar else None
+        rate_sums = None
         if decay_gradient and constant:
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
             if bounds is not None:
                 rate_sums.zero_()  # there are more blocks than tiles
         decay_tensors = BackwardDecay(
-            rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror, row_sums, column_sums,
-            rate_sums,
+            rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,
+            BackwardSums(row_sums, column_sums, rate_sums),
         )
         modes = BackwardModes(
             group, problem.decay, decay_gradient, ragged=bounds is not None, window=problem.window[0] >= 0,
@@ -121,7 +120,7 @@ def backward(
             source(d_out, tile.rows, dim), descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, config.HEAD_DIMS[0]), source(dv, config.WARPGROUP_ROWS, dim),
             descriptors.plain(dq_fragments, FRAGMENT_ROWS.value), descriptors.plain(dq_fragments, LINES.value),
-            decay_tensors, (unused if tiles.keys is None else tiles.keys, counters), rate_stride, scale,
+            decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters), rate_stride, scale,
             left_of(problem), problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles,
             entries, problem.num_heads, together, MODES=modes,
             TILE=BackwardTile(dim, tile.rows, tile.stages, tile.slots, tile.registers), num_warps=4,

@@ -52,7 +52,7 @@ def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, dv_de
 
 
 @gluon.jit
-def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: gl.constexpr):
+def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, rate_stride, D: gl.constexpr):
     """The producer warp: keys and values of every work tile, and the query tiles of each of its heads, edge tiles
     first.
 
@@ -60,7 +60,6 @@ def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: 
     been read, and values when its dv has left. sources are the descriptors of q, k, v, d_out and the row terms.
     """
     q_desc, k_desc, v_desc, d_out_desc, terms_desc = sources
-    rates, rate_stride, base, last_reset, next_reset = decay
     ROWS: gl.constexpr = schedule.ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     # fetched, too, not program_id: waiting for zeros (zeroing.py) is safe only for work tiles that running programs
@@ -81,15 +80,15 @@ def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: 
         _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, dv_desc)
         for member in range(schedule.GROUP):
             tokens = work.first_token(member)
-            bases = base + work.first_block(member)
+            bases = decay.base + work.first_block(member)
             key_base = 0.0
             rate = 0.0
             if schedule.DECAY == "scalar":
                 key_base = gl.load(bases + work.bounds.start // DECAY_BLOCK)
             elif schedule.DECAY == "constant":
-                rate = constant_rate(rates, rate_stride, work.head(member), gl.float32)
-            left = work.left_limit(member, rates, rate_stride)
-            ends = work.rows_of_ends(member, last_reset + tokens, next_reset + tokens, left)
+                rate = constant_rate(decay.rates, rate_stride, work.head(member), gl.float32)
+            left = work.left_limit(member, decay.rates, rate_stride)
+            ends = work.rows_of_ends(member, decay.last_reset + tokens, decay.next_reset + tokens, left)
             for side in range(schedule.SIDES):
                 visited = work.visited(ends, side)
                 for visit in range(visit_count(visited)):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from decayattn.backends.hopper.common.fragments import PART, from_fragments
 from decayattn.backends.hopper.common.tile_table import (
@@ -28,6 +29,7 @@ from decayattn.backends.hopper.common.tile_table import (
     START,
     line_of_tile,
 )
+from decayattn.backends.planning.sequences import start_of_head
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.tiles import bf16_splits
 from decayattn.backends.tiles.bf16_splits import with_splits
@@ -41,6 +43,17 @@ DELTA: tl.constexpr = tl.constexpr(bf16_splits.SPLITS)
 NEVER: tl.constexpr = tl.constexpr(-3.0e38)
 
 
+class RowDecay(NamedTuple):
+    """What α of rows is read from: rates of a constant decay, the prefix of one per token."""
+
+    rates: Tensor | None
+    rate_stride: int
+    beta: Tensor
+    base: Tensor
+    key_length: int  # of the axes on which tokens and decay blocks lie
+    blocks: int
+
+
 class RowTermsTraits(NamedTuple):
     """What row_terms_kernel is compiled for."""
 
@@ -50,7 +63,6 @@ class RowTermsTraits(NamedTuple):
     block_m: int  # of a program; divides rows
     decay: DecayName
     sides: int
-    row_sums: bool  # whether there are any, to be zeroed
 
 
 @triton.jit
@@ -67,18 +79,16 @@ def _sequence_of_tile(table, tile, entry, query_length):
 @triton.jit
 def _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY: tl.constexpr):
     """α of a block's rows relative to its anchor, in base 2; rows past the end repeat the last one."""
-    rates, rate_stride, beta, base, key_length, blocks = decay
-    head_row = entry * heads + head
-    beta += head_row * key_length
-    base += head_row * blocks
+    head_row, key_length, first_token, first_block = entry * heads + head, decay.key_length, 0, 0
     if table is not None:
         line = line_of_tile(table, tile)
-        key_length = tl.load(line + KEY_LENGTH)
-        beta += tl.load(line + FIRST_TOKEN)
-        base += tl.load(line + FIRST_BLOCK)
+        key_length, first_token = tl.load(line + KEY_LENGTH), tl.load(line + FIRST_TOKEN)
+        first_block = tl.load(line + FIRST_BLOCK)
+    beta = decay.beta + start_of_head(head_row, decay.key_length, first_token)
+    base = decay.base + start_of_head(head_row, decay.blocks, first_block)
     first_position = key_length - query_length
     position = tl.minimum(row, query_length - 1) + first_position
-    rate = load_rate(rates, rate_stride, head, DECAY, tl.float32)
+    rate = load_rate(decay.rates, decay.rate_stride, head, DECAY, tl.float32)
     return row_alpha(position, row_anchor(start, first_position), rate, beta, base, DECAY)
 
 
@@ -106,7 +116,7 @@ def row_terms_kernel(
     score_factor · LSE₂, which is divided by the scale like everything that is added to products of q and k, then the
     splits of −Δ. Rows past the end and rows that see no key get an LSE₂ with which their P is 0 without a mask, and no
     gradient, whatever dLSE is. With two sides (work.py) the forward saves the whole LSE₂, and α_i is added here with
-    the sign of the side; decay is what _row_alpha reads, None with one side.
+    the sign of the side; decay is a RowDecay, None with one side.
 
     This kernel also zeroes what the next one adds to first: the row sums, dq of the head rows from first_zeroed on, and
     the counters, of which there are no more than programs here: (row sums, dq fragments, counters) are `zeroed`.
@@ -131,7 +141,7 @@ def row_terms_kernel(
     entry, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, query_length)
     row = start + tl.arange(0, BLOCK_M)
     inside = row < query_length
-    here = (entry * heads + head) * axis + first_row + row
+    here = start_of_head(entry * heads + head, axis, first_row) + row
 
     column = tl.arange(0, D)[None, :]
     token = (first_row + row).to(tl.int64)
@@ -164,7 +174,7 @@ def row_terms_kernel(
     SIZE: tl.constexpr = BLOCK_M * D
     if tile_row >= first_zeroed:
         tl.store(dq_fragments + (tile_row * blocks + block) * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
-    if TRAITS.row_sums:
+    if row_sums is not None:
         tl.store(row_sums + here, tl.zeros([BLOCK_M], tl.float32), mask=inside)
 
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from decayattn.backends.hopper.common.copy_engine import aggregate
 from decayattn.backends.hopper.common.fragments import KEYS, ROWS
 from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
+from decayattn.backends.planning.sequences import start_of_head
 from decayattn.backends.tiles.decay import side_of_head
 from decayattn.backends.tiles.visibility import GRANULE, edge_tile, rows_that_see, tiles_between
 
@@ -155,15 +156,15 @@ class KeyWork:
     @gluon.jit
     def first_row(self, member):
         """Where the rows of a query head begin in a buffer (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
-        return self.head_row(member) * self.schedule.query_axis + self.bounds.first_row
+        return start_of_head(self.head_row(member), self.schedule.query_axis, self.bounds.first_row)
 
     @gluon.jit
     def first_token(self, member):
-        return self.head_row(member).to(gl.int64) * self.schedule.key_axis + self.bounds.first_token
+        return start_of_head(self.head_row(member).to(gl.int64), self.schedule.key_axis, self.bounds.first_token)
 
     @gluon.jit
     def first_block(self, member):
-        return self.head_row(member) * self.schedule.block_axis + self.bounds.first_block
+        return start_of_head(self.head_row(member), self.schedule.block_axis, self.bounds.first_block)
 
     @gluon.jit
     def first_tile(self, member):

@@ -135,13 +135,10 @@ def _next_tile(
 
 
 @gluon.jit
-def consume(
-    shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constexpr, WITH_LSE: gl.constexpr, SINK: gl.constexpr,
-    D: gl.constexpr,
-):
+def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
     """One consumer warpgroup: 64 query rows of every work tile through the keys that they see.
 
-    outputs: the descriptor of out, and pointers to lse and row_lse2 (forward_kernel). SINK needs WITH_LSE
+    outputs: the descriptor of out, and pointers to lse and row_lse2 (forward_kernel). A sink needs lse
     """
     SCORE: gl.constexpr = product_layout(KEYS)
     ACC: gl.constexpr = product_layout(D)
@@ -154,7 +151,7 @@ def consume(
     queries, keys, values = shared.queries, shared.keys, shared.values
     WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
     # whether α of the rows is needed
-    ROW_ALPHA: gl.constexpr = KIND != "none" and (WITH_LSE or not CAUSAL)
+    ROW_ALPHA: gl.constexpr = KIND != "none" and (lse is not None or not CAUSAL)
     zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
     row_alphas = shared.row_alphas.index(WARPGROUP)
     state = wait_for_work(shared, 0)
@@ -245,7 +242,7 @@ def consume(
             fits = total < SUM_LIMIT
             total = gl.where(seen, total, 1.0)
             factor = reciprocal(total)
-            if SINK:
+            if sink is not None:
                 row_sink = gl.load(sink + head).to(gl.float32) * LOG2E
                 lacking = gl.zeros([ROWS], gl.float32, ROW)
                 if ROW_ALPHA:
@@ -267,9 +264,9 @@ def consume(
             here = schedule.rows(work) + row
             inside = row < query_length
             gl.store(row_lse2 + here, gl.where(seen, lse2, float("inf")), mask=inside)
-            if WITH_LSE:
+            if lse is not None:
                 row_lse = lse2
-                if SINK:
+                if sink is not None:
                     row_lse = whole_max + log2_of_sum(total)
                 elif ROW_ALPHA and CAUSAL:
                     row_lse += row_alphas.load(ROW)

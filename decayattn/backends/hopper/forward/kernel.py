@@ -91,8 +91,6 @@ class ForwardModes(NamedTuple):
     causal: bool
     window: bool
     planned: bool
-    with_lse: bool
-    sink: bool
 
 
 class ForwardTile(NamedTuple):
@@ -121,8 +119,8 @@ def forward_kernel(
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. It may be launched before the launch before it has ended.
 
     beta_desc: −α_j / scale of the keys; not read without a decay
-    row_outputs: lse, which is not written unless WITH_LSE, and row_lse2, what the backward reads
-    sink: (H,); not read unless SINK
+    row_outputs: lse, or None if nobody asked for it, and row_lse2, what the backward reads
+    sink: (H,), or None
     counter: the scheduler's, 0; not read where every program has one work tile
     table: tiles of rows; not read unless RAGGED
     scale: s·log2(e), positive
@@ -136,8 +134,6 @@ def forward_kernel(
     CAUSAL: gl.constexpr = field(MODES, "causal")
     WINDOW: gl.constexpr = field(MODES, "window")
     PLANNED: gl.constexpr = field(MODES, "planned")
-    WITH_LSE: gl.constexpr = field(MODES, "with_lse")
-    SINK: gl.constexpr = field(MODES, "sink")
     D: gl.constexpr = field(TILE, "dim")
     WARPGROUPS: gl.constexpr = field(TILE, "warpgroups")
     STAGES: gl.constexpr = field(TILE, "stages")
@@ -192,8 +188,8 @@ def forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (shared, schedule, decay, outputs, sink, scale, 0, WITH_LSE, SINK, D)),
-                (consume, (shared, schedule, decay, outputs, sink, scale, 1, WITH_LSE, SINK, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 0, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 1, D)),
                 (produce, (shared, schedule, decay, counter, sources)),
             ],
             [4, 1],
@@ -202,9 +198,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (shared, schedule, decay, outputs, sink, scale, 0, WITH_LSE, SINK, D)),
-                (consume, (shared, schedule, decay, outputs, sink, scale, 1, WITH_LSE, SINK, D)),
-                (consume, (shared, schedule, decay, outputs, sink, scale, 2, WITH_LSE, SINK, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 0, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 1, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 2, D)),
                 (produce, (shared, schedule, decay, counter, sources)),
             ],
             [4, 4, 1],

@@ -55,8 +55,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         )
         modes = ForwardModes(
             problem.decay, ragged=bounds is not None, packed=problem.layout == "packed", causal=problem.causal,
-            window=problem.window[0] >= 0, planned=skipping.is_planned(problem), with_lse=with_lse,
-            sink=sink is not None,
+            window=problem.window[0] >= 0, planned=skipping.is_planned(problem),
         )
         tile = ForwardTile(
             dim, schedule.warpgroups, schedule.stages, schedule.registers, schedule.producer_registers
@@ -65,8 +64,8 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
             forward_kernel, programs,
             q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
             q_desc if splits is None else descriptors.key_splits(splits),
-            source(out, config.WARPGROUP_ROWS, dim), (lse if with_lse else row_lse2, row_lse2),
-            decay_tensors, row_lse2 if sink is None else sink, counter, row_lse2 if tiles.rows is None else tiles.rows,
+            source(out, config.WARPGROUP_ROWS, dim), (lse, row_lse2),
+            decay_tensors, sink, counter, row_lse2 if tiles.rows is None else tiles.rows,
             score_scale, log_decay.stride(0) if constant else 0, left_of(problem), work_tiles, tiles.row_tiles,
             problem.num_heads, group, heads_together(head_rows, keys_and_values, group), problem.query_length,
             problem.key_length,

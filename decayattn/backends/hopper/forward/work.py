@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from decayattn.backends.hopper.common.copy_engine import aggregate
 from decayattn.backends.hopper.common.fragments import KEYS
 from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
-from decayattn.backends.planning.sequences import parts_before
+from decayattn.backends.planning.sequences import parts_before, start_of_head
 from decayattn.backends.tiles.visibility import GRANULE
 
 
@@ -87,25 +87,25 @@ class QuerySchedule:
     @gluon.jit
     def rows(self, work):
         """Where the rows of a work tile's sequence and head begin in a buffer (B, H, T_q)."""
-        return work.head_row.to(gl.int64) * self.query_axis + work.bounds.first_row
+        return start_of_head(work.head_row.to(gl.int64), self.query_axis, work.bounds.first_row)
 
     @gluon.jit
     def tokens(self, work):
-        return work.head_row.to(gl.int64) * self.key_axis + work.bounds.first_token
+        return start_of_head(work.head_row.to(gl.int64), self.key_axis, work.bounds.first_token)
 
     @gluon.jit
     def blocks(self, work):
-        return work.head_row * self.block_axis + work.bounds.first_block
+        return start_of_head(work.head_row, self.block_axis, work.bounds.first_block)
 
     @gluon.jit
     def granules(self, work):
         """Where the granules of a work tile's sequence and head begin in a plan (skipping.offset_of_head)."""
-        bounds, granules = work.bounds, work.head_row * self.granule_axis
+        bounds, first_granule = work.bounds, 0
         if self.PACKED:
             # the sequence's number, of which the table has this much
             sequence = bounds.first_block - bounds.first_token // KEYS
-            granules += parts_before(bounds.first_row, sequence, GRANULE)
-        return granules
+            first_granule = parts_before(bounds.first_row, sequence, GRANULE)
+        return start_of_head(work.head_row, self.granule_axis, first_granule)
 
     @gluon.jit
     def rows_at(self, work, row):
