@@ -76,7 +76,7 @@ TARGETS = {
 }
 MULTIPROCESSORS = 132
 SKIP_TOLERANCE = 2.0**-24  # decay_attention's
-PATHS = ["TMA", "both sides", "pointers", "narrow", "small", "packed", "bias", "decode", "halo"]
+PATHS = ["TMA", "both sides", "window", "pointers", "narrow", "small", "packed", "bias", "decode", "halo"]
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
 MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0, "halo": 0}
@@ -86,7 +86,8 @@ OTHER_PATHS = ("pointers", "narrow", "packed", "bias", "decode", "halo")
 # the diagonal takes registers
 HOPPER_MORE_SPILLS = {
     "TMA": {},
-    "both sides": {("gradients_kernel", 64): 232, ("gradients_kernel", 128): 296},
+    "both sides": {("gradients_kernel", 64): 236, ("gradients_kernel", 128): 300},
+    "window": {("forward_kernel", 128): 4, ("gradients_kernel", 64): 72, ("gradients_kernel", 128): 152},
     "packed": {},
 }
 # by kernel, head dimension and dtype: P in float32, for the gradient of a constant rate
@@ -136,10 +137,11 @@ def main() -> int:
     )
     parser.add_argument(
         "--paths", nargs="+", choices=PATHS, default=PATHS,
-        help="how tiles are read; both sides: as by TMA, not causal; narrow: through pointers, D = 24 for 64, 88 for "
-        "128, and D_v a third of it, k with gaps between its numbers; small: so few that the gradients of keys and "
-        "queries share a launch; packed: from packed sequences, with a window; bias: through pointers, with a bias and "
-        "its gradient; decode: one query row over a key cache; halo: the plan of keys that other GPUs have",
+        help="how tiles are read; both sides: as by TMA, not causal; window: the same with a window; narrow: through "
+        "pointers, D = 24 for 64, 88 for 128, and D_v a third of it, k with gaps between its numbers; small: so few "
+        "that the gradients of keys and queries share a launch; packed: from packed sequences, with a window; bias: "
+        "through pointers, with a bias and its gradient; decode: one query row over a key cache; halo: the plan of "
+        "keys that other GPUs have",
     )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
@@ -270,10 +272,10 @@ def compiled_kernels(
 ) -> list:
     """The kernels of a forward and a backward (or of a decoding step), compiled and not launched."""
     # long, the decay prefix takes two launches, and short only one of them
-    length = {"TMA": 4096, "both sides": 4096, "small": 256}.get(path, 1024)
+    length = {"TMA": 4096, "both sides": 4096, "window": 4096, "small": 256}.get(path, 1024)
     shape = (1 if path in ("packed", "small") else 2, length, 4, dim)
     # without a stride between the batch entries TMA cannot address a tensor
-    filled = 2 if path in ("TMA", "both sides") else 1
+    filled = 2 if path in ("TMA", "both sides", "window") else 1
     q, k, v, d_out = (torch.empty(filled, *shape[1:], dtype=dtype).expand(shape) for _ in range(4))
     if path == "narrow":
         narrow = dim - 40
@@ -285,7 +287,9 @@ def compiled_kernels(
         bounds, window, longest = torch.empty(3, 4, dtype=torch.int32), (256, -1), (512, 512)
     if path == "bias":
         bias = torch.empty(shape[2], shape[1], shape[1])
-    causal = path != "both sides"
+    if path == "window":
+        window = (256, 200)
+    causal = path not in ("both sides", "window")
     problem = AttentionProblem.of(q, v, log_decay, None, causal, window, bounds, longest, bias, SKIP_TOLERANCE)
     module = portable if backend == "triton" else hopper
     scale = dim**-0.5

@@ -43,8 +43,6 @@ def unsupported(problem: AttentionProblem, inputs: Inputs) -> str | None:
     for name, dim in (("D", problem.head_dim), ("D_v", problem.value_dim)):
         if dim > config.HEAD_DIMS[-1] or dim % step:
             return f"it takes multiples of {step} up to {config.HEAD_DIMS[-1]} as {name}, not {dim}"
-    if not problem.causal and problem.window != (-1, -1):
-        return "it takes windows in causal attention only"
     if problem.bias:
         return "it takes no bias"
     if problem.row_scale:

@@ -243,9 +243,13 @@ def parts_before(first, sequence, SIZE: tl.constexpr):
 
 
 @triton.jit
-def start_of_head(head_row, axis, first):
-    """Where a head of a sequence begins in a buffer (B, H, axis), in which its batch entry has it `first` numbers after
-    the beginning of the axis. head_row is batch entry · H + head, in as many bits as the buffer needs."""
+def start_of_head(head_row, axis, first, WIDE: tl.constexpr = True):
+    """Where a head of a sequence begins in a buffer (B, H, axis), on whose axis the sequence begins at `first`.
+
+    head_row is batch entry · H + head. Not WIDE, the buffer has fewer than 2^31 numbers.
+    """
+    if WIDE:
+        head_row = head_row.to(tl.int64)
     return head_row * axis + first
 
 

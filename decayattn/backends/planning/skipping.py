@@ -266,9 +266,9 @@ def blocks_of_head(axis, work, head, heads, PACKED: tl.constexpr):
 def _offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZE: tl.constexpr):
     """The same for parts of SIZE rows or tokens, of a sequence that begins at `first`."""
     if PACKED:
-        offset = start_of_head(head.to(tl.int64), axis, parts_before(first, sequence, SIZE))
+        offset = start_of_head(head, axis, parts_before(first, sequence, SIZE))
     else:
-        offset = start_of_head((sequence * heads + head).to(tl.int64), axis, 0)
+        offset = start_of_head(sequence * heads + head, axis, 0)
     return offset
 
 

@@ -27,6 +27,7 @@ from decayattn.backends.portable.tiles import (
     load_bias,
     load_rows,
     load_tile,
+    scores_of_rows,
     store_tile,
 )
 from decayattn.backends.runtime.arguments import Strided
@@ -251,28 +252,18 @@ def _add_keys(
     DECAY: tl.constexpr = TRAITS.decay
     PRECISION: tl.constexpr = TRAITS.precision
     ACCUMULATOR: tl.constexpr = sums.dq.dtype
-    rows, prefix, key_length = queries.rows, decay.prefix, work.key_length
-    start = tile * BLOCK_N
+    rows, start = queries.rows, tile * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)
-    k = load_tile(
-        k_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d, TRAITS.block_d, EDGE
+    score, difference, k = scores_of_rows(
+        queries, queries.scale * LOG2E, k_source, kv_head, start, work, decay, bias, EDGE, ACCUMULATOR, TRAITS
     )
-    score = tl.dot(queries.q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * (queries.scale * LOG2E)
-    difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.beta, DECAY)
-    score = decayed_score(
-        score, rows.alpha[:, None], key_alpha(key, start, key_length, decay.rate, prefix.beta, DECAY)[None, :],
-        difference, decay.rate, rows.position[:, None], key[None, :], DECAY, TRAITS.causal, TRAITS.row_cancels,
-    )
-    if bias is not None:
-        score += load_bias(bias, rows.row[:, None], key[None, :], work, ACCUMULATOR)
-    if EDGE:
-        score = tl.where(visible(key[None, :], queries.first[:, None], queries.end[:, None]), score, float("-inf"))
     lse2 = queries.lse2
     if TRAITS.row_cancels:
         lse2 -= difference
     p = probability(score, lse2[:, None])
     v = load_tile(
-        v_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv, EDGE
+        v_source, work.entry, kv_head, work.first_token, start, work.key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv,
+        EDGE,
     )
     dp = tl.dot(queries.d_out, tl.trans(v), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     ds = score_gradient(p, dp, queries.delta[:, None])

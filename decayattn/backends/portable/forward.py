@@ -16,21 +16,18 @@ from decayattn.backends.portable.tiles import (
     decay_of_head,
     from_token,
     keys_of_rows,
-    load_bias,
     load_rows,
     load_tile,
+    scores_of_rows,
     store_tile,
 )
 from decayattn.backends.runtime.arguments import Strided
-from decayattn.backends.tiles.decay import base_difference, key_alpha
 from decayattn.backends.tiles.scores import (
     LN2,
     LOG2E,
-    decayed_score,
     finite_or_zero,
     probability,
     rescale,
-    visible,
     with_sink,
 )
 from decayattn.backends.tiles.visibility import edge_tile, visited_tiles
@@ -60,26 +57,12 @@ def _attend(
 ):
     """One key tile into the running Softmax."""
     BLOCK_N: tl.constexpr = TRAITS.block_n
-    DECAY: tl.constexpr = TRAITS.decay
     PRECISION: tl.constexpr = TRAITS.precision
     ACCUMULATOR: tl.constexpr = state.acc.dtype
-    rows, prefix, key_length = queries.rows, decay.prefix, work.key_length
     start = tile * BLOCK_N
-    key = start + tl.arange(0, BLOCK_N)
-    k = load_tile(
-        k_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d, TRAITS.block_d, EDGE
+    score, difference, _ = scores_of_rows(
+        queries, queries.scale, k_source, kv_head, start, work, decay, bias, EDGE, ACCUMULATOR, TRAITS
     )
-    score = tl.dot(queries.q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * queries.scale
-    key_side = key_alpha(key, start, key_length, decay.rate, prefix.beta, DECAY)
-    difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.beta, DECAY)
-    score = decayed_score(
-        score, rows.alpha[:, None], key_side[None, :], difference, decay.rate, rows.position[:, None], key[None, :],
-        DECAY, TRAITS.causal, TRAITS.row_cancels,
-    )
-    if bias is not None:
-        score += load_bias(bias, rows.row[:, None], key[None, :], work, ACCUMULATOR)
-    if EDGE:
-        score = tl.where(visible(key[None, :], queries.first[:, None], queries.end[:, None]), score, float("-inf"))
     tile_max = tl.max(score, 1)
     if TRAITS.row_cancels:
         tile_max += difference
@@ -90,7 +73,8 @@ def _attend(
     correction = rescale(state.row_max, anchor)
     row_sum = state.row_sum * correction + tl.sum(p, 1)
     v = load_tile(
-        v_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv, EDGE
+        v_source, work.entry, kv_head, work.first_token, start, work.key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv,
+        EDGE,
     )
     acc = tl.dot(
         p.to(v.dtype), v, state.acc * correction[:, None], input_precision=PRECISION, out_dtype=ACCUMULATOR

@@ -6,8 +6,8 @@ import triton.language as tl
 from decayattn.backends.planning.prefix import prefix_of_head
 from decayattn.backends.planning.skipping import first_planned_key
 from decayattn.backends.portable.arguments import HeadDecay, QueryRows
-from decayattn.backends.tiles.decay import load_rate, row_alpha, row_anchor, side_of_head
-from decayattn.backends.tiles.scores import LOG2E
+from decayattn.backends.tiles.decay import base_difference, key_alpha, load_rate, row_alpha, row_anchor, side_of_head
+from decayattn.backends.tiles.scores import LOG2E, decayed_score, visible
 from decayattn.backends.tiles.visibility import keys_seen
 from decayattn.problem import DecayPrefix
 
@@ -127,6 +127,41 @@ def _pointers(tensor, entry, head, token, ROWS: tl.constexpr, COLUMNS: tl.conste
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     return corner + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[3], row, column
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tiles of scores
+
+
+@triton.jit
+def scores_of_rows(
+    queries, scale2, k_source, kv_head, start, work, decay, bias,
+    EDGE: tl.constexpr, ACCUMULATOR: tl.constexpr, TRAITS: tl.constexpr,
+):
+    """Decayed scores in base 2 of a tile of queries (q, rows, first, end) and of the keys from `start` on; the
+    difference of their bases, which rows lack where it cancels; and the keys.
+
+    scale2: s·log2(e), a number or (BLOCK_M, 1). Pairs that do not see each other have −inf in an EDGE tile.
+    """
+    BLOCK_N: tl.constexpr = TRAITS.block_n
+    DECAY: tl.constexpr = TRAITS.decay
+    rows, prefix, key_length = queries.rows, decay.prefix, work.key_length
+    key = start + tl.arange(0, BLOCK_N)
+    k = load_tile(
+        k_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d, TRAITS.block_d, EDGE
+    )
+    score = tl.dot(queries.q, tl.trans(k), input_precision=TRAITS.precision, out_dtype=ACCUMULATOR) * scale2
+    key_side = key_alpha(key, start, key_length, decay.rate, prefix.beta, DECAY)
+    difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.beta, DECAY)
+    score = decayed_score(
+        score, rows.alpha[:, None], key_side[None, :], difference, decay.rate, rows.position[:, None], key[None, :],
+        DECAY, TRAITS.causal, TRAITS.row_cancels,
+    )
+    if bias is not None:
+        score += load_bias(bias, rows.row[:, None], key[None, :], work, ACCUMULATOR)
+    if EDGE:
+        score = tl.where(visible(key[None, :], queries.first[:, None], queries.end[:, None]), score, float("-inf"))
+    return score, difference, k
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -229,6 +229,21 @@ def test_windows_of_the_last_rows(lengths, dim):
         verify(make(*lengths, decay=decay, dim=dim), window_size=(left, 0))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("window", [(0, 0), (64, -1), (-1, 1), (300, 127), (5, 5000)])
+def test_windows_to_both_sides(window, dim):
+    for decay in ("none", "constant", "scalar"):
+        inputs = make(500, 700, heads=6, kv_heads=2, decay=decay, dim=dim)
+        if decay == "constant":
+            inputs["log_decay"][0] = -torch.inf
+        elif decay == "scalar":
+            inputs["log_decay"][torch.rand_like(inputs["log_decay"]) < 0.01] = -torch.inf
+        verify(inputs, causal=False, window_size=window)
+        if decay != "scalar":
+            # rows before all keys, which see none or the first ones
+            verify(make(700, 140, decay=decay, dim=dim), causal=False, window_size=window)
+
+
 # Not causal: both sides of the diagonal
 
 
@@ -456,7 +471,6 @@ def test_runs_repeat(dim, decay, layout):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (dict(causal=False, window_size=(9, 9)), "windows in causal attention"),
         (dict(scale=0.0), "scale of at least"),
         (dict(scale=torch.ones(4)), "one scale for all rows"),
         (dict(v=torch.zeros(2, 333, 4, 36, dtype=BF16)), "multiples of 8 up to 128 as D_v, not 36"),

@@ -150,6 +150,21 @@ def test_windows(decay, left, dim):
     verify(make(400, 450, decay=decay, dim=dim), window_size=(left, 0))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("decay", "window"),
+    [("none", (64, -1)), ("none", (-1, 0)), ("constant", (0, 200)), ("constant", (300, 1)), ("scalar", (130, 7))],
+)
+def test_windows_to_both_sides(decay, window, dim):
+    """Rows before all keys see none, or the first ones; a head whose rate resets sees its own key only."""
+    inputs = make(400, 450, decay=decay, dim=dim)
+    if decay == "constant":
+        inputs["log_decay"][0] = -torch.inf
+    verify(inputs, causal=False, window_size=window)
+    if decay != "scalar":
+        verify(make(450, 140, decay=decay, dim=dim), causal=False, window_size=window)
+
+
 @pytest.mark.parametrize(
     ("decay", "dim", "causal"), pairwise(["scalar", "constant", "none"], [64, 128], [True, False])
 )

@@ -11,7 +11,7 @@ from pairwise import pairwise
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
-from decayattn.backends.hopper.backward.row_terms import RowTermsTraits, row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTraits, row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.forward import launch
 from decayattn.backends.planning.sequences import decay_blocks
@@ -84,9 +84,9 @@ def test_offsets_out_of_order_have_no_tiles(device):
     assert tiles.rows[0, 0] == tiles.keys[0, 0] == 0
 
 
-def row_alpha(decay: tuple, kind: str, line: list[int], inside: int) -> torch.Tensor:
+def row_alpha(decay: RowDecay, kind: str, line: list[int], inside: int) -> torch.Tensor:
     """α (H, rows) of a tile's rows minus that at their reference, the first row of their 128."""
-    rates, _, beta, base, *_ = decay
+    rates, beta, base = decay.rates, decay.beta, decay.base
     start, length, tokens, entry, _, first_token, first_block, _ = line
     position = torch.arange(start, start + inside) + tokens - length
     reference = start // 128 * 128 + tokens - length
@@ -112,7 +112,7 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     rates = -torch.rand(HEADS, device=device)
     beta = -100 * torch.rand(axes[0], HEADS, problem.key_length, device=device)
     base = -1e4 * torch.rand(axes[0], HEADS, decay_blocks(problem), dtype=torch.float64, device=device)
-    of_rows = (rates, 1, beta, base, problem.key_length, base.shape[-1])
+    of_rows = RowDecay(rates, beta, base, problem.key_length, base.shape[-1])
     sides = 1 if decay == "none" else 2
     terms = row_lse2.new_empty(HEADS, tiles.row_tiles, sides, rows, bf16_splits.COLUMNS, dtype=torch.bfloat16)
     fragments = row_lse2.new_full((HEADS * tiles.row_tiles * rows * WIDTH // 256, 256), 7)

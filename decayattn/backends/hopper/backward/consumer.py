@@ -203,7 +203,7 @@ def _store_dk(dk_desc, dk, n, work, shared, WARPGROUP: gl.constexpr, D: gl.const
 
 
 @gluon.jit
-def consume(schedule, shared, dq_desc, dk_desc, decay, rate_stride, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
+def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
     """One consumer warpgroup: its 64 keys of every work tile through the query tiles that see the work tile's keys."""
     ROWS: gl.constexpr = schedule.ROWS
     DECAY: gl.constexpr = schedule.DECAY
@@ -229,12 +229,12 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, rate_stride, scale, WARPG
             if DECAY == "scalar":
                 key_alpha = gl.load(decay.beta + tokens + inside)
             elif DECAY == "constant":
-                rate = constant_rate(decay.rates, rate_stride, work.head(member), gl.float32)
+                rate = constant_rate(decay.rates, 1, work.head(member), gl.float32)
                 key_alpha = (key - work.bounds.start).to(gl.float32) * rate
-            left = work.left_limit(member, decay.rates, rate_stride)
             last_reset, next_reset = decay.last_reset + tokens, decay.next_reset + tokens
-            rows = work.rows_of(key, last_reset, next_reset, left)
-            ends = work.rows_of_ends(member, last_reset, next_reset, left)
+            limits = work.limits(member, decay.rates)
+            rows = work.rows_of(key, last_reset, next_reset, limits)
+            ends = work.rows_of_ends(member, last_reset, next_reset, limits)
             key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
             # the last visit, tile · SIDES + side
             previous = -1

@@ -120,23 +120,21 @@ class BackwardTile(NamedTuple):
 
 # not in a tuple: of those Triton compiles for integers that are 1 or multiples of 16, do_not_specialize or not
 _INTEGERS = [
-    "rate_stride", "left", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "entries", "heads",
-    "together",
+    "left", "right", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "entries", "heads", "together",
 ]
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def gradients_kernel(
-    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, zeros_desc, decay, scheduler,
-    rate_stride, scale, left, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
+    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, zeros_desc, decay, scheduler, scale,
+    left, right, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
     MODES: gl.constexpr, TILE: gl.constexpr,
 ):
     """dk and dv of all key tiles over their groups of query heads; added up: dq, row sums, and the sums of a rate. It
     may be launched before the launch before it has ended.
 
-    decay: BackwardDecay, and the rates' stride
     scheduler: key_table, the tiles of keys, which is not read unless RAGGED; and counters, 0 (zeroing.py)
-    left: keys before its own that a row sees; not read unless WINDOW
+    left, right: keys that a row sees at most before its own and behind it; not read unless WINDOW, right not if CAUSAL
     query_length, key_length, blocks (of the decay prefix): lengths of the axes on which the sequences lie
     key_tiles: those of an entry; together: heads of keys that are computed at the same time (KeySchedule)
     """
@@ -199,14 +197,14 @@ def gradients_kernel(
     kv_heads = entries * (heads // GROUP)
     schedule = KeySchedule(
         key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, decay.mirror, ROWS, MODES,
+        row_tiles, left, right, decay.mirror, ROWS, MODES,
     )
     sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc)
     gl.warp_specialize(
         [
-            (consume, (schedule, shared, dq_desc, dk_desc, decay, rate_stride, scale, 0, D)),
-            (consume, (schedule, shared, dq_desc, dk_desc, decay, rate_stride, scale, 1, D)),
-            (produce, (schedule, shared, counters, sources, dv_desc, zeros_desc, decay, rate_stride, D)),
+            (consume, (schedule, shared, dq_desc, dk_desc, decay, scale, 0, D)),
+            (consume, (schedule, shared, dq_desc, dk_desc, decay, scale, 1, D)),
+            (produce, (schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D)),
         ],
         [4, 1],
         [REGISTERS, 24],

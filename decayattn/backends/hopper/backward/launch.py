@@ -17,7 +17,7 @@ from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTrait
 from decayattn.backends.hopper.backward.work import side_count
 from decayattn.backends.hopper.backward.zeroing import LINES
 from decayattn.backends.hopper.common import descriptors, tile_table
-from decayattn.backends.hopper.common.call import heads_together, left_of, source_of
+from decayattn.backends.hopper.common.call import heads_together, limits_of, source_of
 from decayattn.backends.hopper.common.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, PART
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
@@ -74,10 +74,10 @@ def backward(
         scalar = problem.decay == "scalar"
         constant = problem.decay == "constant"
         new = row_lse2.new_empty
-        rates, rate_stride = (log_decay, log_decay.stride(0)) if constant else (None, 0)
+        rates = log_decay.contiguous() if constant else None
         blocks = sequence_blocks.decay_blocks(problem)
         sides = side_count(problem.decay, problem.causal)
-        decay_of_rows = RowDecay(rates, rate_stride, prefix.beta, prefix.base, problem.key_length, blocks)
+        decay_of_rows = RowDecay(rates, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.COLUMNS, dtype=torch.bfloat16)
         columns = FRAGMENT_COLUMNS.value
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
@@ -111,7 +111,7 @@ def backward(
             BackwardSums(row_sums, column_sums, rate_sums),
         )
         modes = BackwardModes(
-            group, problem.decay, decay_gradient, ragged=bounds is not None, window=problem.window[0] >= 0,
+            group, problem.decay, decay_gradient, ragged=bounds is not None, window=problem.window != (-1, -1),
             planned=planned, causal=problem.causal,
         )
         launch(
@@ -120,9 +120,9 @@ def backward(
             source(d_out, tile.rows, dim), descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, config.HEAD_DIMS[0]), source(dv, config.WARPGROUP_ROWS, dim),
             descriptors.plain(dq_fragments, FRAGMENT_ROWS.value), descriptors.plain(dq_fragments, LINES.value),
-            decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters), rate_stride, scale,
-            left_of(problem), problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles,
-            entries, problem.num_heads, together, MODES=modes,
+            decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters), scale, *limits_of(problem),
+            problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
+            problem.num_heads, together, MODES=modes,
             TILE=BackwardTile(dim, tile.rows, tile.stages, tile.slots, tile.registers), num_warps=4,
             maxnreg=tile.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )

@@ -52,7 +52,7 @@ def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, dv_de
 
 
 @gluon.jit
-def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, rate_stride, D: gl.constexpr):
+def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: gl.constexpr):
     """The producer warp: keys and values of every work tile, and the query tiles of each of its heads, edge tiles
     first.
 
@@ -86,9 +86,9 @@ def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, rat
             if schedule.DECAY == "scalar":
                 key_base = gl.load(bases + work.bounds.start // DECAY_BLOCK)
             elif schedule.DECAY == "constant":
-                rate = constant_rate(decay.rates, rate_stride, work.head(member), gl.float32)
-            left = work.left_limit(member, decay.rates, rate_stride)
-            ends = work.rows_of_ends(member, decay.last_reset + tokens, decay.next_reset + tokens, left)
+                rate = constant_rate(decay.rates, 1, work.head(member), gl.float32)
+            limits = work.limits(member, decay.rates)
+            ends = work.rows_of_ends(member, decay.last_reset + tokens, decay.next_reset + tokens, limits)
             for side in range(schedule.SIDES):
                 visited = work.visited(ends, side)
                 for visit in range(visit_count(visited)):

@@ -47,7 +47,6 @@ class RowDecay(NamedTuple):
     """What α of rows is read from: rates of a constant decay, the prefix of one per token."""
 
     rates: Tensor | None
-    rate_stride: int
     beta: Tensor
     base: Tensor
     key_length: int  # of the axes on which tokens and decay blocks lie
@@ -88,7 +87,7 @@ def _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length,
     base = decay.base + start_of_head(head_row, decay.blocks, first_block)
     first_position = key_length - query_length
     position = tl.minimum(row, query_length - 1) + first_position
-    rate = load_rate(decay.rates, decay.rate_stride, head, DECAY, tl.float32)
+    rate = load_rate(decay.rates, 1, head, DECAY, tl.float32)
     return row_alpha(position, row_anchor(start, first_position), rate, beta, base, DECAY)
 
 

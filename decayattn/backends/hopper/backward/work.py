@@ -54,6 +54,7 @@ class KeySchedule:
     block_axis: gl.tensor
     row_tiles: gl.tensor
     left: gl.tensor
+    right: gl.tensor
     mirror: gl.tensor
     ROWS: gl.constexpr
     GROUP: gl.constexpr
@@ -69,7 +70,7 @@ class KeySchedule:
     @gluon.constexpr_function
     def __init__(
         self, work_tiles, kv_heads, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles,
-        left, mirror, ROWS, MODES,
+        left, right, mirror, ROWS, MODES,
     ):
         self.work_tiles = work_tiles
         self.kv_heads = kv_heads
@@ -82,6 +83,7 @@ class KeySchedule:
         self.block_axis = block_axis
         self.row_tiles = row_tiles
         self.left = left
+        self.right = right
         self.mirror = mirror
         self.ROWS = gl.constexpr(ROWS)
         self.GROUP = gl.constexpr(MODES.group)
@@ -156,15 +158,15 @@ class KeyWork:
     @gluon.jit
     def first_row(self, member):
         """Where the rows of a query head begin in a buffer (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
-        return start_of_head(self.head_row(member), self.schedule.query_axis, self.bounds.first_row)
+        return start_of_head(self.head_row(member), self.schedule.query_axis, self.bounds.first_row, False)
 
     @gluon.jit
     def first_token(self, member):
-        return start_of_head(self.head_row(member).to(gl.int64), self.schedule.key_axis, self.bounds.first_token)
+        return start_of_head(self.head_row(member), self.schedule.key_axis, self.bounds.first_token)
 
     @gluon.jit
     def first_block(self, member):
-        return start_of_head(self.head_row(member), self.schedule.block_axis, self.bounds.first_block)
+        return start_of_head(self.head_row(member), self.schedule.block_axis, self.bounds.first_block, False)
 
     @gluon.jit
     def first_tile(self, member):
@@ -194,28 +196,28 @@ class KeyWork:
         )
 
     @gluon.jit
-    def left_limit(self, member, rates, rate_stride):
-        """How many keys before its own a row of a head sees; not read without a window or a constant decay."""
-        left = self.schedule.left
+    def limits(self, member, rates):
+        """How many keys a row of a head sees at most before its own and, not causal, behind it; not read without a
+        window or a constant decay."""
+        left, right = self.schedule.left, self.schedule.right
         if self.schedule.DECAY == "constant":
-            left = side_of_head(rates, rate_stride, self.head(member), left if self.schedule.WINDOW else None)
-        return left
+            left = side_of_head(rates, 1, self.head(member), left if self.schedule.WINDOW else None)
+            if not self.schedule.CAUSAL:
+                right = side_of_head(rates, 1, self.head(member), right if self.schedule.WINDOW else None)
+        return left, right
 
     @gluon.jit
-    def rows_of(self, key, last_reset, next_reset, left):
+    def rows_of(self, key, last_reset, next_reset, limits):
         """(first, own, end): rows [first, end) see the key, which is left of the diagonal for those from `own` on."""
         HAS_RESETS: gl.constexpr = self.schedule.DECAY == "scalar"
         CAUSAL: gl.constexpr = self.schedule.CAUSAL
         rows = self.bounds.query_length
         inside = gl.minimum(key, self.bounds.key_length - 1)
-        if self.schedule.DECAY == "constant":
-            # not causal, a window is a rate's that resets everywhere, and as wide to the right
+        left, right = limits
+        if self.schedule.WINDOW or self.schedule.DECAY == "constant":
             first, end = rows_that_see(
-                inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS, left, left
-            )
-        elif self.schedule.WINDOW:
-            first, end = rows_that_see(
-                inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS, left
+                inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS, left,
+                None if CAUSAL else right,
             )
         else:
             first, end = rows_that_see(inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS)
@@ -236,14 +238,14 @@ class KeyWork:
         return first, end
 
     @gluon.jit
-    def rows_of_ends(self, member, last_reset, next_reset, left):
+    def rows_of_ends(self, member, last_reset, next_reset, limits):
         """rows_of the first and the last key of the tile, between which those of all others are (they grow with the
         key).
 
         PLANNED: rows behind the last granule that visits the tile do not see it (skipping.py).
         """
-        first_min, own_min, end_min = self.rows_of(self.bounds.start, last_reset, next_reset, left)
-        first_max, own_max, end_max = self.rows_of(self.bounds.start + KEYS - 1, last_reset, next_reset, left)
+        first_min, own_min, end_min = self.rows_of(self.bounds.start, last_reset, next_reset, limits)
+        first_max, own_max, end_max = self.rows_of(self.bounds.start + KEYS - 1, last_reset, next_reset, limits)
         if self.schedule.PLANNED:
             last_granule = gl.load(self.schedule.mirror + self.first_block(member) + self.bounds.start // KEYS)
             # rounded up to whole tiles, which need no mask: the rows that this adds do see the keys

@@ -19,9 +19,13 @@ def field(of_call, name):
     return getattr(of_call, name)
 
 
-def left_of(problem: AttentionProblem) -> int:
-    """How many keys before its own a query sees at most; 0, which nothing reads, without a limit."""
-    return max(0, min(problem.window[0], problem.key_length))
+def limits_of(problem: AttentionProblem) -> tuple[int, int]:
+    """How many keys before its own a query sees at most, and how many behind it; without a limit, as many as there may
+    be."""
+    left, right = problem.window
+    keys, rows = problem.key_length, problem.query_length
+    # the last row stands at the last key, so it is at most so many rows behind another one
+    return keys if left < 0 else min(left, keys), rows if right < 0 else min(right, rows)
 
 
 def source_of(problem: AttentionProblem) -> Callable[[Tensor, int, int], TensorDescriptor]:

@@ -50,53 +50,55 @@ class RowAlpha:
 class Decay:
     """Pointers to the decay: rates of a constant one, the prefix of one per token; and which keys rows see.
 
-    CAUSAL: no keys after the row's own. WINDOW: at most `left` keys before it (HAS_LEFT: a head may have a limit, since
-    its rate may reset at every token). PLANNED: the plan has the first block that a granule of rows visits
-    (skipping.py).
+    CAUSAL: no keys after the row's own. WINDOW: at most `left` keys before it and, not causal, `right` behind it
+    (LIMITED: a head may have limits, since its rate may reset at every token). PLANNED: the plan has the first block
+    that a granule of rows visits (skipping.py).
     """
 
     rates: gl.tensor
-    rate_stride: gl.tensor
     beta: gl.tensor
     bases: gl.tensor
     last_reset: gl.tensor
     next_reset: gl.tensor
     left: gl.tensor
+    right: gl.tensor
     plan: gl.tensor
     KIND: gl.constexpr
     CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
     PLANNED: gl.constexpr
-    HAS_LEFT: gl.constexpr
+    LIMITED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, rates, rate_stride, beta, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED
+        self, rates, beta, bases, last_reset, next_reset, left, right, plan, KIND, CAUSAL, WINDOW, PLANNED
     ):
         self.rates = rates
-        self.rate_stride = rate_stride
         self.beta = beta
         self.bases = bases
         self.last_reset = last_reset
         self.next_reset = next_reset
         self.left = left
+        self.right = right
         self.plan = plan
         self.KIND = gl.constexpr(KIND)
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.WINDOW = gl.constexpr(WINDOW)
         self.PLANNED = gl.constexpr(PLANNED)
-        self.HAS_LEFT = gl.constexpr(WINDOW or KIND == "constant")
+        self.LIMITED = gl.constexpr(WINDOW or KIND == "constant")
 
     @gluon.jit
     def of(self, schedule, work):
         """The same decay with pointers to the sequence and head of a work tile, and with the window of the head."""
         tokens = schedule.tokens(work)
-        left = self.left
+        left, right = self.left, self.right
         if self.KIND == "constant":
-            left = side_of_head(self.rates, self.rate_stride, work.head, self.left if self.WINDOW else None)
+            left = side_of_head(self.rates, 1, work.head, self.left if self.WINDOW else None)
+            if not self.CAUSAL:
+                right = side_of_head(self.rates, 1, work.head, self.right if self.WINDOW else None)
         return Decay(
-            self.rates, self.rate_stride, self.beta + tokens, self.bases + schedule.blocks(work) * 2,
-            self.last_reset + tokens, self.next_reset + tokens, left, self.plan + schedule.granules(work),
+            self.rates, self.beta + tokens, self.bases + schedule.blocks(work) * 2,
+            self.last_reset + tokens, self.next_reset + tokens, left, right, self.plan + schedule.granules(work),
             self.KIND, self.CAUSAL, self.WINDOW, self.PLANNED,
         )
 
@@ -104,7 +106,7 @@ class Decay:
     def first_key(self, position):
         """The first key that a position sees: its last reset, or where its window begins."""
         HAS_RESETS: gl.constexpr = self.KIND == "scalar"
-        if self.HAS_LEFT:
+        if self.LIMITED:
             first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS, self.left)
         else:
             first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS)
@@ -112,12 +114,11 @@ class Decay:
 
     @gluon.jit
     def keys_end(self, position, key_length):
-        """Where the keys end that a position sees, not causal: its next reset, or the sequence."""
+        """Where the keys end that a position sees, not causal: its next reset, its window, or the sequence."""
         HAS_RESETS: gl.constexpr = self.KIND == "scalar"
-        if self.KIND == "constant":
-            # not causal, a window is a rate's that resets everywhere, and as wide to the right
+        if self.LIMITED:
             _, end = keys_seen(
-                position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS, None, self.left
+                position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS, None, self.right
             )
         else:
             _, end = keys_seen(position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS)
@@ -136,7 +137,7 @@ class Decay:
         """γ of a head in base 2."""
         rate = 0.0
         if self.KIND == "constant":
-            rate = constant_rate(self.rates, self.rate_stride, head, gl.float32)
+            rate = constant_rate(self.rates, 1, head, gl.float32)
         return rate
 
     @gluon.jit

@@ -72,7 +72,7 @@ from decayattn.problem import DecayName
 
 
 class ForwardDecay(NamedTuple):
-    """The tensors of the decay; each is read only where the modes say so."""
+    """The tensors of the decay. All are there, as an aggregate needs them; each is read only where the modes say so."""
 
     rates: Tensor  # (H,): of a constant decay
     beta: Tensor  # of a decay per token: α in its block
@@ -105,26 +105,26 @@ class ForwardTile(NamedTuple):
 
 # not in a tuple: of those Triton compiles for integers that are 1 or multiples of 16, do_not_specialize or not
 _INTEGERS = [
-    "rate_stride", "left", "work_tiles", "row_tiles", "heads", "group", "together", "query_length", "key_length",
-    "blocks", "granules",
+    "left", "right", "work_tiles", "row_tiles", "heads", "group", "together", "query_length", "key_length", "blocks",
+    "granules",
 ]
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, beta_desc, out_desc, row_outputs, decay_tensors, sink, counter, table, scale, rate_stride,
-    left, work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules,
+    q_desc, k_desc, v_desc, beta_desc, out_desc, row_outputs, decay_tensors, sink, counter, table, scale, left, right,
+    work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules,
     MODES: gl.constexpr, TILE: gl.constexpr,
 ):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. It may be launched before the launch before it has ended.
 
-    beta_desc: −α_j / scale of the keys; not read without a decay
+    beta_desc: −α_j / scale of the keys, or None without a decay
     row_outputs: lse, or None if nobody asked for it, and row_lse2, what the backward reads
     sink: (H,), or None
     counter: the scheduler's, 0; not read where every program has one work tile
     table: tiles of rows; not read unless RAGGED
     scale: s·log2(e), positive
-    left: keys before its own that a row sees; not read unless WINDOW, which needs CAUSAL
+    left, right: keys that a row sees at most before its own and behind it; not read unless WINDOW, right not if CAUSAL
     group: query heads per head of keys; together: heads that are computed at the same time (QuerySchedule)
     query_length, key_length, blocks (of the decay prefix), granules: lengths of the axes on which the sequences lie
     """
@@ -140,9 +140,7 @@ def forward_kernel(
     REGISTERS: gl.constexpr = field(TILE, "registers")
     PRODUCER_REGISTERS: gl.constexpr = field(TILE, "producer_registers")
     rates, token_beta, bases, last_reset, next_reset, plan = decay_tensors
-    decay = Decay(
-        rates, rate_stride, token_beta, bases, last_reset, next_reset, left, plan, KIND, CAUSAL, WINDOW, PLANNED
-    )
+    decay = Decay(rates, token_beta, bases, last_reset, next_reset, left, right, plan, KIND, CAUSAL, WINDOW, PLANNED)
 
     q_tiles = allocate_tiles(q_desc, SLOTS * WARPGROUPS)
     k_tiles = allocate_tiles(k_desc, STAGES)

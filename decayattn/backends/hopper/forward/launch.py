@@ -7,7 +7,7 @@ from torch import Tensor
 
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.common import descriptors, tile_table
-from decayattn.backends.hopper.common.call import heads_together, left_of, source_of
+from decayattn.backends.hopper.common.call import heads_together, limits_of, source_of
 from decayattn.backends.hopper.forward.kernel import ForwardDecay, ForwardModes, ForwardTile, forward_kernel
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
@@ -48,14 +48,13 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         group = problem.num_heads // problem.num_kv_heads
         keys_and_values = problem.longest_key * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         programs = min(work_tiles, launching.multiprocessors(problem.device))
-        constant = problem.decay == "constant"
+        rates = log_decay.contiguous() if problem.decay == "constant" else None
         decay_tensors = ForwardDecay(
-            log_decay if constant else row_lse2, prefix.beta, bases, prefix.last_reset, prefix.next_reset,
-            first_block,
+            row_lse2 if rates is None else rates, prefix.beta, bases, prefix.last_reset, prefix.next_reset, first_block,
         )
         modes = ForwardModes(
             problem.decay, ragged=bounds is not None, packed=problem.layout == "packed", causal=problem.causal,
-            window=problem.window[0] >= 0, planned=skipping.is_planned(problem),
+            window=problem.window != (-1, -1), planned=skipping.is_planned(problem),
         )
         tile = ForwardTile(
             dim, schedule.warpgroups, schedule.stages, schedule.registers, schedule.producer_registers
@@ -63,12 +62,10 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         launch(
             forward_kernel, programs,
             q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
-            q_desc if splits is None else descriptors.key_splits(splits),
-            source(out, config.WARPGROUP_ROWS, dim), (lse, row_lse2),
-            decay_tensors, sink, counter, row_lse2 if tiles.rows is None else tiles.rows,
-            score_scale, log_decay.stride(0) if constant else 0, left_of(problem), work_tiles, tiles.row_tiles,
-            problem.num_heads, group, heads_together(head_rows, keys_and_values, group), problem.query_length,
-            problem.key_length,
+            None if splits is None else descriptors.key_splits(splits), source(out, config.WARPGROUP_ROWS, dim),
+            (lse, row_lse2), decay_tensors, sink, counter, row_lse2 if tiles.rows is None else tiles.rows, score_scale,
+            *limits_of(problem), work_tiles, tiles.row_tiles, problem.num_heads, group,
+            heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
             sequence_blocks.decay_blocks(problem), first_block.shape[-1], MODES=modes, TILE=tile, num_warps=4,
             maxnreg=schedule.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )

@@ -47,7 +47,7 @@ class Rows:
         self.bounds = bounds
         self.decay = decay
         # whether a row can have a first key other than 0
-        self.HAS_FIRST = gl.constexpr(decay.KIND == "scalar" or decay.HAS_LEFT or not decay.CAUSAL)
+        self.HAS_FIRST = gl.constexpr(decay.KIND == "scalar" or decay.LIMITED or not decay.CAUSAL)
 
     @gluon.jit
     def first_key(self, is_right):

@@ -87,15 +87,15 @@ class QuerySchedule:
     @gluon.jit
     def rows(self, work):
         """Where the rows of a work tile's sequence and head begin in a buffer (B, H, T_q)."""
-        return start_of_head(work.head_row.to(gl.int64), self.query_axis, work.bounds.first_row)
+        return start_of_head(work.head_row, self.query_axis, work.bounds.first_row)
 
     @gluon.jit
     def tokens(self, work):
-        return start_of_head(work.head_row.to(gl.int64), self.key_axis, work.bounds.first_token)
+        return start_of_head(work.head_row, self.key_axis, work.bounds.first_token)
 
     @gluon.jit
     def blocks(self, work):
-        return start_of_head(work.head_row, self.block_axis, work.bounds.first_block)
+        return start_of_head(work.head_row, self.block_axis, work.bounds.first_block, False)
 
     @gluon.jit
     def granules(self, work):
@@ -105,7 +105,7 @@ class QuerySchedule:
             # the sequence's number, of which the table has this much
             sequence = bounds.first_block - bounds.first_token // KEYS
             first_granule = parts_before(bounds.first_row, sequence, GRANULE)
-        return start_of_head(work.head_row, self.granule_axis, first_granule)
+        return start_of_head(work.head_row, self.granule_axis, first_granule, False)
 
     @gluon.jit
     def rows_at(self, work, row):
