@@ -61,7 +61,12 @@ def _context_cell(pair: list[dict[str, Any] | None]) -> str:
     speeds = " / ".join("–" if not row or not row["speed_over_alone"] else f"{row['speed_over_alone']:.2f}"
                         for row in pair)
     sent = [max(row["received"]) / 1e6 for row in pair if row and row["received"]]
-    return f"{speeds} ({' / '.join(f'{x:.3g}' for x in sent)})" if sent else speeds
+    return f"{speeds} ({' / '.join(map(_three_figures, sent))})" if sent else speeds
+
+
+def _three_figures(x: float) -> str:
+    """As many digits as it takes, and no exponent."""
+    return f"{float(f'{x:.3g}'):,g}" if abs(x) < 1e5 else f"{x:,.0f}"
 
 
 def simulation(results: Results) -> list[str]:
@@ -75,16 +80,14 @@ def simulation(results: Results) -> list[str]:
     lines = []
     for decay, mode in dict.fromkeys((row["decay"], row["mode"]) for row in report["rows"]):
         found = [[rows[decay, mode, direction, number] for direction in _DIRECTIONS] for number in ranks]
-        alone = " / ".join(f"{row['one_gpu_ms']:.0f}" for row in found[0])
+        alone = " / ".join(_three_figures(row["one_gpu_ms"]) for row in found[0])
         cells = []
         for pair in found:
             if pair[0]["ms"] is None:
                 cells.append("–")
                 continue
-            times, speeds = (
-                " / ".join(f"{row[key]:{form}}" for row in pair)
-                for key, form in (("ms", ".3g"), ("speed_over_one", ".0f"))
-            )
+            times = " / ".join(_three_figures(row["ms"]) for row in pair)
+            speeds = " / ".join(f"{row['speed_over_one']:.0f}" for row in pair)
             cells.append(f"{times} ({speeds})")
         lines.append([f"{_decay(decay)}, {mode}", alone, *cells])
     said = (

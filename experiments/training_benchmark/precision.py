@@ -93,7 +93,8 @@ def train(run: Run, setup: Setup, device: str, progress: Callable[[int], None]) 
             losses[step].item()  # the host does not run away from the device
             progress(100)
     found: dict[str, Any] = {"run": run.name, "losses": [round(x, 6) for x in losses.tolist()]}
-    found["log_decay"] = mean_log_decays(model, validation, setup, device)
+    with autocast(run, device):
+        found["log_decay"] = mean_log_decays(model, validation, setup, device)
     if run.name == BASE:
         gradients.append({"step": setup.steps, "runs": gradient_errors(model, validation, setup, device)})
         found["gradients"] = gradients

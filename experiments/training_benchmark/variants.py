@@ -110,7 +110,8 @@ def _fla(size: Size, backend: str, length: int) -> nn.Module:
 def _fox(size: Size, backend: str, length: int, *, threshold: str | None) -> nn.Module:
     """The Forgetting Transformer's own kernel, with its pruning at e⁻¹⁰ ("auto") or without."""
     _needs_gpu()
-    kernel = imported("forgetting_transformer.ops.forgetting_attention").forgetting_attention
+    # not traced: Inductor compiles its Triton kernels anew, and fails
+    kernel = torch.compiler.disable(imported("forgetting_transformer.ops.forgetting_attention").forgetting_attention)
     return OtherAttention(
         size, lambda q, k, v, log_decay: kernel(q, k, v, log_decay, adaptive_threshold=threshold), decay=True
     )
