@@ -67,7 +67,8 @@ def context_parallel_attention(
 
     "halo": every rank keeps its queries and fetches the keys before its slice that matter to any of its rows. Which
         ones is decided by the bound of skip_tolerance, before any key is sent: a strong decay sends a few hundred
-        tokens of a head, no decay everything. Causal attention only.
+        tokens of a head, no decay everything. Rows that see only their slice do not wait for them. Causal attention
+        only.
     "heads": an all-to-all gives every rank the whole sequences of H / ranks heads, and another one its rows back
         (DeepSpeed-Ulysses, arXiv 2309.14509). H must be a multiple of the ranks. All options work, and the bytes do
         not depend on the decay: the choice without a decay or a window.

@@ -1,7 +1,10 @@
 """Each rank keeps its queries and fetches the keys before its slice that can matter to them: the halo.
 
-The rest is one ordinary call with T_q < T_k. Which keys matter is the bound of backends/planning/halo.py, whose sum
-over everything that is not fetched stays below a share of the tolerance.
+The rest are ordinary calls with T_q < T_k. Rows that see nothing of the halo have one of their own, which waits for no
+key of another rank; the first rows have another one, with the halo. Where those are more than half, all rows have one.
+
+Which keys matter, and to which rows, is the bound of backends/planning/halo.py, whose sum over everything that is not
+fetched stays below a share of the tolerance.
 """
 
 import functools
@@ -45,16 +48,31 @@ def attention(
     tolerance = problem.skip_tolerance / (shares(problem) if planned else 1)
     with torch.no_grad():
         found = fetch(slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0)
-    per_token = problem.decay == "scalar"
-    k, v, extended = Halo.apply(k, v, log_decay if per_token else None, found)
-    if packed is not None:
-        begins, halo = packed.cu_seqlens_k - slices.begin, found.halo
-        packed = Packed(
-            begins.clamp(0, q.shape[1]), (begins + halo).clamp(0, k.shape[1]),
-            min(packed.longest_query, q.shape[1]), min(packed.longest_key, k.shape[1]),
-        )
+    of_keys = log_decay if problem.decay == "scalar" else None
     options = options | {"skip_tolerance": tolerance or None}
-    return local.attention(q, k, v, extended if per_token else log_decay, scale, packed, return_lse, options)
+    length, rows = q.shape[1], found.rows
+    if packed is not None or 2 * rows > length:
+        k, v, extended = Halo.apply(k, v, of_keys, found, length)
+        if packed is not None:
+            begins, halo = packed.cu_seqlens_k - slices.begin, found.halo
+            packed = Packed(
+                begins.clamp(0, length), (begins + halo).clamp(0, k.shape[1]),
+                min(packed.longest_query, length), min(packed.longest_key, k.shape[1]),
+            )
+        return local.attention(
+            q, k, v, log_decay if extended is None else extended, scale, packed, return_lse, options
+        )
+    parts = [rows, length - rows]
+    q, far_q = q.split(parts, 1)
+    scale, far_scale = scale.split(parts, 1) if isinstance(scale, Tensor) else (scale, scale)
+    # first, so that the GPU has something to do while the host sends keys
+    far = local.attention(far_q, k, v, log_decay, far_scale, None, return_lse, options)
+    # also where there are no such rows: in the backward the other ranks send gradients here
+    k, v, extended = Halo.apply(k, v, of_keys, found, rows)
+    near = local.attention(q, k, v, log_decay if extended is None else extended, scale, None, return_lse, options)
+    if isinstance(near, Tensor) and isinstance(far, Tensor):
+        return torch.cat([near, far], 1)
+    return torch.cat([near[0], far[0]], 1), torch.cat([near[1], far[1]], 2)
 
 
 def can_plan(problem: AttentionProblem) -> bool:
@@ -74,7 +92,9 @@ class Fetch(NamedTuple):
 
     slices: Slices
     first: Tensor  # (ranks, B, H_kv) int64: that token on the axis of all slices, never behind the slice's begin
+    rows: int  # of this rank's slice; those from here on see nothing before the slice
     halo: int  # tokens before this rank's slice that any of its heads fetches
+    lent: int  # tokens of this rank's slice before the first one that another rank fetches
     send: list[int]  # rows, of one token and key head, to every rank
     receive: list[int]
 
@@ -108,19 +128,21 @@ def fetch(
     other ranks, nor does the host wait for a GPU; else it does, once.
     """
     shape = (slices.ranks, problem.batch, problem.num_kv_heads)
-    offsets = slices.offsets
+    offsets, length = slices.offsets, problem.query_length
     if sight.reach is not None or (log_decay is None and sight.cu_seqlens is None):
         reach = min(x for x in (sight.reach, sight.left, offsets[-1]) if x is not None and x >= 0)
         begins = [max(0, begin - reach) for begin in offsets[:-1]]
         hosts = [[begin] * (problem.batch * problem.num_kv_heads) for begin in begins]
-        return _fetch(slices, on_device(tuple(begins), q.device)[:, None, None].expand(shape), hosts)
-    first = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance)
-    everyone = first.new_empty(shape)
-    compatibility.all_gather(everyone, first[None].contiguous(), slices.group)
-    return _fetch(slices, everyone, everyone.flatten(1).tolist())
+        sees = length if sight.left < 0 else min(length, sight.left)
+        return _fetch(slices, on_device(tuple(begins), q.device)[:, None, None].expand(shape), hosts, sees)
+    first, rows = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance)
+    most = rows.amax() if rows.numel() else rows.new_zeros(())
+    everyone = _gathered(torch.cat([first.flatten(), most[None]]), slices)
+    hosts = everyone.tolist()
+    return _fetch(slices, everyone[:, :-1].reshape(shape), [begins[:-1] for begins in hosts], hosts[slices.rank][-1])
 
 
-def _fetch(slices: Slices, first: Tensor, hosts: list[list[int]]) -> Fetch:
+def _fetch(slices: Slices, first: Tensor, hosts: list[list[int]], rows: int) -> Fetch:
     """hosts: first, as the host knows it."""
     rank, offsets = slices.rank, slices.offsets
 
@@ -132,63 +154,70 @@ def _fetch(slices: Slices, first: Tensor, hosts: list[list[int]]) -> Fetch:
     send = [number(to, rank) if to > rank else 0 for to in ranks]
     receive = [number(rank, of) if of < rank else 0 for of in ranks]
     halo = slices.begin - min(hosts[rank], default=slices.begin)
-    return Fetch(slices, first, halo, send, receive)
+    of_others = [begin for to in ranks[rank + 1 :] for begin in hosts[to]]
+    lent = min(slices.end, max(slices.begin, min(of_others, default=slices.end))) - slices.begin
+    return Fetch(slices, first, rows, halo, lent, send, receive)
 
 
 def first_keys(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     sight: Sight, tolerance: float,
-) -> Tensor:
-    """(B, H_kv) int64: the first token that this rank fetches, on the axis of all slices; its own first one if none."""
+) -> tuple[Tensor, Tensor]:
+    """(B, H_kv) int64: the first token that this rank fetches, on the axis of all slices; its own first one if none.
+    (B, H) int64: the rows from this one on see nothing before their slice."""
     begin, heads = slices.begin, (problem.batch, problem.num_heads)
-    lowest = torch.full(heads, 0 if sight.left < 0 else max(0, begin - sight.left), device=q.device)
-    rows = torch.full(heads, problem.query_length, device=q.device)  # those from here on see only their slice
+    length, left = problem.query_length, sight.left
+    lowest = torch.full(heads, 0 if left < 0 else max(0, begin - left), device=q.device)
+    rows = torch.full(heads, length if left < 0 else min(length, left), device=q.device)
     if sight.cu_seqlens is not None:
         start, end = _sequence_at(sight.cu_seqlens, begin)
         lowest, rows = torch.maximum(lowest, start), torch.minimum(rows, (end - begin).clamp(min=0))
-    of_others: list[Tensor] = []  # what other ranks need to know
     if problem.decay == "constant":
         assert log_decay is not None
-        lowest = torch.where(is_reset(log_decay), begin, lowest)  # such a rate leaves a row its own key
-    elif problem.decay == "scalar":
-        assert log_decay is not None
-        first_reset, last_reset = _resets(log_decay, begin)
-        rows = torch.minimum(rows, first_reset)
-        of_others.append(last_reset.double().flatten())
+        resets = is_reset(log_decay)  # such a rate leaves a row its own key
+        lowest, rows = torch.where(resets, begin, lowest), torch.where(resets, 0, rows)
     planned = tolerance > 0 and log_decay is not None
     if planned:
         assert log_decay is not None
         from decayattn.backends.planning import halo as planning  # imports Triton
 
         with torch.cuda.device_of(q):
-            summary, granules = planning.summarise(problem, q, k, log_decay, scale, _blocks(slices))
-        of_others.append(summary.flat())
-    if of_others:
-        own = torch.cat(of_others)
-        everyone = own.new_empty(slices.ranks, len(own))
-        compatibility.all_gather(everyone, own[None], slices.group)
-        if problem.decay == "scalar":
-            last_resets, everyone = everyone.tensor_split([heads[0] * heads[1]], 1)
-            for last_reset in last_resets[: slices.rank]:
-                lowest = torch.maximum(lowest, last_reset.reshape(heads).long())
+            summary, of_rows = planning.summarise(problem, q, k, log_decay, scale, _blocks(slices))
+        keys = planning.KeySummary.gathered(_gathered(summary.flat(), slices), problem, _blocks(slices))
+        first_reset, last_resets = of_rows.first_reset, keys.last_reset
+    elif problem.decay == "scalar":
+        assert log_decay is not None
+        first_reset, last_reset = _resets(log_decay)
+        last_resets = _gathered(last_reset.flatten(), slices).unflatten(1, heads)
+    if problem.decay == "scalar":
+        rows = torch.minimum(rows, first_reset)
+        for of_rank, last_reset in zip(slices.offsets, last_resets[: slices.rank], strict=False):
+            last_reset = last_reset.long()
+            lowest = torch.maximum(lowest, torch.where(last_reset < 0, last_reset, last_reset + of_rank))
     first = torch.where(rows > 0, lowest, begin).clamp(max=begin)
+    rows = torch.where(first < begin, rows, 0)
     if planned and slices.rank:
         starts = _block_starts(slices.lengths, slices.rank, q.device)
-        keys = planning.KeySummary.gathered(everyone, problem, _blocks(slices))
         seen = torch.searchsorted(starts[1:], first, right=True)
         with torch.cuda.device_of(q):
-            block = planning.find_first_blocks(keys, slices.rank, granules, seen, rows, tolerance)
+            block, rows = planning.find_first_blocks(keys, slices.rank, of_rows.granules, seen, rows, tolerance)
         first = torch.maximum(first, starts[block])
-    return first.unflatten(1, (problem.num_kv_heads, -1)).amin(2)
+    return first.unflatten(1, (problem.num_kv_heads, -1)).amin(2), rows
 
 
-def _resets(log_decay: Tensor, begin: int) -> tuple[Tensor, Tensor]:
-    """(B, H): the first reset of a slice, counted from its begin, or more than it has tokens; and the last one on the
-    axis of all slices, or −1."""
+def _gathered(own: Tensor, slices: Slices) -> Tensor:
+    """(ranks, ·)"""
+    everyone = own.new_empty(slices.ranks, len(own))
+    compatibility.all_gather(everyone, own[None], slices.group)
+    return everyone
+
+
+def _resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, H) int64: the first reset of a slice, or more than it has tokens; and the last one, or −1."""
     reset = is_reset(log_decay)
     token = torch.arange(reset.shape[1], device=reset.device, dtype=torch.int32)[:, None]
     first = pad(token.where(reset, token.new_full((), _NEVER)), (0, 0, 0, 1), value=_NEVER).amin(1)
-    last = pad((token + begin).where(reset, token.new_full((), -1)), (0, 0, 0, 1), value=-1).amax(1)
+    last = pad(token.where(reset, token.new_full((), -1)), (0, 0, 0, 1), value=-1).amax(1)
     return first.long(), last.long()
 
 
@@ -229,31 +258,32 @@ def _rows(begin: Tensor, end: Tensor | int, total: int) -> tuple[Tensor, Tensor,
 
 
 class Halo(torch.autograd.Function):
-    """k, v and λ per token of a slice → the same with the halo before them: one exchange; its gradient goes back to
-    the owners by another one.
+    """k, v and λ per token of a slice → the same of its first tokens, with the halo before them: one exchange; its
+    gradient goes back to the owners by another one.
 
     Heads that fetch less than others have zeros before their first key, and a reset there: nothing before is visible.
     """
 
     @staticmethod
-    def forward(ctx, k, v, log_decay, fetch):
-        (batch, length, kv_heads, _), halo, received = k.shape, fetch.halo, fetch.received
+    def forward(ctx, k, v, log_decay, fetch, tokens):
+        batch, _, kv_heads, _ = k.shape
+        halo, received = fetch.halo, fetch.received
         tensors = [k, v] if log_decay is None else [k, v, log_decay.unflatten(2, (kv_heads, -1))]
         ctx.fetch, ctx.asked = fetch, [n for n in range(len(tensors)) if ctx.needs_input_grad[n]]
         sent = fetch.sent
         rows = all_to_all(pack([x[sent] for x in tensors]), fetch.send, fetch.receive, fetch.slices.group)
         result = []
         for own, fetched in zip(tensors, unpack(rows, tensors), strict=True):
-            extended = torch.cat([own.new_zeros(batch, halo, *own.shape[2:]), own], 1)
+            extended = torch.cat([own.new_zeros(batch, halo, *own.shape[2:]), own[:, :tokens]], 1)
             extended[received] = fetched
             result.append(extended)
         if log_decay is None:
             result.append(None)
         else:
-            if halo + length:
+            if halo + tokens:
                 # a head's first key needs no λ of its own, for no row sees past it; with nothing before it, it is left
                 cut = fetch.cut[:, None, :, None].expand(batch, 1, *result[2].shape[2:])
-                at = cut.clamp(max=halo + length - 1)
+                at = cut.clamp(max=halo + tokens - 1)
                 hides = (cut > 0) & (cut == at)
                 result[2].scatter_(1, at, torch.where(hides, -torch.inf, result[2].gather(1, at)))
             result[2] = result[2].flatten(2)
@@ -269,23 +299,26 @@ class Halo(torch.autograd.Function):
         own = [x if x.ndim == 4 else x.unflatten(2, (heads, -1)) for x in own]
         rows = pack([x[received] for x in own])
         rows = all_to_all(rows, fetch.receive, fetch.send, fetch.slices.group)
-        result = [None, None, None, None]
+        result = [None, None, None, None, None]
         for n, x, part in zip(ctx.asked, own, unpack(rows, own), strict=True):
-            result[n] = _added(x[:, fetch.halo :], part, sent, fetch.send)
+            x = x[:, fetch.halo :]
+            x = pad(x, (0, 0, 0, 0, 0, fetch.slices.end - fetch.slices.begin - x.shape[1]))
+            result[n] = _added(x, part, sent, fetch)
             if n == 2:
                 result[n] = result[n].flatten(2)
         return tuple(result)
 
 
-def _added(own: Tensor, rows: Tensor, where: tuple[Tensor, ...], numbers: list[int]) -> Tensor:
+def _added(own: Tensor, rows: Tensor, where: tuple[Tensor, ...], fetch: Fetch) -> Tensor:
     """A gradient plus what every rank sends back for some rows, in float32 at least and rank by rank: the same bits
     every time."""
     if not len(rows):
         return own
-    total = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    total = own[:, fetch.lent :].to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    entry, token, head = where
     begin = 0
-    for number in numbers:
-        of_rank = tuple(x[begin : begin + number] for x in where)
-        total[of_rank] += rows[begin : begin + number]
+    for number in fetch.send:
+        part = slice(begin, begin + number)
+        total[entry[part], token[part] - fetch.lent, head[part]] += rows[part]
         begin += number
-    return total.to(own.dtype)
+    return torch.cat([own[:, : fetch.lent], total.to(own.dtype)], 1)

@@ -103,16 +103,18 @@ def test_a_fixed_reach(pool, ranks, case):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("seen", [1.0, 0.4])  # in one call, and in two
 @pytest.mark.parametrize(
     "case", [{}, dict(lengths="uneven", resets=0.02), dict(kv_heads=1, sink=True, row_scale=True), dict(kv_heads=4)]
 )
-def test_heads_that_fetch_less_than_others_see_no_zeros(pool, ranks, case):
-    found = pool.run("distributed_cases.random_halo", ranks=ranks, length=100, **case)
+def test_heads_that_fetch_less_than_others_see_no_zeros(pool, ranks, seen, case):
+    found = pool.run("distributed_cases.random_halo", ranks=ranks, seen=seen, length=100, **case)
     assert all(error <= EXACT for errors in found for error in errors.values()), found
 
 
-def test_zeros_that_nothing_hides_are_noticed(pool):
-    found = pool.run("distributed_cases.random_halo", hides=False, ranks=2, length=100)
+@pytest.mark.parametrize("seen", [1.0, 0.4])
+def test_zeros_that_nothing_hides_are_noticed(pool, seen):
+    found = pool.run("distributed_cases.random_halo", hides=False, seen=seen, ranks=2, length=100)
     assert found[1]["out"] > 1e-3
     assert found[1]["d_log_decay"] > 1e-3
 
@@ -135,6 +137,24 @@ def test_keys_that_cannot_matter_are_not_fetched(pool, interpreter, ranks, case)
     assert tokens[0].max() == 0
     assert 0 < tokens.max() < case["length"] / 2
     assert len(tokens[-1].unique()) > 1  # heads have halos of their own
+
+
+@pytest.mark.parametrize(("window", "expected"), [(20, [30, 20]), (25, [25, 25]), (26, [50])])
+def test_rows_that_see_only_their_slice_do_not_wait_for_keys(pool, window, expected):
+    """Those have the first call; where they are less than half, there is one call."""
+    options = dict(window_size=(window, 0))
+    for decay in ("none", "gate"):
+        found = pool.run("distributed_cases.calls", ranks=2, length=100, decay=decay, options=options)
+        assert found[1][1] == expected
+        assert all(error <= EXACT for errors, _ in found for error in errors.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [{}, dict(decay="constant", row_scale=True, sink=True, kv_heads=1)])
+def test_rows_that_see_only_their_slice_are_planned(pool, interpreter, case):
+    found = pool.run("distributed_cases.calls", ranks=2, length=640, batch=1, mean=-1.0, backend="triton", **case)
+    assert [counted for _, counted in found] == [[320, 0], [256, 64]]
+    assert all(error <= EXACT for errors, _ in found for error in errors.values()), found
 
 
 @pytest.mark.slow

@@ -84,9 +84,13 @@ class Ranks:
 
     def first(self, tolerance):
         """(ranks, B, H_kv)"""
+        return self.first_and_rows(tolerance)[0]
+
+    def first_and_rows(self, tolerance):
+        """The same, and (ranks, B, H)."""
         for _ in range(2):
             found = [self.first_of(rank, tolerance) for rank in range(len(self.lengths))]
-        return torch.stack(found)
+        return [torch.stack(x) for x in zip(*found, strict=True)]
 
     def first_of(self, rank, tolerance):
         self.rank = rank
@@ -104,8 +108,9 @@ class Ranks:
         )
 
 
-def lost(inputs, lengths, first, window=-1):
-    """The largest probability that a row has among keys which its rank does not fetch."""
+def lost(inputs, lengths, first, window=-1, rows=None):
+    """The largest probability that a row has among keys which its rank does not fetch; of rows from `rows` of their
+    slice on, among all keys before it."""
     q, k, log_decay, scale = (inputs[name] for name in ("q", "k", "log_decay", "scale"))
     row_scale = scale if isinstance(scale, torch.Tensor) else None
     problem = AttentionProblem.of(q, k, log_decay, row_scale, True, (window, -1))
@@ -118,6 +123,9 @@ def lost(inputs, lengths, first, window=-1):
     p, _ = reference.masked_softmax(scores, reference.visible_pairs(problem, log_decay, i[None, None], i, None))
     of_row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     first = first[of_row].repeat_interleave(HEADS // KV_HEADS, 2)  # (T, B, H)
+    if rows is not None:
+        begin = torch.tensor([0, *lengths]).cumsum(0)[of_row]
+        first = torch.where((i - begin >= rows[of_row])[:, None, None], begin[:, None, None], first)
     return float(torch.where(i < first.permute(1, 2, 0)[..., None], p, 0.0).sum(-1).max())
 
 
@@ -138,6 +146,27 @@ def test_what_is_not_fetched_weighs_less_than_the_tolerance(monkeypatch, kind, h
     ranks = Ranks(monkeypatch, inputs, lengths)
     for tolerance in TOLERANCES:
         assert lost(inputs, lengths, ranks.first(tolerance)) <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("equal", torch.float64), ("uneven", torch.float16), ("short", torch.float32)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_see_only_their_slice_lose_less_than_the_tolerance(monkeypatch, kind, how, dtype):
+    lengths = LENGTHS[how]
+    inputs = make(kind, sum(lengths), dtype)
+    ranks = Ranks(monkeypatch, inputs, lengths)
+    for tolerance in TOLERANCES:
+        first, rows = ranks.first_and_rows(tolerance)
+        assert lost(inputs, lengths, first, rows=rows.amax((1, 2))) <= tolerance
+
+
+def test_few_rows_see_the_halo_of_a_strong_decay(monkeypatch):
+    lengths = LENGTHS["blocks"]
+    _, rows = Ranks(monkeypatch, make("plain", sum(lengths), mean=-1.0), lengths).first_and_rows(2.0**-25)
+    assert rows.amax((1, 2)).tolist() == [0, 64, 64]
+    _, rows = Ranks(monkeypatch, make("plain", sum(lengths), mean=-1e-3), lengths).first_and_rows(2.0**-25)
+    assert rows.amax((1, 2)).tolist() == [0, 256, 128]
 
 
 @pytest.mark.parametrize("scale", ["plain", "scale"])
@@ -167,27 +196,28 @@ def worst(ranks, tolerances=TOLERANCES):
     return max(lost(ranks.inputs, ranks.lengths, ranks.first(x)) / x for x in tolerances)
 
 
-def without_total(keys, granules, *_):
-    return keys._replace(total=0 * keys.total), granules
+def without_total(keys, rows, *_):
+    return keys._replace(total=0 * keys.total), rows
 
 
-def without_first(keys, granules, *_):
-    return keys._replace(first=0 * keys.first), granules
+def without_first(keys, rows, *_):
+    return keys._replace(first=0 * keys.first), rows
 
 
-def without_own_score(keys, granules, q, k, log_decay, scale, *_):
+def without_own_score(keys, rows, q, k, log_decay, scale, *_):
     """E is as if q_i·k_i were 0."""
     own = scale * (q * k.repeat_interleave(HEADS // KV_HEADS, 2)).sum(-1) / math.log(2)
     least = [part.amin(1) for part in own.split(skipping.GRANULE, 1)]
-    return keys, granules + torch.stack([torch.zeros(1, HEADS, len(least)), torch.stack(least, -1)], -1)
+    more = torch.stack([torch.zeros(1, HEADS, len(least)), torch.stack(least, -1)], -1)
+    return keys, rows._replace(granules=rows.granules + more)
 
 
-def without_norms(keys, granules, *_):
-    return keys._replace(longest=0 * keys.longest), granules
+def without_norms(keys, rows, *_):
+    return keys._replace(longest=0 * keys.longest), rows
 
 
-def without_weights(keys, granules, *_):
-    return keys._replace(weight=keys.weight.amin(-1, keepdim=True).expand_as(keys.weight).clone()), granules
+def without_weights(keys, rows, *_):
+    return keys._replace(weight=keys.weight.amin(-1, keepdim=True).expand_as(keys.weight).clone()), rows
 
 
 @pytest.mark.parametrize(
@@ -204,6 +234,17 @@ def test_a_plan_without_one_of_its_terms_loses_too_much(monkeypatch, change, kin
     inputs = make(kind, sum(LENGTHS[how]))
     assert worst(Ranks(monkeypatch, inputs, LENGTHS[how])) <= 1
     assert worst(Ranks(monkeypatch, inputs, LENGTHS[how], change=change)) > 1
+
+
+@pytest.mark.parametrize("kind", ["against", "plain"])
+def test_a_granule_too_few_of_rows_loses_too_much(monkeypatch, kind):
+    lengths, tolerance = LENGTHS["blocks"], 2.0**-54
+    inputs = make(kind, sum(lengths), mean=-0.4)
+    first, rows = Ranks(monkeypatch, inputs, lengths).first_and_rows(tolerance)
+    rows = rows.amax((1, 2))
+    assert 0 < rows[1] < 256
+    assert lost(inputs, lengths, first, rows=rows) <= tolerance
+    assert lost(inputs, lengths, first, rows=rows - skipping.GRANULE) > 100 * tolerance
 
 
 def test_a_plan_without_totals_fetches_too_much(monkeypatch):

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from context_benchmark import checks
 
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen
-from decayattn.distributed import ContextParallel, context_parallel_attention, fetched_tokens, halo
+from decayattn.distributed import ContextParallel, context_parallel_attention, fetched_tokens, halo, local
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import quick_interpreter
@@ -149,10 +149,11 @@ def compare(group, mode, *, lengths="equal", cu_seqlens=None, options=None, back
     return errors(found, expected, mine)
 
 
-def random_halo(group, *, hides=True, lengths="equal", **inputs):
+def random_halo(group, *, hides=True, seen=1.0, lengths="equal", **inputs):
     """`compare` with a halo of a random length for every rank, batch entry and key head, which nobody has planned.
 
-    In one process a mask leaves out what is not fetched. hides=False: nothing hides the zeros of shorter heads.
+    In one process a mask leaves out what is not fetched. hides=False: nothing hides the zeros of shorter heads. seen:
+    the share of every slice's rows that see the halo.
     """
     inputs, d_out, d_lse = make(**inputs)
     rank, ranks, length = dist.get_rank(group), dist.get_world_size(group), d_out.shape[1]
@@ -165,11 +166,14 @@ def random_halo(group, *, hides=True, lengths="equal", **inputs):
     row = torch.arange(length)
     slice_of_row = torch.repeat_interleave(torch.arange(ranks), torch.tensor(lengths))
     first_of_row = first[slice_of_row].repeat_interleave(d_out.shape[2] // shape[2], 2)  # (T, B, H)
+    rows = [int(seen * own) for own in lengths]
+    is_far = row - begins[slice_of_row] >= torch.tensor(rows)[slice_of_row]
+    first_of_row = torch.where(is_far[:, None, None], begins[slice_of_row][:, None, None], first_of_row)
     expected = whole(
         inputs, d_out, d_lse, backend="reference", bias=row >= first_of_row.permute(1, 2, 0)[..., None],
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halo, "first_keys", lambda *_: first[rank])
+        patch.setattr(halo, "first_keys", lambda *_: (first[rank], torch.full(shape[1:], rows[rank])))
         if not hides:
             patch.setattr(halo.Fetch, "cut", property(lambda self: torch.zeros_like(self.first[0])))
         found, mine = parallel(group, inputs, d_out, d_lse, lengths, backend="reference")
@@ -187,6 +191,19 @@ def planned(group, *, lengths="equal", options=None, backend="triton", **inputs)
     names = ("q", "k", "log_decay", "scale")
     own = {name: part_of(name, x, mine) for name, x in inputs.items() if name in names}
     return worst, fetched_tokens(**own, group=group, lengths=lengths, **options or {}).tolist()
+
+
+def calls(group, **case):
+    """`compare`, and how many calls of attention a slice is in its forward."""
+    attend, counted = local.attention, []
+
+    def counting(*args, **kwargs):
+        counted.append(args[0].shape[1])
+        return attend(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "attention", counting)
+        return compare(group, "halo", **case), counted
 
 
 def sent_bytes(group, mode, **options):

@@ -49,6 +49,7 @@ class KeySummary(NamedTuple):
     weight: Tensor  # (B, H, blocks): W, −inf where there is no key
     total: Tensor  # (B, H): α of the last token, and what β may be too small by
     first: Tensor  # (B, H): the first token's λ, 0 for a reset
+    last_reset: Tensor  # (B, H): the last token whose λ resets, −1 without one; a constant rate has none
 
     def flat(self) -> Tensor:
         return torch.cat([x.reshape(-1) for x in self])
@@ -57,15 +58,22 @@ class KeySummary(NamedTuple):
     def gathered(cls, flat: Tensor, problem: AttentionProblem, blocks: int) -> "KeySummary":
         """Of what `flat` gave on every rank, (ranks, ·)."""
         heads = (problem.batch, problem.num_heads)
-        shapes = (problem.batch, problem.num_kv_heads, blocks), (*heads, blocks), heads, heads
+        shapes = (problem.batch, problem.num_kv_heads, blocks), (*heads, blocks), heads, heads, heads
         parts = flat.split([math.prod(shape) for shape in shapes], 1)
         return cls(*(x.unflatten(1, shape) for x, shape in zip(parts, shapes, strict=True)))
 
 
+class RowSummary(NamedTuple):
+    """What a slice needs to know of its own rows."""
+
+    granules: Tensor  # (B, H, granules, 2): U and E
+    first_reset: Tensor  # (B, H) int64: the first token whose λ resets, or the number of tokens
+
+
 def summarise(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor, scale: Tensor | float, blocks: int
-) -> tuple[KeySummary, Tensor]:
-    """A slice's keys, in at least as many blocks as there are, and its rows: U and E (B, H, granules, 2).
+) -> tuple[KeySummary, RowSummary]:
+    """A slice's keys, in at least as many blocks as there are, and its rows.
 
     problem is the slice on its own: dense, causal, with as many rows as keys.
     """
@@ -74,8 +82,10 @@ def summarise(
     longest = q.new_zeros(problem.batch, problem.num_kv_heads, blocks, dtype=torch.float64)
     weight = torch.full((*heads, blocks), -math.inf, dtype=torch.float64, device=q.device)
     nothing = q.new_zeros(heads, dtype=torch.float64)
+    never = torch.full(heads, length, device=q.device)
     if problem.is_empty:
-        return KeySummary(longest, weight, nothing, nothing), q.new_empty(*heads, 0, 2, dtype=torch.float64)
+        no_rows = RowSummary(q.new_empty(*heads, 0, 2, dtype=torch.float64), never)
+        return KeySummary(longest, weight, nothing, nothing, nothing - 1), no_rows
     scalar = problem.decay == "scalar"
     prefix = decay_prefix.build(problem, log_decay) if scalar else decay_prefix.allocate(problem, q)
     granules = cdiv(length, GRANULE)
@@ -89,22 +99,27 @@ def summarise(
         beta = prefix.beta[..., -1].double()
         total = prefix.base[..., -1] + beta
         slack = beta.abs() * _BETA_MARGIN
-        first = torch.where(is_reset(log_decay[:, 0]), 0.0, log_decay[:, 0].double() * _LOG2E)
+        begins_anew = is_reset(log_decay[:, 0])
+        first = torch.where(begins_anew, 0.0, log_decay[:, 0].double() * _LOG2E)
+        # the prefix has 0 for a reset of the first token, and where there is none
+        last_reset = prefix.last_reset[..., -1].double()
+        last_reset = torch.where((last_reset > 0) | begins_anew, last_reset, -1.0)
+        first_reset = torch.where(begins_anew, 0, prefix.next_reset[..., 0]).long()
     else:
         first = (log_decay.double() * _LOG2E).expand(heads)
-        total, slack = first * (length - 1), nothing
-    return KeySummary(longest, weight, total + slack, first), of_granules
+        total, slack, last_reset, first_reset = first * (length - 1), nothing, nothing - 1, never
+    return KeySummary(longest, weight, total + slack, first, last_reset), RowSummary(of_granules, first_reset)
 
 
 def find_first_blocks(
     keys: KeySummary, rank: int, of_granules: Tensor, begin: Tensor, rows: Tensor, tolerance: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """(B, H) int64: the first block that a rank has to fetch of those of the ranks before it, counted from the first
-    rank's first one; their number where it needs none.
+    rank's first one, their number where it needs none; and (B, H) int64: the rows from this one on need none.
 
     Args:
         keys: of all ranks.
-        of_granules: `summarise`'s of the rank.
+        of_granules: the rank's.
         begin: (B, H), the first block of which a row sees a key.
         rows: (B, H): the rows from this one on see nothing before their slice.
         tolerance: the probability that what is not fetched has in any row, at most.
@@ -127,7 +142,9 @@ def find_first_blocks(
             of_blocks, of_granules, begin.int().contiguous(), rows.int().contiguous(), first_block,
             math.log2(tolerance), blocks, granules, CHUNK=CHUNK, TOGETHER=together, num_warps=1, **COMPILER_OPTIONS,
         )
-    return first_block.amin(-1).long()
+    behind_granule = torch.arange(GRANULE, GRANULE * (granules + 2), GRANULE, device=weight.device)
+    needed = torch.where(first_block < blocks, behind_granule, 0).amax(-1)
+    return first_block.amin(-1).long(), torch.minimum(needed, rows)
 
 
 @triton.jit
