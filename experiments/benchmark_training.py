@@ -14,9 +14,13 @@ speeds: the checks run on a tiny model, ours in Triton's interpreter.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+# in this process: the pool of processes that compiles for FlexAttention has hung for good (torch 2.11)
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 from shared.options import declare, declare_output, expect_positive, positive

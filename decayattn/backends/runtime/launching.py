@@ -130,28 +130,43 @@ def kinds_of(args: tuple) -> tuple | None:
     """
     if torch.version.hip is not None:  # where tensors of 2 GB are another kind
         return None
-    found: list[Any] = []
+    found: list[Hashable] = []
+    return tuple(found) if _add_kinds(args, found) else None
+
+
+def _add_kinds(args: tuple, found: list[Hashable]) -> bool:
+    """Whether all of them are known. What is in a tuple stands between its type and its length."""
+    add = found.append
     for x in args:
-        if type(x) is int:
-            found.append((x == 1, x % _ALIGNMENT == 0, -(2**31) <= x < 2**31, x < 2**63))
-        elif isinstance(x, Tensor):
-            found.append(x.dtype)
-        elif x is None or type(x) is float:
-            found.append(type(x))
-        elif type(x) is bool:
-            found.append((bool, x))
+        kind = type(x)
+        if kind is int:
+            aligned = 1 if x == 1 else 2 if x % _ALIGNMENT == 0 else 0
+            add(aligned if -(2**31) <= x < 2**31 else aligned + (4 if x < 2**63 else 8))
+        elif kind is Tensor:
+            add(x.dtype)
+        elif x is None or kind is float:
+            add(kind)
         elif isinstance(x, tuple):
-            if (kinds := kinds_of(x)) is None:
-                return None
-            found.append((type(x), kinds))
+            add(kind)
+            if not _add_kinds(x, found):
+                return False
+            add(len(x))
+        elif kind is bool:
+            add((bool, x))
+        elif isinstance(x, Tensor):
+            add(x.dtype)
         elif hasattr(x, "block_shape"):
-            found.append((type(x), x.base.dtype, *_traits(x)))
+            add(kind)
+            add(x.base.dtype)
+            for name in _traits(kind, *vars(x)):
+                value = getattr(x, name)
+                add(tuple(value) if type(value) is list else value)
         else:
-            return None
-    return tuple(found)
+            return False
+    return True
 
 
-def _traits(descriptor: Any) -> list[Hashable]:
-    changing = ("base", "shape", "strides")
-    traits = {name: value for name, value in vars(descriptor).items() if name not in changing}
-    return [tuple(value) if isinstance(value, list) else value for value in traits.values()]
+@functools.cache
+def _traits(kind: type, *names: str) -> tuple[str, ...]:
+    """What a descriptor has besides place and size."""
+    return tuple(name for name in names if name not in ("base", "shape", "strides"))
