@@ -138,7 +138,7 @@ def _add_kinds(args: tuple, found: list[Hashable]) -> bool:
     """Whether all of them are known. What is in a tuple stands between its type and its length."""
     add = found.append
     for x in args:
-        kind = type(x)
+        kind: Any = type(x)
         if kind is int:
             aligned = 1 if x == 1 else 2 if x % _ALIGNMENT == 0 else 0
             add(aligned if -(2**31) <= x < 2**31 else aligned + (4 if x < 2**63 else 8))
@@ -167,6 +167,6 @@ def _add_kinds(args: tuple, found: list[Hashable]) -> bool:
 
 
 @functools.cache
-def _traits(kind: type, *names: str) -> tuple[str, ...]:
+def _traits(kind: Hashable, *names: str) -> tuple[str, ...]:
     """What a descriptor has besides place and size."""
     return tuple(name for name in names if name not in ("base", "shape", "strides"))
