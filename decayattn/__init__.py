@@ -2,6 +2,9 @@
 
 from decayattn.functional import decay_attention, decay_attention_varlen, visited_fraction
 from decayattn.nn.attention import DecayFlashAttention
+from decayattn.paged import decay_attention_paged
 
-__all__ = ["DecayFlashAttention", "decay_attention", "decay_attention_varlen", "visited_fraction"]
+__all__ = [
+    "DecayFlashAttention", "decay_attention", "decay_attention_paged", "decay_attention_varlen", "visited_fraction",
+]
 __version__ = "0.1.0"

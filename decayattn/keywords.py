@@ -47,7 +47,7 @@ _HINTS = {
     "dropout": _DROPOUT,
     "dropout_p": _DROPOUT,
     "softcap": "there is no soft cap",
-    "block_table": "there is no paged cache",
+    "block_table": "decay_attention_paged takes it",
     "adaptive_threshold": "use skip_tolerance, the probability that a row may lose: math.exp(-10) for 'auto'",
     "enable_gqa": "leave it out: k and v may always have fewer heads than q",
     "deterministic": "leave it out: torch.use_deterministic_algorithms asks for that",

@@ -148,14 +148,18 @@ def any_scale(inputs: Inputs) -> Tensor | float:
 
 
 class Held(NamedTuple):
-    """What a cache of keys and values is written to (DecayCache says what each means)."""
+    """What a cache of keys and values is written to (DecayCache says what each means).
+
+    With a block table, the tokens of an entry are in pages: keys, values and alpha are (pages, page, ·, ·).
+    """
 
     keys: Tensor  # (B, max_length, H_kv, D)
     values: Tensor  # (B, max_length, H_kv, D_v)
     lengths: Tensor  # (B,) int32
-    first: Tensor  # (B, H) int32
-    log_evicted: Tensor  # (B, H) float64
+    first: Tensor | None  # (B, H) int32; None: 0, where no decay is per token
+    log_evicted: Tensor | None  # (B, H) float64; None: nothing is evicted
     alpha: Tensor | None  # (B, max_length, H) float64
+    block_table: Tensor | None = None  # (B, blocks) int32: the pages of an entry, in the order of its tokens
 
 
 class DecayPrefix(NamedTuple):
@@ -272,6 +276,15 @@ def check_packed_arguments(
         )
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         check_count(name, longest)
+
+
+def refuse_gradients(**inputs: Tensor | float | None) -> None:
+    """Refuse what a cache of keys and values has no gradient for."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise RuntimeError(f"{name}: requires a gradient, and a cache has none; call it under torch.no_grad()")
 
 
 def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:

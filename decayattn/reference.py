@@ -34,7 +34,7 @@ def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor
         return _attend_sequences(problem, inputs, inputs.bounds)
 
 
-def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None) -> Tensor:
+def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None) -> Tensor | None:
     """Write T new tokens behind those of every cache entry, lengths aside; the first keys that they see.
 
     α goes on as the running sum of λ, in which a reset and an entry's first token count 0, and a reset becomes the
@@ -48,7 +48,7 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
             these very tokens read them with probability 0. None: all count.
 
     Returns:
-        (B, H, T) int32, any strides.
+        (B, H, T) int32, any strides; None where held has no first, and the decay is not one per token.
     """
     tokens = k.shape[1]
     token = torch.arange(tokens, device=k.device)
@@ -57,21 +57,41 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
         k, v = (x.masked_fill(padding[..., None, None], 0) for x in (k, v))
         log_decay = None if log_decay is None else log_decay.masked_fill(padding[..., None], 0)
     position = held.lengths[:, None] + token
-    entry = torch.arange(k.shape[0], device=k.device)[:, None]
-    held.keys[entry, position] = k
-    held.values[entry, position] = v
+    place, fits = _places(held, position)
+    held.keys[place], held.values[place] = k[fits], v[fits]
     if log_decay is None or held.alpha is None:
-        return held.first[..., None].expand(-1, -1, tokens)
+        return None if held.first is None else held.first[..., None].expand(-1, -1, tokens)
+    assert held.first is not None
     resets = is_reset(log_decay)
     unused = resets | (position == 0)[..., None]  # nothing lies before an entry's first token
     steps = torch.where(unused, 0.0, log_decay.double()).cumsum(1)
-    last = held.alpha[entry, position[:, :1].sub(1).clamp(min=0)]
-    held.alpha[entry, position] = torch.where(position[:, :1, None] > 0, last, 0.0) + steps
+    newest, _ = _places(held, position[:, :1].sub(1).clamp(min=0))
+    last = held.alpha[newest].reshape(len(k), 1, -1)
+    alpha = torch.where(position[:, :1, None] > 0, last, 0.0) + steps
+    held.alpha[place] = alpha[fits]
     last_reset = torch.where(resets, position[..., None], 0).to(torch.int32).cummax(1).values
     first = torch.maximum(last_reset, held.first[:, None]).transpose(1, 2)
     held.first.copy_(first[..., -1])
-    held.log_evicted.masked_fill_(last_reset[:, -1] > 0, -torch.inf)
+    if held.log_evicted is not None:
+        held.log_evicted.masked_fill_(last_reset[:, -1] > 0, -torch.inf)
     return first
+
+
+def _places(held: Held, position: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Where tokens at these positions (B, T) are in keys, values and alpha, and their (entry, token): of those that
+    have a place, one behind the other."""
+    entry, token = torch.meshgrid(*(torch.arange(n, device=position.device) for n in position.shape), indexing="ij")
+    if held.block_table is None:
+        return (entry.flatten(), position.flatten()), (entry.flatten(), token.flatten())
+    page = held.keys.shape[1]
+    fits = position < held.block_table.shape[1] * page
+    entry, token, position = entry[fits], token[fits], position[fits]
+    return (held.block_table[entry, position // page].long(), position % page), (entry, token)
+
+
+def _entries(pages: Tensor, block_table: Tensor) -> Tensor:
+    """The tokens of every entry behind one another, (B, blocks · page, ·, ·)."""
+    return pages[block_table.long().clamp(0, len(pages) - 1)].flatten(1, 2)
 
 
 def evict(held: Held, alpha: Tensor, log_tolerance: float, score_bound: Tensor) -> Tensor:
@@ -88,6 +108,8 @@ def evict(held: Held, alpha: Tensor, log_tolerance: float, score_bound: Tensor) 
     Returns:
         (B, H) float64, the log of the bound for the newest row of every entry.
     """
+    assert held.first is not None
+    assert held.log_evicted is not None
     j = torch.arange(alpha.shape[1], device=alpha.device)[:, None]
     lengths = held.lengths[:, None]
     alpha = alpha.expand(len(lengths), -1, -1)
@@ -114,6 +136,7 @@ def decode(
     first: Tensor | None = None,
     left: int | None = None,
     longest: int | None = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (B, T_q, H, D_v) and lse (B, H, T_q) of the last T_q tokens of every cache entry.
 
@@ -125,7 +148,12 @@ def decode(
         first: (B, H, T_q), the first key that a row sees; default 0.
         left: a row at position i sees the keys j ≥ i − left only; None is no limit.
         longest: no length is larger; default T_max.
+        block_table: (B, blocks) int32, if the cache is in pages (Held): k, v and alpha are (pages, page, ·, ·).
     """
+    if block_table is not None:
+        inputs = inputs._replace(k=_entries(inputs.k, block_table), v=_entries(inputs.v, block_table))
+        alpha = None if alpha is None else _entries(alpha, block_table)
+        lengths = lengths.clamp(max=inputs.k.shape[1])
     q, log_decay, rows = inputs.q, inputs.log_decay, inputs.q.shape[1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     longest = inputs.k.shape[1] if longest is None else longest

@@ -298,21 +298,30 @@ def compiled_kernels(
         with collecting(target) as kernels:
             lengths, first = torch.empty(2, dtype=torch.int32), torch.empty(2, 4, dtype=torch.int32)
             held = Held(k, v, lengths, first, torch.empty(2, 4, dtype=torch.float64), alpha)
-            for new, counted in ((slice(1), None), (slice(300), lengths)):
+            k_pages, v_pages = (torch.empty(9, 16, 4, dim, dtype=dtype) for _ in range(2))
+            alpha_pages = None if alpha is None else torch.empty(9, 16, 4, dtype=torch.float64)
+            table = torch.empty(2, 40, dtype=torch.int32)
+            paged = Held(k_pages, v_pages, lengths, first, None, alpha_pages, table)
+            for cache, new, counted in ((held, slice(1), None), (held, slice(300), lengths), (paged, slice(1), None)):
                 rates = log_decay[:, new] if decay == "scalar" else None
-                portable.append(held, k[:, new], v[:, new], rates, counted)
-            decoding.decode(
-                Inputs(q[:, :1], k[:, :, :1], v[:, :, :1], log_decay if decay == "constant" else None, scale=scale),
-                torch.empty(2, dtype=torch.int32), alpha=alpha, first=torch.empty(2, 4, 1, dtype=torch.int32),
-            )
+                portable.append(cache, k[:, new], v[:, new], rates, counted)
+            for cache in (held, paged):
+                inputs = Inputs(
+                    q[:, :1], cache.keys[:, :, :1], cache.values[:, :, :1], log_decay if decay == "constant" else None,
+                    scale=scale,
+                )
+                decoding.decode(
+                    inputs, torch.empty(2, dtype=torch.int32), alpha=cache.alpha,
+                    first=torch.empty(2, 4, 1, dtype=torch.int32), block_table=cache.block_table,
+                )
         return kernels
     if path == "halo":
         with collecting(target) as kernels:
             if log_decay is not None:
-                keys, granules = halo.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
+                keys, rows = halo.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
                 keys = halo.KeySummary(*(x.expand(2, *x.shape) for x in keys))
                 limits = torch.empty(2, 2, 4, dtype=torch.int32)
-                halo.find_first_blocks(keys, 1, granules, *limits, SKIP_TOLERANCE)
+                halo.find_first_blocks(keys, 1, rows.granules, *limits, SKIP_TOLERANCE)
         return kernels
     inputs = Inputs(q, k, v, log_decay, bounds=bounds, bias=bias, scale=scale)
     with collecting(target) as kernels:

@@ -26,7 +26,7 @@ class Append(Protocol):
 
     def __call__(
         self, held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
-    ) -> Tensor: ...
+    ) -> Tensor | None: ...
 
 
 class Decode(Protocol):
@@ -42,6 +42,7 @@ class Decode(Protocol):
         first: Tensor | None = None,
         left: int | None = None,
         longest: int | None = None,
+        block_table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 

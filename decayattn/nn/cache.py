@@ -21,6 +21,7 @@ from decayattn.problem import (
     Inputs,
     SkipTolerance,
     check_arguments,
+    refuse_gradients,
     window_of,
     without_autocast,
 )
@@ -155,7 +156,7 @@ class DecayCache:
         rates, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
         log_decay, rates = (rates, None) if rates is not None and rates.ndim == 3 else (None, rates)
         self._check_tokens(k, v, log_decay, new_lengths)
-        _refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
+        refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
         counted = _counted(new_lengths, q.shape[1])
         if self.longest == 0:
             with without_autocast(q.device):  # in the dtype of the cache, as later tokens
@@ -339,7 +340,7 @@ class DecayCache:
             raise ValueError(f"log_decay: the tokens in the cache have {held}, the new ones {came}; reset the cache")
         if new_lengths is not None:
             _check_numbers("new_lengths", new_lengths, self.lengths)
-        _refuse_gradients(k=k, v=v, log_decay=log_decay)
+        refuse_gradients(k=k, v=v, log_decay=log_decay)
 
     def _decoder(self, backend: str) -> registry.Decoder:
         """Who writes and reads this cache; a backend without kernels for it is refused."""
@@ -360,7 +361,7 @@ class DecayCache:
             self.alpha = None  # tokens before a reset may have had a decay
         elif self.alpha is None:
             self.alpha = self._new_alpha()
-        first = decoder.append(self._held(), k, v, log_decay, counted)
+        first = cast(Tensor, decoder.append(self._held(), k, v, log_decay, counted))
         ends = self.lengths if counted is None else self.lengths + tokens
         self.lengths.add_(tokens if counted is None else counted)
         self.longest += tokens
@@ -409,14 +410,6 @@ def _check_tolerance(tolerance: float) -> None:
         raise TypeError(f"tolerance: expected a number, got {tolerance!r} of type {type(tolerance).__name__}")
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
-
-
-def _refuse_gradients(**inputs: Tensor | float | None) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, x in inputs.items():
-        if isinstance(x, Tensor) and x.requires_grad:
-            raise RuntimeError(f"{name}: requires a gradient, and a cache has none; call it under torch.no_grad()")
 
 
 def _check_tensor(name: str, x: Tensor, device: torch.device) -> None:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends.portable.launch import padded
+from decayattn.backends.portable.pages import BlockTable, block_table, entry_start, has_place, token_offset
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.arguments import Strided, strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
@@ -26,28 +27,30 @@ _MOST_COPIED = 16
 _MOST_SUMMED = 128
 
 
-def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None) -> Tensor:
+def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None) -> Tensor | None:
     """reference.append by one launch, with its arguments, which the caller has checked."""
     batch, tokens, kv_heads, dim = k.shape
-    heads, value_dim = held.first.shape[1], v.shape[3]
-    first = held.first[..., None].expand(-1, -1, tokens)
+    value_dim, page = v.shape[3], 0 if held.block_table is None else held.keys.shape[1]
+    first = None if held.first is None else held.first[..., None].expand(-1, -1, tokens)
     with launching.on_device(k.device):
         copied, summed = (min(next_power_of_2(tokens), most) for most in (_MOST_COPIED, _MOST_SUMMED))
-        copies, sums = batch * kv_heads * cdiv(tokens, copied), 0
+        copies, sums, heads = batch * kv_heads * cdiv(tokens, copied), 0, 0
         new_first = None
         if log_decay is not None:
+            heads = log_decay.shape[2]
             sums = batch * heads
-            new_first = first = torch.empty(first.shape, device=k.device, dtype=torch.int32)
+            new_first = first = torch.empty(batch, heads, tokens, device=k.device, dtype=torch.int32)
         given = (k, v, log_decay, counted, *held)
-        launch = launching.of_call(k.device, given, k.shape, value_dim, heads)
+        launch = launching.of_call(k.device, given, k.shape, value_dim, page)
         launch(
             append_kernel, copies + sums,
             HeldTokens(
                 strided(held.keys), strided(held.values), held.lengths, held.first, held.log_evicted,
-                strided(held.alpha),
+                strided(held.alpha), block_table(held.block_table, page),
             ),
             NewTokens(strided(k), strided(v), strided(log_decay), counted, new_first), tokens, kv_heads, heads, copies,
-            TRAITS=AppendTraits(dim, value_dim, copied, summed, padded(dim), padded(value_dim)), **COMPILER_OPTIONS,
+            TRAITS=AppendTraits(dim, value_dim, copied, summed, padded(dim), padded(value_dim), page),
+            **COMPILER_OPTIONS,
         )
     return first
 
@@ -58,9 +61,10 @@ class HeldTokens(NamedTuple):
     k: Strided
     v: Strided
     lengths: Tensor
-    first: Tensor
-    log_evicted: Tensor
+    first: Tensor | None
+    log_evicted: Tensor | None
     alpha: Strided | None
+    table: BlockTable | None
 
 
 class NewTokens(NamedTuple):
@@ -82,6 +86,7 @@ class AppendTraits(NamedTuple):
     block_s: int
     block_d: int
     block_dv: int
+    page: int  # tokens of a page; 0 without a block table
 
 
 @triton.jit
@@ -94,7 +99,7 @@ def append_kernel(held, new, tokens, kv_heads, heads, copies, TRAITS: tl.constex
     if program < copies:
         _copy_tokens(held, new, program, kv_heads, tokens, TRAITS)
     elif new.log_decay is not None:
-        _continue_alpha(held, new, program - copies, heads, tokens, TRAITS.block_s)
+        _continue_alpha(held, new, program - copies, heads, tokens, TRAITS.block_s, TRAITS.page)
 
 
 @triton.jit
@@ -112,31 +117,43 @@ def _copy_tokens(held, new, tile, kv_heads, tokens, TRAITS: tl.constexpr):
     token = tile % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
     there = tl.load(held.lengths + batch) + token
     counts = token < _count(new, batch, tokens)
-    _copy(held.k, new.k, batch, head, there, token, counts, tokens, TRAITS.d, TRAITS.block_d)
-    _copy(held.v, new.v, batch, head, there, token, counts, tokens, TRAITS.d_v, TRAITS.block_dv)
+    inside = token < tokens
+    fits = inside & has_place(there, held.table)
+    tokens_of_tile = (there, token, inside, counts, fits)
+    _copy(held, held.k, new.k, batch, head, tokens_of_tile, TRAITS.d, TRAITS.block_d, TRAITS.page)
+    _copy(held, held.v, new.v, batch, head, tokens_of_tile, TRAITS.d_v, TRAITS.block_dv, TRAITS.page)
 
 
 @triton.jit
-def _copy(held, new, batch, head, there, token, counts, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of one head, 0 where they do not count."""
+def _copy(
+    held, buffer, new, batch, head, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
+):
+    """Rows of one head into a buffer of the cache, 0 where they do not count.
+
+    tokens: where they go, their numbers, and which of them exist, count, and have a place
+    """
+    there, token, inside, counts, fits = tokens
     column = tl.arange(0, BLOCK)[None, :]
-    inside = (token < tokens)[:, None] & (column < WIDTH)
     rows = new.data + batch.to(tl.int64) * new.strides[0] + head * new.strides[2]
     rows += token.to(tl.int64)[:, None] * new.strides[1] + column * new.strides[3]
-    x = tl.load(rows, mask=inside & counts[:, None], other=0.0)
-    rows = held.data + batch.to(tl.int64) * held.strides[0] + head * held.strides[2]
-    tl.store(rows + there.to(tl.int64)[:, None] * held.strides[1] + column * held.strides[3], x, mask=inside)
+    x = tl.load(rows, mask=(inside & counts)[:, None] & (column < WIDTH), other=0.0)
+    rows = entry_start(buffer, batch, held.table) + head * buffer.strides[2]
+    offset = token_offset(buffer, batch, there, fits, held.table, PAGE)
+    tl.store(rows + offset[:, None] + column * buffer.strides[3], x, mask=fits[:, None] & (column < WIDTH))
 
 
 @triton.jit
-def _continue_alpha(held, new, batch_head, heads, tokens, BLOCK: tl.constexpr):
+def _continue_alpha(held, new, batch_head, heads, tokens, BLOCK: tl.constexpr, PAGE: tl.constexpr):
     """α and the first keys of one query head over the new tokens."""
     batch, head = batch_head // heads, (batch_head % heads).to(tl.int64)
-    rate_strides, strides = new.log_decay.strides, held.alpha.strides
+    rate_strides = new.log_decay.strides
     rates = new.log_decay.data + batch.to(tl.int64) * rate_strides[0] + head * rate_strides[2]
-    alpha = held.alpha.data + batch.to(tl.int64) * strides[0] + head * strides[2]
+    alpha = entry_start(held.alpha, batch, held.table) + head * held.alpha.strides[2]
     length, count = tl.load(held.lengths + batch), _count(new, batch, tokens)
-    before = tl.load(alpha + (length.to(tl.int64) - 1) * strides[1], mask=length > 0, other=0.0)
+    newest = length.to(tl.int64) - 1
+    has_newest = (length > 0) & has_place(newest, held.table)
+    before = token_offset(held.alpha, batch, newest, has_newest, held.table, PAGE)
+    before = tl.load(alpha + before, mask=has_newest, other=0.0)
     first = tl.load(held.first + batch_head)
     last_reset = 0
     for start in range(0, tokens, BLOCK):
@@ -145,7 +162,9 @@ def _continue_alpha(held, new, batch_head, heads, tokens, BLOCK: tl.constexpr):
         rate = tl.load(rates + token.to(tl.int64) * rate_strides[1], mask=inside & (token < count), other=0.0)
         is_reset = rate < RESET_BELOW
         step = tl.where(is_reset | (position == 0), 0.0, rate.to(tl.float64))
-        tl.store(alpha + position.to(tl.int64) * strides[1], before + tl.cumsum(step, 0), mask=inside)
+        fits = inside & has_place(position, held.table)
+        offset = token_offset(held.alpha, batch, position, fits, held.table, PAGE)
+        tl.store(alpha + offset, before + tl.cumsum(step, 0), mask=fits)
         before += tl.sum(step, 0)
         resets = tl.associative_scan(tl.where(is_reset, position, 0), 0, _larger)
         seen = tl.maximum(resets, first)
@@ -153,7 +172,8 @@ def _continue_alpha(held, new, batch_head, heads, tokens, BLOCK: tl.constexpr):
         first = tl.max(seen, 0)
         last_reset = tl.maximum(last_reset, tl.max(resets, 0))
     tl.store(held.first + batch_head, first)
-    tl.store(held.log_evicted + batch_head, float("-inf"), mask=last_reset > 0)
+    if held.log_evicted is not None:
+        tl.store(held.log_evicted + batch_head, float("-inf"), mask=last_reset > 0)
 
 
 @triton.jit

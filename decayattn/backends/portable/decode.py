@@ -22,6 +22,8 @@ from torch import Tensor
 
 from decayattn.backends.portable.arguments import TileSource
 from decayattn.backends.portable.launch import arch, dot_precision, padded
+from decayattn.backends.portable.pages import CachedTokens, entry_start, token_offset
+from decayattn.backends.portable.pages import block_table as as_argument
 from decayattn.backends.portable.tiles import load_scale, load_tile
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.arguments import strided
@@ -87,6 +89,7 @@ def decode(
     first: Tensor | None = None,
     left: int | None = None,
     longest: int | None = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """reference.decode by two launches, with its arguments, which the caller has checked.
 
@@ -101,6 +104,9 @@ def decode(
     q, keys, values, log_decay, row_scale = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.row_scale
     batch, query_length, heads, head_dim = q.shape
     max_length, kv_heads, value_dim = values.shape[1:]
+    page = 0
+    if block_table is not None:
+        page, max_length = max_length, block_table.shape[1] * max_length
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     with launching.on_device(q.device):
         out = q.new_empty(batch, query_length, heads, value_dim)
@@ -126,16 +132,17 @@ def decode(
             group=group, d=head_dim, d_v=value_dim, block_m=block_m, block_n=tile.block_n, block_d=padded(head_dim),
             block_dv=padded(value_dim),
             decay="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
-            precision=dot_precision(),
+            precision=dot_precision(), page=page,
         )
         sink = None if inputs.sink is None else inputs.sink.contiguous()
-        tensors = (q, keys, values, lengths, log_decay, alpha, first, row_scale, sink)
-        launch = launching.of_call(q.device, tensors, q.shape, values.shape, left, splits)
+        tensors = (q, keys, values, lengths, log_decay, alpha, first, row_scale, sink, block_table)
+        launch = launching.of_call(q.device, tensors, q.shape, values.shape, left, splits, max_length)
         launch(
             split_kernel, programs * splits,
-            strided(q), strided(keys), strided(values), lengths, strided(first), strided(alpha), strided(log_decay),
-            strided(row_scale), parts, inputs.scale, left, query_length, kv_heads,
-            row_tiles, splits, TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS,
+            strided(q), CachedTokens(strided(keys), strided(values), strided(alpha), as_argument(block_table, page)),
+            lengths, strided(first), strided(log_decay), strided(row_scale), parts, inputs.scale, left, query_length,
+            kv_heads, row_tiles, splits, TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            **COMPILER_OPTIONS,
         )
         launch(
             combine_kernel, batch * kv_heads * rows,
@@ -166,17 +173,19 @@ class DecodeTraits(NamedTuple):
     block_dv: int
     decay: DecayName
     precision: str
+    page: int  # tokens of a page; 0 without a block table
 
 
 @triton.jit
 def split_kernel(
-    queries, keys, values, lengths, first_keys, alpha, rates, row_scales, parts, scale: tl.float64, left, query_length,
-    kv_heads, row_tiles, splits, TRAITS: tl.constexpr,
+    queries, cache, lengths, first_keys, rates, row_scales, parts, scale: tl.float64, left, query_length, kv_heads,
+    row_tiles, splits, TRAITS: tl.constexpr,
 ):
-    """One split of the keys into (acc, row_max, row_sum) of one tile of rows of one key head.
+    """One split of the keys of a CachedTokens into (acc, row_max, row_sum) of one tile of rows of one key head.
 
     Row m of a key head is query row m // GROUP of the group's head m % GROUP.
     """
+    keys, values, alpha, table = cache
     GROUP: tl.constexpr = TRAITS.group
     BLOCK_M: tl.constexpr = TRAITS.block_m
     BLOCK_N: tl.constexpr = TRAITS.block_n
@@ -184,6 +193,7 @@ def split_kernel(
     BLOCK_DV: tl.constexpr = TRAITS.block_dv
     DECAY: tl.constexpr = TRAITS.decay
     PRECISION: tl.constexpr = TRAITS.precision
+    PAGE: tl.constexpr = TRAITS.page
     ACCUMULATOR: tl.constexpr = parts.acc.dtype.element_ty
     split = tl.program_id(0) % splits
     row_tile = tl.program_id(0) // splits % row_tiles
@@ -191,6 +201,8 @@ def split_kernel(
     batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
     entry = batch.to(tl.int64)
     length = tl.load(lengths + batch)
+    if table is not None:
+        length = tl.minimum(length, table.tokens)
     rows = query_length * GROUP
     # rows past the end repeat the last one: they widen no interval, and are never stored
     index = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -218,10 +230,11 @@ def split_kernel(
     if DECAY == "constant":
         rate = load_rate(rates.data, rates.strides[0], head, DECAY, ACCUMULATOR)[:, None]
     elif DECAY == "scalar":
-        head_alpha = alpha.data + entry * alpha.strides[0] + head.to(tl.int64) * alpha.strides[2]
+        head_alpha = entry_start(alpha, batch, table) + head.to(tl.int64) * alpha.strides[2]
         # rows past the end read nothing
         has_alpha = (position >= 0) & (index < rows)
-        row_alpha = tl.load(head_alpha + position.to(tl.int64) * alpha.strides[1], mask=has_alpha, other=0.0)
+        own_offset = token_offset(alpha, batch, position, has_alpha, table, PAGE)
+        row_alpha = tl.load(head_alpha + own_offset, mask=has_alpha, other=0.0)
         query_alpha = row_alpha[:, None] * LOG2E
     column = tl.arange(0, BLOCK_D)[None, :]
     strides = queries.strides
@@ -236,11 +249,14 @@ def split_kernel(
         start = tile * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
         # masked by the entry's length: beyond it may lie anything, and 0 · NaN is NaN
-        k = load_tile(k_source, batch, kv_head, 0, start, length, BLOCK_N, TRAITS.d, BLOCK_D, True)
+        if table is None:
+            k = load_tile(k_source, batch, kv_head, 0, start, length, BLOCK_N, TRAITS.d, BLOCK_D, True)
+        else:
+            k = _load_paged(keys, batch, kv_head, key, length, table, PAGE, TRAITS.d, BLOCK_D)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * row_scale
         key_alpha = 0.0
         if DECAY == "scalar":
-            offset = key[None, :].to(tl.int64) * alpha.strides[1]
+            offset = token_offset(alpha, batch, key[None, :], key[None, :] < length, table, PAGE)
             used = has_alpha[:, None] & (key[None, :] < length)
             key_alpha = tl.load(head_alpha[:, None] + offset, mask=used, other=0.0) * LOG2E
         # α is whole and in float64 here: there is no second level of the prefix, and nothing cancels
@@ -253,7 +269,10 @@ def split_kernel(
         p = probability(score, anchor[:, None])
         correction = rescale(row_max, anchor)
         row_sum = row_sum * correction + tl.sum(p, 1)
-        v = load_tile(v_source, batch, kv_head, 0, start, length, BLOCK_N, TRAITS.d_v, BLOCK_DV, True)
+        if table is None:
+            v = load_tile(v_source, batch, kv_head, 0, start, length, BLOCK_N, TRAITS.d_v, BLOCK_DV, True)
+        else:
+            v = _load_paged(values, batch, kv_head, key, length, table, PAGE, TRAITS.d_v, BLOCK_DV)
         acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION, out_dtype=ACCUMULATOR)
         row_max = new_max
 
@@ -265,6 +284,18 @@ def split_kernel(
     value_column = tl.arange(0, BLOCK_DV)[None, :]
     written = (inside & (row_sum != 0))[:, None] & (value_column < TRAITS.d_v)
     tl.store(parts.acc + here[:, None] * TRAITS.d_v + value_column, acc, mask=written)
+
+
+@triton.jit
+def _load_paged(
+    buffer, batch, head, key, length, table, PAGE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """load_tile of tokens that are in pages."""
+    column, used = tl.arange(0, COLUMNS)[None, :], key < length
+    rows = entry_start(buffer, batch, table) + head.to(tl.int64) * buffer.strides[2]
+    rows += token_offset(buffer, batch, key, used, table, PAGE)[:, None]
+    pointers = rows + column.to(tl.int64) * buffer.strides[3]
+    return tl.load(pointers, mask=used[:, None] & (column < DIM), other=0.0)
 
 
 @triton.jit

@@ -1,0 +1,194 @@
+"""Attention over a cache that a serving engine keeps in pages; inference only."""
+
+from typing import Literal, cast, overload
+
+import torch
+from torch import Tensor
+
+from decayattn import keywords, reference
+from decayattn.backends import registry
+from decayattn.functional import per_head, per_row
+from decayattn.problem import (
+    BackendName,
+    Held,
+    Inputs,
+    check_arguments,
+    check_bool,
+    check_count,
+    integer,
+    refuse_gradients,
+    window_of,
+)
+
+
+@overload
+def decay_attention_paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, log_decay: Tensor | float | None = None, *, block_table: Tensor,
+    cache_seqlens: Tensor, return_lse: Literal[False] = False, **options: object,
+) -> Tensor: ...
+@overload
+def decay_attention_paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, log_decay: Tensor | float | None = None, *, block_table: Tensor,
+    cache_seqlens: Tensor, return_lse: Literal[True], **options: object,
+) -> tuple[Tensor, Tensor]: ...
+@keywords.named
+def decay_attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    log_decay: Tensor | float | None = None,
+    *,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    alpha_pages: Tensor | None = None,
+    first: Tensor | None = None,
+    scale: Tensor | float | None = None,
+    window_size: tuple[int, int] | None = None,
+    sink: Tensor | None = None,
+    max_seqlen: int | None = None,
+    return_lse: bool = False,
+    backend: BackendName = "auto",
+    **unknown: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Causal attention of the last T tokens of every entry over a cache in pages.
+
+    Token t of entry b is in page block_table[b, t // P], slot t % P, as vLLM and FlashAttention keep them (paged
+    attention, arXiv 2309.06180). Scores are those of decay_attention over the whole sequence::
+
+        S_ij = s_i · q_i·k_j + (α_i − α_j)     α_t = Σ_{u ≤ t} λ_u
+
+    With k and v, those T tokens are written behind the cache_seqlens ones of their entry first. Without, they are there
+    already, and cache_seqlens counts them. A decay that is constant, or none, needs no more; one per token has its α in
+    pages, too. The caller keeps the table, adds T to the lengths, and sees to it that there are pages for all tokens:
+    what has no page is not written and not seen. Page numbers behind an entry's last token are not read.
+
+    Args:
+        q: (B, T, H, D).
+        k_pages, v_pages: (pages, P, H_kv, D) and (pages, P, H_kv, D_v) in the dtype of q; any strides.
+        log_decay: None, a number or (H,): constant rates. With k, also (B, T, H): one per new token, natural logarithm,
+            −inf to reset; the very first of a sequence is not used.
+        block_table: (B, blocks) int32.
+        cache_seqlens: (B,) int32 or int64.
+        k, v: (B, T, H_kv, D) and (B, T, H_kv, D_v), the new tokens.
+        alpha_pages: (pages, P, H) float64, α of a decay per token: written with k, read with and without.
+        first: (B, H) int32, the first token that a head still sees, in every row of a call without k. With a log_decay
+            per token it is needed, and moved by resets; else all tokens are seen by default.
+        scale, window_size, sink, backend: as in decay_attention; a scale per row is (B, T, H). "hopper" has no kernels
+            for it.
+        max_seqlen: no length is larger; it sizes the launch. Default: as many tokens as an entry has pages for.
+        return_lse: also return lse.
+
+    Returns:
+        out (B, T, H, D_v), or (out, lse) with lse (B, H, T). Rows before an entry's first token have out 0, lse −inf.
+
+    Raises:
+        TypeError, ValueError: for every bad argument, by name, before anything is written.
+        RuntimeError: where an input requires a gradient; call it under torch.no_grad().
+    """
+    if unknown:
+        keywords.refuse(decay_attention_paged, unknown)
+    _check_pages(q, k_pages, v_pages, block_table, cache_seqlens)
+    if (k is None) != (v is None):
+        raise ValueError("v: expected with k, and only then" if v is not None else "k: expected v with it")
+    if k is None or v is None:
+        of_entry = (len(q), 0)  # tokens
+        new_k, new_v = (x.new_empty(*of_entry, *x.shape[2:]) for x in (k_pages, v_pages))
+    else:
+        new_k, new_v = k, v
+    check_arguments(q, new_k, new_v, log_decay, scale, True, window_size, sink)
+    check_bool("return_lse", return_lse)
+    if max_seqlen is not None:
+        check_count("max_seqlen", max_seqlen)
+    for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
+        if new is not None and (new.shape[1], *new.shape[2:]) != (q.shape[1], *pages.shape[2:]):
+            raise ValueError(
+                f"{name}: expected the tokens of q and the heads and dimension of {name}_pages, "
+                f"{(q.shape[1], *pages.shape[2:])}, got {tuple(new.shape[1:])}"
+            )
+    rates, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
+    per_token, rates = (rates, None) if rates is not None and rates.ndim == 3 else (None, rates)
+    _check_decay(q, k_pages, k, per_token, rates, alpha_pages, first)
+    refuse_gradients(
+        q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages, log_decay=log_decay, scale=scale, sink=sink,
+    )
+    kernels = registry.decoder(backend, q.dtype, q.device)
+    decoder = cast(registry.Decoder, reference) if kernels is None else kernels
+    lengths, tokens = cache_seqlens.to(torch.int32), q.shape[1]
+    if k is not None and tokens:
+        held = Held(k_pages, v_pages, lengths, first, None, alpha_pages, block_table)
+        seen = decoder.append(held, new_k, new_v, per_token, None)
+        lengths = lengths + tokens
+    else:
+        seen = None if first is None else first[..., None].expand(-1, -1, tokens)
+    left, _ = window_of(window_size, True)
+    out, lse = decoder.decode(
+        Inputs(q, k_pages, v_pages, rates, row_scale, sink=sink, scale=number), lengths, alpha=alpha_pages, first=seen,
+        left=None if left < 0 else left, longest=_longest(max_seqlen, block_table, k_pages), block_table=block_table,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _longest(max_seqlen: int | None, block_table: Tensor, pages: Tensor) -> int:
+    most = block_table.shape[1] * pages.shape[1]
+    return most if max_seqlen is None else min(integer(max_seqlen), most)
+
+
+def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
+    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        _check_tensor(name, x, q, q.dtype if isinstance(q, Tensor) else None)
+        if x.ndim != 4:
+            shape = "(B, T, H, D)" if name == "q" else "(pages, P, H_kv, D)"
+            raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+    if 0 in k_pages.shape[:2]:
+        raise ValueError(f"k_pages: expected at least one page with one token, got {tuple(k_pages.shape)}")
+    if k_pages.shape[3] != q.shape[3]:
+        raise ValueError(f"k_pages: expected the head dimension of q, {q.shape[3]}, got {k_pages.shape[3]}")
+    if v_pages.shape[:3] != k_pages.shape[:3]:
+        raise ValueError(
+            f"v_pages: expected the pages, tokens and heads of k_pages, {tuple(k_pages.shape[:3])}, "
+            f"got {tuple(v_pages.shape[:3])}"
+        )
+    _check_tensor("block_table", block_table, q, torch.int32)
+    if block_table.ndim != 2 or len(block_table) != len(q) or block_table.shape[1] == 0:
+        raise ValueError(f"block_table: expected (B, blocks) with B = {len(q)}, got {tuple(block_table.shape)}")
+    _check_tensor("cache_seqlens", cache_seqlens, q, None)
+    if cache_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cache_seqlens: expected int32 or int64, got {cache_seqlens.dtype}")
+    if cache_seqlens.shape != (len(q),):
+        raise ValueError(f"cache_seqlens: expected (B,) = ({len(q)},), got {tuple(cache_seqlens.shape)}")
+
+
+def _check_decay(
+    q: Tensor, k_pages: Tensor, k: Tensor | None, per_token: Tensor | None, rates: Tensor | None,
+    alpha_pages: Tensor | None, first: Tensor | None,
+) -> None:
+    if k is None and per_token is not None:
+        raise ValueError("log_decay: expected one per head without k, for the tokens are there: give alpha_pages")
+    if alpha_pages is not None:
+        if rates is not None:
+            raise ValueError("alpha_pages: expected None where the decay is constant")
+        if k is not None and per_token is None:
+            raise ValueError("log_decay: expected one per new token, (B, T, H), with k and alpha_pages")
+        _check_tensor("alpha_pages", alpha_pages, q, torch.float64)
+        wanted = (*k_pages.shape[:2], q.shape[2])
+        if alpha_pages.shape != wanted:
+            raise ValueError(f"alpha_pages: expected (pages, P, H) = {wanted}, got {tuple(alpha_pages.shape)}")
+    elif per_token is not None:
+        raise ValueError("alpha_pages: expected with a log_decay per token, whose sum it keeps")
+    if first is not None:
+        _check_tensor("first", first, q, torch.int32)
+        if first.shape != (len(q), q.shape[2]) or not first.is_contiguous():
+            raise ValueError(f"first: expected contiguous (B, H) = {(len(q), q.shape[2])}, got {tuple(first.shape)}")
+    elif per_token is not None:
+        raise ValueError("first: expected with a log_decay per token, for a reset to be kept")
+
+
+def _check_tensor(name: str, x: Tensor, q: Tensor, dtype: torch.dtype | None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {x!r} of type {type(x).__name__}")
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
+    if dtype is not None and x.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype}, got {x.dtype}")

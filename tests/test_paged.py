@@ -1,0 +1,221 @@
+"""A cache in pages: what a contiguous one gives, bit by bit, whatever pages its tokens are in."""
+
+import math
+
+import pytest
+import torch
+
+from decayattn import decay_attention, decay_attention_paged
+from decayattn.nn import DecayCache
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BACKENDS = ["reference", "triton"]
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 16, 8
+# what tokens of three entries come call by call
+CALLS = (5, 1, 40, 1, 3)
+BATCH, TOKENS = 3, sum(CALLS)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def make(decay="scalar", dtype=torch.float32, seed=0) -> dict:
+    """q, k, v and log_decay of all tokens."""
+    torch.manual_seed(seed)
+    q, k, v = (
+        torch.randn(BATCH, TOKENS, heads, dim, dtype=torch.float64)
+        for heads, dim in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))
+    )
+    log_decay = None
+    if decay == "constant":
+        log_decay = -torch.rand(HEADS, dtype=torch.float64)
+    elif decay == "scalar":
+        log_decay = -torch.rand(BATCH, TOKENS, HEADS, dtype=torch.float64)
+        log_decay = log_decay.masked_fill(torch.rand_like(log_decay) < 0.05, -math.inf)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    found = {name: x.to(DEVICE, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+    return found | {"log_decay": None if log_decay is None else log_decay.to(DEVICE, wide)}
+
+
+class Engine:
+    """Pages in no order, of which those in use hold tokens and the others NaN, and tables with nonsense behind them."""
+
+    def __init__(self, page: int, dtype: torch.dtype, per_token: bool, blocks: int | None = None):
+        needed = -(-TOKENS // page)
+        self.blocks = needed + 2 if blocks is None else blocks
+        pages = BATCH * needed + 3
+        shape = (pages, page, KV_HEADS)
+        self.k_pages = torch.full((*shape, DIM), math.nan, device=DEVICE, dtype=dtype)
+        # heads before tokens in memory, as some engines have them
+        of_heads = torch.full((pages, KV_HEADS, page, VALUE_DIM), math.nan, device=DEVICE, dtype=dtype)
+        self.v_pages = of_heads.transpose(1, 2)
+        self.alpha_pages = self.first = None
+        if per_token:
+            self.alpha_pages = torch.full((pages, page, HEADS), math.nan, device=DEVICE, dtype=torch.float64)
+            self.first = torch.zeros(BATCH, HEADS, device=DEVICE, dtype=torch.int32)
+        generator = torch.Generator().manual_seed(page)
+        order = torch.randperm(pages, generator=generator)[: BATCH * needed].reshape(BATCH, needed)
+        table = torch.full((BATCH, max(needed, self.blocks)), 10**6, dtype=torch.int32)
+        table[:, :needed] = order
+        self.block_table = table[:, : self.blocks].to(DEVICE)
+        self.lengths = torch.zeros(BATCH, device=DEVICE, dtype=torch.int32)
+
+    def attend(self, q, k=None, v=None, log_decay=None, **options):
+        out = decay_attention_paged(
+            q, self.k_pages, self.v_pages, log_decay, block_table=self.block_table, cache_seqlens=self.lengths, k=k,
+            v=v, alpha_pages=self.alpha_pages, first=self.first, **options,
+        )
+        if k is not None:
+            self.lengths += k.shape[1]
+        return out
+
+    def tokens(self, pages: torch.Tensor) -> torch.Tensor:
+        """Those of every entry behind one another."""
+        needed = -(-TOKENS // pages.shape[1])
+        return pages[self.block_table[:, :needed].long()].flatten(1, 2)[:, : int(self.lengths[0])]
+
+
+def parts(inputs):
+    """The tokens of every call."""
+    begin = 0
+    for tokens in CALLS:
+        mine = slice(begin, begin + tokens)
+        yield {n: x[:, mine] if x is not None and x.ndim > 1 else x for n, x in inputs.items()}
+        begin += tokens
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page", [1, 7, 16, 64])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize("options", [{}, {"window_size": (9, 0), "scale": 0.3}], ids=["plain", "window"])
+def test_pages_give_what_a_contiguous_cache_does_bit_by_bit(backend, page, decay, options):
+    inputs = make(decay)
+    engine = Engine(page, torch.float32, decay == "scalar")
+    cache = DecayCache(
+        BATCH, engine.blocks * page, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, value_dim=VALUE_DIM,
+        device=DEVICE, dtype=torch.float32,
+    )
+    sink = torch.randn(HEADS, device=DEVICE) if page == 7 else None
+    for n, part in enumerate(parts(inputs)):
+        longest = cache.longest + part["q"].shape[1]  # into as many parts are the keys divided
+        found = engine.attend(**part, sink=sink, backend=backend, max_seqlen=longest, **options)
+        expected = cache.attend(**part, sink=sink, backend=backend, **options)
+        if n > 0:  # a cache gives its first tokens to decay_attention
+            assert torch.equal(found, expected)
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(engine.tokens(engine.k_pages), cache.keys[:, : cache.longest])
+        assert torch.equal(engine.tokens(engine.v_pages), cache.values[:, : cache.longest])
+        if decay == "scalar":
+            assert torch.equal(engine.tokens(engine.alpha_pages), cache.alpha[:, : cache.longest])
+            assert torch.equal(engine.first, cache.first)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_rows_are_those_of_the_whole_sequence(backend, decay):
+    inputs = make(decay, torch.float64)
+    engine = Engine(16, torch.float64, decay == "scalar")
+    found = [engine.attend(**part, backend=backend, return_lse=True) for part in parts(inputs)]
+    out, lse = decay_attention(**inputs, return_lse=True, backend="reference")
+    torch.testing.assert_close(torch.cat([x for x, _ in found], 1), out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([x for _, x in found], 2), lse, rtol=1e-12, atol=1e-12)
+    # read once more, without new tokens
+    rates = None if decay == "scalar" else inputs["log_decay"]
+    again = engine.attend(inputs["q"][:, -1:], log_decay=rates, backend=backend)
+    torch.testing.assert_close(again, out[:, -1:], rtol=1e-12, atol=1e-12)
+
+
+def test_entries_of_different_lengths(device):
+    inputs = make("scalar", torch.float64)
+    engine = Engine(7, torch.float64, True)
+    lengths = torch.tensor([20, 0, 31], device=device)
+    for b, length in enumerate(lengths.tolist()):
+        for t in range(length):
+            one = Engine.__new__(Engine)
+            one.__dict__ |= engine.__dict__ | {
+                "block_table": engine.block_table[b : b + 1], "lengths": torch.tensor([t], device=device),
+                "first": engine.first[b : b + 1],
+            }
+            one.attend(**{n: x[b : b + 1, t : t + 1] for n, x in inputs.items()}, backend="reference")
+    engine.lengths = lengths.clone()
+    new = {n: torch.stack([x[b, i : i + 2] for b, i in enumerate(lengths.tolist())]) for n, x in inputs.items()}
+    found = engine.attend(**new, backend="triton")
+    for b, length in enumerate(lengths.tolist()):
+        whole = {n: x[b : b + 1, : length + 2] for n, x in inputs.items()}
+        expected = decay_attention(**whole, backend="reference")[:, -2:]
+        torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_without_a_page_are_neither_written_nor_seen(backend):
+    inputs = make("scalar", torch.float64)
+    engine = Engine(16, torch.float64, True, blocks=2)
+    untouched = [n for n in range(len(engine.k_pages)) if n not in engine.block_table.flatten().tolist()]
+    engine.attend(**{n: x[:, :40] for n, x in inputs.items()}, backend=backend)
+    for pages in (engine.k_pages, engine.v_pages, engine.alpha_pages):
+        assert pages[untouched].isnan().all()
+    assert torch.equal(engine.k_pages[engine.block_table.long()].flatten(1, 2), inputs["k"][:, :32])
+
+
+def arguments(decay="scalar"):
+    engine, inputs = Engine(16, torch.float32, decay == "scalar"), make(decay)
+    given = dict(
+        k_pages=engine.k_pages, v_pages=engine.v_pages, block_table=engine.block_table, cache_seqlens=engine.lengths,
+        alpha_pages=engine.alpha_pages, first=engine.first,
+    )
+    return given | {n: x[:, :2] if x is not None and x.ndim > 1 else x for n, x in inputs.items()}
+
+
+@pytest.mark.parametrize(
+    ("decay", "changed", "error", "message"),
+    [
+        ("none", dict(v=None), ValueError, "k: expected v with it"),
+        ("none", dict(k=None), ValueError, "v: expected with k"),
+        ("none", dict(k_pages=torch.zeros(3, 4)), ValueError, "k_pages: expected shape"),
+        ("none", dict(v_pages=torch.zeros(3, 4, 2, 8)), ValueError, "v_pages: expected the pages"),
+        ("none", dict(k_pages=torch.zeros(3, 0, 2, 16)), ValueError, "k_pages: expected at least one"),
+        ("none", dict(k_pages=torch.zeros(3, 4, 2, 8)), ValueError, "k_pages: expected the head dimension"),
+        ("none", dict(block_table=torch.zeros(3, 2)), TypeError, "block_table: expected torch.int32"),
+        ("none", dict(block_table=torch.zeros(2, 2).int()), ValueError, "block_table: expected"),
+        ("none", dict(cache_seqlens=torch.zeros(3)), TypeError, "cache_seqlens: expected int32"),
+        ("none", dict(cache_seqlens=[1, 2, 3]), TypeError, "cache_seqlens: expected a torch.Tensor"),
+        ("none", dict(cache_seqlens=torch.zeros(2).int()), ValueError, "cache_seqlens: expected"),
+        ("none", dict(q=torch.zeros(3, 1, 4, 16)), ValueError, "k: expected the tokens of q"),
+        ("none", dict(k=torch.zeros(3, 2, 1, 16), v=torch.zeros(3, 2, 1, 8)), ValueError, "k: expected the tokens"),
+        ("none", dict(max_seqlen=-1), ValueError, "max_seqlen"),
+        ("none", dict(return_lse=1), TypeError, "return_lse"),
+        ("none", dict(backend="hopper"), ValueError, "hopper"),
+        ("none", dict(q=torch.zeros(3, 2, 4, 16).double()), TypeError, "k_pages: expected torch.float64"),
+        ("none", dict(alpha_pages=torch.zeros(1)), ValueError, "log_decay: expected one per new token"),
+        ("constant", dict(alpha_pages=torch.zeros(1)), ValueError, "alpha_pages: expected None"),
+        ("scalar", dict(alpha_pages=None), ValueError, "alpha_pages: expected with a log_decay"),
+        ("scalar", dict(alpha_pages=torch.zeros(2, 2, 4)), TypeError, "alpha_pages: expected torch.float64"),
+        ("scalar", dict(alpha_pages=torch.zeros(2, 2, 4).double()), ValueError, "alpha_pages: expected"),
+        ("scalar", dict(first=None), ValueError, "first: expected with a log_decay"),
+        ("scalar", dict(first=torch.zeros(3, 3).int()), ValueError, "first: expected contiguous"),
+        ("scalar", dict(k=None, v=None), ValueError, "log_decay"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(decay, changed, error, message):
+    given = arguments(decay)
+    before = [given[name].clone() for name in ("k_pages", "v_pages")]
+    changed = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in changed.items()}
+    with pytest.raises(error, match=message):
+        decay_attention_paged(**given | changed)
+    for name, x in zip(("k_pages", "v_pages"), before, strict=True):
+        torch.testing.assert_close(given[name], x, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_it_has_no_gradient_for_is_refused():
+    given = arguments("none")
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="k: requires a gradient"):
+        decay_attention_paged(**given | {"k": given["k"].requires_grad_()})
+
+
+def test_other_names_are_told():
+    with pytest.raises(TypeError, match=r"softmax_scale: unexpected .* of decay_attention_paged; use scale"):
+        decay_attention_paged(**arguments("none"), softmax_scale=0.1)
