@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from sequence_benchmark.decoding import PAGE, PAGED
+
 from readme_tables import evidence, learning, picture, several_gpus
 from readme_tables.learning import table
 from readme_tables.results import Results, Shape, Speeds, speeds
@@ -234,14 +236,18 @@ def sequences(results: Results) -> list[str]:
     written = {row["mode"]: f"{row['tokens_per_second']:.0f}" for row in report["generate"]}
     speeds = ", ".join(f"{written[mode]} {label}" for mode, label in labels.items() if mode in written)
     prompt = report["generate"][0]["prompt"]
-    decode = [row for row in report["decode"] if row["decay"] != "copy"]
+    paged, decode = [], []
+    for row in report["decode"]:
+        if row["decay"] != "copy":
+            (paged if row["decay"].endswith(PAGED) else decode).append(row)
     ratio = min(row["ratio_to_copy"] for row in decode)
+    in_pages = f"; in pages of {PAGE} tokens, {min(row['ratio_to_copy'] for row in paged):.2f}" if paged else ""
     case = "{batch} × {tokens:,} tokens, H{heads} H_kv{kv_heads} D{head_dim}".format(**decode[0])
     return [
         "* Packed documents of mixed length, TFLOP/s over those of a dense batch of the same work, forward / "
         f"backward: {fraction}.",
         f"* One new token over {case} cached: the cache is read at {ratio:.2f} times the speed of a copy of memory, or "
-        "more, in every decay mode.",
+        f"more, in every decay mode{in_pages}.",
         f"* Tokens per second that a toy model of {report['generate'][0]['case'].split(', half')[0]} writes after "
         f"{prompt:,} tokens: {speeds}. Without a graph so small a model waits for Python.",
         "",

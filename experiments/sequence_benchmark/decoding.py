@@ -10,6 +10,7 @@ from shared.cases import DECAYS, DTYPES
 from shared.peers import reason
 from shared.timing import interleaved
 from torch import Tensor
+from torch.nn.functional import pad
 
 from decayattn.problem import AttentionProblem, Inputs
 from decayattn.testing import Comparison
@@ -19,6 +20,8 @@ from sequence_benchmark.report import missing, passed, spread
 
 SECTION = "decode"
 COPY = "copy"  # what the steps are compared with
+PAGED = ", paged"  # behind the name of a decay: the cache is in pages of so many tokens, in random order
+PAGE = 64
 ALPHA_BYTES = 8  # the cache holds the running sum of the log-decays in float64
 
 
@@ -59,6 +62,18 @@ class Step:
         inputs["alpha"] = inputs["log_decay"].cumsum(1, dtype=torch.float64).mT.contiguous().mT
         return inputs
 
+    def paged(self, inputs: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+        """The same, keys, values and alpha in pages; block_table (B, blocks) int32."""
+        blocks = -(-self.tokens // PAGE)
+        order = torch.randperm(self.batch * blocks, generator=torch.Generator().manual_seed(seed))
+        table = order.argsort().reshape(self.batch, blocks).to(inputs["q"].device, torch.int32)
+        in_pages = {
+            name: pad(inputs[name], (0, 0) * (inputs[name].ndim - 2) + (0, blocks * PAGE - self.tokens))
+            .unflatten(1, (blocks, PAGE)).flatten(0, 1)[order.to(table.device)]
+            for name in ("keys", "values", "alpha")
+        }
+        return inputs | in_pages | {"block_table": table}
+
     def call(self, inputs: dict[str, Tensor], decay: str) -> Callable[[], tuple[Tensor, Tensor]]:
         """The call that is timed: (out, lse) of the new tokens."""
         from decayattn.backends.portable.decode import decode  # imports Triton
@@ -67,7 +82,7 @@ class Step:
         rates = inputs["rates"] if decay == "constant" else None
         alpha = inputs["alpha"] if decay == "scalar" else None
         given = Inputs(inputs["q"], inputs["keys"], inputs["values"], rates, scale=self.head_dim**-0.5)
-        return lambda: decode(given, lengths, alpha=alpha)
+        return lambda: decode(given, lengths, alpha=alpha, block_table=inputs.get("block_table"))
 
 
 @torch.no_grad()
@@ -116,16 +131,18 @@ def run(
     print(f"\none new token over a cache: {step}", flush=True)
     try:
         inputs = step.inputs(device, options.seed, options.mean_log_decay)
+        paged = step.paged(inputs, options.seed)
     except Exception as error:  # the device's memory, say: the other parts of the run go on
         missing(report, SECTION, str(step), "failed", reason(error))
         return
     calls: dict[str, Callable[[], object]] = {}
-    for decay in DECAYS:
-        case = f"{step}, decay {decay}"
+    for decay, cached in ((decay, cached) for cached in (inputs, paged) for decay in DECAYS):
+        name = decay + PAGED * (cached is paged)
+        case = f"{step}, decay {name}"
         try:
-            call = step.call(inputs, decay)
+            call = step.call(cached, decay)
             if passed(report, SECTION, case, verify(step, inputs, decay, call())):
-                calls[decay] = call
+                calls[name] = call
         except Exception as error:  # the other decays go on, and the run fails in the end
             missing(report, SECTION, case, "failed", reason(error))
     if timer is None or not calls:
@@ -161,7 +178,7 @@ def rows(step: Step, copied: int, times: dict[str, list[float]]) -> list[dict[st
     result = []
     for name, values in times.items():
         ms, ms_range = spread(values)
-        moved = copied if name == COPY else step.bytes_read(name)
+        moved = copied if name == COPY else step.bytes_read(name.removesuffix(PAGED))
         copy_speed = copied / spread(times[COPY])[0] / 1e6
         result.append(
             asdict(step) | {
@@ -176,9 +193,9 @@ def rows(step: Step, copied: int, times: dict[str, list[float]]) -> list[dict[st
 
 def table(found: list[dict[str, Any]]) -> str:
     """A line per row."""
-    lines = [f"  {'':12}{'ms':>10} {'[range]':>19} {'GB/s':>8} {'/copy':>7}"]
+    lines = [f"  {'':16}{'ms':>10} {'[range]':>19} {'GB/s':>8} {'/copy':>7}"]
     for row in found:
         low, high = row["ms_range"]
         speed = f"{row['gigabytes_per_second']:8.1f} {row['ratio_to_copy']:7.2f}"
-        lines.append(f"  {row['decay']:12}{row['ms']:10.3f} {f'[{low:.3f}–{high:.3f}]':>19} {speed}")
+        lines.append(f"  {row['decay']:16}{row['ms']:10.3f} {f'[{low:.3f}–{high:.3f}]':>19} {speed}")
     return "\n".join(lines)

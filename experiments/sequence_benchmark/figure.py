@@ -47,7 +47,7 @@ def _packed(axes: Any, report: dict[str, Any]) -> None:
 def _decode(axes: Any, report: dict[str, Any]) -> None:
     rows = report["decode"]
     _bars(axes, list(range(len(rows))), rows, "gigabytes_per_second", 0.6, None, _COLOURS[0])
-    axes.set_xticks(range(len(rows)), [row["decay"] for row in rows])
+    axes.set_xticks(range(len(rows)), [row["decay"].replace(", ", "\n") for row in rows])
     axes.set_ylabel("GB/s")
     first = rows[0]
     axes.set_title(f"one new token, B {first['batch']}, {first['tokens']:,} tokens cached", fontsize="medium")

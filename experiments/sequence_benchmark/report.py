@@ -20,7 +20,8 @@ METHOD = {
     "tflops": "4·D·H operations forward per visible pair of query and key, the pairs counted exactly, 2.5 times that "
     "backward",
     "decode": "one call for one new token per batch entry. gigabytes_per_second: the bytes of the cached keys and "
-    "values, and of α (float64) with a decay per token; of the copy, the bytes read and written by copy_ of the keys",
+    "values, and of α (float64) with a decay per token; of the copy, the bytes read and written by copy_ of the keys. "
+    "paged: the cache in pages of 64 tokens, in random order",
     "ms": MILLISECONDS,
     "generate": "tokens (bytes) per second of one text, greedily written by a model with random weights, after a "
     "prompt that is not timed; wall-clock time, median over interleaved rounds after one that is not counted. "

@@ -196,12 +196,13 @@ def test_a_wrong_decode_kernel_gets_no_speed(monkeypatch):
     monkeypatch.setattr(decoding.Step, "call", planted)
     report = new_report(rounds=2)
     decoding.run(tiny_options(), DEVICE, counting_timer(), report)
-    assert [(entry["case"].split()[-1], entry["kind"]) for entry in report["missing"]] == [("constant", "wrong")]
+    cases = [(entry["case"].split("decay ")[1], entry["kind"]) for entry in report["missing"]]
+    assert cases == [("constant", "wrong"), ("constant, paged", "wrong")]
     rows = report["decode"]
-    assert [row["decay"] for row in rows] == ["copy", "scalar", "none"]
-    assert [row["ms"] for row in rows] == [3.5] * 3  # 1 and 6, 2 and 5, 3 and 4: every second round goes the other way
+    assert [row["decay"] for row in rows] == ["copy", "scalar", "none", "scalar, paged", "none, paged"]
+    assert [row["ms"] for row in rows] == [5.5] * 5  # 1 and 10, 2 and 9, …: every second round goes the other way
     assert rows[0]["bytes"] == 2 * 2 * 50 * 2 * 8 * 4
-    assert rows[1]["gigabytes_per_second"] == pytest.approx(rows[1]["bytes"] / 3.5e-3 / 1e9)
+    assert rows[1]["gigabytes_per_second"] == pytest.approx(rows[1]["bytes"] / 5.5e-3 / 1e9)
     assert rows[1]["ratio_to_copy"] == pytest.approx(rows[1]["bytes"] / rows[0]["bytes"])
 
 
@@ -276,7 +277,7 @@ def test_a_cpu_checks_everything_and_times_the_text(tmp_path, capsys):
     read = json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(f"not strict JSON: {name}"))
     assert {"gpu", "driver", "torch", "triton", "python", "commit", "dirty", "command", "date", "method"} <= set(read)
     assert (read["rounds"], read["missing"], read["packed"], read["decode"]) == (2, [], [], [])
-    assert [check["section"] for check in read["checks"]] == ["packed"] * 4 + ["decode"] * 3 + ["generate"]
+    assert [check["section"] for check in read["checks"]] == ["packed"] * 4 + ["decode"] * 6 + ["generate"]
     assert not any("VIOLATED" in line for check in read["checks"] for line in check["table"])
     assert read["device"].startswith("CPU ")
     assert [(row["mode"], row["device"]) for row in read["generate"]] == [
@@ -303,7 +304,8 @@ def test_a_timed_run_reports_every_part(tmp_path, capsys):
     assert benchmark_sequences.run(options, argv, DEVICE, counting_timer()) == 0
     read = json.loads(output.read_text())
     assert len(read["packed"]) == 8
-    assert [row["decay"] for row in read["decode"]] == ["copy", "scalar", "constant", "none"]
+    decays = ["scalar", "constant", "none"]
+    assert [row["decay"] for row in read["decode"]] == ["copy", *decays, *(f"{decay}, paged" for decay in decays)]
     assert plot.stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert "TFLOP/s" in printed
@@ -322,7 +324,7 @@ def test_a_gpu_times_everything(tmp_path):
     output = tmp_path / "results.json"
     assert benchmark_sequences.main([*TINY, "--round-ms", "1", "--output", str(output)]) == 0
     read = json.loads(output.read_text())
-    assert [len(read[part]) for part in ("packed", "decode", "generate")] == [8, 4, len(generation.MODES)]
+    assert [len(read[part]) for part in ("packed", "decode", "generate")] == [8, 7, len(generation.MODES)]
     assert read["missing"] == []
     assert output.with_suffix(".png").stat().st_size > 10_000
 
