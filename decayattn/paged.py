@@ -15,6 +15,8 @@ from decayattn.problem import (
     check_arguments,
     check_bool,
     check_count,
+    check_counts,
+    check_tensor,
     integer,
     refuse_gradients,
     window_of,
@@ -136,8 +138,9 @@ def _longest(max_seqlen: int | None, block_table: Tensor, pages: Tensor) -> int:
 
 
 def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
+    check_tensor("q", q, getattr(q, "device", torch.device("cpu")))
     for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
-        _check_tensor(name, x, q, q.dtype if isinstance(q, Tensor) else None)
+        _check_dtype(name, x, q, q.dtype)
         if x.ndim != 4:
             shape = "(B, T, H, D)" if name == "q" else "(pages, P, H_kv, D)"
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
@@ -150,14 +153,10 @@ def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tenso
             f"v_pages: expected the pages, tokens and heads of k_pages, {tuple(k_pages.shape[:3])}, "
             f"got {tuple(v_pages.shape[:3])}"
         )
-    _check_tensor("block_table", block_table, q, torch.int32)
+    _check_dtype("block_table", block_table, q, torch.int32)
     if block_table.ndim != 2 or len(block_table) != len(q) or block_table.shape[1] == 0:
         raise ValueError(f"block_table: expected (B, blocks) with B = {len(q)}, got {tuple(block_table.shape)}")
-    _check_tensor("cache_seqlens", cache_seqlens, q, None)
-    if cache_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cache_seqlens: expected int32 or int64, got {cache_seqlens.dtype}")
-    if cache_seqlens.shape != (len(q),):
-        raise ValueError(f"cache_seqlens: expected (B,) = ({len(q)},), got {tuple(cache_seqlens.shape)}")
+    check_counts("cache_seqlens", cache_seqlens, q.device, "(B,)", (len(q),))
 
 
 def _check_decay(
@@ -171,24 +170,21 @@ def _check_decay(
             raise ValueError("alpha_pages: expected None where the decay is constant")
         if k is not None and per_token is None:
             raise ValueError("log_decay: expected one per new token, (B, T, H), with k and alpha_pages")
-        _check_tensor("alpha_pages", alpha_pages, q, torch.float64)
+        _check_dtype("alpha_pages", alpha_pages, q, torch.float64)
         wanted = (*k_pages.shape[:2], q.shape[2])
         if alpha_pages.shape != wanted:
             raise ValueError(f"alpha_pages: expected (pages, P, H) = {wanted}, got {tuple(alpha_pages.shape)}")
     elif per_token is not None:
         raise ValueError("alpha_pages: expected with a log_decay per token, whose sum it keeps")
     if first is not None:
-        _check_tensor("first", first, q, torch.int32)
+        _check_dtype("first", first, q, torch.int32)
         if first.shape != (len(q), q.shape[2]) or not first.is_contiguous():
             raise ValueError(f"first: expected contiguous (B, H) = {(len(q), q.shape[2])}, got {tuple(first.shape)}")
     elif per_token is not None:
         raise ValueError("first: expected with a log_decay per token, for a reset to be kept")
 
 
-def _check_tensor(name: str, x: Tensor, q: Tensor, dtype: torch.dtype | None) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {x!r} of type {type(x).__name__}")
-    if x.device != q.device:
-        raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
-    if dtype is not None and x.dtype != dtype:
+def _check_dtype(name: str, x: Tensor, q: Tensor, dtype: torch.dtype) -> None:
+    check_tensor(name, x, q.device)
+    if x.dtype != dtype:
         raise TypeError(f"{name}: expected {dtype}, got {x.dtype}")

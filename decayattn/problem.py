@@ -235,7 +235,7 @@ def check_arguments(
     given = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
     for name, lengths in given.items():
         if lengths is not None:
-            _check_counts(name, lengths, q, "(B,)", (q.shape[0],))
+            check_counts(name, lengths, q.device, "(B,)", (q.shape[0],))
     if per_token and not causal and q.shape[1] > k.shape[1]:
         raise ValueError(
             "causal: False with a per-token log_decay needs T_q <= T_k, because the first "
@@ -291,7 +291,7 @@ def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
     """Refuse what are no offsets of packed sequences on the device of q."""
     if isinstance(offsets, Tensor) and (offsets.ndim != 1 or offsets.shape[0] == 0):
         raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
-    _check_counts(name, offsets, q, "(sequences + 1,)", None)
+    check_counts(name, offsets, q.device, "(sequences + 1,)", None)
 
 
 def check_count(name: str, number: int) -> None:
@@ -528,13 +528,21 @@ def _check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _check_counts(name: str, numbers: Tensor, q: Tensor, axes: str, shape: tuple[int, ...] | None) -> None:
-    if not isinstance(numbers, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(numbers)}")
+def check_tensor(name: str, x: Tensor, device: torch.device, owner: str = "q") -> None:
+    """Refuse what is no tensor on the device of its owner."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(x)}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected the device of {owner}, {device}, got {x.device}")
+
+
+def check_counts(
+    name: str, numbers: Tensor, device: torch.device, axes: str, shape: tuple[int, ...] | None, owner: str = "q"
+) -> None:
+    """Refuse what are no integers of this shape (None: any) on the device of their owner."""
+    check_tensor(name, numbers, device, owner)
     if numbers.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {numbers.dtype}")
-    if numbers.device != q.device:
-        raise ValueError(f"{name}: expected the device of q, {q.device}, got {numbers.device}")
     if shape is not None and numbers.shape != shape:
         raise ValueError(f"{name}: expected shape {axes} = {shape}, got {tuple(numbers.shape)}")
 

@@ -21,6 +21,8 @@ from decayattn.problem import (
     Inputs,
     SkipTolerance,
     check_arguments,
+    check_counts,
+    check_tensor,
     refuse_gradients,
     window_of,
     without_autocast,
@@ -213,7 +215,7 @@ class DecayCache:
 
     def reorder(self, index: Tensor) -> None:
         """Entry b becomes a copy of entry index[b], as beam search needs it; index (B,) int32 or int64."""
-        _check_numbers("index", index, self.lengths)
+        check_counts("index", index, self.device, "(B,)", (self.batch_size,), "the cache")
         for buffer in (self.keys, self.values, self.alpha):
             if buffer is not None:
                 used = buffer[:, : self.longest]
@@ -226,7 +228,7 @@ class DecayCache:
 
         In new buffers; `reorder` is without them where batch_size stays.
         """
-        _check_tensor("index", index, self.device)
+        check_tensor("index", index, self.device, "the cache")
         if index.dtype not in (torch.int32, torch.int64) or index.ndim != 1:
             raise ValueError(f"index: expected (N,) int32 or int64, got {index.dtype} {tuple(index.shape)}")
         self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
@@ -313,7 +315,7 @@ class DecayCache:
     def _check_tokens(self, k: Tensor, v: Tensor, log_decay: Tensor | None, new_lengths: Tensor | None) -> None:
         """Refuse tokens that cannot be appended."""
         for name, x, buffer in (("k", k, self.keys), ("v", v, self.values)):
-            _check_tensor(name, x, self.device)
+            check_tensor(name, x, self.device, "the cache")
             if x.dtype != self.dtype:
                 raise TypeError(f"{name}: expected the dtype of the cache, {self.dtype}, got {x.dtype}")
             if x.ndim != 4 or x.shape[:1] + x.shape[2:] != buffer.shape[:1] + buffer.shape[2:]:
@@ -329,7 +331,7 @@ class DecayCache:
                 f"entry up to {self.longest} tokens"
             )
         if log_decay is not None:
-            _check_tensor("log_decay", log_decay, self.device)
+            check_tensor("log_decay", log_decay, self.device, "the cache")
             per_token = (self.batch_size, tokens, self.num_heads)
             if log_decay.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"log_decay: expected float32 or float64, got {log_decay.dtype}")
@@ -339,7 +341,7 @@ class DecayCache:
             held, came = ("one per token", "none") if log_decay is None else ("none", "one per token")
             raise ValueError(f"log_decay: the tokens in the cache have {held}, the new ones {came}; reset the cache")
         if new_lengths is not None:
-            _check_numbers("new_lengths", new_lengths, self.lengths)
+            check_counts("new_lengths", new_lengths, self.device, "(B,)", (self.batch_size,), "the cache")
         refuse_gradients(k=k, v=v, log_decay=log_decay)
 
     def _decoder(self, backend: str) -> registry.Decoder:
@@ -391,7 +393,7 @@ class DecayCache:
     def _head_numbers(self, name: str, value: Tensor | float) -> Tensor:
         """A finite number, or a tensor (H,), as (H,) float64."""
         if isinstance(value, Tensor):
-            _check_tensor(name, value, self.device)
+            check_tensor(name, value, self.device, "the cache")
             if value.shape != (self.num_heads,):
                 raise ValueError(f"{name}: expected a number or (H,) = ({self.num_heads},), got {tuple(value.shape)}")
             return value.double()
@@ -410,19 +412,3 @@ def _check_tolerance(tolerance: float) -> None:
         raise TypeError(f"tolerance: expected a number, got {tolerance!r} of type {type(tolerance).__name__}")
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
-
-
-def _check_tensor(name: str, x: Tensor, device: torch.device) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {x!r} of type {type(x).__name__}")
-    if x.device != device:
-        raise ValueError(f"{name}: expected the device of the cache, {device}, got {x.device}")
-
-
-def _check_numbers(name: str, numbers: Tensor, lengths: Tensor) -> None:
-    """One integer per entry."""
-    _check_tensor(name, numbers, lengths.device)
-    if numbers.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: expected int32 or int64, got {numbers.dtype}")
-    if numbers.shape != lengths.shape:
-        raise ValueError(f"{name}: expected shape (B,) = {tuple(lengths.shape)}, got {tuple(numbers.shape)}")
