@@ -72,7 +72,7 @@ def test_tables_of_the_page(tmp_path):
     report = ORIGIN | {"length": 400, "bandwidth": 1e9, "network": 1e8, "node": 8, "rows": rows}
     (tmp_path / several_gpus.SIMULATION_FILE).write_text(json.dumps(report))
     text = several_gpus.simulation(results)
-    assert "| no decay, halo | 1600 / 1600 | 1e+03 / 1e+03 (2 / 2) |" in text
+    assert "| no decay, halo | 1,600 / 1,600 | 1,000 / 1,000 (2 / 2) |" in text
     assert any(line.startswith("| mean λ −0.1, halo | 400 / 400 | 102 / 102 (4 / 4) |") for line in text)
 
     about = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "length": 128, "decay": "-0.1"}
