@@ -37,7 +37,7 @@ def attention(
     scale: Tensor | float, sight: Sight, packed: Packed | None, runs_kernels: bool, return_lse: bool,
     options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """An exchange and one call; problem is the slice on its own, and the eager reference skips nothing anywhere."""
+    """An exchange, and one call or two; problem is the slice on its own, and the eager reference skips nothing."""
     planned = sight.reach is None and can_plan(problem) and runs_kernels
     waits = sight.reach is None and (problem.decay != "none" or packed is not None)
     if waits and q.is_cuda and torch.cuda.is_current_stream_capturing():
