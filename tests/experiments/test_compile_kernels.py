@@ -58,7 +58,9 @@ def test_decoding_fits_where_a_block_has_less_shared_memory(tmp_path):
     run = compile_kernels("--targets", "gfx942", "sm_89", *options)
     assert run.returncode == 0, run.stdout + run.stderr
     kernels = json.loads(path.read_text())["kernels"]
-    assert [kernel["target"] for kernel in kernels if kernel["kernel"] == "split_kernel"] == ["gfx942", "sm_89"]
+    # over a contiguous cache, and over pages
+    targets = [kernel["target"] for kernel in kernels if kernel["kernel"] == "split_kernel"]
+    assert targets == ["gfx942", "gfx942", "sm_89", "sm_89"]
     for kernel in kernels:
         assert kernel["registers"] > 0
         assert kernel["shared"] <= {"gfx942": 64, "sm_89": 99}[kernel["target"]] << 10
