@@ -79,7 +79,8 @@ def decay_attention_paged(
             per token it is needed, and moved by resets; else all tokens are seen by default.
         scale, window_size, sink, backend: as in decay_attention; a scale per row is (B, T, H). "hopper" has no kernels
             for it.
-        max_seqlen: no length is larger; it sizes the launch. Default: as many tokens as an entry has pages for.
+        max_seqlen: no length is larger, new tokens included; it sizes the launch. Default: as many tokens as an entry
+            has pages for.
         return_lse: also return lse.
 
     Returns:
@@ -104,7 +105,7 @@ def decay_attention_paged(
     if max_seqlen is not None:
         check_count("max_seqlen", max_seqlen)
     for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
-        if new is not None and (new.shape[1], *new.shape[2:]) != (q.shape[1], *pages.shape[2:]):
+        if new is not None and new.shape[1:] != (q.shape[1], *pages.shape[2:]):
             raise ValueError(
                 f"{name}: expected the tokens of q and the heads and dimension of {name}_pages, "
                 f"{(q.shape[1], *pages.shape[2:])}, got {tuple(new.shape[1:])}"
@@ -138,7 +139,7 @@ def _longest(max_seqlen: int | None, block_table: Tensor, pages: Tensor) -> int:
 
 
 def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
-    check_tensor("q", q, getattr(q, "device", torch.device("cpu")))
+    check_tensor("q", q)
     for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         _check_dtype(name, x, q, q.dtype)
         if x.ndim != 4:

@@ -528,11 +528,11 @@ def _check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
         )
 
 
-def check_tensor(name: str, x: Tensor, device: torch.device, owner: str = "q") -> None:
-    """Refuse what is no tensor on the device of its owner."""
+def check_tensor(name: str, x: Tensor, device: torch.device | None = None, owner: str = "q") -> None:
+    """Refuse what is no tensor on the device of its owner; None: on any."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(x)}")
-    if x.device != device:
+    if device is not None and x.device != device:
         raise ValueError(f"{name}: expected the device of {owner}, {device}, got {x.device}")
 
 

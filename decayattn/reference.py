@@ -65,8 +65,9 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
     resets = is_reset(log_decay)
     unused = resets | (position == 0)[..., None]  # nothing lies before an entry's first token
     steps = torch.where(unused, 0.0, log_decay.double()).cumsum(1)
-    newest, _ = _places(held, position[:, :1].sub(1).clamp(min=0))
-    last = held.alpha[newest].reshape(len(k), 1, -1)
+    newest, before = _places(held, position[:, :1].sub(1).clamp(min=0))
+    last = held.alpha.new_zeros(len(k), 1, held.alpha.shape[2])
+    last[before] = held.alpha[newest]
     alpha = torch.where(position[:, :1, None] > 0, last, 0.0) + steps
     held.alpha[place] = alpha[fits]
     last_reset = torch.where(resets, position[..., None], 0).to(torch.int32).cummax(1).values

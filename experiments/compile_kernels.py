@@ -302,7 +302,9 @@ def compiled_kernels(
             alpha_pages = None if alpha is None else torch.empty(9, 16, 4, dtype=torch.float64)
             table = torch.empty(2, 40, dtype=torch.int32)
             paged = Held(k_pages, v_pages, lengths, first, None, alpha_pages, table)
-            for cache, new, counted in ((held, slice(1), None), (held, slice(300), lengths), (paged, slice(1), None)):
+            one_block = paged._replace(block_table=table[:, :1])  # a number that is 1 is no argument
+            appended = (held, slice(1), None), (held, slice(300), lengths), (paged, slice(1), None)
+            for cache, new, counted in (*appended, (one_block, slice(1), None)):
                 rates = log_decay[:, new] if decay == "scalar" else None
                 portable.append(cache, k[:, new], v[:, new], rates, counted)
             for cache in (held, paged):

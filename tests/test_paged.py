@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from decayattn import decay_attention, decay_attention_paged
+from decayattn.backends.runtime import launching
 from decayattn.nn import DecayCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -158,7 +159,31 @@ def test_tokens_without_a_page_are_neither_written_nor_seen(backend):
     engine.attend(**{n: x[:, :40] for n, x in inputs.items()}, backend=backend)
     for pages in (engine.k_pages, engine.v_pages, engine.alpha_pages):
         assert pages[untouched].isnan().all()
-    assert torch.equal(engine.k_pages[engine.block_table.long()].flatten(1, 2), inputs["k"][:, :32])
+    written = engine.k_pages[engine.block_table.long()].flatten(1, 2)
+    assert torch.equal(written, inputs["k"][:, :32])
+    engine.attend(**{n: x[:, 40:43] for n, x in inputs.items()}, backend=backend)  # the newest token has none, either
+    assert torch.equal(engine.k_pages[engine.block_table.long()].flatten(1, 2), written)
+    for pages in (engine.k_pages, engine.v_pages, engine.alpha_pages):
+        assert pages[untouched].isnan().all()
+
+
+def test_tables_of_other_widths_are_other_calls(monkeypatch):
+    """Kernels are compiled for numbers that are 1 or multiples of 16, as the tokens of a table are or are not."""
+    asked, of_call = [], launching.of_call
+
+    def asking(device, tensors, *modes, saved=()):
+        asked.append((*(None if x is None else x.stride() for x in tensors), *modes))
+        return of_call(device, tensors, *modes, saved=saved)
+
+    monkeypatch.setattr(launching, "of_call", asking)
+    inputs = {n: x[:, :1] for n, x in make().items()}
+    for blocks in (4, 5):
+        engine = Engine(1, torch.float32, True)
+        engine.block_table = engine.block_table[:, :blocks]  # of the same strides
+        engine.attend(**inputs, max_seqlen=4, backend="triton")
+    assert len(asked) == 4  # append and decode
+    assert asked[0] != asked[2]
+    assert asked[1] != asked[3]
 
 
 def arguments(decay="scalar"):

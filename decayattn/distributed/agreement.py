@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from decayattn import compatibility
-from decayattn.distributed.exchange import on_device
+from decayattn.distributed.exchange import gather, on_device
 
 # options of a call that are compared, at most: the first collective has the same size whatever they are
 _MOST = 32
@@ -36,7 +35,7 @@ def check(options: tuple[Option, ...], group: dist.ProcessGroup, device: torch.d
     """
     digests = _digests(options)
     own = on_device(digests, device)
-    everyone = _gather(own, group)
+    everyone = gather(own, dist.get_world_size(group), group)
     agreed = _agreed.setdefault(group, set())
     if device.type != "cpu" and digests in agreed:
         compatibility.assert_on_device(
@@ -59,7 +58,7 @@ def check(options: tuple[Option, ...], group: dist.ProcessGroup, device: torch.d
 
 def refuse(group: dist.ProcessGroup, device: torch.device) -> None:
     """Tell the other ranks, which are in `check`, that this one has refused its arguments."""
-    _gather(on_device((_REFUSED,) * _MOST, device), group)
+    gather(on_device((_REFUSED,) * _MOST, device), dist.get_world_size(group), group)
 
 
 @functools.lru_cache(maxsize=256)
@@ -67,13 +66,6 @@ def _digests(options: tuple[Option, ...]) -> tuple[int, ...]:
     assert len(options) <= _MOST
     hashed = (hashlib.blake2b(repr(option).encode(), digest_size=7).digest() for option in options)
     return *(int.from_bytes(digest, "big") for digest in hashed), *(0,) * (_MOST - len(options))
-
-
-def _gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(ranks, ·)"""
-    everyone = own.new_empty(dist.get_world_size(group), *own.shape)
-    compatibility.all_gather(everyone, own[None], group)
-    return everyone
 
 
 def _ranks(ranks: list[int]) -> str:

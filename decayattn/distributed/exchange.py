@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decayattn import compatibility
+
 
 class Slices(NamedTuple):
     """Which tokens of a sequence the ranks of a group hold, in their order."""
@@ -38,6 +40,13 @@ class Slices(NamedTuple):
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """int64; kept, because a copy of new numbers to a GPU waits for it."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def gather(own: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
+    """(ranks, ·): a tensor of every rank."""
+    everyone = own.new_empty(ranks, *own.shape)
+    compatibility.all_gather(everyone, own[None], group)
+    return everyone
 
 
 def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:

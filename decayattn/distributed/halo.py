@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from decayattn import compatibility
 from decayattn.distributed import local
-from decayattn.distributed.exchange import Slices, all_to_all, on_device, pack, unpack
+from decayattn.distributed.exchange import Slices, all_to_all, gather, on_device, pack, unpack
 from decayattn.distributed.local import Packed
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, is_reset
 
@@ -94,7 +93,7 @@ class Fetch(NamedTuple):
     first: Tensor  # (ranks, B, H_kv) int64: that token on the axis of all slices, never behind the slice's begin
     rows: int  # of this rank's slice; those from here on see nothing before the slice
     halo: int  # tokens before this rank's slice that any of its heads fetches
-    lent: int  # tokens of this rank's slice before the first one that another rank fetches
+    kept: int  # tokens of this rank's slice before the first one that another rank fetches
     send: list[int]  # rows, of one token and key head, to every rank
     receive: list[int]
 
@@ -137,7 +136,7 @@ def fetch(
         return _fetch(slices, on_device(tuple(begins), q.device)[:, None, None].expand(shape), hosts, sees)
     first, rows = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance)
     most = rows.amax() if rows.numel() else rows.new_zeros(())
-    everyone = _gathered(torch.cat([first.flatten(), most[None]]), slices)
+    everyone = gather(torch.cat([first.flatten(), most[None]]), slices.ranks, slices.group)
     hosts = everyone.tolist()
     return _fetch(slices, everyone[:, :-1].reshape(shape), [begins[:-1] for begins in hosts], hosts[slices.rank][-1])
 
@@ -155,8 +154,8 @@ def _fetch(slices: Slices, first: Tensor, hosts: list[list[int]], rows: int) -> 
     receive = [number(rank, of) if of < rank else 0 for of in ranks]
     halo = slices.begin - min(hosts[rank], default=slices.begin)
     of_others = [begin for to in ranks[rank + 1 :] for begin in hosts[to]]
-    lent = min(slices.end, max(slices.begin, min(of_others, default=slices.end))) - slices.begin
-    return Fetch(slices, first, rows, halo, lent, send, receive)
+    kept = min(slices.end, max(slices.begin, min(of_others, default=slices.end))) - slices.begin
+    return Fetch(slices, first, rows, halo, kept, send, receive)
 
 
 def first_keys(
@@ -183,12 +182,13 @@ def first_keys(
 
         with torch.cuda.device_of(q):
             summary, of_rows = planning.summarise(problem, q, k, log_decay, scale, _blocks(slices))
-        keys = planning.KeySummary.gathered(_gathered(summary.flat(), slices), problem, _blocks(slices))
+        everyone = gather(summary.flat(), slices.ranks, slices.group)
+        keys = planning.KeySummary.gathered(everyone, problem, _blocks(slices))
         first_reset, last_resets = of_rows.first_reset, keys.last_reset
     elif problem.decay == "scalar":
         assert log_decay is not None
         first_reset, last_reset = _resets(log_decay)
-        last_resets = _gathered(last_reset.flatten(), slices).unflatten(1, heads)
+        last_resets = gather(last_reset.flatten(), slices.ranks, slices.group).unflatten(1, heads)
     if problem.decay == "scalar":
         rows = torch.minimum(rows, first_reset)
         for of_rank, last_reset in zip(slices.offsets, last_resets[: slices.rank], strict=False):
@@ -203,13 +203,6 @@ def first_keys(
             block, rows = planning.find_first_blocks(keys, slices.rank, of_rows.granules, seen, rows, tolerance)
         first = torch.maximum(first, starts[block])
     return first.unflatten(1, (problem.num_kv_heads, -1)).amin(2), rows
-
-
-def _gathered(own: Tensor, slices: Slices) -> Tensor:
-    """(ranks, ·)"""
-    everyone = own.new_empty(slices.ranks, len(own))
-    compatibility.all_gather(everyone, own[None], slices.group)
-    return everyone
 
 
 def _resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,7 +295,9 @@ class Halo(torch.autograd.Function):
         result = [None, None, None, None, None]
         for n, x, part in zip(ctx.asked, own, unpack(rows, own), strict=True):
             x = x[:, fetch.halo :]
-            x = pad(x, (0, 0, 0, 0, 0, fetch.slices.end - fetch.slices.begin - x.shape[1]))
+            others = fetch.slices.end - fetch.slices.begin - x.shape[1]  # tokens that were no input of a halo's call
+            if others:
+                x = pad(x, (0, 0, 0, 0, 0, others))
             result[n] = _added(x, part, sent, fetch)
             if n == 2:
                 result[n] = result[n].flatten(2)
@@ -314,11 +309,11 @@ def _added(own: Tensor, rows: Tensor, where: tuple[Tensor, ...], fetch: Fetch) -
     every time."""
     if not len(rows):
         return own
-    total = own[:, fetch.lent :].to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    total = own[:, fetch.kept :].to(torch.promote_types(own.dtype, torch.float32), copy=True)
     entry, token, head = where
     begin = 0
     for number in fetch.send:
         part = slice(begin, begin + number)
-        total[entry[part], token[part] - fetch.lent, head[part]] += rows[part]
+        total[entry[part], token[part] - fetch.kept, head[part]] += rows[part]
         begin += number
-    return torch.cat([own[:, : fetch.lent], total.to(own.dtype)], 1)
+    return torch.cat([own[:, : fetch.kept], total.to(own.dtype)], 1)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends.portable.launch import padded
-from decayattn.backends.portable.pages import BlockTable, block_table, entry_start, has_place, token_offset
+from decayattn.backends.portable.pages import entry_start, has_place, table_and_blocks, token_offset
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.arguments import Strided, strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
@@ -41,15 +41,16 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
             sums = batch * heads
             new_first = first = torch.empty(batch, heads, tokens, device=k.device, dtype=torch.int32)
         given = (k, v, log_decay, counted, *held)
-        launch = launching.of_call(k.device, given, k.shape, value_dim, page)
+        table, blocks = table_and_blocks(held.block_table)
+        launch = launching.of_call(k.device, given, k.shape, value_dim, heads, page, blocks)
         launch(
             append_kernel, copies + sums,
             HeldTokens(
                 strided(held.keys), strided(held.values), held.lengths, held.first, held.log_evicted,
-                strided(held.alpha), block_table(held.block_table, page),
+                strided(held.alpha), table,
             ),
             NewTokens(strided(k), strided(v), strided(log_decay), counted, new_first), tokens, kv_heads, heads, copies,
-            TRAITS=AppendTraits(dim, value_dim, copied, summed, padded(dim), padded(value_dim), page),
+            blocks, TRAITS=AppendTraits(dim, value_dim, copied, summed, padded(dim), padded(value_dim), page),
             **COMPILER_OPTIONS,
         )
     return first
@@ -64,7 +65,7 @@ class HeldTokens(NamedTuple):
     first: Tensor | None
     log_evicted: Tensor | None
     alpha: Strided | None
-    table: BlockTable | None
+    table: Tensor | None
 
 
 class NewTokens(NamedTuple):
@@ -90,16 +91,16 @@ class AppendTraits(NamedTuple):
 
 
 @triton.jit
-def append_kernel(held, new, tokens, kv_heads, heads, copies, TRAITS: tl.constexpr):
+def append_kernel(held, new, tokens, kv_heads, heads, copies, blocks, TRAITS: tl.constexpr):
     """The first `copies` programs write keys and values, the others α, the first keys and what of them was evicted.
 
     held, new: HeldTokens, NewTokens
     """
     program = tl.program_id(0)
     if program < copies:
-        _copy_tokens(held, new, program, kv_heads, tokens, TRAITS)
+        _copy_tokens(held, new, program, kv_heads, tokens, blocks, TRAITS)
     elif new.log_decay is not None:
-        _continue_alpha(held, new, program - copies, heads, tokens, TRAITS.block_s, TRAITS.page)
+        _continue_alpha(held, new, program - copies, heads, tokens, blocks, TRAITS.block_s, TRAITS.page)
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def _count(new, batch, tokens):
 
 
 @triton.jit
-def _copy_tokens(held, new, tile, kv_heads, tokens, TRAITS: tl.constexpr):
+def _copy_tokens(held, new, tile, kv_heads, tokens, blocks, TRAITS: tl.constexpr):
     """A tile of tokens of one key head."""
     BLOCK_T: tl.constexpr = TRAITS.block_t
     tiles = tl.cdiv(tokens, BLOCK_T)
@@ -118,15 +119,15 @@ def _copy_tokens(held, new, tile, kv_heads, tokens, TRAITS: tl.constexpr):
     there = tl.load(held.lengths + batch) + token
     counts = token < _count(new, batch, tokens)
     inside = token < tokens
-    fits = inside & has_place(there, held.table)
+    fits = inside & has_place(there, held.table, blocks, TRAITS.page)
     tokens_of_tile = (there, token, inside, counts, fits)
-    _copy(held, held.k, new.k, batch, head, tokens_of_tile, TRAITS.d, TRAITS.block_d, TRAITS.page)
-    _copy(held, held.v, new.v, batch, head, tokens_of_tile, TRAITS.d_v, TRAITS.block_dv, TRAITS.page)
+    _copy(held, held.k, new.k, batch, head, tokens_of_tile, blocks, TRAITS.d, TRAITS.block_d, TRAITS.page)
+    _copy(held, held.v, new.v, batch, head, tokens_of_tile, blocks, TRAITS.d_v, TRAITS.block_dv, TRAITS.page)
 
 
 @triton.jit
 def _copy(
-    held, buffer, new, batch, head, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
+    held, buffer, new, batch, head, tokens, blocks, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
 ):
     """Rows of one head into a buffer of the cache, 0 where they do not count.
 
@@ -138,12 +139,12 @@ def _copy(
     rows += token.to(tl.int64)[:, None] * new.strides[1] + column * new.strides[3]
     x = tl.load(rows, mask=(inside & counts)[:, None] & (column < WIDTH), other=0.0)
     rows = entry_start(buffer, batch, held.table) + head * buffer.strides[2]
-    offset = token_offset(buffer, batch, there, fits, held.table, PAGE)
+    offset = token_offset(buffer, batch, there, fits, held.table, blocks, PAGE)
     tl.store(rows + offset[:, None] + column * buffer.strides[3], x, mask=fits[:, None] & (column < WIDTH))
 
 
 @triton.jit
-def _continue_alpha(held, new, batch_head, heads, tokens, BLOCK: tl.constexpr, PAGE: tl.constexpr):
+def _continue_alpha(held, new, batch_head, heads, tokens, blocks, BLOCK: tl.constexpr, PAGE: tl.constexpr):
     """α and the first keys of one query head over the new tokens."""
     batch, head = batch_head // heads, (batch_head % heads).to(tl.int64)
     rate_strides = new.log_decay.strides
@@ -151,8 +152,8 @@ def _continue_alpha(held, new, batch_head, heads, tokens, BLOCK: tl.constexpr, P
     alpha = entry_start(held.alpha, batch, held.table) + head * held.alpha.strides[2]
     length, count = tl.load(held.lengths + batch), _count(new, batch, tokens)
     newest = length.to(tl.int64) - 1
-    has_newest = (length > 0) & has_place(newest, held.table)
-    before = token_offset(held.alpha, batch, newest, has_newest, held.table, PAGE)
+    has_newest = (length > 0) & has_place(newest, held.table, blocks, PAGE)
+    before = token_offset(held.alpha, batch, newest, has_newest, held.table, blocks, PAGE)
     before = tl.load(alpha + before, mask=has_newest, other=0.0)
     first = tl.load(held.first + batch_head)
     last_reset = 0
@@ -162,8 +163,8 @@ def _continue_alpha(held, new, batch_head, heads, tokens, BLOCK: tl.constexpr, P
         rate = tl.load(rates + token.to(tl.int64) * rate_strides[1], mask=inside & (token < count), other=0.0)
         is_reset = rate < RESET_BELOW
         step = tl.where(is_reset | (position == 0), 0.0, rate.to(tl.float64))
-        fits = inside & has_place(position, held.table)
-        offset = token_offset(held.alpha, batch, position, fits, held.table, PAGE)
+        fits = inside & has_place(position, held.table, blocks, PAGE)
+        offset = token_offset(held.alpha, batch, position, fits, held.table, blocks, PAGE)
         tl.store(alpha + offset, before + tl.cumsum(step, 0), mask=fits)
         before += tl.sum(step, 0)
         resets = tl.associative_scan(tl.where(is_reset, position, 0), 0, _larger)

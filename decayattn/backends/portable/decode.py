@@ -22,8 +22,7 @@ from torch import Tensor
 
 from decayattn.backends.portable.arguments import TileSource
 from decayattn.backends.portable.launch import arch, dot_precision, padded
-from decayattn.backends.portable.pages import CachedTokens, entry_start, token_offset
-from decayattn.backends.portable.pages import block_table as as_argument
+from decayattn.backends.portable.pages import CachedTokens, entry_start, table_and_blocks, token_offset
 from decayattn.backends.portable.tiles import load_scale, load_tile
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.arguments import strided
@@ -135,13 +134,14 @@ def decode(
             precision=dot_precision(), page=page,
         )
         sink = None if inputs.sink is None else inputs.sink.contiguous()
+        table, blocks = table_and_blocks(block_table)
         tensors = (q, keys, values, lengths, log_decay, alpha, first, row_scale, sink, block_table)
-        launch = launching.of_call(q.device, tensors, q.shape, values.shape, left, splits, max_length)
+        launch = launching.of_call(q.device, tensors, q.shape, values.shape, left, splits, blocks)
         launch(
             split_kernel, programs * splits,
-            strided(q), CachedTokens(strided(keys), strided(values), strided(alpha), as_argument(block_table, page)),
+            strided(q), CachedTokens(strided(keys), strided(values), strided(alpha), table),
             lengths, strided(first), strided(log_decay), strided(row_scale), parts, inputs.scale, left, query_length,
-            kv_heads, row_tiles, splits, TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            kv_heads, row_tiles, splits, blocks, TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages,
             **COMPILER_OPTIONS,
         )
         launch(
@@ -179,7 +179,7 @@ class DecodeTraits(NamedTuple):
 @triton.jit
 def split_kernel(
     queries, cache, lengths, first_keys, rates, row_scales, parts, scale: tl.float64, left, query_length, kv_heads,
-    row_tiles, splits, TRAITS: tl.constexpr,
+    row_tiles, splits, blocks, TRAITS: tl.constexpr,
 ):
     """One split of the keys of a CachedTokens into (acc, row_max, row_sum) of one tile of rows of one key head.
 
@@ -202,7 +202,7 @@ def split_kernel(
     entry = batch.to(tl.int64)
     length = tl.load(lengths + batch)
     if table is not None:
-        length = tl.minimum(length, table.tokens)
+        length = tl.minimum(length, blocks * PAGE)
     rows = query_length * GROUP
     # rows past the end repeat the last one: they widen no interval, and are never stored
     index = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -233,14 +233,13 @@ def split_kernel(
         head_alpha = entry_start(alpha, batch, table) + head.to(tl.int64) * alpha.strides[2]
         # rows past the end read nothing
         has_alpha = (position >= 0) & (index < rows)
-        own_offset = token_offset(alpha, batch, position, has_alpha, table, PAGE)
+        own_offset = token_offset(alpha, batch, position, has_alpha, table, blocks, PAGE)
         row_alpha = tl.load(head_alpha + own_offset, mask=has_alpha, other=0.0)
         query_alpha = row_alpha[:, None] * LOG2E
     column = tl.arange(0, BLOCK_D)[None, :]
     strides = queries.strides
     q_row = entry * strides[0] + row.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
     q = tl.load(queries.data + q_row[:, None] + column.to(tl.int64) * strides[3], mask=column < TRAITS.d, other=0.0)
-    k_source, v_source = TileSource(None, keys), TileSource(None, values)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACCUMULATOR)
     row_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
@@ -249,14 +248,11 @@ def split_kernel(
         start = tile * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
         # masked by the entry's length: beyond it may lie anything, and 0 · NaN is NaN
-        if table is None:
-            k = load_tile(k_source, batch, kv_head, 0, start, length, BLOCK_N, TRAITS.d, BLOCK_D, True)
-        else:
-            k = _load_paged(keys, batch, kv_head, key, length, table, PAGE, TRAITS.d, BLOCK_D)
+        k = _load_cached(keys, batch, kv_head, start, length, table, blocks, PAGE, BLOCK_N, TRAITS.d, BLOCK_D)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * row_scale
         key_alpha = 0.0
         if DECAY == "scalar":
-            offset = token_offset(alpha, batch, key[None, :], key[None, :] < length, table, PAGE)
+            offset = token_offset(alpha, batch, key[None, :], key[None, :] < length, table, blocks, PAGE)
             used = has_alpha[:, None] & (key[None, :] < length)
             key_alpha = tl.load(head_alpha[:, None] + offset, mask=used, other=0.0) * LOG2E
         # α is whole and in float64 here: there is no second level of the prefix, and nothing cancels
@@ -269,10 +265,7 @@ def split_kernel(
         p = probability(score, anchor[:, None])
         correction = rescale(row_max, anchor)
         row_sum = row_sum * correction + tl.sum(p, 1)
-        if table is None:
-            v = load_tile(v_source, batch, kv_head, 0, start, length, BLOCK_N, TRAITS.d_v, BLOCK_DV, True)
-        else:
-            v = _load_paged(values, batch, kv_head, key, length, table, PAGE, TRAITS.d_v, BLOCK_DV)
+        v = _load_cached(values, batch, kv_head, start, length, table, blocks, PAGE, BLOCK_N, TRAITS.d_v, BLOCK_DV)
         acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION, out_dtype=ACCUMULATOR)
         row_max = new_max
 
@@ -287,15 +280,21 @@ def split_kernel(
 
 
 @triton.jit
-def _load_paged(
-    buffer, batch, head, key, length, table, PAGE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
+def _load_cached(
+    buffer, batch, head, start, length, table, blocks, PAGE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """load_tile of tokens that are in pages."""
-    column, used = tl.arange(0, COLUMNS)[None, :], key < length
-    rows = entry_start(buffer, batch, table) + head.to(tl.int64) * buffer.strides[2]
-    rows += token_offset(buffer, batch, key, used, table, PAGE)[:, None]
-    pointers = rows + column.to(tl.int64) * buffer.strides[3]
-    return tl.load(pointers, mask=used[:, None] & (column < DIM), other=0.0)
+    """(TOKENS, COLUMNS) of an entry's head from token `start` on, 0 beyond its length."""
+    if table is None:
+        tile = load_tile(TileSource(None, buffer), batch, head, 0, start, length, TOKENS, DIM, COLUMNS, True)
+    else:
+        token, column = start + tl.arange(0, TOKENS), tl.arange(0, COLUMNS)[None, :]
+        used = token < length
+        rows = entry_start(buffer, batch, table) + head.to(tl.int64) * buffer.strides[2]
+        rows += token_offset(buffer, batch, token, used, table, blocks, PAGE)[:, None]
+        pointers = rows + column.to(tl.int64) * buffer.strides[3]
+        tile = tl.load(pointers, mask=used[:, None] & (column < DIM), other=0.0)
+    return tile
 
 
 @triton.jit
