@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decayattn import compatibility
 from decayattn.backends import registry
-from decayattn.problem import AttentionProblem, BackendName, Gradients, Inputs, Saved
+from decayattn.problem import AttentionProblem, BackendName, Gradients, Inputs, Prepared, Saved
 
 
 class Modes(NamedTuple):
@@ -75,9 +75,9 @@ torch.library.define(
 
 
 def attention(
-    problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool, prepared: Prepared | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """out and, with_lse, lse from a kernel backend, differentiable once."""
+    """out and, with_lse, lse from a kernel backend, differentiable once. The operators use nothing that is prepared."""
     # not inputs.tensors: torch 2.10 cannot trace a property of a NamedTuple
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     if compatibility.has_tangent(tensors):
@@ -88,7 +88,7 @@ def attention(
     if _watched(tensors):
         out, lse, *_ = torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
     else:
-        out, lse, *_ = _with_gradient(problem, inputs, modes, with_lse)
+        out, lse, *_ = _with_gradient(problem, inputs, modes, with_lse, prepared)
     return out, lse if with_lse else None
 
 
@@ -108,10 +108,10 @@ def _watched(tensors: Iterable[Tensor]) -> bool:
 
 
 def _forward(
-    problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool, prepared: Prepared | None = None
 ) -> tuple[Tensor, Tensor | None, Saved]:
     launcher, sink = registry.loaded(registry.resolve(problem, backend, inputs)), inputs.sink
-    out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None)
+    out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None, prepared)
     if sink is not None:
         assert lse is not None  # asked for
         row_sink = sink.to(lse.dtype)[:, None]
@@ -290,28 +290,28 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *_, problem, inputs, modes, with_lse = arguments
-        output = _without_gradient(problem, inputs, modes, with_lse)
+        *_, problem, inputs, modes, with_lse, prepared = arguments
+        output = _without_gradient(problem, inputs, modes, with_lse, prepared)
         _keep(ctx, problem, inputs, modes, with_lse, output)
         # with a problem the others are not asked for, and an output takes the host's time, here and in the backward
         return output if problem is None else output[:2]
 
     @staticmethod
     def backward(ctx, *gradients):
-        return *_differentiate(ctx, *gradients), None, None, None, None
+        return *_differentiate(ctx, *gradients), None, None, None, None, None
 
 
-def _with_gradient(problem, inputs, modes, with_lse):
+def _with_gradient(problem, inputs, modes, with_lse, prepared=None):
     """out, lse and, at the operator, what was saved."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors):
         # autograd looks for tensors among the arguments, not inside of them
-        return _Differentiable.apply(*inputs.tensors, problem, inputs, modes, with_lse)
-    return _without_gradient(problem, inputs, modes, with_lse)
+        return _Differentiable.apply(*inputs.tensors, problem, inputs, modes, with_lse, prepared)
+    return _without_gradient(problem, inputs, modes, with_lse, prepared)
 
 
-def _without_gradient(problem, inputs, modes, with_lse):
+def _without_gradient(problem, inputs, modes, with_lse, prepared):
     if problem is not None:
-        out, lse, saved = _forward(problem, inputs, modes.backend, with_lse)
+        out, lse, saved = _forward(problem, inputs, modes.backend, with_lse, prepared)
         return out, lse, *saved
     with compatibility.below_autograd():
         return torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)

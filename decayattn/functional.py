@@ -11,6 +11,7 @@ from decayattn.problem import (
     AttentionProblem,
     BackendName,
     Inputs,
+    Prepared,
     SkipTolerance,
     autocast_dtype,
     check_arguments,
@@ -184,7 +185,7 @@ def decay_attention(
         q, v, log_decay, row_scale, causal, window_of(window_size, causal), bounds, bias=bias,
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )
-    out, lse = _attend(problem, inputs, backend, return_lse)
+    out, lse = attend(problem, inputs, backend, return_lse)
     if not return_lse:
         return out
     assert lse is not None
@@ -284,7 +285,7 @@ def decay_attention_varlen(
         q, v, log_decay, row_scale, causal, window_of(window_size, causal), bounds, (max_seqlen_q, max_seqlen_k),
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )
-    out, lse = _attend(problem, inputs, backend, return_lse)
+    out, lse = attend(problem, inputs, backend, return_lse)
     out = out.squeeze(0)  # not out[0], whose gradient would be copied into zeros
     if not return_lse:
         return out
@@ -331,14 +332,14 @@ def visited_fraction(
         return skipping.visited_fraction(problem, q, k, log_decay, number if row_scale is None else row_scale)
 
 
-def _attend(
-    problem: AttentionProblem, inputs: Inputs, backend: BackendName, return_lse: bool
+def attend(
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, return_lse: bool, prepared: Prepared | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """out and lse, which is None if it is not asked for and a kernel backend runs."""
+    """out and lse, which is None if it is not asked for and a kernel backend runs; arguments were checked."""
     chosen = registry.select(problem, backend)
     if chosen == "reference":
         return reference.attention(problem, inputs)
-    return autograd.attention(problem, inputs, chosen, return_lse)
+    return autograd.attention(problem, inputs, chosen, return_lse, prepared)
 
 
 def _bounds_in_entries(

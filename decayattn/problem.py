@@ -191,6 +191,13 @@ class Saved(NamedTuple):
         return DecayPrefix(self.beta, self.base, self.last_reset, self.next_reset)
 
 
+class Prepared(NamedTuple):
+    """What a caller that makes one result of several calls has made of a forward already."""
+
+    out: Tensor  # (B, T_q, H, D_v), with any strides but in the last dimension: where the result goes
+    terms: tuple[Tensor, Tensor] | None = None  # skipping.summaries, of fewer granules than it makes or as many
+
+
 class Gradients(NamedTuple):
     """Of the inputs, in their shapes; None for what is not asked for."""
 

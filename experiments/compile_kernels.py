@@ -320,10 +320,11 @@ def compiled_kernels(
     if path == "halo":
         with collecting(target) as kernels:
             if log_decay is not None:
-                keys, rows = halo.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
-                keys = halo.KeySummary(*(x.expand(2, *x.shape) for x in keys))
-                limits = torch.empty(2, 2, 4, dtype=torch.int32)
-                halo.find_first_blocks(keys, 1, rows.granules, *limits, SKIP_TOLERANCE)
+                keys, rows, _ = halo.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
+                limits = torch.empty(2, 2, 4, dtype=torch.int64)
+                for rank in (1, 2):  # a number that is 1 is no argument
+                    gathered = halo.KeySummary(*(x.expand(3, *x.shape) for x in keys))
+                    halo.find_first_blocks(gathered, rank, rows.granules, *limits, SKIP_TOLERANCE)
         return kernels
     inputs = Inputs(q, k, v, log_decay, bounds=bounds, bias=bias, scale=scale)
     with collecting(target) as kernels:

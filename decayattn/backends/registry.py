@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decayattn.compatibility import assume_constant_result
-from decayattn.problem import AttentionProblem, BackendName, Gradients, Held, Inputs, Saved
+from decayattn.problem import AttentionProblem, BackendName, Gradients, Held, Inputs, Prepared, Saved
 
 # kernel backends, modules that fulfil Backend
 KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn.backends.hopper.backend"}
@@ -82,10 +82,10 @@ class Backend(Protocol):
         """Whether no other backend is known to be faster."""
 
     def forward(
-        self, problem: AttentionProblem, inputs: Inputs, with_lse: bool = False
+        self, problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """out (B, T_q, H, D_v); lse (B, H, T_q), at least where it is asked for, −inf in a row without a key, sink or
-        not; and what any backend's backward reads. With a sink, lse is asked for.
+        not; and what any backend's backward reads. With a sink, lse is asked for. What is prepared need not be made.
         """
 
     def backward(

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from decayattn.distributed import local
 from decayattn.distributed.exchange import Slices, all_to_all, gather, on_device, pack, unpack
 from decayattn.distributed.local import Packed
-from decayattn.problem import DECAY_BLOCK, AttentionProblem, is_reset
+from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, Prepared, is_reset
 
 _NEVER = 2**31 - 1
 
@@ -64,14 +64,51 @@ def attention(
     parts = [rows, length - rows]
     q, far_q = q.split(parts, 1)
     scale, far_scale = scale.split(parts, 1) if isinstance(scale, Tensor) else (scale, scale)
+    out = q.new_empty(*q.shape[:1], length, *q.shape[2:3], v.shape[3])
+    terms = None
+    if found.terms is not None:
+        of_blocks, of_granules = found.terms
+        terms = of_blocks, of_granules[:, :, rows // GRANULE :]
     # first, so that the GPU has something to do while the host sends keys
-    far = local.attention(far_q, k, v, log_decay, far_scale, None, return_lse, options)
+    far, far_lse = local.causal_attention(
+        far_q, k, v, log_decay, far_scale, return_lse, options, Prepared(_part(out, rows, length), terms)
+    )
     # also where there are no such rows: in the backward the other ranks send gradients here
     k, v, extended = Halo.apply(k, v, of_keys, found, rows)
-    near = local.attention(q, k, v, log_decay if extended is None else extended, scale, None, return_lse, options)
-    if isinstance(near, Tensor) and isinstance(far, Tensor):
-        return torch.cat([near, far], 1)
-    return torch.cat([near[0], far[0]], 1), torch.cat([near[1], far[1]], 2)
+    near, near_lse = local.causal_attention(
+        q, k, v, log_decay if extended is None else extended, scale, return_lse, options, Prepared(_part(out, 0, rows))
+    )
+    out = Joined.apply(near, far, [out])
+    if not return_lse:
+        return out
+    assert near_lse is not None
+    assert far_lse is not None
+    return out, torch.cat([near_lse, far_lse], 2)
+
+
+def _part(x: Tensor, begin: int, end: int) -> Tensor:
+    """x[:, begin:end] as a tensor of its own for autograd, for which two results cannot be views of one tensor."""
+    part = x[:, begin:end]
+    return x.new_empty(0).set_(x.untyped_storage(), part.storage_offset(), part.shape, part.stride())
+
+
+class Joined(torch.autograd.Function):
+    """The tensor of which two calls wrote the first rows and the others; what they wrote elsewhere is copied."""
+
+    @staticmethod
+    def forward(ctx, near, far, outs):
+        (out,) = outs
+        ctx.rows = near.shape[1]
+        for part, place in ((near, out[:, : ctx.rows]), (far, out[:, ctx.rows :])):
+            if part.numel() and part.data_ptr() != place.data_ptr():
+                place.copy_(part)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors  # an error if it was changed in place: the calls read theirs
+        return grad[:, : ctx.rows], grad[:, ctx.rows :], None
 
 
 def can_plan(problem: AttentionProblem) -> bool:
@@ -96,6 +133,7 @@ class Fetch(NamedTuple):
     kept: int  # tokens of this rank's slice before the first one that another rank fetches
     send: list[int]  # rows, of one token and key head, to every rank
     receive: list[int]
+    terms: tuple[Tensor, Tensor] | None  # skipping.summaries of this rank's slice, if its plan needed them
 
     @property
     def cut(self) -> Tensor:
@@ -133,15 +171,20 @@ def fetch(
         begins = [max(0, begin - reach) for begin in offsets[:-1]]
         hosts = [[begin] * (problem.batch * problem.num_kv_heads) for begin in begins]
         sees = length if sight.left < 0 else min(length, sight.left)
-        return _fetch(slices, on_device(tuple(begins), q.device)[:, None, None].expand(shape), hosts, sees)
-    first, rows = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance)
+        return _fetch(slices, on_device(tuple(begins), q.device)[:, None, None].expand(shape), hosts, sees, None)
+    first, rows, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance)
     most = rows.amax() if rows.numel() else rows.new_zeros(())
     everyone = gather(torch.cat([first.flatten(), most[None]]), slices.ranks, slices.group)
     hosts = everyone.tolist()
-    return _fetch(slices, everyone[:, :-1].reshape(shape), [begins[:-1] for begins in hosts], hosts[slices.rank][-1])
+    seeing = hosts[slices.rank][-1]
+    if terms is not None:
+        seeing = min(length, -(-seeing // GRANULE) * GRANULE)  # the other rows are whole granules of the terms
+    return _fetch(slices, everyone[:, :-1].reshape(shape), [begins[:-1] for begins in hosts], seeing, terms)
 
 
-def _fetch(slices: Slices, first: Tensor, hosts: list[list[int]], rows: int) -> Fetch:
+def _fetch(
+    slices: Slices, first: Tensor, hosts: list[list[int]], rows: int, terms: tuple[Tensor, Tensor] | None
+) -> Fetch:
     """hosts: first, as the host knows it."""
     rank, offsets = slices.rank, slices.offsets
 
@@ -155,17 +198,35 @@ def _fetch(slices: Slices, first: Tensor, hosts: list[list[int]], rows: int) -> 
     halo = slices.begin - min(hosts[rank], default=slices.begin)
     of_others = [begin for to in ranks[rank + 1 :] for begin in hosts[to]]
     kept = min(slices.end, max(slices.begin, min(of_others, default=slices.end))) - slices.begin
-    return Fetch(slices, first, rows, halo, kept, send, receive)
+    return Fetch(slices, first, rows, halo, kept, send, receive, terms)
 
 
 def first_keys(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     sight: Sight, tolerance: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """(B, H_kv) int64: the first token that this rank fetches, on the axis of all slices; its own first one if none.
-    (B, H) int64: the rows from this one on see nothing before their slice."""
+    (B, H) int64: the rows from this one on see nothing before their slice. And Fetch's terms."""
     begin, heads = slices.begin, (problem.batch, problem.num_heads)
-    length, left = problem.query_length, sight.left
+    length, left, terms = problem.query_length, sight.left, None
+    planned = tolerance > 0 and log_decay is not None
+    if planned:
+        assert log_decay is not None
+        from decayattn.backends.planning import halo as planning  # imports Triton
+
+        with torch.cuda.device_of(q):
+            launch = planning.launch_for(problem, q, k, log_decay, scale if isinstance(scale, Tensor) else None)
+            summary = planning.summarise(problem, q, k, log_decay, scale, _blocks(slices), launch)
+        everyone = gather(summary.keys.flat(), slices.ranks, slices.group)
+        keys, terms = planning.KeySummary.gathered(everyone, problem, _blocks(slices)), summary.terms
+        first_reset, last_resets = summary.rows.first_reset, keys.last_reset
+    elif problem.decay == "scalar":
+        assert log_decay is not None
+        first_reset, last_reset = _resets(log_decay)
+        last_resets = gather(last_reset.flatten(), slices.ranks, slices.group).unflatten(1, heads)
+    if not begin:
+        nothing = torch.zeros(heads, dtype=torch.int64, device=q.device)
+        return nothing[:, : problem.num_kv_heads], nothing, terms
     lowest = torch.full(heads, 0 if left < 0 else max(0, begin - left), device=q.device)
     rows = torch.full(heads, length if left < 0 else min(length, left), device=q.device)
     if sight.cu_seqlens is not None:
@@ -175,34 +236,22 @@ def first_keys(
         assert log_decay is not None
         resets = is_reset(log_decay)  # such a rate leaves a row its own key
         lowest, rows = torch.where(resets, begin, lowest), torch.where(resets, 0, rows)
-    planned = tolerance > 0 and log_decay is not None
-    if planned:
-        assert log_decay is not None
-        from decayattn.backends.planning import halo as planning  # imports Triton
-
-        with torch.cuda.device_of(q):
-            summary, of_rows = planning.summarise(problem, q, k, log_decay, scale, _blocks(slices))
-        everyone = gather(summary.flat(), slices.ranks, slices.group)
-        keys = planning.KeySummary.gathered(everyone, problem, _blocks(slices))
-        first_reset, last_resets = of_rows.first_reset, keys.last_reset
     elif problem.decay == "scalar":
-        assert log_decay is not None
-        first_reset, last_reset = _resets(log_decay)
-        last_resets = gather(last_reset.flatten(), slices.ranks, slices.group).unflatten(1, heads)
-    if problem.decay == "scalar":
         rows = torch.minimum(rows, first_reset)
-        for of_rank, last_reset in zip(slices.offsets, last_resets[: slices.rank], strict=False):
-            last_reset = last_reset.long()
-            lowest = torch.maximum(lowest, torch.where(last_reset < 0, last_reset, last_reset + of_rank))
+        last_resets = last_resets[: slices.rank].long()
+        of_ranks = on_device(tuple(slices.offsets[: slices.rank]), q.device)[:, None, None]
+        lowest = torch.maximum(lowest, torch.where(last_resets < 0, last_resets, last_resets + of_ranks).amax(0))
     first = torch.where(rows > 0, lowest, begin).clamp(max=begin)
     rows = torch.where(first < begin, rows, 0)
-    if planned and slices.rank:
+    if planned:
         starts = _block_starts(slices.lengths, slices.rank, q.device)
         seen = torch.searchsorted(starts[1:], first, right=True)
         with torch.cuda.device_of(q):
-            block, rows = planning.find_first_blocks(keys, slices.rank, of_rows.granules, seen, rows, tolerance)
+            block, rows = planning.find_first_blocks(
+                keys, slices.rank, summary.rows.granules, seen, rows, tolerance, launch
+            )
         first = torch.maximum(first, starts[block])
-    return first.unflatten(1, (problem.num_kv_heads, -1)).amin(2), rows
+    return first.unflatten(1, (problem.num_kv_heads, -1)).amin(2), rows, terms
 
 
 def _resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,6 +292,9 @@ def _rows(begin: Tensor, end: Tensor | int, total: int) -> tuple[Tensor, Tensor,
     """Batch entry, token and key head of begin ≤ token < end, for every (rank, entry, head) one after the other; total
     of them, which the host knows."""
     entries, heads = begin.shape[1:]
+    if not total:
+        nothing = begin.new_empty(0)
+        return nothing, nothing, nothing
     number = (end - begin).clamp(min=0).flatten()
     segment = torch.repeat_interleave(torch.arange(len(number), device=begin.device), number, output_size=total)
     before = number.cumsum(0) - number

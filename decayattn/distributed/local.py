@@ -1,10 +1,11 @@
-"""The call that a rank makes on its own, once the keys are there."""
+"""The calls that a rank makes on its own, once the keys are there."""
 
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from decayattn.functional import decay_attention, decay_attention_varlen
+from decayattn.functional import attend, decay_attention, decay_attention_varlen
+from decayattn.problem import AttentionProblem, Inputs, Prepared, tolerance_of, window_of
 
 
 class Packed(NamedTuple):
@@ -31,3 +32,17 @@ def attention(
         return_lse=return_lse, **options,
     )
     return result[None] if isinstance(result, Tensor) else (result[0][None], result[1][None])
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float, return_lse: bool,
+    options: dict[str, Any], prepared: Prepared,
+) -> tuple[Tensor, Tensor | None]:
+    """decay_attention of arguments that were checked; what is prepared need not be used."""
+    row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
+    inputs = Inputs(q, k, v, log_decay, row_scale, sink=options["sink"], scale=number)
+    problem = AttentionProblem.of(
+        q, v, log_decay, row_scale, True, window_of(options["window_size"], True),
+        skip_tolerance=tolerance_of(options["skip_tolerance"], q.dtype),
+    )
+    return attend(problem, inputs, options["backend"], return_lse, prepared)

@@ -152,9 +152,16 @@ def test_rows_that_see_only_their_slice_do_not_wait_for_keys(pool, window, expec
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [{}, dict(decay="constant", row_scale=True, sink=True, kv_heads=1)])
 def test_rows_that_see_only_their_slice_are_planned(pool, interpreter, case):
-    found = pool.run("distributed_cases.calls", ranks=2, length=640, batch=1, mean=-1.0, backend="triton", **case)
-    assert [counted for _, counted in found] == [[320, 0], [256, 64]]
+    """In the first call of so many rows, keys are skipped, by what the plan of the halo knows of them."""
+    found = pool.run("distributed_cases.calls", ranks=2, length=1280, batch=1, mean=-1.0, backend="triton", **case)
+    assert [counted for _, counted in found] == [[640, 0], [576, 64]]
     assert all(error <= EXACT for errors, _ in found for error in errors.values()), found
+
+
+def test_a_result_of_two_calls_is_not_to_be_changed_in_place(pool):
+    """As that of one call: the backward reads it."""
+    errors = pool.run("distributed_cases.changed_in_place", ranks=2, length=100, window_size=(20, 0))
+    assert all("modified by an inplace operation" in error for error in errors), errors
 
 
 @pytest.mark.slow

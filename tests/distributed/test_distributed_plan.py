@@ -71,7 +71,10 @@ class Ranks:
         def remembered(*args):
             if self.rank not in self.summaries:
                 summary = SUMMARISE(*args)
-                self.summaries[self.rank] = change(*summary, *args[1:]) if change else summary
+                if change:
+                    keys, rows = change(summary.keys, summary.rows, *args[1:])
+                    summary = summary._replace(keys=keys, rows=rows)
+                self.summaries[self.rank] = summary
             return self.summaries[self.rank]
 
         def gather(everyone, own, group):
@@ -103,9 +106,10 @@ class Ranks:
             part["q"], part["k"], part["log_decay"], row_scale, True, skip_tolerance=tolerance
         )
         slices = Slices(self.lengths, rank, None)
-        return halo.first_keys(
+        first, rows, _ = halo.first_keys(
             slices, problem, part["q"], part["k"], part["log_decay"], part["scale"], self.sight, tolerance
         )
+        return first, rows
 
 
 def lost(inputs, lengths, first, window=-1, rows=None):
@@ -174,6 +178,29 @@ def test_as_much_is_fetched_as_one_process_would_visit(monkeypatch, scale):
         assert found[rank].tolist() == [[min(at, int(x))] for x in visited]
         at += length
     assert (found[1:] > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "constant", "scale", "resets", "growth", "outlier"])
+@pytest.mark.parametrize("rows", [0, 128, 192])
+def test_what_is_known_of_a_slice_plans_its_last_rows(kind, rows):
+    length, tolerance = 791, 2.0**-25
+    inputs = make(kind, length, mean=-1.0)
+    q, k, log_decay, scale = (inputs[name] for name in ("q", "k", "log_decay", "scale"))
+    far_q, far_scale = q[:, rows:], scale
+    if kind == "scale":
+        far_scale = scale[:, rows:]
+    whole, far = (
+        AttentionProblem.of(x, k, log_decay, s if kind == "scale" else None, True, skip_tolerance=tolerance)
+        for x, s in ((q, scale), (far_q, far_scale))
+    )
+    of_blocks, of_granules = SUMMARISE(whole, q, k, log_decay, scale, 8).terms
+    sums = prefix.build(whole, log_decay) if whole.decay == "scalar" else prefix.allocate(whole, q)
+    call = far, far_q, k, log_decay, far_scale, sums, None
+    granules = -(-far.query_length // skipping.GRANULE)
+    expected = skipping.plan(*call)[..., :granules]
+    known = of_blocks, of_granules[:, :, rows // skipping.GRANULE :]
+    assert torch.equal(skipping.plan(*call, terms=known)[..., :granules], expected)
+    assert expected.max() > 0
 
 
 # What is wrong is noticed

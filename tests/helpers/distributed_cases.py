@@ -1,6 +1,7 @@
 """Context parallelism against one process: what every rank of a group computes and compares."""
 
 import copy
+import functools
 import itertools
 import math
 import os
@@ -173,7 +174,7 @@ def random_halo(group, *, hides=True, seen=1.0, lengths="equal", **inputs):
         inputs, d_out, d_lse, backend="reference", bias=row >= first_of_row.permute(1, 2, 0)[..., None],
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halo, "first_keys", lambda *_: (first[rank], torch.full(shape[1:], rows[rank])))
+        patch.setattr(halo, "first_keys", lambda *_: (first[rank], torch.full(shape[1:], rows[rank]), None))
         if not hides:
             patch.setattr(halo.Fetch, "cut", property(lambda self: torch.zeros_like(self.first[0])))
         found, mine = parallel(group, inputs, d_out, d_lse, lengths, backend="reference")
@@ -195,15 +196,31 @@ def planned(group, *, lengths="equal", options=None, backend="triton", **inputs)
 
 def calls(group, **case):
     """`compare`, and how many calls of attention a slice is in its forward."""
-    attend, counted = local.attention, []
+    counted = []
 
-    def counting(*args, **kwargs):
+    def counting(attend, *args):
         counted.append(args[0].shape[1])
-        return attend(*args, **kwargs)
+        return attend(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "attention", counting)
+        for name in ("attention", "causal_attention"):
+            patch.setattr(local, name, functools.partial(counting, getattr(local, name)))
         return compare(group, "halo", **case), counted
+
+
+def changed_in_place(group, length, **options):
+    """What a backward says whose forward's result was changed."""
+    inputs, _, _ = make(length=length)
+    part, rank = length // dist.get_world_size(group), dist.get_rank(group)
+    leaves = {name: part_of(name, x, slice(rank * part, (rank + 1) * part)) for name, x in inputs.items()}
+    leaves = {name: x.clone().requires_grad_() if torch.is_tensor(x) else x for name, x in leaves.items()}
+    out = context_parallel_attention(**leaves, group=group, backend="reference", **options)
+    out.mul_(2)
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 def sent_bytes(group, mode, **options):

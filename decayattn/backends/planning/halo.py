@@ -7,6 +7,8 @@ sum of λ within a slice, A its total, and the bound of skipping.py:
 
 All that concerns the row is known in its slice, its own key included. Of the keys, K and W per block and the sums of λ
 are enough. α leaves out the first λ of a slice: it acts between the slices, and is exchanged beside the sum of others.
+
+The host waits for this plan, so it is few launches: one for what a slice exchanges, and two for what a rank fetches.
 """
 
 import math
@@ -23,19 +25,16 @@ from decayattn.backends.planning.skipping import (
     ALPHA_MARGIN,
     BETA_MARGIN,
     CHUNK,
-    GRANULE,
     MOST_TOGETHER,
     ROWS,
     first_visited,
 )
 from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS
-from decayattn.backends.tiles.scores import LOG2E
-from decayattn.problem import AttentionProblem, is_reset
-
-_LOG2E = float(LOG2E.value)
-_ALPHA_MARGIN, _BETA_MARGIN = float(ALPHA_MARGIN.value), float(BETA_MARGIN.value)
+from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
+from decayattn.problem import GRANULE, AttentionProblem
 
 
 class KeySummary(NamedTuple):
@@ -45,7 +44,7 @@ class KeySummary(NamedTuple):
     has their number as its first dimension.
     """
 
-    longest: Tensor  # (B, H_kv, blocks): K
+    longest: Tensor  # (B, H_kv, blocks): K, 0 where there is no key
     weight: Tensor  # (B, H, blocks): W, −inf where there is no key
     total: Tensor  # (B, H): α of the last token, and what β may be too small by
     first: Tensor  # (B, H): the first token's λ, 0 for a reset
@@ -70,49 +69,58 @@ class RowSummary(NamedTuple):
     first_reset: Tensor  # (B, H) int64: the first token whose λ resets, or the number of tokens
 
 
+class SliceSummary(NamedTuple):
+    """What the plan knows of a slice."""
+
+    keys: KeySummary
+    rows: RowSummary
+    terms: tuple[Tensor, Tensor]  # skipping.summaries of the slice
+
+
+def launch_for(problem: AttentionProblem, *tensors: Tensor | None) -> Launch:
+    """The launch for the slice's summary and search; the tensors are the caller's."""
+    return launching.of_call(problem.device, tensors, problem, "halo")
+
+
 def summarise(
-    problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor, scale: Tensor | float, blocks: int
-) -> tuple[KeySummary, RowSummary]:
+    problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor, scale: Tensor | float, blocks: int,
+    launch: Launch = launching.uncached,
+) -> SliceSummary:
     """A slice's keys, in at least as many blocks as there are, and its rows.
 
     problem is the slice on its own: dense, causal, with as many rows as keys.
     """
     heads, length = (problem.batch, problem.num_heads), problem.query_length
-    group = problem.num_heads // problem.num_kv_heads
-    longest = q.new_zeros(problem.batch, problem.num_kv_heads, blocks, dtype=torch.float64)
-    weight = torch.full((*heads, blocks), -math.inf, dtype=torch.float64, device=q.device)
-    nothing = q.new_zeros(heads, dtype=torch.float64)
-    never = torch.full(heads, length, device=q.device)
-    if problem.is_empty:
-        no_rows = RowSummary(q.new_empty(*heads, 0, 2, dtype=torch.float64), never)
-        return KeySummary(longest, weight, nothing, nothing, nothing - 1), no_rows
-    scalar = problem.decay == "scalar"
-    prefix = decay_prefix.build(problem, log_decay) if scalar else decay_prefix.allocate(problem, q)
-    granules = cdiv(length, GRANULE)
-    of_blocks, of_granules = skipping.summaries(
-        problem, q, k, log_decay, scale, prefix, None, granules, False, launching.uncached
-    )
-    there = of_blocks.shape[2]
-    longest[..., :there] = of_blocks[:, ::group, :, 0]
-    weight[..., :there] = of_blocks[..., 1]
-    if scalar:
-        beta = prefix.beta[..., -1].double()
-        total = prefix.base[..., -1] + beta
-        slack = beta.abs() * _BETA_MARGIN
-        begins_anew = is_reset(log_decay[:, 0])
-        first = torch.where(begins_anew, 0.0, log_decay[:, 0].double() * _LOG2E)
-        # the prefix has 0 for a reset of the first token, and where there is none
-        last_reset = prefix.last_reset[..., -1].double()
-        last_reset = torch.where((last_reset > 0) | begins_anew, last_reset, -1.0)
-        first_reset = torch.where(begins_anew, 0, prefix.next_reset[..., 0]).long()
+    if problem.decay == "scalar" and not problem.is_empty:
+        prefix = decay_prefix.build(problem, log_decay, launch=launch)
     else:
-        first = (log_decay.double() * _LOG2E).expand(heads)
-        total, slack, last_reset, first_reset = first * (length - 1), nothing, nothing - 1, never
-    return KeySummary(longest, weight, total + slack, first, last_reset), RowSummary(of_granules, first_reset)
+        prefix = decay_prefix.allocate(problem, q)
+    granules = cdiv(length, GRANULE)
+    if problem.is_empty:
+        of_blocks, of_granules = (q.new_empty(*heads, 0, 2, dtype=torch.float64) for _ in range(2))
+    else:
+        of_blocks, of_granules = skipping.summaries(
+            problem, q, k, log_decay, scale, prefix, None, granules, False, launch
+        )
+    longest = q.new_empty(problem.batch, problem.num_kv_heads, blocks, dtype=torch.float64)
+    weight = q.new_empty(*heads, blocks, dtype=torch.float64)
+    of_heads = q.new_empty(3, *heads, dtype=torch.float64)
+    first_reset = q.new_empty(heads, dtype=torch.int64)
+    if first_reset.numel():
+        group = problem.num_heads // problem.num_kv_heads
+        launch(
+            _complete, first_reset.numel(),
+            of_blocks, prefix, strided(log_decay), longest, weight, of_heads, first_reset, of_blocks.shape[2], blocks,
+            length, problem.num_heads, GROUP=group, DECAY=problem.decay, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
+        )
+    return SliceSummary(
+        KeySummary(longest, weight, *of_heads), RowSummary(of_granules, first_reset), (of_blocks, of_granules)
+    )
 
 
 def find_first_blocks(
-    keys: KeySummary, rank: int, of_granules: Tensor, begin: Tensor, rows: Tensor, tolerance: float
+    keys: KeySummary, rank: int, of_granules: Tensor, begin: Tensor, rows: Tensor, tolerance: float,
+    launch: Launch = launching.uncached,
 ) -> tuple[Tensor, Tensor]:
     """(B, H) int64: the first block that a rank has to fetch of those of the ranks before it, counted from the first
     rank's first one, their number where it needs none; and (B, H) int64: the rows from this one on need none.
@@ -120,46 +128,114 @@ def find_first_blocks(
     Args:
         keys: of all ranks.
         of_granules: the rank's.
-        begin: (B, H), the first block of which a row sees a key.
-        rows: (B, H): the rows from this one on see nothing before their slice.
+        begin: (B, H) int64, the first block of which a row sees a key.
+        rows: (B, H) int64: the rows from this one on see nothing before their slice.
         tolerance: the probability that what is not fetched has in any row, at most.
     """
-    steps = keys.total[:rank] + keys.first[1 : rank + 1]
-    steps = steps + (keys.total[:rank].abs() + keys.first[1 : rank + 1].abs()) * _ALPHA_MARGIN
-    behind = steps.flip(0).cumsum(0).flip(0)  # of the keys of a slice: to the first row
-    weight = (keys.weight[:rank] + behind[..., None]).permute(1, 2, 0, 3).flatten(2)
-    group = weight.shape[1] // max(1, keys.longest.shape[2])
-    longest = keys.longest[:rank].permute(1, 2, 0, 3).flatten(2).repeat_interleave(group, 1)
-    of_blocks = torch.stack([longest, weight], -1)
-    (batch, heads, blocks), granules = weight.shape, of_granules.shape[2]
-    # a granule more: none may be there
-    first_block = torch.full((batch, heads, granules + 1), blocks, dtype=torch.int32, device=weight.device)
+    (batch, heads), kv_heads, blocks = keys.total.shape[1:], keys.longest.shape[2], keys.weight.shape[3]
+    granules = of_granules.shape[2]
+    of_blocks = begin.new_empty(batch, heads, rank * blocks, 2, dtype=torch.float64)
+    first_block, needed = begin.new_empty(2, batch, heads)
+    if batch * heads:
+        launch(
+            _join, batch * heads,
+            keys.longest, keys.weight, keys.total, keys.first, of_blocks, first_block, needed, keys.total.stride(0),
+            rank, blocks, batch * heads, GROUP=heads // kv_heads, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
+        )
     together = skipping.programs_together(batch * heads * granules, MOST_TOGETHER)
     programs = batch * heads * cdiv(granules, together)
     if programs and blocks:
-        launching.uncached(
+        launch(
             _find_first_fetched, programs,
-            of_blocks, of_granules, begin.int().contiguous(), rows.int().contiguous(), first_block,
-            math.log2(tolerance), blocks, granules, CHUNK=CHUNK, TOGETHER=together, num_warps=1, **COMPILER_OPTIONS,
+            of_blocks, of_granules, begin, rows, first_block, needed, math.log2(tolerance), rank * blocks, granules,
+            CHUNK=CHUNK, TOGETHER=together, num_warps=1, **COMPILER_OPTIONS,
         )
-    behind_granule = torch.arange(GRANULE, GRANULE * (granules + 2), GRANULE, device=weight.device)
-    needed = torch.where(first_block < blocks, behind_granule, 0).amax(-1)
-    return first_block.amin(-1).long(), torch.minimum(needed, rows)
+    return first_block, needed
+
+
+@triton.jit
+def _complete(
+    of_blocks, prefix, log_decay, longest, weight, of_heads, first_reset, own_blocks, blocks, length, heads,
+    GROUP: tl.constexpr, DECAY: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """A head's part of KeySummary and of RowSummary; blocks from own_blocks on have no key."""
+    head = tl.program_id(0).to(tl.int64)  # of all batch entries
+    for chunk in range(0, blocks, CHUNK):
+        block = chunk + tl.arange(0, CHUNK)
+        terms = of_blocks + 2 * (head * own_blocks + block)
+        of_keys = tl.load(terms, mask=block < own_blocks, other=0.0)
+        growth = tl.load(terms + 1, mask=block < own_blocks, other=float("-inf"))
+        if head % GROUP == 0:
+            tl.store(longest + head // GROUP * blocks + block, of_keys, mask=block < blocks)
+        tl.store(weight + head * blocks + block, growth, mask=block < blocks)
+    there, last = length > 0, length - 1
+    strides = log_decay.strides
+    if DECAY == "scalar":
+        entry = head // heads
+        first = tl.load(log_decay.data + entry * strides[0] + head % heads * strides[2], mask=there, other=0.0)
+        begins_anew = first < RESET_BELOW
+        beta = tl.load(prefix.beta + head * length + last, mask=there, other=0.0).to(tl.float64)
+        total = tl.load(prefix.base + head * own_blocks + own_blocks - 1, mask=there, other=0.0) + beta
+        total += tl.abs(beta) * BETA_MARGIN
+        # the prefix has 0 for a reset of the first token, and where there is none
+        last_reset = tl.load(prefix.last_reset + head * length + last, mask=there, other=0)
+        last_reset = tl.where((last_reset > 0) | begins_anew, last_reset, -1)
+        next_reset = tl.load(prefix.next_reset + head * length, mask=there, other=0)
+        next_reset = tl.where(begins_anew, 0, next_reset)
+    else:
+        first = tl.load(log_decay.data + head % heads * strides[0], mask=there, other=0.0)
+        total = base2_log_decay(first, tl.float64) * last
+        last_reset, next_reset = -1, length
+    count = tl.num_programs(0)
+    tl.store(of_heads + head, total)
+    tl.store(of_heads + count + head, base2_log_decay(first, tl.float64))
+    tl.store(of_heads + 2 * count + head, last_reset)
+    tl.store(first_reset + head, next_reset)
+
+
+@triton.jit
+def _join(
+    longest, weight, total, first, of_blocks, first_block, needed, stride, rank, blocks, heads,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """K and W of a head in all slices before a rank's, W counted from its first row; and that no row needs a key."""
+    head = tl.program_id(0).to(tl.int64)  # of all batch entries
+    own, behind = of_blocks + 2 * head * rank * blocks, tl.full([], 0.0, tl.float64)
+    for after in range(0, rank):
+        slice_ = rank - 1 - after
+        at = tl.cast(slice_, tl.int64) * stride
+        of_slice, step = tl.load(total + at + head), tl.load(first + at + stride + head)
+        # of the keys of a slice: to the first row
+        behind += of_slice + step + (tl.abs(of_slice) + tl.abs(step)) * ALPHA_MARGIN
+        for chunk in range(0, blocks, CHUNK):
+            block = chunk + tl.arange(0, CHUNK)
+            inside = block < blocks
+            of_keys = tl.load(longest + at + head // GROUP * blocks + block, mask=inside)
+            growth = tl.load(weight + at + head * blocks + block, mask=inside)
+            terms = own + 2 * (slice_ * blocks + block)
+            tl.store(terms, of_keys, mask=inside)
+            tl.store(terms + 1, growth + behind, mask=inside)
+    tl.store(first_block + head, rank * blocks)
+    tl.store(needed + head, 0)
 
 
 @triton.jit
 def _find_first_fetched(
-    of_blocks, of_granules, begins, rows, first_block, log_tolerance: tl.float64, blocks, granules,
+    of_blocks, of_granules, begins, rows, first_block, needed, log_tolerance: tl.float64, blocks, granules,
     CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):
-    """The first blocks that TOGETHER granules of a head visit, all of whose rows come after all blocks."""
+    """Of the blocks that TOGETHER granules of a head visit, the first one, and of the granules that visit one, the end
+    of the last one. All of their rows come after all blocks."""
     programs = tl.cdiv(granules, TOGETHER)
     head = (tl.program_id(0) // programs).to(tl.int64)  # of all batch entries
     # granules past the end repeat the last one
     granule = tl.minimum(tl.program_id(0) % programs * TOGETHER + tl.arange(0, TOGETHER), granules - 1)
-    begin = tl.where(granule * ROWS < tl.load(rows + head), tl.load(begins + head), blocks)
+    rows_of_head = tl.load(rows + head)
+    begin = tl.where(granule * ROWS < rows_of_head, tl.load(begins + head).to(tl.int32), blocks)
     found = first_visited(
         of_granules + 2 * head * granules, granule, log_tolerance, of_blocks + 2 * head * blocks, begin,
         granule * 0 + blocks, CHUNK, TOGETHER,
     )
-    tl.store(first_block + head * (granules + 1) + granule, found)
+    end = tl.max(tl.where(found < blocks, (granule + 1) * ROWS, 0), 0).to(tl.int64)
+    tl.atomic_min(first_block + head, tl.min(found, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_max(needed + head, tl.minimum(end, rows_of_head), sem="relaxed")

@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as packing
@@ -120,22 +121,26 @@ def allocate(problem: AttentionProblem, like: Tensor) -> Tensor:
 def plan(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     prefix: DecayPrefix, sequences: Sequences | None, launch: Launch = launching.uncached,
+    terms: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`allocate`'s buffer, filled by two launches if the problem is planned."""
+    """`allocate`'s buffer, filled by two launches if the problem is planned; by one where its `summaries` are known."""
     first_block = allocate(problem, q)
     if not is_planned(problem):
         return first_block
-    of_blocks, of_granules = summaries(
-        problem, q, k, log_decay, scale, prefix, sequences, first_block.shape[-1], True, launch
-    )
+    granules = first_block.shape[-1]
+    if terms is None:
+        of_blocks, of_granules = summaries(problem, q, k, log_decay, scale, prefix, sequences, granules, True, launch)
+    else:
+        of_blocks, of_granules = terms
+        of_granules = pad(of_granules, (0, 0, 0, granules - of_granules.shape[2]))
     # what lies in two blocks of a packed or padded problem need not belong to one sequence
     most = MOST_TOGETHER if sequences is None else DECAY_BLOCK // GRANULE
     together = programs_together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most)
     launch(
         _find_first_blocks, packing.row_programs(problem, sequences, GRANULE * together, problem.num_heads),
         prefix.last_reset, prefix.next_reset, of_blocks, of_granules, first_block, sequences, _left(problem),
-        math.log2(problem.skip_tolerance), _sizes(problem, first_block.shape[-1]), CHUNK=CHUNK, TOGETHER=together,
-        num_warps=1, **_constants(problem, sequences), **COMPILER_OPTIONS,
+        math.log2(problem.skip_tolerance), _sizes(problem, granules), CHUNK=CHUNK, TOGETHER=together, num_warps=1,
+        **_constants(problem, sequences), **COMPILER_OPTIONS,
     )
     return first_block
 

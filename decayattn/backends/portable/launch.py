@@ -35,7 +35,7 @@ from decayattn.backends.runtime import launching, outputs, tma
 from decayattn.backends.runtime.arguments import Strided, strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
-from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, Saved
+from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, Prepared, Saved
 
 _ROW_TERMS_BLOCK = 64
 # numbers of 16 bits in the longest line that a product reads from shared memory
@@ -47,19 +47,21 @@ _MOST_PROGRAMS_OF_BOTH = 4
 _MOST_PROGRAMS_OF_FEW = 1
 
 
-def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -> tuple[Tensor, Tensor | None, Saved]:
+def forward(
+    problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None
+) -> tuple[Tensor, Tensor | None, Saved]:
     """out (B, T_q, H, D_v), lse (B, H, T_q) or None, and what the backward reads."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
     scale, bounds, bias = inputs.any_scale, inputs.bounds, _bias_to_read(inputs)
     with launching.on_device(problem.device):
-        results = outputs.allocate(problem, q, with_lse)
+        results = outputs.allocate(problem, q, with_lse, prepared)
         out, row_lse2, lse = results
         if problem.is_empty:
             results.fill()
             return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
         q, k, v = (_in_lines(x) for x in (q, k, v))
         sink = None if inputs.sink is None else inputs.sink.contiguous()
-        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, sink)
+        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, sink, None if prepared is None else out)
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), _shape(bias), with_lse)
         sequences = sequence_blocks.find(problem, bounds, launch)
         fill_outside(problem, sequences, results.of_no_key(), launch=launch)
@@ -67,7 +69,8 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
             prefix = decay_prefix.build(problem, log_decay, sequences=sequences, launch=launch)
         else:
             prefix = decay_prefix.allocate(problem, q)
-        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
+        terms = None if prepared is None else prepared.terms
+        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch, terms)
         tile = _tile_of_few(problem) or _tiles(config.FORWARD, problem, q, k, v)
         programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
         launch(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Prepared
 
 
 class Outputs(NamedTuple):
@@ -24,11 +24,12 @@ class Outputs(NamedTuple):
             x.fill_(value)
 
 
-def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool) -> Outputs:
-    """Uninitialised."""
+def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool, prepared: Prepared | None = None) -> Outputs:
+    """Uninitialised; out is the prepared one, if there is one."""
     rows = problem.batch, problem.num_heads, problem.query_length
     row_lse2 = q.new_empty(rows, dtype=problem.accumulator_dtype)
-    return Outputs(
-        q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim), row_lse2,
-        torch.empty_like(row_lse2) if with_lse else None,
-    )
+    if prepared is None:
+        out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
+    else:
+        out = prepared.out
+    return Outputs(out, row_lse2, torch.empty_like(row_lse2) if with_lse else None)

@@ -15,20 +15,22 @@ from decayattn.backends.planning import skipping
 from decayattn.backends.planning.sequences import Sequences
 from decayattn.backends.runtime import launching, outputs
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
-from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, Saved
+from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, Prepared, Saved
 
 
-def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -> tuple[Tensor, Tensor | None, Saved]:
+def forward(
+    problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None
+) -> tuple[Tensor, Tensor | None, Saved]:
     """out (B, T_q, H, D_v), lse (B, H, T_q) or None, and what the backward reads."""
     q, k, v, log_decay, scale, bounds = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.bounds
     with launching.on_device(problem.device):
-        results = outputs.allocate(problem, q, with_lse)
+        results = outputs.allocate(problem, q, with_lse, prepared)
         out, row_lse2, lse = results
         if problem.is_empty:
             results.fill()
             return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
         sink = None if inputs.sink is None else inputs.sink.contiguous()
-        given = (q, k, v, log_decay, bounds, sink)
+        given = (q, k, v, log_decay, bounds, sink, None if prepared is None else out)
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), with_lse)
         sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, results.of_no_key(), launch=launch)
@@ -37,7 +39,8 @@ def forward(problem: AttentionProblem, inputs: Inputs, with_lse: bool = False) -
         score_scale = scale / math.log(2)  # base 2
         counter = q.new_empty(1, dtype=torch.int32)
         prefix, splits, bases = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
-        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch)
+        terms = None if prepared is None else prepared.terms
+        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch, terms)
         tiles = tile_table.build(
             problem, bounds, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
         )
