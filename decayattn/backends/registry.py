@@ -194,11 +194,9 @@ def resolve(problem: AttentionProblem, name: str, inputs: Inputs, deterministic:
     named backend runs, and warns.
     """
     if name == "auto":
-        found = (
-            kernel for kernel in AUTOMATIC
-            if _is_profitable(problem, kernel) and not _objection(problem, kernel, inputs, deterministic)
-        )
-        return next(found)
+        for kernel in AUTOMATIC:
+            if _is_profitable(problem, kernel) and not _objection(problem, kernel, inputs, deterministic):
+                return kernel
     only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
     _refuse(name, _objection(problem, name, inputs, deterministic and not only_warn))
     if deterministic and not loaded(name).DETERMINISTIC:

@@ -31,7 +31,7 @@ from decayattn.backends.planning.sequences import (
     token_programs,
 )
 from decayattn.backends.runtime import launching
-from decayattn.backends.runtime.arguments import strided
+from decayattn.backends.runtime.arguments import contiguous_like, strided
 from decayattn.backends.runtime.dependent_launch import let_next_start
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
@@ -77,11 +77,11 @@ def allocate(problem: AttentionProblem, like: Tensor, flat_base: bool = False) -
     tokens, blocks = (problem.key_length, decay_blocks(problem)) if problem.decay == "scalar" else (0, 0)
     shape = (problem.batch, problem.num_heads)
     local_dtype = torch.float32 if problem.dtype.itemsize == 2 else torch.float64
+    base_shape = (math.prod((*shape, blocks)),) if flat_base else (*shape, blocks)
+    last_reset = like.new_empty(*shape, tokens, dtype=torch.int32)
     return DecayPrefix(
-        like.new_empty(*shape, tokens, dtype=local_dtype),
-        like.new_empty(math.prod((*shape, blocks)) if flat_base else (*shape, blocks), dtype=torch.float64),
-        like.new_empty(*shape, tokens, dtype=torch.int32),
-        like.new_empty(*shape, tokens, dtype=torch.int32),
+        like.new_empty(*shape, tokens, dtype=local_dtype), like.new_empty(*base_shape, dtype=torch.float64),
+        last_reset, torch.empty_like(last_reset),
     )
 
 
@@ -141,7 +141,7 @@ def gradient(
 
     row_sums is (B, H, T_q), column_sums (B, H, T_k), both float. The first λ of a segment acts on nothing: literal 0.
     """
-    grad = like.new_empty(like.shape)
+    grad = contiguous_like(like)
     if sequences is not None:
         fill_outside(problem, sequences, [(grad[..., None], 0.0)], of_keys=True, launch=launch)
     sizes = (problem.query_length, problem.key_length, problem.num_heads, sequences)

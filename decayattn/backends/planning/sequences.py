@@ -132,13 +132,22 @@ def fill_outside(
         return
     axis = sequences.key_axis if of_keys else sequences.query_axis
     tensors, values = zip(*fills, strict=True)
-    tensors = tuple(x if x.ndim == 4 else x.transpose(1, 2)[..., None] for x in tensors)
+    strides, shapes = zip(*map(_tokens_first, tensors), strict=True)
     launch(
         _fill_outside, cdiv(axis, DECAY_BLOCK) * problem.batch,
-        sequences, tensors, tuple(x.stride() for x in tensors), tuple(tuple(x.shape[2:]) for x in tensors), values,
-        problem.sequences, axis, OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
-        WIDTH=next_power_of_2(max(x.shape[3] for x in tensors)), TENSORS=len(tensors), num_warps=8, **COMPILER_OPTIONS,
+        sequences, tensors, strides, shapes, values, problem.sequences, axis,
+        OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
+        WIDTH=next_power_of_2(max(width for _, width in shapes)), TENSORS=len(tensors), num_warps=8, **COMPILER_OPTIONS,
     )
+
+
+def _tokens_first(x: Tensor) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """The strides of a tensor (B, T, H, D) or (B, H, T) as one of (B, T, H, D), and its H and D; a view would take the
+    host longer."""
+    if x.ndim == 4:
+        return x.stride(), (x.shape[2], x.shape[3])
+    entry, head, token = x.stride()
+    return (entry, token, head, 1), (x.shape[1], 1)
 
 
 @triton.jit(do_not_specialize=["number"])

@@ -32,7 +32,7 @@ from decayattn.backends.portable.backward import (
 from decayattn.backends.portable.config import TileConfig
 from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.runtime import launching, outputs, tma
-from decayattn.backends.runtime.arguments import Strided, strided
+from decayattn.backends.runtime.arguments import Strided, contiguous_like, strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, Prepared, Saved
@@ -101,7 +101,7 @@ def backward(
     decay_leaf, bias_leaf = log_decay if decay_gradient else None, bias if bias_gradient else None
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        dq, dk, dv = map(contiguous_like, (q, k, v))
         row_scale_grad = torch.empty_like(row_lse2) if problem.row_scale else None
         if problem.is_empty:
             for gradient in (dq, dk, dv, row_scale_grad):
@@ -346,10 +346,10 @@ def _descriptors(
     problem: AttentionProblem, tile: TileConfig, q: Tensor, k: Tensor, v: Tensor, *d_out: Tensor
 ) -> list[TensorDescriptor | None]:
     """What load_tile reads tiles from, in this order; None where it reads them through pointers."""
-    width, value_width = _widths(problem)
-    tiles = [(tile.block_m, width), (tile.block_n, width), (tile.block_n, value_width), (tile.block_m, value_width)]
     if not tile.descriptors:
         return [None for _ in (q, k, v, *d_out)]
+    width, value_width = _widths(problem)
+    tiles = [(tile.block_m, width), (tile.block_n, width), (tile.block_n, value_width), (tile.block_m, value_width)]
     return [
         _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), *shape)
         for x, shape in zip((q, k, v, *d_out), tiles, strict=False)

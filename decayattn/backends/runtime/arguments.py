@@ -1,7 +1,8 @@
-"""What kernels take a tensor as."""
+"""What kernels take a tensor as, and what they write to."""
 
 from typing import NamedTuple, overload
 
+import torch
 from torch import Tensor
 
 
@@ -18,3 +19,8 @@ def strided(x: Tensor) -> Strided: ...
 def strided(x: Tensor | None) -> Strided | None: ...
 def strided(x: Tensor | None) -> Strided | None:
     return None if x is None else Strided(x, x.stride())
+
+
+def contiguous_like(x: Tensor) -> Tensor:
+    """Uninitialised, in the shape of x. x.new_empty(x.shape) takes the host twice as long, most of it for the shape."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

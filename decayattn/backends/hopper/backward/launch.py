@@ -23,7 +23,7 @@ from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.runtime import launching, tma
-from decayattn.backends.runtime.arguments import strided
+from decayattn.backends.runtime.arguments import contiguous_like, strided
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.tiles import bf16_splits
@@ -48,7 +48,7 @@ def backward(
     q, k, v, log_decay, scale, bounds = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.bounds
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        dq, dk, dv = map(contiguous_like, (q, k, v))
         if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None)

@@ -89,8 +89,13 @@ def _describe(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: tuple[int, ...],
     swizzled: bool = True,
 ) -> TensorDescriptor:
-    if swizzled:
-        layout = gl.NVMMASharedLayout.get_default_for(list(tile), getattr(gl, str(dtype).removeprefix("torch.")))
-    else:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(tile))
+    layout = _layout(dtype, tile, swizzled)
     return TensorDescriptor(Memory(address, dtype), list(shape), usable_strides(shape, strides), list(tile), layout)
+
+
+@functools.cache
+def _layout(dtype: torch.dtype, tile: tuple[int, ...], swizzled: bool) -> gl.NVMMASharedLayout:
+    """Of a tile in shared memory: there are few, and addresses are new in most calls on other lengths."""
+    if swizzled:
+        return gl.NVMMASharedLayout.get_default_for(list(tile), getattr(gl, str(dtype).removeprefix("torch.")))
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(tile))
