@@ -8,9 +8,10 @@
 
 At B1 H8 T256 the kernels take microseconds, so what a training step waits for is Python: checking arguments,
 allocating, launching. Host time is the clock over a series of forward and backward calls that nothing waits for; every
-call is made as training makes it. A CUDA graph replays the same launches without the host; its time is the device's.
-Interleaved rounds, medians with their range. Without a GPU the host times of the eager reference are printed, which
-says nothing about kernels.
+call is made as training makes it, and once more in one thread: autograd gives a backward on a GPU to a thread of that
+GPU, and the difference is what waking it and waiting for it cost. A CUDA graph replays the same launches without the
+host; its time is the device's. Interleaved rounds, medians with their range. Without a GPU the host times of the eager
+reference are printed, which says nothing about kernels.
 """
 
 import argparse
@@ -42,6 +43,8 @@ from decayattn.backends import registry
 METHOD = {
     "host_us": "microseconds of the clock per forward and backward, over a series of calls between two "
     "synchronisations: median over interleaved rounds, and [least, largest]",
+    "one_thread_us": "as host_us, under torch.autograd.set_multithreading_enabled(False): the backward in the thread "
+    "that calls it; not of packed calls",
     "graph_us": "microseconds of the device per replay of one captured forward and backward, by CUDA events, as above",
     "ours": "with every default, skip_tolerance among them",
     "packed": "two sequences in one, T tokens in all; other totals: in every call one token more than in the last",
@@ -51,6 +54,8 @@ GPU_DEFAULTS = {
     "output": ROOT / "results/benchmark_overhead.json",
 }
 CPU_DEFAULTS = {"dtype": "float32", "head_dims": [16], "backends": ["reference"], "calls": 2}
+# of the printed table: what a column is called, and its decimals
+COLUMNS = {"host_us": ("host µs", 0), "one_thread_us": ("one thread", 0), "graph_us": ("graph µs", 1)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,22 +137,24 @@ def run(case: Case, options: argparse.Namespace, missing: list[dict[str, Any]], 
             entry = {"case": str(case), "peer": peer.name, "ours": peer.backend is not None}
             missing.append(entry | {"kind": kind, "reason": reason(error)})
             print(f"  {peer.name}: {kind}: {reason(error)}", flush=True)
+    in_one_thread = dict(host)
     if options.packed:
         host |= packed_steps(case, options, device)
-    host_times: dict[str, list[float]] = {name: [] for name in host}
-    graph_times: dict[str, list[float]] = {name: [] for name in graphs}
+    times: dict[str, dict[str, list[float]]] = {name: {key: [] for key in COLUMNS} for name in host}
     for _ in range(options.rounds):
         for name, step in host.items():
-            host_times[name].append(host_microseconds(step, options.calls, device))
+            times[name]["host_us"].append(host_microseconds(step, options.calls, device))
+        with torch.autograd.set_multithreading_enabled(False):
+            for name, step in in_one_thread.items():
+                times[name]["one_thread_us"].append(host_microseconds(step, options.calls, device))
         for name, replay in graphs.items():
-            graph_times[name].append(cuda_timer(2.0, 6.0)(replay) * 1e3)
+            times[name]["graph_us"].append(cuda_timer(2.0, 6.0)(replay) * 1e3)
     rows = []
-    for name, times in host_times.items():
-        row = {"case": str(case), "head_dim": case.head_dim, "peer": name, "host_us": statistics.median(times)}
-        row |= {"host_us_range": [min(times), max(times)]}
-        if graph_times.get(name):
-            own = graph_times[name]
-            row |= {"graph_us": statistics.median(own), "graph_us_range": [min(own), max(own)]}
+    for name, series in times.items():
+        row: dict[str, Any] = {"case": str(case), "head_dim": case.head_dim, "peer": name}
+        for key, own in series.items():
+            if own:
+                row |= {key: statistics.median(own), f"{key}_range": [min(own), max(own)]}
         rows.append(row)
     print(table(rows), flush=True)
     if options.profile:
@@ -245,12 +252,13 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line per call."""
-    lines = [f"  {'':38}{'host µs':>9} {'[range]':>17} {'graph µs':>9} {'[range]':>17}"]
+    lines = [" " * 40 + "".join(f"{title:>11} {'[range]':>13}" for title, _ in COLUMNS.values())]
     for row in rows:
-        line = f"  {row['peer']:38}{row['host_us']:9.0f} {_range(row['host_us_range']):>17}"
-        if "graph_us" in row:
-            line += f" {row['graph_us']:9.1f} {_range(row['graph_us_range']):>17}"
-        lines.append(line)
+        cells = (
+            f"{row[key]:11.{decimals}f} {_range(row[f'{key}_range']):>13}" if key in row else " " * 25
+            for key, (_, decimals) in COLUMNS.items()
+        )
+        lines.append(f"  {row['peer']:38}{''.join(cells)}".rstrip())
     return "\n".join(lines)
 
 

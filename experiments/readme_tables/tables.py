@@ -267,7 +267,7 @@ def eviction(results: Results) -> list[str]:
 
 
 def overhead(results: Results) -> list[str]:
-    """What a small call costs the host, and the device in a CUDA graph."""
+    """What a small call costs the host, how much of it without autograd's threads, and the device in a CUDA graph."""
     name = "benchmark_overhead.json"
     report = results.load(name)
     labels = {
@@ -276,15 +276,23 @@ def overhead(results: Results) -> list[str]:
         "flex-grad": "FlexAttention, decay and its gradient", "fla": LABELS["fla"], "cudnn": LABELS["cudnn"],
     }
     dims = sorted({row["head_dim"] for row in report["rows"]})
+    columns = {"host_us": "host, D{} (range)"}
+    if any("one_thread_us" in row for row in report["rows"]):  # which older reports do not have
+        columns["one_thread_us"] = "host, all in one thread, D{} (range)"
+    columns["graph_us"] = "GPU in a CUDA graph, D{}"
+
+    def cell(row: dict[str, Any], key: str) -> str:
+        if key not in row:
+            return "–"
+        spread = f" ({' to '.join(f'{x:.0f}' for x in row[f'{key}_range'])})" if "range" in columns[key] else ""
+        return f"{row[key]:.0f}{spread}"
+
     rows = []
     for peer, label in labels.items():
-        cells = [row for dim in dims for row in report["rows"] if (row["head_dim"], row["peer"]) == (dim, peer)]
-        if cells:
-            host = (f"{row['host_us']:.0f} ({' to '.join(f'{x:.0f}' for x in row['host_us_range'])})" for row in cells)
-            graph = (f"{row['graph_us']:.0f}" if "graph_us" in row else "–" for row in cells)
-            rows.append([label, *host, *graph])
-    head = ["µs per forward and backward", *(f"host, D{dim} (range)" for dim in dims)]
-    head += [f"GPU in a CUDA graph, D{dim}" for dim in dims]
+        found = [row for dim in dims for row in report["rows"] if (row["head_dim"], row["peer"]) == (dim, peer)]
+        if found:
+            rows.append([label, *(cell(row, key) for key in columns for row in found)])
+    head = ["µs per forward and backward", *(title.format(dim) for title in columns.values() for dim in dims)]
     return [*table(head, rows), "", f"B1 H8 T256, {_where(report)} ({results.link(name)})."]
 
 

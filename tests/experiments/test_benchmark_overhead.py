@@ -15,11 +15,13 @@ def test_a_run_leaves_rows(tmp_path, capsys, monkeypatch):
     assert benchmark_overhead.main([*argv, "--output", str(output)]) == 0
     read = json.loads(output.read_text())
     assert [row["peer"] for row in read["rows"]] == ["decayattn reference"]
-    low, high = read["rows"][0]["host_us_range"]
-    assert 0 < low <= read["rows"][0]["host_us"] <= high
+    for key in ("host_us", "one_thread_us"):
+        low, high = read["rows"][0][f"{key}_range"]
+        assert 0 < low <= read["rows"][0][key] <= high
     assert [(entry["peer"], entry["ours"]) for entry in read["missing"]] == [("fox", False)]
     printed = capsys.readouterr().out
     assert "host µs" in printed
+    assert "one thread" in printed
     assert "reference, µs per call" in printed
     assert "decay_attention" in printed
 
@@ -69,6 +71,22 @@ def test_packed_calls_have_one_total_or_another_in_every_call(monkeypatch):
     assert totals == {8: [8] * 7, 14: [8, 9, 10, 11, 12, 13, 14]}
 
 
+def test_a_call_is_timed_as_training_makes_it_and_with_its_backward_in_the_same_thread(monkeypatch):
+    """Packed calls as training makes them only: others would change in which call which total comes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads = []
+
+    def clock(step, calls, device):
+        threads.append(torch._C._is_multithreading_enabled())
+        return 1.0
+
+    monkeypatch.setattr(benchmark_overhead, "host_microseconds", clock)
+    argv = ["--packed", "--length", "8", "--heads", "1", "--head-dims", "8", "--rounds", "2", "--calls", "2", "--peers"]
+    assert benchmark_overhead.main(argv) == 0
+    assert threads == [True, True, True, False] * 2
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_host_time_counts_every_call():
     calls = []
     assert benchmark_overhead.host_microseconds(lambda: calls.append(1), 5, "cpu") > 0
@@ -81,4 +99,6 @@ def test_a_small_run_on_the_gpu(tmp_path, monkeypatch):
     output = tmp_path / "overhead.json"
     argv = ["--head-dims", "64", "--rounds", "1", "--calls", "3", "--peers", "cudnn"]
     assert benchmark_overhead.main([*argv, "--output", str(output)]) == 0
-    assert all(row["graph_us"] > 0 for row in json.loads(output.read_text())["rows"])
+    for row in json.loads(output.read_text())["rows"]:
+        assert row["graph_us"] > 0
+        assert row["one_thread_us"] > 0

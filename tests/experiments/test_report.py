@@ -212,6 +212,22 @@ def test_the_picture_is_svg_with_a_bar_per_figure(results):
     assert heights["1.20"] / heights["1.10"] == pytest.approx(1.2 / 1.1, rel=1e-2)
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_short_call_in_one_thread_has_columns_where_it_was_measured(measured, results):
+    one_thread = {"one_thread_us": 400.0, "one_thread_us_range": [390.0, 410.0]} if measured else {}
+    rows = [
+        {"head_dim": 64, "peer": peer, "host_us": 800.0, "host_us_range": [700.0, 900.0]}
+        for peer in ("decayattn auto", "decayattn auto, packed")
+    ]
+    rows[0] |= one_thread | {"graph_us": 26.4, "graph_us_range": [26.0, 27.0]}
+    (results.folder / "benchmark_overhead.json").write_text(json.dumps(ORIGIN | {"rows": rows}))
+    head, _, dense, packed, *_ = tables.overhead(results)
+    more = (" host, all in one thread, D64 (range) |", " 400 (390 to 410) |", " – |") if measured else ("", "", "")
+    assert head == f"| µs per forward and backward | host, D64 (range) |{more[0]} GPU in a CUDA graph, D64 |"
+    assert dense == f"| decayattn | 800 (700 to 900) |{more[1]} 26 |"
+    assert packed == f"| decayattn, two packed sequences | 800 (700 to 900) |{more[2]} – |"
+
+
 def test_what_is_not_measured_says_so(results):
     for block in (learning.recall, learning.training_speed, learning.precision):
         assert block(results) == ["Not measured yet."]
