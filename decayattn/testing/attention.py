@@ -36,19 +36,21 @@ class Budget:
         self.eager_error = {name: call.distance(name, x, x) for name, x in x64.items()}
 
     def widen(self, factors: Sequence[float]) -> None:
-        """Evaluate with these factors (`DRAWS`), too, but for those with which something overflows."""
+        """Evaluate with these factors (`DRAWS`), too, but for what overflows with them."""
         for factor in factors:
             self.include(self.call.draw(factor), always=factor == 1)
 
     def include(self, drawn: dict[str, Tensor], always: bool = True) -> None:
-        """The results of one more eager evaluation (`Call.draw`): always, or only if all their errors are finite.
+        """The results of one more eager evaluation (`Call.draw`): always, or only where their errors are finite.
 
-        Eager attention may overflow, and counts as it is. A factor may take float16 out of its range by itself.
+        Eager attention may overflow, and counts as it is. A factor may take float16 out of its range by itself, in one
+        tensor or head, which says nothing of the others.
         """
-        errors = {name: self.call.distance(name, drawn[name], x) for name, x in self.x64.items()}
-        if always or all(bool(error.isfinite().all()) for error in errors.values()):
-            for name, error in errors.items():
-                self.eager_error[name] = torch.maximum(self.eager_error[name], error)
+        for name, x in self.x64.items():
+            error = self.call.distance(name, drawn[name], x)
+            if not always:
+                error = torch.where(error.isfinite(), error, 0.0)
+            self.eager_error[name] = torch.maximum(self.eager_error[name], error)
 
     def compare(self, tested: dict[str, Tensor]) -> list[Comparison]:
         """The tensors against the budget as it is."""

@@ -171,6 +171,8 @@ def make_trainer(
     trainer = lightning.Trainer(
         accelerator=config.accelerator, devices=config.devices, num_nodes=config.nodes, strategy=strategy,
         precision=config.precision,
+        # weights that a sharded model gathers before training would be inference tensors in training, too
+        inference_mode=config.strategy not in SHARDED,
         max_steps=config.steps, max_epochs=-1, val_check_interval=config.validate_every, check_val_every_n_epoch=None,
         gradient_clip_val=config.clip or None, num_sanity_val_steps=0, use_distributed_sampler=False,
         log_every_n_steps=max(1, min(10, config.steps // 20)), enable_model_summary=False, default_root_dir=folder,

@@ -252,7 +252,12 @@ def split_kernel(
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * row_scale
         key_alpha = 0.0
         if DECAY == "scalar":
-            offset = token_offset(alpha, batch, key[None, :], key[None, :] < length, table, blocks, PAGE)
+            token = key[None, :]
+            if queries.data.dtype.element_ty.primitive_bitwidth > 16:
+                # so that the compiler does not know which tokens lie side by side: it chooses by that how threads share
+                # a row, and p of pages would be added up in another order than that of a contiguous cache
+                token = tl.where(token < length, token, 0)
+            offset = token_offset(alpha, batch, token, key[None, :] < length, table, blocks, PAGE)
             used = has_alpha[:, None] & (key[None, :] < length)
             key_alpha = tl.load(head_alpha[:, None] + offset, mask=used, other=0.0) * LOG2E
         # α is whole and in float64 here: there is no second level of the prefix, and nothing cancels
