@@ -512,6 +512,18 @@ def test_several_devices_learn_what_one_does_and_resume_what_the_other_left(stra
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("gpu")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_sharded_model_trains_in_bfloat16_after_a_validation(strategy, text):
+    """What FSDP gathers in bfloat16 for a validation is there in the first step, too."""
+    mixed = ["--data", text, "--precision", "bf16-mixed", "--backend", "auto", "--steps", "2", "--run", "mixed"]
+    status, printed = run_distributed(command(*TINY, *mixed), strategy=strategy)
+    assert status == 0, printed
+    assert printed.count("sharded beside one process") == 4, printed
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("processes_that_meet")
 @pytest.mark.parametrize(
     ("fault", "status", "message"),
