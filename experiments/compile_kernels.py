@@ -322,9 +322,11 @@ def compiled_kernels(
             if log_decay is not None:
                 keys, rows, _ = halo.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
                 limits = torch.empty(2, 2, 4, dtype=torch.int64)
+                everyone = keys.flat().repeat(3, 1)
                 for rank in (1, 2):  # a number that is 1 is no argument
-                    gathered = halo.KeySummary(*(x.expand(3, *x.shape) for x in keys))
-                    halo.find_first_blocks(gathered, rank, rows.granules, *limits, SKIP_TOLERANCE)
+                    halo.find_first_blocks(
+                        problem, everyone, length // DECAY_BLOCK, rank, rows.granules, *limits, SKIP_TOLERANCE
+                    )
         return kernels
     inputs = Inputs(q, k, v, log_decay, bounds=bounds, bias=bias, scale=scale)
     with collecting(target) as kernels:

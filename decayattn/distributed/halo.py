@@ -215,11 +215,12 @@ def first_keys(
         from decayattn.backends.planning import halo as planning  # imports Triton
 
         with torch.cuda.device_of(q):
-            launch = planning.launch_for(problem, q, k, log_decay, scale if isinstance(scale, Tensor) else None)
-            summary = planning.summarise(problem, q, k, log_decay, scale, _blocks(slices), launch)
-        everyone = gather(summary.keys.flat(), slices.ranks, slices.group)
-        keys, terms = planning.KeySummary.gathered(everyone, problem, _blocks(slices)), summary.terms
-        first_reset, last_resets = summary.rows.first_reset, keys.last_reset
+            blocks, row_scale = _blocks(slices), scale if isinstance(scale, Tensor) else None
+            launch = planning.launch_for(problem, blocks, slices.rank, q, k, log_decay, row_scale)
+            summary = planning.summarise(problem, q, k, log_decay, scale, blocks, launch)
+        everyone, terms = gather(summary.keys.flat(), slices.ranks, slices.group), summary.terms
+        last_resets = planning.KeySummary.gathered(everyone, problem, blocks).last_reset
+        first_reset = summary.rows.first_reset
     elif problem.decay == "scalar":
         assert log_decay is not None
         first_reset, last_reset = _resets(log_decay)
@@ -248,7 +249,7 @@ def first_keys(
         seen = torch.searchsorted(starts[1:], first, right=True)
         with torch.cuda.device_of(q):
             block, rows = planning.find_first_blocks(
-                keys, slices.rank, summary.rows.granules, seen, rows, tolerance, launch
+                problem, everyone, blocks, slices.rank, summary.rows.granules, seen, rows, tolerance, launch
             )
         first = torch.maximum(first, starts[block])
     return first.unflatten(1, (problem.num_kv_heads, -1)).amin(2), rows, terms

@@ -10,6 +10,7 @@ from torch.nn.functional import normalize
 from decayattn import compatibility, reference
 from decayattn.backends.planning import halo as planning
 from decayattn.backends.planning import prefix, skipping
+from decayattn.backends.runtime import launching
 from decayattn.distributed import halo
 from decayattn.distributed.exchange import Slices
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
@@ -201,6 +202,19 @@ def test_what_is_known_of_a_slice_plans_its_last_rows(kind, rows):
     known = of_blocks, of_granules[:, :, rows // skipping.GRANULE :]
     assert torch.equal(skipping.plan(*call, terms=known)[..., :granules], expected)
     assert expected.max() > 0
+
+
+def test_a_remembered_launch_is_of_a_rank_and_of_slices_as_long(monkeypatch):
+    """Kernels are compiled for whether these are 1, or multiples of 16."""
+    modes = []
+    monkeypatch.setattr(launching, "of_call", lambda _, __, *of_call: modes.append(of_call) or launching.uncached)
+    for lengths in ((130, 130), (130, 300)):
+        ranks = Ranks(monkeypatch, make("plain", sum(lengths)), lengths)
+        for rank in range(2):
+            ranks.first_of(rank, 1e-3)
+    first, second, of_longer, _ = modes
+    assert first[0] == second[0] == of_longer[0]
+    assert len({first, second, of_longer}) == 3
 
 
 # What is wrong is noticed

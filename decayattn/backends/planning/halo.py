@@ -77,9 +77,9 @@ class SliceSummary(NamedTuple):
     terms: tuple[Tensor, Tensor]  # skipping.summaries of the slice
 
 
-def launch_for(problem: AttentionProblem, *tensors: Tensor | None) -> Launch:
+def launch_for(problem: AttentionProblem, blocks: int, rank: int, *tensors: Tensor | None) -> Launch:
     """The launch for the slice's summary and search; the tensors are the caller's."""
-    return launching.of_call(problem.device, tensors, problem, "halo")
+    return launching.of_call(problem.device, tensors, problem, blocks, rank)
 
 
 def summarise(
@@ -119,28 +119,29 @@ def summarise(
 
 
 def find_first_blocks(
-    keys: KeySummary, rank: int, of_granules: Tensor, begin: Tensor, rows: Tensor, tolerance: float,
-    launch: Launch = launching.uncached,
+    problem: AttentionProblem, everyone: Tensor, blocks: int, rank: int, of_granules: Tensor, begin: Tensor,
+    rows: Tensor, tolerance: float, launch: Launch = launching.uncached,
 ) -> tuple[Tensor, Tensor]:
     """(B, H) int64: the first block that a rank has to fetch of those of the ranks before it, counted from the first
     rank's first one, their number where it needs none; and (B, H) int64: the rows from this one on need none.
 
     Args:
-        keys: of all ranks.
+        everyone: what KeySummary.flat gave on every rank, (ranks, ·), contiguous.
+        blocks: of every rank.
         of_granules: the rank's.
         begin: (B, H) int64, the first block of which a row sees a key.
         rows: (B, H) int64: the rows from this one on see nothing before their slice.
         tolerance: the probability that what is not fetched has in any row, at most.
     """
-    (batch, heads), kv_heads, blocks = keys.total.shape[1:], keys.longest.shape[2], keys.weight.shape[3]
-    granules = of_granules.shape[2]
+    batch, heads, granules = problem.batch, problem.num_heads, of_granules.shape[2]
     of_blocks = begin.new_empty(batch, heads, rank * blocks, 2, dtype=torch.float64)
-    first_block, needed = begin.new_empty(2, batch, heads)
+    first_block = begin.new_empty(batch, heads)
+    needed = torch.empty_like(first_block)
     if batch * heads:
         launch(
             _join, batch * heads,
-            keys.longest, keys.weight, keys.total, keys.first, of_blocks, first_block, needed, keys.total.stride(0),
-            rank, blocks, batch * heads, GROUP=heads // kv_heads, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
+            everyone, everyone.shape[1], of_blocks, first_block, needed, rank, blocks, batch * heads,
+            GROUP=heads // problem.num_kv_heads, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
         )
     together = skipping.programs_together(batch * heads * granules, MOST_TOGETHER)
     programs = batch * heads * cdiv(granules, together)
@@ -195,23 +196,27 @@ def _complete(
 
 @triton.jit
 def _join(
-    longest, weight, total, first, of_blocks, first_block, needed, stride, rank, blocks, heads,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    everyone, stride, of_blocks, first_block, needed, rank, blocks, heads, GROUP: tl.constexpr, CHUNK: tl.constexpr
 ):
     """K and W of a head in all slices before a rank's, W counted from its first row; and that no row needs a key."""
     head = tl.program_id(0).to(tl.int64)  # of all batch entries
+    # as KeySummary lists them; pointers of their own need not be aligned
+    longest = everyone + head // GROUP * blocks
+    weight = everyone + heads // GROUP * blocks + head * blocks
+    total = everyone + heads // GROUP * blocks + heads * blocks + head
+    first = total + heads
     own, behind = of_blocks + 2 * head * rank * blocks, tl.full([], 0.0, tl.float64)
     for after in range(0, rank):
         slice_ = rank - 1 - after
         at = tl.cast(slice_, tl.int64) * stride
-        of_slice, step = tl.load(total + at + head), tl.load(first + at + stride + head)
+        of_slice, step = tl.load(total + at), tl.load(first + at + stride)
         # of the keys of a slice: to the first row
         behind += of_slice + step + (tl.abs(of_slice) + tl.abs(step)) * ALPHA_MARGIN
         for chunk in range(0, blocks, CHUNK):
             block = chunk + tl.arange(0, CHUNK)
             inside = block < blocks
-            of_keys = tl.load(longest + at + head // GROUP * blocks + block, mask=inside)
-            growth = tl.load(weight + at + head * blocks + block, mask=inside)
+            of_keys = tl.load(longest + at + block, mask=inside)
+            growth = tl.load(weight + at + block, mask=inside)
             terms = own + 2 * (slice_ * blocks + block)
             tl.store(terms, of_keys, mask=inside)
             tl.store(terms + 1, growth + behind, mask=inside)
