@@ -219,7 +219,7 @@ def first_keys(
             launch = planning.launch_for(problem, blocks, slices.rank, q, k, log_decay, row_scale)
             summary = planning.summarise(problem, q, k, log_decay, scale, blocks, launch)
         everyone, terms = gather(summary.keys.flat(), slices.ranks, slices.group), summary.terms
-        last_resets = planning.KeySummary.gathered(everyone, problem, blocks).last_reset
+        last_resets = planning.KeySummary.last_resets(everyone, problem)
         first_reset = summary.rows.first_reset
     elif problem.decay == "scalar":
         assert log_decay is not None

@@ -243,7 +243,7 @@ def test_draws_round_one_by_one():
 
 
 def test_what_overflows_with_a_factor_counts_for_nothing(plant, monkeypatch):
-    """A factor may take float16 out of its range where eager is in it, and says nothing of that tensor alone."""
+    """A factor may take float16 out of its range where eager is in it: it counts for the other tensors only."""
     draw = attention.Call.draw
 
     def drawn(call, factor):

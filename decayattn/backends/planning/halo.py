@@ -8,7 +8,8 @@ sum of λ within a slice, A its total, and the bound of skipping.py:
 All that concerns the row is known in its slice, its own key included. Of the keys, K and W per block and the sums of λ
 are enough. α leaves out the first λ of a slice: it acts between the slices, and is exchanged beside the sum of others.
 
-The host waits for this plan, so it is few launches: one for what a slice exchanges, and two for what a rank fetches.
+The host waits for this plan, so it is few launches: behind skipping.summaries one for what a slice exchanges, and then
+two for what a rank fetches.
 """
 
 import math
@@ -40,8 +41,8 @@ from decayattn.problem import GRANULE, AttentionProblem
 class KeySummary(NamedTuple):
     """What other slices need to know of a slice's keys; float64, in base 2.
 
-    Blocks count from the slice's first token, and those behind its last one have no key. Gathered from all slices, each
-    has their number as its first dimension.
+    Blocks count from the slice's first token, and those behind its last one have no key. Slices exchange the fields one
+    behind the other, as `_join` reads them.
     """
 
     longest: Tensor  # (B, H_kv, blocks): K, 0 where there is no key
@@ -53,13 +54,11 @@ class KeySummary(NamedTuple):
     def flat(self) -> Tensor:
         return torch.cat([x.reshape(-1) for x in self])
 
-    @classmethod
-    def gathered(cls, flat: Tensor, problem: AttentionProblem, blocks: int) -> "KeySummary":
-        """Of what `flat` gave on every rank, (ranks, ·)."""
+    @staticmethod
+    def last_resets(everyone: Tensor, problem: AttentionProblem) -> Tensor:
+        """(ranks, B, H), of what `flat` gave on every rank, (ranks, ·)."""
         heads = (problem.batch, problem.num_heads)
-        shapes = (problem.batch, problem.num_kv_heads, blocks), (*heads, blocks), heads, heads, heads
-        parts = flat.split([math.prod(shape) for shape in shapes], 1)
-        return cls(*(x.unflatten(1, shape) for x, shape in zip(parts, shapes, strict=True)))
+        return everyone[:, everyone.shape[1] - math.prod(heads) :].unflatten(1, heads)
 
 
 class RowSummary(NamedTuple):
@@ -74,7 +73,12 @@ class SliceSummary(NamedTuple):
 
     keys: KeySummary
     rows: RowSummary
-    terms: tuple[Tensor, Tensor]  # skipping.summaries of the slice
+    blocks: Tensor  # (B, H, its own blocks, 2): K and W
+
+    @property
+    def terms(self) -> tuple[Tensor, Tensor]:
+        """skipping.summaries of the slice."""
+        return self.blocks, self.rows.granules
 
 
 def launch_for(problem: AttentionProblem, blocks: int, rank: int, *tensors: Tensor | None) -> Launch:
@@ -113,9 +117,7 @@ def summarise(
             of_blocks, prefix, strided(log_decay), longest, weight, of_heads, first_reset, of_blocks.shape[2], blocks,
             length, problem.num_heads, GROUP=group, DECAY=problem.decay, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
         )
-    return SliceSummary(
-        KeySummary(longest, weight, *of_heads), RowSummary(of_granules, first_reset), (of_blocks, of_granules)
-    )
+    return SliceSummary(KeySummary(longest, weight, *of_heads), RowSummary(of_granules, first_reset), of_blocks)
 
 
 def find_first_blocks(
