@@ -63,7 +63,7 @@ def one_line(message: str) -> str:
 
 
 def checkpoint(folder: Path | str) -> dict:
-    return torch.load(Path(folder) / "checkpoints" / "last.ckpt", weights_only=True)
+    return torch.load(Path(folder) / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=True)
 
 
 def test_a_run_learns_and_leaves_everything_behind(text, capsys):
