@@ -82,13 +82,16 @@ PATHS = ["TMA", "both sides", "window", "pointers", "narrow", "small", "packed",
 MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0, "halo": 0}
 # paths of GPUs without tiles for descriptors and without tiles of small problems
 OTHER_PATHS = ("pointers", "narrow", "packed", "bias", "decode", "halo")
-# the same of the Hopper backend, by kernel and head dimension, whose loops are those of the TMA path: the other side of
-# the diagonal takes registers
+# the same of the Hopper backend, by kernel and its head dimension, whose loops are those of the TMA path: the other side
+# of the diagonal takes registers
 HOPPER_MORE_SPILLS = {
     "TMA": {},
-    "both sides": {("gradients_kernel", 64): 236, ("gradients_kernel", 128): 300},
-    "window": {("forward_kernel", 128): 4, ("gradients_kernel", 64): 72, ("gradients_kernel", 128): 152},
-    "packed": {},
+    "both sides": {("forward_kernel", 256): 76, ("gradients_kernel", 64): 236, ("gradients_kernel", 128): 300},
+    "window": {
+        ("forward_kernel", 128): 4, ("forward_kernel", 256): 52, ("gradients_kernel", 64): 72,
+        ("gradients_kernel", 128): 152,
+    },
+    "packed": {("forward_kernel", 256): 8},
 }
 # by kernel, head dimension and dtype: P in float32, for the gradient of a constant rate
 HOPPER_FLOAT16_SPILLS = {("gradients_kernel", 64, torch.float16): 72}
@@ -131,7 +134,7 @@ class CompilingDriver:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", choices=["hopper", "triton"], default=["hopper", "triton"])
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 192, 256])
     parser.add_argument(
         "--decays", nargs="+", choices=["none", "constant", "scalar"], default=["scalar", "constant", "none"]
     )
@@ -172,7 +175,7 @@ def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
     """What is known of every kernel that was compiled for a target."""
     target, dtype = TARGETS[name], getattr(torch, options.dtype)
     for backend, dim, decay in itertools.product(options.backends, options.head_dims, options.decays):
-        if backend == "hopper" and (name != "sm_90" or dim > 128):
+        if backend == "hopper" and name != "sm_90":
             continue
         of_backend = HOPPER_MORE_SPILLS if backend == "hopper" else MORE_SPILLS if name == "sm_90" else OTHER_PATHS
         for path in options.paths:
@@ -253,6 +256,7 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
     if backend == "hopper":
         if kernel not in HOPPER_TABLES:
             return 0
+        dim = hopper_config.kernel_dim(dim, dim)
         of_path, of_dtype = (kernel, dim), (kernel, dim, dtype)
         more = HOPPER_MORE_SPILLS[path].get(of_path, 0) + HOPPER_FLOAT16_SPILLS.get(of_dtype, 0)
         return HOPPER_TABLES[kernel](dim).spill_bytes + more
@@ -334,7 +338,8 @@ def compiled_kernels(
         for with_lse in (True, False):
             out, _, saved = module.forward(problem, inputs, with_lse)
         asked_for = decay != "none", bias is not None
-        module.backward(problem, inputs, out, saved, d_out, None, *asked_for)
+        if backend == "triton" or hopper_config.has_backward(dim, dim):
+            module.backward(problem, inputs, out, saved, d_out, None, *asked_for)
     return kernels
 
 

@@ -2,13 +2,18 @@
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from decayattn.backends.runtime.integers import cdiv
 
 # rows of one consumer warpgroup: the height of a WGMMA instruction
 WARPGROUP_ROWS = 64
-# keys per tile: a block of the decay prefix, so that the difference of two bases is one number per tile
+# keys per tile of the backward: a block of the decay prefix, so that the difference of two bases is one number per tile
 KEY_TILE = 128
 # the kernels': the copy engine fills up tiles of others with zeros on their way to shared memory
 HEAD_DIMS = (64, 128)
+# the forward's alone, for what is larger
+WIDE_DIM = 256
 # what programs read again and again at the same time, keys and values or rows: a share of the 50 MB of L2. With half as
 # much the backward was 1 to 3 % slower, and the forward the same
 CACHE_BYTES = 32 << 20
@@ -18,21 +23,46 @@ MIN_CHUNK_TILES = 32
 
 
 @functools.cache
+def has_backward(head_dim: int, value_dim: int) -> bool:
+    """Whether there is a backward here; dk and dv of 64 keys and more columns do not fit the registers."""
+    return max(head_dim, value_dim) <= HEAD_DIMS[-1]
+
+
+@functools.cache
 def kernel_dim(head_dim: int, value_dim: int) -> int:
     """The head dimension of the kernels that take D and D_v."""
-    return next(dim for dim in HEAD_DIMS if dim >= max(head_dim, value_dim))
+    return next(dim for dim in (*HEAD_DIMS, WIDE_DIM) if dim >= max(head_dim, value_dim))
+
+
+class Widths(NamedTuple):
+    """Columns of the forward's tiles."""
+
+    qk: int
+    read: int  # of q and k: those behind hold no numbers, and no product takes them
+    v: int
+
+
+@functools.cache
+def forward_widths(head_dim: int, value_dim: int) -> Widths:
+    dim = kernel_dim(head_dim, value_dim)
+    if dim < WIDE_DIM:
+        return Widths(dim, dim, dim)
+    return Widths(dim, cdiv(head_dim, 64) * 64, max(128, kernel_dim(value_dim, 1)))
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Consumer warpgroups of 64 rows, key and value tiles in flight, registers per thread, bytes it may spill.
+    """Keys per tile, consumer warpgroups of 64 rows, key and value tiles in flight, work tiles whose queries have a
+    place in shared memory, registers per thread, bytes it may spill.
 
     `registers` is what a consumer's thread gets, `launch_registers` what every thread of the launch gets before the
     producer gives its share away; both are what the register file of 65,536 has room for.
     """
 
+    keys: int
     warpgroups: int
     stages: int
+    slots: int
     registers: int
     launch_registers: int
     spill_bytes: int
@@ -54,8 +84,11 @@ def forward(dim: int) -> ForwardConfig:
         # latency-bound with two warpgroups: the third is worth 12 %; four stages, which let them drift, 4 to 6 %
         # spilled: what a work tile needs at its end, and what its edge tiles need; where the decay is constant, also
         # two registers of the loop over whole tiles
-        return ForwardConfig(warpgroups=3, stages=4, registers=160, launch_registers=128, spill_bytes=208)
-    return ForwardConfig(warpgroups=2, stages=2, registers=240, launch_registers=168, spill_bytes=12)
+        return ForwardConfig(128, 3, stages=4, slots=2, registers=160, launch_registers=128, spill_bytes=208)
+    if dim == 128:
+        return ForwardConfig(128, 2, stages=2, slots=2, registers=240, launch_registers=168, spill_bytes=12)
+    # acc takes half of the registers, so that there are half as many scores; two stages and one slot fill the memory
+    return ForwardConfig(64, 2, stages=2, slots=1, registers=240, launch_registers=168, spill_bytes=12)
 
 
 @dataclass(frozen=True)

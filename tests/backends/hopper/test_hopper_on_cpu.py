@@ -32,8 +32,10 @@ from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
 from decayattn.backends.hopper.forward import launch, producer
 from decayattn.backends.hopper.forward.shared import NORMAL
+from decayattn.backends.portable import launch as portable_launch
 from decayattn.backends.runtime import launching
 from decayattn.nn import DecayCache
+from decayattn.problem import Gradients
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the kernels themselves run here")
 
@@ -46,6 +48,15 @@ def run_on_cpu(monkeypatch, seed: int = 0, programs: int = 3) -> None:
     monkeypatch.setattr(launch_backward, "gradients_kernel", Kernel(GRADIENTS, seed))
     monkeypatch.setattr(launching, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(hopper, "unavailable", lambda dtype, device: None)
+    monkeypatch.setattr(hopper.portable, "backward", backward_in_float16)
+
+
+def backward_in_float16(problem, inputs, out, saved, d_out, *others) -> Gradients:
+    """The Triton kernels', which follow a forward of many columns: their products of bfloat16 are wrong here."""
+    exact = {name: getattr(inputs, name).half() for name in ("q", "k", "v")}
+    problem = problem._replace(dtype=torch.float16)
+    found = portable_launch.backward(problem, inputs._replace(**exact), out.half(), saved, d_out.half(), *others)
+    return found._replace(**{name: getattr(found, name).to(inputs.q.dtype) for name in ("dq", "dk", "dv")})
 
 
 @pytest.fixture(autouse=True)
@@ -59,25 +70,27 @@ def make(*lengths: int, **options) -> dict:
 
 @pytest.mark.parametrize(
     ("decay", "dtype", "causal", "dim"),
-    pairwise(["none", "constant", "scalar"], [torch.bfloat16, torch.float16], [True, False], [64, 128]),
+    pairwise(["none", "constant", "scalar"], [torch.bfloat16, torch.float16], [True, False], [64, 128, 192, 256]),
 )
 def test_every_kind(decay, dtype, causal, dim):
     verify(make(333, decay=decay, dtype=dtype, dim=dim), causal=causal)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("lengths", [(1, 1), (63, 63), (129, 129), (37, 150), (150, 37), (1, 400), (257, 300)])
 def test_lengths_that_divide_nothing(lengths, dim):
     verify(make(*lengths, dim=dim))
 
 
-@pytest.mark.parametrize("dims", [(8, 64), (40, 8), (64, 104), (96, 128)])
+@pytest.mark.parametrize(
+    "dims", [(8, 64), (40, 8), (64, 104), (96, 128), (192, 128), (136, 40), (248, 200), (64, 256), (104, 136)]
+)
 def test_other_head_dims(dims):
     verify(make(200, heads=1, dim=dims[0], value_dim=dims[1]))
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_resets_growth_and_groups(dim, causal):
     inputs = make(400, heads=4, kv_heads=2, dim=dim)
     log_decay = inputs["log_decay"]
@@ -88,7 +101,7 @@ def test_resets_growth_and_groups(dim, causal):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_huge_finite_decays_are_resets(dim, causal):
     inputs = make(300, 330, heads=3, dim=dim)
     inputs["log_decay"][torch.rand_like(inputs["log_decay"]) < 0.02] = -1e9
@@ -113,7 +126,7 @@ def test_the_own_pair_has_no_part_in_the_gradient_of_a_rate(lengths, dtype, dim)
     verify(inputs | dict(log_decay=torch.tensor([-14.0])), causal=causal)
 
 
-@pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128)])
+@pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128), ("scalar", 192)])
 def test_a_sink(decay, dim):
     verify(make(200, decay=decay, dim=dim, strength=2.0), sink=torch.randn(2))
 
@@ -144,13 +157,13 @@ def test_sinks_that_outweigh_all_keys_and_rows_without_a_key(causal):
     verify(inputs | dict(sink=sink.bfloat16() if causal else sink), causal=causal)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("decay", "left"), [("none", 64), ("constant", 0), ("scalar", 130)])
 def test_windows(decay, left, dim):
     verify(make(400, 450, decay=decay, dim=dim), window_size=(left, 0))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(
     ("decay", "window"),
     [("none", (64, -1)), ("none", (-1, 0)), ("constant", (0, 200)), ("constant", (300, 1)), ("scalar", (130, 7))],
@@ -166,7 +179,7 @@ def test_windows_to_both_sides(decay, window, dim):
 
 
 @pytest.mark.parametrize(
-    ("decay", "dim", "causal"), pairwise(["scalar", "constant", "none"], [64, 128], [True, False])
+    ("decay", "dim", "causal"), pairwise(["scalar", "constant", "none"], [64, 128, 256], [True, False])
 )
 def test_sequences(decay, dim, causal):
     verify(make_packed(*PACKINGS[2], heads=2, kv_heads=1, decay=decay, dim=dim, resets=0.01), causal=causal)
@@ -174,7 +187,7 @@ def test_sequences(decay, dim, causal):
         verify(make_padded(heads=2, decay=decay, dim=dim), causal=causal)
 
 
-@pytest.mark.parametrize(("far", "dim"), [(slice(1), 64), (slice(None, None, 97), 128)])
+@pytest.mark.parametrize(("far", "dim"), [(slice(1), 64), (slice(None, None, 97), 128), (slice(None, None, 97), 256)])
 def test_far_keys_that_outweigh_the_own(far, dim):
     """By 0 to 120 in one head: sums overflow, and items are sent again, the last ones, too."""
     inputs = make(700, heads=3, dim=dim, strength=1e-3)
@@ -184,7 +197,7 @@ def test_far_keys_that_outweigh_the_own(far, dim):
     verify(inputs, skip_tolerance=None)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("decay", "causal"), [("none", False), ("scalar", False), ("constant", True)])
 def test_a_far_key_and_then_one_that_outweighs_it(decay, causal, dim):
     """The sum of whole tiles overflows, and the maximum of an edge tile after them is so much larger that it takes all
@@ -198,12 +211,12 @@ def test_a_far_key_and_then_one_that_outweighs_it(decay, causal, dim):
     verify(inputs, causal=causal, skip_tolerance=None, window_size=(400, 0) if causal else None)
 
 
-@pytest.mark.parametrize(("decay", "dim"), [("scalar", 64), ("none", 128)])
+@pytest.mark.parametrize(("decay", "dim"), [("scalar", 64), ("none", 128), ("scalar", 256)])
 def test_sums_at_the_edge_of_float32(decay, dim):
     assert_sums_at_the_edge_of_float32_are_right(decay, dim)
 
 
-@pytest.mark.parametrize(("dim", "decay"), [(64, "none"), (64, "scalar"), (128, "constant")])
+@pytest.mark.parametrize(("dim", "decay"), [(64, "none"), (64, "scalar"), (128, "constant"), (256, "scalar")])
 def test_large_logits_need_no_second_pass(dim, decay, monkeypatch):
     """A row that sees few keys of its first tile takes the maximum of one that sees more."""
     passes = []
@@ -223,7 +236,7 @@ def test_large_logits_need_no_second_pass(dim, decay, monkeypatch):
         assert set(passes) == {NORMAL.value}, deviation
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_rows_beside_ones_with_far_larger_scores(dim):
     assert_rows_beside_larger_ones_are_right(dim)
 
@@ -247,7 +260,7 @@ def test_lse_beside_large_values():
     verify(inputs, window_size=(0, 0), grad_out=torch.randn_like(inputs["q"]) * 1e-3)
 
 
-@pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128)])
+@pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128), ("scalar", 256)])
 def test_far_tiles_are_skipped(decay, dim):
     inputs = make(700, decay=decay, dim=dim, dtype=torch.float16)
     inputs["log_decay"] = inputs["log_decay"] * 5 - 0.5
@@ -363,14 +376,14 @@ def results(causal: bool, **options) -> dict[str, torch.Tensor]:
     return dict(zip(("out", "lse", *leaves), (out, lse, *grads), strict=True))
 
 
-@pytest.mark.parametrize(("dim", "causal"), [(64, True), (128, True), (64, False)])
+@pytest.mark.parametrize(("dim", "causal"), [(64, True), (128, True), (64, False), (256, True)])
 def test_any_order(dim, causal, monkeypatch):
     """Only what is added up by atomics may move."""
     expected = results(causal, dim=dim)
     for seed, programs in ((1, 1), (2, 8)):
         run_on_cpu(monkeypatch, seed, programs)
         for name, x in results(causal, dim=dim).items():
-            if name in ("q", "log_decay"):
+            if name in ("q", "log_decay") and dim <= 128:
                 torch.testing.assert_close(x, expected[name], rtol=0.02, atol=1e-3)
             else:
                 assert torch.equal(x, expected[name]), name

@@ -15,7 +15,7 @@ from decayattn.backends.tiles import bf16_splits
 ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
 # warps of a warpgroup
 WARPS: gl.constexpr = gl.constexpr(4)
-# keys of a tile
+# keys of a block of the decay prefix, and of a tile of the backward
 KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
 SPLITS: gl.constexpr = gl.constexpr(bf16_splits.SPLITS)
 DEPTH: gl.constexpr = gl.constexpr(bf16_splits.DEPTH)

@@ -10,21 +10,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper.common import copy_engine
-from decayattn.backends.hopper.common.fragments import (
-    KEYS,
-    ROWS,
-    SHARES,
-    ones_of_splits,
-    operand_layout,
-    product_layout,
-)
+from decayattn.backends.hopper.common.fragments import ROWS, SHARES, ones_of_splits, operand_layout, product_layout
 from decayattn.backends.hopper.common.pipelines import stage
 from decayattn.backends.hopper.common.tile_table import flat
 from decayattn.backends.hopper.forward.rows import Rows, masked
 from decayattn.backends.hopper.forward.shared import (
     CAREFUL,
     END,
-    SLOTS,
     VISITED_BEGIN,
     VISITED_END,
     WARPS,
@@ -50,6 +42,10 @@ from decayattn.backends.hopper.forward.softmax import (
 from decayattn.backends.hopper.forward.work import Walk
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
 
+# columns of q and k that a product takes at a time where tiles have more than 128: no others than hold numbers, and the
+# matrix descriptors of all would spill 100 bytes
+READ_STEP: gl.constexpr = gl.constexpr(64)
+
 
 @gluon.jit
 def _ones(shared, is_right, SCORE: gl.constexpr, CAUSAL: gl.constexpr):
@@ -66,14 +62,20 @@ def _ones(shared, is_right, SCORE: gl.constexpr, CAUSAL: gl.constexpr):
 def _start_scores(q, shared, n, count, zero, is_right, KIND: gl.constexpr, CAUSAL: gl.constexpr):
     """Issue q·kᵀ + β of the n-th tile: the scores divided by the scale."""
     SCORE: gl.constexpr = zero.type.layout
-    kT = flat(shared.keys.tile(n)).permute((1, 0))
-    score = warpgroup_mma(q, kT, zero, use_acc=False, is_async=True)
+    k = flat(shared.keys.tile(n))
+    if k.shape[1] <= 128:
+        score = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        score = zero
+        for begin in gl.static_range(0, shared.READ, READ_STEP):
+            kT = k.slice(begin, READ_STEP, 1).permute((1, 0))
+            score = warpgroup_mma(q.slice(begin, READ_STEP, 1), kT, score, use_acc=begin > 0, is_async=True)
     # β comes last: where it is large, every product added after it would be rounded to its precision
     if KIND == "scalar":
         beta = shared.beta.index(stage(n, shared.keys.STAGES))
         score = warpgroup_mma(_ones(shared, is_right, SCORE, CAUSAL), beta, score, is_async=True)
     elif KIND == "constant":
-        beta = shared.beta.index(stage(count, SLOTS))
+        beta = shared.beta.index(stage(count, shared.queries.STAGES))
         score = warpgroup_mma(_ones(shared, is_right, SCORE, CAUSAL), beta, score, is_async=True)
     return score
 
@@ -140,6 +142,7 @@ def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constex
 
     outputs: the descriptor of out, and pointers to lse and row_lse2 (forward_kernel). A sink needs lse
     """
+    KEYS: gl.constexpr = schedule.KEYS
     SCORE: gl.constexpr = product_layout(KEYS)
     ACC: gl.constexpr = product_layout(D)
     P: gl.constexpr = operand_layout(ACC)
@@ -150,6 +153,8 @@ def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constex
     lse, row_lse2 = row_outputs
     queries, keys, values = shared.queries, shared.keys, shared.values
     WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
+    # one is in use while the next one is on its way; with one slot, that waits until out has left
+    TWO_SLOTS: gl.constexpr = queries.STAGES == 2
     # whether α of the rows is needed
     ROW_ALPHA: gl.constexpr = KIND != "none" and (lse is not None or not CAUSAL)
     zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
@@ -172,11 +177,11 @@ def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constex
             if ROW_ALPHA:
                 # loaded while the warpgroup waits for the first tile
                 row_alpha = head_decay.row_alpha(position, work.anchor(start), head_decay.rate(head))
-            walk = Walk(key_tile_end, tiles, key_tile_end, True)
+            walk = Walk(key_tile_end, tiles, key_tile_end, True, KEYS)
             visits = key_tile_end - seen_tile(shared.left, count, VISITED_BEGIN, WARPGROUP)
             if not CAUSAL:
                 left_visits = key_tile_end - first_seen(shared.left, count)
-                walk = Walk(key_tile_end, left_visits, work.first_right_key() // KEYS, False)
+                walk = Walk(key_tile_end, left_visits, work.first_right_key() // KEYS, False, KEYS)
                 # tiles that only other warpgroups see are visited, and masked, up to this one's last tile
                 right_end = seen_tile(shared.right, count, VISITED_END, WARPGROUP)
                 visits = left_visits + gl.maximum(right_end - walk.right_begin, 0)
@@ -193,9 +198,10 @@ def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constex
             rows = Rows(q, count, sent, n_end, walk, position, bounds, head_decay)
             score = _start_scores(q, shared, n, count, zero, walk.is_right(n_begin), KIND, CAUSAL)
             difference = _base_difference(shared, n, WARPGROUP, KIND)
-            # out of the last work tile has left from where its q was
-            tma.store_wait(0)
-            queries.consumer_release(count - 1, count > 0)
+            if TWO_SLOTS:
+                # out of the last work tile has left from where its q was
+                tma.store_wait(0)
+                queries.consumer_release(count - 1, count > 0)
             score = warpgroup_mma_wait(0, (score,))
             keys.consumer_release(n)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
@@ -279,22 +285,27 @@ def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constex
                 # per warp, whether out is wrong in any row
                 wrong = gl.max(gl.where(are_finite(acc), 0, 1).reshape([WARPS, ROWS // WARPS * 4]), 1)
                 overflow.store(gl.where(shared.is_careful(count), 0, wrong))
-            # out takes the place of q, which has been read and has its shape
-            q.store(acc.to(q.dtype))
+            # out takes the place of q, which has been read
+            out = shared.out_tile(count, out_desc, WARPGROUP)
+            flat(out).store(acc.to(q.dtype))
             fence_async_shared()
             if gl.max(overflow.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0])), 0) == 0:
-                copy_engine.store(out_desc, schedule.rows_at(work, start), shared.query_tile(count, WARPGROUP))
+                copy_engine.store(out_desc, schedule.rows_at(work, start), out)
             for n in range(n_end, sent + tiles):
                 keys.consumer_skip(n)
                 values.consumer_skip(n)
         else:
             # this warpgroup has no rows: it releases the tiles that the others read
             overflow.store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
-            tma.store_wait(0)
-            queries.consumer_release(count - 1, count > 0)
+            if TWO_SLOTS:
+                tma.store_wait(0)
+                queries.consumer_release(count - 1, count > 0)
             for n in range(sent, sent + tiles):
                 keys.consumer_skip(n)
                 values.consumer_skip(n)
+        if not TWO_SLOTS:
+            tma.store_wait(0)
+            queries.consumer_release(count)
         sent += tiles
         count += 1
         state = wait_for_work(shared, count)

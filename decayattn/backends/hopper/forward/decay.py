@@ -4,8 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.copy_engine import aggregate
-from decayattn.backends.hopper.common.fragments import KEYS
-from decayattn.backends.tiles.decay import constant_rate, side_of_head
+from decayattn.backends.tiles.decay import DECAY_BLOCK, constant_rate, side_of_head
 from decayattn.backends.tiles.visibility import GRANULE, keys_seen
 
 
@@ -129,7 +128,7 @@ class Decay:
         """The first key that a row at this position sees, or that its granule's plan visits, if that is later."""
         first = self.first_key(position)
         if self.PLANNED:
-            first = gl.maximum(first, gl.load(self.plan + row // GRANULE) * KEYS)
+            first = gl.maximum(first, gl.load(self.plan + row // GRANULE) * DECAY_BLOCK)
         return first
 
     @gluon.jit
@@ -141,9 +140,9 @@ class Decay:
         return rate
 
     @gluon.jit
-    def base(self, tile):
-        """α at the start of a tile's block."""
-        here = self.bases + gl.maximum(tile, 0) * 2
+    def base(self, block):
+        """α at the start of a block."""
+        here = self.bases + gl.maximum(block, 0) * 2
         return Base(gl.load(here), gl.load(here + 1))
 
     @gluon.jit
@@ -151,7 +150,8 @@ class Decay:
         """α of positions relative to the anchor."""
         if self.KIND == "scalar":
             token = gl.maximum(position, 0)
-            alpha = RowAlpha(self.base(token // KEYS), self.base(anchor // KEYS), gl.load(self.beta + token))
+            base, anchor_base = self.base(token // DECAY_BLOCK), self.base(anchor // DECAY_BLOCK)
+            alpha = RowAlpha(base, anchor_base, gl.load(self.beta + token))
         else:
             zero = (anchor * 0).to(gl.float32)
             alpha = RowAlpha(Base(zero, zero), Base(zero, zero), (position - anchor).to(gl.float32) * rate)

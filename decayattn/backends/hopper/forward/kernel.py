@@ -2,7 +2,8 @@
 
 A work tile is 64 query rows per consumer warpgroup of one head. Programs stay, and their producer fetches work tiles
 from a counter. Loads of the next work tile overlap the stores of this one. Three warpgroups and four stages at D = 64,
-two and two at D = 128 (config.py).
+two and two at D = 128 (config.py). Above, a tile has half as many keys, so that its scores fit beside a larger acc, and
+one place for q: the next one is loaded when out has left it.
 
     producer (1 warp)    q0 → record 0 → k0 | k1 v0 | k2 v1 | … | q1 → record 1 → …            TMA
                           │ queries.full        ↑ keys.empty, values.empty (all warpgroups)
@@ -12,8 +13,8 @@ two and two at D = 128 (config.py).
     consumer 1 (and 2)    the same with the next 64 rows; none waits for another one but through `empty`
 
     pipeline     stages   full: who arrives                        empty: who arrives
-    queries      2        TMA: q of all warpgroups                 consumers, when out of the last work tile has left
-    published    2        the producer, its record is written      (with queries)
+    queries      SLOTS    TMA: q of all warpgroups                 consumers, when out of the last work tile has left
+    published    SLOTS    the producer, its record is written      (with queries)
     keys         STAGES   TMA: k, and β if the decay is per token  consumers, after S
     values       STAGES   TMA: v                                   consumers, after P V
 
@@ -39,8 +40,8 @@ to Q Kᵀ. What a row and a tile share, α_i and the difference of two block bas
 log-sum-exp. Right of the diagonal all this has the other sign, and the α_i that the row maximum leaves out counts
 twice.
 
-Tiles, per warpgroup: q, out (64, D) · k, v (KEYS, D) · beta (16, KEYS) · score, p (64, KEYS) ·
-acc (64, D) · row_sum (64, 4), the partial sums of the four threads that share a row.
+Tiles, per warpgroup: q (64, D) · k (KEYS, D) · v (KEYS, D_v) · beta (16, KEYS) · score, p (64, KEYS) ·
+acc, out (64, D_v) · row_sum (64, 4), the partial sums of the four threads that share a row.
 """
 
 from typing import NamedTuple
@@ -59,7 +60,6 @@ from decayattn.backends.hopper.forward.decay import Decay
 from decayattn.backends.hopper.forward.producer import produce
 from decayattn.backends.hopper.forward.shared import (
     BOUNDS,
-    SLOTS,
     WARPGROUPS_PADDED,
     WARPS,
     WORDS,
@@ -96,9 +96,12 @@ class ForwardModes(NamedTuple):
 class ForwardTile(NamedTuple):
     """config.ForwardConfig, as far as the kernel needs it."""
 
-    dim: int
+    read: int  # columns of q and k that hold numbers
+    value_dim: int
+    keys: int
     warpgroups: int
     stages: int
+    slots: int
     registers: int
     producer_registers: int
 
@@ -134,7 +137,10 @@ def forward_kernel(
     CAUSAL: gl.constexpr = field(MODES, "causal")
     WINDOW: gl.constexpr = field(MODES, "window")
     PLANNED: gl.constexpr = field(MODES, "planned")
-    D: gl.constexpr = field(TILE, "dim")
+    READ: gl.constexpr = field(TILE, "read")
+    D_V: gl.constexpr = field(TILE, "value_dim")
+    KEYS: gl.constexpr = field(TILE, "keys")
+    SLOTS: gl.constexpr = field(TILE, "slots")
     WARPGROUPS: gl.constexpr = field(TILE, "warpgroups")
     STAGES: gl.constexpr = field(TILE, "stages")
     REGISTERS: gl.constexpr = field(TILE, "registers")
@@ -159,7 +165,7 @@ def forward_kernel(
     if not CAUSAL:
         right_tiles = gl.allocate_shared_memory(gl.int32, [SLOTS * BOUNDS, WARPGROUPS_PADDED], WORD)
     if KIND != "none":
-        beta = allocate_beta(beta_desc, STAGES if KIND == "scalar" else SLOTS)
+        beta = allocate_beta(beta_desc, STAGES if KIND == "scalar" else SLOTS, KEYS)
         if not CAUSAL:
             SIGNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], gl.bfloat16)
             signs = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, DEPTH], SIGNS)
@@ -173,12 +179,13 @@ def forward_kernel(
         row_tiles = gl.load(table)
         work_tiles = row_tiles * heads
     schedule = QuerySchedule(
-        work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules, table, RAGGED, PACKED
+        work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules, table, RAGGED,
+        PACKED, KEYS,
     )
     shared = ForwardShared(
         make_pipeline(q_tiles, SLOTS, WARPGROUPS), make_pipeline(k_tiles, STAGES, WARPGROUPS),
         make_pipeline(v_tiles, STAGES, WARPGROUPS), make_pipeline(published, SLOTS, 0), beta, differences,
-        left_tiles, right_tiles, signs, overflows, fences, row_alphas, WARPGROUPS,
+        left_tiles, right_tiles, signs, overflows, fences, row_alphas, WARPGROUPS, READ,
     )
 
     outputs = (out_desc, row_outputs)
@@ -186,8 +193,8 @@ def forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (shared, schedule, decay, outputs, sink, scale, 0, D)),
-                (consume, (shared, schedule, decay, outputs, sink, scale, 1, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 0, D_V)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 1, D_V)),
                 (produce, (shared, schedule, decay, counter, sources)),
             ],
             [4, 1],
@@ -196,9 +203,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (shared, schedule, decay, outputs, sink, scale, 0, D)),
-                (consume, (shared, schedule, decay, outputs, sink, scale, 1, D)),
-                (consume, (shared, schedule, decay, outputs, sink, scale, 2, D)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 0, D_V)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 1, D_V)),
+                (consume, (shared, schedule, decay, outputs, sink, scale, 2, D_V)),
                 (produce, (shared, schedule, decay, counter, sources)),
             ],
             [4, 4, 1],

@@ -34,8 +34,8 @@ def forward(
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), with_lse)
         sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, results.of_no_key(), launch=launch)
-        dim = config.kernel_dim(problem.head_dim, problem.value_dim)
-        schedule = config.forward(dim)
+        widths = config.forward_widths(problem.head_dim, problem.value_dim)
+        schedule = config.forward(widths.qk)
         score_scale = scale / math.log(2)  # base 2
         counter = q.new_empty(1, dtype=torch.int32)
         prefix, splits, bases = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
@@ -45,7 +45,7 @@ def forward(
             problem, bounds, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
         )
         source = source_of(problem)
-        q_desc = source(q, config.WARPGROUP_ROWS, dim)
+        q_desc = source(q, config.WARPGROUP_ROWS, widths.qk)
         head_rows = problem.num_heads * (problem.batch if bounds is None else 1)
         work_tiles = tiles.row_tiles * head_rows
         group = problem.num_heads // problem.num_kv_heads
@@ -60,12 +60,13 @@ def forward(
             window=problem.window != (-1, -1), planned=skipping.is_planned(problem),
         )
         tile = ForwardTile(
-            dim, schedule.warpgroups, schedule.stages, schedule.registers, schedule.producer_registers
+            widths.read, widths.v, schedule.keys, schedule.warpgroups, schedule.stages, schedule.slots,
+            schedule.registers, schedule.producer_registers,
         )
         launch(
             forward_kernel, programs,
-            q_desc, source(k, config.KEY_TILE, dim), source(v, config.KEY_TILE, dim),
-            None if splits is None else descriptors.key_splits(splits), source(out, config.WARPGROUP_ROWS, dim),
+            q_desc, source(k, schedule.keys, widths.qk), source(v, schedule.keys, widths.v),
+            None if splits is None else descriptors.key_splits(splits), source(out, config.WARPGROUP_ROWS, widths.v),
             (lse, row_lse2), decay_tensors, sink, counter, row_lse2 if tiles.rows is None else tiles.rows, score_scale,
             *limits_of(problem), work_tiles, tiles.row_tiles, problem.num_heads, group,
             heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,

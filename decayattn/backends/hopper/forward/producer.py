@@ -5,14 +5,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from decayattn.backends.hopper.common import copy_engine
-from decayattn.backends.hopper.common.fragments import KEYS, ROWS
+from decayattn.backends.hopper.common.fragments import ROWS
 from decayattn.backends.hopper.common.pipelines import fetch_next, stage
 from decayattn.backends.hopper.forward.shared import (
-    BETA_TILES,
     CAREFUL,
     END,
     NORMAL,
-    SLOTS,
+    PART_KEYS,
     WARPGROUPS_PADDED,
     load_beta,
     publish,
@@ -20,6 +19,7 @@ from decayattn.backends.hopper.forward.shared import (
     published_index,
 )
 from decayattn.backends.hopper.forward.work import Walk
+from decayattn.backends.tiles.decay import DECAY_BLOCK
 from decayattn.backends.tiles.visibility import tiles_between
 
 
@@ -27,8 +27,8 @@ from decayattn.backends.tiles.visibility import tiles_between
 def produce(shared, schedule, decay, counter, sources):
     """Fetch work tiles and stream them, until all of them are known to be right.
 
-    The slot of a work tile says whether its sums overflowed when the slot is used again, SLOTS work tiles later. So the
-    last ones are followed by empty ones. sources are the descriptors of q, k, v and beta.
+    The slot of a work tile says whether its sums overflowed when the slot is used again, one or two work tiles later.
+    So the last ones are followed by empty ones. sources are the descriptors of q, k, v and beta.
     """
     next_index = gl.program_id(0)
     count = next_index * 0
@@ -41,7 +41,7 @@ def produce(shared, schedule, decay, counter, sources):
         again = shared.overflowed(count)
         index = gl.where(again, published_index(shared, count), next_index)
         is_first_pass = (again == 0) & (index < schedule.work_tiles)
-        known = gl.where(is_first_pass, count + SLOTS, known)
+        known = gl.where(is_first_pass, count + shared.queries.STAGES, known)
         state = gl.where(again, CAREFUL, gl.where(count < known, NORMAL, END))
         if state == END:
             publish_end(shared, count)
@@ -62,6 +62,7 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
     """
     q_desc, k_desc, v_desc, beta_desc = sources
     WARPGROUPS: gl.constexpr = shared.WARPGROUPS
+    KEYS: gl.constexpr = schedule.KEYS
     # what the loop depends on is loaded by every thread: the compiler knows then that it is the same in all of them,
     # and keeps it in registers that a warp has once. It would not know of numbers that went through a shuffle
     EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [1], [0])
@@ -82,8 +83,8 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
     anchor = work.anchor(start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS)
     if decay.KIND == "scalar":
         anchor = gl.minimum(anchor, bounds.key_length - 1)
-        anchor_bases = head_decay.base(anchor // KEYS)
-        difference = anchor_bases.minus(head_decay.base(tile_end - 1))
+        anchor_bases = head_decay.base(anchor // DECAY_BLOCK)
+        difference = anchor_bases.minus(head_decay.base(_block_of(tile_end - 1, KEYS)))
     else:
         anchor_bases = 0.0
         difference = (anchor - key).to(gl.float32) * rate
@@ -95,19 +96,19 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
     first_rows = _first_rows(work, WARPGROUPS, EVERY)
     first_min = gl.min(head_decay.first_visited(first_rows + work.first_position(), first_rows), 0)
     tiles = tile_end - first_min // KEYS
-    walk = Walk(tile_end, tiles, tile_end, True)
+    walk = Walk(tile_end, tiles, tile_end, True, KEYS)
     if not decay.CAUSAL:
         final_row = gl.minimum(start + WARPGROUPS * ROWS, bounds.query_length) - 1
         end_max = head_decay.keys_end(final_row + work.first_position(), bounds.key_length)
         right_begin = work.first_right_key() // KEYS
-        walk = Walk(tile_end, tiles, right_begin, False)
+        walk = Walk(tile_end, tiles, right_begin, False, KEYS)
         tiles += gl.maximum(gl.cdiv(end_max, KEYS) - right_begin, 0)
     tiles = gl.where(index < schedule.work_tiles, tiles, 0)
     publish(shared, count, state, index, work, tiles, tile_end, left, right, decay.CAUSAL, schedule.RAGGED)
 
     next_base = 0.0
     if decay.KIND == "scalar":
-        next_base = head_decay.base(walk.tile_or_last(1, bounds))
+        next_base = head_decay.base(_block_of(walk.tile_or_last(1, bounds), KEYS))
     # k of a tile comes before v of the tile before it: the order in which consumers release them
     for n in range(sent + 1, sent + tiles + 1):
         key_before = key
@@ -115,7 +116,7 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
         if decay.KIND == "scalar":
             difference = anchor_bases.minus(next_base)
             # loaded one tile early
-            next_base = head_decay.base(walk.tile_or_last(n + 1 - sent, bounds))
+            next_base = head_decay.base(_block_of(walk.tile_or_last(n + 1 - sent, bounds), KEYS))
         elif decay.KIND == "constant":
             difference = (anchor - key).to(gl.float32) * rate
         if n < sent + tiles:
@@ -131,6 +132,12 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
 
 
 @gluon.jit
+def _block_of(tile, KEYS: gl.constexpr):
+    """The block of the decay prefix that a tile of keys lies in."""
+    return tile // (DECAY_BLOCK // KEYS)
+
+
+@gluon.jit
 def _first_rows(work, WARPGROUPS: gl.constexpr, LAYOUT: gl.constexpr):
     """The first row of each warpgroup, or the last one of the sequence."""
     start = work.bounds.start + gl.minimum(gl.arange(0, WARPGROUPS_PADDED, LAYOUT), WARPGROUPS - 1) * ROWS
@@ -143,6 +150,7 @@ def _seen_tiles(decay, work, WARPGROUPS: gl.constexpr, LAYOUT: gl.constexpr):
     first_rows = _first_rows(work, WARPGROUPS, LAYOUT)
     first_position = first_rows + work.first_position()
     final_position = gl.minimum(first_rows + ROWS, work.bounds.query_length) - 1 + work.first_position()
+    KEYS: gl.constexpr = work.KEYS
     # both ends of what a row sees grow with the row: the first and the last row of a warpgroup have the extremes
     first_min = decay.first_visited(first_position, first_rows)
     first_max = decay.first_visited(final_position, first_rows)
@@ -161,12 +169,14 @@ def _seen_tiles(decay, work, WARPGROUPS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load_queries(shared, schedule, decay, work, count, q_desc, beta_desc):
-    """q of every warpgroup; and β of a constant decay, which is the same for all key tiles of a head."""
+    """q of every warpgroup; and β of a constant decay, which is the same for all key tiles of a head, relative to the
+    first key of a tile."""
     WARPGROUPS: gl.constexpr = shared.WARPGROUPS
+    BETA_PARTS: gl.constexpr = schedule.KEYS // PART_KEYS
     barrier = shared.queries.full_barrier(count)
     if decay.KIND == "constant":
-        mbarrier.expect(barrier, WARPGROUPS * q_desc.block_type.nbytes + BETA_TILES * beta_desc.block_type.nbytes)
-        load_beta(beta_desc, work.head, barrier, shared.beta, stage(count, SLOTS))
+        mbarrier.expect(barrier, WARPGROUPS * q_desc.block_type.nbytes + BETA_PARTS * beta_desc.block_type.nbytes)
+        load_beta(beta_desc, work.head, 0, barrier, shared.beta, stage(count, shared.queries.STAGES))
     else:
         mbarrier.expect(barrier, WARPGROUPS * q_desc.block_type.nbytes)
     for w in gl.static_range(WARPGROUPS):
@@ -178,13 +188,17 @@ def _load_queries(shared, schedule, decay, work, count, q_desc, beta_desc):
 def _load_keys(shared, schedule, decay, work, n, key, kv_head, difference, k_desc, beta_desc):
     """k of the n-th tile, with its β and the difference of bases."""
     keys = shared.keys
+    BETA_PARTS: gl.constexpr = schedule.KEYS // PART_KEYS
     keys.producer_acquire(n)
     barrier = keys.full_barrier(n)
     if decay.KIND != "none":
         shared.differences.index(stage(n, keys.STAGES)).store(difference)
     if decay.KIND == "scalar":
-        mbarrier.expect(barrier, k_desc.block_type.nbytes + BETA_TILES * beta_desc.block_type.nbytes)
-        load_beta(beta_desc, schedule.blocks(work) + key // KEYS, barrier, shared.beta, stage(n, keys.STAGES))
+        mbarrier.expect(barrier, k_desc.block_type.nbytes + BETA_PARTS * beta_desc.block_type.nbytes)
+        in_block = key % DECAY_BLOCK if schedule.KEYS < DECAY_BLOCK else 0
+        load_beta(
+            beta_desc, schedule.blocks(work) + key // DECAY_BLOCK, in_block, barrier, shared.beta, stage(n, keys.STAGES)
+        )
     else:
         mbarrier.expect(barrier, k_desc.block_type.nbytes)
     copy_engine.load(k_desc, schedule.keys_at(work, kv_head, key), barrier, keys.tile(n))

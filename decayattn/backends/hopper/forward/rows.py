@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.copy_engine import aggregate
 from decayattn.backends.hopper.common.fragments import (
-    KEYS,
     among_columns,
     bits_before,
     by_threads,
@@ -75,6 +74,7 @@ def masked(score, rows, tile, is_right, whole_begin, BITS: gl.constexpr):
     they need registers that P has.
     """
     SCORE: gl.constexpr = score.type.layout
+    KEYS: gl.constexpr = score.shape[1]
     x = by_threads(score)
     end = rows.keys_end(is_right) - tile * KEYS
     if BITS:

@@ -5,21 +5,17 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common import copy_engine, descriptors
 from decayattn.backends.hopper.common.copy_engine import aggregate
-from decayattn.backends.hopper.common.fragments import DEPTH, KEYS, WARPS
+from decayattn.backends.hopper.common.fragments import DEPTH, WARPS
 from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, stage, store_word
 from decayattn.backends.hopper.common.tile_table import TileBounds, dense_bounds, stacked
-from decayattn.backends.hopper.config import KEY_TILE
 from decayattn.backends.hopper.forward.work import QueryWork
 from decayattn.backends.tiles import bf16_splits
 
 # consumer warpgroups, as a width that a tensor can have
 WARPGROUPS_PADDED: gl.constexpr = gl.constexpr(4)
-# work tiles whose queries are in shared memory at once: one in use, one on its way
-SLOTS: gl.constexpr = gl.constexpr(2)
-# rows of β that the copy engine fetches, keys of a tile that it fetches, and such tiles of a block
+# rows of β that the copy engine fetches, and keys of a tile that it fetches
 COLUMNS: gl.constexpr = gl.constexpr(bf16_splits.COLUMNS)
 PART_KEYS: gl.constexpr = gl.constexpr(descriptors.PART_KEYS)
-BETA_TILES: gl.constexpr = gl.constexpr(KEY_TILE // descriptors.PART_KEYS)
 
 # the states of a record: a first pass, a second one in which every tile is an edge tile, and no work tile any more
 NORMAL: gl.constexpr = gl.constexpr(0)
@@ -52,16 +48,17 @@ BOUNDS: gl.constexpr = gl.constexpr(4)
 class ForwardShared:
     """All shared memory of the forward.
 
-    Three pipelines have barriers of their own: queries (SLOTS work tiles), keys and values (STAGES key tiles). The
-    others follow one of them:
+    Three pipelines have barriers of their own: queries (SLOTS work tiles: one in use, and, of two, one on its way),
+    keys and values (STAGES key tiles). The others follow one of them:
 
     with queries  published   the record of the work tile; its own barrier says that it is there
                   left        the key tiles that each warpgroup's rows see left of the diagonal (seen_tile)
                   right       the same, right of it; not read if causal
                   overflows   whether the sums of each warp overflowed: written by consumers, read by the producer
-                  beta        −α_j / scale of a block's keys, if the decay is constant
+                  beta        −α_j / scale of a tile's keys, if the decay is constant
     with keys     beta        the same, if the decay is per token
-                  differences α at each warpgroup's anchor minus α at the start of the tile's block
+                  differences α at each warpgroup's anchor minus α where β is 0: at the start of the tile's block,
+                              or of the tile, if the decay is constant
     constant      signs       ones and minus ones: what multiplies beta left and right of the diagonal; not causal only
     a warpgroup's row_alphas  α of its rows, from the first tile of a work tile to its end
                   fences      see consumer.next_tile
@@ -80,11 +77,12 @@ class ForwardShared:
     fences: gl.shared_memory_descriptor
     row_alphas: gl.shared_memory_descriptor
     WARPGROUPS: gl.constexpr
+    READ: gl.constexpr  # columns of q and k that hold numbers
 
     @gluon.constexpr_function
     def __init__(
         self, queries, keys, values, published, beta, differences, left, right, signs, overflows, fences, row_alphas,
-        WARPGROUPS,
+        WARPGROUPS, READ,
     ):
         self.queries = queries
         self.keys = keys
@@ -99,11 +97,21 @@ class ForwardShared:
         self.fences = fences
         self.row_alphas = row_alphas
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
+        self.READ = gl.constexpr(READ)
 
     @gluon.jit
     def query_tile(self, count, WARPGROUP: gl.constexpr):
-        """A warpgroup's q of the count-th work tile, and then its out."""
-        return self.queries.tiles.index(stage(count, SLOTS) * self.WARPGROUPS + WARPGROUP)
+        """A warpgroup's q of the count-th work tile."""
+        return self.queries.tiles.index(stage(count, self.queries.STAGES) * self.WARPGROUPS + WARPGROUP)
+
+    @gluon.jit
+    def out_tile(self, count, desc, WARPGROUP: gl.constexpr):
+        """The same place for its out, a tile of the descriptor, which is as large or smaller."""
+        tile = self.query_tile(count, WARPGROUP)
+        COUNT: gl.constexpr = tile.shape[-1] // desc.block_shape[-1]
+        if COUNT > 1:
+            tile = copy_engine.reinterpret(tile, desc.dtype, stacked(COUNT, desc.block_shape), desc.layout).index(0)
+        return tile
 
     @gluon.jit
     def is_careful(self, count):
@@ -113,7 +121,7 @@ class ForwardShared:
     @gluon.jit
     def overflow(self, count, WARPGROUP: gl.constexpr):
         """Whether sums of a warpgroup overflowed in the count-th work tile: (WARPS,)."""
-        return self.overflows.index(stage(count, SLOTS) * WARPGROUPS_PADDED + WARPGROUP)
+        return self.overflows.index(stage(count, self.queries.STAGES) * WARPGROUPS_PADDED + WARPGROUP)
 
     @gluon.jit
     def overflowed(self, count):
@@ -126,7 +134,7 @@ class ForwardShared:
 
 
 @gluon.jit
-def allocate_beta(desc, COUNT: gl.constexpr):
+def allocate_beta(desc, COUNT: gl.constexpr, KEYS: gl.constexpr):
     """(COUNT, DEPTH, KEYS): what products add to the scores of tiles; zeros but for the rows that load_beta fetches."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DEPTH, KEYS], gl.bfloat16)
     ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
@@ -137,13 +145,15 @@ def allocate_beta(desc, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def load_beta(desc, block, barrier, beta, n):
-    """Fetch the splits of a block's keys, as BETA_TILES tiles of the descriptor. The other rows of beta stay zeros."""
-    COUNT: gl.constexpr = beta.shape[0] * BETA_TILES * (DEPTH // COLUMNS)
+def load_beta(desc, block, key, barrier, beta, n):
+    """Fetch the splits of a tile's keys, from `key` of a block on, as tiles of the descriptor. The other rows of beta
+    stay zeros."""
+    PARTS: gl.constexpr = beta.shape[2] // PART_KEYS
+    COUNT: gl.constexpr = beta.shape[0] * PARTS * (DEPTH // COLUMNS)
     tiles = copy_engine.reinterpret(beta, gl.bfloat16, stacked(COUNT, desc.block_shape), desc.layout)
-    for part in gl.static_range(BETA_TILES):
-        tile = tiles.index((n * BETA_TILES + part) * (DEPTH // COLUMNS))
-        copy_engine.load(desc, [block, 0, part * PART_KEYS], barrier, tile)
+    for part in gl.static_range(PARTS):
+        tile = tiles.index((n * PARTS + part) * (DEPTH // COLUMNS))
+        copy_engine.load(desc, [block, 0, key + part * PART_KEYS], barrier, tile)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -158,7 +168,7 @@ def publish(
 
     left, right: the tiles that each warpgroup's rows see on either side of the diagonal (visibility.tiles_between).
     """
-    words, word, bounds = shared.published.tiles, stage(count, SLOTS) * WORDS, work.bounds
+    words, word, bounds = shared.published.tiles, stage(count, shared.published.STAGES) * WORDS, work.bounds
     store_word(words, word + STATE, state)
     store_word(words, word + INDEX, index)
     store_word(words, word + TILES, tiles)
@@ -182,20 +192,20 @@ def publish(
 @gluon.jit
 def publish_end(shared, count):
     """Publish that there is no work tile any more."""
-    store_word(shared.published.tiles, stage(count, SLOTS) * WORDS + STATE, END)
+    store_word(shared.published.tiles, stage(count, shared.published.STAGES) * WORDS + STATE, END)
     shared.published.producer_commit(count)
 
 
 @gluon.jit
 def published_index(shared, count):
     """The number of the work tile that last used the slot of the count-th one; for the producer."""
-    return load_word(shared.published.tiles, stage(count, SLOTS) * WORDS + INDEX, 1)
+    return load_word(shared.published.tiles, stage(count, shared.published.STAGES) * WORDS + INDEX, 1)
 
 
 @gluon.jit
 def published_state(shared, count):
     """The state of the count-th work tile, from when it is published until its queries are released."""
-    return load_word(shared.published.tiles, stage(count, SLOTS) * WORDS + STATE)
+    return load_word(shared.published.tiles, stage(count, shared.published.STAGES) * WORDS + STATE)
 
 
 @gluon.jit
@@ -208,7 +218,7 @@ def wait_for_work(shared, count):
 @gluon.jit
 def published_work(shared, count, schedule):
     """(work, tiles, tile_end) of a published work tile, until its queries are released."""
-    words, word = shared.published.tiles, stage(count, SLOTS) * WORDS
+    words, word = shared.published.tiles, stage(count, shared.published.STAGES) * WORDS
     start = load_word(words, word + START)
     entry, head_row = load_word(words, word + ENTRY), load_word(words, word + HEAD_ROW)
     if schedule.RAGGED:
@@ -219,14 +229,14 @@ def published_work(shared, count, schedule):
         )
     else:
         bounds = dense_bounds(start, schedule.query_axis, schedule.key_axis, entry)
-    work = QueryWork(bounds, head_row, head_row - entry * schedule.heads)
+    work = QueryWork(bounds, head_row, head_row - entry * schedule.heads, schedule.KEYS)
     return work, load_word(words, word + TILES), load_word(words, word + TILE_END)
 
 
 @gluon.jit
 def _seen(side, count, BOUND: gl.constexpr):
     """One bound of every warpgroup's key tiles in the count-th work tile, on a side (shared.left or shared.right)."""
-    return side.index(stage(count, SLOTS) * BOUNDS + BOUND)
+    return side.index(stage(count, side.shape[0] // BOUNDS) * BOUNDS + BOUND)
 
 
 @gluon.jit

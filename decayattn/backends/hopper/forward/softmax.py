@@ -54,7 +54,7 @@ def rescale_accumulator(acc, correction, D: gl.constexpr):
     _, factors = gl.broadcast(acc, correction)
     RESCALE: gl.constexpr = RESCALE_32 if D == 64 else RESCALE_64
     return gl.inline_asm_elementwise(
-        RESCALE[0], RESCALE[1], [acc, factors], dtype=gl.float32, is_pure=True, pack=D // 2
+        RESCALE[0], RESCALE[1], [acc, factors], dtype=gl.float32, is_pure=True, pack=32 if D == 64 else 64
     )
 
 

@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.copy_engine import aggregate
-from decayattn.backends.hopper.common.fragments import KEYS
 from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
 from decayattn.backends.planning.sequences import parts_before, start_of_head
+from decayattn.backends.tiles.decay import DECAY_BLOCK
 from decayattn.backends.tiles.visibility import GRANULE
 
 
@@ -18,7 +18,8 @@ class QuerySchedule:
     """The lengths and heads of a call, and the order of its work tiles.
 
     Dense, every batch entry is one sequence, and row_tiles counts the tiles of one entry. RAGGED, the tiles of all
-    sequences are in a table, and row_tiles counts all of them. The axes are those of the tensors in memory.
+    sequences are in a table, and row_tiles counts all of them. The axes are those of the tensors in memory. A tile has
+    KEYS keys: a block of the decay prefix, or half of one.
     """
 
     work_tiles: gl.tensor
@@ -33,11 +34,12 @@ class QuerySchedule:
     table: gl.tensor
     RAGGED: gl.constexpr
     PACKED: gl.constexpr
+    KEYS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, work_tiles, row_tiles, heads, group, together, query_axis, key_axis, block_axis, granule_axis, table,
-        RAGGED, PACKED,
+        RAGGED, PACKED, KEYS,
     ):
         self.work_tiles = work_tiles
         self.row_tiles = row_tiles
@@ -51,6 +53,7 @@ class QuerySchedule:
         self.table = table
         self.RAGGED = gl.constexpr(RAGGED)
         self.PACKED = gl.constexpr(PACKED)
+        self.KEYS = gl.constexpr(KEYS)
 
     @gluon.jit
     def head_and_tile(self, index):
@@ -67,12 +70,12 @@ class QuerySchedule:
         head_row, tile = self.head_and_tile(index)
         start = (self.row_tiles - 1 - tile) * TILE
         bounds = dense_bounds(start, self.query_axis, self.key_axis, head_row // self.heads)
-        return QueryWork(bounds, head_row, head_row % self.heads)
+        return QueryWork(bounds, head_row, head_row % self.heads, self.KEYS)
 
     @gluon.jit
     def ragged_work(self, index, bounds):
         head, _ = self.head_and_tile(index)
-        return QueryWork(bounds, bounds.entry * self.heads + head, head)
+        return QueryWork(bounds, bounds.entry * self.heads + head, head, self.KEYS)
 
     @gluon.jit
     def find(self, index, TILE: gl.constexpr):
@@ -103,7 +106,7 @@ class QuerySchedule:
         bounds, first_granule = work.bounds, 0
         if self.PACKED:
             # the sequence's number, of which the table has this much
-            sequence = bounds.first_block - bounds.first_token // KEYS
+            sequence = bounds.first_block - bounds.first_token // DECAY_BLOCK
             first_granule = parts_before(bounds.first_row, sequence, GRANULE)
         return start_of_head(work.head_row, self.granule_axis, first_granule, False)
 
@@ -131,12 +134,14 @@ class QueryWork:
     bounds: TileBounds
     head_row: gl.tensor
     head: gl.tensor
+    KEYS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, bounds, head_row, head):
+    def __init__(self, bounds, head_row, head, KEYS):
         self.bounds = bounds
         self.head_row = head_row
         self.head = head
+        self.KEYS = gl.constexpr(KEYS)
 
     @gluon.jit
     def first_position(self):
@@ -145,14 +150,14 @@ class QueryWork:
     @gluon.jit
     def anchor(self, start):
         """The position from which α of rows is counted, in every backend: that of the first row of a block of rows."""
-        return start // KEYS * KEYS + self.first_position()
+        return start // DECAY_BLOCK * DECAY_BLOCK + self.first_position()
 
     @gluon.jit
     def tile_end(self, start, ROWS_: gl.constexpr):
         """End of the key tiles of the rows from `start`. It is at least 1: rows that see no key visit one tile, in
         which every score is masked."""
         final_row = gl.minimum(start + ROWS_, self.bounds.query_length) - 1
-        return gl.maximum(gl.cdiv(final_row + 1 + self.first_position(), KEYS), 1)
+        return gl.maximum(gl.cdiv(final_row + 1 + self.first_position(), self.KEYS), 1)
 
     @gluon.jit
     def first_right_key(self):
@@ -172,13 +177,15 @@ class Walk:
     left_visits: gl.tensor
     right_begin: gl.tensor
     CAUSAL: gl.constexpr
+    KEYS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, left_end, left_visits, right_begin, CAUSAL):
+    def __init__(self, left_end, left_visits, right_begin, CAUSAL, KEYS):
         self.left_end = left_end
         self.left_visits = left_visits
         self.right_begin = right_begin
         self.CAUSAL = gl.constexpr(CAUSAL)
+        self.KEYS = gl.constexpr(KEYS)
 
     @gluon.jit
     def is_right(self, visit):
@@ -194,4 +201,4 @@ class Walk:
     @gluon.jit
     def tile_or_last(self, visit, bounds):
         """tile, for a visit that may be beyond the last one."""
-        return gl.minimum(self.tile(visit), (bounds.key_length - 1) // KEYS)
+        return gl.minimum(self.tile(visit), (bounds.key_length - 1) // self.KEYS)
