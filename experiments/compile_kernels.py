@@ -82,16 +82,19 @@ PATHS = ["TMA", "both sides", "window", "pointers", "narrow", "small", "packed",
 MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0, "halo": 0}
 # paths of GPUs without tiles for descriptors and without tiles of small problems
 OTHER_PATHS = ("pointers", "narrow", "packed", "bias", "decode", "halo")
-# the same of the Hopper backend, by kernel and its head dimension, whose loops are those of the TMA path: the other side
-# of the diagonal takes registers
+# the same of the Hopper backend, by kernel and its head dimension, whose loops are those of the TMA path: the other
+# side of the diagonal takes registers
 HOPPER_MORE_SPILLS = {
     "TMA": {},
-    "both sides": {("forward_kernel", 256): 76, ("gradients_kernel", 64): 236, ("gradients_kernel", 128): 300},
+    "both sides": {
+        ("forward_kernel", 256): 76, ("gradients_kernel", 64): 236, ("gradients_kernel", 128): 300,
+        ("gradients_kernel", 256): 192,
+    },
     "window": {
         ("forward_kernel", 128): 4, ("forward_kernel", 256): 52, ("gradients_kernel", 64): 72,
-        ("gradients_kernel", 128): 152,
+        ("gradients_kernel", 128): 152, ("gradients_kernel", 256): 200,
     },
-    "packed": {("forward_kernel", 256): 8},
+    "packed": {("forward_kernel", 256): 8, ("gradients_kernel", 256): 64},
 }
 # by kernel, head dimension and dtype: P in float32, for the gradient of a constant rate
 HOPPER_FLOAT16_SPILLS = {("gradients_kernel", 64, torch.float16): 72}
@@ -102,7 +105,10 @@ TABLES = {
     "key_gradients_kernel": portable_config.KEY_GRADIENTS,
     "query_gradients_kernel": portable_config.QUERY_GRADIENTS,
 }
-HOPPER_TABLES = {"forward_kernel": hopper_config.forward, "gradients_kernel": hopper_config.backward}
+HOPPER_TABLES = {
+    "forward_kernel": hopper_config.forward,
+    "gradients_kernel": lambda dim: hopper_config.backward(dim, dim),
+}
 
 
 class CompilingDriver:
@@ -338,8 +344,7 @@ def compiled_kernels(
         for with_lse in (True, False):
             out, _, saved = module.forward(problem, inputs, with_lse)
         asked_for = decay != "none", bias is not None
-        if backend == "triton" or hopper_config.has_backward(dim, dim):
-            module.backward(problem, inputs, out, saved, d_out, None, *asked_for)
+        module.backward(problem, inputs, out, saved, d_out, None, *asked_for)
     return kernels
 
 

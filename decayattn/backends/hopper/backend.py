@@ -3,16 +3,14 @@
 import functools
 
 import torch
-from torch import Tensor
 
 from decayattn.backends.hopper import config
-from decayattn.backends.hopper.backward import launch as backward_launch
+from decayattn.backends.hopper.backward.launch import backward
 from decayattn.backends.hopper.common import descriptors
 from decayattn.backends.hopper.forward.launch import forward
-from decayattn.backends.portable import backend as portable
 from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.problem import MAX_HEAD_DIM, AttentionProblem, Gradients, Inputs, Saved
+from decayattn.problem import AttentionProblem, Inputs
 
 __all__ = ["DETERMINISTIC", "append", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
 
@@ -44,7 +42,7 @@ def unsupported(problem: AttentionProblem, inputs: Inputs) -> str | None:
     step = tma.ALIGNMENT // problem.dtype.itemsize
     for name, dim in (("D", problem.head_dim), ("D_v", problem.value_dim)):
         if dim % step:
-            return f"it takes multiples of {step} up to {MAX_HEAD_DIM} as {name}, not {dim}"
+            return f"it takes multiples of {step} as {name}, not {dim}"
     if problem.bias:
         return "it takes no bias"
     if problem.row_scale:
@@ -57,22 +55,6 @@ def unsupported(problem: AttentionProblem, inputs: Inputs) -> str | None:
         if problem.layout != "dense" and (reason := descriptors.slices_unsupported(x)) is not None:
             return f"TMA cannot address sequences in {name}: {reason}"
     return None
-
-
-def backward(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: Tensor,
-    saved: Saved,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    decay_gradient: bool,
-    bias_gradient: bool,
-) -> Gradients:
-    """Beyond config.HEAD_DIMS that of the Triton kernels."""
-    own = config.has_backward(problem.head_dim, problem.value_dim)
-    run = backward_launch.backward if own else portable.backward
-    return run(problem, inputs, out, saved, d_out, d_lse, decay_gradient, bias_gradient)
 
 
 def is_profitable(problem: AttentionProblem) -> bool:

@@ -8,12 +8,11 @@ from decayattn.backends.runtime.integers import cdiv
 
 # rows of one consumer warpgroup: the height of a WGMMA instruction
 WARPGROUP_ROWS = 64
-# keys per tile of the backward: a block of the decay prefix, so that the difference of two bases is one number per tile
+# keys per tile up to 128 columns: a block of the decay prefix, so that the difference of two bases is one number per
+# tile. Above, half of one
 KEY_TILE = 128
 # the kernels': the copy engine fills up tiles of others with zeros on their way to shared memory
-HEAD_DIMS = (64, 128)
-# the forward's alone, for what is larger
-WIDE_DIM = 256
+HEAD_DIMS = (64, 128, 256)
 # what programs read again and again at the same time, keys and values or rows: a share of the 50 MB of L2. With half as
 # much the backward was 1 to 3 % slower, and the forward the same
 CACHE_BYTES = 32 << 20
@@ -23,19 +22,13 @@ MIN_CHUNK_TILES = 32
 
 
 @functools.cache
-def has_backward(head_dim: int, value_dim: int) -> bool:
-    """Whether there is a backward here; dk and dv of 64 keys and more columns do not fit the registers."""
-    return max(head_dim, value_dim) <= HEAD_DIMS[-1]
-
-
-@functools.cache
 def kernel_dim(head_dim: int, value_dim: int) -> int:
     """The head dimension of the kernels that take D and D_v."""
-    return next(dim for dim in (*HEAD_DIMS, WIDE_DIM) if dim >= max(head_dim, value_dim))
+    return next(dim for dim in HEAD_DIMS if dim >= max(head_dim, value_dim))
 
 
 class Widths(NamedTuple):
-    """Columns of the forward's tiles."""
+    """Columns of tiles."""
 
     qk: int
     read: int  # of q and k: those behind hold no numbers, and no product takes them
@@ -43,17 +36,22 @@ class Widths(NamedTuple):
 
 
 @functools.cache
-def forward_widths(head_dim: int, value_dim: int) -> Widths:
+def widths(head_dim: int, value_dim: int) -> Widths:
+    """Of the tiles for D and D_v."""
     dim = kernel_dim(head_dim, value_dim)
-    if dim < WIDE_DIM:
+    if dim <= 128:
         return Widths(dim, dim, dim)
     return Widths(dim, cdiv(head_dim, 64) * 64, max(128, kernel_dim(value_dim, 1)))
+
+
+# what two consumer warpgroups leave of the register file
+_REGISTERS, _LAUNCH_REGISTERS = 240, 168
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
     """Keys per tile, consumer warpgroups of 64 rows, key and value tiles in flight, work tiles whose queries have a
-    place in shared memory, registers per thread, bytes it may spill.
+    place in shared memory, bytes it may spill, registers per thread.
 
     `registers` is what a consumer's thread gets, `launch_registers` what every thread of the launch gets before the
     producer gives its share away; both are what the register file of 65,536 has room for.
@@ -63,9 +61,9 @@ class ForwardConfig:
     warpgroups: int
     stages: int
     slots: int
-    registers: int
-    launch_registers: int
     spill_bytes: int
+    registers: int = _REGISTERS
+    launch_registers: int = _LAUNCH_REGISTERS
 
     @property
     def rows(self) -> int:
@@ -84,36 +82,45 @@ def forward(dim: int) -> ForwardConfig:
         # latency-bound with two warpgroups: the third is worth 12 %; four stages, which let them drift, 4 to 6 %
         # spilled: what a work tile needs at its end, and what its edge tiles need; where the decay is constant, also
         # two registers of the loop over whole tiles
-        return ForwardConfig(128, 3, stages=4, slots=2, registers=160, launch_registers=128, spill_bytes=208)
+        return ForwardConfig(KEY_TILE, 3, stages=4, slots=2, spill_bytes=208, registers=160, launch_registers=128)
     if dim == 128:
-        return ForwardConfig(128, 2, stages=2, slots=2, registers=240, launch_registers=168, spill_bytes=12)
+        return ForwardConfig(KEY_TILE, 2, stages=2, slots=2, spill_bytes=12)
     # acc takes half of the registers, so that there are half as many scores; two stages and one slot fill the memory
-    return ForwardConfig(64, 2, stages=2, slots=1, registers=240, launch_registers=168, spill_bytes=12)
+    return ForwardConfig(KEY_TILE // 2, 2, stages=2, slots=1, spill_bytes=12)
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Rows of a query tile, query tiles in flight, slots for their dSᵀ, registers per thread and spills (as in
-    ForwardConfig)."""
+    """Keys of a work tile, rows of a query tile, tiles of q and of dO in flight, slots for dSᵀ, lines of dq that are
+    zeroed at once, columns of dk that are stored at once, spills and registers per thread (as in ForwardConfig)."""
 
+    keys: int
     rows: int
     stages: int
+    d_out_stages: int
     slots: int
-    registers: int
-    launch_registers: int
+    zero_lines: int
+    dk_columns: int
     spill_bytes: int
+    registers: int = _REGISTERS
+    launch_registers: int = _LAUNCH_REGISTERS
 
 
 @functools.cache
-def backward(dim: int) -> BackwardConfig:
-    """The backward's schedule for a kernel_dim; two consumer warpgroups of 64 keys each.
+def backward(dim: int, value_dim: int) -> BackwardConfig:
+    """The backward's schedule for Widths.qk and v; two consumer warpgroups, of 64 keys each up to 128 columns.
 
     dk and dv take 128 registers of a thread at D = 128, leaving room for scores of 64 rows; two stages of q and dO,
     with dSᵀ and dq on their way out, fill the shared memory (213 and 223 KB).
 
     spill_bytes are those of kernels with one side (work.py), none of them in a loop over tiles. With two sides, a decay
-    per token spills 300 bytes (D = 64) and 368 (D = 128, where each loop loads one word).
+    per token spills 300 bytes (D = 64) and 368 (D = 128, where each loop loads one word). Beyond 128 columns loops load
+    15 to 30 words that were spilled for each tile.
     """
     if dim == 64:
-        return BackwardConfig(rows=128, stages=2, slots=2, registers=240, launch_registers=168, spill_bytes=68)
-    return BackwardConfig(rows=64, stages=2, slots=3, registers=240, launch_registers=168, spill_bytes=72)
+        return BackwardConfig(KEY_TILE, 128, 2, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)
+    if dim == 128:
+        return BackwardConfig(KEY_TILE, 64, 2, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=72)
+    # there is room for a second tile of dO if it has 128 columns
+    d_out_stages = 2 if value_dim <= 128 else 1
+    return BackwardConfig(KEY_TILE // 2, 64, 2, d_out_stages, slots=2, zero_lines=2, dk_columns=256, spill_bytes=584)

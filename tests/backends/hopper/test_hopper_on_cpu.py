@@ -32,10 +32,8 @@ from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
 from decayattn.backends.hopper.forward import launch, producer
 from decayattn.backends.hopper.forward.shared import NORMAL
-from decayattn.backends.portable import launch as portable_launch
 from decayattn.backends.runtime import launching
 from decayattn.nn import DecayCache
-from decayattn.problem import Gradients
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the kernels themselves run here")
 
@@ -48,15 +46,6 @@ def run_on_cpu(monkeypatch, seed: int = 0, programs: int = 3) -> None:
     monkeypatch.setattr(launch_backward, "gradients_kernel", Kernel(GRADIENTS, seed))
     monkeypatch.setattr(launching, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(hopper, "unavailable", lambda dtype, device: None)
-    monkeypatch.setattr(hopper.portable, "backward", backward_in_float16)
-
-
-def backward_in_float16(problem, inputs, out, saved, d_out, *others) -> Gradients:
-    """The Triton kernels', which follow a forward of many columns: their products of bfloat16 are wrong here."""
-    exact = {name: getattr(inputs, name).half() for name in ("q", "k", "v")}
-    problem = problem._replace(dtype=torch.float16)
-    found = portable_launch.backward(problem, inputs._replace(**exact), out.half(), saved, d_out.half(), *others)
-    return found._replace(**{name: getattr(found, name).to(inputs.q.dtype) for name in ("dq", "dk", "dv")})
 
 
 @pytest.fixture(autouse=True)
@@ -383,7 +372,7 @@ def test_any_order(dim, causal, monkeypatch):
     for seed, programs in ((1, 1), (2, 8)):
         run_on_cpu(monkeypatch, seed, programs)
         for name, x in results(causal, dim=dim).items():
-            if name in ("q", "log_decay") and dim <= 128:
+            if name in ("q", "log_decay"):
                 torch.testing.assert_close(x, expected[name], rtol=0.02, atol=1e-3)
             else:
                 assert torch.equal(x, expected[name]), name

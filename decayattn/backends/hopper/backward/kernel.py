@@ -47,6 +47,8 @@ has an LSE₂ for each side, with ∓α_i; the producer sends that of the side, 
 sign. So the loops do not depend on the side, except where it adds row sums. α_j and the sums of keys change sign
 between sides.
 
+Beyond 128 columns the consumers are those of wide.py, with 64 keys of both.
+
 zeroing.py zeroes the memory that dq is added to. row_terms.py prepares the row terms before this kernel and unpacks dq
 after it.
 
@@ -66,6 +68,7 @@ from decayattn.backends.hopper.backward.dq import product_keys
 from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights, rate_weights
 from decayattn.backends.hopper.backward.producer import produce
 from decayattn.backends.hopper.backward.shared import BackwardConstants, BackwardShared, allocate_barriers
+from decayattn.backends.hopper.backward.wide import consume_wide
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums
 from decayattn.backends.hopper.backward.zeroing import allocate_zeros
 from decayattn.backends.hopper.common.call import field
@@ -112,8 +115,11 @@ class BackwardTile(NamedTuple):
     """config.BackwardConfig, as far as the kernel needs it."""
 
     dim: int
+    read: int  # columns of q and k that hold numbers
+    keys: int
     rows: int
     stages: int
+    d_out_stages: int
     slots: int
     registers: int
 
@@ -143,8 +149,11 @@ def gradients_kernel(
     DECAY_GRADIENT: gl.constexpr = field(MODES, "decay_gradient")
     RAGGED: gl.constexpr = field(MODES, "ragged")
     D: gl.constexpr = field(TILE, "dim")
+    READ: gl.constexpr = field(TILE, "read")
+    KEYS: gl.constexpr = field(TILE, "keys")
     ROWS: gl.constexpr = field(TILE, "rows")
     STAGES: gl.constexpr = field(TILE, "stages")
+    D_OUT_STAGES: gl.constexpr = field(TILE, "d_out_stages")
     SLOTS: gl.constexpr = field(TILE, "slots")
     REGISTERS: gl.constexpr = field(TILE, "registers")
     key_table, counters = scheduler
@@ -152,7 +161,10 @@ def gradients_kernel(
     STEP: gl.constexpr = product_keys(D, has_row_sums(DECAY, DECAY_GRADIENT))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, ROWS], DTYPE)
-    D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_KEYS, ROWS], DTYPE)
+    WIDE: gl.constexpr = D > 128
+    # of a wide kernel each warpgroup stores one half of the columns, and no pattern may cross them
+    D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_KEYS, ROWS // 2 if WIDE else ROWS], DTYPE)
+    KEY_PARTS: gl.constexpr = KEYS // WARPGROUP_KEYS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(DTYPE, [1, COPIES, STEP], ONES)
     ones.index(0).store(gl.full([COPIES, STEP], 1.0, DTYPE, LAYOUT))
@@ -171,23 +183,29 @@ def gradients_kernel(
         weights.index(0).store(gl.full([COPIES, ROWS], 1.0, DTYPE, LAYOUT))
     zeros = allocate_zeros(zeros_desc)
     fence_async_shared()
+    p = ones
+    if WIDE:
+        p = gl.allocate_shared_memory(DTYPE, [1, WARPGROUP_KEYS, ROWS], D_SCORES)
     shared = BackwardShared(
-        allocate_tiles(k_desc, 2),
-        allocate_tiles(v_desc, 2),
+        allocate_tiles(k_desc, KEY_PARTS),
+        allocate_tiles(v_desc, KEY_PARTS),
         allocate_tiles(q_desc, STAGES),
-        allocate_tiles(d_out_desc, STAGES),
+        allocate_tiles(d_out_desc, D_OUT_STAGES),
         gl.allocate_shared_memory(terms_desc.dtype, [STAGES, ROWS, DEPTH], terms_desc.layout),
         allocate_words(STAGES, gl.float32),
         allocate_words(STAGES),
-        gl.allocate_shared_memory(DTYPE, [SLOTS * 2, WARPGROUP_KEYS, ROWS], D_SCORES),
+        gl.allocate_shared_memory(DTYPE, [SLOTS * KEY_PARTS, WARPGROUP_KEYS, ROWS], D_SCORES),
+        p,
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
         BackwardConstants(zeros, ones, weights, bits),
-        allocate_barriers(STAGES, SLOTS),
+        allocate_barriers(STAGES, D_OUT_STAGES, SLOTS, WIDE),
         make_pipeline(allocate_words(1), 1, 2),
         STAGES,
+        D_OUT_STAGES,
         SLOTS,
+        WIDE,
     )
-    shared.barriers.init(STAGES, SLOTS)
+    shared.barriers.init(STAGES, D_OUT_STAGES, SLOTS, WIDE)
 
     let_next_start(heads)
     wait_for_launch_before(heads)
@@ -197,17 +215,28 @@ def gradients_kernel(
     kv_heads = entries * (heads // GROUP)
     schedule = KeySchedule(
         key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, right, decay.mirror, ROWS, MODES,
+        row_tiles, left, right, decay.mirror, KEYS, ROWS, MODES,
     )
     sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc)
-    gl.warp_specialize(
-        [
-            (consume, (schedule, shared, dq_desc, dk_desc, decay, scale, 0, D)),
-            (consume, (schedule, shared, dq_desc, dk_desc, decay, scale, 1, D)),
-            (produce, (schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    if WIDE:
+        gl.warp_specialize(
+            [
+                (consume_wide, (schedule, shared, dq_desc, decay, scale, 0, READ)),
+                (consume_wide, (schedule, shared, dq_desc, decay, scale, 1, READ)),
+                (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (schedule, shared, dq_desc, dk_desc, decay, scale, 0, D)),
+                (consume, (schedule, shared, dq_desc, dk_desc, decay, scale, 1, D)),
+                (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
     # a barrier to the end: Triton reuses its memory where nothing waits for it (pipelines.make_pipeline)
     mbarrier.invalidate(shared.barriers.d_scores_read)

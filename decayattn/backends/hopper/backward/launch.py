@@ -15,7 +15,6 @@ from decayattn.backends.hopper.backward.kernel import (
 )
 from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTraits, row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.hopper.backward.work import side_count
-from decayattn.backends.hopper.backward.zeroing import LINES
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.common.call import heads_together, limits_of, source_of
 from decayattn.backends.hopper.common.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, PART
@@ -63,10 +62,11 @@ def backward(
         sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, [(dq, 0.0)], launch=launch)
         sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
-        dim = config.kernel_dim(problem.head_dim, problem.value_dim)
-        tile = config.backward(dim)
+        widths = config.widths(problem.head_dim, problem.value_dim)
+        dim = widths.qk
+        tile = config.backward(dim, widths.v)
         tiles = tile_table.build(
-            problem, bounds, tile.rows, config.KEY_TILE, last_first=False, of_keys=True, launch=launch
+            problem, bounds, tile.rows, tile.keys, last_first=False, of_keys=True, launch=launch
         )
         entries = problem.batch if bounds is None else 1  # whose tiles are counted apart
         head_rows = entries * problem.num_heads
@@ -104,8 +104,8 @@ def backward(
         rate_sums = None
         if decay_gradient and constant:
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
-            if bounds is not None:
-                rate_sums.zero_()  # there are more blocks than tiles
+            if bounds is not None or tile.keys < config.KEY_TILE:
+                rate_sums.zero_()  # there may be more blocks than tiles
         decay_tensors = BackwardDecay(
             rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,
             BackwardSums(row_sums, column_sums, rate_sums),
@@ -116,14 +116,18 @@ def backward(
         )
         launch(
             gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
-            source(q, tile.rows, dim), source(k, config.WARPGROUP_ROWS, dim), source(v, config.WARPGROUP_ROWS, dim),
-            source(d_out, tile.rows, dim), descriptors.columns(terms, tile.rows),
-            source(dk, config.WARPGROUP_ROWS, config.HEAD_DIMS[0]), source(dv, config.WARPGROUP_ROWS, dim),
-            descriptors.plain(dq_fragments, FRAGMENT_ROWS.value), descriptors.plain(dq_fragments, LINES.value),
+            source(q, tile.rows, dim), source(k, config.WARPGROUP_ROWS, dim),
+            source(v, config.WARPGROUP_ROWS, widths.v), source(d_out, tile.rows, widths.v),
+            descriptors.columns(terms, tile.rows),
+            source(dk, config.WARPGROUP_ROWS, tile.dk_columns), source(dv, config.WARPGROUP_ROWS, widths.v),
+            descriptors.plain(dq_fragments, FRAGMENT_ROWS.value), descriptors.plain(dq_fragments, tile.zero_lines),
             decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters), scale, *limits_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
             problem.num_heads, together, MODES=modes,
-            TILE=BackwardTile(dim, tile.rows, tile.stages, tile.slots, tile.registers), num_warps=4,
+            TILE=BackwardTile(
+                dim, widths.read, tile.keys, tile.rows, tile.stages, tile.d_out_stages, tile.slots, tile.registers
+            ),
+            num_warps=4,
             maxnreg=tile.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )
 

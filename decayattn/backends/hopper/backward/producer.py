@@ -1,11 +1,12 @@
-"""The backward's producer: one warp that fetches work tiles from the scheduler, streams their tiles and stores dv."""
+"""The backward's producer: one warp that fetches work tiles from the scheduler, streams their tiles and stores what
+consumers leave in the place of keys and values."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from decayattn.backends.hopper.backward.row_terms import terms_row_of_tile
-from decayattn.backends.hopper.backward.work import find_work, query_tile, visit_count
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visit_count
 from decayattn.backends.hopper.backward.zeroing import publish_zeroed, start_zeroing, wait_zeroed
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.tiles.decay import DECAY_BLOCK, constant_rate
@@ -28,36 +29,45 @@ def _base_difference(work, tile, side, bases, key_base, rate):
 
 
 @gluon.jit
-def _store_dv(schedule, index, shared, count, dv_desc):
+def _store_gradients(schedule, index, shared, count, results):
     """Begin to store dv of the count-th work tile from where its values were, once both warpgroups have put it
-    there."""
+    there; and WIDE dk from where its keys were."""
+    dk_desc, dv_desc = results
     mbarrier.wait(shared.barriers.dv_ready, count & 1)
     work = find_work(schedule, index)
-    for w in gl.static_range(2):
-        copy_engine.store(dv_desc, work.key_at(w), shared.values.index(w))
+    for part in gl.static_range(schedule.KEYS // WARPGROUP_KEYS):
+        copy_engine.store(dv_desc, work.key_at(part), shared.values.index(part))
+    if shared.WIDE:
+        copy_engine.store(dk_desc, work.key_at(0), shared.keys.index(0))
 
 
 @gluon.jit
-def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, dv_desc):
-    """Store dv of the last work tile, and load keys and values of the count-th one in the place of its own."""
+def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, results):
+    """Store gradients of the last work tile, and load keys and values of the count-th one in the place of its own."""
     if count > 0:
-        _store_dv(schedule, previous, shared, count - 1, dv_desc)
-        mbarrier.wait(shared.barriers.keys_read, (count - 1) & 1)
-    mbarrier.expect(shared.barriers.keys_ready, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    for w in gl.static_range(2):
-        copy_engine.load(k_desc, work.key_at(w), shared.barriers.keys_ready, shared.keys.index(w))
-    tma.store_wait(0)
-    for w in gl.static_range(2):
-        copy_engine.load(v_desc, work.key_at(w), shared.barriers.keys_ready, shared.values.index(w))
+        _store_gradients(schedule, previous, shared, count - 1, results)
+        if shared.WIDE:
+            tma.store_wait(0)
+        else:
+            mbarrier.wait(shared.barriers.keys_read, (count - 1) & 1)
+    PARTS: gl.constexpr = schedule.KEYS // WARPGROUP_KEYS
+    mbarrier.expect(shared.barriers.keys_ready, PARTS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for part in gl.static_range(PARTS):
+        copy_engine.load(k_desc, work.key_at(part), shared.barriers.keys_ready, shared.keys.index(part))
+    if not shared.WIDE:
+        tma.store_wait(0)
+    for part in gl.static_range(PARTS):
+        copy_engine.load(v_desc, work.key_at(part), shared.barriers.keys_ready, shared.values.index(part))
 
 
 @gluon.jit
-def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: gl.constexpr):
+def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: gl.constexpr):
     """The producer warp: keys and values of every work tile, and the query tiles of each of its heads, edge tiles
     first.
 
     Meanwhile it zeros dq of the next chunk's heads (zeroing.py). Keys are loaded when those of the last work tile have
-    been read, and values when its dv has left. sources are the descriptors of q, k, v, d_out and the row terms.
+    been read, and values when its dv has left. sources are the descriptors of q, k, v, d_out and the row terms, results
+    those of dk and dv.
     """
     q_desc, k_desc, v_desc, d_out_desc, terms_desc = sources
     ROWS: gl.constexpr = schedule.ROWS
@@ -77,7 +87,7 @@ def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: 
         if schedule.chunk(index) > zeroed:
             wait_zeroed(schedule, counters, index)
             zeroed = schedule.chunk(index)
-        _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, dv_desc)
+        _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, results)
         for member in range(schedule.GROUP):
             tokens = work.first_token(member)
             bases = decay.base + work.first_block(member)
@@ -105,9 +115,12 @@ def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: 
                     at = work.query_at(member, tile * ROWS)
                     copy_engine.load(q_desc, at, ready, shared.queries.index(stage))
                     copy_engine.load(terms_desc, [terms_row, 0], ready, shared.terms.index(stage))
-                    ready = shared.barriers.d_outs_ready.index(stage)
+                    d_out_stage = shared.d_out_stage(n)
+                    if shared.WIDE:
+                        mbarrier.wait(shared.barriers.d_outs_read.index(d_out_stage), shared.d_out_phase(n) ^ 1)
+                    ready = shared.barriers.d_outs_ready.index(d_out_stage)
                     mbarrier.expect(ready, d_out_desc.block_type.nbytes)
-                    copy_engine.load(d_out_desc, at, ready, shared.d_outs.index(stage))
+                    copy_engine.load(d_out_desc, at, ready, shared.d_outs.index(d_out_stage))
                     n += 1
                     if is_zeroing & (n == n_begin + 2):
                         # the zeros have been in memory for long by now, and other programs wait for them
@@ -121,5 +134,5 @@ def produce(schedule, shared, counters, sources, dv_desc, zeros_desc, decay, D: 
         index = gl.atomic_add(counters, 1)
     shared.publish(count, schedule.work_tiles)
     if count > 0:
-        _store_dv(schedule, previous, shared, count - 1, dv_desc)
+        _store_gradients(schedule, previous, shared, count - 1, results)
         tma.store_wait(0)

@@ -1,6 +1,6 @@
 """The backward's work tiles, their order, and the query tiles that each visits.
 
-A work tile is a tile of 128 keys of one sequence and one head of keys. It visits the rows of all query heads of its
+A work tile is a tile of keys of one sequence and one head of keys. It visits the rows of all query heads of its
 group.
 
 Not causal, a decay has one sign for rows i ≥ j, left of which is key j, and the other for rows i < j, right of which it
@@ -11,13 +11,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.copy_engine import aggregate
-from decayattn.backends.hopper.common.fragments import KEYS, ROWS
+from decayattn.backends.hopper.common.fragments import ROWS
 from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
 from decayattn.backends.planning.sequences import start_of_head
-from decayattn.backends.tiles.decay import side_of_head
+from decayattn.backends.tiles.decay import DECAY_BLOCK, side_of_head
 from decayattn.backends.tiles.visibility import GRANULE, edge_tile, rows_that_see, tiles_between
 
-# keys of one consumer warpgroup
+# keys of a product
 WARPGROUP_KEYS: gl.constexpr = ROWS
 
 
@@ -56,6 +56,7 @@ class KeySchedule:
     left: gl.tensor
     right: gl.tensor
     mirror: gl.tensor
+    KEYS: gl.constexpr
     ROWS: gl.constexpr
     GROUP: gl.constexpr
     DECAY: gl.constexpr
@@ -70,7 +71,7 @@ class KeySchedule:
     @gluon.constexpr_function
     def __init__(
         self, work_tiles, kv_heads, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles,
-        left, right, mirror, ROWS, MODES,
+        left, right, mirror, KEYS, ROWS, MODES,
     ):
         self.work_tiles = work_tiles
         self.kv_heads = kv_heads
@@ -85,6 +86,7 @@ class KeySchedule:
         self.left = left
         self.right = right
         self.mirror = mirror
+        self.KEYS = gl.constexpr(KEYS)
         self.ROWS = gl.constexpr(ROWS)
         self.GROUP = gl.constexpr(MODES.group)
         self.DECAY = gl.constexpr(MODES.decay)
@@ -187,11 +189,11 @@ class KeyWork:
         )
 
     @gluon.jit
-    def key_at(self, WARPGROUP: gl.constexpr, COLUMN: gl.constexpr = 0):
-        """The keys of a warpgroup, from a column on, for the copy engine."""
+    def key_at(self, PART: gl.constexpr, COLUMN: gl.constexpr = 0):
+        """WARPGROUP_KEYS keys, from a column on, for the copy engine."""
         bounds = self.bounds
         return coordinates(
-            bounds.entry, self.kv_head, bounds.start + WARPGROUP * WARPGROUP_KEYS, bounds.first_token,
+            bounds.entry, self.kv_head, bounds.start + PART * WARPGROUP_KEYS, bounds.first_token,
             bounds.key_length, self.schedule.key_axis, self.schedule.RAGGED, COLUMN,
         )
 
@@ -245,9 +247,10 @@ class KeyWork:
         PLANNED: rows behind the last granule that visits the tile do not see it (skipping.py).
         """
         first_min, own_min, end_min = self.rows_of(self.bounds.start, last_reset, next_reset, limits)
-        first_max, own_max, end_max = self.rows_of(self.bounds.start + KEYS - 1, last_reset, next_reset, limits)
+        last_key = self.bounds.start + self.schedule.KEYS - 1
+        first_max, own_max, end_max = self.rows_of(last_key, last_reset, next_reset, limits)
         if self.schedule.PLANNED:
-            last_granule = gl.load(self.schedule.mirror + self.first_block(member) + self.bounds.start // KEYS)
+            last_granule = gl.load(self.schedule.mirror + self.first_block(member) + self.bounds.start // DECAY_BLOCK)
             # rounded up to whole tiles, which need no mask: the rows that this adds do see the keys
             planned = gl.cdiv((last_granule + 1) * GRANULE, self.schedule.ROWS) * self.schedule.ROWS
             end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
@@ -305,6 +308,6 @@ def find_work(schedule, index):
         bounds = load_bounds(schedule.key_table, tile)
     else:
         kv_heads = schedule.heads // schedule.GROUP
-        bounds = dense_bounds(tile * KEYS, schedule.query_axis, schedule.key_axis, kv_head // kv_heads)
+        bounds = dense_bounds(tile * schedule.KEYS, schedule.query_axis, schedule.key_axis, kv_head // kv_heads)
         kv_head = kv_head % kv_heads
     return KeyWork(schedule, bounds, kv_head)

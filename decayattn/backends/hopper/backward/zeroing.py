@@ -18,14 +18,14 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common import copy_engine
 
-# lines that are zeroed at once, with dq seen as lines of so many columns
-LINES: gl.constexpr = gl.constexpr(8)
+# dq is seen as lines of so many columns
 COLUMNS: gl.constexpr = gl.constexpr(256)
 
 
 @gluon.jit
 def allocate_zeros(zeros_desc):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    LINES: gl.constexpr = zeros_desc.block_shape[0]
     zeros = gl.allocate_shared_memory(gl.float32, [LINES, COLUMNS], zeros_desc.layout)
     zeros.store(gl.zeros([LINES, COLUMNS], gl.float32, LAYOUT))
     return zeros
@@ -34,6 +34,8 @@ def allocate_zeros(zeros_desc):
 @gluon.jit
 def start_zeroing(schedule, zeros, zeros_desc, index, D: gl.constexpr):
     """Begin to zero a work tile's share of the next chunk's dq; returns whether there is a next chunk."""
+    # that are zeroed at once
+    LINES: gl.constexpr = zeros_desc.block_shape[0]
     OF_A_TILE: gl.constexpr = schedule.ROWS * D // (LINES * COLUMNS)
     work_tiles = schedule.chunk_work_tiles()
     has_next = schedule.chunk(index) + 1 < schedule.chunks()

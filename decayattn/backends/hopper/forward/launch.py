@@ -34,7 +34,7 @@ def forward(
         launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), with_lse)
         sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, results.of_no_key(), launch=launch)
-        widths = config.forward_widths(problem.head_dim, problem.value_dim)
+        widths = config.widths(problem.head_dim, problem.value_dim)
         schedule = config.forward(widths.qk)
         score_scale = scale / math.log(2)  # base 2
         counter = q.new_empty(1, dtype=torch.int32)
