@@ -330,13 +330,12 @@ def compiled_kernels(
     if path == "halo":
         with collecting(target) as kernels:
             if log_decay is not None:
-                keys, rows, _ = halo.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
-                limits = torch.empty(2, 2, 4, dtype=torch.int64)
-                everyone = keys.flat().repeat(3, 1)
-                for rank in (1, 2):  # a number that is 1 is no argument
-                    halo.find_first_blocks(
-                        problem, everyone, length // DECAY_BLOCK, rank, rows.granules, *limits, SKIP_TOLERANCE
-                    )
+                summary = halo.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
+                everyone, offsets = summary.keys.repeat(3, 1), torch.empty(4, dtype=torch.int64)
+                cu_seqlens = None, torch.empty(9, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
+                for rank, offsets_of_sequences in zip((1, 2, 2), cu_seqlens, strict=True):  # 1 is no argument
+                    place = halo.Place((length,) * 3, rank, offsets, 0, length, offsets_of_sequences)
+                    halo.first_keys(problem, place, everyone, summary, SKIP_TOLERANCE)
         return kernels
     inputs = Inputs(q, k, v, log_decay, bounds=bounds, bias=bias, scale=scale)
     with collecting(target) as kernels:

@@ -7,7 +7,6 @@ Which keys matter, and to which rows, is the bound of backends/planning/halo.py,
 fetched stays below a share of the tolerance.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.functional import pad
 from decayattn.distributed import local
 from decayattn.distributed.exchange import Slices, all_to_all, gather, on_device, pack, unpack
 from decayattn.distributed.local import Packed
-from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, Prepared, is_reset
+from decayattn.problem import GRANULE, AttentionProblem, Prepared, is_reset
 
 _NEVER = 2**31 - 1
 
@@ -172,9 +171,8 @@ def fetch(
         hosts = [[begin] * (problem.batch * problem.num_kv_heads) for begin in begins]
         sees = length if sight.left < 0 else min(length, sight.left)
         return _fetch(slices, on_device(tuple(begins), q.device)[:, None, None].expand(shape), hosts, sees, None)
-    first, rows, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance)
-    most = rows.amax() if rows.numel() else rows.new_zeros(())
-    everyone = gather(torch.cat([first.flatten(), most[None]]), slices.ranks, slices.group)
+    found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance)
+    everyone = gather(found, slices.ranks, slices.group)
     hosts = everyone.tolist()
     seeing = hosts[slices.rank][-1]
     if terms is not None:
@@ -204,55 +202,57 @@ def _fetch(
 def first_keys(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     sight: Sight, tolerance: float,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """(B, H_kv) int64: the first token that this rank fetches, on the axis of all slices; its own first one if none.
-    (B, H) int64: the rows from this one on see nothing before their slice. And Fetch's terms."""
-    begin, heads = slices.begin, (problem.batch, problem.num_heads)
-    length, left, terms = problem.query_length, sight.left, None
-    planned = tolerance > 0 and log_decay is not None
-    if planned:
-        assert log_decay is not None
-        from decayattn.backends.planning import halo as planning  # imports Triton
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Flat int64: for every (B, H_kv) the first token that this rank fetches, on the axis of all slices, its own first
+    one if none; and a number of rows: those from it on see nothing before their slice. And Fetch's terms."""
+    begin, length, left = slices.begin, problem.query_length, sight.left
+    # what the window leaves
+    lowest, rows = (0, length) if left < 0 else (max(0, begin - left), min(length, left))
+    pairs = problem.batch * problem.num_kv_heads
+    if tolerance == 0 or log_decay is None:
+        return _first_seen(slices, problem, log_decay, sight.cu_seqlens, lowest, rows), None
+    from decayattn.backends.planning import halo as planning  # imports Triton
 
-        with torch.cuda.device_of(q):
-            blocks, row_scale = _blocks(slices), scale if isinstance(scale, Tensor) else None
-            launch = planning.launch_for(problem, blocks, slices.rank, q, k, log_decay, row_scale)
-            summary = planning.summarise(problem, q, k, log_decay, scale, blocks, launch)
-        everyone, terms = gather(summary.keys.flat(), slices.ranks, slices.group), summary.terms
-        last_resets = planning.KeySummary.last_resets(everyone, problem)
-        first_reset = summary.rows.first_reset
-    elif problem.decay == "scalar":
+    cu_seqlens = None if sight.cu_seqlens is None else sight.cu_seqlens.contiguous()
+    offsets = on_device(tuple(slices.offsets), q.device)
+    place = planning.Place(slices.lengths, slices.rank, offsets, lowest, rows, cu_seqlens)
+    launch = planning.launch_for(problem, place, q, k, log_decay, scale if isinstance(scale, Tensor) else None)
+    summary = planning.summarise(problem, q, k, log_decay, scale, place.blocks, launch)
+    everyone = gather(summary.keys, slices.ranks, slices.group)
+    if not begin or not pairs:
+        return on_device((0,) * (pairs + 1), q.device), summary.terms
+    return planning.first_keys(problem, place, everyone, summary, tolerance, launch), summary.terms
+
+
+def _first_seen(
+    slices: Slices, problem: AttentionProblem, log_decay: Tensor | None, cu_seqlens: Tensor | None, lowest: int,
+    rows: int,
+) -> Tensor:
+    """The same of all that rows see."""
+    begin, heads = slices.begin, (problem.batch, problem.num_heads)
+    pairs = problem.batch * problem.num_kv_heads
+    device = problem.device
+    if problem.decay == "scalar":
         assert log_decay is not None
         first_reset, last_reset = _resets(log_decay)
         last_resets = gather(last_reset.flatten(), slices.ranks, slices.group).unflatten(1, heads)
-    if not begin:
-        nothing = torch.zeros(heads, dtype=torch.int64, device=q.device)
-        return nothing[:, : problem.num_kv_heads], nothing, terms
-    lowest = torch.full(heads, 0 if left < 0 else max(0, begin - left), device=q.device)
-    rows = torch.full(heads, length if left < 0 else min(length, left), device=q.device)
-    if sight.cu_seqlens is not None:
-        start, end = _sequence_at(sight.cu_seqlens, begin)
-        lowest, rows = torch.maximum(lowest, start), torch.minimum(rows, (end - begin).clamp(min=0))
+    if not begin or not pairs:
+        return on_device((0,) * (pairs + 1), device)
+    first, seeing = (torch.full(heads, number, device=device) for number in (lowest, rows))
+    if cu_seqlens is not None:
+        start, end = _sequence_at(cu_seqlens, begin)
+        first, seeing = torch.maximum(first, start), torch.minimum(seeing, (end - begin).clamp(min=0))
     if problem.decay == "constant":
         assert log_decay is not None
-        resets = is_reset(log_decay)  # such a rate leaves a row its own key
-        lowest, rows = torch.where(resets, begin, lowest), torch.where(resets, 0, rows)
+        seeing = torch.where(is_reset(log_decay), 0, seeing)  # such a rate leaves a row its own key
     elif problem.decay == "scalar":
-        rows = torch.minimum(rows, first_reset)
+        seeing = torch.minimum(seeing, first_reset)
         last_resets = last_resets[: slices.rank].long()
-        of_ranks = on_device(tuple(slices.offsets[: slices.rank]), q.device)[:, None, None]
-        lowest = torch.maximum(lowest, torch.where(last_resets < 0, last_resets, last_resets + of_ranks).amax(0))
-    first = torch.where(rows > 0, lowest, begin).clamp(max=begin)
-    rows = torch.where(first < begin, rows, 0)
-    if planned:
-        starts = _block_starts(slices.lengths, slices.rank, q.device)
-        seen = torch.searchsorted(starts[1:], first, right=True)
-        with torch.cuda.device_of(q):
-            block, rows = planning.find_first_blocks(
-                problem, everyone, blocks, slices.rank, summary.rows.granules, seen, rows, tolerance, launch
-            )
-        first = torch.maximum(first, starts[block])
-    return first.unflatten(1, (problem.num_kv_heads, -1)).amin(2), rows, terms
+        of_ranks = on_device(tuple(slices.offsets[: slices.rank]), device)[:, None, None]
+        first = torch.maximum(first, torch.where(last_resets < 0, last_resets, last_resets + of_ranks).amax(0))
+    first = torch.where(seeing > 0, first, begin).clamp(max=begin)
+    seeing = torch.where(first < begin, seeing, 0)
+    return torch.cat([first.unflatten(1, (problem.num_kv_heads, -1)).amin(2).flatten(), seeing.amax()[None]])
 
 
 def _resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,22 +262,6 @@ def _resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     first = pad(token.where(reset, token.new_full((), _NEVER)), (0, 0, 0, 1), value=_NEVER).amin(1)
     last = pad(token.where(reset, token.new_full((), -1)), (0, 0, 0, 1), value=-1).amax(1)
     return first.long(), last.long()
-
-
-def _blocks(slices: Slices) -> int:
-    """Of the longest slice."""
-    return -(-max(slices.lengths) // DECAY_BLOCK)
-
-
-@functools.lru_cache(maxsize=64)
-def _block_starts(lengths: tuple[int, ...], ranks: int, device: torch.device) -> Tensor:
-    """The first tokens of the blocks of the first ranks, as many of each as the longest slice has, and the end of the
-    last one: blocks without a key begin where their slice ends."""
-    blocks, begin, found = -(-max(lengths) // DECAY_BLOCK), 0, []
-    for length in lengths[:ranks]:
-        found += [begin + min(length, DECAY_BLOCK * n) for n in range(blocks)]
-        begin += length
-    return torch.tensor([*found, begin], dtype=torch.int64, device=device)
 
 
 def _sequence_at(cu_seqlens: Tensor, token: int) -> tuple[Tensor, Tensor]:

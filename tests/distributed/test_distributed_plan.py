@@ -2,6 +2,7 @@
 float64 oracle, whatever the inputs are; and plans that are wrong do not pass."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -57,10 +58,26 @@ def make(kind, length, dtype=torch.float64, seed=0, mean=-0.1) -> dict:
     return dict(q=q.to(dtype), k=k.to(dtype), log_decay=log_decay.to(wide), scale=scale)
 
 
+class Keys(NamedTuple):
+    """Views of what planning.SliceSummary.keys says it has."""
+
+    longest: torch.Tensor
+    weight: torch.Tensor
+    total: torch.Tensor
+    first: torch.Tensor
+    last_reset: torch.Tensor
+
+    @classmethod
+    def of(cls, keys, problem, blocks):
+        heads = problem.batch, problem.num_heads
+        shapes = [(problem.batch, problem.num_kv_heads, blocks), (*heads, blocks), heads, heads, heads]
+        return cls(*(x.view(shape) for x, shape in zip(keys.split([*map(math.prod, shapes)]), shapes, strict=True)))
+
+
 class Ranks:
     """`halo.first_keys` of all ranks of one process: what they gather is kept between two rounds.
 
-    change: of their summaries.
+    change: of their summaries, in place.
     """
 
     def __init__(self, monkeypatch, inputs, lengths, window=-1, cu_seqlens=None, change=None):
@@ -73,8 +90,7 @@ class Ranks:
             if self.rank not in self.summaries:
                 summary = SUMMARISE(*args)
                 if change:
-                    keys, rows = change(summary.keys, summary.rows, *args[1:])
-                    summary = summary._replace(keys=keys, rows=rows)
+                    change(Keys.of(summary.keys, args[0], args[5]), summary.terms[1], *args[1:5])
                 self.summaries[self.rank] = summary
             return self.summaries[self.rank]
 
@@ -91,7 +107,7 @@ class Ranks:
         return self.first_and_rows(tolerance)[0]
 
     def first_and_rows(self, tolerance):
-        """The same, and (ranks, B, H)."""
+        """The same, and (ranks,)."""
         for _ in range(2):
             found = [self.first_of(rank, tolerance) for rank in range(len(self.lengths))]
         return [torch.stack(x) for x in zip(*found, strict=True)]
@@ -107,10 +123,10 @@ class Ranks:
             part["q"], part["k"], part["log_decay"], row_scale, True, skip_tolerance=tolerance
         )
         slices = Slices(self.lengths, rank, None)
-        first, rows, _ = halo.first_keys(
+        found, _ = halo.first_keys(
             slices, problem, part["q"], part["k"], part["log_decay"], part["scale"], self.sight, tolerance
         )
-        return first, rows
+        return found[:-1].view(problem.batch, problem.num_kv_heads), found[-1]
 
 
 def lost(inputs, lengths, first, window=-1, rows=None):
@@ -151,15 +167,15 @@ def test_what_is_not_fetched_weighs_less_than_the_tolerance(monkeypatch, kind, h
     ranks = Ranks(monkeypatch, inputs, lengths)
     for tolerance in TOLERANCES:
         first, rows = ranks.first_and_rows(tolerance)
-        assert lost(inputs, lengths, first, rows=rows.amax((1, 2))) <= tolerance
+        assert lost(inputs, lengths, first, rows=rows) <= tolerance
 
 
 def test_few_rows_see_the_halo_of_a_strong_decay(monkeypatch):
     lengths = LENGTHS["blocks"]
     _, rows = Ranks(monkeypatch, make("plain", sum(lengths), mean=-1.0), lengths).first_and_rows(2.0**-25)
-    assert rows.amax((1, 2)).tolist() == [0, 64, 64]
+    assert rows.tolist() == [0, 64, 64]
     _, rows = Ranks(monkeypatch, make("plain", sum(lengths), mean=-1e-3), lengths).first_and_rows(2.0**-25)
-    assert rows.amax((1, 2)).tolist() == [0, 256, 128]
+    assert rows.tolist() == [0, 256, 128]
 
 
 @pytest.mark.parametrize("scale", ["plain", "scale"])
@@ -205,16 +221,19 @@ def test_what_is_known_of_a_slice_plans_its_last_rows(kind, rows):
 
 
 def test_a_remembered_launch_is_of_a_rank_and_of_slices_as_long(monkeypatch):
-    """Kernels are compiled for whether these are 1, or multiples of 16."""
+    """And of what else bounds its rows: kernels are compiled for whether these numbers are 1, or multiples of 16."""
     modes = []
     monkeypatch.setattr(launching, "of_call", lambda _, __, *of_call: modes.append(of_call) or launching.uncached)
-    for lengths in ((130, 130), (130, 300)):
-        ranks = Ranks(monkeypatch, make("plain", sum(lengths)), lengths)
+    packed = torch.tensor([0, 130])
+    for lengths, sight in (
+        ((130, 130), {}), ((130, 300), {}), ((130, 130), dict(window=40)), ((130, 130), dict(cu_seqlens=packed)),
+    ):
+        ranks = Ranks(monkeypatch, make("plain", sum(lengths)), lengths, **sight)
         for rank in range(2):
             ranks.first_of(rank, 1e-3)
-    first, second, of_longer, _ = modes
-    assert first[0] == second[0] == of_longer[0]
-    assert len({first, second, of_longer}) == 3
+    first, second, of_longer, _, _, with_window, _, of_packed = modes
+    assert first[0] == second[0] == of_longer[0] == with_window[0]
+    assert len({first, second, of_longer, with_window, of_packed}) == 5
 
 
 # What is wrong is noticed
@@ -225,28 +244,28 @@ def worst(ranks, tolerances=TOLERANCES):
     return max(lost(ranks.inputs, ranks.lengths, ranks.first(x)) / x for x in tolerances)
 
 
-def without_total(keys, rows, *_):
-    return keys._replace(total=0 * keys.total), rows
+def without_total(keys, *_):
+    keys.total.zero_()
 
 
-def without_first(keys, rows, *_):
-    return keys._replace(first=0 * keys.first), rows
+def without_first(keys, *_):
+    keys.first.zero_()
 
 
-def without_own_score(keys, rows, q, k, log_decay, scale, *_):
+def without_own_score(keys, of_granules, q, k, log_decay, scale):
     """E is as if q_i·k_i were 0."""
     own = scale * (q * k.repeat_interleave(HEADS // KV_HEADS, 2)).sum(-1) / math.log(2)
     least = [part.amin(1) for part in own.split(skipping.GRANULE, 1)]
     more = torch.stack([torch.zeros(1, HEADS, len(least)), torch.stack(least, -1)], -1)
-    return keys, rows._replace(granules=rows.granules + more)
+    of_granules += more
 
 
-def without_norms(keys, rows, *_):
-    return keys._replace(longest=0 * keys.longest), rows
+def without_norms(keys, *_):
+    keys.longest.zero_()
 
 
-def without_weights(keys, rows, *_):
-    return keys._replace(weight=keys.weight.amin(-1, keepdim=True).expand_as(keys.weight).clone()), rows
+def without_weights(keys, *_):
+    keys.weight[:] = keys.weight.amin(-1, keepdim=True)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +289,6 @@ def test_a_granule_too_few_of_rows_loses_too_much(monkeypatch, kind):
     lengths, tolerance = LENGTHS["blocks"], 2.0**-54
     inputs = make(kind, sum(lengths), mean=-0.4)
     first, rows = Ranks(monkeypatch, inputs, lengths).first_and_rows(tolerance)
-    rows = rows.amax((1, 2))
     assert 0 < rows[1] < 256
     assert lost(inputs, lengths, first, rows=rows) <= tolerance
     assert lost(inputs, lengths, first, rows=rows - skipping.GRANULE) > 100 * tolerance
@@ -304,6 +322,35 @@ def test_resets_windows_and_sequences_bound_the_halo(monkeypatch):
         assert Ranks(monkeypatch, reset, lengths).first(tolerance).flatten().tolist() == [0, 130, 130]
         alone = dict(inputs, log_decay=torch.full((HEADS,), -1e4, dtype=torch.float64))
         assert Ranks(monkeypatch, alone, lengths).first(tolerance).flatten().tolist() == [0, 130, 260]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_that_can_leave_nothing_is_what_rows_see(monkeypatch, seed):
+    """The kernels' bounds of what rows see are those of PyTorch's operators."""
+    random = torch.Generator().manual_seed(seed)
+
+    def number(high, low=0):
+        return int(torch.randint(low, high, (), generator=random))
+
+    lengths = tuple(number(3) and number(200) for _ in range(4))
+    inputs = make("constant" if seed % 3 == 2 else "plain", sum(lengths), mean=-1e-6, seed=seed)
+    if seed % 3 == 2:
+        inputs["log_decay"][number(2)] = -1e4
+    else:
+        inputs["log_decay"] = inputs["log_decay"].masked_fill(torch.rand_like(inputs["log_decay"]) < 0.004, -INF)
+    sight = {}
+    if seed % 2:
+        sight["window"] = number(200)
+    if seed % 4 > 1:
+        # offsets may fall, end before the last token or behind it, and be more than a kernel reads at once
+        offsets = torch.randint(-5, sum(lengths) + 100, (number(300, 1),), generator=random).sort().values
+        offsets[number(len(offsets))] = 0
+        sight["cu_seqlens"] = torch.stack([offsets, offsets], 1)[:, seed % 2]
+    seen, planned = (
+        Ranks(monkeypatch, inputs, lengths, **sight).first_and_rows(tolerance) for tolerance in (0.0, 1e-20)
+    )
+    assert torch.equal(seen[0], planned[0])
+    assert torch.equal(seen[1], planned[1])
 
 
 @pytest.mark.parametrize("bad", [math.nan, INF])

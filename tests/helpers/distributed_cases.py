@@ -174,11 +174,12 @@ def random_halo(group, *, hides=True, seen=1.0, lengths="equal", **inputs):
         inputs, d_out, d_lse, backend="reference", bias=row >= first_of_row.permute(1, 2, 0)[..., None],
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halo, "first_keys", lambda *_: (first[rank], torch.full(shape[1:], rows[rank]), None))
+        found = torch.cat([first[rank].flatten(), torch.tensor([rows[rank]])])
+        patch.setattr(halo, "first_keys", lambda *_: (found, None))
         if not hides:
             patch.setattr(halo.Fetch, "cut", property(lambda self: torch.zeros_like(self.first[0])))
-        found, mine = parallel(group, inputs, d_out, d_lse, lengths, backend="reference")
-    return errors(found, expected, mine)
+        computed, mine = parallel(group, inputs, d_out, d_lse, lengths, backend="reference")
+    return errors(computed, expected, mine)
 
 
 def planned(group, *, lengths="equal", options=None, backend="triton", **inputs):

@@ -25,6 +25,7 @@ from decayattn.backends.planning import skipping
 from decayattn.backends.planning.skipping import (
     ALPHA_MARGIN,
     BETA_MARGIN,
+    BLOCK,
     CHUNK,
     MOST_TOGETHER,
     ROWS,
@@ -35,55 +36,42 @@ from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
-from decayattn.problem import GRANULE, AttentionProblem
+from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem
 
 
-class KeySummary(NamedTuple):
-    """What other slices need to know of a slice's keys; float64, in base 2.
+class Place(NamedTuple):
+    """Where a slice lies in the whole sequence, and how far its rows see, besides decay and resets."""
 
-    Blocks count from the slice's first token, and those behind its last one have no key. Slices exchange the fields one
-    behind the other, as `_join` reads them.
-    """
+    lengths: tuple[int, ...]  # of all ranks' slices
+    rank: int
+    offsets: Tensor  # (ranks + 1,) int64: where they begin, and where the last one ends
+    lowest: int  # no row sees a token before this one of the whole sequence
+    rows: int  # the rows from this one on see nothing before their slice
+    cu_seqlens: Tensor | None  # of packed sequences, on the axis of all slices
 
-    longest: Tensor  # (B, H_kv, blocks): K, 0 where there is no key
-    weight: Tensor  # (B, H, blocks): W, −inf where there is no key
-    total: Tensor  # (B, H): α of the last token, and what β may be too small by
-    first: Tensor  # (B, H): the first token's λ, 0 for a reset
-    last_reset: Tensor  # (B, H): the last token whose λ resets, −1 without one; a constant rate has none
-
-    def flat(self) -> Tensor:
-        return torch.cat([x.reshape(-1) for x in self])
-
-    @staticmethod
-    def last_resets(everyone: Tensor, problem: AttentionProblem) -> Tensor:
-        """(ranks, B, H), of what `flat` gave on every rank, (ranks, ·)."""
-        heads = (problem.batch, problem.num_heads)
-        return everyone[:, everyone.shape[1] - math.prod(heads) :].unflatten(1, heads)
-
-
-class RowSummary(NamedTuple):
-    """What a slice needs to know of its own rows."""
-
-    granules: Tensor  # (B, H, granules, 2): U and E
-    first_reset: Tensor  # (B, H) int64: the first token whose λ resets, or the number of tokens
+    @property
+    def blocks(self) -> int:
+        """Of every slice, as many as the longest one has."""
+        return cdiv(max(self.lengths), DECAY_BLOCK)
 
 
 class SliceSummary(NamedTuple):
     """What the plan knows of a slice."""
 
-    keys: KeySummary
-    rows: RowSummary
-    blocks: Tensor  # (B, H, its own blocks, 2): K and W
+    # Float64, flat, for all slices: (B, H_kv, blocks) K, 0 where there is no key; (B, H, blocks) W, −inf where there is
+    # no key; and three times (B, H): α of the last token and what β may be too small by; the first token's λ, 0 for a
+    # reset; the last token whose λ resets, −1 without one, as a constant rate. In base 2; blocks count from the
+    # slice's first token, and those behind its last one have no key
+    keys: Tensor
+    first_reset: Tensor  # (B, H) int64: the first token whose λ resets, or the number of tokens
+    terms: tuple[Tensor, Tensor]  # skipping.summaries of the slice
 
-    @property
-    def terms(self) -> tuple[Tensor, Tensor]:
-        """skipping.summaries of the slice."""
-        return self.blocks, self.rows.granules
 
-
-def launch_for(problem: AttentionProblem, blocks: int, rank: int, *tensors: Tensor | None) -> Launch:
+def launch_for(problem: AttentionProblem, place: Place, *tensors: Tensor | None) -> Launch:
     """The launch for the slice's summary and search; the tensors are the caller's."""
-    return launching.of_call(problem.device, tensors, problem, blocks, rank)
+    number = None if place.cu_seqlens is None else place.cu_seqlens.shape
+    modes = problem, place.lengths, place.rank, place.lowest, place.rows, number
+    return launching.of_call(problem.device, (*tensors, place.cu_seqlens), *modes)
 
 
 def summarise(
@@ -94,83 +82,90 @@ def summarise(
 
     problem is the slice on its own: dense, causal, with as many rows as keys.
     """
-    heads, length = (problem.batch, problem.num_heads), problem.query_length
-    if problem.decay == "scalar" and not problem.is_empty:
-        prefix = decay_prefix.build(problem, log_decay, launch=launch)
-    else:
-        prefix = decay_prefix.allocate(problem, q)
-    granules = cdiv(length, GRANULE)
-    if problem.is_empty:
-        of_blocks, of_granules = (q.new_empty(*heads, 0, 2, dtype=torch.float64) for _ in range(2))
-    else:
-        of_blocks, of_granules = skipping.summaries(
-            problem, q, k, log_decay, scale, prefix, None, granules, False, launch
-        )
-    longest = q.new_empty(problem.batch, problem.num_kv_heads, blocks, dtype=torch.float64)
-    weight = q.new_empty(*heads, blocks, dtype=torch.float64)
-    of_heads = q.new_empty(3, *heads, dtype=torch.float64)
-    first_reset = q.new_empty(heads, dtype=torch.int64)
-    if first_reset.numel():
+    heads, length = problem.batch * problem.num_heads, problem.query_length
+    with launching.on_device(problem.device):
+        if problem.decay == "scalar" and not problem.is_empty:
+            prefix = decay_prefix.build(problem, log_decay, launch=launch)
+        else:
+            prefix = decay_prefix.allocate(problem, q)
+        granules = cdiv(length, GRANULE)
+        if problem.is_empty:
+            empty = q.new_empty(problem.batch, problem.num_heads, 0, 2, dtype=torch.float64)
+            terms = empty, empty
+        else:
+            terms = skipping.summaries(problem, q, k, log_decay, scale, prefix, None, granules, False, launch)
         group = problem.num_heads // problem.num_kv_heads
-        launch(
-            _complete, first_reset.numel(),
-            of_blocks, prefix, strided(log_decay), longest, weight, of_heads, first_reset, of_blocks.shape[2], blocks,
-            length, problem.num_heads, GROUP=group, DECAY=problem.decay, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
-        )
-    return SliceSummary(KeySummary(longest, weight, *of_heads), RowSummary(of_granules, first_reset), of_blocks)
+        keys = q.new_empty((heads // group + heads) * blocks + 3 * heads, dtype=torch.float64)
+        first_reset = q.new_empty(problem.batch, problem.num_heads, dtype=torch.int64)
+        if heads:
+            launch(
+                _complete, heads,
+                terms[0], prefix, strided(log_decay), keys, first_reset, terms[0].shape[2], blocks, length,
+                problem.num_heads, GROUP=group, DECAY=problem.decay, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
+            )
+    return SliceSummary(keys, first_reset, terms)
 
 
-def find_first_blocks(
-    problem: AttentionProblem, everyone: Tensor, blocks: int, rank: int, of_granules: Tensor, begin: Tensor,
-    rows: Tensor, tolerance: float, launch: Launch = launching.uncached,
-) -> tuple[Tensor, Tensor]:
-    """(B, H) int64: the first block that a rank has to fetch of those of the ranks before it, counted from the first
-    rank's first one, their number where it needs none; and (B, H) int64: the rows from this one on need none.
+def first_keys(
+    problem: AttentionProblem, place: Place, everyone: Tensor, summary: SliceSummary, tolerance: float,
+    launch: Launch = launching.uncached,
+) -> Tensor:
+    """Flat int64: for every (B, H_kv) the first token that a rank which has others before it fetches, on the axis of
+    all slices, its own first one where it needs none; and a number of rows: those from it on see nothing before them.
 
     Args:
-        everyone: what KeySummary.flat gave on every rank, (ranks, ·), contiguous.
-        blocks: of every rank.
-        of_granules: the rank's.
-        begin: (B, H) int64, the first block of which a row sees a key.
-        rows: (B, H) int64: the rows from this one on see nothing before their slice.
+        everyone: SliceSummary.keys of every rank, (ranks, ·), contiguous.
+        summary: the rank's own.
         tolerance: the probability that what is not fetched has in any row, at most.
     """
-    batch, heads, granules = problem.batch, problem.num_heads, of_granules.shape[2]
-    of_blocks = begin.new_empty(batch, heads, rank * blocks, 2, dtype=torch.float64)
-    first_block = begin.new_empty(batch, heads)
-    needed = torch.empty_like(first_block)
-    if batch * heads:
+    rank, blocks, heads = place.rank, place.blocks, problem.batch * problem.num_heads
+    _, of_granules = summary.terms
+    granules, group = of_granules.shape[2], problem.num_heads // problem.num_kv_heads
+    cu_seqlens = place.cu_seqlens
+    with launching.on_device(problem.device):
+        of_blocks = everyone.new_empty(heads, rank * blocks, 2)
+        limits = everyone.new_empty(heads, 3, dtype=torch.int64)
+        found = everyone.new_empty(heads // group + 1, dtype=torch.int64)
         launch(
-            _join, batch * heads,
-            everyone, everyone.shape[1], of_blocks, first_block, needed, rank, blocks, batch * heads,
-            GROUP=heads // problem.num_kv_heads, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
+            _join, heads,
+            everyone, everyone.shape[1], place.offsets, summary.first_reset, cu_seqlens,
+            0 if cu_seqlens is None else cu_seqlens.shape[0], place.lowest, place.rows, of_blocks, limits, found, rank,
+            blocks, heads, GROUP=group, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
         )
-    together = skipping.programs_together(batch * heads * granules, MOST_TOGETHER)
-    programs = batch * heads * cdiv(granules, together)
-    if programs and blocks:
-        launch(
-            _find_first_fetched, programs,
-            of_blocks, of_granules, begin, rows, first_block, needed, math.log2(tolerance), rank * blocks, granules,
-            CHUNK=CHUNK, TOGETHER=together, num_warps=1, **COMPILER_OPTIONS,
-        )
-    return first_block, needed
+        together = skipping.programs_together(heads * granules, MOST_TOGETHER)
+        if granules:
+            launch(
+                _find_first_fetched, heads * cdiv(granules, together),
+                of_blocks, of_granules, limits, place.offsets, found, math.log2(tolerance), rank, blocks, granules,
+                heads, GROUP=group, CHUNK=CHUNK, TOGETHER=together, num_warps=1, **COMPILER_OPTIONS,
+            )
+    return found
+
+
+@triton.jit
+def _of_head(keys, head, heads, blocks, GROUP: tl.constexpr):
+    """Pointers to K and W of a head in SliceSummary.keys, and to the first of its three numbers there, which are as far
+    from one another as there are heads. They need not be aligned, so no launch has them as arguments."""
+    weight = keys + heads // GROUP * blocks
+    return keys + head // GROUP * blocks, weight + head * blocks, weight + heads * blocks + head
 
 
 @triton.jit
 def _complete(
-    of_blocks, prefix, log_decay, longest, weight, of_heads, first_reset, own_blocks, blocks, length, heads,
+    of_blocks, prefix, log_decay, keys, first_reset, own_blocks, blocks, length, heads,
     GROUP: tl.constexpr, DECAY: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """A head's part of KeySummary and of RowSummary; blocks from own_blocks on have no key."""
-    head = tl.program_id(0).to(tl.int64)  # of all batch entries
+    """A head's part of SliceSummary; blocks from own_blocks on have no key."""
+    head, count = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # of all batch entries
+    longest, weight, of_head = _of_head(keys, head, count, blocks, GROUP)
     for chunk in range(0, blocks, CHUNK):
         block = chunk + tl.arange(0, CHUNK)
         terms = of_blocks + 2 * (head * own_blocks + block)
         of_keys = tl.load(terms, mask=block < own_blocks, other=0.0)
         growth = tl.load(terms + 1, mask=block < own_blocks, other=float("-inf"))
         if head % GROUP == 0:
-            tl.store(longest + head // GROUP * blocks + block, of_keys, mask=block < blocks)
-        tl.store(weight + head * blocks + block, growth, mask=block < blocks)
+            tl.store(longest + block, of_keys, mask=block < blocks)
+        tl.store(weight + block, growth, mask=block < blocks)
     there, last = length > 0, length - 1
     strides = log_decay.strides
     if DECAY == "scalar":
@@ -188,30 +183,33 @@ def _complete(
     else:
         first = tl.load(log_decay.data + head % heads * strides[0], mask=there, other=0.0)
         total = base2_log_decay(first, tl.float64) * last
-        last_reset, next_reset = -1, length
-    count = tl.num_programs(0)
-    tl.store(of_heads + head, total)
-    tl.store(of_heads + count + head, base2_log_decay(first, tl.float64))
-    tl.store(of_heads + 2 * count + head, last_reset)
+        # a rate that resets leaves a row its own key
+        last_reset, next_reset = -1, tl.where(first < RESET_BELOW, 0, length)
+    tl.store(of_head, total)
+    tl.store(of_head + count, base2_log_decay(first, tl.float64))
+    tl.store(of_head + 2 * count, last_reset)
     tl.store(first_reset + head, next_reset)
 
 
 @triton.jit
 def _join(
-    everyone, stride, of_blocks, first_block, needed, rank, blocks, heads, GROUP: tl.constexpr, CHUNK: tl.constexpr
+    everyone, stride, offsets, first_reset, cu_seqlens, number, lowest, rows, of_blocks, limits, found, rank, blocks,
+    heads, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """K and W of a head in all slices before a rank's, W counted from its first row; and that no row needs a key."""
+    """K and W of a head in all slices before a rank's, W counted from its first row; and what its rows see of them: the
+    first token, how many rows see one, and the first token's block. Nothing is found yet."""
     head = tl.program_id(0).to(tl.int64)  # of all batch entries
-    # as KeySummary lists them; pointers of their own need not be aligned
-    longest = everyone + head // GROUP * blocks
-    weight = everyone + heads // GROUP * blocks + head * blocks
-    total = everyone + heads // GROUP * blocks + heads * blocks + head
-    first = total + heads
+    longest, weight, of_head = _of_head(everyone, head, heads, blocks, GROUP)
+    begin = tl.load(offsets + rank)
+    rows = tl.minimum(rows, tl.load(first_reset + head))
+    first = tl.full([], 0, tl.int64) + lowest
     own, behind = of_blocks + 2 * head * rank * blocks, tl.full([], 0.0, tl.float64)
     for after in range(0, rank):
         slice_ = rank - 1 - after
         at = tl.cast(slice_, tl.int64) * stride
-        of_slice, step = tl.load(total + at), tl.load(first + at + stride)
+        of_slice, step = tl.load(of_head + at), tl.load(of_head + heads + at + stride)
+        last_reset = tl.load(of_head + 2 * heads + at).to(tl.int64)
+        first = tl.maximum(first, tl.where(last_reset < 0, 0, last_reset + tl.load(offsets + slice_)))
         # of the keys of a slice: to the first row
         behind += of_slice + step + (tl.abs(of_slice) + tl.abs(step)) * ALPHA_MARGIN
         for chunk in range(0, blocks, CHUNK):
@@ -222,14 +220,45 @@ def _join(
             terms = own + 2 * (slice_ * blocks + block)
             tl.store(terms, of_keys, mask=inside)
             tl.store(terms + 1, growth + behind, mask=inside)
-    tl.store(first_block + head, rank * blocks)
-    tl.store(needed + head, 0)
+    if cu_seqlens is not None:
+        start, end = _sequence_at(cu_seqlens, number, begin, CHUNK)
+        first, rows = tl.maximum(first, start), tl.minimum(rows, tl.maximum(end - begin, 0))
+    first = tl.minimum(tl.where(rows > 0, first, begin), begin)
+    # slices may be empty: that of a token is the last one that begins at it or before
+    slice_ = 0
+    for other in range(1, rank + 1):
+        slice_ = tl.where(tl.load(offsets + other) <= first, other, slice_)
+    limits += 3 * head
+    tl.store(limits, first)
+    tl.store(limits + 1, tl.where(first < begin, rows, 0))
+    tl.store(limits + 2, slice_ * blocks + (first - tl.load(offsets + slice_)) // BLOCK)
+    if head % GROUP == 0:
+        tl.store(found + head // GROUP, begin)
+    if head == 0:
+        tl.store(found + heads // GROUP, 0)
+
+
+@triton.jit
+def _sequence_at(cu_seqlens, number, token, CHUNK: tl.constexpr):
+    """Where the sequence of a token begins and ends; the token itself, twice, where it belongs to none. An offset
+    smaller than one before it counts as that one."""
+    # the first offset behind the token, and the largest one before that
+    end_at, start = number, tl.full([], -1, tl.int64)
+    for chunk in range(0, number, CHUNK):
+        at = chunk + tl.arange(0, CHUNK)
+        offset = tl.load(cu_seqlens + at, mask=at < number, other=-1).to(tl.int64)
+        here = tl.min(tl.where((offset > token) & (at < number), at, number), 0)
+        start = tl.maximum(start, tl.max(tl.where((at < here) & (at < end_at), offset, -1), 0))
+        end_at = tl.minimum(end_at, here)
+    inside = (end_at > 0) & (end_at < number)
+    end = tl.load(cu_seqlens + tl.minimum(end_at, number - 1)).to(tl.int64)
+    return tl.where(inside, start, token), tl.where(inside, end, token)
 
 
 @triton.jit
 def _find_first_fetched(
-    of_blocks, of_granules, begins, rows, first_block, needed, log_tolerance: tl.float64, blocks, granules,
-    CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
+    of_blocks, of_granules, limits, offsets, found, log_tolerance: tl.float64, rank, blocks, granules, heads,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):
     """Of the blocks that TOGETHER granules of a head visit, the first one, and of the granules that visit one, the end
     of the last one. All of their rows come after all blocks."""
@@ -237,12 +266,19 @@ def _find_first_fetched(
     head = (tl.program_id(0) // programs).to(tl.int64)  # of all batch entries
     # granules past the end repeat the last one
     granule = tl.minimum(tl.program_id(0) % programs * TOGETHER + tl.arange(0, TOGETHER), granules - 1)
-    rows_of_head = tl.load(rows + head)
-    begin = tl.where(granule * ROWS < rows_of_head, tl.load(begins + head).to(tl.int32), blocks)
-    found = first_visited(
-        of_granules + 2 * head * granules, granule, log_tolerance, of_blocks + 2 * head * blocks, begin,
-        granule * 0 + blocks, CHUNK, TOGETHER,
+    first, rows = tl.load(limits + 3 * head), tl.load(limits + 3 * head + 1)
+    end = rank * blocks
+    begin = tl.where(granule * ROWS < rows, tl.load(limits + 3 * head + 2).to(tl.int32), end)
+    visited = first_visited(
+        of_granules + 2 * head * granules, granule, log_tolerance, of_blocks + 2 * head * end, begin,
+        granule * 0 + end, CHUNK, TOGETHER,
     )
-    end = tl.max(tl.where(found < blocks, (granule + 1) * ROWS, 0), 0).to(tl.int64)
-    tl.atomic_min(first_block + head, tl.min(found, 0).to(tl.int64), sem="relaxed")
-    tl.atomic_max(needed + head, tl.minimum(end, rows_of_head), sem="relaxed")
+    block = tl.min(visited, 0)
+    if block < end:
+        # a slice's blocks without a key begin where it ends
+        slice_ = block // blocks
+        token = tl.load(offsets + slice_) + (block - slice_ * blocks).to(tl.int64) * BLOCK
+        token = tl.maximum(tl.minimum(token, tl.load(offsets + slice_ + 1)), first)
+        tl.atomic_min(found + head // GROUP, token, sem="relaxed")
+        needed = tl.max(tl.where(visited < end, (granule + 1) * ROWS, 0), 0).to(tl.int64)
+        tl.atomic_max(found + heads // GROUP, tl.minimum(needed, rows), sem="relaxed")
