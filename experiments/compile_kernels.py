@@ -42,7 +42,7 @@ from triton.runtime.jit import JITFunction
 
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config as hopper_config
-from decayattn.backends.planning import halo
+from decayattn.backends.planning import exchange, halo
 from decayattn.backends.portable import backend as portable
 from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
@@ -78,8 +78,9 @@ MULTIPROCESSORS = 132
 SKIP_TOLERANCE = 2.0**-24  # decay_attention's
 PATHS = ["TMA", "both sides", "window", "pointers", "narrow", "small", "packed", "bias", "decode", "halo"]
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
-# registers. A bias has no tiles of its own yet; what these spills cost has not been measured
-MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0, "halo": 0}
+# registers. A bias has no tiles of its own yet; what these spills cost has not been measured. Around a halo's exchange
+# ptxas gives two registers up for one more program on a multiprocessor
+MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0, "halo": 8}
 # paths of GPUs without tiles for descriptors and without tiles of small problems
 OTHER_PATHS = ("pointers", "narrow", "packed", "bias", "decode", "halo")
 # the same of the Hopper backend, by kernel and its head dimension, whose loops are those of the TMA path: the other
@@ -150,7 +151,7 @@ def main() -> int:
         "pointers, D = 24 for 64, 88 for 128, and D_v a third of it, k with gaps between its numbers; small: so few "
         "that the gradients of keys and queries share a launch; packed: from packed sequences, with a window; bias: "
         "through pointers, with a bias and its gradient; decode: one query row over a key cache; halo: the plan of "
-        "keys that other GPUs have",
+        "keys that other GPUs have, and what packs them and puts them in place",
     )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
@@ -257,7 +258,7 @@ def line(kernel: dict) -> str:
 
 
 def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path: str, target: Target) -> int:
-    """Bytes that config.py grants a kernel; the small ones around the attention have none."""
+    """Bytes that config.py grants a kernel; the small ones around the attention have none, but for a halo's."""
     arch = target.arch
     if backend == "hopper":
         if kernel not in HOPPER_TABLES:
@@ -269,7 +270,7 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
     if kernel == "gradients_kernel":
         return portable_config.both_gradients(arch, dim, dtype).spill_bytes
     if kernel not in TABLES:
-        return 0
+        return MORE_SPILLS["halo"] if path == "halo" and arch == "sm90" else 0
     if kernel == "forward_kernel" and path == "small" and dim <= 128:
         return portable_config.forward_of_few(arch, dim, dtype).spill_bytes
     aligned = path in ("TMA", "small", "packed")
@@ -336,6 +337,16 @@ def compiled_kernels(
                 for rank, offsets_of_sequences in zip((1, 2, 2), cu_seqlens, strict=True):  # 1 is no argument
                     place = halo.Place((length,) * 3, rank, offsets, 0, length, offsets_of_sequences)
                     halo.first_keys(problem, place, everyone, summary, SKIP_TOLERANCE)
+            heads, length = k.shape[2], k.shape[1]
+            for rank in (1, 2):
+                begins, offsets = torch.empty(4, 2 * heads, dtype=torch.int64), torch.empty(5, dtype=torch.int64)
+                segments = exchange.Segments(begins, offsets, rank, heads, length, 128, 32, 9, 9)
+                rates = log_decay if decay == "scalar" else None
+                parts, grads = (k, v, rates), (None, v, rates)
+                rows = exchange.pack_sent(segments, parts)
+                exchange.extend(segments, rows, parts, length)
+                for asked in (parts, grads):
+                    exchange.add_returned(segments, exchange.pack_returned(segments, asked), asked, 96)
         return kernels
     inputs = Inputs(q, k, v, log_decay, bounds=bounds, bias=bias, scale=scale)
     with collecting(target) as kernels:

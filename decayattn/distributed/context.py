@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decayattn import compatibility, keywords
 from decayattn.backends import registry
-from decayattn.distributed import agreement, halo, heads
+from decayattn.distributed import agreement, fetching, halo, heads
 from decayattn.distributed.agreement import Option
 from decayattn.distributed.exchange import Slices
 from decayattn.distributed.local import Packed
@@ -157,7 +157,7 @@ def context_parallel_attention(
         call |= only_heads if packed is None else {"causal": causal}
         call["skip_tolerance"] = skip_tolerance
         return heads.attention(slices, q, k, v, log_decay, scale, packed, return_lse, call)
-    sight = halo.Sight(window[0], reach, cu_seqlens)
+    sight = fetching.Sight(window[0], reach, cu_seqlens)
     return halo.attention(
         slices, problem, q, k, v, log_decay, scale, sight, packed, runs_kernels, return_lse, call
     )
@@ -229,10 +229,10 @@ def fetched_tokens(
         q, k, log_decay, row_scale, True, skip_tolerance=tolerance_of(skip_tolerance, q.dtype)
     )
     registry.select(problem, "triton")
-    sight = halo.Sight(window_of(window_size, True)[0], None, cu_seqlens)
-    tolerance = problem.skip_tolerance / halo.shares(problem)
+    sight = fetching.Sight(window_of(window_size, True)[0], None, cu_seqlens)
+    tolerance = problem.skip_tolerance / fetching.shares(problem)
     scale = number if row_scale is None else row_scale
-    fetch = halo.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance)
+    fetch = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance)
     offsets = torch.tensor(slices.offsets[:-1], device=q.device)
     return offsets[:, None, None] - fetch.first
 

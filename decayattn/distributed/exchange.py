@@ -81,6 +81,7 @@ def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     widths = [x.shape[-1] * factor for x, factor in zip(like, wider, strict=True)]
     *parts, _ = rows.split([*widths, rows.shape[-1] - sum(widths)], -1)
     return [
-        part.contiguous().view(x.dtype) if factor > 1 else part.to(x.dtype)
+        # a copy, for a single row would be left where it may not be aligned
+        part.clone(memory_format=torch.contiguous_format).view(x.dtype) if factor > 1 else part.to(x.dtype)
         for part, x, factor in zip(parts, like, wider, strict=True)
     ]

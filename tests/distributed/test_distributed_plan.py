@@ -12,7 +12,7 @@ from decayattn import compatibility, reference
 from decayattn.backends.planning import halo as planning
 from decayattn.backends.planning import prefix, skipping
 from decayattn.backends.runtime import launching
-from decayattn.distributed import halo
+from decayattn.distributed import fetching
 from decayattn.distributed.exchange import Slices
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
@@ -75,13 +75,13 @@ class Keys(NamedTuple):
 
 
 class Ranks:
-    """`halo.first_keys` of all ranks of one process: what they gather is kept between two rounds.
+    """`fetching.first_keys` of all ranks of one process: what they gather is kept between two rounds.
 
     change: of their summaries, in place.
     """
 
     def __init__(self, monkeypatch, inputs, lengths, window=-1, cu_seqlens=None, change=None):
-        self.inputs, self.lengths, self.sight = inputs, lengths, halo.Sight(window, None, cu_seqlens)
+        self.inputs, self.lengths, self.sight = inputs, lengths, fetching.Sight(window, None, cu_seqlens)
         self.gathered: dict[int, torch.Tensor] = {}
         self.summaries: dict[int, tuple] = {}
         self.rank = 0
@@ -123,7 +123,7 @@ class Ranks:
             part["q"], part["k"], part["log_decay"], row_scale, True, skip_tolerance=tolerance
         )
         slices = Slices(self.lengths, rank, None)
-        found, _ = halo.first_keys(
+        found, _ = fetching.first_keys(
             slices, problem, part["q"], part["k"], part["log_decay"], part["scale"], self.sight, tolerance
         )
         return found[:-1].view(problem.batch, problem.num_kv_heads), found[-1]

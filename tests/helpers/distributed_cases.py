@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from context_benchmark import checks
 
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen
-from decayattn.distributed import ContextParallel, context_parallel_attention, fetched_tokens, halo, local
+from decayattn.distributed import ContextParallel, context_parallel_attention, fetched_tokens, fetching, local
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import quick_interpreter
@@ -175,9 +175,9 @@ def random_halo(group, *, hides=True, seen=1.0, lengths="equal", **inputs):
     )
     with pytest.MonkeyPatch.context() as patch:
         found = torch.cat([first[rank].flatten(), torch.tensor([rows[rank]])])
-        patch.setattr(halo, "first_keys", lambda *_: (found, None))
+        patch.setattr(fetching, "first_keys", lambda *_: (found, None))
         if not hides:
-            patch.setattr(halo.Fetch, "cut", property(lambda self: torch.zeros_like(self.first[0])))
+            patch.setattr(fetching.Fetch, "cut", property(lambda self: torch.zeros_like(self.first[0])))
         computed, mine = parallel(group, inputs, d_out, d_lse, lengths, backend="reference")
     return errors(computed, expected, mine)
 

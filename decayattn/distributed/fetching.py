@@ -1,0 +1,212 @@
+"""Which keys a rank fetches of those before its slice, and which of its rows see any of them.
+
+It is the bound of backends/planning/halo.py, whose sum over everything that is not fetched stays below a share of the
+tolerance.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from decayattn.distributed.exchange import Slices, gather, on_device
+from decayattn.problem import GRANULE, AttentionProblem, is_reset
+
+if TYPE_CHECKING:
+    from decayattn.backends.planning import exchange
+
+_NEVER = 2**31 - 1
+
+
+class Sight(NamedTuple):
+    """What bounds how far the rows of a slice see, besides decay and resets."""
+
+    left: int  # the window, −1 without
+    reach: int | None  # the caller's promise
+    cu_seqlens: Tensor | None  # on the axis of all slices
+
+
+def can_plan(problem: AttentionProblem) -> bool:
+    """Whether a decay and a tolerance let keys be left where they are."""
+    return problem.skip_tolerance > 0 and problem.decay != "none"
+
+
+def shares(problem: AttentionProblem) -> int:
+    """How many lose some of the tolerance: keys that are not fetched, and those that the call then skips. A constant
+    rate cannot hide the zeros that a head has where another one has fetched keys; they take no more than those would.
+    """
+    return 3 if problem.decay == "constant" else 2
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Who fetches which keys: every rank those of a batch entry and key head from one token on up to its slice.
+
+    What only the exchange asks is counted then: the rows that see nothing of it are on their way before.
+    """
+
+    slices: Slices
+    begins: Tensor  # (ranks, B·H_kv) int64: that token on the axis of all slices, never behind the slice's begin
+    kv_heads: int
+    hosts: list[list[int]]  # begins, as the host knows it
+    rows: int  # of this rank's slice; those from here on see nothing before the slice
+    terms: tuple[Tensor, Tensor] | None  # skipping.summaries of this rank's slice, if its plan needed them
+
+    @property
+    def first(self) -> Tensor:
+        """(ranks, B, H_kv)"""
+        return self.begins.unflatten(1, (-1, self.kv_heads))
+
+    @functools.cached_property
+    def halo(self) -> int:
+        """Tokens before this rank's slice that any of its heads fetches."""
+        begin = self.slices.begin
+        return begin - min(self.hosts[self.slices.rank], default=begin)
+
+    @functools.cached_property
+    def kept(self) -> int:
+        """Tokens of this rank's slice before the first one that another rank fetches."""
+        slices = self.slices
+        of_others = [begin for begins in self.hosts[slices.rank + 1 :] for begin in begins]
+        return min(slices.end, max(slices.begin, min(of_others, default=slices.end))) - slices.begin
+
+    @functools.cached_property
+    def send(self) -> list[int]:
+        """Rows, of one token and key head, to every rank."""
+        rank, ranks = self.slices.rank, range(self.slices.ranks)
+        return [self._number(to, rank) if to > rank else 0 for to in ranks]
+
+    @functools.cached_property
+    def receive(self) -> list[int]:
+        rank, ranks = self.slices.rank, range(self.slices.ranks)
+        return [self._number(rank, of) if of < rank else 0 for of in ranks]
+
+    def _number(self, to: int, of: int) -> int:
+        """Rows of one rank that another one fetches."""
+        begin, end = self.slices.offsets[of : of + 2]
+        return sum(end - max(first, begin) for first in self.hosts[to] if first < end)
+
+    @property
+    def offsets(self) -> Tensor:
+        return on_device(tuple(self.slices.offsets), self.begins.device)
+
+    @property
+    def cut(self) -> Tensor:
+        """(B, H_kv): the first key, on the axis of halo and slice."""
+        return self.first[self.slices.rank] - (self.slices.begin - self.halo)
+
+    @functools.cached_property
+    def segments(self) -> "exchange.Segments":
+        """For kernels."""
+        from decayattn.backends.planning import exchange  # imports Triton
+
+        slices = self.slices
+        return exchange.Segments(
+            self.begins, self.offsets, slices.rank, self.kv_heads, slices.end - slices.begin, self.halo, self.kept,
+            sum(self.send), sum(self.receive),
+        )
+
+
+def fetch(
+    slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    sight: Sight, tolerance: float,
+) -> Fetch:
+    """What every rank fetches, so that no row loses more than the tolerance; 0 fetches all that a row sees.
+
+    problem is the slice on its own. Without a decay or with a reach, and without packed sequences, nothing is asked of
+    other ranks, nor does the host wait for a GPU; else it does, once.
+    """
+    pairs = problem.batch * problem.num_kv_heads
+    offsets, length = slices.offsets, problem.query_length
+    if sight.reach is not None or (log_decay is None and sight.cu_seqlens is None):
+        reach = min(x for x in (sight.reach, sight.left, offsets[-1]) if x is not None and x >= 0)
+        begins = [max(0, begin - reach) for begin in offsets[:-1]]
+        hosts = [[begin] * pairs for begin in begins]
+        sees = length if sight.left < 0 else min(length, sight.left)
+        of_all = on_device(tuple(begins), q.device)[:, None].expand(slices.ranks, pairs)
+        return Fetch(slices, of_all, problem.num_kv_heads, hosts, sees, None)
+    found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance)
+    everyone = gather(found, slices.ranks, slices.group)
+    hosts = everyone.tolist()
+    seeing = hosts[slices.rank][-1]
+    if terms is not None:
+        seeing = min(length, -(-seeing // GRANULE) * GRANULE)  # the other rows are whole granules of the terms
+    hosts = [begins[:-1] for begins in hosts]
+    return Fetch(slices, everyone[:, :-1], problem.num_kv_heads, hosts, seeing, terms)
+
+
+def first_keys(
+    slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    sight: Sight, tolerance: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Flat int64: for every (B, H_kv) the first token that this rank fetches, on the axis of all slices, its own first
+    one if none; and a number of rows: those from it on see nothing before their slice. And Fetch's terms."""
+    begin, length, left = slices.begin, problem.query_length, sight.left
+    # what the window leaves
+    lowest, rows = (0, length) if left < 0 else (max(0, begin - left), min(length, left))
+    pairs = problem.batch * problem.num_kv_heads
+    if tolerance == 0 or log_decay is None:
+        return _first_seen(slices, problem, log_decay, sight.cu_seqlens, lowest, rows), None
+    from decayattn.backends.planning import halo as planning  # imports Triton
+
+    cu_seqlens = None if sight.cu_seqlens is None else sight.cu_seqlens.contiguous()
+    offsets = on_device(tuple(slices.offsets), q.device)
+    place = planning.Place(slices.lengths, slices.rank, offsets, lowest, rows, cu_seqlens)
+    launch = planning.launch_for(problem, place, q, k, log_decay, scale if isinstance(scale, Tensor) else None)
+    summary = planning.summarise(problem, q, k, log_decay, scale, place.blocks, launch)
+    everyone = gather(summary.keys, slices.ranks, slices.group)
+    if not begin or not pairs:
+        return on_device((0,) * (pairs + 1), q.device), summary.terms
+    return planning.first_keys(problem, place, everyone, summary, tolerance, launch), summary.terms
+
+
+def _first_seen(
+    slices: Slices, problem: AttentionProblem, log_decay: Tensor | None, cu_seqlens: Tensor | None, lowest: int,
+    rows: int,
+) -> Tensor:
+    """The same of all that rows see."""
+    begin, heads = slices.begin, (problem.batch, problem.num_heads)
+    pairs = problem.batch * problem.num_kv_heads
+    device = problem.device
+    if problem.decay == "scalar":
+        assert log_decay is not None
+        first_reset, last_reset = _resets(log_decay)
+        last_resets = gather(last_reset.flatten(), slices.ranks, slices.group).unflatten(1, heads)
+    if not begin or not pairs:
+        return on_device((0,) * (pairs + 1), device)
+    first, seeing = (torch.full(heads, number, device=device) for number in (lowest, rows))
+    if cu_seqlens is not None:
+        start, end = _sequence_at(cu_seqlens, begin)
+        first, seeing = torch.maximum(first, start), torch.minimum(seeing, (end - begin).clamp(min=0))
+    if problem.decay == "constant":
+        assert log_decay is not None
+        seeing = torch.where(is_reset(log_decay), 0, seeing)  # such a rate leaves a row its own key
+    elif problem.decay == "scalar":
+        seeing = torch.minimum(seeing, first_reset)
+        last_resets = last_resets[: slices.rank].long()
+        of_ranks = on_device(tuple(slices.offsets[: slices.rank]), device)[:, None, None]
+        first = torch.maximum(first, torch.where(last_resets < 0, last_resets, last_resets + of_ranks).amax(0))
+    first = torch.where(seeing > 0, first, begin).clamp(max=begin)
+    seeing = torch.where(first < begin, seeing, 0)
+    return torch.cat([first.unflatten(1, (problem.num_kv_heads, -1)).amin(2).flatten(), seeing.amax()[None]])
+
+
+def _resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, H) int64: the first reset of a slice, or more than it has tokens; and the last one, or −1."""
+    reset = is_reset(log_decay)
+    token = torch.arange(reset.shape[1], device=reset.device, dtype=torch.int32)[:, None]
+    first = pad(token.where(reset, token.new_full((), _NEVER)), (0, 0, 0, 1), value=_NEVER).amin(1)
+    last = pad(token.where(reset, token.new_full((), -1)), (0, 0, 0, 1), value=-1).amax(1)
+    return first.long(), last.long()
+
+
+def _sequence_at(cu_seqlens: Tensor, token: int) -> tuple[Tensor, Tensor]:
+    """Where the sequence of a token begins and ends; the token itself, twice, where it belongs to none."""
+    cu = cu_seqlens.long().cummax(0).values
+    at = torch.full((), token, device=cu.device)
+    n = torch.searchsorted(cu, at, right=True)
+    inside = (n > 0) & (n < len(cu))
+    return torch.where(inside, cu[(n - 1).clamp(min=0)], at), torch.where(inside, cu[n.clamp(max=len(cu) - 1)], at)

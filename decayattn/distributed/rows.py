@@ -1,0 +1,119 @@
+"""The rows of a halo's exchange in eager PyTorch, on any device: what backends/planning/exchange.py has kernels for.
+
+k, v and λ per token come as (B, T, H_kv, D), (B, T, H_kv, D_v) and (B, T, H), and so do their gradients; None for what
+is not there.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from decayattn.distributed.exchange import pack, unpack
+from decayattn.distributed.fetching import Fetch
+
+Parts = Sequence[Tensor | None]
+
+
+def pack_sent(fetch: Fetch, parts: Parts) -> Tensor:
+    """(rows, ·): what other ranks fetch of this one's slice."""
+    where = _sent(fetch)
+    return pack([x[where] for x in _by_kv_head(fetch, parts)])
+
+
+def pack_returned(fetch: Fetch, grads: Parts) -> Tensor:
+    """(rows, ·): the gradients of what this rank has fetched, on the axis of halo and slice."""
+    where = _received(fetch)
+    return pack([x[where] for x in _by_kv_head(fetch, grads)])
+
+
+def extend(fetch: Fetch, rows: Tensor, parts: Parts, tokens: int) -> list[Tensor | None]:
+    """Of each part, the halo and the first tokens of the slice.
+
+    What a head has not fetched is 0. The λ of its first key is −inf, unless nothing is before it: no row sees past it.
+    """
+    halo, received = fetch.halo, _received(fetch)
+    tensors = _by_kv_head(fetch, parts)
+    result = []
+    for own, fetched in zip(tensors, unpack(rows, tensors), strict=True):
+        extended = torch.cat([own.new_zeros(own.shape[0], halo, *own.shape[2:]), own[:, :tokens]], 1)
+        extended[received] = fetched
+        result.append(extended)
+    if parts[2] is not None:
+        if halo + tokens:
+            # a head's first key needs no λ of its own; with nothing before it, it is left
+            cut = fetch.cut[:, None, :, None].expand(result[2].shape[0], 1, *result[2].shape[2:])
+            at = cut.clamp(max=halo + tokens - 1)
+            hides = (cut > 0) & (cut == at)
+            result[2].scatter_(1, at, torch.where(hides, -torch.inf, result[2].gather(1, at)))
+        result[2] = result[2].flatten(2)
+    return _in_place(parts, result)
+
+
+def add_returned(fetch: Fetch, rows: Tensor, grads: Parts, tokens: int) -> list[Tensor | None]:
+    """Of the gradients of the halo and the first tokens of the slice, those of the slice, others' 0, plus what every
+    rank sends back: in float32 at least and rank by rank, the same bits every time."""
+    where, others = _sent(fetch), fetch.slices.end - fetch.slices.begin - tokens
+    own = _by_kv_head(fetch, grads)
+    result = []
+    for x, part in zip(own, unpack(rows, own), strict=True):
+        x = x[:, fetch.halo :]
+        result.append(_added(pad(x, (0, 0, 0, 0, 0, others)) if others else x, part, where, fetch))
+    if grads[2] is not None:
+        result[-1] = result[-1].flatten(2)
+    return _in_place(grads, result)
+
+
+def _by_kv_head(fetch: Fetch, parts: Parts) -> list[Tensor]:
+    """Those that are there, as (B, T, H_kv, ·)."""
+    return [x if x.ndim == 4 else x.unflatten(2, (fetch.kv_heads, -1)) for x in parts if x is not None]
+
+
+def _in_place(parts: Parts, found: Sequence[Tensor]) -> list[Tensor | None]:
+    """What was found of the parts that are there."""
+    left = iter(found)
+    return [None if x is None else next(left) for x in parts]
+
+
+def _sent(fetch: Fetch) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch entry, token on the axis of the slice, and key head of every row that is sent."""
+    begin, end, rank = fetch.slices.begin, fetch.slices.end, fetch.slices.rank
+    return _rows(fetch.first[rank + 1 :].clamp(min=begin) - begin, end - begin, sum(fetch.send))
+
+
+def _received(fetch: Fetch) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the rows that are received, on the axis of halo and slice."""
+    rank, start = fetch.slices.rank, fetch.slices.begin - fetch.halo
+    offsets = fetch.offsets[: rank + 1, None, None]
+    first = torch.maximum(fetch.first[rank], offsets[:-1]) - start
+    return _rows(first, offsets[1:] - start, sum(fetch.receive))
+
+
+def _rows(begin: Tensor, end: Tensor | int, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch entry, token and key head of begin ≤ token < end, for every (rank, entry, head) one after the other; total
+    of them, which the host knows."""
+    entries, heads = begin.shape[1:]
+    if not total:
+        nothing = begin.new_empty(0)
+        return nothing, nothing, nothing
+    number = (end - begin).clamp(min=0).flatten()
+    segment = torch.repeat_interleave(torch.arange(len(number), device=begin.device), number, output_size=total)
+    before = number.cumsum(0) - number
+    token = torch.arange(total, device=begin.device) - before[segment] + begin.flatten()[segment]
+    return segment // heads % entries, token, segment % heads
+
+
+def _added(own: Tensor, rows: Tensor, where: tuple[Tensor, ...], fetch: Fetch) -> Tensor:
+    """A gradient plus what every rank sends back for some rows, in float32 at least and rank by rank: the same bits
+    every time."""
+    if not len(rows):
+        return own
+    total = own[:, fetch.kept :].to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    entry, token, head = where
+    begin = 0
+    for number in fetch.send:
+        part = slice(begin, begin + number)
+        total[entry[part], token[part] - fetch.kept, head[part]] += rows[part]
+        begin += number
+    return torch.cat([own[:, : fetch.kept], total.to(own.dtype)], 1)
