@@ -24,7 +24,8 @@ class Option(NamedTuple):
 
 
 def check(options: tuple[Option, ...], group: dist.ProcessGroup, device: torch.device) -> None:
-    """The first collective of every call: the ranks' digests of their options.
+    """The first collective of every call: the ranks' digests of their options. No other one is launched before the
+    assertion, for ranks that do not agree may wait for one another in it.
 
     On a GPU the host waits for it only where it has not seen these options in this group; else an assertion on the
     device ends a call on which the ranks do not agree.

@@ -1,5 +1,6 @@
 """The public function and the layer's handle: their contract, the checks, and the call of a mode."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -99,7 +100,7 @@ def context_parallel_attention(
         what all ranks share (a constant log_decay, sink, bias, a scale that is broadcast) each rank has its share, and
         the sum over the ranks is the gradient: data-parallel wrappers average it as that of any other weight.
 
-    Every call begins with a collective that compares the options of the ranks: on a GPU the host waits for the first
+    The first collective of every call compares the options of the ranks: on a GPU the host waits for the first
     one with new options, later ones are checked by an assertion on the device. A planned halo waits once per call, to
     size the exchange. Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode and a halo of a
     fixed reach, after a call outside of it. torch.compile leaves the call to eager code.
@@ -150,16 +151,17 @@ def context_parallel_attention(
         Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, (q, k, v, log_decay, row_scale)))),
         *(Option(name, x is not None) for name, x in only_heads.items() if name != "causal"),
     )
-    agreement.check(options, group, q.device)
+    agree = functools.partial(agreement.check, options, group, q.device)
     scale = number if row_scale is None else row_scale
     call: dict[str, Any] = {"sink": sink, "window_size": window_size, "backend": backend}
     if mode == "heads":
+        agree()
         call |= only_heads if packed is None else {"causal": causal}
         call["skip_tolerance"] = skip_tolerance
         return heads.attention(slices, q, k, v, log_decay, scale, packed, return_lse, call)
     sight = fetching.Sight(window[0], reach, cu_seqlens)
     return halo.attention(
-        slices, problem, q, k, v, log_decay, scale, sight, packed, runs_kernels, return_lse, call
+        slices, problem, q, k, v, log_decay, scale, sight, packed, runs_kernels, return_lse, call, agree
     )
 
 

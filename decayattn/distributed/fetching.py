@@ -5,6 +5,7 @@ tolerance.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from decayattn.backends.planning import exchange
 
 _NEVER = 2**31 - 1
+
+
+def _of_one_mind() -> None:
+    """Ranks whose options nobody compares."""
 
 
 class Sight(NamedTuple):
@@ -112,12 +117,12 @@ class Fetch:
 
 def fetch(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    sight: Sight, tolerance: float,
+    sight: Sight, tolerance: float, agree: Callable[[], None] = _of_one_mind,
 ) -> Fetch:
     """What every rank fetches, so that no row loses more than the tolerance; 0 fetches all that a row sees.
 
     problem is the slice on its own. Without a decay or with a reach, and without packed sequences, nothing is asked of
-    other ranks, nor does the host wait for a GPU; else it does, once.
+    other ranks, nor does the host wait for a GPU; else it does, once, and agree is called before the first collective.
     """
     pairs = problem.batch * problem.num_kv_heads
     offsets, length = slices.offsets, problem.query_length
@@ -128,7 +133,7 @@ def fetch(
         sees = length if sight.left < 0 else min(length, sight.left)
         of_all = on_device(tuple(begins), q.device)[:, None].expand(slices.ranks, pairs)
         return Fetch(slices, of_all, problem.num_kv_heads, hosts, sees, None)
-    found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance)
+    found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance, agree)
     everyone = gather(found, slices.ranks, slices.group)
     hosts = everyone.tolist()
     seeing = hosts[slices.rank][-1]
@@ -140,7 +145,7 @@ def fetch(
 
 def first_keys(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    sight: Sight, tolerance: float,
+    sight: Sight, tolerance: float, agree: Callable[[], None] = _of_one_mind,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Flat int64: for every (B, H_kv) the first token that this rank fetches, on the axis of all slices, its own first
     one if none; and a number of rows: those from it on see nothing before their slice. And Fetch's terms."""
@@ -149,6 +154,7 @@ def first_keys(
     lowest, rows = (0, length) if left < 0 else (max(0, begin - left), min(length, left))
     pairs = problem.batch * problem.num_kv_heads
     if tolerance == 0 or log_decay is None:
+        agree()
         return _first_seen(slices, problem, log_decay, sight.cu_seqlens, lowest, rows), None
     from decayattn.backends.planning import halo as planning  # imports Triton
 
@@ -157,6 +163,7 @@ def first_keys(
     place = planning.Place(slices.lengths, slices.rank, offsets, lowest, rows, cu_seqlens)
     launch = planning.launch_for(problem, place, q, k, log_decay, scale if isinstance(scale, Tensor) else None)
     summary = planning.summarise(problem, q, k, log_decay, scale, place.blocks, launch)
+    agree()  # the GPU has something to do meanwhile
     everyone = gather(summary.keys, slices.ranks, slices.group)
     if not begin or not pairs:
         return on_device((0,) * (pairs + 1), q.device), summary.terms

@@ -6,6 +6,7 @@ key of another rank; the first rows have another one, with the halo. Where those
 Which keys matter, and to which rows, is fetching.py's.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,9 +25,12 @@ from decayattn.problem import GRANULE, AttentionProblem, Prepared
 def attention(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None,
     scale: Tensor | float, sight: Sight, packed: Packed | None, runs_kernels: bool, return_lse: bool,
-    options: dict[str, Any],
+    options: dict[str, Any], agree: Callable[[], None],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """An exchange, and one call or two; problem is the slice on its own, and the eager reference skips nothing."""
+    """An exchange, and one call or two; problem is the slice on its own, and the eager reference skips nothing.
+
+    agree is called before the first collective, behind what can be launched without one.
+    """
     planned = sight.reach is None and can_plan(problem) and runs_kernels
     waits = sight.reach is None and (problem.decay != "none" or packed is not None)
     if waits and q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -36,11 +40,13 @@ def attention(
         )
     tolerance = problem.skip_tolerance / (shares(problem) if planned else 1)
     with torch.no_grad():
-        found = fetch(slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0)
+        found = fetch(slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0, agree)
     of_keys = log_decay if problem.decay == "scalar" else None
     options = options | {"skip_tolerance": tolerance or None}
     length, rows = q.shape[1], found.rows
     if packed is not None or 2 * rows > length:
+        if not waits:
+            agree()
         k, v, extended = Halo.apply(k, v, of_keys, found, length, runs_kernels)
         if packed is not None:
             begins, halo = packed.cu_seqlens_k - slices.begin, found.halo
@@ -63,6 +69,8 @@ def attention(
     far, far_lse = local.causal_attention(
         far_q, k, v, log_decay, far_scale, return_lse, options, Prepared(_part(out, rows, length), terms)
     )
+    if not waits:
+        agree()
     # also where there are no such rows: in the backward the other ranks send gradients here
     k, v, extended = Halo.apply(k, v, of_keys, found, rows, runs_kernels)
     near, near_lse = local.causal_attention(

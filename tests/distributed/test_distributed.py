@@ -211,6 +211,24 @@ def test_options_that_differ_are_named_on_every_rank(pool, ranks, name, options,
         assert f"ValueError: {name}: expected the same on every rank" in error
 
 
+@pytest.mark.parametrize(
+    ("options", "inputs", "others"),
+    [
+        (dict(mode="heads"), {}, [0, 0]),
+        (dict(reach=3), {}, [0]),
+        (dict(log_decay=None), {}, [0]),
+        (dict(log_decay=None, cu_seqlens=torch.tensor([0, 24])), dict(batch=1), [3, 0]),
+        ({}, dict(decay="constant"), [5, 0]),
+        ({}, {}, [8, 5, 0]),  # resets, and what is fetched
+        (dict(backend="triton"), {}, [36, 5, 0]),  # what slices know of themselves
+    ],
+)
+def test_options_are_compared_before_anything_else_is_exchanged(pool, interpreter, options, inputs, others):
+    """Ranks that do not agree might wait for one another in it."""
+    found = pool.run("distributed_cases.collectives", options, ranks=2, **inputs)
+    assert found == [[32, *others]] * 2
+
+
 def test_options_that_come_to_differ_are_named(pool):
     for mode in ("halo", "heads"):
         pool.run("distributed_cases.twice", mode, ranks=2, seconds=30)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from context_benchmark import checks
 
-from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen
+from decayattn import DecayFlashAttention, compatibility, decay_attention, decay_attention_varlen
 from decayattn.distributed import ContextParallel, context_parallel_attention, fetched_tokens, fetching, local
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -259,6 +259,16 @@ def call(group, options=None, of_last_rank=None, *, length=24, **inputs):
     if isinstance(arguments["k"], str):
         arguments |= {name: inputs[name][:, : part // 2] for name in ("k", "v")} | {"log_decay": -0.1}
     context_parallel_attention(**{"group": group} | arguments)
+
+
+def collectives(group, options, **inputs):
+    """Those of a call in their order, by how long what every rank has is; 0 for an exchange."""
+    found, gather, exchange = [], compatibility.all_gather, dist.all_to_all_single
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compatibility, "all_gather", lambda *args: found.append(args[1].numel()) or gather(*args))
+        patch.setattr(dist, "all_to_all_single", lambda *args, **kw: found.append(0) or exchange(*args, **kw))
+        call(group, options, **inputs)
+    return found
 
 
 def twice(group, mode):
