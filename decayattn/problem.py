@@ -191,11 +191,23 @@ class Saved(NamedTuple):
         return DecayPrefix(self.beta, self.base, self.last_reset, self.next_reset)
 
 
+class KeyDecay(NamedTuple):
+    """What a forward of dense sequences makes of log_decay, whatever the queries are; of one backend, and for one
+    forward. Another backend has use for the prefix alone."""
+
+    prefix: DecayPrefix
+    # what the Hopper kernels read besides: log_decay split for products, and the counter of their scheduler
+    splits: Tensor | None = None
+    bases: Tensor | None = None
+    counter: Tensor | None = None
+
+
 class Prepared(NamedTuple):
     """What a caller that makes one result of several calls has made of a forward already."""
 
     out: Tensor  # (B, T_q, H, D_v), with any strides but in the last dimension: where the result goes
-    terms: tuple[Tensor, Tensor] | None = None  # skipping.summaries, of fewer granules than it makes or as many
+    terms: tuple[Tensor, Tensor] | None = None  # skipping.summaries, of no more granules than it has
+    key_decay: KeyDecay | None = None
 
 
 class Gradients(NamedTuple):

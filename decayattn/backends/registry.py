@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decayattn.compatibility import assume_constant_result
-from decayattn.problem import AttentionProblem, BackendName, Gradients, Held, Inputs, Prepared, Saved
+from decayattn.problem import AttentionProblem, BackendName, Gradients, Held, Inputs, KeyDecay, Prepared, Saved
 
 # kernel backends, modules that fulfil Backend
 KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn.backends.hopper.backend"}
@@ -80,6 +80,9 @@ class Backend(Protocol):
 
     def is_profitable(self, problem: AttentionProblem) -> bool:
         """Whether no other backend is known to be faster."""
+
+    def decay_of_keys(self, problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
+        """For `forward`s of the same dense keys, with any queries."""
 
     def forward(
         self, problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decayattn.distributed.exchange import Slices, gather, on_device
-from decayattn.problem import GRANULE, AttentionProblem, is_reset
+from decayattn.problem import GRANULE, AttentionProblem, DecayPrefix, is_reset
 
 if TYPE_CHECKING:
     from decayattn.backends.planning import exchange
@@ -117,12 +117,13 @@ class Fetch:
 
 def fetch(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    sight: Sight, tolerance: float, agree: Callable[[], None] = _of_one_mind,
+    sight: Sight, tolerance: float, agree: Callable[[], None] = _of_one_mind, prefix: DecayPrefix | None = None,
 ) -> Fetch:
     """What every rank fetches, so that no row loses more than the tolerance; 0 fetches all that a row sees.
 
     problem is the slice on its own. Without a decay or with a reach, and without packed sequences, nothing is asked of
     other ranks, nor does the host wait for a GPU; else it does, once, and agree is called before the first collective.
+    prefix: of log_decay, if it is there.
     """
     pairs = problem.batch * problem.num_kv_heads
     offsets, length = slices.offsets, problem.query_length
@@ -133,7 +134,7 @@ def fetch(
         sees = length if sight.left < 0 else min(length, sight.left)
         of_all = on_device(tuple(begins), q.device)[:, None].expand(slices.ranks, pairs)
         return Fetch(slices, of_all, problem.num_kv_heads, hosts, sees, None)
-    found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance, agree)
+    found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance, agree, prefix)
     everyone = gather(found, slices.ranks, slices.group)
     hosts = everyone.tolist()
     seeing = hosts[slices.rank][-1]
@@ -145,7 +146,7 @@ def fetch(
 
 def first_keys(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    sight: Sight, tolerance: float, agree: Callable[[], None] = _of_one_mind,
+    sight: Sight, tolerance: float, agree: Callable[[], None] = _of_one_mind, prefix: DecayPrefix | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Flat int64: for every (B, H_kv) the first token that this rank fetches, on the axis of all slices, its own first
     one if none; and a number of rows: those from it on see nothing before their slice. And Fetch's terms."""
@@ -162,7 +163,7 @@ def first_keys(
     offsets = on_device(tuple(slices.offsets), q.device)
     place = planning.Place(slices.lengths, slices.rank, offsets, lowest, rows, cu_seqlens)
     launch = planning.launch_for(problem, place, q, k, log_decay, scale if isinstance(scale, Tensor) else None)
-    summary = planning.summarise(problem, q, k, log_decay, scale, place.blocks, launch)
+    summary = planning.summarise(problem, q, k, log_decay, scale, place.blocks, launch, prefix)
     agree()  # the GPU has something to do meanwhile
     everyone = gather(summary.keys, slices.ranks, slices.group)
     if not begin or not pairs:

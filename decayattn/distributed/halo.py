@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from decayattn.backends import registry
 from decayattn.distributed import local
 from decayattn.distributed import rows as eager_rows
 from decayattn.distributed.exchange import Slices, all_to_all
 from decayattn.distributed.fetching import Fetch, Sight, can_plan, fetch, shares
 from decayattn.distributed.local import Packed
-from decayattn.problem import GRANULE, AttentionProblem, Prepared
+from decayattn.problem import GRANULE, AttentionProblem, BackendName, Inputs, KeyDecay, Prepared
 
 
 def attention(
@@ -39,8 +40,12 @@ def attention(
             "take 'heads'"
         )
     tolerance = problem.skip_tolerance / (shares(problem) if planned else 1)
+    key_decay = None
     with torch.no_grad():
-        found = fetch(slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0, agree)
+        if planned and packed is None:  # once for the plan and for the rows that need no halo
+            key_decay = _decay_of_keys(problem, q, k, v, log_decay, scale, options["backend"])
+        prefix = None if key_decay is None else key_decay.prefix
+        found = fetch(slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0, agree, prefix)
     of_keys = log_decay if problem.decay == "scalar" else None
     options = options | {"skip_tolerance": tolerance or None}
     length, rows = q.shape[1], found.rows
@@ -67,7 +72,7 @@ def attention(
         terms = of_blocks, of_granules[:, :, rows // GRANULE :]
     # first, so that the GPU has something to do while the host sends keys
     far, far_lse = local.causal_attention(
-        far_q, k, v, log_decay, far_scale, return_lse, options, Prepared(_part(out, rows, length), terms)
+        far_q, k, v, log_decay, far_scale, return_lse, options, Prepared(_part(out, rows, length), terms, key_decay)
     )
     if not waits:
         agree()
@@ -82,6 +87,16 @@ def attention(
     assert near_lse is not None
     assert far_lse is not None
     return out, torch.cat([near_lse, far_lse], 2)
+
+
+def _decay_of_keys(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    backend: BackendName,
+) -> KeyDecay:
+    """By the backend that takes the slice on its own."""
+    row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
+    inputs = Inputs(q, k, v, log_decay, row_scale, scale=number)
+    return registry.loaded(registry.resolve(problem, backend, inputs)).decay_of_keys(problem, inputs)
 
 
 def _part(x: Tensor, begin: int, end: int) -> Tensor:

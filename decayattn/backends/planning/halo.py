@@ -36,7 +36,7 @@ from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
-from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem
+from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, DecayPrefix
 
 
 class Place(NamedTuple):
@@ -76,17 +76,17 @@ def launch_for(problem: AttentionProblem, place: Place, *tensors: Tensor | None)
 
 def summarise(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor, scale: Tensor | float, blocks: int,
-    launch: Launch = launching.uncached,
+    launch: Launch = launching.uncached, prefix: DecayPrefix | None = None,
 ) -> SliceSummary:
     """A slice's keys, in at least as many blocks as there are, and its rows.
 
-    problem is the slice on its own: dense, causal, with as many rows as keys.
+    problem is the slice on its own: dense, causal, with as many rows as keys. prefix: of log_decay, if it is there.
     """
     heads, length = problem.batch * problem.num_heads, problem.query_length
     with launching.on_device(problem.device):
-        if problem.decay == "scalar" and not problem.is_empty:
+        if prefix is None and problem.decay == "scalar" and not problem.is_empty:
             prefix = decay_prefix.build(problem, log_decay, launch=launch)
-        else:
+        elif prefix is None:
             prefix = decay_prefix.allocate(problem, q)
         granules = cdiv(length, GRANULE)
         if problem.is_empty:

@@ -28,7 +28,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as packing
@@ -132,15 +131,14 @@ def plan(
         of_blocks, of_granules = summaries(problem, q, k, log_decay, scale, prefix, sequences, granules, True, launch)
     else:
         of_blocks, of_granules = terms
-        of_granules = pad(of_granules, (0, 0, 0, granules - of_granules.shape[2]))
     # what lies in two blocks of a packed or padded problem need not belong to one sequence
     most = MOST_TOGETHER if sequences is None else DECAY_BLOCK // GRANULE
     together = programs_together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most)
     launch(
         _find_first_blocks, packing.row_programs(problem, sequences, GRANULE * together, problem.num_heads),
-        prefix.last_reset, prefix.next_reset, of_blocks, of_granules, first_block, sequences, _left(problem),
-        math.log2(problem.skip_tolerance), _sizes(problem, granules), CHUNK=CHUNK, TOGETHER=together, num_warps=1,
-        **_constants(problem, sequences), **COMPILER_OPTIONS,
+        prefix.last_reset, prefix.next_reset, of_blocks, (of_granules, of_granules.stride(1) // 2), first_block,
+        sequences, _left(problem), math.log2(problem.skip_tolerance), _sizes(problem, granules), CHUNK=CHUNK,
+        TOGETHER=together, num_warps=1, **_constants(problem, sequences), **COMPILER_OPTIONS,
     )
     return first_block
 
@@ -481,7 +479,8 @@ def _find_first_blocks(
     last_reset, next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance: tl.float64, sizes,
     DECAY: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):
-    """The first blocks of keys that TOGETHER granules visit."""
+    """The first blocks of keys that TOGETHER granules visit; of_granules has an axis of its own, perhaps a longer one.
+    """
     heads = sizes.heads
     work = tile_of_program(
         sequences, heads, sizes.query_length, sizes.key_length, ROWS * TOGETHER, False, True, PACKED, SEARCHES
@@ -492,7 +491,8 @@ def _find_first_blocks(
     _, head_tokens, _ = offsets_of_head(sequences, work, work.head, heads, PACKED)
     of_blocks += 2 * blocks_of_head(sizes.blocks, work, work.head, heads, PACKED)
     here = granules_of_head(sizes.granules, work, work.head, heads, PACKED)
-    of_granules, first_block = of_granules + 2 * here, first_block + here
+    first_block += here
+    of_granules = of_granules[0] + 2 * granules_of_head(of_granules[1], work, work.head, heads, PACKED)
 
     # granules past the end repeat the last one
     granule = tl.minimum(start // ROWS + tl.arange(0, TOGETHER), (query_length - 1) // ROWS)

@@ -35,7 +35,7 @@ from decayattn.backends.runtime import launching, outputs, tma
 from decayattn.backends.runtime.arguments import Strided, contiguous_like, strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
-from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, Prepared, Saved
+from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, KeyDecay, Prepared, Saved
 
 _ROW_TERMS_BLOCK = 64
 # numbers of 16 bits in the longest line that a product reads from shared memory
@@ -45,6 +45,15 @@ _LINE = 64
 _MOST_PROGRAMS_OF_BOTH = 4
 # a forward has tiles of its own up to so many: measured at 8 heads up to T1024
 _MOST_PROGRAMS_OF_FEW = 1
+
+
+def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
+    """What `forward` makes of log_decay, for one with the same dense keys."""
+    if inputs.log_decay is None or problem.decay != "scalar" or problem.is_empty:
+        return KeyDecay(decay_prefix.allocate(problem, inputs.q))
+    with launching.on_device(problem.device):
+        launch = launching.of_call(problem.device, (inputs.log_decay,), problem)
+        return KeyDecay(decay_prefix.build(problem, inputs.log_decay, launch=launch))
 
 
 def forward(
@@ -62,14 +71,17 @@ def forward(
         q, k, v = (_in_lines(x) for x in (q, k, v))
         sink = None if inputs.sink is None else inputs.sink.contiguous()
         given = (q, k, v, log_decay, _tensor(scale), bounds, bias, sink, None if prepared is None else out)
-        launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), _shape(bias), with_lse)
+        terms, key_decay = (None, None) if prepared is None else (prepared.terms, prepared.key_decay)
+        modes = problem, skipping.is_planned(problem), _shape(bias), with_lse, terms is None
+        launch = launching.of_call(problem.device, given, *modes)
         sequences = sequence_blocks.find(problem, bounds, launch)
         fill_outside(problem, sequences, results.of_no_key(), launch=launch)
-        if log_decay is not None and problem.decay == "scalar":
+        if key_decay is not None:
+            prefix = key_decay.prefix
+        elif log_decay is not None and problem.decay == "scalar":
             prefix = decay_prefix.build(problem, log_decay, sequences=sequences, launch=launch)
         else:
             prefix = decay_prefix.allocate(problem, q)
-        terms = None if prepared is None else prepared.terms
         first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch, terms)
         tile = _tile_of_few(problem) or _tiles(config.FORWARD, problem, q, k, v)
         programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)

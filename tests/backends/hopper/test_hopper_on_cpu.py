@@ -32,8 +32,10 @@ from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
 from decayattn.backends.hopper.forward import launch, producer
 from decayattn.backends.hopper.forward.shared import NORMAL
+from decayattn.backends.portable import backend as portable
 from decayattn.backends.runtime import launching
 from decayattn.nn import DecayCache
+from decayattn.problem import AttentionProblem, Inputs, Prepared
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the kernels themselves run here")
 
@@ -257,6 +259,23 @@ def test_far_tiles_are_skipped(decay, dim):
     inputs["v"][:, :256] = torch.nan
     assert decay_attention(**inputs, backend="hopper")[:, 512:].isfinite().all()
     assert decay_attention(**inputs, backend="hopper", skip_tolerance=None)[:, 512:].isnan().all()
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize("by", [hopper, portable])
+def test_what_was_made_of_the_decay_is_taken(decay, by):
+    """For the last rows of a call, and of another backend what there is."""
+    given = make(333, decay=decay, dtype=torch.float16)
+    q, k, v, log_decay = (given.get(name) for name in ("q", "k", "v", "log_decay"))
+    whole, far = (AttentionProblem.of(x, v, log_decay, None, True) for x in (q, q[:, 128:]))
+    inputs = Inputs(q[:, 128:], k, v, log_decay, scale=0.125)
+    expected, _, _ = hopper.forward(far, inputs)
+    prepared = Prepared(torch.empty_like(expected), key_decay=by.decay_of_keys(whole, inputs._replace(q=q)))
+    with pytest.MonkeyPatch.context() as patch:
+        if by is hopper:
+            patch.setattr(launch, "_decay", None)
+        found, _, _ = hopper.forward(far, inputs, False, prepared)
+    assert torch.equal(found, expected)
 
 
 # for one head of keys in either direction; for three of five in the forward, and in the backward; for all three and two

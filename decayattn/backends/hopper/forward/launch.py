@@ -15,7 +15,17 @@ from decayattn.backends.planning import skipping
 from decayattn.backends.planning.sequences import Sequences
 from decayattn.backends.runtime import launching, outputs
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
-from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, Prepared, Saved
+from decayattn.problem import AttentionProblem, Inputs, KeyDecay, Prepared, Saved
+
+
+def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
+    """What `forward` makes of log_decay, for one with the same dense keys."""
+    if problem.is_empty:
+        return KeyDecay(decay_prefix.allocate(problem, inputs.q))
+    with launching.on_device(problem.device):
+        # beside launches of a scan that makes no splits
+        launch = launching.of_call(problem.device, (inputs.log_decay,), problem, "splits")
+        return _decay(problem, inputs.q, inputs.log_decay, inputs.scale / math.log(2), None, launch)
 
 
 def forward(
@@ -31,15 +41,17 @@ def forward(
             return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
         sink = None if inputs.sink is None else inputs.sink.contiguous()
         given = (q, k, v, log_decay, bounds, sink, None if prepared is None else out)
-        launch = launching.of_call(problem.device, given, problem, skipping.is_planned(problem), with_lse)
+        terms, key_decay = (None, None) if prepared is None else (prepared.terms, prepared.key_decay)
+        modes = problem, skipping.is_planned(problem), with_lse, terms is None
+        launch = launching.of_call(problem.device, given, *modes)
         sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, results.of_no_key(), launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
         schedule = config.forward(widths.qk)
         score_scale = scale / math.log(2)  # base 2
-        counter = q.new_empty(1, dtype=torch.int32)
-        prefix, splits, bases = _decay(problem, q, log_decay, score_scale, counter, sequences, launch)
-        terms = None if prepared is None else prepared.terms
+        if key_decay is None or key_decay.counter is None:  # it may be another backend's
+            key_decay = _decay(problem, q, log_decay, score_scale, sequences, launch)
+        prefix, splits, bases, counter = key_decay
         first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch, terms)
         tiles = tile_table.build(
             problem, bounds, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
@@ -77,19 +89,18 @@ def forward(
 
 
 def _decay(
-    problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, counter: Tensor,
-    sequences: Sequences | None, launch: Launch,
-) -> tuple[DecayPrefix, Tensor | None, Tensor]:
+    problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, sequences: Sequences | None,
+    launch: Launch,
+) -> KeyDecay:
     """The prefix, the decay of the keys split for the products: −α_j / scale, relative to the key's block, and the
-    bases of the blocks, not read unless the decay is per token.
-
-    Zeroes the counter on the way.
-    """
+    bases of the blocks, not read unless the decay is per token. The counter is zeroed on the way."""
+    counter = q.new_empty(1, dtype=torch.int32)
     if problem.decay == "scalar":
         split = decay_prefix.allocate_split(problem, q)
-        return decay_prefix.build(problem, log_decay, split, -1.0 / score_scale, counter, sequences, launch), *split
+        prefix = decay_prefix.build(problem, log_decay, split, -1.0 / score_scale, counter, sequences, launch)
+        return KeyDecay(prefix, *split, counter)
     prefix = decay_prefix.allocate(problem, q)
     if problem.decay == "constant":
-        return prefix, decay_prefix.constant_split(log_decay, -1.0 / score_scale, counter, launch), prefix.beta
-    counter.zero_()
-    return prefix, None, prefix.beta
+        splits = decay_prefix.constant_split(log_decay, -1.0 / score_scale, counter, launch)
+        return KeyDecay(prefix, splits, prefix.beta, counter)
+    return KeyDecay(prefix, None, prefix.beta, counter.zero_())
