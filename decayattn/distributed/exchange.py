@@ -1,6 +1,7 @@
 """Rows that ranks send to one another, and where each rank's slice of the sequence lies."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,17 +24,22 @@ class Slices(NamedTuple):
         return len(self.lengths)
 
     @property
-    def offsets(self) -> list[int]:
+    def offsets(self) -> tuple[int, ...]:
         """Where every slice begins, and where the last one ends."""
-        return [sum(self.lengths[:rank]) for rank in range(self.ranks + 1)]
+        return _offsets(self.lengths)
 
     @property
     def begin(self) -> int:
-        return sum(self.lengths[: self.rank])
+        return self.offsets[self.rank]
 
     @property
     def end(self) -> int:
-        return self.begin + self.lengths[self.rank]
+        return self.offsets[self.rank + 1]
+
+
+@functools.lru_cache(maxsize=64)
+def _offsets(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, *itertools.accumulate(lengths))
 
 
 @functools.lru_cache(maxsize=64)

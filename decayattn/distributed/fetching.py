@@ -96,7 +96,7 @@ class Fetch:
 
     @property
     def offsets(self) -> Tensor:
-        return on_device(tuple(self.slices.offsets), self.begins.device)
+        return on_device(self.slices.offsets, self.begins.device)
 
     @property
     def cut(self) -> Tensor:
@@ -160,7 +160,7 @@ def first_keys(
     from decayattn.backends.planning import halo as planning  # imports Triton
 
     cu_seqlens = None if sight.cu_seqlens is None else sight.cu_seqlens.contiguous()
-    offsets = on_device(tuple(slices.offsets), q.device)
+    offsets = on_device(slices.offsets, q.device)
     place = planning.Place(slices.lengths, slices.rank, offsets, lowest, rows, cu_seqlens)
     launch = planning.launch_for(problem, place, q, k, log_decay, scale if isinstance(scale, Tensor) else None)
     summary = planning.summarise(problem, q, k, log_decay, scale, place.blocks, launch, prefix)
@@ -195,7 +195,7 @@ def _first_seen(
     elif problem.decay == "scalar":
         seeing = torch.minimum(seeing, first_reset)
         last_resets = last_resets[: slices.rank].long()
-        of_ranks = on_device(tuple(slices.offsets[: slices.rank]), device)[:, None, None]
+        of_ranks = on_device(slices.offsets[: slices.rank], device)[:, None, None]
         first = torch.maximum(first, torch.where(last_resets < 0, last_resets, last_resets + of_ranks).amax(0))
     first = torch.where(seeing > 0, first, begin).clamp(max=begin)
     seeing = torch.where(first < begin, seeing, 0)
