@@ -60,7 +60,7 @@ METHOD = {
     "backward": "torch.autograd.grad of that call for all of them, with its preparation kernels and allocations",
     "ms": "calls back to back for `seconds` between two CUDA events, after a quarter of that, so that the power limit "
     "is reached: median over interleaved rounds; ms_range: min, max",
-    "tflops": "4·B·H·T²·D operations forward, half of that if causal, 2.5 times that backward",
+    "tflops": "2·B·H·T²·(D + D_v) operations forward, 2·B·H·T²·(3 D + 2 D_v) backward, half of that if causal",
     "ratio_to_cudnn": "speed relative to SDPA on cuDNN without decay: median over the rounds, each with its own cuDNN",
     "relative_error": "‖x − x64‖ / ‖x64‖ against float64 on the timed inputs: last head of the last batch entry; of "
     "sequences over 8192 tokens the last 2^26 / T query rows",
@@ -105,7 +105,8 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     """The options, defaults filled in for this machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = declare(parser, GPU_DEFAULTS if cuda else CPU_DEFAULTS)
-    option("--shapes", "shapes: batch, tokens, heads, head dimension", type=shape, nargs="+", metavar="B,T,H,D")
+    option("--shapes", "shapes: batch, tokens, heads, head dimension, and D_v if it is another", type=shape, nargs="+",
+           metavar="B,T,H,D")
     option("--dtype", "dtype of q, k, v", choices=tuple(DTYPES))
     option("--not-causal", "queries see the keys after their own, too", action="store_true", default=False)
     option("--deviation", "standard deviation of the logits q·k / √D", type=float, default=1.0)
@@ -129,10 +130,10 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """The type of an option that is B,T,H,D."""
+    """The type of an option that is B,T,H,D or B,T,H,D,D_v."""
     numbers = tuple(map(positive, text.split(",")))
-    if len(numbers) != 4:
-        raise argparse.ArgumentTypeError(f"expected B,T,H,D, got {text}")
+    if len(numbers) not in (4, 5):
+        raise argparse.ArgumentTypeError(f"expected B,T,H,D or B,T,H,D,D_v, got {text}")
     return numbers
 
 
@@ -170,10 +171,10 @@ def run(options: argparse.Namespace, argv: Sequence[str], device: str) -> int:
 
 def kernels_of(size: tuple[int, ...], options: argparse.Namespace) -> list[Kernel]:
     """cuDNN first, it is the measure; then the other peers, and ours with every decay that was asked for."""
-    batch, length, heads, head_dim = size
+    batch, length, heads, head_dim, *value_dim = size
     case = Case(
         batch, heads, length, head_dim, options.dtype, "scalar", options.mean_log_decay, not options.not_causal,
-        options.deviation,
+        options.deviation, *value_dim,
     )
     others = sorted(dict.fromkeys(options.peers), key=lambda name: name != peers.BASELINE)
     kernels = [Kernel(name, case, peers.OTHERS[name]) for name in others]
@@ -296,6 +297,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     if not found:
         return "nothing to time"
     size = "B{batch} T{length} H{heads} D{head_dim} {dtype}".format(**found[0])
+    size += "" if found[0]["value_dim"] is None else f", D_v{found[0]['value_dim']}"
     head = "".join(f"{row['direction'] + ' ms':>16} {'TFLOP/s':>8} {'/cuDNN':>7}" for row in found)
     lines = [f"\n{size}{'' if found[0]['causal'] else ', not causal'}", f"  {'':18}{head}"]
     for name in found[0]["kernels"]:

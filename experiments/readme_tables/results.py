@@ -16,9 +16,10 @@ class Refused(Exception):
 
 
 class Shape(NamedTuple):
-    """One attention problem with D_v = D."""
+    """One attention problem."""
 
     head_dim: int
+    value_dim: int
     length: int
     batch: int
     heads: int
@@ -66,6 +67,9 @@ class Results:
 
 def speeds(report: dict[str, Any]) -> Speeds:
     """The rows of benchmark_sustained.py."""
-    return {
-        (Shape(*(row[name] for name in Shape._fields)), row["direction"]): row["kernels"] for row in report["rows"]
-    }
+    found = {}
+    for row in report["rows"]:
+        value_dim = row.get("value_dim") or row["head_dim"]
+        shape = Shape(row["head_dim"], value_dim, row["length"], row["batch"], row["heads"], row["causal"])
+        found[shape, row["direction"]] = row["kernels"]
+    return found

@@ -15,6 +15,7 @@ OTHERS_FILE = "benchmark_sustained_flash_attn.json"
 # tables of their own: file, what is special, whether causal
 MORE_SPEEDS = (
     ("benchmark_sustained_not_causal.json", "Not causal", False),
+    ("benchmark_sustained_wide.json", "More than 128 columns (D, or D/D_v)", True),
     ("benchmark_sustained_logits.json", "Logits with a standard deviation of 16", True),
     ("benchmark_sustained_before.json", "In one process with an earlier commit", True),
     ("benchmark_sustained_before_triton.json", "The Triton kernels in one process with an earlier commit", True),
@@ -134,12 +135,16 @@ def attention(results: Results) -> list[str]:
     return tables
 
 
+def _dims(shape: Shape) -> str:
+    return f"{shape.head_dim}" if shape.value_dim == shape.head_dim else f"{shape.head_dim}/{shape.value_dim}"
+
+
 def _speed_table(found: Speeds, kernels: Any, causal: bool) -> list[str]:
     shapes = sorted({shape for shape, _ in found if shape.causal == causal})
     heads = {shape.heads for shape in shapes}
     assert len(heads) == 1, "one number of heads in a table"
     head = [f"forward / backward, H{heads.pop()}"]
-    head += [f"D{shape.head_dim} T{shape.length} B{shape.batch}" for shape in shapes]
+    head += [f"D{_dims(shape)} T{shape.length} B{shape.batch}" for shape in shapes]
     names = [name for name in LABELS if name in kernels and name != "cudnn"]
     rows = [[LABELS[name], *(_pair(found, shape, name, "ratio_to_cudnn", 2) for shape in shapes)] for name in names]
     # what others read first: ours in bold

@@ -9,15 +9,15 @@ DECAYS = ("scalar", "constant", "none")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DIRECTIONS = ("forward", "backward")
 
-# a backward has five matrix products per pair of query and key where a forward has two
+# a backward has five matrix products per pair of query and key where a forward has two, all alike if D_v = D
 BACKWARD_WORK = 2.5
 
 
 @dataclass(frozen=True)
 class Case:
-    """One self-attention problem with D_v = D; decay is "scalar", "constant" or "none" as in decay_attention.
+    """One self-attention problem; decay is "scalar", "constant" or "none" as in decay_attention.
 
-    deviation: the standard deviation of the logits, q·k / √D.
+    deviation: the standard deviation of the logits, q·k / √D. value_dim: D_v; None for D.
     """
 
     batch: int
@@ -29,17 +29,21 @@ class Case:
     mean_log_decay: float
     causal: bool = True
     deviation: float = 1.0
+    value_dim: int | None = None
 
     def __str__(self) -> str:
-        more = "" if self.causal else ", not causal"
+        more = "" if self.value_dim is None else f" D_v{self.value_dim}"
+        more += "" if self.causal else ", not causal"
         more += "" if self.deviation == 1 else f", logits of deviation {self.deviation:g}"
         return f"B{self.batch} H{self.heads} T{self.length} D{self.head_dim} {self.dtype}, decay {self.decay}{more}"
 
     def flops(self, direction: str) -> float:
-        """Useful work: 4·B·H·T²·D forward, causal half of it (so many pairs are visible), 2.5 times that backward."""
+        """Useful work: 2·B·H·T²·(D + D_v) forward, 2·B·H·T²·(3 D + 2 D_v) backward; causal half of it, as half of the
+        pairs are visible."""
         pairs = self.length**2 / 2 if self.causal else self.length**2
-        forward = 4 * self.batch * self.heads * pairs * self.head_dim
-        return forward * BACKWARD_WORK if direction == "backward" else forward
+        value_dim = self.value_dim or self.head_dim
+        products = 3 * self.head_dim + 2 * value_dim if direction == "backward" else self.head_dim + value_dim
+        return 2 * self.batch * self.heads * pairs * products
 
     def tflops(self, direction: str, milliseconds: float) -> float:
         """TFLOP/s of a call that took that long."""
@@ -59,21 +63,21 @@ def cases(
 
 
 def random_inputs(case: Case, device: str, seed: int) -> dict[str, Tensor]:
-    """q, k, v, grad_out (B, T, H, D), normal, q and k as large as the logits ask, and log_decay in natural log unless
-    the case has none.
+    """q, k (B, T, H, D), as large as the logits ask, v, grad_out (B, T, H, D_v), normal, and log_decay in natural log
+    unless the case has none.
 
     Scalar log-decays (B, T, H) are uniform in [2m, 0], m the case's mean log-decay; constant ones (H,) spread evenly
     over that interval.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (case.batch, case.length, case.heads, case.head_dim)
-    sizes = {"q": case.deviation**0.5, "k": case.deviation**0.5, "v": 1.0, "grad_out": 1.0}
+    shape = (case.batch, case.length, case.heads)
+    keys, values = (case.deviation**0.5, case.head_dim), (1.0, case.value_dim or case.head_dim)
     inputs = {
-        name: (size * torch.randn(shape, generator=generator, device=device)).to(DTYPES[case.dtype])
-        for name, size in sizes.items()
+        name: (size * torch.randn(*shape, dim, generator=generator, device=device)).to(DTYPES[case.dtype])
+        for name, (size, dim) in {"q": keys, "k": keys, "v": values, "grad_out": values}.items()
     }
     if case.decay == "scalar":
-        uniform = torch.rand(shape[:3], generator=generator, device=device)
+        uniform = torch.rand(shape, generator=generator, device=device)
         inputs["log_decay"] = 2 * case.mean_log_decay * uniform
     elif case.decay == "constant":
         inputs["log_decay"] = 2 * case.mean_log_decay * (torch.arange(case.heads, device=device) + 0.5) / case.heads

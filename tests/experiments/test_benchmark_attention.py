@@ -57,6 +57,9 @@ def test_work_is_that_of_the_matrix_products_over_half_of_the_pairs():
     assert SMALL.flops("forward") == 2 * 2 * SMALL.head_dim * pairs
     assert SMALL.flops("backward") == 5 * 2 * SMALL.head_dim * pairs
     assert dataclasses.replace(SMALL, causal=False).flops("backward") == 2 * SMALL.flops("backward")
+    wide = dataclasses.replace(SMALL, head_dim=192, value_dim=128)
+    assert wide.flops("forward") == 2 * (192 + 128) * pairs
+    assert wide.flops("backward") == 2 * (3 * 192 + 2 * 128) * pairs
     # B4 H16 T8192 D128: 550e9 operations, so one millisecond is 550 TFLOP/s
     big = Case(4, 16, 8192, 128, "bfloat16", "scalar", -0.01)
     assert big.tflops("forward", 1.0) == pytest.approx(4 * 4 * 16 * 8192**2 * 128 / 2 / 1e9)

@@ -235,7 +235,7 @@ def test_flash_attention_gets_its_own_layout(monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "cuda", "message"),
     [
-        (["--shapes", "1,2,3"], True, "expected B,T,H,D, got 1,2,3"),
+        (["--shapes", "1,2,3"], True, "expected B,T,H,D or B,T,H,D,D_v, got 1,2,3"),
         (["--shapes", "1,2,0,3"], True, "positive integer, got 0"),
         (["--decays", "linear"], True, "invalid choice: 'linear'"),
         (["--seconds", "0"], True, "--seconds: expected a positive number, got 0.0"),

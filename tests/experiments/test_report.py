@@ -137,7 +137,7 @@ def test_kernels_of_others_come_from_the_file_that_has_them(results):
     for row in others["rows"]:
         row["kernels"] |= {"fox": {"ratio_to_cudnn": 0.5}, "ours": {"ratio_to_cudnn": 9.0}}
     (results.folder / tables.OTHERS_FILE).write_text(json.dumps(others))
-    shape = Shape(64, 2048, 16, 16, True)
+    shape = Shape(64, 64, 2048, 16, 16, True)
     found = tables.ratios(results)
     assert found["fox", shape, "forward"] == 0.5
     assert found["ours", shape, "forward"] == 1.2

@@ -200,10 +200,7 @@ def gradients_kernel(
         BackwardConstants(zeros, ones, weights, bits),
         allocate_barriers(STAGES, D_OUT_STAGES, SLOTS, WIDE),
         make_pipeline(allocate_words(1), 1, 2),
-        STAGES,
-        D_OUT_STAGES,
-        SLOTS,
-        WIDE,
+        TILE,
     )
     shared.barriers.init(STAGES, D_OUT_STAGES, SLOTS, WIDE)
 
@@ -215,7 +212,7 @@ def gradients_kernel(
     kv_heads = entries * (heads // GROUP)
     schedule = KeySchedule(
         key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, right, decay.mirror, KEYS, ROWS, MODES,
+        row_tiles, left, right, decay.mirror, TILE, MODES,
     )
     sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc)
     if WIDE:

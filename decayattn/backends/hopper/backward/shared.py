@@ -125,7 +125,7 @@ class BackwardShared:
     @gluon.constexpr_function
     def __init__(
         self, keys, values, queries, d_outs, terms, differences, starts, d_scores, p, dq_parts, constants,
-        barriers, published, STAGES, D_OUT_STAGES, SLOTS, WIDE,
+        barriers, published, TILE,
     ):
         self.keys = keys
         self.values = values
@@ -140,10 +140,10 @@ class BackwardShared:
         self.constants = constants
         self.barriers = barriers
         self.published = published
-        self.STAGES = gl.constexpr(STAGES)
-        self.D_OUT_STAGES = gl.constexpr(D_OUT_STAGES)
-        self.SLOTS = gl.constexpr(SLOTS)
-        self.WIDE = gl.constexpr(WIDE)
+        self.STAGES = gl.constexpr(TILE.stages)
+        self.D_OUT_STAGES = gl.constexpr(TILE.d_out_stages)
+        self.SLOTS = gl.constexpr(TILE.slots)
+        self.WIDE = gl.constexpr(TILE.dim > 128)
 
     @gluon.jit
     def stage(self, n):

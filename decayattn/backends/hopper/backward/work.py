@@ -36,7 +36,8 @@ def side_count(DECAY, CAUSAL):
 
 @aggregate
 class KeySchedule:
-    """The lengths and heads of a call, what it is compiled for (kernel.BackwardModes), and the order of its work tiles.
+    """The lengths and heads of a call, what it is compiled for (kernel.BackwardTile and BackwardModes), and the order
+    of its work tiles.
 
     A chunk of `together` heads, whose rows fit the cache, takes turns tile by tile. Causal, the first key tiles are
     seen by the most rows and come first, so the last ones of several heads end at the same time. The last heads come
@@ -71,7 +72,7 @@ class KeySchedule:
     @gluon.constexpr_function
     def __init__(
         self, work_tiles, kv_heads, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles,
-        left, right, mirror, KEYS, ROWS, MODES,
+        left, right, mirror, TILE, MODES,
     ):
         self.work_tiles = work_tiles
         self.kv_heads = kv_heads
@@ -86,8 +87,8 @@ class KeySchedule:
         self.left = left
         self.right = right
         self.mirror = mirror
-        self.KEYS = gl.constexpr(KEYS)
-        self.ROWS = gl.constexpr(ROWS)
+        self.KEYS = gl.constexpr(TILE.keys)
+        self.ROWS = gl.constexpr(TILE.rows)
         self.GROUP = gl.constexpr(MODES.group)
         self.DECAY = gl.constexpr(MODES.decay)
         self.DECAY_GRADIENT = gl.constexpr(MODES.decay_gradient)
