@@ -142,7 +142,8 @@ def _family(rng: random.Random, longest: int) -> Family:
     if not aligned and _chance(rng, 0.08):
         dtype = "float64"
     if aligned:
-        dims = [rng.choice((64, 128, rng.randrange(8, 129, 8))) for _ in range(2)]
+        dims = [rng.choice((64, 128, rng.randrange(8, 129, 8), rng.choice((192, 256, rng.randrange(136, 257, 8)))))
+                for _ in range(2)]
     else:
         dims = [_head_dim(rng) for _ in range(2)]
     head_dim, value_dim = (dims[0], dims[0]) if _chance(rng, 0.4) else dims
@@ -156,8 +157,6 @@ def _family(rng: random.Random, longest: int) -> Family:
     scale = _weighted(rng, default=3, number=2, tensor=0 if aligned else 2)
     bias = "none" if aligned or layout == "packed" else _weighted(rng, none=5, float=2, bool=1)
     limited = (False, False) if _chance(rng, 0.6) else (_chance(rng, 0.8), _chance(rng, 0.7))
-    if aligned and not causal:
-        limited = (False, False)
     needs_grad = None
     if _chance(rng, 0.15):
         needs_grad = tuple(name for name in ("q", "k", "v", "log_decay", "scale", "bias", "sink") if _chance(rng, 0.5))

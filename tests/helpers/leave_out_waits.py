@@ -1,6 +1,6 @@
 """Leave out every wait, arrival and fence of the Hopper kernels, one at a time, and see whether that is noticed.
 
-    python tests/helpers/leave_out_waits.py                              # everything, on a CPU; about 20 minutes
+    python tests/helpers/leave_out_waits.py                              # everything, on a CPU; about half an hour
     python tests/helpers/leave_out_waits.py --directions backward --head-dims 64
 
 The kernels run on a CPU (gluon_on_cpu), several problems in several orders of their warps, until there is a race, a
@@ -55,7 +55,7 @@ Site = tuple[tuple[str, int], ...]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directions", nargs="+", choices=["forward", "backward"], default=["forward", "backward"])
-    parser.add_argument("--head-dims", nargs="+", type=int, choices=[64, 128], default=[64, 128])
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=[64, 128, 256], default=[64, 128, 256])
     options = parser.parse_args()
     torch.set_num_threads(1)
     for direction in options.directions:
