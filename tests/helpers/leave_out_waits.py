@@ -100,12 +100,16 @@ def problems(dim: int) -> dict[str, tuple[dict, dict]]:
     resets["log_decay"][:, [350, 420, 600]] = -torch.inf
     packed = make_packed(*PACKINGS[2], heads=2, dim=dim, outside=0)
     packed = {name: x.nan_to_num() if x.is_floating_point() else x for name, x in packed.items()}
+    wide = {}
+    if dim > 128:  # two tiles of dO are in flight then
+        wide["few columns of v"] = make(450, batch=1, heads=2, dim=dim, value_dim=128), {}
     return {
         "scalar": (make(450, batch=1, heads=3, dim=dim), {}),
         "both sides": (make(300, batch=1, heads=2, dim=dim, decay="constant"), dict(causal=False)),
         "none": (make(400, batch=1, heads=2, dim=dim, decay="none"), {}),
         "packed": (packed, dict(max_seqlen_q=300, max_seqlen_k=333)),
         "resets": (resets, {}),
+        **wide,
     }
 
 
