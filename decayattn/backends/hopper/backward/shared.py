@@ -111,7 +111,7 @@ class BackwardShared:
     terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
     differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the anchor of the rows minus α at the key tile's
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
-    d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS); then dk, from where it is stored
+    d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS), then dk; wide: (SLOTS, …)
     p: gl.shared_memory_descriptor  # (1, 64, ROWS) of a wide kernel: Pᵀ
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
     constants: BackwardConstants

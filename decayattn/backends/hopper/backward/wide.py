@@ -4,9 +4,8 @@ The two warpgroups share the 64 keys of a work tile. Each has half of the column
 all rows of a query tile, and half of the rows of the scores, for which it needs all columns. So P and dS go through
 shared memory. dq of a tile is multiplied beside the next one, in two parts of 64 columns::
 
-    consumer 0     S dq₋₁ dP of rows 0 to 31 | P, dS | dq₋₁ → P, dS to shared memory → dV dK of the first columns | S …
-    consumer 1     S dq₋₁ dP of rows 32 to 63 | …      one part beside dS,             and of the others          | S …
-                                                       the other beside dV, dK
+    each     S, dq₋₁ (1), dP | P | dq₋₁ (2) ∥ dS | P, dS → shared memory | dV, dK | S …
+             its rows                               waits for the other's   its columns
 
     barrier          stages         who arrives                      who waits
     d_outs_ready     D_OUT_STAGES   TMA: dO                          consumers, before dP
