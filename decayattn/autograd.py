@@ -75,9 +75,9 @@ torch.library.define(
 
 
 def attention(
-    problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool, prepared: Prepared | None = None
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """out and, with_lse, lse from a kernel backend, differentiable once. The operators use nothing that is prepared."""
+    """out and, with_lse, lse from a kernel backend, differentiable once."""
     # not inputs.tensors: torch 2.10 cannot trace a property of a NamedTuple
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     if compatibility.has_tangent(tensors):
@@ -88,7 +88,7 @@ def attention(
     if _watched(tensors):
         out, lse, *_ = torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
     else:
-        out, lse, *_ = _with_gradient(problem, inputs, modes, with_lse, prepared)
+        out, lse, *_ = _with_gradient(problem, inputs, modes, with_lse)
     return out, lse if with_lse else None
 
 
@@ -107,9 +107,10 @@ def _watched(tensors: Iterable[Tensor]) -> bool:
 # The functions behind the operators
 
 
-def _forward(
+def forward(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool, prepared: Prepared | None = None
 ) -> tuple[Tensor, Tensor | None, Saved]:
+    """`attention` of which autograd records nothing, and what `backward` reads; no tracer sees either."""
     launcher, sink = registry.loaded(registry.resolve(problem, backend, inputs)), inputs.sink
     out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None, prepared)
     if sink is not None:
@@ -123,14 +124,15 @@ def _forward(
     return out, lse, saved
 
 
-def _backward(
+def backward(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, out: Tensor, saved: Saved, d_out: Tensor,
-    d_lse: Tensor | None, asked: Asked,
+    d_lse: Tensor | None, asked: Asked, dq: Tensor | None = None,
 ) -> Gradients:
+    """The gradients of a `forward`. dq: where that of q goes, with any strides but in the last dimension."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     launcher = registry.loaded(registry.resolve(problem, backend, inputs, deterministic))
     gradients = launcher.backward(
-        problem, inputs, out, saved, d_out, d_lse, asked.decay_gradient, asked.bias_gradient
+        problem, inputs, out, saved, d_out, d_lse, asked.decay_gradient, asked.bias_gradient, dq
     )
     if not asked.sink_gradient:
         return gradients
@@ -179,7 +181,7 @@ def _tensor(x: Tensor | None, like: Tensor) -> Tensor:
 
 def _forward_operator(*arguments):
     inputs, modes, (with_lse,) = _split(arguments)
-    out, lse, saved = _forward(_problem_of(inputs, modes), inputs, modes.backend, with_lse)
+    out, lse, saved = forward(_problem_of(inputs, modes), inputs, modes.backend, with_lse)
     like = saved.row_lse2
     saved = saved._replace(base=saved.base.flatten(), sink_probability=_tensor(saved.sink_probability, like))
     return out, _tensor(lse if with_lse else None, like), *saved
@@ -190,7 +192,7 @@ def _backward_operator(*arguments):
     problem = _problem_of(inputs, modes)
     heads = problem.batch, problem.num_heads
     saved = saved._replace(base=saved.base.view(*heads, saved.base.numel() // max(1, math.prod(heads))))
-    gradients = _backward(problem, inputs, modes.backend, out, saved, d_out, d_lse, asked)
+    gradients = backward(problem, inputs, modes.backend, out, saved, d_out, d_lse, asked)
     return tuple(_tensor(x, saved.row_lse2) for x in gradients)
 
 
@@ -256,7 +258,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     if ctx.problem is not None and not torch.is_grad_enabled() and not _watched((d_out,)):
-        gradients = _backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, asked)
+        gradients = backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, asked)
     else:
         # where gradients are recorded, it is to be differentiated, which this operator refuses
         is_seen = torch.is_grad_enabled() or compatibility.below_autograd is None
@@ -290,28 +292,28 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *_, problem, inputs, modes, with_lse, prepared = arguments
-        output = _without_gradient(problem, inputs, modes, with_lse, prepared)
+        *_, problem, inputs, modes, with_lse = arguments
+        output = _without_gradient(problem, inputs, modes, with_lse)
         _keep(ctx, problem, inputs, modes, with_lse, output)
         # with a problem the others are not asked for, and an output takes the host's time, here and in the backward
         return output if problem is None else output[:2]
 
     @staticmethod
     def backward(ctx, *gradients):
-        return *_differentiate(ctx, *gradients), None, None, None, None, None
+        return *_differentiate(ctx, *gradients), None, None, None, None
 
 
-def _with_gradient(problem, inputs, modes, with_lse, prepared=None):
+def _with_gradient(problem, inputs, modes, with_lse):
     """out, lse and, at the operator, what was saved."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors):
         # autograd looks for tensors among the arguments, not inside of them
-        return _Differentiable.apply(*inputs.tensors, problem, inputs, modes, with_lse, prepared)
-    return _without_gradient(problem, inputs, modes, with_lse, prepared)
+        return _Differentiable.apply(*inputs.tensors, problem, inputs, modes, with_lse)
+    return _without_gradient(problem, inputs, modes, with_lse)
 
 
-def _without_gradient(problem, inputs, modes, with_lse, prepared):
+def _without_gradient(problem, inputs, modes, with_lse):
     if problem is not None:
-        out, lse, saved = _forward(problem, inputs, modes.backend, with_lse, prepared)
+        out, lse, saved = forward(problem, inputs, modes.backend, with_lse)
         return out, lse, *saved
     with compatibility.below_autograd():
         return torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)

@@ -11,7 +11,6 @@ from decayattn.problem import (
     AttentionProblem,
     BackendName,
     Inputs,
-    Prepared,
     SkipTolerance,
     autocast_dtype,
     check_arguments,
@@ -333,13 +332,13 @@ def visited_fraction(
 
 
 def attend(
-    problem: AttentionProblem, inputs: Inputs, backend: BackendName, return_lse: bool, prepared: Prepared | None = None
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """out and lse, which is None if it is not asked for and a kernel backend runs; arguments were checked."""
     chosen = registry.select(problem, backend)
     if chosen == "reference":
         return reference.attention(problem, inputs)
-    return autograd.attention(problem, inputs, chosen, return_lse, prepared)
+    return autograd.attention(problem, inputs, chosen, return_lse)
 
 
 def _bounds_in_entries(

@@ -346,7 +346,7 @@ def compiled_kernels(
                 rows = exchange.pack_sent(segments, parts)
                 exchange.extend(segments, rows, parts, length)
                 for asked in (parts, grads):
-                    exchange.add_returned(segments, exchange.pack_returned(segments, asked), asked, 96)
+                    exchange.add_returned(segments, exchange.pack_returned(segments, asked), asked, asked, 96)
         return kernels
     inputs = Inputs(q, k, v, log_decay, bounds=bounds, bias=bias, scale=scale)
     with collecting(target) as kernels:

@@ -101,8 +101,10 @@ class Backend(Protocol):
         d_lse: Tensor | None,
         decay_gradient: bool,
         bias_gradient: bool,
+        dq: Tensor | None = None,
     ) -> Gradients:
-        """Of q, k, v and a scale per row, and as asked for of log_decay and bias."""
+        """Of q, k, v and a scale per row, and as asked for of log_decay and bias. dq: where that of q goes, with any
+        strides but in the last dimension."""
 
 
 @functools.cache

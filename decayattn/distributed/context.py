@@ -234,7 +234,7 @@ def fetched_tokens(
     sight = fetching.Sight(window_of(window_size, True)[0], None, cu_seqlens)
     tolerance = problem.skip_tolerance / fetching.shares(problem)
     scale = number if row_scale is None else row_scale
-    fetch = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance)
+    fetch = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance).wait()
     offsets = torch.tensor(slices.offsets[:-1], device=q.device)
     return offsets[:, None, None] - fetch.first
 

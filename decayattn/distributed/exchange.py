@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,21 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
+def on_host(x: Tensor) -> Callable[[], list]:
+    """Its numbers as a list, for which the host waits no longer than for what was launched before this."""
+    if x.device.type != "cuda":
+        return x.tolist
+    there = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+    there.copy_(x, non_blocking=True)
+    copied = torch.cuda.current_stream(x.device).record_event()
+
+    def numbers() -> list:
+        copied.synchronize()
+        return there.tolist()
+
+    return numbers
+
+
 def gather(own: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     """(ranks, ·): a tensor of every rank."""
     everyone = own.new_empty(ranks, *own.shape)
@@ -60,6 +75,20 @@ def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group:
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
     return received
+
+
+def all_to_all_beside(
+    rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """The same beside what is launched before the result is asked for."""
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    work = dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group, async_op=True)
+
+    def result() -> Tensor:
+        work.wait()
+        return received
+
+    return result
 
 
 def pack(parts: Sequence[Tensor], multiple: int = 1) -> Tensor:

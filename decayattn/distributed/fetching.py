@@ -5,7 +5,7 @@ tolerance.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decayattn.distributed.exchange import Slices, gather, on_device
-from decayattn.problem import GRANULE, AttentionProblem, DecayPrefix, is_reset
+from decayattn.distributed.exchange import Slices, gather, on_device, on_host
+from decayattn.problem import AttentionProblem, DecayPrefix, is_reset
 
 if TYPE_CHECKING:
     from decayattn.backends.planning import exchange
@@ -24,6 +24,13 @@ _NEVER = 2**31 - 1
 
 def _of_one_mind() -> None:
     """Ranks whose options nobody compares."""
+
+
+class Pending(NamedTuple):
+    """A Fetch that the GPU may still be planning."""
+
+    terms: tuple[Tensor, Tensor] | None  # skipping.summaries of this rank's slice, if its plan needed them
+    wait: Callable[[], "Fetch"]
 
 
 class Sight(NamedTuple):
@@ -50,15 +57,14 @@ def shares(problem: AttentionProblem) -> int:
 class Fetch:
     """Who fetches which keys: every rank those of a batch entry and key head from one token on up to its slice.
 
-    What only the exchange asks is counted then: the rows that see nothing of it are on their way before.
+    What only the exchange asks is counted then.
     """
 
     slices: Slices
     begins: Tensor  # (ranks, B·H_kv) int64: that token on the axis of all slices, never behind the slice's begin
     kv_heads: int
     hosts: list[list[int]]  # begins, as the host knows it
-    rows: int  # of this rank's slice; those from here on see nothing before the slice
-    terms: tuple[Tensor, Tensor] | None  # skipping.summaries of this rank's slice, if its plan needed them
+    rows: Sequence[int]  # of every rank's slice: those from here on see nothing before the slice
 
     @property
     def first(self) -> Tensor:
@@ -118,30 +124,33 @@ class Fetch:
 def fetch(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     sight: Sight, tolerance: float, agree: Callable[[], None] = _of_one_mind, prefix: DecayPrefix | None = None,
-) -> Fetch:
+) -> Pending:
     """What every rank fetches, so that no row loses more than the tolerance; 0 fetches all that a row sees.
 
     problem is the slice on its own. Without a decay or with a reach, and without packed sequences, nothing is asked of
     other ranks, nor does the host wait for a GPU; else it does, once, and agree is called before the first collective.
     prefix: of log_decay, if it is there.
     """
-    pairs = problem.batch * problem.num_kv_heads
-    offsets, length = slices.offsets, problem.query_length
+    kv_heads = problem.num_kv_heads
+    pairs = problem.batch * kv_heads
+    offsets = slices.offsets
     if sight.reach is not None or (log_decay is None and sight.cu_seqlens is None):
         reach = min(x for x in (sight.reach, sight.left, offsets[-1]) if x is not None and x >= 0)
         begins = [max(0, begin - reach) for begin in offsets[:-1]]
-        hosts = [[begin] * pairs for begin in begins]
-        sees = length if sight.left < 0 else min(length, sight.left)
+        sees = slices.lengths if sight.left < 0 else [min(length, sight.left) for length in slices.lengths]
         of_all = on_device(tuple(begins), q.device)[:, None].expand(slices.ranks, pairs)
-        return Fetch(slices, of_all, problem.num_kv_heads, hosts, sees, None)
+        known = Fetch(slices, of_all, kv_heads, [[begin] * pairs for begin in begins], sees)
+        return Pending(None, lambda: known)
     found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance, agree, prefix)
     everyone = gather(found, slices.ranks, slices.group)
-    hosts = everyone.tolist()
-    seeing = hosts[slices.rank][-1]
-    if terms is not None:
-        seeing = min(length, -(-seeing // GRANULE) * GRANULE)  # the other rows are whole granules of the terms
-    hosts = [begins[:-1] for begins in hosts]
-    return Fetch(slices, everyone[:, :-1], problem.num_kv_heads, hosts, seeing, terms)
+    numbers = on_host(everyone)
+
+    def wait() -> Fetch:
+        hosts = numbers()
+        begins, rows = [of_rank[:-1] for of_rank in hosts], [of_rank[-1] for of_rank in hosts]
+        return Fetch(slices, everyone[:, :-1], kv_heads, begins, rows)
+
+    return Pending(terms, wait)
 
 
 def first_keys(
@@ -149,7 +158,7 @@ def first_keys(
     sight: Sight, tolerance: float, agree: Callable[[], None] = _of_one_mind, prefix: DecayPrefix | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Flat int64: for every (B, H_kv) the first token that this rank fetches, on the axis of all slices, its own first
-    one if none; and a number of rows: those from it on see nothing before their slice. And Fetch's terms."""
+    one if none; and a number of rows: those from it on see nothing before their slice. And Pending's terms."""
     begin, length, left = slices.begin, problem.query_length, sight.left
     # what the window leaves
     lowest, rows = (0, length) if left < 0 else (max(0, begin - left), min(length, left))

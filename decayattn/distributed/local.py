@@ -1,11 +1,24 @@
 """The calls that a rank makes on its own, once the keys are there."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from decayattn.functional import attend, decay_attention, decay_attention_varlen
-from decayattn.problem import AttentionProblem, Inputs, Prepared, tolerance_of, window_of
+from decayattn import autograd, reference
+from decayattn.backends import registry
+from decayattn.functional import decay_attention, decay_attention_varlen
+from decayattn.problem import (
+    AttentionProblem,
+    BackendName,
+    Gradients,
+    Inputs,
+    Prepared,
+    Saved,
+    tolerance_of,
+    window_of,
+)
 
 
 class Packed(NamedTuple):
@@ -34,15 +47,52 @@ def attention(
     return result[None] if isinstance(result, Tensor) else (result[0][None], result[1][None])
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float, return_lse: bool,
-    options: dict[str, Any], prepared: Prepared,
-) -> tuple[Tensor, Tensor | None]:
-    """decay_attention of arguments that were checked; what is prepared need not be used."""
-    row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
-    inputs = Inputs(q, k, v, log_decay, row_scale, sink=options["sink"], scale=number)
-    problem = AttentionProblem.of(
-        q, v, log_decay, row_scale, True, window_of(options["window_size"], True),
-        skip_tolerance=tolerance_of(options["skip_tolerance"], q.dtype),
-    )
-    return attend(problem, inputs, options["backend"], return_lse, prepared)
+class Call(NamedTuple):
+    """decay_attention of causal rows whose arguments were checked: a forward and a backward of a caller's Function."""
+
+    problem: AttentionProblem
+    inputs: Inputs
+    backend: BackendName
+
+    @classmethod
+    def of(cls, inputs: Inputs, options: dict[str, Any]) -> "Call":
+        problem = AttentionProblem.of(
+            inputs.q, inputs.v, inputs.log_decay, inputs.row_scale, True, window_of(options["window_size"], True),
+            skip_tolerance=tolerance_of(options["skip_tolerance"], inputs.q.dtype),
+        )
+        return cls(problem, inputs, registry.select(problem, options["backend"]))
+
+    def forward(self, with_lse: bool, prepared: Prepared) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        """lse, if it is asked for, and what the backward reads; the result goes to the prepared place."""
+        if self.backend == "reference":
+            out, of_rows = reference.attention(self.problem, self.inputs)
+            prepared.out.copy_(out)
+            return of_rows, ()
+        _, lse, saved = autograd.forward(self.problem, self.inputs, self.backend, with_lse, prepared)
+        return lse, saved
+
+    def backward(
+        self, out: Tensor, saved: Sequence[Tensor | None], d_out: Tensor, d_lse: Tensor | None, asked: autograd.Asked,
+        dq: Tensor,
+    ) -> Gradients:
+        """dq: where that of q goes."""
+        if self.backend == "reference":
+            found = self._differentiated(d_out, d_lse)
+            dq.copy_(found.dq)
+            return found
+        of_forward = Saved(*saved)  # type: ignore[arg-type]  # that of no sink is None
+        return autograd.backward(self.problem, self.inputs, self.backend, out, of_forward, d_out, d_lse, asked, dq)
+
+    def _differentiated(self, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
+        """By autograd, through another forward of the reference."""
+        with torch.enable_grad():
+            leaves = {
+                name: x.detach().requires_grad_()
+                for name, x in self.inputs._asdict().items() if isinstance(x, Tensor)
+            }
+            out, lse = reference.attention(self.problem, Inputs(**leaves, scale=self.inputs.scale))
+            outputs, grads = ([out], [d_out]) if d_lse is None else ([out, lse], [d_out, d_lse])
+            found = dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), grads), strict=True))
+        return Gradients(
+            found["q"], found["k"], found["v"], found.get("log_decay"), found.get("row_scale"), None, found.get("sink")
+        )

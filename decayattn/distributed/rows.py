@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from decayattn.distributed.exchange import pack, unpack
 from decayattn.distributed.fetching import Fetch
 
-Parts = Sequence[Tensor | None]
+Parts = Sequence[Tensor | None]  # those of moving.py
 
 
 def pack_sent(fetch: Fetch, parts: Parts) -> Tensor:
@@ -51,18 +50,18 @@ def extend(fetch: Fetch, rows: Tensor, parts: Parts, tokens: int) -> list[Tensor
     return _in_place(parts, result)
 
 
-def add_returned(fetch: Fetch, rows: Tensor, grads: Parts, tokens: int) -> list[Tensor | None]:
-    """Of the gradients of the halo and the first tokens of the slice, those of the slice, others' 0, plus what every
-    rank sends back: in float32 at least and rank by rank, the same bits every time."""
-    where, others = _sent(fetch), fetch.slices.end - fetch.slices.begin - tokens
-    own = _by_kv_head(fetch, grads)
-    result = []
-    for x, part in zip(own, unpack(rows, own), strict=True):
-        x = x[:, fetch.halo :]
-        result.append(_added(pad(x, (0, 0, 0, 0, 0, others)) if others else x, part, where, fetch))
-    if grads[2] is not None:
+def add_returned(fetch: Fetch, rows: Tensor, totals: Parts, grads: Parts, tokens: int) -> list[Tensor | None]:
+    """Gradients of the slice, plus those of its first tokens on the axis of halo and slice, plus what every rank sends
+    back: in float32 at least and rank by rank, the same bits every time."""
+    where, own = _sent(fetch), _by_kv_head(fetch, totals)
+    others = [x[:, fetch.halo : fetch.halo + tokens] for x in _by_kv_head(fetch, grads)]
+    result = [
+        _added(x, of_first, part, where, fetch)
+        for x, of_first, part in zip(own, others, unpack(rows, own), strict=True)
+    ]
+    if totals[2] is not None:
         result[-1] = result[-1].flatten(2)
-    return _in_place(grads, result)
+    return _in_place(totals, result)
 
 
 def _by_kv_head(fetch: Fetch, parts: Parts) -> list[Tensor]:
@@ -104,16 +103,16 @@ def _rows(begin: Tensor, end: Tensor | int, total: int) -> tuple[Tensor, Tensor,
     return segment // heads % entries, token, segment % heads
 
 
-def _added(own: Tensor, rows: Tensor, where: tuple[Tensor, ...], fetch: Fetch) -> Tensor:
-    """A gradient plus what every rank sends back for some rows, in float32 at least and rank by rank: the same bits
-    every time."""
-    if not len(rows):
+def _added(own: Tensor, of_first: Tensor, rows: Tensor, where: tuple[Tensor, ...], fetch: Fetch) -> Tensor:
+    """A gradient plus another one of its first tokens, plus what every rank sends back for some rows."""
+    if not len(rows) and not of_first.shape[1]:
         return own
-    total = own[:, fetch.kept :].to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    total = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    total[:, : of_first.shape[1]] += of_first
     entry, token, head = where
     begin = 0
     for number in fetch.send:
         part = slice(begin, begin + number)
-        total[entry[part], token[part] - fetch.kept, head[part]] += rows[part]
+        total[entry[part], token[part], head[part]] += rows[part]
         begin += number
-    return torch.cat([own[:, : fetch.kept], total.to(own.dtype)], 1)
+    return total.to(own.dtype)

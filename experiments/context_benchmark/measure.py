@@ -60,11 +60,13 @@ def counted(received: list[int]) -> Iterator[None]:
     """Bytes that all_to_all_single brings from other ranks, call by call."""
     exchange = dist.all_to_all_single
 
-    def counting(output: Tensor, rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> object:
+    def counting(
+        output: Tensor, rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup, **options: bool
+    ) -> object:
         others = sum(receive) - receive[dist.get_rank(group)]
         width = output.nbytes // max(1, len(output))
         received.append(others * width)
-        return exchange(output, rows, receive, send, group=group)
+        return exchange(output, rows, receive, send, group=group, **options)
 
     dist.all_to_all_single = counting
     try:

@@ -1,7 +1,7 @@
 """Context parallelism against one process: what every rank of a group computes and compares."""
 
+import contextlib
 import copy
-import functools
 import itertools
 import math
 import os
@@ -13,7 +13,14 @@ import torch.utils.checkpoint
 from context_benchmark import checks
 
 from decayattn import DecayFlashAttention, compatibility, decay_attention, decay_attention_varlen
-from decayattn.distributed import ContextParallel, context_parallel_attention, fetched_tokens, fetching, local
+from decayattn.distributed import (
+    ContextParallel,
+    context_parallel_attention,
+    fetched_tokens,
+    fetching,
+    local,
+    two_calls,
+)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import quick_interpreter
@@ -195,18 +202,61 @@ def planned(group, *, lengths="equal", options=None, backend="triton", **inputs)
     return worst, fetched_tokens(**own, group=group, lengths=lengths, **options or {}).tolist()
 
 
-def calls(group, **case):
-    """`compare`, and how many calls of attention a slice is in its forward."""
-    counted = []
+@contextlib.contextmanager
+def counted_calls():
+    """How many rows each call of attention has in the forwards of slices."""
+    counted, forward = [], local.Call.forward
 
-    def counting(attend, *args):
-        counted.append(args[0].shape[1])
-        return attend(*args)
+    def counting(call, *args):
+        counted.append(call.problem.query_length)
+        return forward(call, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("attention", "causal_attention"):
-            patch.setattr(local, name, functools.partial(counting, getattr(local, name)))
+        patch.setattr(local.Call, "forward", counting)
+        yield counted
+
+
+def calls(group, **case):
+    """`compare`, and how many calls of attention a slice is in its forward."""
+    with counted_calls() as counted:
         return compare(group, "halo", **case), counted
+
+
+def calls_in_turn(group, resets, length=100, **case):
+    """`calls` one after the other, of slices whose token `resets` is the first one that resets (None: there is none);
+    what the second and later calls in a row with as many first rows have is expected."""
+    ranks, found = dist.get_world_size(group), []
+    lengths = lengths_of("equal", length, ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_calls, "CALLS", 2)
+        patch.setattr(two_calls, "_expected", two_calls._Expected())
+        for seed, token in enumerate(resets):
+            inputs, d_out, d_lse = make(seed, length=length, **case)
+            if token is not None:
+                inputs["log_decay"][:, token :: lengths[0]] = -math.inf
+            expected = whole(inputs, d_out, d_lse, backend="reference")
+            with counted_calls() as counted:
+                computed, mine = parallel(group, inputs, d_out, d_lse, lengths, backend="reference")
+            found.append((max(errors(computed, expected, mine).values()), counted))
+    return found
+
+
+def expected_on_gpus(group, means):
+    """`calls_in_turn` of kernels: with what is expected and without, for every mean decay: whether the results have the
+    same bits, and how many rows the calls have."""
+    rank, found = dist.get_rank(group), []
+    for mean in means:
+        inputs, _, _ = make(length=4096, batch=1, dim=64, value_dim=64, mean=mean, dtype=torch.bfloat16, device="cuda")
+        own = {name: x[:, rank * 2048 : (rank + 1) * 2048] for name, x in inputs.items()}
+        results, counts = [], []
+        for calls_before in (2, math.inf):
+            with pytest.MonkeyPatch.context() as patch, counted_calls() as counted:
+                patch.setattr(two_calls, "CALLS", calls_before)
+                out, lse = context_parallel_attention(**own, group=group, return_lse=True)
+            results.append((out, lse))
+            counts.append(counted)
+        found.append((all(torch.equal(x, y) for x, y in zip(*results, strict=True)), counts))
+    return found
 
 
 def changed_in_place(group, length, **options):
@@ -229,10 +279,10 @@ def sent_bytes(group, mode, **options):
     inputs, d_out, d_lse = make(**options)
     counted, exchange = [], dist.all_to_all_single
 
-    def counting(received, rows, receive, send, group):
+    def counting(received, rows, receive, send, group, **options):
         rank = dist.get_rank(group)
         counted.append((sum(send) - send[rank]) * rows[:1].nbytes if len(rows) else 0)
-        return exchange(received, rows, receive, send, group=group)
+        return exchange(received, rows, receive, send, group=group, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)

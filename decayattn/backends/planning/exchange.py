@@ -69,11 +69,11 @@ class _Part(NamedTuple):
     halves: bool  # they are twice as wide as a row's: each has two of those
 
 
-def launch_for(segments: Segments, parts: Parts) -> Launch:
+def launch_for(segments: Segments, *tensors: Tensor | None) -> Launch:
     """Numbers of tokens are arguments that no kernel is specialised for; the others follow from these."""
     ranks, pairs = segments.begins.shape
     modes = segments.rank, ranks, pairs, segments.heads
-    return launching.of_call(segments.begins.device, (segments.begins, *parts), *modes)
+    return launching.of_call(segments.begins.device, (segments.begins, *tensors), *modes)
 
 
 def pack_sent(segments: Segments, parts: Parts) -> Tensor:
@@ -100,19 +100,16 @@ def extend(segments: Segments, rows: Tensor, parts: Parts, tokens: int) -> list[
     return extended
 
 
-def add_returned(segments: Segments, rows: Tensor, grads: Parts, tokens: int) -> list[Tensor | None]:
-    """Of the gradients of the halo and the first tokens of the slice, those of the slice, others' 0, plus what every
+def add_returned(segments: Segments, rows: Tensor, totals: Parts, grads: Parts, tokens: int) -> list[Tensor | None]:
+    """Gradients of the slice, in place, plus those of its first tokens on the axis of halo and slice, plus what every
     rank sends back: in float32 at least and rank by rank, the same bits every time."""
-    if not segments.sent and tokens == segments.length:
-        return [None if x is None else x[:, segments.halo :] for x in grads]
-    added = [None if x is None else x.new_empty(x.shape[0], segments.length, *x.shape[2:]) for x in grads]
-    if segments.begins.shape[1] and segments.length:
+    if segments.begins.shape[1] and segments.length and (segments.sent or tokens):
         _launch(
-            _add, segments, grads,
-            rows, *_strided(segments, grads), *added, _where(segments), segments.halo, tokens, segments.kept,
-            segments.length,
+            _add, segments, totals,
+            rows, *_strided(segments, totals), *_strided(segments, grads), _where(segments), segments.halo, tokens,
+            segments.kept, segments.length, others=grads,
         )
-    return added
+    return list(totals)
 
 
 def _packed(
@@ -127,10 +124,13 @@ def _packed(
     return rows
 
 
-def _launch(kernel: triton.runtime.JITFunction, segments: Segments, parts: Parts, *args, **constants) -> None:
+def _launch(
+    kernel: triton.runtime.JITFunction, segments: Segments, parts: Parts, *args, others: Parts = (), **constants
+) -> None:
+    """parts: what a row has, and others: what else the kernel reads, of the caller's."""
     device = segments.begins.device
     with launching.on_device(device):
-        launch_for(segments, parts)(
+        launch_for(segments, *parts, *others)(
             kernel, _PROGRAMS * launching.multiprocessors(device), *args, **_row(segments, parts), **constants,
             num_warps=_WARPS, **COMPILER_OPTIONS,
         )
@@ -322,36 +322,42 @@ def _extend_part(
 
 @triton.jit(do_not_specialize=["halo", "tokens", "kept", "length"])
 def _add(
-    rows, k, v, log_decay, added_k, added_v, added_log_decay, where, halo, tokens, kept, length,
+    rows, total_k, total_v, total_log_decay, k, v, log_decay, where, halo, tokens, kept, length,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, ROW: tl.constexpr,
 ):
-    """`add_returned`"""
-    for tile in range(tl.program_id(0), where.pairs * tl.cdiv(length, TOKENS), tl.num_programs(0)):
-        if k is not None:
-            _add_part(rows, k, added_k, where, tile, halo, tokens, kept, length, K, ROW)
-        if v is not None:
-            _add_part(rows, v, added_v, where, tile, halo, tokens, kept, length, V, ROW)
-        if log_decay is not None:
-            _add_part(rows, log_decay, added_log_decay, where, tile, halo, tokens, kept, length, DECAY, ROW)
+    """`add_returned`: of every pair, the tiles that have one of the first tokens, and those from `kept` on."""
+    tiles = tl.cdiv(length, TOKENS)
+    firsts = tl.minimum(tl.cdiv(tokens, TOKENS), tiles)
+    begin = tl.maximum(kept // TOKENS, firsts)
+    of_pair = firsts + tl.maximum(tiles - begin, 0)
+    for tile in range(tl.program_id(0), where.pairs * of_pair, tl.num_programs(0)):
+        pair, n = (tile // of_pair).to(tl.int64), tile % of_pair
+        token = tl.where(n < firsts, n, begin + n - firsts) * TOKENS + tl.arange(0, TOKENS)
+        if total_k is not None:
+            _add_part(rows, total_k, k, where, pair, token, halo, tokens, length, K, ROW)
+        if total_v is not None:
+            _add_part(rows, total_v, v, where, pair, token, halo, tokens, length, V, ROW)
+        if total_log_decay is not None:
+            _add_part(rows, total_log_decay, log_decay, where, pair, token, halo, tokens, length, DECAY, ROW)
 
 
 @triton.jit
-def _add_part(rows, x, added, where, tile, halo, tokens, kept, length, PART: tl.constexpr, ROW: tl.constexpr):
-    tiles = tl.cdiv(length, TOKENS)
-    pair = (tile // tiles).to(tl.int64)
+def _add_part(rows, totals, x, where, pair, token, halo, tokens, length, PART: tl.constexpr, ROW: tl.constexpr):
     entry, head = pair // where.heads, pair % where.heads
-    token, column = tile % tiles * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PART.width)
-    position = tl.load(where.offsets + where.rank) + token
+    column = tl.arange(0, PART.width)
     is_number = (column < PART.numbers)[None, :]
-    ACCUMULATOR: tl.constexpr = tl.float64 if x.data.dtype.element_ty == tl.float64 else tl.float32
-    has_own = (token < tokens)[:, None] & is_number
-    total = tl.load(_numbers(x, entry, head, halo + token, column), mask=has_own, other=0.0).to(ACCUMULATOR)
+    here, inside = _numbers(totals, entry, head, token, column), (token < length)[:, None] & is_number
+    ACCUMULATOR: tl.constexpr = tl.float64 if totals.data.dtype.element_ty == tl.float64 else tl.float32
+    total = tl.load(here, mask=inside, other=0.0).to(ACCUMULATOR)
+    is_first = (token < tokens)[:, None] & is_number
+    of_first = tl.load(_numbers(x, entry, head, halo + token, column), mask=is_first, other=0.0)
+    total += of_first.to(ACCUMULATOR)
+    position = tl.load(where.offsets + where.rank) + token
     of_peer = tl.full([], 0, tl.int64)
-    for peer in range(where.rank + 1, tl.where((tile % tiles + 1) * TOKENS > kept, where.ranks, 0)):
+    for peer in range(where.rank + 1, where.ranks):
         begin, _, of_segment, number = _segment(where, peer, pair, True)
         there = (position >= begin) & (token < length)
         returned = _load_of_rows(rows, of_peer + of_segment + position - begin, there, column, PART, ROW)
-        total = tl.where(there[:, None], total + returned.to(ACCUMULATOR), total)
+        total += returned.to(ACCUMULATOR)  # 0 where there is no row
         of_peer += number
-    here = _contiguous_numbers(added, entry, head, token, column, length, where.heads, PART.numbers)
-    tl.store(here, total.to(added.dtype.element_ty), mask=(token < length)[:, None] & is_number)
+    tl.store(here, total.to(totals.data.dtype.element_ty), mask=inside)

@@ -105,6 +105,7 @@ def backward(
     d_lse: Tensor | None,
     decay_gradient: bool,
     bias_gradient: bool,
+    dq: Tensor | None = None,
 ) -> Gradients:
     """Of q, k, v and a scale per row, and as asked for of log_decay and bias."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
@@ -113,7 +114,8 @@ def backward(
     decay_leaf, bias_leaf = log_decay if decay_gradient else None, bias if bias_gradient else None
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
-        dq, dk, dv = map(contiguous_like, (q, k, v))
+        into, dq = dq, contiguous_like(q) if dq is None else dq
+        dk, dv = map(contiguous_like, (k, v))
         row_scale_grad = torch.empty_like(row_lse2) if problem.row_scale else None
         if problem.is_empty:
             for gradient in (dq, dk, dv, row_scale_grad):
@@ -129,7 +131,7 @@ def backward(
         column_sums = None
         if decay_gradient and problem.decay == "scalar":
             column_sums = torch.empty_like(prefix.beta, dtype=delta.dtype)
-        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, d_out, d_lse, out)
+        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, d_out, d_lse, out, into)
         deterministic = torch.are_deterministic_algorithms_enabled()
         asked = (decay_gradient, bias_gradient, deterministic)
         modes = (problem, skipping.is_planned(problem), _shape(bias), *asked)

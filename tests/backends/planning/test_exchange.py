@@ -52,7 +52,7 @@ class Case:
         if reach:
             begins = of_all = begins[:, :1].expand_as(begins)
         self.fetches = [
-            Fetch(Slices(self.lengths, rank, None), of_all.to(device), kv_heads, begins.tolist(), 0, None)
+            Fetch(Slices(self.lengths, rank, None), of_all.to(device), kv_heads, begins.tolist(), (0,) * ranks)
             for rank in range(ranks)
         ]
         self.parts = [self.of(length) for length in self.lengths]
@@ -91,8 +91,10 @@ class Case:
             assert_same([exchange.pack_returned(fetch.segments, grads[-1])], sent[-1:])
         received = exchanged(sent, [fetch.receive for fetch in self.fetches])
         for fetch, of_rank, rows, length in zip(self.fetches, grads, received, self.lengths, strict=True):
-            expected = eager_rows.add_returned(fetch, rows, of_rank, tokens(length))
-            found = exchange.add_returned(fetch.segments, rows, of_rank, tokens(length))
+            # gradients of a slice, in place: a view with strides of its own
+            totals = [x if is_asked else None for x, is_asked in zip(self.of(length), asked, strict=True)]
+            expected = eager_rows.add_returned(fetch, rows, totals, of_rank, tokens(length))
+            found = exchange.add_returned(fetch.segments, rows, totals, of_rank, tokens(length))
             # a conversion need not keep what a NaN has in its lower bits, and the interpreter cuts bfloat16 off
             found, expected = (
                 [None if x is None else x.nan_to_num(nan=7e3, neginf=-7e3) for x in part] for part in (found, expected)
@@ -139,9 +141,9 @@ def test_gradients_that_nobody_asks_for_are_not_sent(asked, dtype, device):
 def test_what_is_empty_launches_nothing(device, monkeypatch):
     ranks = Case(0, device, share=[[0.0]])
     monkeypatch.setattr(exchange, "_launch", None)
-    for fetch, parts, length in zip(ranks.fetches, ranks.parts, ranks.lengths, strict=True):
+    for fetch, parts in zip(ranks.fetches, ranks.parts, strict=True):
         assert exchange.pack_sent(fetch.segments, parts).shape[0] == 0
         assert exchange.pack_returned(fetch.segments, parts).shape[0] == 0
         assert [x.shape[1] for x in exchange.extend(fetch.segments, parts[0].new_empty(0, 12), parts, 0)] == [0] * 3
-        added = exchange.add_returned(fetch.segments, parts[0].new_empty(0, 12), parts, length)
+        added = exchange.add_returned(fetch.segments, parts[0].new_empty(0, 12), parts, parts, 0)
         assert all(x.data_ptr() == y.data_ptr() for x, y in zip(added, parts, strict=True))

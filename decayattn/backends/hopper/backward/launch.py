@@ -41,13 +41,15 @@ def backward(
     d_lse: Tensor | None,
     decay_gradient: bool,
     bias_gradient: bool,
+    dq: Tensor | None = None,
 ) -> Gradients:
     """Of q, k, v and, as asked for, log_decay; the forward refuses a scale per row and a bias, so they have no gradient
     here."""
     q, k, v, log_decay, scale, bounds = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.bounds
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
-        dq, dk, dv = map(contiguous_like, (q, k, v))
+        into, dq = dq, contiguous_like(q) if dq is None else dq
+        dk, dv = map(contiguous_like, (k, v))
         if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None)
@@ -56,7 +58,7 @@ def backward(
             # a concatenation's gradient: `contiguous` would leave that where it is
             d_out = d_out.clone(memory_format=torch.contiguous_format)
 
-        given = (q, k, v, log_decay, bounds, d_out, d_lse, out)
+        given = (q, k, v, log_decay, bounds, d_out, d_lse, out, into)
         modes = (problem, skipping.is_planned(problem), decay_gradient)
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
         sequences = sequence_blocks.find(problem, bounds, launch)
