@@ -91,13 +91,12 @@ def forward(dim: int) -> ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Keys of a work tile, rows of a query tile, tiles of q and of dO in flight, slots for dSᵀ, lines of dq that are
+    """Keys of a work tile, rows of a query tile, tiles of q and dO in flight, slots for dSᵀ, lines of dq that are
     zeroed at once, columns of dk that are stored at once, spills and registers per thread (as in ForwardConfig)."""
 
     keys: int
     rows: int
     stages: int
-    d_out_stages: int
     slots: int
     zero_lines: int
     dk_columns: int
@@ -107,20 +106,17 @@ class BackwardConfig:
 
 
 @functools.cache
-def backward(dim: int, value_dim: int) -> BackwardConfig:
-    """The backward's schedule for Widths.qk and v; two consumer warpgroups, of 64 keys each up to 128 columns.
+def backward(dim: int) -> BackwardConfig:
+    """The backward's schedule for Widths.qk; two consumer warpgroups, of 64 keys each up to 128 columns.
 
     dk and dv take 128 registers of a thread at D = 128, leaving room for scores of 64 rows; two stages of q and dO,
     with dSᵀ and dq on their way out, fill the shared memory (213 and 223 KB).
 
-    spill_bytes are those of kernels with one side (work.py), none of them in a loop over tiles. With two sides, a decay
-    per token spills 300 bytes (D = 64) and 368 (D = 128, where each loop loads one word). Beyond 128 columns loops load
-    15 to 30 words that were spilled for each tile.
+    spill_bytes are those of kernels with one side (work.py), hardly any in a loop over tiles. With two sides, a decay
+    per token spills 300 bytes (D = 64), 368 (D = 128, where each loop loads one word) and 292 (beyond).
     """
     if dim == 64:
-        return BackwardConfig(KEY_TILE, 128, 2, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)
+        return BackwardConfig(KEY_TILE, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)
     if dim == 128:
-        return BackwardConfig(KEY_TILE, 64, 2, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=72)
-    # there is room for a second tile of dO if it has 128 columns
-    d_out_stages = 2 if value_dim <= 128 else 1
-    return BackwardConfig(KEY_TILE // 2, 64, 2, d_out_stages, slots=2, zero_lines=2, dk_columns=256, spill_bytes=584)
+        return BackwardConfig(KEY_TILE, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=80)
+    return BackwardConfig(KEY_TILE // 2, 64, 2, slots=2, zero_lines=2, dk_columns=256, spill_bytes=132)

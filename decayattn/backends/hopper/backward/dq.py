@@ -1,7 +1,8 @@
-"""dq of the backward: products of dS and k, as fragments that the copy engine adds up; and the row sums of dS.
+"""dq of the backward: products of dS and k, as fragments that are added up in memory; and the row sums of dS.
 
 dq needs all keys of a tile, so each of the two consumer warpgroups multiplies one half of it: rows (D = 64) or columns
-(D = 128). "Fragments" are dq in the order in which registers hold a product.
+(D = 128). "Fragments" are dq in the order in which registers hold a product. The copy engine adds them from shared
+memory, or the threads of a wide kernel do (add_from_registers).
 """
 
 from triton.experimental import gluon
@@ -12,6 +13,7 @@ from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
+    FRAGMENT_COLUMNS,
     FRAGMENT_ROWS,
     KEYS,
     PART,
@@ -100,6 +102,16 @@ def stage_dq_part(shared, dq, WARPGROUP: gl.constexpr):
 def add_dq_part(dq_desc, part, shared, WARPGROUP: gl.constexpr):
     """Add what stage_dq_part stored, a fence and a barrier ago, to its bounds in the fragments."""
     copy_engine.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], shared.dq_parts.index(WARPGROUP))
+
+
+@gluon.jit
+def add_from_registers(dq_fragments, part, dq):
+    """Add a part to its place in the fragments: four registers of a thread are 16 bytes there, and one instruction."""
+    x = to_fragments(dq)
+    row = gl.expand_dims(gl.arange(0, FRAGMENT_ROWS, gl.SliceLayout(1, x.type.layout)), 1)
+    column = gl.expand_dims(gl.arange(0, FRAGMENT_COLUMNS, gl.SliceLayout(0, x.type.layout)), 0)
+    here = dq_fragments + part.to(gl.int64) * (FRAGMENT_ROWS * FRAGMENT_COLUMNS)
+    gl.atomic_add(here + (row * FRAGMENT_COLUMNS + column), x, sem="relaxed")
 
 
 @gluon.jit

@@ -47,7 +47,7 @@ has an LSE₂ for each side, with ∓α_i; the producer sends that of the side, 
 sign. So the loops do not depend on the side, except where it adds row sums. α_j and the sums of keys change sign
 between sides.
 
-Beyond 128 columns the consumers are those of wide.py, with 64 keys of both.
+Beyond 128 columns the consumers are those of wide.py, with 64 keys of both, and add dq themselves.
 
 zeroing.py zeroes the memory that dq is added to. row_terms.py prepares the row terms before this kernel and unpacks dq
 after it.
@@ -119,7 +119,6 @@ class BackwardTile(NamedTuple):
     keys: int
     rows: int
     stages: int
-    d_out_stages: int
     slots: int
     registers: int
 
@@ -132,13 +131,14 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def gradients_kernel(
-    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_desc, zeros_desc, decay, scheduler, scale,
+    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_fragments, zeros_desc, decay, scheduler, scale,
     left, right, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
     MODES: gl.constexpr, TILE: gl.constexpr,
 ):
     """dk and dv of all key tiles over their groups of query heads; added up: dq, row sums, and the sums of a rate. It
     may be launched before the launch before it has ended.
 
+    dq_fragments: a descriptor of parts; in a wide kernel, whose threads add to it, the tensor
     scheduler: key_table, the tiles of keys, which is not read unless RAGGED; and counters, 0 (zeroing.py)
     left, right: keys that a row sees at most before its own and behind it; not read unless WINDOW, right not if CAUSAL
     query_length, key_length, blocks (of the decay prefix): lengths of the axes on which the sequences lie
@@ -153,7 +153,6 @@ def gradients_kernel(
     KEYS: gl.constexpr = field(TILE, "keys")
     ROWS: gl.constexpr = field(TILE, "rows")
     STAGES: gl.constexpr = field(TILE, "stages")
-    D_OUT_STAGES: gl.constexpr = field(TILE, "d_out_stages")
     SLOTS: gl.constexpr = field(TILE, "slots")
     REGISTERS: gl.constexpr = field(TILE, "registers")
     key_table, counters = scheduler
@@ -190,19 +189,21 @@ def gradients_kernel(
         allocate_tiles(k_desc, KEY_PARTS),
         allocate_tiles(v_desc, KEY_PARTS),
         allocate_tiles(q_desc, STAGES),
-        allocate_tiles(d_out_desc, D_OUT_STAGES),
+        allocate_tiles(d_out_desc, STAGES),
         gl.allocate_shared_memory(terms_desc.dtype, [STAGES, ROWS, DEPTH], terms_desc.layout),
         allocate_words(STAGES, gl.float32),
         allocate_words(STAGES),
         gl.allocate_shared_memory(DTYPE, [SLOTS * KEY_PARTS, WARPGROUP_KEYS, ROWS], D_SCORES),
         p,
-        gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_desc.layout),
+        ones if WIDE else gl.allocate_shared_memory(
+            gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_fragments.layout
+        ),
         BackwardConstants(zeros, ones, weights, bits),
-        allocate_barriers(STAGES, D_OUT_STAGES, SLOTS, WIDE),
+        allocate_barriers(STAGES, SLOTS, WIDE),
         make_pipeline(allocate_words(1), 1, 2),
         TILE,
     )
-    shared.barriers.init(STAGES, D_OUT_STAGES, SLOTS, WIDE)
+    shared.barriers.init(STAGES, SLOTS, WIDE)
 
     let_next_start(heads)
     wait_for_launch_before(heads)
@@ -218,8 +219,8 @@ def gradients_kernel(
     if WIDE:
         gl.warp_specialize(
             [
-                (consume_wide, (schedule, shared, dq_desc, decay, scale, 0, READ)),
-                (consume_wide, (schedule, shared, dq_desc, decay, scale, 1, READ)),
+                (consume_wide, (schedule, shared, dq_fragments, decay, scale, 0, READ)),
+                (consume_wide, (schedule, shared, dq_fragments, decay, scale, 1, READ)),
                 (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
             ],
             [4, 1],
@@ -228,8 +229,8 @@ def gradients_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (schedule, shared, dq_desc, dk_desc, decay, scale, 0, D)),
-                (consume, (schedule, shared, dq_desc, dk_desc, decay, scale, 1, D)),
+                (consume, (schedule, shared, dq_fragments, dk_desc, decay, scale, 0, D)),
+                (consume, (schedule, shared, dq_fragments, dk_desc, decay, scale, 1, D)),
                 (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
             ],
             [4, 1],

@@ -66,7 +66,7 @@ def backward(
         sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
         dim = widths.qk
-        tile = config.backward(dim, widths.v)
+        tile = config.backward(dim)
         tiles = tile_table.build(
             problem, bounds, tile.rows, tile.keys, last_first=False, of_keys=True, launch=launch
         )
@@ -122,12 +122,13 @@ def backward(
             source(v, config.WARPGROUP_ROWS, widths.v), source(d_out, tile.rows, widths.v),
             descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, tile.dk_columns), source(dv, config.WARPGROUP_ROWS, widths.v),
-            descriptors.plain(dq_fragments, FRAGMENT_ROWS.value), descriptors.plain(dq_fragments, tile.zero_lines),
+            dq_fragments if dim > 128 else descriptors.plain(dq_fragments, FRAGMENT_ROWS.value),
+            descriptors.plain(dq_fragments, tile.zero_lines),
             decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters), scale, *limits_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
             problem.num_heads, together, MODES=modes,
             TILE=BackwardTile(
-                dim, widths.read, tile.keys, tile.rows, tile.stages, tile.d_out_stages, tile.slots, tile.registers
+                dim, widths.read, tile.keys, tile.rows, tile.stages, tile.slots, tile.registers
             ),
             num_warps=4,
             maxnreg=tile.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,

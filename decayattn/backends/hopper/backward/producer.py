@@ -115,12 +115,9 @@ def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: 
                     at = work.query_at(member, tile * ROWS)
                     copy_engine.load(q_desc, at, ready, shared.queries.index(stage))
                     copy_engine.load(terms_desc, [terms_row, 0], ready, shared.terms.index(stage))
-                    d_out_stage = shared.d_out_stage(n)
-                    if shared.WIDE:
-                        mbarrier.wait(shared.barriers.d_outs_read.index(d_out_stage), shared.d_out_phase(n) ^ 1)
-                    ready = shared.barriers.d_outs_ready.index(d_out_stage)
+                    ready = shared.barriers.d_outs_ready.index(stage)
                     mbarrier.expect(ready, d_out_desc.block_type.nbytes)
-                    copy_engine.load(d_out_desc, at, ready, shared.d_outs.index(d_out_stage))
+                    copy_engine.load(d_out_desc, at, ready, shared.d_outs.index(stage))
                     n += 1
                     if is_zeroing & (n == n_begin + 2):
                         # the zeros have been in memory for long by now, and other programs wait for them

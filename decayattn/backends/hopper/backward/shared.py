@@ -36,16 +36,15 @@ class BackwardBarriers:
     d_scores_ready: gl.shared_memory_descriptor
     d_scores_read: gl.shared_memory_descriptor  # both have read dSᵀ of the tile before; with two slots only
     keys_ready: gl.shared_memory_descriptor
-    keys_read: gl.shared_memory_descriptor  # both have read the keys, and dSᵀ of the last tile
+    keys_read: gl.shared_memory_descriptor  # both have read the keys, and dSᵀ of the last tile; not of wide kernels
     dv_ready: gl.shared_memory_descriptor  # both have stored it where the values were; and dk where the keys were, wide
     # of wide kernels (wide.py)
-    d_outs_read: gl.shared_memory_descriptor  # both have read the tile's dO
     p_read: gl.shared_memory_descriptor  # both have read P of the tile before, and dS of the one before that
 
     @gluon.constexpr_function
     def __init__(
         self, queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, d_scores_read, keys_ready, keys_read,
-        dv_ready, d_outs_read, p_read,
+        dv_ready, p_read,
     ):
         self.queries_ready = queries_ready
         self.d_outs_ready = d_outs_ready
@@ -56,47 +55,41 @@ class BackwardBarriers:
         self.keys_ready = keys_ready
         self.keys_read = keys_read
         self.dv_ready = dv_ready
-        self.d_outs_read = d_outs_read
         self.p_read = p_read
 
     @gluon.jit
-    def init(self, STAGES: gl.constexpr, D_OUT_STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr):
+    def init(self, STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr):
         """Each for as many arrivals as a phase of it has."""
         for stage in gl.static_range(STAGES):
             mbarrier.init(self.queries_ready.index(stage), count=1)
-            if stage < D_OUT_STAGES:
-                mbarrier.init(self.d_outs_ready.index(stage), count=1)
+            mbarrier.init(self.d_outs_ready.index(stage), count=1)
             mbarrier.init(self.empty.index(stage), count=2)
             if not WIDE:
                 mbarrier.init(self.first_scores.index(stage), count=1)
-            elif stage < D_OUT_STAGES:
-                mbarrier.init(self.d_outs_read.index(stage), count=2)
         for slot in gl.static_range(SLOTS):
             mbarrier.init(self.d_scores_ready.index(slot), count=2)
         mbarrier.init(self.p_read if WIDE else self.d_scores_read, count=2)
         mbarrier.init(self.keys_ready, count=1)
-        mbarrier.init(self.keys_read, count=2)
+        if not WIDE:
+            mbarrier.init(self.keys_read, count=2)
         mbarrier.init(self.dv_ready, count=2)
 
 
 @gluon.jit
-def allocate_barriers(
-    STAGES: gl.constexpr, D_OUT_STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr
-):
+def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr):
     """Those for which nothing waits are others (pipelines.make_pipeline)."""
     LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
     queries_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    d_outs_ready = gl.allocate_shared_memory(gl.int64, [D_OUT_STAGES, 1], LAYOUT)
+    d_outs_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    of_tiles = gl.allocate_shared_memory(gl.int64, [D_OUT_STAGES if WIDE else STAGES, 1], LAYOUT)
+    first_scores = empty if WIDE else gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     d_scores_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], LAYOUT)
     read = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
+    keys_read = read if WIDE else gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
+    dv_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     return BackwardBarriers(
-        queries_ready, d_outs_ready, empty, of_tiles, d_scores_ready, read,
-        gl.allocate_shared_memory(gl.int64, [1], LAYOUT),
-        gl.allocate_shared_memory(gl.int64, [1], LAYOUT),
-        gl.allocate_shared_memory(gl.int64, [1], LAYOUT),
-        of_tiles, read,
+        queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, read, keys_ready, keys_read, dv_ready, read,
     )
 
 
@@ -113,12 +106,11 @@ class BackwardShared:
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
     d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS), then dk; wide: (SLOTS, …)
     p: gl.shared_memory_descriptor  # (1, 64, ROWS) of a wide kernel: Pᵀ
-    dq_parts: gl.shared_memory_descriptor  # (2, 16, 256)
+    dq_parts: gl.shared_memory_descriptor  # (2, 16, 256); not of a wide kernel
     constants: BackwardConstants
     barriers: BackwardBarriers
     published: Pipeline  # the number of the work tile: one word
     STAGES: gl.constexpr
-    D_OUT_STAGES: gl.constexpr
     SLOTS: gl.constexpr
     WIDE: gl.constexpr  # whether the consumers are those of wide.py
 
@@ -141,7 +133,6 @@ class BackwardShared:
         self.barriers = barriers
         self.published = published
         self.STAGES = gl.constexpr(TILE.stages)
-        self.D_OUT_STAGES = gl.constexpr(TILE.d_out_stages)
         self.SLOTS = gl.constexpr(TILE.slots)
         self.WIDE = gl.constexpr(TILE.dim > 128)
 
@@ -152,14 +143,6 @@ class BackwardShared:
     @gluon.jit
     def phase(self, n):
         return (n // self.STAGES) & 1
-
-    @gluon.jit
-    def d_out_stage(self, n):
-        return n % self.D_OUT_STAGES
-
-    @gluon.jit
-    def d_out_phase(self, n):
-        return (n // self.D_OUT_STAGES) & 1
 
     @gluon.jit
     def slot(self, n):

@@ -2,22 +2,21 @@
 
 The two warpgroups share the 64 keys of a work tile. Each has half of the columns of dk, dv and dq, for which it needs
 all rows of a query tile, and half of the rows of the scores, for which it needs all columns. So P and dS go through
-shared memory. dq of a tile is multiplied beside the next one, in two parts of 64 columns::
+shared memory. dq of a tile is multiplied beside the next one, in two parts of 64 columns, which threads add up from
+their registers: by way of shared memory, as in narrower kernels, dq would be a quarter of what that moves::
 
     each     S, dq₋₁ (1), dP | P | dq₋₁ (2) ∥ dS | P, dS → shared memory | dV, dK | S …
              its rows                               waits for the other's   its columns
 
     barrier          stages         who arrives                      who waits
-    d_outs_ready     D_OUT_STAGES   TMA: dO                          consumers, before dP
     d_scores_ready   SLOTS          both: P and dS are stored        both, before dV
-    d_outs_read      D_OUT_STAGES   both, after dV                   producer, before the next dO
     p_read           1              both, after dq of the last tile  both, before they store the next P and dS
                                     and dV
     dv_ready         1              both: dv and dk are where v      producer, before it stores them
                                     and k were
 
-The others are those of kernel.py. What a work tile leaves takes the place of its keys and values, and the next ones are
-loaded when it has left: one pause in as many query tiles as a key has.
+The others are those of kernel.py, but for keys_read. What a work tile leaves takes the place of its keys and values,
+and the next ones are loaded when it has left: one pause in as many query tiles as a key has.
 
 Tiles, per warpgroup: dk (64, D / 2) · dv (64, D_v / 2) · scoreT, pT, dpT, dsT (64, 32) · dq part (64, 64).
 """
@@ -27,13 +26,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_dq_part, add_row_sums, opaque_zero, stage_dq_part
-from decayattn.backends.hopper.backward.key_sums import copies_of_sum, distance_sum, edge_distance_sum
+from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
+from decayattn.backends.hopper.backward.keys import (
+    key_sum_of_tile,
+    keys_of_head,
+    store_key_sums,
+    tile_probability,
+)
 from decayattn.backends.hopper.backward.row_terms import DELTA
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine
@@ -41,17 +44,12 @@ from decayattn.backends.hopper.common.fragments import (
     COPIES,
     PART,
     SHARES,
-    bits_before,
-    by_threads,
-    from_threads,
     ones_of_splits,
     product_layout,
-    where_bits,
 )
-from decayattn.backends.hopper.common.pipelines import arrive, signal
+from decayattn.backends.hopper.common.pipelines import arrive
 from decayattn.backends.hopper.common.tile_table import flat
-from decayattn.backends.tiles.decay import DECAY_BLOCK, constant_rate
-from decayattn.backends.tiles.scores import LOG2E, decayed_score, probability, score_gradient
+from decayattn.backends.tiles.scores import LOG2E, score_gradient
 
 # parts of dq, of 64 columns, that a warpgroup multiplies of a tile
 PARTS: gl.constexpr = gl.constexpr(2)
@@ -91,18 +89,6 @@ def _start_dq_part(shared, n, slot, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def _send_dq_part(shared, dq, dq_desc, part, is_there, WARPGROUP: gl.constexpr):
-    """Have the copy engine add a part, when it has read the one before."""
-    tma.store_wait(0)
-    copy_engine.thread_barrier()
-    stage_dq_part(shared, dq, WARPGROUP)
-    fence_async_shared()
-    copy_engine.thread_barrier()
-    if is_there:
-        add_dq_part(dq_desc, part, shared, WARPGROUP)
-
-
-@gluon.jit
 def _next_tile(
     n, tile, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
     READ: gl.constexpr, EDGE: gl.constexpr,
@@ -110,12 +96,10 @@ def _next_tile(
     """Add the n-th query tile to gradients, (dk, dv, key_sum), and dq of the visit before it to its target
     (consumer.py)."""
     dk, dv, key_sum = gradients
-    key_position, key_alpha, first, end = keys
-    dq_desc, first_part, row_sums, first_row = dq_target
+    dq_fragments, first_part, row_sums, first_row = dq_target
     ROWS: gl.constexpr = work.schedule.ROWS
     OWN: gl.constexpr = ROWS // 2
     DECAY: gl.constexpr = work.schedule.DECAY
-    SCORE: gl.constexpr = product_layout(OWN)
     DTYPE: gl.constexpr = shared.queries.dtype
     DQ_PARTS: gl.constexpr = _parts(WARPGROUP, READ)
     # each warpgroup makes one kind of sums
@@ -124,8 +108,7 @@ def _next_tile(
     D_V: gl.constexpr = shared.values.shape[-1]
     D: gl.constexpr = shared.keys.shape[-1]
     stage, phase = shared.stage(n), shared.phase(n)
-    d_out_stage = shared.d_out_stage(n)
-    query, d_out = flat(shared.queries.index(stage)), flat(shared.d_outs.index(d_out_stage))
+    query, d_out = flat(shared.queries.index(stage)), flat(shared.d_outs.index(stage))
     own = opaque_zero(n)
     previous_part = first_part + previous // work.schedule.SIDES * (PARTS * 2)
 
@@ -141,28 +124,18 @@ def _next_tile(
         ones = shared.constants.ones.index(own).permute((1, 0))
         left = shared.d_scores.index(before).permute((1, 0))
         row_sum = warpgroup_mma(left, ones, row_sum, use_acc=False, is_async=True)
-    mbarrier.wait(shared.barriers.d_outs_ready.index(d_out_stage), shared.d_out_phase(n))
+    mbarrier.wait(shared.barriers.d_outs_ready.index(stage), phase)
     own_d_out = d_out.slice(WARPGROUP * OWN, OWN, 0)
     dpT = _start_scores(flat(shared.values.index(own)), own_d_out, own_terms, DELTA, D_V)
     # products that follow those for the scores, and those for dq
     OF_DP: gl.constexpr = D_V // 64 + 1
     OF_DQ: gl.constexpr = (1 if DQ_PARTS > 0 else 0) + (1 if ROW_SUMS else 0)
     scoreT = warpgroup_mma_wait(OF_DP + OF_DQ, (scoreT,))
-    if DECAY != "none":
-        # what the tile's rows share joins what a key has
-        key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
-    scoreT = decayed_score(
-        scoreT * score_scale, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none"
-    )
-    if EDGE:
-        here = shared.starts.index(stage).load(key_alpha.type.layout) + WARPGROUP * OWN
-        x = by_threads(scoreT)
-        seen = bits_before(end - here, x) & ~bits_before(first - here, x)
-        scoreT = from_threads(where_bits(seen, x), SCORE)
-    p = probability(scoreT, 0)
+    p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, WARPGROUP * OWN)
     if DQ_PARTS > 0:
         first_dq, row_sum = warpgroup_mma_wait(OF_DP, (first_dq, row_sum))
-        _send_dq_part(shared, first_dq, dq_desc, previous_part, previous >= 0, WARPGROUP)
+        if previous >= 0:
+            add_from_registers(dq_fragments, previous_part, first_dq)
     if ROW_SUMS and previous >= 0:
         add_row_sums(row_sum, row_sums, first_row, previous, work, 0, D)
     dpT = warpgroup_mma_wait(0, (dpT,))
@@ -191,28 +164,21 @@ def _next_tile(
     LATER: gl.constexpr = 2 if KEY_SUMS else 1
     if DQ_PARTS > 1:
         second_dq = warpgroup_mma_wait(LATER + 1, (second_dq,))
-        _send_dq_part(shared, second_dq, dq_desc, previous_part + 1, previous >= 0, WARPGROUP)
+        if previous >= 0:
+            add_from_registers(dq_fragments, previous_part + 1, second_dq)
     dv = warpgroup_mma_wait(LATER, (dv,))
-    arrive(shared.barriers.d_outs_read.index(d_out_stage))
-    signal(shared.barriers.p_read)
+    arrive(shared.barriers.p_read)
     dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
     arrive(shared.barriers.empty.index(stage))
     if KEY_SUMS:
-        own_row = key_position - work.first_position() - tile * ROWS
-        if DECAY == "scalar":
-            key_sum += copies_of_sum(of_keys)
-        elif EDGE:
-            key_sum += edge_distance_sum(of_keys, own_row, ROWS)
-        else:
-            key_sum += distance_sum(of_keys, own_row)
+        key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], EDGE)
     return dk, dv, key_sum
 
 
 @gluon.jit
-def consume_wide(schedule, shared, dq_desc, decay, scale, WARPGROUP: gl.constexpr, READ: gl.constexpr):
+def consume_wide(schedule, shared, dq_fragments, decay, scale, WARPGROUP: gl.constexpr, READ: gl.constexpr):
     """One consumer warpgroup: its columns of every work tile, through the query tiles that see the work tile's keys."""
     ROWS: gl.constexpr = schedule.ROWS
-    DECAY: gl.constexpr = schedule.DECAY
     SCORE: gl.constexpr = product_layout(ROWS // 2)
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
     D: gl.constexpr = shared.keys.shape[-1]
@@ -230,20 +196,10 @@ def consume_wide(schedule, shared, dq_desc, decay, scale, WARPGROUP: gl.constexp
         dk = gl.zeros([WARPGROUP_KEYS, DK], gl.float32, product_layout(DK))
         dv = gl.zeros([WARPGROUP_KEYS, D_V // 2], gl.float32, product_layout(D_V // 2))
         for member in range(schedule.GROUP):
-            tokens = work.first_token(member)
+            key_alpha, rows, ends = keys_of_head(work, member, key, inside, decay)
             first_part = work.first_tile(member) * (PARTS * 2) + WARPGROUP * PARTS
             first_row = work.first_row(member)
-            dq_target = (dq_desc, first_part, decay.sums.rows, first_row)
-            key_alpha = inside.to(gl.float32)
-            if DECAY == "scalar":
-                key_alpha = gl.load(decay.beta + tokens + inside)
-            elif DECAY == "constant":
-                rate = constant_rate(decay.rates, 1, work.head(member), gl.float32)
-                key_alpha = (key - work.bounds.start).to(gl.float32) * rate
-            last_reset, next_reset = decay.last_reset + tokens, decay.next_reset + tokens
-            limits = work.limits(member, decay.rates)
-            rows = work.rows_of(key, last_reset, next_reset, limits)
-            ends = work.rows_of_ends(member, last_reset, next_reset, limits)
+            dq_target = (dq_fragments, first_part, decay.sums.rows, first_row)
             key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
             # the last visit, tile · SIDES + side
             previous = -1
@@ -271,7 +227,8 @@ def consume_wide(schedule, shared, dq_desc, decay, scale, WARPGROUP: gl.constexp
             for part in gl.static_range(DQ_PARTS):
                 dq = _start_dq_part(shared, n, last, WARPGROUP * D // 2 + part * PART)
                 dq = warpgroup_mma_wait(0, (dq,))
-                _send_dq_part(shared, dq, dq_desc, last_part + part, previous >= 0, WARPGROUP)
+                if previous >= 0:
+                    add_from_registers(dq_fragments, last_part + part, dq)
             if schedule.ROW_SUMS and WARPGROUP == 0:
                 row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
                 ones = shared.constants.ones.index(opaque_zero(n)).permute((1, 0))
@@ -280,24 +237,14 @@ def consume_wide(schedule, shared, dq_desc, decay, scale, WARPGROUP: gl.constexp
                 row_sum = warpgroup_mma_wait(0, (row_sum,))
                 if previous >= 0:
                     add_row_sums(row_sum, decay.sums.rows, first_row, previous, work, 0, D)
-            arrive(shared.barriers.keys_read, member == schedule.GROUP - 1)
             if KEY_SUMS:
                 # found again: the bounds would need registers in the loop
-                done = find_work(schedule, index)
-                tokens, start = done.first_token(member), done.bounds.start
-                total = gl.sum(key_sum, 1)
-                if DECAY == "scalar":
-                    total *= 0.25  # of 4 copies
-                    share = gl.arange(0, WARPGROUP_KEYS, total.type.layout)
-                    here = decay.sums.columns + tokens + start + share
-                    gl.store(here, total, mask=start + share < done.bounds.key_length)
-                else:
-                    # of half a block
-                    half = done.first_block(member) * 2 + start // (DECAY_BLOCK // 2)
-                    gl.store(decay.sums.rates + half, gl.sum(total, 0))
+                store_key_sums(find_work(schedule, index), member, key_sum, decay, 0)
 
-        # dv takes the place of the values, and dk that of the keys, which both have read
-        mbarrier.wait(shared.barriers.keys_read, count & 1)
+        # dv takes the place of the values, and dk that of the keys. The other warpgroup had its last scores before it
+        # stored dS of the last tile, and for dq it reads columns of the keys that are its own: only warps of this one
+        # may still read what is overwritten
+        copy_engine.thread_barrier()
         values, keys = flat(shared.values.index(0)), flat(shared.keys.index(0))
         values.slice(WARPGROUP * D_V // 2, D_V // 2, 1).store(dv.to(values.dtype))
         keys.slice(WARPGROUP * D // 2, DK, 1).store((dk * scale).to(keys.dtype))
@@ -305,4 +252,3 @@ def consume_wide(schedule, shared, dq_desc, decay, scale, WARPGROUP: gl.constexp
         arrive(shared.barriers.dv_ready)
         count += 1
         index = shared.published_index(count)
-    tma.store_wait(0)

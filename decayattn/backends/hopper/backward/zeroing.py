@@ -1,4 +1,4 @@
-"""Zeroing dq of the backward, to which the copy engine adds: by the copy engine, while other heads are computed.
+"""Zeroing dq of the backward, before it is added up: by the copy engine, while other heads are computed.
 
 Heads are computed in chunks of KeySchedule.together. With every work tile of a chunk, its producer zeroes a share of
 the next chunk's dq; the first chunk's is zeroed before (row_terms.py). A launch that zeroed all of it would write twice
@@ -67,7 +67,8 @@ def wait_zeroed(schedule, counters, index):
     zeroed = gl.atomic_add(counter, 0, sem="acquire")
     while zeroed < schedule.chunk_work_tiles():
         zeroed = gl.atomic_add(counter, 0, sem="acquire")
-    # the copy engine adds to them only after this
+    # the copy engine adds to them only after this. Threads that add themselves have waited for keys, which are loaded
+    # later
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, 0;", "=r,r", [zeroed], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -1,0 +1,81 @@
+"""What the backward's consumers do with keys whatever their products are: P of a tile, and the sums of a query head."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decayattn.backends.hopper.backward.key_sums import copies_of_sum, distance_sum, edge_distance_sum
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
+from decayattn.backends.hopper.common.fragments import bits_before, by_threads, from_threads, where_bits
+from decayattn.backends.tiles.decay import constant_rate
+from decayattn.backends.tiles.scores import decayed_score, probability
+
+
+@gluon.jit
+def keys_of_head(work, member, key, inside, decay):
+    """Of keys, one per row of a product, and a query head of the group: α relative to the work tile's first key, the
+    rows that see them (KeyWork.rows_of), and those that see the work tile's ends. inside: keys, or the last one."""
+    DECAY: gl.constexpr = work.schedule.DECAY
+    tokens = work.first_token(member)
+    alpha = inside.to(gl.float32)
+    if DECAY == "scalar":
+        alpha = gl.load(decay.beta + tokens + inside)
+    elif DECAY == "constant":
+        rate = constant_rate(decay.rates, 1, work.head(member), gl.float32)
+        alpha = (key - work.bounds.start).to(gl.float32) * rate
+    last_reset, next_reset = decay.last_reset + tokens, decay.next_reset + tokens
+    limits = work.limits(member, decay.rates)
+    rows = work.rows_of(key, last_reset, next_reset, limits)
+    return alpha, rows, work.rows_of_ends(member, last_reset, next_reset, limits)
+
+
+@gluon.jit
+def tile_probability(
+    scoreT, shared, stage, keys, score_scale, DECAY: gl.constexpr, EDGE: gl.constexpr, ROW: gl.constexpr = 0
+):
+    """P of the query tile in a stage, from products with keys; scoreT begins with its row ROW."""
+    _, key_alpha, first, end = keys
+    SCORE: gl.constexpr = scoreT.type.layout
+    if DECAY != "none":
+        # what the tile's rows share joins what a key has
+        key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
+    scoreT = decayed_score(
+        scoreT * score_scale, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none"
+    )
+    if EDGE:
+        # the tile's first row is read here: were it known before, the compiler would compare before the scores are
+        # there
+        here = shared.starts.index(stage).load(key_alpha.type.layout)
+        if ROW > 0:
+            here += ROW
+        x = by_threads(scoreT)
+        seen = bits_before(end - here, x) & ~bits_before(first - here, x)
+        scoreT = from_threads(where_bits(seen, x), SCORE)
+    return probability(scoreT, 0)
+
+
+@gluon.jit
+def key_sum_of_tile(of_keys, work, tile, key, EDGE: gl.constexpr):
+    """What a query tile adds to the sums of keys, from the product beside dk (key_sums.py)."""
+    ROWS: gl.constexpr = work.schedule.ROWS
+    own_row = key - work.first_position() - tile * ROWS
+    if work.schedule.DECAY == "scalar":
+        total = copies_of_sum(of_keys)
+    elif EDGE:
+        total = edge_distance_sum(of_keys, own_row, ROWS)
+    else:
+        total = distance_sum(of_keys, own_row)
+    return total
+
+
+@gluon.jit
+def store_key_sums(done, member, key_sum, decay, PART: gl.constexpr):
+    """Store the sums of a query head over WARPGROUP_KEYS keys of a work tile."""
+    tokens, start = done.first_token(member), done.bounds.start + PART * WARPGROUP_KEYS
+    total = gl.sum(key_sum, 1)
+    if done.schedule.DECAY == "scalar":
+        total *= 0.25  # of 4 copies
+        share = gl.arange(0, WARPGROUP_KEYS, total.type.layout)
+        here = decay.sums.columns + tokens + start + share
+        gl.store(here, total, mask=start + share < done.bounds.key_length)
+    else:
+        gl.store(decay.sums.rates + done.first_block(member) * 2 + start // WARPGROUP_KEYS, gl.sum(total, 0))
