@@ -19,12 +19,8 @@ from decayattn.backends.hopper.backward.dq import (
     stage_dq_part,
     start_dq_part,
 )
-from decayattn.backends.hopper.backward.keys import (
-    key_sum_of_tile,
-    keys_of_head,
-    store_key_sums,
-    tile_probability,
-)
+from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
+from decayattn.backends.hopper.backward.keys import keys_of_head, tile_probability
 from decayattn.backends.hopper.backward.row_terms import DELTA
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine

@@ -81,3 +81,31 @@ def edge_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
     distance = with_bit * (1 - own_bit).to(gl.float32) - without_bit * without.to(gl.float32)
     distance *= (1 << bit).to(gl.float32)
     return gl.convert_layout(gl.sum(distance, 1), SHARES, assert_trivial=True)
+
+
+@gluon.jit
+def key_sum_of_tile(of_keys, work, tile, key, EDGE: gl.constexpr):
+    """What a query tile adds to the sums of keys, from the product beside dk."""
+    ROWS: gl.constexpr = work.schedule.ROWS
+    own_row = key - work.first_position() - tile * ROWS
+    if work.schedule.DECAY == "scalar":
+        total = copies_of_sum(of_keys)
+    elif EDGE:
+        total = edge_distance_sum(of_keys, own_row, ROWS)
+    else:
+        total = distance_sum(of_keys, own_row)
+    return total
+
+
+@gluon.jit
+def store_key_sums(done, member, key_sum, decay, PART: gl.constexpr):
+    """Store the sums of a query head over WARPGROUP_KEYS keys of a work tile."""
+    tokens, start = done.first_token(member), done.bounds.start + PART * WARPGROUP_KEYS
+    total = gl.sum(key_sum, 1)
+    if done.schedule.DECAY == "scalar":
+        total *= 0.25  # of 4 copies
+        share = gl.arange(0, WARPGROUP_KEYS, total.type.layout)
+        here = decay.sums.columns + tokens + start + share
+        gl.store(here, total, mask=start + share < done.bounds.key_length)
+    else:
+        gl.store(decay.sums.rates + done.first_block(member) * 2 + start // WARPGROUP_KEYS, gl.sum(total, 0))

@@ -1,10 +1,8 @@
-"""What the backward's consumers do with keys whatever their products are: P of a tile, and the sums of a query head."""
+"""What the backward's consumers do with keys whatever their products are: the rows that see them, and P of a tile."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.backward.key_sums import copies_of_sum, distance_sum, edge_distance_sum
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common.fragments import bits_before, by_threads, from_threads, where_bits
 from decayattn.backends.tiles.decay import constant_rate
 from decayattn.backends.tiles.scores import decayed_score, probability
@@ -51,31 +49,3 @@ def tile_probability(
         seen = bits_before(end - here, x) & ~bits_before(first - here, x)
         scoreT = from_threads(where_bits(seen, x), SCORE)
     return probability(scoreT, 0)
-
-
-@gluon.jit
-def key_sum_of_tile(of_keys, work, tile, key, EDGE: gl.constexpr):
-    """What a query tile adds to the sums of keys, from the product beside dk (key_sums.py)."""
-    ROWS: gl.constexpr = work.schedule.ROWS
-    own_row = key - work.first_position() - tile * ROWS
-    if work.schedule.DECAY == "scalar":
-        total = copies_of_sum(of_keys)
-    elif EDGE:
-        total = edge_distance_sum(of_keys, own_row, ROWS)
-    else:
-        total = distance_sum(of_keys, own_row)
-    return total
-
-
-@gluon.jit
-def store_key_sums(done, member, key_sum, decay, PART: gl.constexpr):
-    """Store the sums of a query head over WARPGROUP_KEYS keys of a work tile."""
-    tokens, start = done.first_token(member), done.bounds.start + PART * WARPGROUP_KEYS
-    total = gl.sum(key_sum, 1)
-    if done.schedule.DECAY == "scalar":
-        total *= 0.25  # of 4 copies
-        share = gl.arange(0, WARPGROUP_KEYS, total.type.layout)
-        here = decay.sums.columns + tokens + start + share
-        gl.store(here, total, mask=start + share < done.bounds.key_length)
-    else:
-        gl.store(decay.sums.rates + done.first_block(member) * 2 + start // WARPGROUP_KEYS, gl.sum(total, 0))
