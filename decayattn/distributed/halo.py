@@ -17,7 +17,7 @@ from decayattn.distributed.exchange import Slices
 from decayattn.distributed.fetching import Sight, can_plan, fetch, shares
 from decayattn.distributed.local import Packed
 from decayattn.distributed.moving import add_returned, extend, send_back
-from decayattn.distributed.two_calls import Slice, TwoCalls
+from decayattn.distributed.two_calls import Settings, TwoCalls
 from decayattn.problem import AttentionProblem, BackendName, Inputs, KeyDecay
 
 
@@ -48,8 +48,8 @@ def attention(
     if packed is None:
         row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
         kind = problem, slices.lengths, slices.rank
-        slice_ = Slice(kind, pending, waits, number, key_decay, return_lse, runs_kernels, options, agree)
-        return TwoCalls.apply(q, k, v, log_decay, row_scale, options["sink"], slice_)
+        settings = Settings(kind, pending, waits, number, key_decay, return_lse, runs_kernels, options, agree)
+        return TwoCalls.apply(q, k, v, log_decay, row_scale, options["sink"], settings)
     if not waits:
         agree()
     found, length = pending.wait(), q.shape[1]

@@ -36,7 +36,7 @@ CALLS = 24
 _REMEMBERED = 256
 
 
-class Slice(NamedTuple):
+class Settings(NamedTuple):
     """What a call is besides its tensors."""
 
     kind: Hashable  # of calls that may have as many first rows
@@ -54,40 +54,40 @@ class TwoCalls(torch.autograd.Function):
     """q, k, v, λ, scales and sink of a slice → out, and lse if it is asked for."""
 
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, row_scale, sink, slice_):
+    def forward(ctx, q, k, v, log_decay, row_scale, sink, settings):
         ctx.set_materialize_grads(False)
-        ctx.scale, ctx.options, ctx.runs_kernels = slice_.scale, slice_.options, slice_.runs_kernels
-        inputs = Inputs(q, k, v, log_decay, row_scale, sink=sink, scale=slice_.scale)
+        ctx.scale, ctx.options, ctx.runs_kernels = settings.scale, settings.options, settings.runs_kernels
+        inputs = Inputs(q, k, v, log_decay, row_scale, sink=sink, scale=settings.scale)
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        with_lse, length = slice_.return_lse, q.shape[1]
+        with_lse, length = settings.return_lse, q.shape[1]
 
         def far_call(rows, key_decay):
             """lse, and what the backward reads."""
             if rows == length:
                 return None, ()
-            terms = slice_.pending.terms
+            terms = settings.pending.terms
             if terms is not None:
                 of_blocks, of_granules = terms
                 terms = of_blocks, of_granules[:, :, rows // GRANULE :]
             prepared = Prepared(out[:, rows:], terms, key_decay)
-            return _far(inputs, rows, slice_.options).forward(with_lse, prepared)
+            return _far(inputs, rows, settings.options).forward(with_lse, prepared)
 
-        expected = _expected.rows(slice_.kind) if slice_.waits else None
-        far_lse, of_far = (None, ()) if expected is None else far_call(expected, slice_.key_decay)
-        fetch = slice_.pending.wait()
-        rows = _first_rows(fetch, slice_)
-        if slice_.waits:
-            _expected.note(slice_.kind, rows)
+        expected = _expected.rows(settings.kind) if settings.waits else None
+        far_lse, of_far = (None, ()) if expected is None else far_call(expected, settings.key_decay)
+        fetch = settings.pending.wait()
+        rows = _first_rows(fetch, settings)
+        if settings.waits:
+            _expected.note(settings.kind, rows)
         if rows != expected:  # the decay of the keys is for one forward
-            far_lse, of_far = far_call(rows, slice_.key_decay if expected is None else None)
-        if not slice_.waits:
-            slice_.agree()  # behind what needs no other rank
+            far_lse, of_far = far_call(rows, settings.key_decay if expected is None else None)
+        if not settings.waits:
+            settings.agree()  # behind what needs no other rank
 
-        extended = extend(fetch, [k, v, log_decay if _is_per_token(log_decay) else None], rows, slice_.runs_kernels)
+        extended = extend(fetch, [k, v, log_decay if _is_per_token(log_decay) else None], rows, settings.runs_kernels)
         near_lse, of_near = None, ()
         has_near = rows > 0 or fetch.halo > 0 or length == 0
         if has_near:
-            near = _near(inputs, extended, rows, slice_.options)
+            near = _near(inputs, extended, rows, settings.options)
             near_lse, of_near = near.forward(with_lse, Prepared(out[:, :rows]))
         ctx.fetch, ctx.rows, ctx.has_near, ctx.of_near = fetch, rows, has_near, len(of_near)
         ctx.save_for_backward(q, k, v, log_decay, row_scale, sink, out, *extended, *of_near, *of_far)
@@ -160,13 +160,13 @@ def _is_per_token(log_decay: Tensor | None) -> bool:
     return log_decay is not None and log_decay.ndim == 3
 
 
-def _first_rows(fetch: Fetch, slice_: Slice) -> int:
+def _first_rows(fetch: Fetch, settings: Settings) -> int:
     """How many rows the near call has: at least those that see the halo, and all where those are more than half.
 
     Every rank has the same share, so that they come to the exchange at the same time, also a rank without a halo.
     """
-    slices, waits = fetch.slices, slice_.waits
-    own, multiple = slices.lengths[slices.rank], 1 if slice_.pending.terms is None else GRANULE
+    slices, waits = fetch.slices, settings.waits
+    own, multiple = slices.lengths[slices.rank], 1 if settings.pending.terms is None else GRANULE
     for part in _PARTS if waits else (2,):
         most = [length // part // multiple * multiple for length in slices.lengths]
         if all(seeing <= rows for seeing, rows in zip(fetch.rows, most, strict=True)):

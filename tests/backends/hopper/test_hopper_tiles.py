@@ -15,7 +15,7 @@ from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTrait
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.forward import launch
 from decayattn.backends.planning.sequences import decay_blocks
-from decayattn.backends.runtime import tma
+from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.tiles import bf16_splits
 from decayattn.problem import AttentionProblem
@@ -233,6 +233,16 @@ def test_slices_need_one_token_axis(device):
     assert descriptors.slices_unsupported(x[:1, :2]) is None
     assert descriptors.slices_unsupported(x[:1, :1].expand(1, 2**30 - 1, 4, 64)) is None
     assert "1073741824 tokens" in descriptors.slices_unsupported(x[:1, :1].expand(1, 2**30, 4, 64))
+
+
+@pytest.mark.parametrize(
+    ("length", "dims", "expected"),
+    [(1024, (128, 128), False), (4096, (128, 128), True), (64, (256, 256), True), (64, (64, 136), True)],
+)
+def test_few_tokens_are_left_to_others_up_to_128_columns(monkeypatch, length, dims, expected):
+    monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
+    q, v = (torch.empty(1, length, 8, dim, dtype=torch.bfloat16) for dim in dims)
+    assert hopper.is_profitable(AttentionProblem.of(q, v, None, None, True, (-1, -1))) == expected
 
 
 def test_gpus_of_another_make_are_refused(monkeypatch):
