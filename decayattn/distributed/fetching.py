@@ -57,7 +57,7 @@ def shares(problem: AttentionProblem) -> int:
 class Fetch:
     """Who fetches which keys: every rank those of a batch entry and key head from one token on up to its slice.
 
-    What only the exchange asks is counted then.
+    What only the exchange needs is counted when it asks.
     """
 
     slices: Slices

@@ -18,7 +18,7 @@ from decayattn.distributed.fetching import Sight, can_plan, fetch, shares
 from decayattn.distributed.local import Packed
 from decayattn.distributed.moving import add_returned, extend, send_back
 from decayattn.distributed.two_calls import Settings, TwoCalls
-from decayattn.problem import AttentionProblem, BackendName, Inputs, KeyDecay
+from decayattn.problem import AttentionProblem, Inputs
 
 
 def attention(
@@ -38,23 +38,25 @@ def attention(
             "take 'heads'"
         )
     tolerance = problem.skip_tolerance / (shares(problem) if planned else 1)
+    row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
     key_decay = None
     with torch.no_grad():
         if planned and packed is None:  # once for the plan and for the rows that need no halo
-            key_decay = _decay_of_keys(problem, q, k, v, log_decay, scale, options["backend"])
+            inputs = Inputs(q, k, v, log_decay, row_scale, scale=number)
+            # of the backend that takes the slice on its own
+            backend = registry.loaded(registry.resolve(problem, options["backend"], inputs))
+            key_decay = backend.decay_of_keys(problem, inputs)
         prefix = None if key_decay is None else key_decay.prefix
         pending = fetch(slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0, agree, prefix)
     options = options | {"skip_tolerance": tolerance or None}
     if packed is None:
-        row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
         kind = problem, slices.lengths, slices.rank
         settings = Settings(kind, pending, waits, number, key_decay, return_lse, runs_kernels, options, agree)
         return TwoCalls.apply(q, k, v, log_decay, row_scale, options["sink"], settings)
     if not waits:
         agree()
     found, length = pending.wait(), q.shape[1]
-    per_token = log_decay if problem.decay == "scalar" else None
-    k, v, extended = Halo.apply(k, v, per_token, found, length, runs_kernels)
+    k, v, extended = Halo.apply(k, v, log_decay if problem.decay == "scalar" else None, found, runs_kernels)
     begins, halo = packed.cu_seqlens_k - slices.begin, found.halo
     packed = Packed(
         begins.clamp(0, length), (begins + halo).clamp(0, k.shape[1]),
@@ -63,26 +65,16 @@ def attention(
     return local.attention(q, k, v, log_decay if extended is None else extended, scale, packed, return_lse, options)
 
 
-def _decay_of_keys(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    backend: BackendName,
-) -> KeyDecay:
-    """By the backend that takes the slice on its own."""
-    row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
-    inputs = Inputs(q, k, v, log_decay, row_scale, scale=number)
-    return registry.loaded(registry.resolve(problem, backend, inputs)).decay_of_keys(problem, inputs)
-
-
 class Halo(torch.autograd.Function):
     """k, v and λ per token of a slice → the same with the halo before them: one exchange; its gradient goes back to the
     owners by another one."""
 
     @staticmethod
-    def forward(ctx, k, v, log_decay, fetch, tokens, runs_kernels):
+    def forward(ctx, k, v, log_decay, fetch, runs_kernels):
         parts = [k, v, log_decay]
         ctx.fetch, ctx.runs_kernels = fetch, runs_kernels
         ctx.asked = [x is not None and asked for x, asked in zip(parts, ctx.needs_input_grad[:3], strict=True)]
-        extended = extend(fetch, parts, tokens, runs_kernels)
+        extended = extend(fetch, parts, k.shape[1], runs_kernels)
         ctx.mark_non_differentiable(
             *(x for x, asked in zip(extended, ctx.asked, strict=True) if x is not None and not asked)
         )
@@ -95,4 +87,4 @@ class Halo(torch.autograd.Function):
         returned = send_back(ctx.fetch, grads, ctx.runs_kernels)
         # copies: a gradient that autograd hands over is not to be changed
         own = [None if x is None else x[:, ctx.fetch.halo :].clone() for x in grads]
-        return *add_returned(ctx.fetch, returned, own, grads, 0, ctx.runs_kernels), None, None, None
+        return *add_returned(ctx.fetch, returned, own, grads, 0, ctx.runs_kernels), None, None

@@ -143,8 +143,8 @@ class TwoCalls(torch.autograd.Function):
 def _far(inputs: Inputs, rows: int, options: dict[str, Any]) -> Call:
     """The rows from that one on, with all keys of the slice."""
     scale = inputs.row_scale
-    first = inputs._replace(q=inputs.q[:, rows:], row_scale=None if scale is None else scale[:, rows:])
-    return Call.of(first, options)
+    others = inputs._replace(q=inputs.q[:, rows:], row_scale=None if scale is None else scale[:, rows:])
+    return Call.of(others, options)
 
 
 def _near(inputs: Inputs, extended: Sequence[Tensor | None], rows: int, options: dict[str, Any]) -> Call:

@@ -66,7 +66,7 @@ def is_profitable(problem: AttentionProblem) -> bool:
     Measured (B1 H8, forward and backward as a CUDA graph): T1024 76 µs against 60 at D = 64, 90 against 85 at D = 128;
     T2048 120 against 122, and 148 against 176; D = 256, T64 27 against 38, T1024 136 against 200.
     """
-    if problem.layout != "dense" or max(problem.head_dim, problem.value_dim) > 128:
+    if problem.layout != "dense" or config.is_wide(max(problem.head_dim, problem.value_dim)):
         return True
     tiles = problem.batch * problem.num_heads * cdiv(max(problem.query_length, problem.key_length), config.KEY_TILE)
     return 2 * tiles > launching.multiprocessors(problem.device)

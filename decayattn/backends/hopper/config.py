@@ -27,6 +27,11 @@ def kernel_dim(head_dim: int, value_dim: int) -> int:
     return next(dim for dim in HEAD_DIMS if dim >= max(head_dim, value_dim))
 
 
+def is_wide(dim: int) -> bool:
+    """Of a kernel's head dimension: the backward's warpgroups share their keys, and add dq themselves (wide.py)."""
+    return dim > 128
+
+
 class Widths(NamedTuple):
     """Columns of tiles."""
 
@@ -39,7 +44,7 @@ class Widths(NamedTuple):
 def widths(head_dim: int, value_dim: int) -> Widths:
     """Of the tiles for D and D_v."""
     dim = kernel_dim(head_dim, value_dim)
-    if dim <= 128:
+    if not is_wide(dim):
         return Widths(dim, dim, dim)
     return Widths(dim, cdiv(head_dim, 64) * 64, max(128, kernel_dim(value_dim, 1)))
 
@@ -118,5 +123,5 @@ def backward(dim: int) -> BackwardConfig:
     if dim == 64:
         return BackwardConfig(KEY_TILE, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)
     if dim == 128:
-        return BackwardConfig(KEY_TILE, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=80)
+        return BackwardConfig(KEY_TILE, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=72)
     return BackwardConfig(KEY_TILE // 2, 64, 2, slots=2, zero_lines=2, dk_columns=256, spill_bytes=132)

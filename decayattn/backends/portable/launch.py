@@ -114,7 +114,7 @@ def backward(
     decay_leaf, bias_leaf = log_decay if decay_gradient else None, bias if bias_gradient else None
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
-        into, dq = dq, contiguous_like(q) if dq is None else dq
+        dq = contiguous_like(q) if dq is None else dq
         dk, dv = map(contiguous_like, (k, v))
         row_scale_grad = torch.empty_like(row_lse2) if problem.row_scale else None
         if problem.is_empty:
@@ -131,7 +131,7 @@ def backward(
         column_sums = None
         if decay_gradient and problem.decay == "scalar":
             column_sums = torch.empty_like(prefix.beta, dtype=delta.dtype)
-        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, d_out, d_lse, out, into)
+        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, d_out, d_lse, out, dq)
         deterministic = torch.are_deterministic_algorithms_enabled()
         asked = (decay_gradient, bias_gradient, deterministic)
         modes = (problem, skipping.is_planned(problem), _shape(bias), *asked)

@@ -19,21 +19,26 @@ from decayattn.backends.hopper.backward.dq import (
     stage_dq_part,
     start_dq_part,
 )
-from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
-from decayattn.backends.hopper.backward.keys import keys_of_head, tile_probability
+from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile
+from decayattn.backends.hopper.backward.keys import keys_of_head
 from decayattn.backends.hopper.backward.row_terms import DELTA
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import (
+    KEYS,
     PART,
     SHARES,
+    bits_before,
+    by_threads,
+    from_threads,
     ones_of_splits,
     operand_layout,
     product_layout,
+    where_bits,
 )
 from decayattn.backends.hopper.common.pipelines import arrive, signal
 from decayattn.backends.hopper.common.tile_table import flat, stacked
-from decayattn.backends.tiles.scores import LOG2E, score_gradient
+from decayattn.backends.tiles.scores import LOG2E, decayed_score, probability, score_gradient
 
 
 @gluon.jit
@@ -61,6 +66,7 @@ def _next_tile(
     previous: the visit before it as tile · SIDES + side; −1 if there is none in this head
     """
     dk, dv, key_sum = gradients
+    _, key_alpha, first, end = keys
     dq_desc, first_part, row_sums, first_row = dq_target
     ROWS: gl.constexpr = work.schedule.ROWS
     DECAY: gl.constexpr = work.schedule.DECAY
@@ -94,7 +100,21 @@ def _next_tile(
     scoreT = warpgroup_mma_wait(2, (scoreT,))
     if WARPGROUP == 0:
         signal(shared.barriers.first_scores.index(stage))
-    p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE)
+    # tile_probability of keys.py, in place: as a call ptxas has other registers for it, and that has not been timed
+    if DECAY != "none":
+        # what the tile's rows share joins what a key has
+        key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
+    scoreT = decayed_score(
+        scoreT * score_scale, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none"
+    )
+    if EDGE:
+        # the tile's first row is read here: were it known before, the compiler would compare before the scores are
+        # there
+        here = shared.starts.index(stage).load(key_alpha.type.layout)
+        x = by_threads(scoreT)
+        seen = bits_before(end - here, x) & ~bits_before(first - here, x)
+        scoreT = from_threads(where_bits(seen, x), SCORE)
+    p = probability(scoreT, 0)
     pT = p.to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
@@ -181,6 +201,7 @@ def _store_dk(dk_desc, dk, n, work, shared, WARPGROUP: gl.constexpr, D: gl.const
 def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
     """One consumer warpgroup: its 64 keys of every work tile through the query tiles that see the work tile's keys."""
     ROWS: gl.constexpr = schedule.ROWS
+    DECAY: gl.constexpr = schedule.DECAY
     SCORE: gl.constexpr = product_layout(ROWS)
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
     ACC: gl.constexpr = product_layout(D)
@@ -195,10 +216,11 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.cons
         dk = gl.zeros([WARPGROUP_KEYS, D], gl.float32, ACC)
         dv = gl.zeros([WARPGROUP_KEYS, D], gl.float32, ACC)
         for member in range(schedule.GROUP):
-            key_alpha, rows, ends = keys_of_head(work, member, key, inside, decay)
+            tokens = work.first_token(member)
             first_part = work.first_tile(member) * 2 + WARPGROUP
             first_row = work.first_row(member)
             dq_target = (dq_desc, first_part, decay.sums.rows, first_row)
+            key_alpha, rows, ends = keys_of_head(work, member, tokens, key, inside, decay)
             key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
             # the last visit, tile · SIDES + side
             previous = -1
@@ -246,8 +268,18 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.cons
                 if schedule.ROW_SUMS:
                     add_row_sums(row_sum, decay.sums.rows, first_row, previous, work, WARPGROUP, D)
             if schedule.DECAY_GRADIENT:
-                # found again: the bounds would need registers in the loop
-                store_key_sums(find_work(schedule, index), member, key_sum, decay, WARPGROUP)
+                # found again: the bounds would need registers in the loop. store_key_sums in place, as tile_probability
+                done = find_work(schedule, index)
+                tokens, own_start = done.first_token(member), done.bounds.start + WARPGROUP * WARPGROUP_KEYS
+                total = gl.sum(key_sum, 1)
+                if DECAY == "scalar":
+                    total *= 0.25  # of 4 copies
+                    share = gl.arange(0, WARPGROUP_KEYS, total.type.layout)
+                    here = decay.sums.columns + tokens + own_start + share
+                    gl.store(here, total, mask=own_start + share < done.bounds.key_length)
+                else:
+                    tile = done.first_block(member) + done.bounds.start // KEYS
+                    gl.store(decay.sums.rates + tile * 2 + WARPGROUP, gl.sum(total, 0))
 
         # both warpgroups have read dSᵀ of the last tile, too
         mbarrier.wait(shared.barriers.keys_read, count & 1)

@@ -9,11 +9,11 @@ from decayattn.backends.tiles.scores import decayed_score, probability
 
 
 @gluon.jit
-def keys_of_head(work, member, key, inside, decay):
+def keys_of_head(work, member, tokens, key, inside, decay):
     """Of keys, one per row of a product, and a query head of the group: α relative to the work tile's first key, the
-    rows that see them (KeyWork.rows_of), and those that see the work tile's ends. inside: keys, or the last one."""
+    rows that see them (KeyWork.rows_of), and those that see the work tile's ends. tokens: the head's first one; inside:
+    keys, or the last one."""
     DECAY: gl.constexpr = work.schedule.DECAY
-    tokens = work.first_token(member)
     alpha = inside.to(gl.float32)
     if DECAY == "scalar":
         alpha = gl.load(decay.beta + tokens + inside)

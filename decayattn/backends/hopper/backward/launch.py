@@ -48,7 +48,7 @@ def backward(
     q, k, v, log_decay, scale, bounds = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.bounds
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
-        into, dq = dq, contiguous_like(q) if dq is None else dq
+        dq = contiguous_like(q) if dq is None else dq
         dk, dv = map(contiguous_like, (k, v))
         if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
@@ -58,7 +58,7 @@ def backward(
             # a concatenation's gradient: `contiguous` would leave that where it is
             d_out = d_out.clone(memory_format=torch.contiguous_format)
 
-        given = (q, k, v, log_decay, bounds, d_out, d_lse, out, into)
+        given = (q, k, v, log_decay, bounds, d_out, d_lse, out, dq)
         modes = (problem, skipping.is_planned(problem), decay_gradient)
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
         sequences = sequence_blocks.find(problem, bounds, launch)
@@ -106,7 +106,7 @@ def backward(
         rate_sums = None
         if decay_gradient and constant:
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
-            if bounds is not None or tile.keys < config.KEY_TILE:
+            if bounds is not None or config.is_wide(dim):
                 rate_sums.zero_()  # there may be more blocks than tiles
         decay_tensors = BackwardDecay(
             rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,
@@ -122,7 +122,7 @@ def backward(
             source(v, config.WARPGROUP_ROWS, widths.v), source(d_out, tile.rows, widths.v),
             descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, tile.dk_columns), source(dv, config.WARPGROUP_ROWS, widths.v),
-            dq_fragments if dim > 128 else descriptors.plain(dq_fragments, FRAGMENT_ROWS.value),
+            dq_fragments if config.is_wide(dim) else descriptors.plain(dq_fragments, FRAGMENT_ROWS.value),
             descriptors.plain(dq_fragments, tile.zero_lines),
             decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters), scale, *limits_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,

@@ -192,7 +192,8 @@ def consume_wide(schedule, shared, dq_fragments, decay, scale, WARPGROUP: gl.con
         dk = gl.zeros([WARPGROUP_KEYS, DK], gl.float32, product_layout(DK))
         dv = gl.zeros([WARPGROUP_KEYS, D_V // 2], gl.float32, product_layout(D_V // 2))
         for member in range(schedule.GROUP):
-            key_alpha, rows, ends = keys_of_head(work, member, key, inside, decay)
+            tokens = work.first_token(member)
+            key_alpha, rows, ends = keys_of_head(work, member, tokens, key, inside, decay)
             first_part = work.first_tile(member) * (PARTS * 2) + WARPGROUP * PARTS
             first_row = work.first_row(member)
             dq_target = (dq_fragments, first_part, decay.sums.rows, first_row)
