@@ -24,7 +24,7 @@ class AttentionStatistics(lightning.Callback):
     Of every layer and head, on the first bytes of the validation text (`bytes` of them): half_lives in bytes, and
     visited, decayattn.visited_fraction of 64 × 128 tiles. It is null where documents are kept apart, and on a machine
     that has neither a GPU nor Triton; on a CPU, where it is interpreted, it is of the first and last row alone.
-    milliseconds_per_step: of the steps since the row before, compiling included.
+    milliseconds_per_step: of the steps since the row before, compiling included; writing a checkpoint is not.
     """
 
     def __init__(self, folder: Path, first_step: int):
@@ -38,7 +38,10 @@ class AttentionStatistics(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._record_on_rank_zero(trainer, pl_module)
-        self._begun = trainer.global_step, time.perf_counter()
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self._begun is None:  # not at the validation's end: checkpoints are written after every other callback
+            self._begun = trainer.global_step, time.perf_counter()
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if self._begun is not None and trainer.global_step > self._begun[0]:
@@ -50,7 +53,7 @@ class AttentionStatistics(lightning.Callback):
         if trainer.state.fn != "fit":
             return
         self._record_on_rank_zero(trainer, pl_module)
-        self._begun = trainer.global_step, time.perf_counter()
+        self._begun = None
 
     def _record_on_rank_zero(self, trainer: lightning.Trainer, module: TrainByteLM) -> None:
         if module.is_sharded:

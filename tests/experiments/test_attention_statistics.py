@@ -4,13 +4,14 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from language_models.model import ByteLM
 from language_models.statistics import attention_statistics
-from toy_lm import figures
-from toy_lm.statistics import read
+from toy_lm import figures, statistics
+from toy_lm.statistics import AttentionStatistics, read
 
 from decayattn import visited_fraction
 
@@ -64,3 +65,24 @@ def test_figures_are_drawn_of_what_is_known(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
     log(tmp_path, [None, None])
     assert figures.draw_visited_over_training(tmp_path, "title") is None
+
+
+def test_the_time_of_a_step_is_without_validation_and_checkpoint(tmp_path, monkeypatch):
+    """ModelCheckpoint's part of a validation's end comes after every other callback's."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(statistics.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(AttentionStatistics, "_record_on_rank_zero", lambda self, trainer, module: timed.append(
+        (trainer.global_step, self._milliseconds)))
+    timed, callback = [], AttentionStatistics(tmp_path, 0)
+    trainer = SimpleNamespace(global_step=0, state=SimpleNamespace(fn="fit"))
+    callback.on_train_start(trainer, None)
+    for _ in range(2):
+        clock.now += 100  # a checkpoint
+        for _ in range(4):
+            callback.on_train_batch_start(trainer, None, None, 0)
+            clock.now += 0.25
+            trainer.global_step += 1
+        callback.on_validation_start(trainer, None)
+        clock.now += 10
+        callback.on_validation_end(trainer, None)
+    assert timed == [(0, None), (4, 250.0), (8, 250.0)]
