@@ -62,8 +62,9 @@ def tensor_parallel_plan(module: nn.Module) -> "dict[str, ParallelStyle]":
     qk_norm's gains are on every rank. It takes x whole, a plain tensor or a DTensor, and gives y whole: one sum over
     the ranks in the forward, one in the backward. Every parameter is a DTensor, and the state dict has the names and
     shapes that it has without. Where other parameters of a model stay plain, its optimiser takes `foreach=False`: as
-    one list, which is the default on GPUs, torch refuses to update both kinds. `num_heads` and `num_kv_heads` become
-    those of a rank; rates and slopes are those of the whole model's heads.
+    one list, which is the default on GPUs, torch refuses to update both kinds; and where a gradient of theirs is a sum
+    without a fixed order, an embedding's for example, average it over the ranks, or the copies drift apart. `num_heads`
+    and `num_kv_heads` become those of a rank; rates and slopes are those of the whole model's heads.
 
     The plan is a dict that can be changed and added to: `plan["attention.out_proj"] = RowwiseParallel(
     output_layouts=Shard(1))` returns y sharded along the sequence, for norms that are; PartwiseParallel is for other

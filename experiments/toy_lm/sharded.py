@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from language_models.model import ByteLM
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -52,6 +53,21 @@ def plan_of(model: ByteLM) -> dict:
         plan[f"blocks.{number}.mlp_in"] = PartwiseParallel((hidden, hidden))
         plan[f"blocks.{number}.mlp_out"] = RowwiseParallel()
     return plan
+
+
+@torch.no_grad()
+def average_copies(model: nn.Module, tensor_mesh: DeviceMesh) -> None:
+    """Average the gradients of what every rank of the tensor axis has: embedding, norms and head.
+
+    Sums without a fixed order, an embedding's gradient on a GPU for example, are rounded in another way on every rank:
+    the copies of a parameter would drift apart.
+    """
+    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None and not _is_on(p, SECOND)]
+    together = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(together, group=tensor_mesh.get_group())
+    parts = (together / tensor_mesh.size()).split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def fully_shard_model(model: ByteLM, mesh: DeviceMesh) -> None:
@@ -173,6 +189,10 @@ def _fused(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_on(tensor: Tensor, axis: str) -> bool:
+    return isinstance(tensor, DTensor) and axis in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -61,6 +61,13 @@ class TrainByteLM(lightning.LightningModule):
         self.log("learning_rate", self.lr_schedulers().get_last_lr()[0])
         return loss
 
+    def on_after_backward(self) -> None:
+        """Lightning's hook."""
+        if self.config.strategy == "tensor":
+            from toy_lm import sharded
+
+            sharded.average_copies(self.model, self.device_mesh[sharded.SECOND])
+
     def validation_step(self, batch: Tensor) -> None:
         bits = next_byte_loss(self.model, self.bytes_of_this_device(batch)) * BITS_PER_NAT
         self.log("val_bits", bits, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(batch))
@@ -118,6 +125,7 @@ class TrainByteLM(lightning.LightningModule):
         with torch.enable_grad(), cast:
             loss = next_byte_loss(self.model, mine)
         loss.backward()
+        self.on_after_backward()
         gradients = self.whole_gradients()
         self.model.zero_grad()
         return gradients

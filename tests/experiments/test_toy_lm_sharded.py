@@ -1,0 +1,51 @@
+"""The toy language model over several devices: what one process of the whole training script does not show."""
+
+import pytest
+import torch
+from distributed_pool import two_ranks
+from language_models.model import ByteLM, next_byte_loss
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from toy_lm import sharded
+from toy_lm.config import Config
+
+
+@pytest.fixture(scope="module", params=[
+    pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),
+    pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
+])
+def ranks(request):
+    pool = two_ranks(request.param)
+    yield pool
+    pool.close()
+
+
+def gradients_before_and_after(device: str) -> list[tuple[bool, torch.Tensor, torch.Tensor]]:
+    """Of every parameter, whether each rank has all of it, and the rank's gradient, rounded in its own way."""
+    torch.manual_seed(0)
+    model = ByteLM(layers=1, width=32, heads=2, decay="scalar", backend="reference").to(device)
+    mesh = init_device_mesh(device, (1, 2), mesh_dim_names=(sharded.DATA, sharded.SECOND))
+    sharded.parallelize(model, Config(strategy="tensor"), mesh)
+    next_byte_loss(model, torch.randint(256, (2, 25)).to(device)).backward()
+    rank = torch.distributed.get_rank()
+    found = []
+    for parameter in model.parameters():
+        gradient = parameter.grad.to_local() if isinstance(parameter, DTensor) else parameter.grad
+        gradient += rank * 2.0**-20
+        found.append((gradient is parameter.grad, gradient.clone(), gradient))
+    sharded.average_copies(model, mesh[sharded.SECOND])
+    return [(is_copy, before.cpu(), after.cpu()) for is_copy, before, after in found]
+
+
+def test_copies_of_a_parameter_get_the_same_gradient_on_every_rank(ranks):
+    of_ranks = list(zip(*ranks(gradients_before_and_after, ranks.device), strict=True))
+    # embedding, three norms and the head
+    assert sum(is_copy for (is_copy, _, _), _ in of_ranks) == 5 < len(of_ranks)
+    for (is_copy, before, after), (_, others_before, others_after) in of_ranks:
+        if is_copy:
+            assert not before.equal(others_before)
+            assert after.equal(others_after)
+            assert after.equal((before + others_before) / 2)
+        else:
+            assert after.equal(before)
+            assert others_after.equal(others_before)
