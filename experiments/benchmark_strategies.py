@@ -41,14 +41,16 @@ STRATEGIES = {
     "context, halo": ["--strategy", "context", "--context_mode", "halo"],
     "context, heads": ["--strategy", "context", "--context_mode", "heads"],
 }
+# bytes of the gradient check: the script's own 512 take a minute at both ends of a run on a GPU
+_CHECKED = 256
 METHOD = {
     "train_bits, validation_bits": "bits per byte, by step",
     "tokens_per_second": "of the median milliseconds_per_step between validations, the first stretch left out, in "
     "which kernels are compiled",
     "difference": "of the mean training loss to that of one device, over all logged steps; largest_difference: of a "
     "single one",
-    "gradients": "every gradient through the kernels, before the first step and after the last, within its error "
-    "budget around that of one process in float64: else the run fails",
+    "gradients": f"every gradient through the kernels, on sequences of {_CHECKED} bytes, before the first step and "
+    "after the last, within its error budget around that of one process in float64: else the run fails",
 }
 # colour-blind safe (Okabe and Ito)
 _COLOURS = dict(zip(STRATEGIES, ("#000000", "#999999", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00"),
@@ -131,7 +133,8 @@ def train(name: str, options: argparse.Namespace, folder: Path) -> tuple[int | s
     every = max(1, options.steps // 6)
     command = [
         sys.executable, str(ROOT / "experiments/train_toy_lm.py"), "--run", str(folder), "--devices", str(devices),
-        *STRATEGIES[name], *sizes, "--validate_every", str(every), "--sample_bytes", "0", *options.more,
+        *STRATEGIES[name], *sizes, "--validate_every", str(every), "--sample_bytes", "0",
+        "--check_context", str(_CHECKED), *options.more,
     ]
     try:
         run = subprocess.run(
