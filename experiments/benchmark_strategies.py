@@ -1,6 +1,6 @@
 """Loss curves and speed of the toy language model on several devices beside one, a run per strategy.
 
-    python experiments/benchmark_strategies.py                      # on two GPUs: planned for 8 minutes
+    python experiments/benchmark_strategies.py                      # on two GPUs: 7 runs of 2.5 minutes
     python experiments/benchmark_strategies.py --minutes 8          # no run that would end later; the next call goes on
     python experiments/benchmark_strategies.py --strategies one ddp # part of it
 

@@ -142,11 +142,12 @@ class TrainByteLM(lightning.LightningModule):
 
     def configure_optimizers(self) -> dict:
         config = self.config
-        # plain tensors and DTensors cannot be updated as one list
-        options = {"foreach": False} if self.is_sharded else {}
-        optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95), **options
-        )
+        adam = torch.optim.AdamW
+        if self.is_sharded:
+            from toy_lm import sharded
+
+            adam = sharded.AdamW
+        optimizer = adam(parameter_groups(self.model, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config.steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

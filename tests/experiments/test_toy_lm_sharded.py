@@ -1,9 +1,12 @@
 """The toy language model over several devices: what one process of the whole training script does not show."""
 
+import copy
+
 import pytest
 import torch
 from distributed_pool import two_ranks
 from language_models.model import ByteLM, next_byte_loss
+from language_models.optimisation import parameter_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from toy_lm import sharded
@@ -49,3 +52,39 @@ def test_copies_of_a_parameter_get_the_same_gradient_on_every_rank(ranks):
         else:
             assert after.equal(before)
             assert others_after.equal(others_before)
+
+
+def three_steps(device: str, strategy: str) -> tuple[list[tuple[float, float]], dict[str, float]]:
+    """(norm of the gradients, that of one process) of every step; and how far each parameter is from one process's."""
+    torch.manual_seed(0)
+    single = ByteLM(layers=1, width=32, heads=2, decay="scalar", backend="reference").to(device, torch.float64)
+    model = copy.deepcopy(single)
+    shape = (1, 2) if strategy == "tensor" else (2, 1)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=(sharded.DATA, sharded.SECOND))
+    sharded.parallelize(model, Config(strategy=strategy), mesh)
+    kinds = (torch.optim.AdamW, single), (sharded.AdamW, model)
+    optimizers = [adam(parameter_groups(of, 0.1), lr=1e-2, betas=(0.9, 0.95)) for adam, of in kinds]
+    norms = []
+    for _ in range(3):
+        tokens = torch.randint(256, (2, 25)).to(device)
+        for of, optimizer in zip((single, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            next_byte_loss(of, tokens).backward()
+        clipped = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.1)
+        norms.append((float(sharded.clip_gradients(model.parameters(), 0.1)), float(clipped)))
+        for optimizer in optimizers:
+            optimizer.step()
+    whole, expected = sharded.whole_state(model), single.state_dict()
+    return norms, {name: float((x - expected[name].cpu()).abs().max()) for name, x in whole.items()}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_clipping_and_optimiser_are_those_of_one_process(ranks, strategy):
+    (norms, errors), (norms_of_the_other, _) = ranks(three_steps, ranks.device, strategy)
+    assert norms == norms_of_the_other
+    for norm, expected in norms:
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert norm > 0.1  # so that it is clipped
+    assert len(errors) > 5
+    # Adam divides by what is next to nothing where a byte does not occur
+    assert max(errors.values()) < 1e-9, errors
