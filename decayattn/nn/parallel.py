@@ -16,6 +16,7 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
     FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds every parameter that it gathers. A log-decay adds up
     over all tokens in between, and the gradient of a sink is off by some percent then. Here the policy is for the
     projections alone; decay, sink, log_scale and the gains of qk_norm are gathered and reduced as they are stored.
+    Without a policy a layer is sharded as one.
 
     Call it before the fully_shard of what is around the layer, as FSDP2 shards the innermost first::
 
@@ -37,12 +38,15 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
 
     as_stored = {name: value for name, value in options.items() if name != "mp_policy"}
     for _, layer in _layers(module):
+        # a group of parameters has one dtype, and a 16-bit model has a float32 decay
+        if options.get("mp_policy") is None and len({p.dtype for p in layer.parameters()}) == 1:
+            fully_shard(layer, **options)  # one group: one collective where there would be three
+            continue
         for projection in (layer.in_proj, layer.out_proj):
             fully_shard(projection, **options)
         apart = {id(p) for projection in (layer.in_proj, layer.out_proj) for p in projection.parameters()}
         decay = list(layer.decay.parameters()) if isinstance(layer.decay, nn.Module) else []
         rest = [p for p in layer.parameters() if id(p) not in apart]
-        # a group of parameters has one dtype, and a 16-bit model has a float32 decay
         if isinstance(layer.decay, nn.Module) and decay and len({p.dtype for p in rest}) > 1:
             fully_shard(layer.decay, **as_stored)
             rest = [p for p in rest if all(p is not other for other in decay)]
