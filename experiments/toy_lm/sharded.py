@@ -62,7 +62,7 @@ def average_copies(model: nn.Module, tensor_mesh: DeviceMesh) -> None:
     Sums without a fixed order, an embedding's gradient on a GPU for example, are rounded in another way on every rank:
     the copies of a parameter would drift apart.
     """
-    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None and not _is_on(p, SECOND)]
+    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None and not _is_divided(p, SECOND)]
     together = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(together, group=tensor_mesh.get_group())
     parts = (together / tensor_mesh.size()).split([gradient.numel() for gradient in gradients])
@@ -204,8 +204,10 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _is_on(tensor: Tensor, axis: str) -> bool:
-    return isinstance(tensor, DTensor) and axis in (tensor.device_mesh.mesh_dim_names or ())
+def _is_divided(tensor: Tensor, axis: str) -> bool:
+    """Whether every rank of that axis of a mesh has a part of its own."""
+    names = (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+    return axis in names and not tensor.placements[names.index(axis)].is_replicate()
 
 
 def _summed(part: Tensor, place: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> Tensor:
