@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -206,6 +206,20 @@ def test_a_bfloat16_policy_does_not_round_what_is_per_head(ranks, decay, dtype):
         decays = {torch.float32} - {dtype} if decay != "frozen" else set()
         assert seen.pop("gradients") <= decays
         assert seen == {"names": names, "q": torch.bfloat16, "decay dtype": torch.float32, "exact": True}
+
+
+def groups(device: str, options: dict[str, Any]) -> list[str]:
+    """What of a block has a collective of its own."""
+    model = model_of("scalar", device, **EVERYTHING)
+    shard(model, device, **options)
+    return [name for name, module in model[0].named_modules() if isinstance(module, FSDPModule)]
+
+
+def test_a_layer_is_one_group_unless_a_policy_rounds_some_of_it(ranks):
+    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    parts = ["attention.in_proj", "attention.out_proj"]
+    assert ranks(groups, ranks.device, {})[0] == ["", "attention"]
+    assert ranks(groups, ranks.device, policy)[0] == ["", "attention", *parts]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
