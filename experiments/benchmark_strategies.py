@@ -41,7 +41,7 @@ STRATEGIES = {
     "context, halo": ["--strategy", "context", "--context_mode", "halo"],
     "context, heads": ["--strategy", "context", "--context_mode", "heads"],
 }
-# bytes of the gradient check: the script's own 512 take a minute at both ends of a run on a GPU
+# bytes of the gradient check: the script's own 512 take a minute at either end of a run on a GPU
 _CHECKED = 256
 METHOD = {
     "train_bits, validation_bits": "bits per byte, by step",

@@ -108,7 +108,7 @@ class AdamW(torch.optim.AdamW):
     refuses lists in which some are DTensors."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        # collects what a step takes: not public, but the same since PyTorch 2.0
+        # collects what a step takes: not public; the same in PyTorch 2.10 to 2.15
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = map(_local, tensors)

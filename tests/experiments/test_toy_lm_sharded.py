@@ -70,6 +70,8 @@ def three_steps(device: str, strategy: str) -> tuple[list[tuple[float, float]], 
         for of, optimizer in zip((single, model), optimizers, strict=True):
             optimizer.zero_grad()
             next_byte_loss(of, tokens).backward()
+        if strategy == "tensor":
+            sharded.average_copies(model, mesh[sharded.SECOND])
         clipped = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.1)
         norms.append((float(sharded.clip_gradients(model.parameters(), 0.1)), float(clipped)))
         for optimizer in optimizers:
@@ -81,7 +83,8 @@ def three_steps(device: str, strategy: str) -> tuple[list[tuple[float, float]], 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
 def test_clipping_and_optimiser_are_those_of_one_process(ranks, strategy):
     (norms, errors), (norms_of_the_other, _) = ranks(three_steps, ranks.device, strategy)
-    assert norms == norms_of_the_other
+    # else the ranks would clip by different factors; one process's gradient of an embedding has no fixed order on a GPU
+    assert [norm for norm, _ in norms] == [norm for norm, _ in norms_of_the_other]
     for norm, expected in norms:
         assert norm == pytest.approx(expected, rel=1e-12)
         assert norm > 0.1  # so that it is clipped
