@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from distributed_pool import two_ranks
+from distributed_pool import Pool, two_ranks
 from language_models.model import ByteLM, next_byte_loss
 from language_models.optimisation import parameter_groups
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,12 +54,15 @@ def test_copies_of_a_parameter_get_the_same_gradient_on_every_rank(ranks):
             assert others_after.equal(others_before)
 
 
-def three_steps(device: str, strategy: str) -> tuple[list[tuple[float, float]], dict[str, float]]:
-    """(norm of the gradients, that of one process) of every step; and how far each parameter is from one process's."""
+def three_steps(
+    device: str, strategy: str, shape: tuple[int, int]
+) -> tuple[list[tuple[float, float]], dict[str, float]]:
+    """(norm of the gradients, that of one process) of every step; and how far each parameter is from one process's.
+
+    shape: how many ranks the batch and the model are divided over."""
     torch.manual_seed(0)
     single = ByteLM(layers=1, width=32, heads=2, decay="scalar", backend="reference").to(device, torch.float64)
     model = copy.deepcopy(single)
-    shape = (1, 2) if strategy == "tensor" else (2, 1)
     mesh = init_device_mesh(device, shape, mesh_dim_names=(sharded.DATA, sharded.SECOND))
     sharded.parallelize(model, Config(strategy=strategy), mesh)
     kinds = (torch.optim.AdamW, single), (sharded.AdamW, model)
@@ -67,9 +70,10 @@ def three_steps(device: str, strategy: str) -> tuple[list[tuple[float, float]], 
     norms = []
     for _ in range(3):
         tokens = torch.randint(256, (2, 25)).to(device)
-        for of, optimizer in zip((single, model), optimizers, strict=True):
+        own = tokens.chunk(shape[0])[mesh.get_local_rank(sharded.DATA)]
+        for of, optimizer, batch in zip((single, model), optimizers, (tokens, own), strict=True):
             optimizer.zero_grad()
-            next_byte_loss(of, tokens).backward()
+            next_byte_loss(of, batch).backward()
         if strategy == "tensor":
             sharded.average_copies(model, mesh[sharded.SECOND])
         clipped = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.1)
@@ -80,14 +84,26 @@ def three_steps(device: str, strategy: str) -> tuple[list[tuple[float, float]], 
     return norms, {name: float((x - expected[name].cpu()).abs().max()) for name, x in whole.items()}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
-def test_clipping_and_optimiser_are_those_of_one_process(ranks, strategy):
-    (norms, errors), (norms_of_the_other, _) = ranks(three_steps, ranks.device, strategy)
+def assert_like_one_process(of_ranks: list[tuple[list[tuple[float, float]], dict[str, float]]]) -> None:
+    (norms, errors), *others = of_ranks
     # else the ranks would clip by different factors; one process's gradient of an embedding has no fixed order on a GPU
-    assert [norm for norm, _ in norms] == [norm for norm, _ in norms_of_the_other]
+    for norms_of_another, _ in others:
+        assert [norm for norm, _ in norms] == [norm for norm, _ in norms_of_another]
     for norm, expected in norms:
         assert norm == pytest.approx(expected, rel=1e-12)
         assert norm > 0.1  # so that it is clipped
     assert len(errors) > 5
     # Adam divides by what is next to nothing where a byte does not occur
     assert max(errors.values()) < 1e-9, errors
+
+
+@pytest.mark.parametrize(("strategy", "shape"), [("fsdp", (2, 1)), ("tensor", (1, 2))])
+def test_clipping_and_optimiser_are_those_of_one_process(ranks, strategy, shape):
+    assert_like_one_process(ranks(three_steps, ranks.device, strategy, shape))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("distributed")
+def test_two_machines_of_two_ranks_that_divide_the_heads():
+    with Pool(4) as ranks:
+        assert_like_one_process(ranks(three_steps, "cpu", "tensor", (2, 2)))
