@@ -59,7 +59,8 @@ def three_steps(
 ) -> tuple[list[tuple[float, float]], dict[str, float]]:
     """(norm of the gradients, that of one process) of every step; and how far each parameter is from one process's.
 
-    shape: how many ranks the batch and the model are divided over."""
+    shape: over how many ranks the batch is divided, and over how many the heads.
+    """
     torch.manual_seed(0)
     single = ByteLM(layers=1, width=32, heads=2, decay="scalar", backend="reference").to(device, torch.float64)
     model = copy.deepcopy(single)
@@ -104,6 +105,6 @@ def test_clipping_and_optimiser_are_those_of_one_process(ranks, strategy, shape)
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("distributed")
-def test_two_machines_of_two_ranks_that_divide_the_heads():
+def test_batch_and_heads_divided_at_once():
     with Pool(4) as ranks:
         assert_like_one_process(ranks(three_steps, "cpu", "tensor", (2, 2)))
