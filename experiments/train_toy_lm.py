@@ -1,6 +1,6 @@
 """Train a small byte-level language model whose only position information is the decay of its attention.
 
-    python experiments/train_toy_lm.py                     # no GPU: about 3 minutes on 2 cores
+    python experiments/train_toy_lm.py                     # no GPU: 3 to 6 minutes on 2 cores
     python experiments/train_toy_lm.py --decay alibi-learned --data my_texts/
     python experiments/train_toy_lm.py --resume last
     python experiments/train_toy_lm.py --devices 2         # two GPUs, the batch shared between them
