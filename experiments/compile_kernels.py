@@ -82,17 +82,17 @@ PATHS = ["TMA", "both sides", "window", "pointers", "narrow", "small", "packed",
 MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0, "halo": 0}
 # paths of GPUs without tiles for descriptors and without tiles of small problems
 OTHER_PATHS = ("pointers", "narrow", "packed", "bias", "decode", "halo")
-# the same of the Hopper backend, by kernel and its head dimension, whose loops are those of the TMA path: the other
-# side of the diagonal takes registers
+# the same of the Hopper backend, by kernel and its head dimension (192: three_blocks.py), whose loops are those of the
+# TMA path: the other side of the diagonal takes registers
 HOPPER_MORE_SPILLS = {
     "TMA": {},
     "both sides": {
         ("forward_kernel", 256): 76, ("gradients_kernel", 64): 236, ("gradients_kernel", 128): 300,
-        ("gradients_kernel", 256): 160,
+        ("gradients_kernel", 192): 124, ("gradients_kernel", 256): 160,
     },
     "window": {
         ("forward_kernel", 128): 4, ("forward_kernel", 256): 52, ("gradients_kernel", 64): 72,
-        ("gradients_kernel", 128): 152, ("gradients_kernel", 256): 160,
+        ("gradients_kernel", 128): 152, ("gradients_kernel", 192): 184, ("gradients_kernel", 256): 160,
     },
     "packed": {("forward_kernel", 256): 8},
 }
@@ -104,10 +104,6 @@ TABLES = {
     "forward_kernel": portable_config.FORWARD,
     "key_gradients_kernel": portable_config.KEY_GRADIENTS,
     "query_gradients_kernel": portable_config.QUERY_GRADIENTS,
-}
-HOPPER_TABLES = {
-    "forward_kernel": hopper_config.forward,
-    "gradients_kernel": hopper_config.backward,
 }
 
 
@@ -260,12 +256,15 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
     """Bytes that config.py grants a kernel; the small ones around the attention have none, but for a halo's."""
     arch = target.arch
     if backend == "hopper":
-        if kernel not in HOPPER_TABLES:
+        if kernel not in ("forward_kernel", "gradients_kernel"):
             return 0
-        dim = hopper_config.kernel_dim(dim, dim)
+        widths = hopper_config.widths(dim, value_dim_of(backend, dim))
+        tile = hopper_config.forward(widths.qk) if kernel == "forward_kernel" else hopper_config.backward(widths)
+        if kernel == "forward_kernel" or tile.consumers != "three_blocks":
+            dim = widths.qk
         of_path, of_dtype = (kernel, dim), (kernel, dim, dtype)
         more = HOPPER_MORE_SPILLS[path].get(of_path, 0) + HOPPER_FLOAT16_SPILLS.get(of_dtype, 0)
-        return HOPPER_TABLES[kernel](dim).spill_bytes + more
+        return tile.spill_bytes + more
     if kernel == "gradients_kernel":
         return portable_config.both_gradients(arch, dim, dtype).spill_bytes
     if kernel not in TABLES:
@@ -277,6 +276,11 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
     return tile.spill_bytes + (MORE_SPILLS[path] if arch == "sm90" else 0)
 
 
+def value_dim_of(backend: str, dim: int) -> int:
+    """D_v of a D: 128 beside 192, for which "hopper" has consumers of its own (three_blocks.py)."""
+    return 128 if (backend, dim) == ("hopper", 192) else dim
+
+
 def compiled_kernels(
     backend: str, dim: int, decay: str, dtype: torch.dtype, path: str, target: Target = TARGETS["sm_90"]
 ) -> list:
@@ -286,7 +290,10 @@ def compiled_kernels(
     shape = (1 if path in ("packed", "small") else 2, length, 4, dim)
     # without a stride between the batch entries TMA cannot address a tensor
     filled = 2 if path in ("TMA", "both sides", "window") else 1
-    q, k, v, d_out = (torch.empty(filled, *shape[1:], dtype=dtype).expand(shape) for _ in range(4))
+    of_values = (*shape[:3], value_dim_of(backend, dim))
+    q, k, v, d_out = (
+        torch.empty(filled, *x[1:], dtype=dtype).expand(x) for x in (shape, shape, of_values, of_values)
+    )
     if path == "narrow":
         narrow = dim - 40
         q, v, d_out = q[..., :narrow], v[..., : narrow // 3], d_out[..., : narrow // 3]

@@ -55,7 +55,7 @@ Site = tuple[tuple[str, int], ...]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directions", nargs="+", choices=["forward", "backward"], default=["forward", "backward"])
-    parser.add_argument("--head-dims", nargs="+", type=int, choices=[64, 128, 256], default=[64, 128, 256])
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=[64, 128, 192, 256], default=[64, 128, 192, 256])
     options = parser.parse_args()
     torch.set_num_threads(1)
     for direction in options.directions:
@@ -101,7 +101,7 @@ def problems(dim: int) -> dict[str, tuple[dict, dict]]:
     packed = make_packed(*PACKINGS[2], heads=2, dim=dim, outside=0)
     packed = {name: x.nan_to_num() if x.is_floating_point() else x for name, x in packed.items()}
     wide = {}
-    if dim > 128:  # two tiles of dO are in flight then
+    if dim == 256:  # two tiles of dO are in flight then
         wide["few columns of v"] = make(450, batch=1, heads=2, dim=dim, value_dim=128), {}
     return {
         "scalar": (make(450, batch=1, heads=3, dim=dim), {}),

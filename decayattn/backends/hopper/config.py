@@ -2,14 +2,14 @@
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from decayattn.backends.runtime.integers import cdiv
 
 # rows of one consumer warpgroup: the height of a WGMMA instruction
 WARPGROUP_ROWS = 64
-# keys per tile up to 128 columns: a block of the decay prefix, so that the difference of two bases is one number per
-# tile. Above, half of one
+# keys per tile: a block of the decay prefix, so that the difference of two bases is one number per tile. Where that are
+# too many for the registers, half of one
 KEY_TILE = 128
 # the kernels': the copy engine fills up tiles of others with zeros on their way to shared memory
 HEAD_DIMS = (64, 128, 256)
@@ -28,7 +28,7 @@ def kernel_dim(head_dim: int, value_dim: int) -> int:
 
 
 def is_wide(dim: int) -> bool:
-    """Of a kernel's head dimension: the backward's warpgroups share their keys, and add dq themselves (wide.py)."""
+    """Of a kernel's head dimension: dk and dv of a backward's warpgroup do not fit beside the scores of consumer.py."""
     return dim > 128
 
 
@@ -48,6 +48,9 @@ def widths(head_dim: int, value_dim: int) -> Widths:
         return Widths(dim, dim, dim)
     return Widths(dim, cdiv(head_dim, 64) * 64, max(128, kernel_dim(value_dim, 1)))
 
+
+# decayattn/backends/hopper/backward/*.py
+Consumers = Literal["consumer", "three_blocks", "wide"]
 
 # what two consumer warpgroups leave of the register file
 _REGISTERS, _LAUNCH_REGISTERS = 240, 168
@@ -96,10 +99,13 @@ def forward(dim: int) -> ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Keys of a work tile, rows of a query tile, tiles of q and dO in flight, slots for dSᵀ, lines of dq that are
-    zeroed at once, columns of dk that are stored at once, spills and registers per thread (as in ForwardConfig)."""
+    """The consumers, by their file; keys of a work tile, columns of a tile of q or k, rows of a query tile, tiles of q
+    and dO in flight, slots for dSᵀ, lines of dq that are zeroed at once, columns of dk that are stored at once, spills
+    and registers per thread (as in ForwardConfig)."""
 
+    consumers: Consumers
     keys: int
+    columns: int
     rows: int
     stages: int
     slots: int
@@ -111,17 +117,22 @@ class BackwardConfig:
 
 
 @functools.cache
-def backward(dim: int) -> BackwardConfig:
-    """The backward's schedule for Widths.qk; two consumer warpgroups, of 64 keys each up to 128 columns.
+def backward(widths: Widths) -> BackwardConfig:
+    """The backward's schedule; two consumer warpgroups, of 64 keys each but in wide.py.
 
     dk and dv take 128 registers of a thread at D = 128, leaving room for scores of 64 rows; two stages of q and dO,
     with dSᵀ and dq on their way out, fill the shared memory (213 and 223 KB).
 
     spill_bytes are those of kernels with one side (work.py), hardly any in a loop over tiles. With two sides, a decay
-    per token spills 300 bytes (D = 64), 368 (D = 128, where each loop loads one word) and 292 (beyond).
+    per token spills 300 bytes (D = 64), 368 (D = 128, where each loop loads one word), 248 (three blocks) and 292
+    (wide).
     """
-    if dim == 64:
-        return BackwardConfig(KEY_TILE, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)
-    if dim == 128:
-        return BackwardConfig(KEY_TILE, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=72)
-    return BackwardConfig(KEY_TILE // 2, 64, 2, slots=2, zero_lines=2, dk_columns=256, spill_bytes=132)
+    if widths.qk == 64:
+        return BackwardConfig("consumer", KEY_TILE, 64, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)
+    if widths.qk == 128:
+        return BackwardConfig("consumer", KEY_TILE, 128, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=72)
+    if widths.read <= 192 and widths.v <= 128:
+        return BackwardConfig(
+            "three_blocks", KEY_TILE, 64, 64, 2, slots=3, zero_lines=2, dk_columns=64, spill_bytes=160
+        )
+    return BackwardConfig("wide", KEY_TILE // 2, 256, 64, 2, slots=2, zero_lines=2, dk_columns=256, spill_bytes=132)

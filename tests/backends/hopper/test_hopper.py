@@ -31,7 +31,7 @@ from decayattn.testing import assert_within_budget, verify_attention, verify_att
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")]
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
 def test_every_decay_and_dtype(decay, dtype, dim):
@@ -50,7 +50,7 @@ def test_other_head_dims(dim, value_dim):
     verify({name: torch.cat([x, x * math.nan], -1)[..., : x.shape[-1]] for name, x in inputs.items() if x is not None})
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("length", [1, 15, 63, 65, 127, 129, 257, 1000])
 def test_lengths_that_divide_nothing(length, dim):
     verify(make(length, dim=dim))
@@ -59,14 +59,14 @@ def test_lengths_that_divide_nothing(length, dim):
 LAST_ROWS = [(1, 1000), (37, 150), (130, 140), (300, 427), (150, 37), (300, 130), (200, 1), (200, 1000)]
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("lengths", LAST_ROWS)
 def test_queries_are_the_last_rows(lengths, dim):
     for decay in ("none", "constant", "scalar"):
         verify(make(*lengths, decay=decay, dim=dim))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("heads", [(2, 1), (6, 2), (8, 1)])
 def test_grouped_queries(heads, dim):
     verify(make(500, heads=heads[0], kv_heads=heads[1], dim=dim))
@@ -84,7 +84,7 @@ def test_heads_that_are_worked_at_together(cache, monkeypatch):
     verify(make_packed([300, 1, 1000, 77], heads=6, kv_heads=3))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("share", [0.003, 0.03, 0.5, 1.0])
 def test_resets(share, dim):
     inputs = make(1025, dim=dim)
@@ -103,7 +103,7 @@ def test_the_own_pair_has_no_part_in_the_gradient_of_a_rate(dim, dtype, lengths,
     verify(inputs | dict(log_decay=rates), causal=causal)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_strong_decay_and_growth(dim):
     for strength in (2.5, 100.0):
         verify(make(600, dim=dim, strength=strength))
@@ -152,7 +152,7 @@ def test_large_values(size, far, dim):
         assert torch.equal(out, again)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_a_nan_stays_in_its_row(dim):
     inputs = make(1500, dim=dim, decay="none")
     expected = decay_attention(**inputs, backend="hopper")
@@ -163,7 +163,7 @@ def test_a_nan_stays_in_its_row(dim):
     torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_strides(dim):
     q, k, v = torch.randn(2, 300, 3, 4, dim, device="cuda", dtype=BF16).unbind(2)
     verify(dict(q=q, k=k, v=v, log_decay=torch.tensor(-0.1, device="cuda")))
@@ -212,7 +212,7 @@ def test_no_heads(decay, backend):
 # Windows
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("left", [0, 1, 63, 64, 200, 5000])
 def test_windows(left, dim):
     for decay in ("none", "constant", "scalar"):
@@ -222,14 +222,14 @@ def test_windows(left, dim):
     verify(inputs, window_size=(left, -1))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("lengths", [(1, 1000), (130, 140), (37, 700), (150, 37), (500, 130), (200, 1)])
 def test_windows_of_the_last_rows(lengths, dim):
     for decay, left in (("none", 64), ("constant", 1), ("scalar", 129)):
         verify(make(*lengths, decay=decay, dim=dim), window_size=(left, 0))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("window", [(0, 0), (64, -1), (-1, 1), (300, 127), (5, 5000)])
 def test_windows_to_both_sides(window, dim):
     for decay in ("none", "constant", "scalar"):
@@ -247,7 +247,7 @@ def test_windows_to_both_sides(window, dim):
 # Not causal: both sides of the diagonal
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
 def test_both_sides(decay, dim):
     for lengths in [(1, 1), (333, 333), (65, 1000), (1, 700), (500, 501), (385, 385)]:
@@ -258,7 +258,7 @@ def test_both_sides(decay, dim):
         verify(make(500, 130, decay=decay, dim=dim), causal=False)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("share", [0.003, 0.03, 0.5, 1.0])
 def test_resets_on_both_sides(share, dim):
     inputs = make(1025, dim=dim)
@@ -267,7 +267,7 @@ def test_resets_on_both_sides(share, dim):
     verify(inputs | dict(q=inputs["q"][:, -700:]), causal=False)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_strong_decay_and_growth_on_both_sides(dim):
     # of stronger rates the gradient, 1e-6 and less, is lost in float32 sums of dS (i − j)
     verify(make(600, dim=dim, strength=2.5, decay="constant"), causal=False)
@@ -278,7 +278,7 @@ def test_strong_decay_and_growth_on_both_sides(dim):
     verify(inputs | dict(log_decay=torch.randn_like(inputs["log_decay"])), causal=False)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
 def test_both_sides_in_sequences(decay, dim):
     for packing in PACKINGS:
@@ -286,7 +286,7 @@ def test_both_sides_in_sequences(decay, dim):
     verify(make_padded(decay=decay, dim=dim), causal=False)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_far_keys_on_both_sides_that_outweigh_the_own(dim):
     for decay in ("none", "constant", "scalar"):
         inputs = make(1500, batch=3, heads=8, kv_heads=4, dim=dim, decay=decay, strength=1e-3)
@@ -308,19 +308,19 @@ def test_both_sides_forward_here_and_backward_elsewhere(decay):
 # Sequences. The oracle evaluates every one alone, so whatever crosses a boundary shows
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
 @pytest.mark.parametrize("packing", range(len(PACKINGS)))
 def test_packings(packing, decay, dim):
     verify(make_packed(*PACKINGS[packing], decay=decay, dim=dim, resets=0.01))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_many_short_sequences(dim):
     verify(make_packed(*random_packing(1, 200, 40), heads=1, dim=dim))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("heads", [(6, 2), (8, 1)])
 def test_packings_of_groups_windows_and_sinks(heads, dim):
     for decay, left in (("none", 0), ("constant", 200), ("scalar", 63), ("scalar", -1)):
@@ -356,7 +356,7 @@ def test_packed_strides_and_what_lies_beyond_the_longest():
     verify(inputs, grad_out=expanded)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
 def test_padding(decay, dim):
     inputs = make_padded(decay=decay, dim=dim)
@@ -395,7 +395,7 @@ def test_lengths_that_change_under_a_cuda_graph():
 
 
 @pytest.mark.parametrize("decay", ["scalar", "constant"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_far_tiles_are_skipped(dim, decay):
     """With far values, and the output gradients of far rows, NaN: what is visited turns NaN."""
     inputs = make(1500, heads=4, kv_heads=2, dim=dim, decay=decay)
@@ -416,7 +416,7 @@ def test_far_tiles_are_skipped(dim, decay):
         assert bool(d_k[:, :256].isfinite().all() and d_v[:, :256].isfinite().all()) == finite
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_skipping_in_packed_sequences_and_windows(dim):
     lengths = (700, 0, 65, 1300, 1)
     inputs = make(sum(lengths), batch=1, dim=dim)
@@ -434,7 +434,7 @@ def test_skipping_in_packed_sequences_and_windows(dim):
 
 @pytest.mark.parametrize("layout", ["dense", "packed", "both sides"])
 @pytest.mark.parametrize("decay", ["none", "scalar"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_runs_repeat(dim, decay, layout):
     """200 runs: a race moves results by more than rounding. Only what is added up by atomics may move at all.
 

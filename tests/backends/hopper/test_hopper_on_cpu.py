@@ -67,21 +67,22 @@ def test_every_kind(decay, dtype, causal, dim):
     verify(make(333, decay=decay, dtype=dtype, dim=dim), causal=causal)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("lengths", [(1, 1), (63, 63), (129, 129), (37, 150), (150, 37), (1, 400), (257, 300)])
 def test_lengths_that_divide_nothing(lengths, dim):
     verify(make(*lengths, dim=dim))
 
 
 @pytest.mark.parametrize(
-    "dims", [(8, 64), (40, 8), (64, 104), (96, 128), (192, 128), (136, 40), (248, 200), (64, 256), (104, 136)]
+    "dims",
+    [(8, 64), (40, 8), (64, 104), (96, 128), (152, 128), (136, 40), (192, 192), (248, 200), (64, 256), (104, 136)],
 )
 def test_other_head_dims(dims):
     verify(make(200, heads=1, dim=dims[0], value_dim=dims[1]))
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_resets_growth_and_groups(dim, causal):
     inputs = make(400, heads=4, kv_heads=2, dim=dim)
     log_decay = inputs["log_decay"]
@@ -154,7 +155,7 @@ def test_windows(decay, left, dim):
     verify(make(400, 450, decay=decay, dim=dim), window_size=(left, 0))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(
     ("decay", "window"),
     [("none", (64, -1)), ("none", (-1, 0)), ("constant", (0, 200)), ("constant", (300, 1)), ("scalar", (130, 7))],
@@ -170,7 +171,7 @@ def test_windows_to_both_sides(decay, window, dim):
 
 
 @pytest.mark.parametrize(
-    ("decay", "dim", "causal"), pairwise(["scalar", "constant", "none"], [64, 128, 256], [True, False])
+    ("decay", "dim", "causal"), pairwise(["scalar", "constant", "none"], [64, 128, 192, 256], [True, False])
 )
 def test_sequences(decay, dim, causal):
     verify(make_packed(*PACKINGS[2], heads=2, kv_heads=1, decay=decay, dim=dim, resets=0.01), causal=causal)
@@ -385,7 +386,7 @@ def results(causal: bool, **options) -> dict[str, torch.Tensor]:
     return dict(zip(("out", "lse", *leaves), (out, lse, *grads), strict=True))
 
 
-@pytest.mark.parametrize(("dim", "causal"), [(64, True), (128, True), (64, False), (256, True)])
+@pytest.mark.parametrize(("dim", "causal"), [(64, True), (128, True), (64, False), (192, True), (256, True)])
 def test_any_order(dim, causal, monkeypatch):
     """Only what is added up by atomics may move."""
     expected = results(causal, dim=dim)

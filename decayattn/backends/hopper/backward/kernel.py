@@ -47,13 +47,14 @@ has an LSE₂ for each side, with ∓α_i; the producer sends that of the side, 
 sign. So the loops do not depend on the side, except where it adds row sums. α_j and the sums of keys change sign
 between sides.
 
-Beyond 128 columns the consumers are those of wide.py, with 64 keys of both, and add dq themselves.
+Beyond 128 columns the consumers add dq themselves. Those of three_blocks.py, up to 192 columns with a D_v of up to 128,
+have 64 keys each; those of wide.py have 64 keys together.
 
 zeroing.py zeroes the memory that dq is added to. row_terms.py prepares the row terms before this kernel and unpacks dq
 after it.
 
-Tiles, per warpgroup: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · terms (ROWS, 16) · scoreT, pT, dpT, dsT (64, ROWS) ·
-dq part (64, 64).
+Tiles, per warpgroup of consumer.py: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · terms (ROWS, 16) · scoreT, pT, dpT, dsT
+(64, ROWS) · dq part (64, 64).
 """
 
 from typing import NamedTuple
@@ -63,16 +64,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward.consumer import consume
 from decayattn.backends.hopper.backward.dq import product_keys
 from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights, rate_weights
 from decayattn.backends.hopper.backward.producer import produce
+from decayattn.backends.hopper.backward.row_terms import DELTA
 from decayattn.backends.hopper.backward.shared import BackwardConstants, BackwardShared, allocate_barriers
+from decayattn.backends.hopper.backward.three_blocks import DK_BLOCKS, consume_three_blocks
 from decayattn.backends.hopper.backward.wide import consume_wide
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums
 from decayattn.backends.hopper.backward.zeroing import allocate_zeros
 from decayattn.backends.hopper.common.call import field
-from decayattn.backends.hopper.common.fragments import COPIES, DEPTH, FRAGMENT_COLUMNS, FRAGMENT_ROWS
+from decayattn.backends.hopper.common.fragments import COPIES, DEPTH, FRAGMENT_COLUMNS, FRAGMENT_ROWS, ones_of_columns
 from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
 from decayattn.backends.hopper.common.tile_table import allocate_tiles
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
@@ -114,6 +118,7 @@ class BackwardModes(NamedTuple):
 class BackwardTile(NamedTuple):
     """config.BackwardConfig, as far as the kernel needs it."""
 
+    consumers: config.Consumers
     dim: int
     read: int  # columns of q and k that hold numbers
     keys: int
@@ -138,7 +143,7 @@ def gradients_kernel(
     """dk and dv of all key tiles over their groups of query heads; added up: dq, row sums, and the sums of a rate. It
     may be launched before the launch before it has ended.
 
-    dq_fragments: a descriptor of parts; in a wide kernel, whose threads add to it, the tensor
+    dq_fragments: a descriptor of parts; where threads add to them, the tensor
     scheduler: key_table, the tiles of keys, which is not read unless RAGGED; and counters, 0 (zeroing.py)
     left, right: keys that a row sees at most before its own and behind it; not read unless WINDOW, right not if CAUSAL
     query_length, key_length, blocks (of the decay prefix): lengths of the axes on which the sequences lie
@@ -148,6 +153,7 @@ def gradients_kernel(
     DECAY: gl.constexpr = field(MODES, "decay")
     DECAY_GRADIENT: gl.constexpr = field(MODES, "decay_gradient")
     RAGGED: gl.constexpr = field(MODES, "ragged")
+    CONSUMERS: gl.constexpr = field(TILE, "consumers")
     D: gl.constexpr = field(TILE, "dim")
     READ: gl.constexpr = field(TILE, "read")
     KEYS: gl.constexpr = field(TILE, "keys")
@@ -159,11 +165,15 @@ def gradients_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     STEP: gl.constexpr = product_keys(D, has_row_sums(DECAY, DECAY_GRADIENT))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, ROWS], DTYPE)
-    WIDE: gl.constexpr = D > 128
-    # of a wide kernel each warpgroup stores one half of the columns, and no pattern may cross them
-    D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_KEYS, ROWS // 2 if WIDE else ROWS], DTYPE)
+    WIDE: gl.constexpr = CONSUMERS == "wide"
+    BLOCKED: gl.constexpr = CONSUMERS == "three_blocks"
+    # what is stored or read one half at a time: no pattern may cross the halves
+    STORED: gl.constexpr = ROWS if CONSUMERS == "consumer" else ROWS // 2
+    MULTIPLIED: gl.constexpr = ROWS // 2 if BLOCKED else ROWS
+    D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_KEYS, STORED], DTYPE)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, MULTIPLIED], DTYPE)
     KEY_PARTS: gl.constexpr = KEYS // WARPGROUP_KEYS
+    BLOCKS: gl.constexpr = DK_BLOCKS if BLOCKED else 1
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(DTYPE, [1, COPIES, STEP], ONES)
     ones.index(0).store(gl.full([COPIES, STEP], 1.0, DTYPE, LAYOUT))
@@ -174,33 +184,39 @@ def gradients_kernel(
     if DECAY == "constant":
         weights.index(0).store(rate_weights(column, row).to(DTYPE))
         if DECAY_GRADIENT:
-            BITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BIT_COLUMNS, ROWS], DTYPE)
+            BITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BIT_COLUMNS, MULTIPLIED], DTYPE)
             bits = gl.allocate_shared_memory(DTYPE, [1, BIT_COLUMNS, ROWS], BITS)
             column = gl.expand_dims(gl.arange(0, BIT_COLUMNS, gl.SliceLayout(1, LAYOUT)), 1)
             bits.index(0).store(bit_weights(column, row, ROWS).to(DTYPE))
     else:
         weights.index(0).store(gl.full([COPIES, ROWS], 1.0, DTYPE, LAYOUT))
+    splits = ones
+    if BLOCKED:
+        SPLITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_KEYS, DEPTH], gl.bfloat16)
+        splits = gl.allocate_shared_memory(gl.bfloat16, [2, WARPGROUP_KEYS, DEPTH], SPLITS)
+        splits.index(0).store(ones_of_columns(0, LAYOUT))
+        splits.index(1).store(ones_of_columns(DELTA, LAYOUT))
     zeros = allocate_zeros(zeros_desc)
     fence_async_shared()
     p = ones
     if WIDE:
         p = gl.allocate_shared_memory(DTYPE, [1, WARPGROUP_KEYS, ROWS], D_SCORES)
     shared = BackwardShared(
-        allocate_tiles(k_desc, KEY_PARTS),
+        allocate_tiles(k_desc, KEY_PARTS * BLOCKS),
         allocate_tiles(v_desc, KEY_PARTS),
-        allocate_tiles(q_desc, STAGES),
+        allocate_tiles(q_desc, STAGES * BLOCKS),
         allocate_tiles(d_out_desc, STAGES),
         gl.allocate_shared_memory(terms_desc.dtype, [STAGES, ROWS, DEPTH], terms_desc.layout),
         allocate_words(STAGES, gl.float32),
         allocate_words(STAGES),
         gl.allocate_shared_memory(DTYPE, [SLOTS * KEY_PARTS, WARPGROUP_KEYS, ROWS], D_SCORES),
         p,
-        ones if WIDE else gl.allocate_shared_memory(
-            gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_fragments.layout
-        ),
-        BackwardConstants(zeros, ones, weights, bits),
+        gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_fragments.layout)
+        if CONSUMERS == "consumer" else ones,
+        BackwardConstants(zeros, ones, weights, bits, splits),
         allocate_barriers(STAGES, SLOTS, WIDE),
         make_pipeline(allocate_words(1), 1, 2),
+        BLOCKS,
         TILE,
     )
     shared.barriers.init(STAGES, SLOTS, WIDE)
@@ -221,6 +237,16 @@ def gradients_kernel(
             [
                 (consume_wide, (schedule, shared, dq_fragments, decay, scale, 0, READ)),
                 (consume_wide, (schedule, shared, dq_fragments, decay, scale, 1, READ)),
+                (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    elif BLOCKED:
+        gl.warp_specialize(
+            [
+                (consume_three_blocks, (schedule, shared, dq_fragments, dk_desc, decay, scale, 0)),
+                (consume_three_blocks, (schedule, shared, dq_fragments, dk_desc, decay, scale, 1)),
                 (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
             ],
             [4, 1],

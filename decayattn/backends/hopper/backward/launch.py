@@ -66,7 +66,8 @@ def backward(
         sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
         dim = widths.qk
-        tile = config.backward(dim)
+        tile = config.backward(widths)
+        adds_from_registers = tile.consumers != "consumer"
         tiles = tile_table.build(
             problem, bounds, tile.rows, tile.keys, last_first=False, of_keys=True, launch=launch
         )
@@ -106,7 +107,7 @@ def backward(
         rate_sums = None
         if decay_gradient and constant:
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
-            if bounds is not None or config.is_wide(dim):
+            if bounds is not None or adds_from_registers:
                 rate_sums.zero_()  # there may be more blocks than tiles
         decay_tensors = BackwardDecay(
             rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,
@@ -118,17 +119,17 @@ def backward(
         )
         launch(
             gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
-            source(q, tile.rows, dim), source(k, config.WARPGROUP_ROWS, dim),
+            source(q, tile.rows, tile.columns), source(k, config.WARPGROUP_ROWS, tile.columns),
             source(v, config.WARPGROUP_ROWS, widths.v), source(d_out, tile.rows, widths.v),
             descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, tile.dk_columns), source(dv, config.WARPGROUP_ROWS, widths.v),
-            dq_fragments if config.is_wide(dim) else descriptors.plain(dq_fragments, FRAGMENT_ROWS.value),
+            dq_fragments if adds_from_registers else descriptors.plain(dq_fragments, FRAGMENT_ROWS.value),
             descriptors.plain(dq_fragments, tile.zero_lines),
             decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters), scale, *limits_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
             problem.num_heads, together, MODES=modes,
             TILE=BackwardTile(
-                dim, widths.read, tile.keys, tile.rows, tile.stages, tile.slots, tile.registers
+                tile.consumers, dim, widths.read, tile.keys, tile.rows, tile.stages, tile.slots, tile.registers
             ),
             num_warps=4,
             maxnreg=tile.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,

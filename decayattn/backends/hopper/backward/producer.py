@@ -9,6 +9,7 @@ from decayattn.backends.hopper.backward.row_terms import terms_row_of_tile
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visit_count
 from decayattn.backends.hopper.backward.zeroing import publish_zeroed, start_zeroing, wait_zeroed
 from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common.fragments import PART
 from decayattn.backends.tiles.decay import DECAY_BLOCK, constant_rate
 
 
@@ -51,9 +52,12 @@ def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, resul
         else:
             mbarrier.wait(shared.barriers.keys_read, (count - 1) & 1)
     PARTS: gl.constexpr = schedule.KEYS // WARPGROUP_KEYS
-    mbarrier.expect(shared.barriers.keys_ready, PARTS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    K_BYTES: gl.constexpr = shared.BLOCKS * k_desc.block_type.nbytes
+    mbarrier.expect(shared.barriers.keys_ready, PARTS * (K_BYTES + v_desc.block_type.nbytes))
     for part in gl.static_range(PARTS):
-        copy_engine.load(k_desc, work.key_at(part), shared.barriers.keys_ready, shared.keys.index(part))
+        for block in gl.static_range(shared.BLOCKS):
+            at = work.key_at(part, block * PART)
+            copy_engine.load(k_desc, at, shared.barriers.keys_ready, shared.keys.index(part * shared.BLOCKS + block))
     if not shared.WIDE:
         tma.store_wait(0)
     for part in gl.static_range(PARTS):
@@ -111,12 +115,14 @@ def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: 
                     shared.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
                     ready = shared.barriers.queries_ready.index(stage)
                     terms_row = terms_row_of_tile(work.first_tile(member) + tile, side, schedule.SIDES, ROWS)
-                    mbarrier.expect(ready, q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
-                    at = work.query_at(member, tile * ROWS)
-                    copy_engine.load(q_desc, at, ready, shared.queries.index(stage))
+                    mbarrier.expect(ready, shared.BLOCKS * q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
+                    for block in gl.static_range(shared.BLOCKS):
+                        at = work.query_at(member, tile * ROWS, block * PART)
+                        copy_engine.load(q_desc, at, ready, shared.queries.index(stage * shared.BLOCKS + block))
                     copy_engine.load(terms_desc, [terms_row, 0], ready, shared.terms.index(stage))
                     ready = shared.barriers.d_outs_ready.index(stage)
                     mbarrier.expect(ready, d_out_desc.block_type.nbytes)
+                    at = work.query_at(member, tile * ROWS)
                     copy_engine.load(d_out_desc, at, ready, shared.d_outs.index(stage))
                     n += 1
                     if is_zeroing & (n == n_begin + 2):

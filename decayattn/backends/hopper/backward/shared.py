@@ -16,13 +16,16 @@ class BackwardConstants:
     ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
     weights: gl.shared_memory_descriptor  # (1, 8, ROWS): what rows count for in the sums of keys
     bits: gl.shared_memory_descriptor  # (1, 16, ROWS): the same in edge tiles of a constant decay (key_sums.py)
+    # of three_blocks.py, (2, 64, 16): the ones of ones_of_splits of the rows' LSE₂, and of their Δ
+    splits: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, zeros, ones, weights, bits):
+    def __init__(self, zeros, ones, weights, bits, splits):
         self.zeros = zeros
         self.ones = ones
         self.weights = weights
         self.bits = bits
+        self.splits = splits
 
 
 @aggregate
@@ -97,27 +100,28 @@ def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.conste
 class BackwardShared:
     """All shared memory of the backward, with the barriers that say which part may be read or written (kernel.py)."""
 
-    keys: gl.shared_memory_descriptor  # (2, 1, …, 64, D)
-    values: gl.shared_memory_descriptor  # the same; then dv, from where it is stored
-    queries: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D), as are d_outs
-    d_outs: gl.shared_memory_descriptor
+    keys: gl.shared_memory_descriptor  # (2 · BLOCKS, 1, …, 64, D / BLOCKS)
+    values: gl.shared_memory_descriptor  # (2, 1, …, 64, D_v); then dv, from where it is stored
+    queries: gl.shared_memory_descriptor  # (STAGES · BLOCKS, 1, …, ROWS, D / BLOCKS)
+    d_outs: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D_v)
     terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
     differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the anchor of the rows minus α at the key tile's
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
     d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS), then dk; wide: (SLOTS, …)
     p: gl.shared_memory_descriptor  # (1, 64, ROWS) of a wide kernel: Pᵀ
-    dq_parts: gl.shared_memory_descriptor  # (2, 16, 256); not of a wide kernel
+    dq_parts: gl.shared_memory_descriptor  # (2, 16, 256), of consumer.py only
     constants: BackwardConstants
     barriers: BackwardBarriers
     published: Pipeline  # the number of the work tile: one word
     STAGES: gl.constexpr
     SLOTS: gl.constexpr
+    BLOCKS: gl.constexpr  # tiles that make up one of q or k
     WIDE: gl.constexpr  # whether the consumers are those of wide.py
 
     @gluon.constexpr_function
     def __init__(
         self, keys, values, queries, d_outs, terms, differences, starts, d_scores, p, dq_parts, constants,
-        barriers, published, TILE,
+        barriers, published, BLOCKS, TILE,
     ):
         self.keys = keys
         self.values = values
@@ -134,7 +138,8 @@ class BackwardShared:
         self.published = published
         self.STAGES = gl.constexpr(TILE.stages)
         self.SLOTS = gl.constexpr(TILE.slots)
-        self.WIDE = gl.constexpr(TILE.dim > 128)
+        self.BLOCKS = gl.constexpr(BLOCKS)
+        self.WIDE = gl.constexpr(TILE.consumers == "wide")
 
     @gluon.jit
     def stage(self, n):

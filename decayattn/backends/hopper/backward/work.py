@@ -181,12 +181,12 @@ class KeyWork:
         return first
 
     @gluon.jit
-    def query_at(self, member, row):
-        """The rows of a head from `row` on, for the copy engine."""
+    def query_at(self, member, row, COLUMN: gl.constexpr = 0):
+        """The rows of a head from `row` on, and from a column on, for the copy engine."""
         bounds = self.bounds
         return coordinates(
             bounds.entry, self.head(member), row, bounds.first_row, bounds.query_length, self.schedule.query_axis,
-            self.schedule.RAGGED,
+            self.schedule.RAGGED, COLUMN,
         )
 
     @gluon.jit

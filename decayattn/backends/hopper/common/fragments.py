@@ -94,7 +94,12 @@ def among_columns(column, x):
 def ones_of_splits(FIRST: gl.constexpr, RESULT: gl.constexpr):
     """Ones (64, DEPTH) where the splits of a number are, in columns from FIRST on: as left operand of a product with
     such columns, whose result has the layout RESULT, they add the number (bf16_splits.py)."""
-    LAYOUT: gl.constexpr = operand_layout(RESULT)
+    return ones_of_columns(FIRST, operand_layout(RESULT))
+
+
+@gluon.jit
+def ones_of_columns(FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same in a layout that need not be an operand's."""
     column = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT)), 0)
     ones = ((column >= FIRST) & (column < FIRST + SPLITS)).to(gl.bfloat16)
     ones, _ = gl.broadcast(ones, gl.full([ROWS, DEPTH], 0.0, gl.bfloat16, LAYOUT))

@@ -1,0 +1,242 @@
+"""The backward's consumers for up to 192 columns of q and k with up to 128 of v: 64 keys each, as in consumer.py.
+
+dk and dv of 64 keys take 160 registers of a thread, and what is left has room for the scores of 32 rows. So a query
+tile is two halves. q, k and dk are three blocks of 64 columns. Of dq, which is multiplied a tile later, each warpgroup
+has one block in every tile, and they take turns: the middle block is one's, and the row sums of dS are the other's.
+Threads add dq up from their registers (wide.py)::
+
+    half 0   S, dP | P | dV | dS → shared memory | dq₋₁ of an outer block | dK
+    half 1   S, dP | P | dV | dS → shared memory | dq₋₁ of the middle block, or row sums₋₁ | dK
+
+Additions to memory limit it: with 64 keys per work tile there would be twice as many (wide.py).
+
+The barriers are those of kernel.py, with three slots of dSᵀ.
+
+Tiles, per warpgroup: k, dk (3 blocks, 64, 64) · v, dv (64, 128) · q (3 blocks, ROWS, 64) · d_out (ROWS, 128) · scoreT,
+pT, dpT, dsT (64, 32) · dq block (64, 64).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
+from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
+from decayattn.backends.hopper.backward.keys import keys_of_head, tile_probability
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
+from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common.fragments import COPIES, PART, SHARES, operand_layout, product_layout
+from decayattn.backends.hopper.common.pipelines import arrive, signal
+from decayattn.backends.hopper.common.tile_table import flat, stacked
+from decayattn.backends.tiles.scores import LOG2E, score_gradient
+
+# blocks of q, k and dk; and those that dq has room for in memory
+DK_BLOCKS: gl.constexpr = gl.constexpr(3)
+DQ_BLOCKS: gl.constexpr = gl.constexpr(4)
+# a block of dk
+DK: gl.constexpr = gl.constexpr(product_layout(PART.value))
+
+
+@gluon.jit
+def _add_dq(shared, n, visit, work, dq_target, zero, BLOCK: gl.constexpr):
+    """Multiply and add a block of dq of the tile before the n-th, a visit."""
+    dq_fragments, first_part, _, _ = dq_target
+    slot = shared.slot(n - 1)
+    dq = gl.zeros([PART, PART], gl.float32, DQ)
+    for part in gl.static_range(2):
+        left = shared.d_scores.index(slot * 2 + part).permute((1, 0))
+        key = flat(shared.keys.index(zero + part * DK_BLOCKS + BLOCK))
+        dq = warpgroup_mma(left, key, dq, use_acc=part > 0, is_async=True)
+    dq = warpgroup_mma_wait(0, (dq,))
+    add_from_registers(dq_fragments, first_part + visit // work.schedule.SIDES * DQ_BLOCKS + BLOCK, dq)
+
+
+@gluon.jit
+def _take_turn(shared, n, visit, work, dq_target, zero, WARPGROUP: gl.constexpr):
+    """The same of the middle block of dq, or of the row sums of dS, which is the other warpgroup's turn then."""
+    _, _, row_sums, first_row = dq_target
+    if (n & 1) == WARPGROUP:
+        _add_dq(shared, n, visit, work, dq_target, zero, 1)
+    elif work.schedule.ROW_SUMS:
+        slot = shared.slot(n - 1)
+        row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
+        ones = shared.constants.ones.index(zero).permute((1, 0))
+        for part in gl.static_range(2):
+            left = shared.d_scores.index(slot * 2 + part).permute((1, 0))
+            row_sum = warpgroup_mma(left, ones, row_sum, use_acc=part > 0, is_async=True)
+        row_sum = warpgroup_mma_wait(0, (row_sum,))
+        add_row_sums(row_sum, row_sums, first_row, visit, work, 0, DQ_BLOCKS * PART)
+
+
+@gluon.jit
+def _next_tile(
+    n, tile, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
+    EDGE: gl.constexpr,
+):
+    """Add the n-th query tile to gradients, (the blocks of dk, dv, key_sum), and dq of the visit before it to its
+    target (consumer.py)."""
+    dk0, dk1, dk2, dv, key_sum = gradients
+    HALF: gl.constexpr = work.schedule.ROWS // 2
+    DECAY: gl.constexpr = work.schedule.DECAY
+    KEY_SUMS: gl.constexpr = work.schedule.DECAY_GRADIENT
+    SCORE: gl.constexpr = product_layout(HALF)
+    DTYPE: gl.constexpr = shared.queries.dtype
+    stage, phase = shared.stage(n), shared.phase(n)
+    weights = shared.constants.weights
+    if DECAY == "constant" and EDGE:
+        weights = shared.constants.bits
+    COLUMNS: gl.constexpr = weights.shape[1]
+    of_keys = gl.zeros([WARPGROUP_KEYS, COLUMNS], gl.float32, product_layout(COLUMNS))
+
+    if WARPGROUP == 1:
+        mbarrier.wait(shared.barriers.first_scores.index(stage), phase)
+    mbarrier.wait(shared.barriers.queries_ready.index(stage), phase)
+    for half in gl.static_range(2):
+        # another 0 in each half: a half would keep 24 registers of matrix descriptors for the other one
+        zero = opaque_zero(n + half)
+        own = WARPGROUP + zero
+        first_block = (stage + zero) * DK_BLOCKS
+        terms = shared.terms.index(stage + zero).slice(half * HALF, HALF, 0).permute((1, 0))
+        d_out = flat(shared.d_outs.index(stage + zero)).slice(half * HALF, HALF, 0)
+        scoreT = gl.zeros([WARPGROUP_KEYS, HALF], gl.float32, SCORE)
+        for block in gl.static_range(DK_BLOCKS):
+            key = flat(shared.keys.index(own * DK_BLOCKS + block))
+            query = flat(shared.queries.index(first_block + block)).slice(half * HALF, HALF, 0)
+            scoreT = warpgroup_mma(key, query.permute((1, 0)), scoreT, use_acc=block > 0, is_async=True)
+        # ones from shared memory: in registers, they would take eight
+        scoreT = warpgroup_mma(shared.constants.splits.index(zero), terms, scoreT, is_async=True)
+        if half == 0:
+            mbarrier.wait(shared.barriers.d_outs_ready.index(stage), phase)
+        dpT = gl.zeros([WARPGROUP_KEYS, HALF], gl.float32, SCORE)
+        value = flat(shared.values.index(own))
+        dpT = warpgroup_mma(value, d_out.permute((1, 0)), dpT, use_acc=False, is_async=True)
+        dpT = warpgroup_mma(shared.constants.splits.index(zero + 1), terms, dpT, is_async=True)
+        scoreT = warpgroup_mma_wait(2, (scoreT,))
+        if half == 0 and WARPGROUP == 0:
+            signal(shared.barriers.first_scores.index(stage))
+        p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, half * HALF)
+        pT = gl.convert_layout(p.to(DTYPE), operand_layout(dv.type.layout))
+        dv = warpgroup_mma(pT, d_out, dv, is_async=True)
+        dpT = warpgroup_mma_wait(1, (dpT,))
+        dsT = score_gradient(p, dpT, 0).to(DTYPE)
+
+        # waited for here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
+        if half == 0:
+            shared.wait_d_scores(n - 1, pred=n > 0)
+        shared.d_scores.index(shared.slot(n) * 2 + WARPGROUP).slice(half * HALF, HALF, 1).store(dsT)
+        if half == 1:
+            fence_async_shared()
+            arrive(shared.barriers.d_scores_ready.index(shared.slot(n)))
+        dv = warpgroup_mma_wait(0, (dv,))
+        # waited for before dk is issued: for both, ptxas would have too few registers, and serialise all products
+        if previous >= 0:
+            if half == 0:
+                _add_dq(shared, n, previous, work, dq_target, zero, 2 * WARPGROUP)
+            else:
+                _take_turn(shared, n, previous, work, dq_target, zero, WARPGROUP)
+        left = gl.convert_layout(dsT, operand_layout(DK))
+        query0 = flat(shared.queries.index(first_block)).slice(half * HALF, HALF, 0)
+        query1 = flat(shared.queries.index(first_block + 1)).slice(half * HALF, HALF, 0)
+        query2 = flat(shared.queries.index(first_block + 2)).slice(half * HALF, HALF, 0)
+        dk0 = warpgroup_mma(left, query0, dk0, is_async=True)
+        dk1 = warpgroup_mma(left, query1, dk1, is_async=True)
+        dk2 = warpgroup_mma(left, query2, dk2, is_async=True)
+        if KEY_SUMS:
+            right = weights.index(zero).slice(half * HALF, HALF, 1).permute((1, 0))
+            of_keys = warpgroup_mma(left, right, of_keys, use_acc=half > 0, is_async=True)
+        dk0, dk1, dk2, of_keys = warpgroup_mma_wait(0, (dk0, dk1, dk2, of_keys))
+    arrive(shared.barriers.empty.index(stage))
+    if KEY_SUMS:
+        key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], EDGE)
+    return dk0, dk1, dk2, dv, key_sum
+
+
+@gluon.jit
+def _store_dk(dk_desc, blocks, n, work, shared, WARPGROUP: gl.constexpr):
+    """Begin to store dk, block after block, from the two slots of dSᵀ that are not the last tile's (consumer.py)."""
+    for block in gl.static_range(DK_BLOCKS):
+        if block >= 2:
+            tma.store_wait(0)
+            copy_engine.thread_barrier()
+        staging = shared.d_scores.index(shared.slot(n + block % 2) * 2 + WARPGROUP)
+        tiles = copy_engine.reinterpret(staging, dk_desc.dtype, stacked(1, dk_desc.block_shape), dk_desc.layout)
+        flat(tiles.index(0)).store(blocks[block].to(dk_desc.dtype))
+        fence_async_shared()
+        copy_engine.thread_barrier()
+        copy_engine.store(dk_desc, work.key_at(WARPGROUP, block * PART), tiles.index(0))
+
+
+@gluon.jit
+def consume_three_blocks(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
+    """One consumer warpgroup: its 64 keys of every work tile through the query tiles that see the work tile's keys."""
+    KEY: gl.constexpr = gl.SliceLayout(1, product_layout(schedule.ROWS // 2))
+    D_V: gl.constexpr = shared.values.shape[-1]
+    index = shared.published_index(0)
+    count = index * 0
+    n = index * 0
+    while index < schedule.work_tiles:
+        work = find_work(schedule, index)
+        key = work.bounds.start + WARPGROUP * WARPGROUP_KEYS + gl.arange(0, WARPGROUP_KEYS, KEY)
+        inside = gl.minimum(key, work.bounds.key_length - 1)
+        dk0 = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
+        dk1 = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
+        dk2 = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
+        dv = gl.zeros([WARPGROUP_KEYS, D_V], gl.float32, product_layout(D_V))
+        for member in range(schedule.GROUP):
+            tokens = work.first_token(member)
+            key_alpha, rows, ends = keys_of_head(work, member, tokens, key, inside, decay)
+            first_part = work.first_tile(member) * DQ_BLOCKS
+            dq_target = (dq_fragments, first_part, decay.sums.rows, work.first_row(member))
+            key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
+            # the last visit, tile · SIDES + side
+            previous = -1
+            for side in range(schedule.SIDES):
+                first, end = work.rows_of_side(rows, side)
+                visited = work.visited(ends, side)
+                # waited for only now: the loads above run while the keys arrive
+                mbarrier.wait(shared.barriers.keys_ready, count & 1)
+                # dk of the last work tile has left the slots of dSᵀ: one thread knows, and all will write there
+                tma.store_wait(0)
+                copy_engine.thread_barrier()
+                for EDGE in gl.static_range(1, -1, -1):
+                    first_visit, end_visit = visits(visited, EDGE)
+                    for visit in range(first_visit, end_visit):
+                        tile = query_tile(visit, visited)
+                        dk0, dk1, dk2, dv, key_sum = _next_tile(
+                            n, tile, previous, (dk0, dk1, dk2, dv, key_sum), (key, key_alpha, first, end), work, shared,
+                            dq_target, scale * LOG2E, WARPGROUP, EDGE,
+                        )
+                        previous = tile * schedule.SIDES + side
+                        n += 1
+                if schedule.SIDES == 2:
+                    # right of the diagonal the sign is the other one: with a change of sign after each side, sums are
+                    # left − right
+                    key_alpha, key_sum = -key_alpha, -key_sum
+            if member == schedule.GROUP - 1:
+                # dv takes the place of this warpgroup's values
+                flat(shared.values.index(WARPGROUP)).store(dv.to(shared.values.dtype))
+                fence_async_shared()
+                arrive(shared.barriers.dv_ready)
+            # dq of the head's last tile
+            shared.wait_d_scores(n - 1, pred=previous >= 0)
+            if previous >= 0:
+                _add_dq(shared, n, previous, work, dq_target, opaque_zero(n), 2 * WARPGROUP)
+                _take_turn(shared, n, previous, work, dq_target, opaque_zero(n), WARPGROUP)
+            arrive(shared.barriers.keys_read, member == schedule.GROUP - 1)
+            if schedule.DECAY_GRADIENT:
+                # found again: the bounds would need registers in the loop
+                store_key_sums(find_work(schedule, index), member, key_sum, decay, WARPGROUP)
+
+        # both warpgroups have read dSᵀ of the last tile, too
+        mbarrier.wait(shared.barriers.keys_read, count & 1)
+        blocks = (dk0 * scale, dk1 * scale, dk2 * scale)
+        _store_dk(dk_desc, blocks, n, find_work(schedule, index), shared, WARPGROUP)
+        count += 1
+        index = shared.published_index(count)
+    tma.store_wait(0)
