@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.only is not None:
         first = options.only // options.family * options.family if options.after_others else options.only
         numbers = list(range(first, options.only + 1))
-    arguments = (options.seed, options.longest, options.family, options.backends)
+    arguments = (options.seed, options.longest, options.family, options.dims, options.backends)
     began = time.monotonic()
     if options.only is not None:
-        print(draw_here(options.only, options.seed, options.longest, options.family))
+        print(draw_here(options.only, *arguments[:-1]))
         results = ((number, fuzz(number, *arguments)[0]) for number in numbers)
     else:
         families = [numbers[n : n + options.family] for n in range(0, len(numbers), options.family)]
@@ -88,6 +88,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option("--family", type=int, metavar="CALLS", default=CALLS_PER_FAMILY, help="calls that share what kernels are "
            "compiled for: more of them are faster and vary less; part of what is drawn from")
     option("--longest", type=int, default=1000 if cuda else 70, help="longest sequence; part of what is drawn from")
+    option("--dims", nargs=2, type=int, metavar=("D", "D_V"), help="these head dimensions in every call")
     option("--processes", type=int, default=os.cpu_count() if cuda else 1, help="processes, all on one GPU")
     option("--backends", nargs="+", choices=judge.BACKENDS, help="default: triton, hopper where it takes a call, and "
            "in two of three calls auto or reference")
@@ -101,16 +102,18 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def draw_here(number: int, seed: int, longest: int, family: int = CALLS_PER_FAMILY) -> Any:
-    return draw(seed, number, longest, torch.cuda.is_available(), family)
+def draw_here(
+    number: int, seed: int, longest: int, family: int = CALLS_PER_FAMILY, dims: Sequence[int] | None = None
+) -> Any:
+    return draw(seed, number, longest, torch.cuda.is_available(), family, dims)
 
 
 def fuzz(
-    number: int, seed: int, longest: int, family: int, backends: list[str] | None
+    number: int, seed: int, longest: int, family: int, dims: Sequence[int] | None, backends: list[str] | None
 ) -> tuple[dict[str, Any], bool]:
     """One call: its result, and whether this process can go on."""
     torch.set_num_threads(1)
-    call = draw_here(number, seed, longest, family)
+    call = draw_here(number, seed, longest, family, dims)
     if backends is None:
         backends = ["triton", *["hopper"] * torch.cuda.is_available(), *[call.extra] * bool(call.extra)]
     began = time.monotonic()
@@ -152,7 +155,8 @@ class Summary:
         self.done += 1
         if isinstance(result, Exception):
             what = {"TimeoutError": "timeout", "ChildProcessError": "crash"}.get(type(result).__name__, "fuzzer")
-            call = str(draw_here(number, self.options.seed, self.options.longest, self.options.family))
+            options = self.options
+            call = str(draw_here(number, options.seed, options.longest, options.family, options.dims))
             result = {"call": call, "failures": [(what, str(result))], "ratios": {}, "overflowed": []}
         for backend, tensors in result["ratios"].items():
             self.ran[backend] += 1
@@ -174,6 +178,8 @@ class Summary:
         backends = f" --backends {' '.join(self.options.backends)}" if self.options.backends else ""
         seed, longest, family = self.options.seed, self.options.longest, self.options.family
         shared = f" --family {family}" if family != CALLS_PER_FAMILY else ""
+        if self.options.dims:
+            shared += f" --dims {self.options.dims[0]} {self.options.dims[1]}"
         return f"python {SCRIPT} --seed {seed} --longest {longest}{shared} --only {number}{backends}"
 
     def kinds(self) -> dict[str, int]:

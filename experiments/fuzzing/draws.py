@@ -6,6 +6,7 @@ lengths, values, windows, tolerances and the like.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -117,13 +118,17 @@ def _is_usual(name: str, value: Any) -> bool:
 
 
 def draw(
-    seed: int, number: int, longest: int = 1000, bfloat16: bool = True, calls_per_family: int = CALLS_PER_FAMILY
+    seed: int, number: int, longest: int = 1000, bfloat16: bool = True, calls_per_family: int = CALLS_PER_FAMILY,
+    dims: Sequence[int] | None = None,
 ) -> Draw:
-    """Call `number` of a run. Without bfloat16 (Triton's interpreter has none) its calls have float16."""
+    """Call `number` of a run. Without bfloat16 (Triton's interpreter has none) its calls have float16; with dims, D and
+    D_v are those."""
     number_of_family = number // calls_per_family
     family = _family(random.Random(f"{seed}/family/{number_of_family}"), longest)
     if not bfloat16 and family.dtype == "bfloat16":
         family = replace(family, dtype="float16")
+    if dims is not None:
+        family = replace(family, head_dim=dims[0], value_dim=dims[1])
     return _call(random.Random(f"{seed}/call/{number}"), number, family, longest)
 
 

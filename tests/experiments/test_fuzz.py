@@ -33,7 +33,7 @@ def families(first: int, number: int, seed: int = 0, longest: int = 1000) -> lis
 
 @pytest.mark.parametrize("number", NUMBERS[:5] if ON_GPU else NUMBERS)  # compiling all would take minutes
 def test_kernels_within_the_budget(number):
-    result, may_go_on = fuzz_kernels.fuzz(number, 1, LONGEST, CALLS_PER_FAMILY, ["triton", "reference"])
+    result, may_go_on = fuzz_kernels.fuzz(number, 1, LONGEST, CALLS_PER_FAMILY, None, ["triton", "reference"])
     assert may_go_on
     assert not result["failures"], (fuzz_kernels.draw_here(number, 1, LONGEST), result["failures"])
     assert set(result["ratios"]) == {"triton", "reference"}
@@ -306,6 +306,16 @@ def test_a_call_of_a_larger_family_again(capsys, monkeypatch):
     assert fuzz_kernels.main(arguments) == 1
     again = "python experiments/fuzz_kernels.py " + " ".join(arguments[:6]) + " --only 61 --backends reference"
     assert f"FAILED {again}: reference out " in capsys.readouterr().out
+
+
+def test_a_call_with_given_dims_again(capsys, monkeypatch):
+    run = judge.run
+    monkeypatch.setattr(judge, "run", lambda *given: (found := run(*given)) | {"out": found["out"] + 1})
+    arguments = ["--seed", "3", "--longest", "20", "--dims", "24", "10", "--only", "8", "--backends", "reference"]
+    assert fuzz_kernels.main(arguments) == 1
+    said = capsys.readouterr().out
+    assert "head_dim 24, value_dim 10" in said
+    assert f"FAILED python experiments/fuzz_kernels.py {' '.join(arguments)}: reference out " in said
 
 
 def test_calls_in_processes(interpreter, capsys):

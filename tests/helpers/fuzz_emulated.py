@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--calls", type=int, default=1000, help="how many, those that are refused aside")
     option("--longest", type=int, default=200, help="longest sequence; part of what is drawn from")
     option("--family", type=int, default=20, help="calls that share shapes and kinds; part of what is drawn from")
+    option("--dims", nargs=2, type=int, metavar=("D", "D_V"), help="these head dimensions in every call")
     option("--minutes", type=float, help="stop after so long")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         minutes = (time.monotonic() - began) / 60
         if done == options.calls or (options.minutes is not None and minutes > options.minutes):
             break
-        found = run(options.seed, number, options.longest, options.family)
+        found = run(options.seed, number, options.longest, options.family, options.dims)
         if found is None:
             continue
         done += 1
@@ -64,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             worst[name] = max(worst.get(name, (0.0, 0)), (own, number))
         if verdict.failures:
             failed += 1
-            again = f"--seed {options.seed} --longest {options.longest} --family {options.family} --only {number}"
+            again = f"--seed {options.seed} --longest {options.longest} --family {options.family}"
+            again += f" --dims {options.dims[0]} {options.dims[1]}" if options.dims else ""
+            again += f" --only {number}"
             print(f"FAILED {again}: {'; '.join(map(' '.join, verdict.failures))}  # {call}", flush=True)
         if done % 100 == 0:
             print(f"{done} calls, {60 * minutes:.0f} s, {failed} failed", flush=True)
@@ -73,9 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failed > 0)
 
 
-def run(seed: int, number: int, longest: int, family: int) -> tuple[str, judge.Verdict] | None:
+def run(
+    seed: int, number: int, longest: int, family: int, dims: Sequence[int] | None = None
+) -> tuple[str, judge.Verdict] | None:
     """(the call, what came of it); None where the kernels do not take it."""
-    call = draw(seed, number, longest, True, family)
+    call = draw(seed, number, longest, True, family, dims)
     if call.family.dtype not in ("float16", "bfloat16"):
         return None
     with (
