@@ -408,7 +408,7 @@ def test_far_tiles_are_skipped(dim, decay):
     assert decay_attention(**poisoned, backend="hopper")[:, 1024:].isfinite().all()
     assert decay_attention(**poisoned, backend="hopper", skip_tolerance=None)[:, 1024:].isnan().all()
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    grad_out = torch.randn_like(inputs["q"])
+    grad_out = torch.randn_like(inputs["q"][..., : inputs["v"].shape[-1]])
     grad_out[:, 1024:] = torch.nan
     for tolerance, finite in (("auto", True), (None, False)):
         out = decay_attention(**leaves, backend="hopper", skip_tolerance=tolerance)
@@ -449,7 +449,7 @@ def test_runs_repeat(dim, decay, layout):
         options |= dict(max_seqlen_q=500, max_seqlen_k=500, window_size=(200, 0))
         inputs = {name: None if x is None else x.nan_to_num() for name, x in inputs.items()}
     leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
-    grad_out = torch.randn_like(inputs["q"])
+    grad_out = torch.randn_like(inputs["q"][..., : inputs["v"].shape[-1]])
 
     def run(return_lse: bool) -> dict[str, torch.Tensor]:
         out = function(**inputs, **options, return_lse=return_lse, backend="hopper")
