@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from decayattn import decay_attention, decay_attention_paged
 from decayattn.backends.runtime import launching
@@ -11,6 +12,7 @@ from decayattn.nn import DecayCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["reference", "triton"]
+DECAYS = ["none", "constant", "scalar"]
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 16, 8
 # what tokens of three entries come call by call
 CALLS = (5, 1, 40, 1, 3)
@@ -89,11 +91,10 @@ def parts(inputs):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("page", [1, 7, 16, 64])
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-@pytest.mark.parametrize("options", [{}, {"window_size": (9, 0), "scale": 0.3}], ids=["plain", "window"])
-def test_pages_give_what_a_contiguous_cache_does_bit_by_bit(backend, page, decay, options):
+@pytest.mark.parametrize(("page", "decay", "windowed"), pairwise([1, 7, 16, 64], DECAYS, [False, True]))
+def test_pages_give_what_a_contiguous_cache_does_bit_by_bit(backend, page, decay, windowed):
     inputs = make(decay)
+    options = {"window_size": (9, 0), "scale": 0.3} if windowed else {}
     engine = Engine(page, torch.float32, decay == "scalar")
     cache = DecayCache(
         BATCH, engine.blocks * page, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, value_dim=VALUE_DIM,
@@ -116,7 +117,7 @@ def test_pages_give_what_a_contiguous_cache_does_bit_by_bit(backend, page, decay
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+@pytest.mark.parametrize("decay", DECAYS)
 def test_rows_are_those_of_the_whole_sequence(backend, decay):
     inputs = make(decay, torch.float64)
     engine = Engine(16, torch.float64, decay == "scalar")
