@@ -1,6 +1,6 @@
 """Compile the kernels with several versions of Triton, for several GPUs, and print what each needs, side by side.
 
-    python experiments/compile_matrix.py --short      # a part of the table: about two minutes per version on one core
+    python experiments/compile_matrix.py --short      # a part of the table: about three minutes per version on one core
     python experiments/compile_matrix.py              # all of it, for hours; writes results/compile_matrix.json
 
 Versions of Triton are installed to a folder (`--folder`, which keeps them for the next time), and not into this
@@ -24,12 +24,13 @@ SCRIPT = Path(__file__).resolve().parent / "compile_kernels.py"
 # PyTorch 2.10 to 2.14 bring 3.6.0, 3.7.0, 3.7.1 and 3.8; a build for CPUs takes the newest
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 TARGETS = ("sm_90", "sm_80", "sm_89", "sm_100", "sm_120", "gfx942")
-# options of compile_kernels.py
-WHOLE = {target: () for target in TARGETS}
-SHORT = {
-    "sm_90": ("--head-dims", "64", "128", "--decays", "scalar", "--paths", "TMA", "narrow"),
-    "gfx942": ("--head-dims", "128", "--decays", "scalar", "--paths", "pointers", "decode"),
-}
+# targets, with options of compile_kernels.py
+WHOLE = [(target, ()) for target in TARGETS]
+SHORT = [
+    ("sm_90", ("--head-dims", "64", "128", "--decays", "scalar", "--paths", "TMA", "narrow")),
+    ("sm_90", ("--backends", "hopper", "--head-dims", "192", "256", "--decays", "scalar", "--paths", "TMA")),
+    ("gfx942", ("--head-dims", "128", "--decays", "scalar", "--paths", "pointers", "decode")),
+]
 # options of which it takes a part of the table
 PARTS = ("head-dims", "decays", "paths")
 VALUES = ("registers", "spills", "shared")
@@ -49,18 +50,18 @@ def main() -> int:
     options = parser.parse_args()
     # of two values of an option the last one counts
     parts = [(f"--{name}", *values) for name in PARTS if (values := vars(options)[name.replace("-", "_")])]
-    runs = {
-        target: (*arguments, *itertools.chain(*parts))
-        for target, arguments in (SHORT if options.short else WHOLE).items()
+    runs = [
+        (target, (*arguments, *itertools.chain(*parts)))
+        for target, arguments in (SHORT if options.short else WHOLE)
         if options.targets is None or target in options.targets
-    }
+    ]
     path = options.json or (None if options.short else ROOT / "results" / "compile_matrix.json")
     known = provenance("experiments/compile_matrix.py", sys.argv[1:])
     kernels, failed = [], False
     with tempfile.TemporaryDirectory() as temporary:
         for version in options.versions:
             folder = installed(version, options.folder or Path(temporary))
-            for target, arguments in runs.items():
+            for target, arguments in runs:
                 status, found = compiled(folder, target, arguments)
                 failed |= status != 0
                 kernels += [{"triton": version, **kernel} for kernel in found]
