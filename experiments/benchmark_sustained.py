@@ -3,6 +3,7 @@
     python experiments/benchmark_sustained.py                            # on a GPU: six shapes, some minutes; JSON
     python experiments/benchmark_sustained.py --shapes 4,8192,16,128 --peers cudnn --decays scalar none constant
     python experiments/benchmark_sustained.py --not-causal --shapes 4,8192,16,64 4,8192,16,128
+    python experiments/benchmark_sustained.py --row-scales --decays scalar none constant --peers cudnn    # of ours only
     python experiments/benchmark_sustained.py --deviation 16 --shapes 4,8192,16,64 4,8192,16,128    # large logits
     git worktree add ../before COMMIT
     python experiments/benchmark_sustained.py --before ../before --peers cudnn    # two versions, in one process
@@ -110,6 +111,7 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--dtype", "dtype of q, k, v", choices=tuple(DTYPES))
     option("--not-causal", "queries see the keys after their own, too", action="store_true", default=False)
     option("--deviation", "standard deviation of the logits q·k / √D", type=float, default=1.0)
+    option("--row-scales", "every row of ours has a scale of its own", action="store_true", default=False)
     option("--mean-log-decay", "mean log-decay per token, natural log (drawn from [2m, 0])", type=float, default=-0.01)
     option("--backends", "our backends", choices=registry.NAMES, nargs="+")
     option("--decays", "decays of ours", choices=DECAYS, nargs="+", default=["scalar", "none"])
@@ -174,7 +176,7 @@ def kernels_of(size: tuple[int, ...], options: argparse.Namespace) -> list[Kerne
     batch, length, heads, head_dim, *value_dim = size
     case = Case(
         batch, heads, length, head_dim, options.dtype, "scalar", options.mean_log_decay, not options.not_causal,
-        options.deviation, *value_dim,
+        options.deviation, *(value_dim or [None]), options.row_scales,
     )
     others = sorted(dict.fromkeys(options.peers), key=lambda name: name != peers.BASELINE)
     kernels = [Kernel(name, case, peers.OTHERS[name]) for name in others]
@@ -209,7 +211,8 @@ def check(
                     continue
                 call = prepare(kernel.peer, kernel.case, inputs)
                 errors[kernel.name] = checks.relative_errors(
-                    kernel.case, call, expected(kernel.case.decay != "none" and kernel.peer.decay != "none")
+                    kernel.case, call,
+                    expected(kernel.case.decay != "none" and kernel.peer.decay != "none", kernel.peer.row_scales),
                 )
                 prepared[kernel.name] = call
                 result["kernels"][kernel.name] = kernel.peer.label

@@ -76,7 +76,7 @@ TARGETS = {
 }
 MULTIPROCESSORS = 132
 SKIP_TOLERANCE = 2.0**-24  # decay_attention's
-PATHS = ["TMA", "both sides", "window", "pointers", "narrow", "small", "packed", "bias", "decode", "halo"]
+PATHS = ["TMA", "both sides", "window", "row scales", "pointers", "narrow", "small", "packed", "bias", "decode", "halo"]
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
 MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 560, "decode": 0, "halo": 0}
@@ -93,6 +93,10 @@ HOPPER_MORE_SPILLS = {
     "window": {
         ("forward_kernel", 128): 4, ("forward_kernel", 256): 52, ("gradients_kernel", 64): 72,
         ("gradients_kernel", 128): 152, ("gradients_kernel", 192): 184, ("gradients_kernel", 256): 160,
+    },
+    "row scales": {
+        ("forward_kernel", 64): 164, ("gradients_kernel", 64): 192, ("gradients_kernel", 128): 108,
+        ("gradients_kernel", 192): 112,
     },
     "packed": {("forward_kernel", 256): 8},
 }
@@ -182,6 +186,8 @@ def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
         of_backend = HOPPER_MORE_SPILLS if backend == "hopper" else MORE_SPILLS if name == "sm_90" else OTHER_PATHS
         for path in options.paths:
             if path not in of_backend:
+                continue
+            if path == "row scales" and not hopper_config.takes_row_scales(dim, value_dim_of(backend, dim)):
                 continue
             of_call = {"target": name, "backend": backend, "dim": dim, "decay": decay, "path": path}
             try:
@@ -286,10 +292,10 @@ def compiled_kernels(
 ) -> list:
     """The kernels of a forward and a backward (or of a decoding step), compiled and not launched."""
     # long, the decay prefix takes two launches, and short only one of them
-    length = {"TMA": 4096, "both sides": 4096, "window": 4096, "small": 256}.get(path, 1024)
+    length = {"TMA": 4096, "both sides": 4096, "window": 4096, "row scales": 4096, "small": 256}.get(path, 1024)
     shape = (1 if path in ("packed", "small") else 2, length, 4, dim)
     # without a stride between the batch entries TMA cannot address a tensor
-    filled = 2 if path in ("TMA", "both sides", "window") else 1
+    filled = 2 if path in ("TMA", "both sides", "window", "row scales") else 1
     of_values = (*shape[:3], value_dim_of(backend, dim))
     q, k, v, d_out = (
         torch.empty(filled, *x[1:], dtype=dtype).expand(x) for x in (shape, shape, of_values, of_values)
@@ -307,9 +313,10 @@ def compiled_kernels(
     if path == "window":
         window = (256, 200)
     causal = path not in ("both sides", "window")
-    problem = AttentionProblem.of(q, v, log_decay, None, causal, window, bounds, longest, bias, SKIP_TOLERANCE)
+    row_scale = torch.empty(shape[:3]) if path == "row scales" else None
+    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, bounds, longest, bias, SKIP_TOLERANCE)
     module = portable if backend == "triton" else hopper
-    scale = dim**-0.5
+    scale = dim**-0.5 if row_scale is None else 1.0
     if path == "decode":
         alpha = log_decay.double().mT.contiguous().mT if decay == "scalar" else None
         with collecting(target) as kernels:
@@ -354,7 +361,7 @@ def compiled_kernels(
                 for asked in (parts, grads):
                     exchange.add_returned(segments, exchange.pack_returned(segments, asked), asked, asked, 96)
         return kernels
-    inputs = Inputs(q, k, v, log_decay, bounds=bounds, bias=bias, scale=scale)
+    inputs = Inputs(q, k, v, log_decay, row_scale, bounds, bias, scale=scale)
     with collecting(target) as kernels:
         module.forward(problem, inputs._replace(sink=q.new_empty(problem.num_heads)), True)
         for with_lse in (True, False):

@@ -5,7 +5,7 @@
 
 memcheck sees every access outside of an allocation (PyTorch's caching of allocations is off), racecheck what threads of
 a block do to shared memory without waiting for each other. The problems are small and end anywhere: lengths that divide
-nothing, resets, a window, grouped queries, packed sequences with empty ones.
+nothing, resets, a window, grouped queries, packed sequences with empty ones, scales of rows.
 
 "control" is a kernel in which one warp writes a number and others read it after a wait on an mbarrier, as CUDA's
 documentation has it: where racecheck objects to that, its objections to the "hopper" kernels, which wait for each other
@@ -24,6 +24,7 @@ import sys
 import torch
 
 from decayattn import decay_attention, decay_attention_varlen
+from decayattn.backends.hopper.config import takes_row_scales
 
 TOOLS = {
     "memcheck": ["--tool", "memcheck"],
@@ -94,6 +95,10 @@ def compute(backend: str, head_dims: list[int]) -> None:
         q, k, v, gate = draw(410, 2, dim), draw(410, 1, dim), draw(410, 1, dim), gates(410, 2)
         lengths = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=300, max_seqlen_k=300)
         differentiate(decay_attention_varlen(q, k, v, gate, **lengths, backend=backend), q, k, v, gate)
+        if backend == "triton" or takes_row_scales(dim, dim):
+            scale = torch.randn(410, 2).cuda().requires_grad_()
+            out = decay_attention_varlen(q, k, v, gate, scale=scale, **lengths, backend=backend)
+            differentiate(out, q, k, v, gate, scale)
 
 
 def draw(*shape: int) -> torch.Tensor:

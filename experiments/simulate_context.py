@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from context_benchmark.measure import ALONE
+from context_benchmark.measure import ALONE, BOTH
 from shared.options import declare, positive
 from shared.provenance import ROOT, command_line
 from shared.report import write
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def read(report: dict[str, Any]) -> list[Measured]:
     """What was measured at two lengths or more, also on one GPU."""
-    several = [row for row in report["rows"] if row["mode"] != ALONE]
+    several = [row for row in report["rows"] if row["mode"] != ALONE and row["direction"] != BOTH]
     keys = dict.fromkeys((row["decay"], row["mode"], row["direction"]) for row in several)
     found = []
     for decay, mode, direction in keys:

@@ -15,6 +15,9 @@ from decayattn import decay_attention
 from decayattn.distributed import context_parallel_attention
 
 ALONE = "one GPU"
+# what is timed; calls are counted in the first two
+FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
+DIRECTIONS = (FORWARD, BACKWARD, BOTH)
 
 
 class Call:
@@ -84,7 +87,7 @@ def received_bytes(call: Call) -> dict[str, list[int]]:
         out = call.forward()
     with counted(backward):
         call.backward(out)
-    for direction, numbers in (("forward", forward), ("backward", backward)):
+    for direction, numbers in ((FORWARD, forward), (BACKWARD, backward)):
         own = torch.tensor([sum(numbers)], device=out.device)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(call.group))]
         dist.all_gather(everyone, own, group=call.group)
@@ -95,16 +98,20 @@ def received_bytes(call: Call) -> dict[str, list[int]]:
 def time_rounds(calls: dict[str, Call], rounds: int, seconds: float) -> dict[tuple[str, str], list[float]]:
     """(call, direction) → milliseconds of the slowest rank, a mean of calls back to back for every round.
 
-    No rank begins before the others are ready.
+    Both are a forward and its backward in turns, as in a step of training. No rank begins before the others are ready.
     """
     found: dict[tuple[str, str], list[float]] = {}
     for name in interleaved(calls, rounds):
         call = calls[name]
-        found.setdefault((name, "forward"), []).append(_milliseconds(call.forward, seconds, call.group))
         out = call.forward()
-        backward = _milliseconds(lambda call=call, out=out: call.backward(out), seconds, call.group)
-        found.setdefault((name, "backward"), []).append(backward)
-        del out
+        timed = {
+            FORWARD: call.forward,
+            BACKWARD: lambda call=call, out=out: call.backward(out),
+            BOTH: lambda call=call: call.backward(call.forward()),
+        }
+        for direction, function in timed.items():
+            found.setdefault((name, direction), []).append(_milliseconds(function, seconds, call.group))
+        del out, timed
     return found
 
 

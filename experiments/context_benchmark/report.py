@@ -3,12 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
-from context_benchmark.measure import ALONE, median
+from context_benchmark.measure import ALONE, DIRECTIONS, median
 from context_benchmark.workloads import Workload
 
 METHOD = {
     "forward": "a whole call on tensors that require gradients, with its plan, exchanges and allocations",
     "backward": "torch.autograd.grad of that call for all of them, with its exchanges and allocations",
+    "both": "a forward and its backward in turns",
     "ms": "median over interleaved rounds, each the slowest rank's mean of calls back to back by CUDA events; "
     "ms_range: min, max",
     "speed_over_alone": "time of one GPU with the whole sequence over that of all ranks, same process, same rounds, "
@@ -28,7 +29,7 @@ def rows(
     """One row per mode and direction."""
     found = []
     for name in [*received, ALONE]:
-        for direction in ("forward", "backward"):
+        for direction in DIRECTIONS:
             times = timings.get((name, direction))
             ms, alone = median(timings, name, direction), median(timings, ALONE, direction)
             if name == ALONE and ms is None:

@@ -159,7 +159,7 @@ def _family(rng: random.Random, longest: int) -> Family:
     layout = _weighted(rng, dense=5, padded=2, packed=3)
     causal = _chance(rng, 0.7)
     decay = _weighted(rng, none=1, number=0.7, scalar_tensor=0.4, constant=2, token=5)
-    scale = _weighted(rng, default=3, number=2, tensor=0 if aligned else 2)
+    scale = _weighted(rng, default=3, number=2, tensor=1.5 if aligned else 2)
     bias = "none" if aligned or layout == "packed" else _weighted(rng, none=5, float=2, bool=1)
     limited = (False, False) if _chance(rng, 0.6) else (_chance(rng, 0.8), _chance(rng, 0.7))
     needs_grad = None

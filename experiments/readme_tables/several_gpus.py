@@ -9,6 +9,7 @@ STRATEGIES_FILE = "benchmark_strategies.json"
 CONTEXT_FILE = "benchmark_context.json"
 SIMULATION_FILE = "simulate_context.json"
 _DIRECTIONS = ("forward", "backward")
+_TIMED = (*_DIRECTIONS, "both")
 
 
 def strategies(results: Results) -> list[str]:
@@ -38,11 +39,12 @@ def context(results: Results) -> list[str]:
     rows = {(row["length"], row["decay"], row["mode"], row["direction"]): row for row in report["rows"]}
     lengths, decays = (list(dict.fromkeys(row[key] for row in report["rows"])) for key in ("length", "decay"))
     modes = [mode for mode in dict.fromkeys(row["mode"] for row in report["rows"]) if mode in ("halo", "heads")]
-    head = ["forward / backward", *(f"T{length}" for length in lengths)]
+    timed = [direction for direction in _TIMED if direction in {row["direction"] for row in report["rows"]}]
+    head = [" / ".join(timed), *(f"T{length}" for length in lengths)]
     lines = []
     for decay in decays:
         for mode in modes:
-            cells = [[rows.get((length, decay, mode, direction)) for direction in _DIRECTIONS] for length in lengths]
+            cells = [[rows.get((length, decay, mode, direction)) for direction in timed] for length in lengths]
             lines.append([f"{_decay(decay)}, {mode}", *(_context_cell(pair) for pair in cells)])
     first = next(row for row in report["rows"] if row["mode"] in modes)
     worst = max(

@@ -21,7 +21,8 @@ class Prepared:
 
     def forward(self) -> Tensor:
         """One forward call as in training: the graph is built, outputs are allocated."""
-        return self.attend(*(self.tensors.get(name) for name in ("q", "k", "v", "log_decay")))
+        scale = {"scale": self.tensors["scale"]} if "scale" in self.tensors else {}
+        return self.attend(*(self.tensors.get(name) for name in ("q", "k", "v", "log_decay")), **scale)
 
     def backward(self, out: Tensor, grad_out: Tensor | None = None) -> tuple[Tensor, ...]:
         """Every gradient of that call, fresh tensors; the graph stays for the next one."""
@@ -36,6 +37,8 @@ def prepare(peer: Peer, case: Case, inputs: dict[str, Tensor]) -> Prepared:
     grad_out = tensors.pop("grad_out")
     if peer.decay == "none":
         tensors.pop("log_decay", None)
+    if not peer.row_scales:
+        tensors.pop("scale", None)
     tensors = {name: x.detach() for name, x in tensors.items()}
     wanted = {name: x for name, x in tensors.items() if name != "log_decay" or peer.decay == "learned"}
     for x in wanted.values():

@@ -17,7 +17,8 @@ BACKWARD_WORK = 2.5
 class Case:
     """One self-attention problem; decay is "scalar", "constant" or "none" as in decay_attention.
 
-    deviation: the standard deviation of the logits, q·k / √D. value_dim: D_v; None for D.
+    deviation: the standard deviation of the logits, q·k / √D. value_dim: D_v; None for D. row_scales: whether every row
+    has a scale of its own, which only ours take.
     """
 
     batch: int
@@ -30,10 +31,12 @@ class Case:
     causal: bool = True
     deviation: float = 1.0
     value_dim: int | None = None
+    row_scales: bool = False
 
     def __str__(self) -> str:
         more = "" if self.value_dim is None else f" D_v{self.value_dim}"
         more += "" if self.causal else ", not causal"
+        more += ", a scale per row" if self.row_scales else ""
         more += "" if self.deviation == 1 else f", logits of deviation {self.deviation:g}"
         return f"B{self.batch} H{self.heads} T{self.length} D{self.head_dim} {self.dtype}, decay {self.decay}{more}"
 
@@ -67,7 +70,7 @@ def random_inputs(case: Case, device: str, seed: int) -> dict[str, Tensor]:
     unless the case has none.
 
     Scalar log-decays (B, T, H) are uniform in [2m, 0], m the case's mean log-decay; constant ones (H,) spread evenly
-    over that interval.
+    over that interval. Scales of rows (B, T, H) are uniform in [½, 1½] / √D.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shape = (case.batch, case.length, case.heads)
@@ -81,4 +84,6 @@ def random_inputs(case: Case, device: str, seed: int) -> dict[str, Tensor]:
         inputs["log_decay"] = 2 * case.mean_log_decay * uniform
     elif case.decay == "constant":
         inputs["log_decay"] = 2 * case.mean_log_decay * (torch.arange(case.heads, device=device) + 0.5) / case.heads
+    if case.row_scales:
+        inputs["scale"] = (torch.rand(shape, generator=generator, device=device) + 0.5) / case.head_dim**0.5
     return inputs

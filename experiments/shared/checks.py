@@ -1,5 +1,6 @@
 """Right before fast: ours against the error budget, everybody against the float64 oracle."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,8 +23,8 @@ def verify_ours(
     if heads is None:
         heads = [(0, 0), (case.batch - 1, case.heads - 1)]
     return verify_attention(
-        inputs["q"], inputs["k"], inputs["v"], inputs.get("log_decay"), grad_out=inputs["grad_out"], backend=backend,
-        causal=case.causal, heads=heads, skip_tolerance=None,
+        inputs["q"], inputs["k"], inputs["v"], inputs.get("log_decay"), scale=inputs.get("scale"),
+        grad_out=inputs["grad_out"], backend=backend, causal=case.causal, heads=heads, skip_tolerance=None,
     )
 
 
@@ -32,7 +33,7 @@ def oracle_rows(case: Case) -> int:
     return min(case.length, max(1, ORACLE_SCORES // case.length))
 
 
-def oracle(case: Case, inputs: dict[str, Tensor], decay: bool) -> dict[str, Tensor]:
+def oracle(case: Case, inputs: dict[str, Tensor], decay: bool, row_scales: bool = True) -> dict[str, Tensor]:
     """out and every gradient in float64 for the last rows of the last head of the last batch entry.
 
     The other rows have output gradient 0, which makes the gradients of k, v and log_decay exact for all keys.
@@ -42,8 +43,15 @@ def oracle(case: Case, inputs: dict[str, Tensor], decay: bool) -> dict[str, Tens
     log_decay = inputs["log_decay"].double() if decay and "log_decay" in inputs else None
     if log_decay is not None:
         log_decay = (log_decay[-1:, :, -1:] if log_decay.ndim == 3 else log_decay[-1:]).requires_grad_()
-    out = decay_attention(q[:, -rows:], k, v, log_decay, causal=case.causal, backend="reference")
-    leaves = {"q": q, "k": k, "v": v} | ({} if log_decay is None else {"log_decay": log_decay})
+    scale = None
+    if row_scales and "scale" in inputs:
+        scale = inputs["scale"][-1:, :, -1:].double().requires_grad_()
+    out = decay_attention(
+        q[:, -rows:], k, v, log_decay, scale=None if scale is None else scale[:, -rows:], causal=case.causal,
+        backend="reference",
+    )
+    given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "scale": scale}
+    leaves = {name: x for name, x in given.items() if x is not None}
     gradients = torch.autograd.grad(out, list(leaves.values()), inputs["grad_out"][-1:, -rows:, -1:].double())
     result = {f"d{name}": gradient.flatten() for name, gradient in zip(leaves, gradients, strict=True)}
     return {"out": out.detach().flatten()} | result
@@ -68,13 +76,6 @@ def _relative(x: Tensor, expected: Tensor) -> float:
     return float((x.double().flatten() - expected).norm() / expected.norm())
 
 
-def oracles(case: Case, inputs: dict[str, Tensor]) -> Callable[[bool], dict[str, Tensor]]:
-    """The oracle with and without decay, each computed when it is first asked for."""
-    known: dict[bool, dict[str, Tensor]] = {}
-
-    def get(decay: bool) -> dict[str, Tensor]:
-        if decay not in known:
-            known[decay] = oracle(case, inputs, decay)
-        return known[decay]
-
-    return get
+def oracles(case: Case, inputs: dict[str, Tensor]) -> Callable[..., dict[str, Tensor]]:
+    """The oracle with and without decay, and scales of rows, each computed when it is first asked for."""
+    return functools.cache(lambda decay, row_scales=True: oracle(case, inputs, decay, row_scales))

@@ -43,6 +43,7 @@ class Peer:
     build(case, device) returns attend(q, k, v, log_decay) -> out, or raises Absent. `layout` says how its tensors lie
     in memory: "BTHD" as decay_attention's, "BHTD" with heads before time (log_decay then is (B, H, T)). `decay` is
     "none" (it gets no log_decay), "fixed" (one that wants no gradient) or "learned". `backend` names one of ours.
+    With row_scales, attend takes the case's scale per row, too, as `scale`.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Peer:
     decay: str
     build: Build
     backend: str | None = None
+    row_scales: bool = False
 
 
 def ours(backend: str, decay: bool = True) -> Peer:
@@ -70,8 +72,9 @@ def _ours(decay_attention: Callable[..., Tensor], backend: str, decay: bool) -> 
         name, what, kind = without_decay(name), "no decay", "none"
     return Peer(
         name, f"decayattn ({backend}), {what}", "BTHD", kind, backend=backend,
-        build=lambda case, device: lambda q, k, v, log_decay: decay_attention(
-            q, k, v, log_decay, causal=case.causal, skip_tolerance=None, backend=backend
+        row_scales=True,
+        build=lambda case, device: lambda q, k, v, log_decay, scale=None: decay_attention(
+            q, k, v, log_decay, scale=scale, causal=case.causal, skip_tolerance=None, backend=backend
         ),
     )
 

@@ -55,6 +55,16 @@ def verify(inputs: dict, **options) -> None:
     assert_within_budget(check(**inputs, backend="hopper", **options))
 
 
+def row_scales(inputs: dict, per: str = "row") -> torch.Tensor:
+    """A scale per row, of either sign, and 0, and NaN where q is; or per head."""
+    q = inputs["q"]
+    scales = torch.randn(q.shape[:-1] if per == "row" else q.shape[-2], device=q.device) * 2 / q.shape[-1] ** 0.5
+    if per == "row":
+        scales[torch.rand_like(scales) < 0.1] = 0.0
+        scales[q.isnan().any(-1)] = math.nan
+    return scales
+
+
 def assert_rows_beside_larger_ones_are_right(dim: int) -> None:
     """Rows begin with the maximum of others, eight rows on, and give their own keys a weight of 2^-64 then: a power of
     two, so that a row that sees one key has its value bit by bit."""

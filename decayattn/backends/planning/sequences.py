@@ -252,6 +252,14 @@ def parts_before(first, sequence, SIZE: tl.constexpr):
 
 
 @triton.jit
+def row_pointers(source, entry, head, row):
+    """Where rows of a head of a Strided (B, T, H, …) begin."""
+    strides = source.strides
+    of_head = source.data + entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+    return of_head + row.to(tl.int64) * strides[1]
+
+
+@triton.jit
 def start_of_head(head_row, axis, first, WIDE: tl.constexpr = True):
     """Where a head of a sequence begins in a buffer (B, H, axis), on whose axis the sequence begins at `first`.
 

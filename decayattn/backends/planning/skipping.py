@@ -36,6 +36,7 @@ from decayattn.backends.planning.sequences import (
     Sequences,
     offsets_of_head,
     parts_before,
+    row_pointers,
     start_of_head,
     tile_of_program,
 )
@@ -311,14 +312,6 @@ def _load_alpha(position, block, rates, head, prefix, DECAY: tl.constexpr, insid
 
 
 @triton.jit
-def _row_pointers(source, entry, head, row):
-    """Where rows of a head of a (B, T, H, D) tensor begin."""
-    strides = source.strides
-    of_head = source.data + entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
-    return of_head + row.to(tl.int64) * strides[1]
-
-
-@triton.jit
 def _load_columns(rows, stride, column, inside, D: tl.constexpr, ACCUMULATOR: tl.constexpr):
     """(rows, columns); zeros in rows that are not inside, and beyond D."""
     here = rows[:, None] + column.to(tl.int64)[None, :] * stride
@@ -424,9 +417,9 @@ def _summarise(
         # where it is no granule's turn, rows may lie before the first one
         is_row = tl.where(of_granule, row, query_length) < query_length
         is_key = token < tl.where(of_block | (of_granule & ALIGNED), key_length, 0)
-        keys = _row_pointers(k, entry, kv_head, work.first_token + token)
-        queries = _row_pointers(q, entry, head, work.first_row + row)
-        own_keys = _row_pointers(k, entry, kv_head, work.first_token + own_key)
+        keys = row_pointers(k, entry, kv_head, work.first_token + token)
+        queries = row_pointers(q, entry, head, work.first_row + row)
+        own_keys = row_pointers(k, entry, kv_head, work.first_token + own_key)
         k_squares, q_squares, own_squares, products = _sums(
             keys, queries, own_keys, k.strides[3], q.strides[3], is_key, is_row, TRAITS.d, TRAITS.width, TRAITS.part,
             ALIGNED, ACCUMULATOR,
@@ -438,7 +431,7 @@ def _summarise(
         if row_scales is None:
             s = tl.full([ROWS], scale, ACCUMULATOR) * LOG2E
         else:
-            here = _row_pointers(row_scales, entry, head, work.first_row + row)
+            here = row_pointers(row_scales, entry, head, work.first_row + row)
             s = tl.load(here, mask=is_row, other=0.0).to(ACCUMULATOR) * LOG2E
         longest = tl.maximum(tl.where(n % 2 == 0, 0.0, longest), _longest(k_squares))
         both_halves = ((blocks >> (n // 2)) & (n % 2)) != 0

@@ -14,6 +14,7 @@ from hopper_problems import (
     make_packed,
     make_padded,
     random_packing,
+    row_scales,
     verify,
 )
 from judged_calls import (
@@ -54,6 +55,28 @@ def test_other_head_dims(dim, value_dim):
 @pytest.mark.parametrize("length", [1, 15, 63, 65, 127, 129, 257, 1000])
 def test_lengths_that_divide_nothing(length, dim):
     verify(make(length, dim=dim))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
+def test_scales_of_rows(decay, dim, causal):
+    for per, dtype in (("row", BF16), ("row", torch.float16), ("head", BF16)):
+        inputs = make(300, 427, heads=4, kv_heads=2, decay=decay, dim=dim, dtype=dtype)
+        verify(inputs, causal=causal, scale=row_scales(inputs, per))
+    inputs = make_packed(*PACKINGS[2], decay=decay, dim=dim, resets=0.01)
+    verify(inputs, causal=causal, scale=row_scales(inputs), window_size=(140, 0) if causal else (-1, -1))
+    inputs = make_padded(decay=decay, dim=dim)
+    verify(inputs, causal=causal, scale=row_scales(inputs))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_a_scale_per_row_skips_and_does_tiles_again(dim):
+    inputs = make(2000, heads=2, dim=dim, strength=0.5)
+    verify(inputs, scale=row_scales(inputs))
+    inputs = make(700, heads=3, dim=dim, strength=1e-3)
+    inputs["k"][:, 5] *= 60
+    verify(inputs, scale=row_scales(inputs))
 
 
 LAST_ROWS = [(1, 1000), (37, 150), (130, 140), (300, 427), (150, 37), (300, 130), (200, 1), (200, 1000)]
@@ -472,7 +495,7 @@ def test_runs_repeat(dim, decay, layout):
     ("change", "reason"),
     [
         (dict(scale=0.0), "scale of at least"),
-        (dict(scale=torch.ones(4)), "one scale for all rows"),
+        (dict(scale=torch.ones(4), v=torch.zeros(2, 333, 4, 256, dtype=BF16)), "one scale for all rows where"),
         (dict(v=torch.zeros(2, 333, 4, 36, dtype=BF16)), "multiples of 8 as D_v, not 36"),
     ],
 )

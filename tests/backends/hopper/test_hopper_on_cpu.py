@@ -15,6 +15,7 @@ from hopper_problems import (
     assert_sums_at_the_edge_of_float32_are_right,
     make_packed,
     make_padded,
+    row_scales,
     verify,
 )
 from hopper_problems import make as make_batch
@@ -65,6 +66,22 @@ def make(*lengths: int, **options) -> dict:
 )
 def test_every_kind(decay, dtype, causal, dim):
     verify(make(333, decay=decay, dtype=dtype, dim=dim), causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("decay", "dtype", "causal", "dim", "per"),
+    pairwise(["none", "constant", "scalar"], [torch.bfloat16, torch.float16], [True, False], [64, 128, 192],
+             ["row", "head"]),
+)
+def test_scales_of_rows(decay, dtype, causal, dim, per):
+    inputs = make(333, decay=decay, dtype=dtype, dim=dim)
+    verify(inputs, causal=causal, scale=row_scales(inputs, per))
+
+
+@pytest.mark.parametrize(("decay", "dim", "causal"), [("scalar", 64, False), ("constant", 128, True)])
+def test_scales_of_rows_in_sequences(decay, dim, causal):
+    inputs = make_packed(*PACKINGS[2], heads=2, kv_heads=1, decay=decay, dim=dim, resets=0.01)
+    verify(inputs, causal=causal, scale=row_scales(inputs))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])

@@ -11,7 +11,13 @@ from pairwise import pairwise
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
-from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTraits, row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.backward.row_terms import (
+    FACTORS,
+    RowDecay,
+    RowTermsTraits,
+    row_terms_kernel,
+    unpack_dq_kernel,
+)
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.forward import launch
 from decayattn.backends.planning.sequences import decay_blocks
@@ -119,11 +125,18 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     row_sums = torch.empty_like(row_lse2)
     counters = torch.full([4], 7, dtype=torch.int32, device=device)
     block = launch_backward._ROW_TERMS_BLOCK
-    row_terms_kernel[(tiles.row_tiles * rows // block * HEADS,)](
-        strided(out), strided(d_out), strided(d_lse), row_lse2, terms, (row_sums, fragments, counters), tiles.rows,
-        of_rows if sides == 2 else None, -8.0, problem.query_length, tiles.row_tiles, HEADS, 1, 3,
-        TRAITS=RowTermsTraits(WIDTH, DIM, rows, block, decay, sides),
-    )
+    # once with one scale, and once with one per row
+    scales = torch.randn(HEADS, *axes, device=device).movedim(0, 2)
+    factors = row_lse2.new_empty(*terms.shape[:3], FACTORS.value, rows)
+    terms_of_scales = torch.empty_like(terms)
+    both = (terms, None, -8.0), (terms_of_scales, (strided(scales), factors), -1.0)
+    for own_terms, row_factors, score_factor in both:
+        row_terms_kernel[(tiles.row_tiles * rows // block * HEADS,)](
+            strided(out), strided(d_out), strided(d_lse), row_lse2, own_terms, row_factors,
+            (row_sums, fragments, counters), tiles.rows, of_rows if sides == 2 else None, score_factor,
+            problem.query_length, tiles.row_tiles, HEADS, 1, 3,
+            TRAITS=RowTermsTraits(WIDTH, DIM, rows, block, decay, sides),
+        )
 
     assert counters.tolist() == [0, 0, 0, 7]
     delta = (out.float() * d_out.float()).sum(-1).transpose(1, 2) - d_lse
@@ -154,6 +167,13 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
             assert added.isfinite().all()
             assert (taken[:, inside:] == 0).all()
             assert (columns[..., 2 * bf16_splits.SPLITS :] == 0).all()
+            own_scale, own_lse2 = factors[:, n, side].unbind(1)
+            torch.testing.assert_close(own_scale[:, :inside], scales[entry, here].mT / math.log(2))
+            seen = added > -1e38
+            torch.testing.assert_close(8.0 * own_lse2[seen].double(), added[seen], rtol=1e-6, atol=2e-4)
+            assert (own_lse2[~seen] < -1e38).all()
+            assert (terms_of_scales[:, n, side, :, :splits] == 0).all()
+            assert torch.equal(terms_of_scales[:, n, side, :, splits:], terms[:, n, side, :, splits:])
         assert (fragments[1:, n] == 0).all()
         assert (fragments[0, n] == 7).all()
         assert (row_sums[entry, :, here] == 0).all()
@@ -163,10 +183,24 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     pieces = gradient.view(HEADS, tiles.row_tiles, rows // 64, 4, 2, 8, 8, 4, 2)
     fragments.copy_(pieces.permute(0, 1, 2, 6, 3, 5, 7, 4, 8).reshape(fragments.shape))
     unpack_dq_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
-        fragments, dq, tiles.rows, dq.stride(), 0.5, problem.query_length, tiles.row_tiles, HEADS, D=WIDTH,
+        fragments, dq, tiles.rows, dq.stride(), 0.5, None, problem.query_length, tiles.row_tiles, HEADS, D=WIDTH,
         HEAD_DIM=DIM, ROWS=rows,
     )
     assert torch.equal(dq, expected)  # and nothing outside was written
+    q, d_scales = torch.randn_like(out), torch.full_like(row_lse2, 7)
+    unpack_dq_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
+        fragments, dq, tiles.rows, dq.stride(), 0.5, (strided(q), strided(scales), d_scales), problem.query_length,
+        tiles.row_tiles, HEADS, D=WIDTH, HEAD_DIM=DIM, ROWS=rows,
+    )
+    expected_scales = torch.full_like(d_scales, 7)
+    for n, line in enumerate(lines(problem, bounds, rows, False, False)):
+        start, length, _, entry, first_row, *_ = line
+        inside, here = min(rows, length - start), slice(first_row + start, first_row + min(start + rows, length))
+        own = gradient[:, n, :inside, :DIM].transpose(0, 1)
+        expected[entry, here] = (own * scales[entry, here][..., None]).half()
+        expected_scales[entry, :, here] = (own * q[entry, here].float()).sum(-1).mT
+    torch.testing.assert_close(dq, expected)
+    torch.testing.assert_close(d_scales, expected_scales, rtol=1e-5, atol=1e-4)
 
 
 def test_heads_together(monkeypatch):

@@ -20,8 +20,8 @@ from decayattn.backends.hopper.backward.dq import (
     start_dq_part,
 )
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile
-from decayattn.backends.hopper.backward.keys import keys_of_head
-from decayattn.backends.hopper.backward.row_terms import DELTA
+from decayattn.backends.hopper.backward.keys import keys_of_head, row_factors, scaled_scores
+from decayattn.backends.hopper.backward.row_terms import DELTA, SCALE
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import (
@@ -81,7 +81,8 @@ def _next_tile(
 
     own = WARPGROUP + opaque_zero(n)
     ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS
-    LOADED: gl.constexpr = is_loaded(D, ROW_SUMS)
+    ROW_SCALES: gl.constexpr = work.schedule.ROW_SCALES
+    LOADED: gl.constexpr = is_loaded(D, ROW_SUMS, ROW_SCALES)
     KEY_SUMS: gl.constexpr = 1 if work.schedule.DECAY_GRADIENT else 0
 
     # in step with the first warpgroup, the second is 1 to 3 % slower. With a constant decay and D = 64 they stay apart
@@ -92,7 +93,8 @@ def _next_tile(
     key = flat(shared.keys.index(own))
     scoreT = warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
     terms = shared.terms.index(stage).permute((1, 0))
-    scoreT = warpgroup_mma(ones_of_splits(0, SCORE), terms, scoreT, is_async=True)
+    if not ROW_SCALES:
+        scoreT = warpgroup_mma(ones_of_splits(0, SCORE), terms, scoreT, is_async=True)
     mbarrier.wait(shared.barriers.d_outs_ready.index(stage), phase)
     value = flat(shared.values.index(own))
     dpT = warpgroup_mma(value, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -104,9 +106,8 @@ def _next_tile(
     if DECAY != "none":
         # what the tile's rows share joins what a key has
         key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
-    scoreT = decayed_score(
-        scoreT * score_scale, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none"
-    )
+    scoreT = scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES)
+    scoreT = decayed_score(scoreT, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none")
     if EDGE:
         # the tile's first row is read here: were it known before, the compiler would compare before the scores are
         # there
@@ -123,11 +124,12 @@ def _next_tile(
     if D == 64 and not FINE:
         # rounded to 16 bits: in float32, P would take 64 registers beside the 64 of dP, and 100 bytes would spill
         p = _widened(pT)
-    dsT = score_gradient(p, dpT, 0).to(DTYPE)
+    d_scores = score_gradient(p, dpT, 0)
+    dsT = d_scores.to(DTYPE)
 
     # waited for here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
     shared.wait_d_scores(n - 1, pred=n > 0)
-    before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, ROW_SUMS)
+    before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
     if shared.SLOTS == 2:
         # both have read the slot, for dq of tile n − 2; of three slots, they had before q of this tile could come
         mbarrier.wait(shared.barriers.d_scores_read, (n - 1) & 1, pred=n > 0)
@@ -141,9 +143,13 @@ def _next_tile(
     # dv is done by now. Were its operand kept in registers, ptxas would have too few at D = 128 and serialise the
     # products below
     dv = warpgroup_mma_wait(0, (dv,))
-    dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, D, ROW_SUMS)
+    dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, D, ROW_SUMS, LOADED)
     left = gl.convert_layout(dsT, OPERAND)
-    dk = warpgroup_mma(left, query, dk, is_async=True)
+    left_of_dk = left
+    if ROW_SCALES:
+        d_scores *= row_factors(shared, stage, SCALE, d_scores)
+        left_of_dk = gl.convert_layout(d_scores.to(DTYPE), OPERAND)
+    dk = warpgroup_mma(left_of_dk, query, dk, is_async=True)
     # a product beside dk (key_sums.py)
     weights = shared.constants.weights
     if DECAY == "constant" and EDGE:
@@ -205,6 +211,7 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.cons
     SCORE: gl.constexpr = product_layout(ROWS)
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
     ACC: gl.constexpr = product_layout(D)
+    LOADED: gl.constexpr = is_loaded(D, schedule.ROW_SUMS, schedule.ROW_SCALES)
     index = shared.published_index(0)
     count = index * 0
     n = index * 0
@@ -254,8 +261,8 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.cons
                 arrive(shared.barriers.dv_ready)
             # dq of the head's last tile
             shared.wait_d_scores(n - 1, pred=previous >= 0)
-            last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, schedule.ROW_SUMS)
-            dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, D, schedule.ROW_SUMS)
+            last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
+            dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, D, schedule.ROW_SUMS, LOADED)
             dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
             arrive(shared.barriers.keys_read, member == schedule.GROUP - 1)
             if previous >= 0:

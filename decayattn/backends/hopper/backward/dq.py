@@ -37,42 +37,44 @@ def opaque_zero(n):
 
 
 @gluon.constexpr_function
-def is_loaded(D, ROW_SUMS):
+def is_loaded(D, ROW_SUMS, ROW_SCALES):
     """Whether the products for dq take dS from registers. It pays where row sums are another product with the same
     operand: if both read shared memory, the kernel is 6 % slower. Without them registers are 4 % slower, and D = 128
-    has none left."""
-    return D == 64 and ROW_SUMS
+    has none left, nor has D = 64 where dS times the scales of rows is an operand, too."""
+    return D == 64 and ROW_SUMS and not ROW_SCALES
 
 
 @gluon.constexpr_function
-def product_keys(D, ROW_SUMS):
+def product_keys(LOADED):
     """How many keys a product for dq has. Those of a few take turns with the row sums, whose products are small and
     wait for each other one after the other (2 to 3 %)."""
-    return 32 if is_loaded(D, ROW_SUMS) else WARPGROUP_ROWS
+    return 32 if LOADED else WARPGROUP_ROWS
 
 
 @gluon.jit
-def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr):
+def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, LOADED: gl.constexpr):
     """dS of the tile in a slot, some keys at a time, as left operands of this warpgroup's part of dq: all 64 rows
     (D = 128), or one half of them (D = 64)."""
-    STEP: gl.constexpr = product_keys(D, ROW_SUMS)
+    STEP: gl.constexpr = product_keys(LOADED)
     d_scores = ()
     for key in gl.static_range(0, KEYS, STEP):
         left = shared.d_scores.index(slot * 2 + key // WARPGROUP_KEYS).slice(key % WARPGROUP_KEYS, STEP, 0)
         if D == 64:
             left = left.slice(PART * PART_OF, PART, 1)
         left = left.permute((1, 0))
-        if is_loaded(D, ROW_SUMS):
+        if LOADED:
             left = left.load(operand_layout(DQ))
         d_scores += (left,)
     return d_scores
 
 
 @gluon.jit
-def start_dq_part(shared, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr):
+def start_dq_part(
+    shared, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr, LOADED: gl.constexpr
+):
     """Issue dS k of a tile: columns (D = 128) or rows (D = 64) of one half of dq; and the sums of rows of dS (64, 8
     copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both."""
-    STEP: gl.constexpr = product_keys(D, ROW_SUMS)
+    STEP: gl.constexpr = product_keys(LOADED)
     dq = gl.zeros([PART, PART], gl.float32, DQ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
     first = opaque_zero(n)
@@ -82,9 +84,10 @@ def start_dq_part(shared, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, R
         if D == 128:
             right = right.slice(PART * PART_OF, PART, 1)
         dq = warpgroup_mma(left, right, dq, use_acc=key > 0, is_async=True)
-        if is_loaded(D, ROW_SUMS):
+        if ROW_SUMS and D == 64:
             ones = shared.constants.ones.index(first).permute((1, 0))
-            left = gl.convert_layout(left, operand_layout(SUMS), assert_trivial=True)
+            if LOADED:
+                left = gl.convert_layout(left, operand_layout(SUMS), assert_trivial=True)
             row_sum = warpgroup_mma(left, ones, row_sum, use_acc=key > 0, is_async=True)
     if ROW_SUMS and D == 128:
         ones = shared.constants.ones.index(first).permute((1, 0))

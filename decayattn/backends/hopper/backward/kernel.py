@@ -66,10 +66,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward.consumer import consume
-from decayattn.backends.hopper.backward.dq import product_keys
+from decayattn.backends.hopper.backward.dq import is_loaded, product_keys
 from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights, rate_weights
 from decayattn.backends.hopper.backward.producer import produce
-from decayattn.backends.hopper.backward.row_terms import DELTA
+from decayattn.backends.hopper.backward.row_terms import DELTA, FACTORS
 from decayattn.backends.hopper.backward.shared import BackwardConstants, BackwardShared, allocate_barriers
 from decayattn.backends.hopper.backward.three_blocks import DK_BLOCKS, consume_three_blocks
 from decayattn.backends.hopper.backward.wide import consume_wide
@@ -113,6 +113,7 @@ class BackwardModes(NamedTuple):
     window: bool
     planned: bool
     causal: bool
+    row_scales: bool  # whether rows have scales of their own
 
 
 class BackwardTile(NamedTuple):
@@ -136,14 +137,16 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def gradients_kernel(
-    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_fragments, zeros_desc, decay, scheduler, scale,
-    left, right, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
+    q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc, dk_desc, dv_desc, dq_fragments, zeros_desc, decay,
+    scheduler, scale, left, right, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
     MODES: gl.constexpr, TILE: gl.constexpr,
 ):
     """dk and dv of all key tiles over their groups of query heads; added up: dq, row sums, and the sums of a rate. It
     may be launched before the launch before it has ended.
 
+    terms_desc, factors_desc: row_terms.py; no factors, None, if all rows have one scale
     dq_fragments: a descriptor of parts; where threads add to them, the tensor
+    scale: of dk; s, or ln 2, where rows have scales of their own, whose factors are in base 2
     scheduler: key_table, the tiles of keys, which is not read unless RAGGED; and counters, 0 (zeroing.py)
     left, right: keys that a row sees at most before its own and behind it; not read unless WINDOW, right not if CAUSAL
     query_length, key_length, blocks (of the decay prefix): lengths of the axes on which the sequences lie
@@ -163,7 +166,7 @@ def gradients_kernel(
     REGISTERS: gl.constexpr = field(TILE, "registers")
     key_table, counters = scheduler
     DTYPE: gl.constexpr = q_desc.dtype
-    STEP: gl.constexpr = product_keys(D, has_row_sums(DECAY, DECAY_GRADIENT))
+    STEP: gl.constexpr = product_keys(is_loaded(D, has_row_sums(DECAY, DECAY_GRADIENT), factors_desc is not None))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
     WIDE: gl.constexpr = CONSUMERS == "wide"
     BLOCKED: gl.constexpr = CONSUMERS == "three_blocks"
@@ -201,12 +204,16 @@ def gradients_kernel(
     p = ones
     if WIDE:
         p = gl.allocate_shared_memory(DTYPE, [1, WARPGROUP_KEYS, ROWS], D_SCORES)
+    factors = ones
+    if factors_desc is not None:
+        factors = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, ROWS], factors_desc.layout)
     shared = BackwardShared(
         allocate_tiles(k_desc, KEY_PARTS * BLOCKS),
         allocate_tiles(v_desc, KEY_PARTS),
         allocate_tiles(q_desc, STAGES * BLOCKS),
         allocate_tiles(d_out_desc, STAGES),
         gl.allocate_shared_memory(terms_desc.dtype, [STAGES, ROWS, DEPTH], terms_desc.layout),
+        factors,
         allocate_words(STAGES, gl.float32),
         allocate_words(STAGES),
         gl.allocate_shared_memory(DTYPE, [SLOTS * KEY_PARTS, WARPGROUP_KEYS, ROWS], D_SCORES),
@@ -231,7 +238,7 @@ def gradients_kernel(
         key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
         row_tiles, left, right, decay.mirror, TILE, MODES,
     )
-    sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc)
+    sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc)
     if WIDE:
         gl.warp_specialize(
             [

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from decayattn.backends.hopper.backward.row_terms import FACTORS, MINUS_LSE2, SCALE
 from decayattn.backends.hopper.common.fragments import bits_before, by_threads, from_threads, where_bits
 from decayattn.backends.tiles.decay import constant_rate
 from decayattn.backends.tiles.scores import decayed_score, probability
@@ -27,8 +28,27 @@ def keys_of_head(work, member, tokens, key, inside, decay):
 
 
 @gluon.jit
+def row_factors(shared, stage, FACTOR: gl.constexpr, like, ROW: gl.constexpr = 0):
+    """A factor (row_terms.py) of the query tile's rows from ROW on, one per column of like: (1, columns)."""
+    factors = shared.factors.index(stage * FACTORS + FACTOR).slice(ROW, like.shape[1], 1)
+    return factors.load(like.type.layout)
+
+
+@gluon.jit
+def scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES: gl.constexpr, ROW: gl.constexpr = 0):
+    """Products with keys times the scale; where rows have scales of their own, less LSE₂, too."""
+    if ROW_SCALES:
+        scoreT *= row_factors(shared, stage, SCALE, scoreT, ROW)
+        scoreT += row_factors(shared, stage, MINUS_LSE2, scoreT, ROW)
+    else:
+        scoreT *= score_scale
+    return scoreT
+
+
+@gluon.jit
 def tile_probability(
-    scoreT, shared, stage, keys, score_scale, DECAY: gl.constexpr, EDGE: gl.constexpr, ROW: gl.constexpr = 0
+    scoreT, shared, stage, keys, score_scale, DECAY: gl.constexpr, EDGE: gl.constexpr, ROW: gl.constexpr = 0,
+    ROW_SCALES: gl.constexpr = False,
 ):
     """P of the query tile in a stage, from products with keys; scoreT begins with its row ROW."""
     _, key_alpha, first, end = keys
@@ -36,9 +56,8 @@ def tile_probability(
     if DECAY != "none":
         # what the tile's rows share joins what a key has
         key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
-    scoreT = decayed_score(
-        scoreT * score_scale, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none"
-    )
+    scoreT = scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES, ROW)
+    scoreT = decayed_score(scoreT, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none")
     if EDGE:
         # the tile's first row is read here: were it known before, the compiler would compare before the scores are
         # there

@@ -13,7 +13,13 @@ from decayattn.backends.hopper.backward.kernel import (
     BackwardTile,
     gradients_kernel,
 )
-from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTraits, row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.backward.row_terms import (
+    FACTORS,
+    RowDecay,
+    RowTermsTraits,
+    row_terms_kernel,
+    unpack_dq_kernel,
+)
 from decayattn.backends.hopper.backward.work import side_count
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.common.call import heads_together, limits_of, source_of
@@ -43,26 +49,32 @@ def backward(
     bias_gradient: bool,
     dq: Tensor | None = None,
 ) -> Gradients:
-    """Of q, k, v and, as asked for, log_decay; the forward refuses a scale per row and a bias, so they have no gradient
+    """Of q, k, v and a scale per row, and, as asked for, log_decay; the forward refuses a bias, which has no gradient
     here."""
-    q, k, v, log_decay, scale, bounds = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.bounds
+    q, k, v, log_decay, row_scale, bounds = inputs[:6]
+    scale = inputs.scale
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
         dq = contiguous_like(q) if dq is None else dq
         dk, dv = map(contiguous_like, (k, v))
+        row_scale_grad = None if row_scale is None else torch.empty_like(row_lse2)
+        d_row_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
         if problem.is_empty:
             d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
-            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, None, None)
+            if d_row_scale is not None:
+                d_row_scale.zero_()
+            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, d_row_scale, None)
         if tma.unsupported(d_out) or (bounds is not None and descriptors.slices_unsupported(d_out)):
             # autograd may hand over any strides, such as an expanded sum's, and any address, such as that of a slice of
             # a concatenation's gradient: `contiguous` would leave that where it is
             d_out = d_out.clone(memory_format=torch.contiguous_format)
 
-        given = (q, k, v, log_decay, bounds, d_out, d_lse, out, dq)
+        given = (q, k, v, log_decay, row_scale, bounds, d_out, d_lse, out, dq)
         modes = (problem, skipping.is_planned(problem), decay_gradient)
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
         sequences = sequence_blocks.find(problem, bounds, launch)
-        sequence_blocks.fill_outside(problem, sequences, [(dq, 0.0)], launch=launch)
+        of_rows = [(x, 0.0) for x in (dq, row_scale_grad) if x is not None]
+        sequence_blocks.fill_outside(problem, sequences, of_rows, launch=launch)
         sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
         dim = widths.qk
@@ -82,6 +94,10 @@ def backward(
         sides = side_count(problem.decay, problem.causal)
         decay_of_rows = RowDecay(rates, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.COLUMNS, dtype=torch.bfloat16)
+        factors = None
+        if row_scale is not None:
+            factors = new(head_rows, tiles.row_tiles, sides, FACTORS.value, tile.rows)
+            scale = math.log(2)  # of dk: factors are in base 2
         columns = FRAGMENT_COLUMNS.value
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
         row_sums = torch.empty_like(row_lse2) if decay_gradient and scalar else None
@@ -94,8 +110,9 @@ def backward(
         traits = RowTermsTraits(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides)
         launch(
             row_terms_kernel, row_blocks * head_rows,
-            strided(out), strided(d_out), strided(d_lse), row_lse2, terms, (row_sums, dq_fragments, counters),
-            tiles.rows, decay_of_rows if sides == 2 else None, -math.log(2) / scale, problem.query_length,
+            strided(out), strided(d_out), strided(d_lse), row_lse2, terms,
+            None if factors is None else (strided(row_scale), factors), (row_sums, dq_fragments, counters), tiles.rows,
+            decay_of_rows if sides == 2 else None, -math.log(2) / scale, problem.query_length,
             tiles.row_tiles, problem.num_heads, head_rows - together * group, counters.numel(), TRAITS=traits,
             num_warps=4, **COMPILER_OPTIONS,
         )
@@ -115,13 +132,13 @@ def backward(
         )
         modes = BackwardModes(
             group, problem.decay, decay_gradient, ragged=bounds is not None, window=problem.window != (-1, -1),
-            planned=planned, causal=problem.causal,
+            planned=planned, causal=problem.causal, row_scales=problem.row_scale,
         )
         launch(
             gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
             source(q, tile.rows, tile.columns), source(k, config.WARPGROUP_ROWS, tile.columns),
             source(v, config.WARPGROUP_ROWS, widths.v), source(d_out, tile.rows, widths.v),
-            descriptors.columns(terms, tile.rows),
+            descriptors.columns(terms, tile.rows), None if factors is None else descriptors.plain(factors, 1),
             source(dk, config.WARPGROUP_ROWS, tile.dk_columns), source(dv, config.WARPGROUP_ROWS, widths.v),
             dq_fragments if adds_from_registers else descriptors.plain(dq_fragments, FRAGMENT_ROWS.value),
             descriptors.plain(dq_fragments, tile.zero_lines),
@@ -137,9 +154,11 @@ def backward(
 
         dq_parts = tiles.row_tiles * (tile.rows // PART.value) * (dim // PART.value)
         launch(
-            unpack_dq_kernel, dq_parts * head_rows,
-            dq_fragments, dq, tiles.rows, dq.stride(), scale, problem.query_length, tiles.row_tiles, problem.num_heads,
-            D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows, num_warps=4, launch_pdl=True,
+            unpack_dq_kernel, dq_parts * head_rows // (1 if row_scale is None else dim // PART.value),
+            dq_fragments, dq, tiles.rows, dq.stride(), scale,
+            None if row_scale is None else (strided(q), strided(row_scale), row_scale_grad),
+            problem.query_length, tiles.row_tiles, problem.num_heads,
+            D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows, num_warps=4 if row_scale is None else 8, launch_pdl=True,
             **COMPILER_OPTIONS,
         )
 
@@ -148,4 +167,4 @@ def backward(
             d_log_decay = decay_prefix.gradient(problem, prefix, row_sums, column_sums, log_decay, sequences, launch)
         elif decay_gradient:
             d_log_decay = rate_sums.sum((0, 2, 3), dtype=torch.float64).to(log_decay.dtype)
-        return Gradients(dq, dk, dv, d_log_decay, None, None)
+        return Gradients(dq, dk, dv, d_log_decay, d_row_scale, None)

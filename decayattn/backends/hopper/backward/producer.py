@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from decayattn.backends.hopper.backward.row_terms import terms_row_of_tile
+from decayattn.backends.hopper.backward.row_terms import FACTORS, terms_row_of_tile
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visit_count
 from decayattn.backends.hopper.backward.zeroing import publish_zeroed, start_zeroing, wait_zeroed
 from decayattn.backends.hopper.common import copy_engine
@@ -70,10 +70,12 @@ def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: 
     first.
 
     Meanwhile it zeros dq of the next chunk's heads (zeroing.py). Keys are loaded when those of the last work tile have
-    been read, and values when its dv has left. sources are the descriptors of q, k, v, d_out and the row terms, results
-    those of dk and dv.
+    been read, and values when its dv has left. sources are the descriptors of q, k, v, d_out, the row terms and the
+    rows' factors (or None), results those of dk and dv.
     """
-    q_desc, k_desc, v_desc, d_out_desc, terms_desc = sources
+    q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc = sources
+    Q_BYTES: gl.constexpr = shared.BLOCKS * q_desc.block_type.nbytes
+    FACTOR_BYTES: gl.constexpr = FACTORS * factors_desc.block_type.nbytes if schedule.ROW_SCALES else 0
     ROWS: gl.constexpr = schedule.ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     # fetched, too, not program_id: waiting for zeros (zeroing.py) is safe only for work tiles that running programs
@@ -115,11 +117,16 @@ def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: 
                     shared.starts.index(stage).store(gl.full([1], tile * ROWS, gl.int32, LAYOUT))
                     ready = shared.barriers.queries_ready.index(stage)
                     terms_row = terms_row_of_tile(work.first_tile(member) + tile, side, schedule.SIDES, ROWS)
-                    mbarrier.expect(ready, shared.BLOCKS * q_desc.block_type.nbytes + terms_desc.block_type.nbytes)
+                    mbarrier.expect(ready, Q_BYTES + terms_desc.block_type.nbytes + FACTOR_BYTES)
                     for block in gl.static_range(shared.BLOCKS):
                         at = work.query_at(member, tile * ROWS, block * PART)
                         copy_engine.load(q_desc, at, ready, shared.queries.index(stage * shared.BLOCKS + block))
                     copy_engine.load(terms_desc, [terms_row, 0], ready, shared.terms.index(stage))
+                    if schedule.ROW_SCALES:
+                        for n_factor in gl.static_range(FACTORS):
+                            line = terms_row // ROWS * FACTORS + n_factor
+                            there = shared.factors.index(stage * FACTORS + n_factor)
+                            copy_engine.load(factors_desc, [line, 0], ready, there)
                     ready = shared.barriers.d_outs_ready.index(stage)
                     mbarrier.expect(ready, d_out_desc.block_type.nbytes)
                     at = work.query_at(member, tile * ROWS)

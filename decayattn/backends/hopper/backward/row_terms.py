@@ -7,7 +7,11 @@ row_terms_kernel has a program per BLOCK_M rows of a head and writes terms (ROWS
     column    0   1   2           |  3   4   5  |  6   7
               score_factor · LSE₂ |     −Δ      |    0       three splits of each, high to low
 
-The backward adds either to all scores of a row by a product of depth 16: ones (64, 16) · termsᵀ (16, ROWS).
+The backward adds either to all scores of a row by a product of depth 16: ones (64, 16) · termsᵀ (16, ROWS). Rows with
+scales of their own have factors besides, float32, and no LSE₂ among their terms: it cannot be divided by a scale of 0::
+
+    factors (2, ROWS) of a query tile      s_i log2(e), and −LSE₂
+
 unpack_dq_kernel has a program per PART × PART numbers of dq: in (fragments, as registers hold a product) and out
 (rows, D), float32 to the inputs' dtype.
 """
@@ -29,16 +33,21 @@ from decayattn.backends.hopper.common.tile_table import (
     START,
     line_of_tile,
 )
-from decayattn.backends.planning.sequences import start_of_head
+from decayattn.backends.planning.sequences import row_pointers, start_of_head
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.tiles import bf16_splits
 from decayattn.backends.tiles.bf16_splits import with_splits
 from decayattn.backends.tiles.decay import load_rate, row_alpha, row_anchor
+from decayattn.backends.tiles.scores import LOG2E
 from decayattn.problem import DecayName
 
 COLUMNS: tl.constexpr = tl.constexpr(bf16_splits.COLUMNS)
 # the first column of Δ, after those of LSE₂
 DELTA: tl.constexpr = tl.constexpr(bf16_splits.SPLITS)
+# the factors of rows that have scales of their own: s·log2(e), and −LSE₂
+SCALE: tl.constexpr = tl.constexpr(0)
+MINUS_LSE2: tl.constexpr = tl.constexpr(1)
+FACTORS: tl.constexpr = tl.constexpr(2)
 # a score below all others whatever the scale; finite, because a product multiplies it by 0, too
 NEVER: tl.constexpr = tl.constexpr(-3.0e38)
 
@@ -106,7 +115,7 @@ def _of_program(heads, parts):
 
 @triton.jit(do_not_specialize=["row_tiles", "first_zeroed", "counters_end"])
 def row_terms_kernel(
-    out, d_out, d_lse, row_lse2, terms, zeroed, table, decay, score_factor, query_length, row_tiles, heads,
+    out, d_out, d_lse, row_lse2, terms, row_factors, zeroed, table, decay, score_factor, query_length, row_tiles, heads,
     first_zeroed, counters_end, TRAITS: tl.constexpr,
 ):
     """The row terms: what is added to a row's scores, its LSE₂ from the forward, and to its dP, −Δ = dLSE − Σ dO·O.
@@ -119,7 +128,8 @@ def row_terms_kernel(
 
     This kernel also zeroes what the next one adds to first: the row sums, dq of the head rows from first_zeroed on, and
     the counters, of which there are no more than programs here: (row sums, dq fragments, counters) are `zeroed`.
-    out, d_out and d_lse are Strided; d_lse is None if lse has no gradient.
+    row_factors are the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None.
+    out, d_out, d_lse and the scales are Strided; d_lse is None if lse has no gradient.
     """
     D: tl.constexpr = TRAITS.dim
     ROWS: tl.constexpr = TRAITS.rows
@@ -158,17 +168,26 @@ def row_terms_kernel(
     seen = lse2 < float("inf")
     if SIDES == 2:
         alpha = _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY)
+    if row_factors is not None:
+        scales, factors = row_factors
+        row_scale = tl.load(row_pointers(scales, entry, head, token), mask=inside, other=0.0) * LOG2E
     for side in tl.static_range(SIDES):
         side_lse2 = lse2
         if SIDES == 2:
             side_lse2 = lse2 - alpha if side == 0 else lse2 + alpha
-        tile_terms = with_splits(
-            tl.zeros([BLOCK_M, COLUMNS], tl.bfloat16), tl.where(seen, score_factor * side_lse2, NEVER), 0
-        )
-        tile_terms = with_splits(tile_terms, tl.where(seen, -delta, 0.0), DELTA)
+        own_term = tl.where(seen, score_factor * side_lse2, NEVER)
         in_tile = block % (ROWS // BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)
-        terms_row = terms_row_of_tile(tile_row * row_tiles + tile, side, SIDES, ROWS) + in_tile
-        tl.store(terms + terms_row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile_terms)
+        terms_row = terms_row_of_tile(tile_row * row_tiles + tile, side, SIDES, ROWS)
+        tile_terms = tl.zeros([BLOCK_M, COLUMNS], tl.bfloat16)
+        if row_factors is None:
+            tile_terms = with_splits(tile_terms, own_term, 0)
+        else:
+            in_factors = factors + terms_row * FACTORS + in_tile
+            tl.store(in_factors + SCALE * ROWS, row_scale)
+            tl.store(in_factors + MINUS_LSE2 * ROWS, own_term)
+        tile_terms = with_splits(tile_terms, tl.where(seen, -delta, 0.0), DELTA)
+        at_terms = (terms_row + in_tile)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        tl.store(terms + at_terms, tile_terms)
 
     SIZE: tl.constexpr = BLOCK_M * D
     if tile_row >= first_zeroed:
@@ -179,25 +198,49 @@ def row_terms_kernel(
 
 @triton.jit(do_not_specialize=["row_tiles"])
 def unpack_dq_kernel(
-    dq_fragments, dq, table, dq_strides, scale, query_length, row_tiles, heads, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
+    dq_fragments, dq, table, dq_strides, scale, of_scales, query_length, row_tiles, heads, D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """dq = s · fragments, one part of 64 rows × 64 columns per program. It may be launched before the launch before it
-    has ended."""
+    """dq = s · fragments, one part of 64 rows × 64 columns per program; or, where rows have scales of their own, 64
+    whole rows, and the gradient of their scales: q · fragments. It may be launched before the launch before it has
+    ended.
+
+    of_scales: (q, the scales, both Strided, and their gradient, float32 (B, H, T_q)), or None
+    """
     wait_for_launch_before(heads)
+    WIDTH: tl.constexpr = 1 if of_scales is None else D // PART  # parts of a program
     PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # of a tile
     parts = row_tiles * PARTS
-    tile_row, head, part = _of_program(heads, parts)
+    tile_row, head, part = _of_program(heads, parts // WIDTH)
+    part *= WIDTH
     tile, start = part // PARTS, part // (D // PART) * PART
     if table is not None:
         if tile >= tl.load(table):
             return
         start = tl.load(line_of_tile(table, tile) + START) + start % ROWS
+    axis = query_length
     entry, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, query_length)
-    x = tl.load(dq_fragments + (tile_row * parts + part) * PART * PART + tl.arange(0, PART * PART))
-    x = from_fragments(x * scale).to(dq.dtype.element_ty)
-    row = start + tl.arange(0, PART)[:, None]
-    column = part % (D // PART) * PART + tl.arange(0, PART)[None, :]
-    origin = dq + entry * dq_strides[0] + head * dq_strides[2]
-    there = (row < query_length) & (column < HEAD_DIM)
-    tl.store(origin + (first_row + row).to(tl.int64) * dq_strides[1] + column, x, mask=there)
+    row = start + tl.arange(0, PART)
+    token = (first_row + row).to(tl.int64)
+    inside = row < query_length
+    if of_scales is not None:
+        q, scales, d_scales = of_scales
+        row_scale = tl.load(row_pointers(scales, entry, head, token), mask=inside, other=0.0)[:, None]
+        q_rows = row_pointers(q, entry, head, token)[:, None]
+        d_scale = tl.zeros([PART], tl.float32)
+    for n in tl.static_range(WIDTH):
+        x = tl.load(dq_fragments + (tile_row * parts + part + n) * PART * PART + tl.arange(0, PART * PART))
+        column = (part + n) % (D // PART) * PART + tl.arange(0, PART)[None, :]
+        there = inside[:, None] & (column < HEAD_DIM)
+        if of_scales is None:
+            x = from_fragments(x * scale)
+        else:
+            x = from_fragments(x)
+            q_part = tl.load(q_rows + column, mask=there, other=0.0)
+            d_scale += tl.sum(q_part.to(tl.float32) * x, 1)
+            x *= row_scale
+        origin = dq + entry * dq_strides[0] + head * dq_strides[2]
+        tl.store(origin + token[:, None] * dq_strides[1] + column, x.to(dq.dtype.element_ty), mask=there)
+    if of_scales is not None:
+        tl.store(d_scales + start_of_head(entry * heads + head, axis, first_row) + row, d_scale, mask=inside)
+

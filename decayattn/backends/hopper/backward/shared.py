@@ -105,6 +105,7 @@ class BackwardShared:
     queries: gl.shared_memory_descriptor  # (STAGES · BLOCKS, 1, …, ROWS, D / BLOCKS)
     d_outs: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D_v)
     terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
+    factors: gl.shared_memory_descriptor  # (STAGES · FACTORS, 1, ROWS), where rows have scales of their own
     differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the anchor of the rows minus α at the key tile's
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
     d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS), then dk; wide: (SLOTS, …)
@@ -120,7 +121,7 @@ class BackwardShared:
 
     @gluon.constexpr_function
     def __init__(
-        self, keys, values, queries, d_outs, terms, differences, starts, d_scores, p, dq_parts, constants,
+        self, keys, values, queries, d_outs, terms, factors, differences, starts, d_scores, p, dq_parts, constants,
         barriers, published, BLOCKS, TILE,
     ):
         self.keys = keys
@@ -128,6 +129,7 @@ class BackwardShared:
         self.queries = queries
         self.d_outs = d_outs
         self.terms = terms
+        self.factors = factors
         self.differences = differences
         self.starts = starts
         self.d_scores = d_scores

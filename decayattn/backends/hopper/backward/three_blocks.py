@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
-from decayattn.backends.hopper.backward.keys import keys_of_head, tile_probability
+from decayattn.backends.hopper.backward.keys import keys_of_head, row_factors, tile_probability
+from decayattn.backends.hopper.backward.row_terms import SCALE
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import COPIES, PART, SHARES, operand_layout, product_layout
@@ -84,6 +85,7 @@ def _next_tile(
     dk0, dk1, dk2, dv, key_sum = gradients
     HALF: gl.constexpr = work.schedule.ROWS // 2
     DECAY: gl.constexpr = work.schedule.DECAY
+    ROW_SCALES: gl.constexpr = work.schedule.ROW_SCALES
     KEY_SUMS: gl.constexpr = work.schedule.DECAY_GRADIENT
     SCORE: gl.constexpr = product_layout(HALF)
     DTYPE: gl.constexpr = shared.queries.dtype
@@ -110,7 +112,8 @@ def _next_tile(
             query = flat(shared.queries.index(first_block + block)).slice(half * HALF, HALF, 0)
             scoreT = warpgroup_mma(key, query.permute((1, 0)), scoreT, use_acc=block > 0, is_async=True)
         # ones from shared memory: in registers, they would take eight
-        scoreT = warpgroup_mma(shared.constants.splits.index(zero), terms, scoreT, is_async=True)
+        if not ROW_SCALES:
+            scoreT = warpgroup_mma(shared.constants.splits.index(zero), terms, scoreT, is_async=True)
         if half == 0:
             mbarrier.wait(shared.barriers.d_outs_ready.index(stage), phase)
         dpT = gl.zeros([WARPGROUP_KEYS, HALF], gl.float32, SCORE)
@@ -120,11 +123,12 @@ def _next_tile(
         scoreT = warpgroup_mma_wait(2, (scoreT,))
         if half == 0 and WARPGROUP == 0:
             signal(shared.barriers.first_scores.index(stage))
-        p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, half * HALF)
+        p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, half * HALF, ROW_SCALES)
         pT = gl.convert_layout(p.to(DTYPE), operand_layout(dv.type.layout))
         dv = warpgroup_mma(pT, d_out, dv, is_async=True)
         dpT = warpgroup_mma_wait(1, (dpT,))
-        dsT = score_gradient(p, dpT, 0).to(DTYPE)
+        d_scores = score_gradient(p, dpT, 0)
+        dsT = d_scores.to(DTYPE)
 
         # waited for here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
         if half == 0:
@@ -141,12 +145,16 @@ def _next_tile(
             else:
                 _take_turn(shared, n, previous, work, dq_target, zero, WARPGROUP)
         left = gl.convert_layout(dsT, operand_layout(DK))
+        left_of_dk = left
+        if ROW_SCALES:
+            d_scores *= row_factors(shared, stage, SCALE, d_scores, half * HALF)
+            left_of_dk = gl.convert_layout(d_scores.to(DTYPE), operand_layout(DK))
         query0 = flat(shared.queries.index(first_block)).slice(half * HALF, HALF, 0)
         query1 = flat(shared.queries.index(first_block + 1)).slice(half * HALF, HALF, 0)
         query2 = flat(shared.queries.index(first_block + 2)).slice(half * HALF, HALF, 0)
-        dk0 = warpgroup_mma(left, query0, dk0, is_async=True)
-        dk1 = warpgroup_mma(left, query1, dk1, is_async=True)
-        dk2 = warpgroup_mma(left, query2, dk2, is_async=True)
+        dk0 = warpgroup_mma(left_of_dk, query0, dk0, is_async=True)
+        dk1 = warpgroup_mma(left_of_dk, query1, dk1, is_async=True)
+        dk2 = warpgroup_mma(left_of_dk, query2, dk2, is_async=True)
         if KEY_SUMS:
             right = weights.index(zero).slice(half * HALF, HALF, 1).permute((1, 0))
             of_keys = warpgroup_mma(left, right, of_keys, use_acc=half > 0, is_async=True)

@@ -63,6 +63,7 @@ class KeySchedule:
     DECAY: gl.constexpr
     DECAY_GRADIENT: gl.constexpr
     ROW_SUMS: gl.constexpr
+    ROW_SCALES: gl.constexpr
     RAGGED: gl.constexpr
     WINDOW: gl.constexpr
     PLANNED: gl.constexpr
@@ -93,6 +94,7 @@ class KeySchedule:
         self.DECAY = gl.constexpr(MODES.decay)
         self.DECAY_GRADIENT = gl.constexpr(MODES.decay_gradient)
         self.ROW_SUMS = gl.constexpr(has_row_sums(MODES.decay, MODES.decay_gradient))
+        self.ROW_SCALES = gl.constexpr(MODES.row_scales)
         self.RAGGED = gl.constexpr(MODES.ragged)
         self.WINDOW = gl.constexpr(MODES.window)
         self.PLANNED = gl.constexpr(MODES.planned)

@@ -40,6 +40,7 @@ from decayattn.backends.hopper.forward.softmax import (
     softmax,
 )
 from decayattn.backends.hopper.forward.work import Walk
+from decayattn.backends.planning.sequences import row_pointers
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
 
 # columns of q and k that a product takes at a time where tiles have more than 128: no others than hold numbers, and the
@@ -59,8 +60,11 @@ def _ones(shared, is_right, SCORE: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(q, shared, n, count, zero, is_right, KIND: gl.constexpr, CAUSAL: gl.constexpr):
-    """Issue q·kᵀ + β of the n-th tile: the scores divided by the scale."""
+def _start_scores(q, shared, n, count, zero, is_right, row_scale, KIND: gl.constexpr, CAUSAL: gl.constexpr):
+    """Issue q·kᵀ + β of the n-th tile: the scores divided by the scale.
+
+    A scale per row may be 0, and β is not divided by it: the products are waited for, and scaled before β is added.
+    """
     SCORE: gl.constexpr = zero.type.layout
     k = flat(shared.keys.tile(n))
     if k.shape[1] <= 128:
@@ -70,6 +74,8 @@ def _start_scores(q, shared, n, count, zero, is_right, KIND: gl.constexpr, CAUSA
         for begin in gl.static_range(0, shared.READ, READ_STEP):
             kT = k.slice(begin, READ_STEP, 1).permute((1, 0))
             score = warpgroup_mma(q.slice(begin, READ_STEP, 1), kT, score, use_acc=begin > 0, is_async=True)
+    if row_scale is not None:
+        score = warpgroup_mma_wait(0, (score,)) * gl.expand_dims(row_scale, 1)
     # β comes last: where it is large, every product added after it would be rounded to its precision
     if KIND == "scalar":
         beta = shared.beta.index(stage(n, shared.keys.STAGES))
@@ -100,7 +106,7 @@ def _whole_begin(shared, rows, is_right, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def _next_tile(
-    shared, rows, n, acc, p, row_max, row_sum, scale, zero, WARPGROUP: gl.constexpr, EDGE: gl.constexpr,
+    shared, rows, n, acc, p, row_max, row_sum, scale, row_scale, zero, WARPGROUP: gl.constexpr, EDGE: gl.constexpr,
     WIDE: gl.constexpr,
 ):
     """One tile: the scores of the n-th while P V of the tile before is added to acc; (acc, p, row_max, row_sum)."""
@@ -111,7 +117,7 @@ def _next_tile(
     CAUSAL: gl.constexpr = rows.decay.CAUSAL
     keys, values = shared.keys, shared.values
     tile, is_right = rows.walk.tile(n - rows.sent), rows.walk.is_right(n - rows.sent)
-    score = _start_scores(rows.q, shared, n, rows.count, zero, is_right, KIND, CAUSAL)
+    score = _start_scores(rows.q, shared, n, rows.count, zero, is_right, row_scale, KIND, CAUSAL)
     difference = _base_difference(shared, n, WARPGROUP, KIND)
     if not CAUSAL and KIND != "none":
         # right of the diagonal the sign is the other one. The row maximum leaves α of the row out as if all its keys
@@ -137,10 +143,17 @@ def _next_tile(
 
 
 @gluon.jit
-def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
+def _load_scales(row_scales, work, row):
+    """s·log2(e) of rows of a work tile's sequence and head."""
+    return gl.load(row_pointers(row_scales, work.bounds.entry, work.head, work.bounds.first_row + row)) * LOG2E
+
+
+@gluon.jit
+def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.constexpr, D: gl.constexpr):
     """One consumer warpgroup: 64 query rows of every work tile through the keys that they see.
 
-    outputs: the descriptor of out, and pointers to lse and row_lse2 (forward_kernel). A sink needs lse
+    outputs: the descriptor of out, and pointers to lse and row_lse2; scales: scale and row_scales (forward_kernel). A
+    sink needs lse
     """
     KEYS: gl.constexpr = schedule.KEYS
     SCORE: gl.constexpr = product_layout(KEYS)
@@ -151,6 +164,7 @@ def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constex
     CAUSAL: gl.constexpr = decay.CAUSAL
     out_desc, row_outputs = outputs
     lse, row_lse2 = row_outputs
+    scale, row_scales = scales
     queries, keys, values = shared.queries, shared.keys, shared.values
     WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
     # one is in use while the next one is on its way; with one slot, that waits until out has left
@@ -174,6 +188,9 @@ def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constex
             final_row = gl.minimum(start + ROWS, query_length) - 1
             position = gl.minimum(start + gl.arange(0, ROWS, ROW), final_row) + first_position
             tile_end = seen_tile(shared.left, count, VISITED_END, WARPGROUP)
+            row_scale = None
+            if row_scales is not None:
+                row_scale = _load_scales(row_scales, work, position - first_position)
             if ROW_ALPHA:
                 # loaded while the warpgroup waits for the first tile
                 row_alpha = head_decay.row_alpha(position, work.anchor(start), head_decay.rate(head))
@@ -196,7 +213,7 @@ def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constex
             keys.consumer_wait(n)
             q = flat(shared.query_tile(count, WARPGROUP))
             rows = Rows(q, count, sent, n_end, walk, position, bounds, head_decay)
-            score = _start_scores(q, shared, n, count, zero, walk.is_right(n_begin), KIND, CAUSAL)
+            score = _start_scores(q, shared, n, count, zero, walk.is_right(n_begin), row_scale, KIND, CAUSAL)
             difference = _base_difference(shared, n, WARPGROUP, KIND)
             if TWO_SLOTS:
                 # out of the last work tile has left from where its q was
@@ -227,7 +244,8 @@ def consume(shared, schedule, decay, outputs, sink, scale, WARPGROUP: gl.constex
                 for are_whole in gl.static_range(2):
                     for m in range(whole if are_whole else n, edge if are_whole else whole):
                         acc, p, row_max, row_sum = _next_tile(
-                            shared, rows, m, acc, p, row_max, row_sum, scale, zero, WARPGROUP, not are_whole, WIDE
+                            shared, rows, m, acc, p, row_max, row_sum, scale, row_scale, zero, WARPGROUP,
+                            not are_whole, WIDE,
                         )
                 n = edge
                 whole, edge = n_end, n_end

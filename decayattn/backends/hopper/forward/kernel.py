@@ -115,18 +115,18 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, beta_desc, out_desc, row_outputs, decay_tensors, sink, counter, table, scale, left, right,
+    q_desc, k_desc, v_desc, beta_desc, out_desc, row_outputs, decay_tensors, sink, counter, table, scales, left, right,
     work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules,
     MODES: gl.constexpr, TILE: gl.constexpr,
 ):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. It may be launched before the launch before it has ended.
 
-    beta_desc: −α_j / scale of the keys, or None without a decay
+    beta_desc: −α_j / scale of the keys (not divided, if rows have scales of their own), or None without a decay
     row_outputs: lse, or None if nobody asked for it, and row_lse2, what the backward reads
     sink: (H,), or None
     counter: the scheduler's, 0; not read where every program has one work tile
     table: tiles of rows; not read unless RAGGED
-    scale: s·log2(e), positive
+    scales: s·log2(e), positive, and None; or 1, and the s of every row, Strided (B, T_q, H)
     left, right: keys that a row sees at most before its own and behind it; not read unless WINDOW, right not if CAUSAL
     group: query heads per head of keys; together: heads that are computed at the same time (QuerySchedule)
     query_length, key_length, blocks (of the decay prefix), granules: lengths of the axes on which the sequences lie
@@ -193,8 +193,8 @@ def forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (shared, schedule, decay, outputs, sink, scale, 0, D_V)),
-                (consume, (shared, schedule, decay, outputs, sink, scale, 1, D_V)),
+                (consume, (shared, schedule, decay, outputs, sink, scales, 0, D_V)),
+                (consume, (shared, schedule, decay, outputs, sink, scales, 1, D_V)),
                 (produce, (shared, schedule, decay, counter, sources)),
             ],
             [4, 1],
@@ -203,9 +203,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (shared, schedule, decay, outputs, sink, scale, 0, D_V)),
-                (consume, (shared, schedule, decay, outputs, sink, scale, 1, D_V)),
-                (consume, (shared, schedule, decay, outputs, sink, scale, 2, D_V)),
+                (consume, (shared, schedule, decay, outputs, sink, scales, 0, D_V)),
+                (consume, (shared, schedule, decay, outputs, sink, scales, 1, D_V)),
+                (consume, (shared, schedule, decay, outputs, sink, scales, 2, D_V)),
                 (produce, (shared, schedule, decay, counter, sources)),
             ],
             [4, 4, 1],

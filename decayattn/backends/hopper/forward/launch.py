@@ -14,6 +14,7 @@ from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.planning.sequences import Sequences
 from decayattn.backends.runtime import launching, outputs
+from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.problem import AttentionProblem, Inputs, KeyDecay, Prepared, Saved
 
@@ -25,14 +26,14 @@ def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
     with launching.on_device(problem.device):
         # beside launches of a scan that makes no splits
         launch = launching.of_call(problem.device, (inputs.log_decay,), problem, "splits")
-        return _decay(problem, inputs.q, inputs.log_decay, inputs.scale / math.log(2), None, launch)
+        return _decay(problem, inputs.q, inputs.log_decay, _score_scale(inputs), None, launch)
 
 
 def forward(
     problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None
 ) -> tuple[Tensor, Tensor | None, Saved]:
     """out (B, T_q, H, D_v), lse (B, H, T_q) or None, and what the backward reads."""
-    q, k, v, log_decay, scale, bounds = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.scale, inputs.bounds
+    q, k, v, log_decay, row_scale, bounds = inputs[:6]
     with launching.on_device(problem.device):
         results = outputs.allocate(problem, q, with_lse, prepared)
         out, row_lse2, lse = results
@@ -40,7 +41,7 @@ def forward(
             results.fill()
             return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
         sink = None if inputs.sink is None else inputs.sink.contiguous()
-        given = (q, k, v, log_decay, bounds, sink, None if prepared is None else out)
+        given = (q, k, v, log_decay, row_scale, bounds, sink, None if prepared is None else out)
         terms, key_decay = (None, None) if prepared is None else (prepared.terms, prepared.key_decay)
         modes = problem, skipping.is_planned(problem), with_lse, terms is None
         launch = launching.of_call(problem.device, given, *modes)
@@ -48,11 +49,11 @@ def forward(
         sequence_blocks.fill_outside(problem, sequences, results.of_no_key(), launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
         schedule = config.forward(widths.qk)
-        score_scale = scale / math.log(2)  # base 2
+        score_scale = _score_scale(inputs)
         if key_decay is None or key_decay.counter is None:  # it may be another backend's
             key_decay = _decay(problem, q, log_decay, score_scale, sequences, launch)
         prefix, splits, bases, counter = key_decay
-        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch, terms)
+        first_block = skipping.plan(problem, q, k, log_decay, inputs.any_scale, prefix, sequences, launch, terms)
         tiles = tile_table.build(
             problem, bounds, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
         )
@@ -79,13 +80,18 @@ def forward(
             forward_kernel, programs,
             q_desc, source(k, schedule.keys, widths.qk), source(v, schedule.keys, widths.v),
             None if splits is None else descriptors.key_splits(splits), source(out, config.WARPGROUP_ROWS, widths.v),
-            (lse, row_lse2), decay_tensors, sink, counter, row_lse2 if tiles.rows is None else tiles.rows, score_scale,
-            *limits_of(problem), work_tiles, tiles.row_tiles, problem.num_heads, group,
-            heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
+            (lse, row_lse2), decay_tensors, sink, counter, row_lse2 if tiles.rows is None else tiles.rows,
+            (score_scale, strided(row_scale)), *limits_of(problem), work_tiles, tiles.row_tiles, problem.num_heads,
+            group, heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
             sequence_blocks.decay_blocks(problem), first_block.shape[-1], MODES=modes, TILE=tile, num_warps=4,
             maxnreg=schedule.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )
         return out, lse, Saved(row_lse2, *prefix, first_block)
+
+
+def _score_scale(inputs: Inputs) -> float:
+    """Of all scores, in base 2; where rows have scales of their own, the kernel's begin with those."""
+    return 1.0 if inputs.row_scale is not None else inputs.scale / math.log(2)
 
 
 def _decay(
