@@ -70,8 +70,8 @@ from decayattn.backends.hopper.backward.dq import is_loaded, product_keys
 from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights, rate_weights
 from decayattn.backends.hopper.backward.producer import produce
 from decayattn.backends.hopper.backward.row_terms import DELTA, FACTORS
-from decayattn.backends.hopper.backward.shared import BackwardConstants, BackwardShared, allocate_barriers
-from decayattn.backends.hopper.backward.three_blocks import DK_BLOCKS, consume_three_blocks
+from decayattn.backends.hopper.backward.shared import DK_BLOCKS, BackwardConstants, BackwardShared, allocate_barriers
+from decayattn.backends.hopper.backward.three_blocks import consume_three_blocks
 from decayattn.backends.hopper.backward.wide import consume_wide
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums
 from decayattn.backends.hopper.backward.zeroing import allocate_zeros
@@ -223,7 +223,6 @@ def gradients_kernel(
         BackwardConstants(zeros, ones, weights, bits, splits),
         allocate_barriers(STAGES, SLOTS, WIDE),
         make_pipeline(allocate_words(1), 1, 2),
-        BLOCKS,
         TILE,
     )
     shared.barriers.init(STAGES, SLOTS, WIDE)

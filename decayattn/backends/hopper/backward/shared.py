@@ -7,6 +7,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from decayattn.backends.hopper.common.copy_engine import aggregate
 from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, store_word
 
+# blocks of q, k and dk in three_blocks.py
+DK_BLOCKS: gl.constexpr = gl.constexpr(3)
+
 
 @aggregate
 class BackwardConstants:
@@ -122,7 +125,7 @@ class BackwardShared:
     @gluon.constexpr_function
     def __init__(
         self, keys, values, queries, d_outs, terms, factors, differences, starts, d_scores, p, dq_parts, constants,
-        barriers, published, BLOCKS, TILE,
+        barriers, published, TILE,
     ):
         self.keys = keys
         self.values = values
@@ -140,7 +143,7 @@ class BackwardShared:
         self.published = published
         self.STAGES = gl.constexpr(TILE.stages)
         self.SLOTS = gl.constexpr(TILE.slots)
-        self.BLOCKS = gl.constexpr(BLOCKS)
+        self.BLOCKS = gl.constexpr(DK_BLOCKS.value if TILE.consumers == "three_blocks" else 1)
         self.WIDE = gl.constexpr(TILE.consumers == "wide")
 
     @gluon.jit

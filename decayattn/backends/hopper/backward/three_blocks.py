@@ -30,6 +30,7 @@ from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, 
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
 from decayattn.backends.hopper.backward.keys import keys_of_head, row_factors, tile_probability
 from decayattn.backends.hopper.backward.row_terms import SCALE
+from decayattn.backends.hopper.backward.shared import DK_BLOCKS
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import COPIES, PART, SHARES, operand_layout, product_layout
@@ -37,8 +38,7 @@ from decayattn.backends.hopper.common.pipelines import arrive, signal
 from decayattn.backends.hopper.common.tile_table import flat, stacked
 from decayattn.backends.tiles.scores import LOG2E, score_gradient
 
-# blocks of q, k and dk; and those that dq has room for in memory
-DK_BLOCKS: gl.constexpr = gl.constexpr(3)
+# blocks that dq has room for in memory
 DQ_BLOCKS: gl.constexpr = gl.constexpr(4)
 # a block of dk
 DK: gl.constexpr = gl.constexpr(product_layout(PART.value))
