@@ -80,6 +80,7 @@ from decayattn.backends.hopper.common.fragments import COPIES, DEPTH, FRAGMENT_C
 from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
 from decayattn.backends.hopper.common.tile_table import allocate_tiles
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
+from decayattn.backends.tiles.scores import LN2
 from decayattn.problem import DecayName
 
 
@@ -137,16 +138,15 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def gradients_kernel(
-    q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc, dk_desc, dv_desc, dq_fragments, zeros_desc, decay,
-    scheduler, scale, left, right, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
+    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_fragments, zeros_desc, decay, scheduler,
+    scale, left, right, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
     MODES: gl.constexpr, TILE: gl.constexpr,
 ):
     """dk and dv of all key tiles over their groups of query heads; added up: dq, row sums, and the sums of a rate. It
     may be launched before the launch before it has ended.
 
-    terms_desc, factors_desc: row_terms.py; no factors, None, if all rows have one scale
     dq_fragments: a descriptor of parts; where threads add to them, the tensor
-    scale: of dk; s, or ln 2, where rows have scales of their own, whose factors are in base 2
+    scale: s; or, where rows have scales of their own, a descriptor of their factors (row_terms.py)
     scheduler: key_table, the tiles of keys, which is not read unless RAGGED; and counters, 0 (zeroing.py)
     left, right: keys that a row sees at most before its own and behind it; not read unless WINDOW, right not if CAUSAL
     query_length, key_length, blocks (of the decay prefix): lengths of the axes on which the sequences lie
@@ -156,6 +156,7 @@ def gradients_kernel(
     DECAY: gl.constexpr = field(MODES, "decay")
     DECAY_GRADIENT: gl.constexpr = field(MODES, "decay_gradient")
     RAGGED: gl.constexpr = field(MODES, "ragged")
+    ROW_SCALES: gl.constexpr = field(MODES, "row_scales")
     CONSUMERS: gl.constexpr = field(TILE, "consumers")
     D: gl.constexpr = field(TILE, "dim")
     READ: gl.constexpr = field(TILE, "read")
@@ -166,7 +167,7 @@ def gradients_kernel(
     REGISTERS: gl.constexpr = field(TILE, "registers")
     key_table, counters = scheduler
     DTYPE: gl.constexpr = q_desc.dtype
-    STEP: gl.constexpr = product_keys(is_loaded(D, has_row_sums(DECAY, DECAY_GRADIENT), factors_desc is not None))
+    STEP: gl.constexpr = product_keys(is_loaded(D, has_row_sums(DECAY, DECAY_GRADIENT), ROW_SCALES))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
     WIDE: gl.constexpr = CONSUMERS == "wide"
     BLOCKED: gl.constexpr = CONSUMERS == "three_blocks"
@@ -204,8 +205,10 @@ def gradients_kernel(
     p = ones
     if WIDE:
         p = gl.allocate_shared_memory(DTYPE, [1, WARPGROUP_KEYS, ROWS], D_SCORES)
-    factors = ones
-    if factors_desc is not None:
+    factors, factors_desc = ones, terms_desc
+    if ROW_SCALES:
+        factors_desc = scale
+        scale = LN2  # of dk: factors are in base 2
         factors = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, ROWS], factors_desc.layout)
     shared = BackwardShared(
         allocate_tiles(k_desc, KEY_PARTS * BLOCKS),

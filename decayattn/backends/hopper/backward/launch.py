@@ -52,7 +52,6 @@ def backward(
     """Of q, k, v and a scale per row, and, as asked for, log_decay; the forward refuses a bias, which has no gradient
     here."""
     q, k, v, log_decay, row_scale, bounds = inputs[:6]
-    scale = inputs.scale
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
         dq = contiguous_like(q) if dq is None else dq
@@ -94,10 +93,12 @@ def backward(
         sides = side_count(problem.decay, problem.causal)
         decay_of_rows = RowDecay(rates, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.COLUMNS, dtype=torch.bfloat16)
-        factors = None
+        scale, row_factors, of_scales = inputs.scale, None, None
         if row_scale is not None:
-            factors = new(head_rows, tiles.row_tiles, sides, FACTORS.value, tile.rows)
-            scale = math.log(2)  # of dk: factors are in base 2
+            row_factors = strided(row_scale), new(head_rows, tiles.row_tiles, sides, FACTORS.value, tile.rows)
+            of_scales = strided(q), strided(row_scale), row_scale_grad
+        # LSE₂ is divided by the scale that products are multiplied by
+        score_scale = 1.0 if row_scale is not None else scale / math.log(2)
         columns = FRAGMENT_COLUMNS.value
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
         row_sums = torch.empty_like(row_lse2) if decay_gradient and scalar else None
@@ -110,11 +111,10 @@ def backward(
         traits = RowTermsTraits(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides)
         launch(
             row_terms_kernel, row_blocks * head_rows,
-            strided(out), strided(d_out), strided(d_lse), row_lse2, terms,
-            None if factors is None else (strided(row_scale), factors), (row_sums, dq_fragments, counters), tiles.rows,
-            decay_of_rows if sides == 2 else None, -math.log(2) / scale, problem.query_length,
-            tiles.row_tiles, problem.num_heads, head_rows - together * group, counters.numel(), TRAITS=traits,
-            num_warps=4, **COMPILER_OPTIONS,
+            strided(out), strided(d_out), strided(d_lse), row_lse2, terms, row_factors,
+            (row_sums, dq_fragments, counters), tiles.rows, decay_of_rows if sides == 2 else None, -1.0 / score_scale,
+            problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group, counters.numel(),
+            TRAITS=traits, num_warps=4, **COMPILER_OPTIONS,
         )
 
         planned = skipping.is_planned(problem)
@@ -124,7 +124,7 @@ def backward(
         rate_sums = None
         if decay_gradient and constant:
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
-            if bounds is not None or adds_from_registers:
+            if bounds is not None or tile.consumers == "wide":
                 rate_sums.zero_()  # there may be more blocks than tiles
         decay_tensors = BackwardDecay(
             rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,
@@ -138,11 +138,12 @@ def backward(
             gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
             source(q, tile.rows, tile.columns), source(k, config.WARPGROUP_ROWS, tile.columns),
             source(v, config.WARPGROUP_ROWS, widths.v), source(d_out, tile.rows, widths.v),
-            descriptors.columns(terms, tile.rows), None if factors is None else descriptors.plain(factors, 1),
+            descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, tile.dk_columns), source(dv, config.WARPGROUP_ROWS, widths.v),
             dq_fragments if adds_from_registers else descriptors.plain(dq_fragments, FRAGMENT_ROWS.value),
             descriptors.plain(dq_fragments, tile.zero_lines),
-            decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters), scale, *limits_of(problem),
+            decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters),
+            scale if row_factors is None else descriptors.plain(row_factors[1], 1), *limits_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
             problem.num_heads, together, MODES=modes,
             TILE=BackwardTile(
@@ -155,11 +156,9 @@ def backward(
         dq_parts = tiles.row_tiles * (tile.rows // PART.value) * (dim // PART.value)
         launch(
             unpack_dq_kernel, dq_parts * head_rows // (1 if row_scale is None else dim // PART.value),
-            dq_fragments, dq, tiles.rows, dq.stride(), scale,
-            None if row_scale is None else (strided(q), strided(row_scale), row_scale_grad),
-            problem.query_length, tiles.row_tiles, problem.num_heads,
-            D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows, num_warps=4 if row_scale is None else 8, launch_pdl=True,
-            **COMPILER_OPTIONS,
+            dq_fragments, dq, tiles.rows, dq.stride(), scale, of_scales, problem.query_length, tiles.row_tiles,
+            problem.num_heads, D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows,
+            num_warps=4 if row_scale is None else 8, launch_pdl=True, **COMPILER_OPTIONS,
         )
 
         d_log_decay = None

@@ -71,7 +71,7 @@ def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: 
 
     Meanwhile it zeros dq of the next chunk's heads (zeroing.py). Keys are loaded when those of the last work tile have
     been read, and values when its dv has left. sources are the descriptors of q, k, v, d_out, the row terms and the
-    rows' factors (or None), results those of dk and dv.
+    rows' factors, results those of dk and dv.
     """
     q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc = sources
     Q_BYTES: gl.constexpr = shared.BLOCKS * q_desc.block_type.nbytes

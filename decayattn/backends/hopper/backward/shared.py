@@ -143,7 +143,7 @@ class BackwardShared:
         self.published = published
         self.STAGES = gl.constexpr(TILE.stages)
         self.SLOTS = gl.constexpr(TILE.slots)
-        self.BLOCKS = gl.constexpr(DK_BLOCKS.value if TILE.consumers == "three_blocks" else 1)
+        self.BLOCKS = gl.constexpr(DK_BLOCKS if TILE.consumers == "three_blocks" else 1)
         self.WIDE = gl.constexpr(TILE.consumers == "wide")
 
     @gluon.jit
