@@ -15,7 +15,7 @@ BACKENDS = ["reference", "triton"]
 DECAYS = ["none", "constant", "scalar"]
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 16, 8
 # what tokens of three entries come call by call
-CALLS = (5, 1, 40, 1, 3)
+CALLS = (5, 1, 24, 1, 3)
 BATCH, TOKENS = 3, sum(CALLS)
 
 
