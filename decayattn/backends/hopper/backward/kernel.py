@@ -35,7 +35,9 @@ Shared memory is reused as soon as it is free. At the end of a work tile, dv goe
 the last tile is multiplied. The next keys are loaded when that has read these, and dk leaves from a slot of dSᵀ.
 
 What is one number per row, its LSE₂ and Δ, costs no instruction per score: three bfloat16 columns each (bf16_splits.py)
-come with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ and to V dOᵀ (row_terms.py).
+come with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ and to V dOᵀ (row_terms.py). Where rows
+have scales of their own, a scale and LSE₂ come as float32: one multiplication and addition per score. dk is made of dS
+times the scale then; dq and the sums are made of dS alone, and the gradient of a scale of q and what dq is made of.
 
 Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where the gradient of a decay
 cancels, so do they. Both are products with few columns: sums of keys beside dk (key_sums.py), and sums of rows beside

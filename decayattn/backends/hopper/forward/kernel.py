@@ -40,6 +40,9 @@ to Q Kᵀ. What a row and a tile share, α_i and the difference of two block bas
 log-sum-exp. Right of the diagonal all this has the other sign, and the α_i that the row maximum leaves out counts
 twice.
 
+Rows with scales of their own have their products multiplied before β, undivided, is added: a multiplication per score,
+and a tile's scores are waited for before P V of the tile before is begun.
+
 Tiles, per warpgroup: q (64, D) · k (KEYS, D) · v (KEYS, D_v) · beta (16, KEYS) · score, p (64, KEYS) ·
 acc, out (64, D_v) · row_sum (64, 4), the partial sums of the four threads that share a row.
 """
