@@ -20,8 +20,8 @@ from decayattn.backends.hopper.backward.dq import (
     start_dq_part,
 )
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile
-from decayattn.backends.hopper.backward.keys import keys_of_head, row_factors, scaled_scores
-from decayattn.backends.hopper.backward.row_terms import DELTA, SCALE
+from decayattn.backends.hopper.backward.keys import keys_of_head, operand_of_dk, scaled_scores
+from decayattn.backends.hopper.backward.row_terms import DELTA
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine
 from decayattn.backends.hopper.common.fragments import (
@@ -145,10 +145,7 @@ def _next_tile(
     dv = warpgroup_mma_wait(0, (dv,))
     dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, D, ROW_SUMS, LOADED)
     left = gl.convert_layout(dsT, OPERAND)
-    left_of_dk = left
-    if ROW_SCALES:
-        d_scores *= row_factors(shared, stage, SCALE, d_scores)
-        left_of_dk = gl.convert_layout(d_scores.to(DTYPE), OPERAND)
+    left_of_dk = operand_of_dk(left, d_scores, shared, stage, ROW_SCALES)
     dk = warpgroup_mma(left_of_dk, query, dk, is_async=True)
     # a product beside dk (key_sums.py)
     weights = shared.constants.weights

@@ -28,7 +28,7 @@ def keys_of_head(work, member, tokens, key, inside, decay):
 
 
 @gluon.jit
-def row_factors(shared, stage, FACTOR: gl.constexpr, like, ROW: gl.constexpr = 0):
+def _row_factors(shared, stage, FACTOR: gl.constexpr, like, ROW: gl.constexpr = 0):
     """A factor (row_terms.py) of the query tile's rows from ROW on, one per column of like: (1, columns)."""
     factors = shared.factors.index(stage * FACTORS + FACTOR).slice(ROW, like.shape[1], 1)
     return factors.load(like.type.layout)
@@ -38,11 +38,20 @@ def row_factors(shared, stage, FACTOR: gl.constexpr, like, ROW: gl.constexpr = 0
 def scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES: gl.constexpr, ROW: gl.constexpr = 0):
     """Products with keys times the scale; where rows have scales of their own, less LSE₂, too."""
     if ROW_SCALES:
-        scoreT *= row_factors(shared, stage, SCALE, scoreT, ROW)
-        scoreT += row_factors(shared, stage, MINUS_LSE2, scoreT, ROW)
+        scoreT *= _row_factors(shared, stage, SCALE, scoreT, ROW)
+        scoreT += _row_factors(shared, stage, MINUS_LSE2, scoreT, ROW)
     else:
         scoreT *= score_scale
     return scoreT
+
+
+@gluon.jit
+def operand_of_dk(left, d_scores, shared, stage, ROW_SCALES: gl.constexpr, ROW: gl.constexpr = 0):
+    """The left operand of dk: that of dSᵀ, or, where rows have scales of their own, of dSᵀ times those."""
+    if ROW_SCALES:
+        d_scores *= _row_factors(shared, stage, SCALE, d_scores, ROW)
+        left = gl.convert_layout(d_scores.to(left.dtype), left.type.layout)
+    return left
 
 
 @gluon.jit

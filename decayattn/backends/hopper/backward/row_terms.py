@@ -128,7 +128,8 @@ def row_terms_kernel(
 
     This kernel also zeroes what the next one adds to first: the row sums, dq of the head rows from first_zeroed on, and
     the counters, of which there are no more than programs here: (row sums, dq fragments, counters) are `zeroed`.
-    row_factors are the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None.
+    row_factors are the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None; with them,
+    score_factor is −1.
     out, d_out, d_lse and the scales are Strided; d_lse is None if lse has no gradient.
     """
     D: tl.constexpr = TRAITS.dim

@@ -28,8 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
-from decayattn.backends.hopper.backward.keys import keys_of_head, row_factors, tile_probability
-from decayattn.backends.hopper.backward.row_terms import SCALE
+from decayattn.backends.hopper.backward.keys import keys_of_head, operand_of_dk, tile_probability
 from decayattn.backends.hopper.backward.shared import DK_BLOCKS
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine
@@ -145,10 +144,7 @@ def _next_tile(
             else:
                 _take_turn(shared, n, previous, work, dq_target, zero, WARPGROUP)
         left = gl.convert_layout(dsT, operand_layout(DK))
-        left_of_dk = left
-        if ROW_SCALES:
-            d_scores *= row_factors(shared, stage, SCALE, d_scores, half * HALF)
-            left_of_dk = gl.convert_layout(d_scores.to(DTYPE), operand_layout(DK))
+        left_of_dk = operand_of_dk(left, d_scores, shared, stage, ROW_SCALES, half * HALF)
         query0 = flat(shared.queries.index(first_block)).slice(half * HALF, HALF, 0)
         query1 = flat(shared.queries.index(first_block + 1)).slice(half * HALF, HALF, 0)
         query2 = flat(shared.queries.index(first_block + 2)).slice(half * HALF, HALF, 0)
