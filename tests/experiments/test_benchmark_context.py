@@ -29,7 +29,7 @@ def test_the_script_runs_where_there_is_no_gpu(interpreter, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     read = json.loads((tmp_path / "context.json").read_text())
     assert {(row["mode"], row["direction"]) for row in read["rows"]} == {
-        (mode, direction) for mode in checks.MODES for direction in ("forward", "backward")
+        (mode, direction) for mode in checks.MODES for direction in DIRECTIONS
     }
     # 20 tokens of one key head: k, v and the log-decays of two heads, forward
     assert read["rows"][0]["received"] == [0, 20 * 4 * (2 * 16 + 2)] == [0, read["rows"][0]["everything"]]
