@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shared.provenance import ROOT, provenance
@@ -46,6 +47,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="what is compiled after every change")
     for name in PARTS:
         parser.add_argument(f"--{name}", nargs="+", help="a part of the table, as for compile_kernels.py")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many compile at once")
     parser.add_argument("--folder", type=Path, help="where the versions are, or are put")
     parser.add_argument("--json", type=Path, help="default: results/compile_matrix.json, and none with --short")
     options = parser.parse_args()
@@ -60,10 +62,11 @@ def main() -> int:
     known = provenance("experiments/compile_matrix.py", sys.argv[1:])
     kernels, failed = [], False
     with tempfile.TemporaryDirectory() as temporary:
-        for version in options.versions:
-            folder = installed(version, options.folder or Path(temporary))
-            for target, arguments in runs:
-                status, found = compiled(folder, target, arguments)
+        folders = {version: installed(version, options.folder or Path(temporary)) for version in options.versions}
+        runs = [(version, *run) for version in options.versions for run in runs]
+        with ThreadPoolExecutor(options.processes) as pool:
+            results = pool.map(lambda run: compiled(folders[run[0]], *run[1:]), runs)
+            for (version, *_), (status, found) in zip(runs, results, strict=True):
                 failed |= status != 0
                 kernels += [{"triton": version, **kernel} for kernel in found]
                 if path is not None:

@@ -31,14 +31,12 @@ def compile_kernels(*options: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", KERNELS)
 def test_both_backends_compile_for_sm90(backend):
-    """One tile per kernel, head dimension, direction and way to lay out sequences."""
-    options = ["--head-dims", "64", "128", "--decays", "scalar", "--paths", "TMA", "small", "packed", "decode"]
+    """One tile per kernel, direction and way to lay out sequences; compile_matrix.py has other head dimensions."""
+    options = ["--head-dims", "64", "--decays", "scalar", "--paths", "TMA", "small", "packed", "decode"]
     run = compile_kernels("--backends", backend, *options)
     assert run.returncode == 0, run.stdout + run.stderr
-    for dim in (64, 128):
-        for kernel in KERNELS[backend]:
-            line = rf"^sm_90 +{backend} +D{dim} .* {kernel} "
-            assert re.search(line, run.stdout, re.MULTILINE), (dim, kernel, run.stdout)
+    for kernel in KERNELS[backend]:
+        assert re.search(rf"^sm_90 +{backend} +D64 .* {kernel} ", run.stdout, re.MULTILINE), (kernel, run.stdout)
 
 
 @pytest.mark.slow
@@ -147,5 +145,6 @@ def test_every_version_is_compiled_with_itself(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["compile_matrix.py", *options])
         assert compile_matrix.main() == status
         folders = [str(tmp_path / f"triton-{version}") for version in versions]
-        assert runs == [(folder, target) for folder in folders for target, _ in compile_matrix.SHORT]
+        # several at once: in any order
+        assert sorted(runs) == sorted((folder, target) for folder in folders for target, _ in compile_matrix.SHORT)
     assert "fault: triton 3.7.1: sm_90, triton, 64, forward_kernel, TMA: serialised" in capsys.readouterr().out

@@ -226,12 +226,12 @@ def test_options_given_with_resume_go_before_those_of_the_run(text, capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_process_ends_it_cleanly(text):
-    arguments = [*UNCHECKED, "--data", text, "--steps", "1000000", "--validate_every", "20", "--run", "run"]
+    arguments = [*UNCHECKED, "--data", text, "--steps", "1000000", "--validate_every", "5", "--run", "run"]
     process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = threading.Timer(SECONDS, process.kill)
     deadline.start()
     for line in process.stdout:
-        if "step 20: validation" in line:
+        if "step 5: validation" in line:
             process.send_signal(signal.SIGINT)
             break
     rest = process.stdout.read()

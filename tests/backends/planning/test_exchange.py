@@ -123,12 +123,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), *[2] * torch.cuda.is_available()])
 def test_rows_are_those_of_operators(case, seed, device):
     ranks = Case(seed, device, **CASES[case])
     # all tokens of a slice, or its first ones
     lengths = (lambda length: length, lambda length: length // 3, lambda length: 0)
-    # with so many pairs, one of them takes the interpreter long enough; the other seeds have the others
+    # with so many pairs, one of them takes the interpreter long enough; other seeds have others
     many = case == "more pairs than are added up at once"
     for tokens in lengths[seed : seed + 1] if many else lengths:
         ranks.check_forward(tokens)
