@@ -1,7 +1,8 @@
 """The Hopper kernels without a GPU (gluon_on_cpu): against the float64 oracle, in any order of their warps, and with
 what keeps their warps apart taken away, which has to show.
 
-The GPU's tests of the same kernels have more and larger problems, and know the compiler's part (test_hopper.py).
+The GPU's tests of the same kernels have more and larger problems, and know the compiler's part (test_hopper.py). Here
+every way that kernels have for head dimensions meets every option, and not each of its values.
 """
 
 import leave_out_waits
@@ -56,6 +57,21 @@ def on_cpu(monkeypatch):
     run_on_cpu(monkeypatch)
 
 
+@pytest.fixture
+def passes(monkeypatch) -> list[int]:
+    """The state of every pass over the tiles of an item: NORMAL, unless it is sent again."""
+    found: list[int] = []
+    world = python_of(producer.produce).__globals__
+    stream = world["_stream"]
+
+    def noted(shared, schedule, decay, count, sent, state, *others):
+        found.append(int(state))
+        return stream(shared, schedule, decay, count, sent, state, *others)
+
+    monkeypatch.setitem(world, "_stream", noted)
+    return found
+
+
 def make(*lengths: int, **options) -> dict:
     return make_batch(*lengths, **dict(batch=1, heads=2) | options)
 
@@ -84,8 +100,14 @@ def test_scales_of_rows_in_sequences(decay, dim, causal):
     verify(inputs, causal=causal, scale=row_scales(inputs))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("lengths", [(1, 1), (63, 63), (129, 129), (37, 150), (150, 37), (1, 400), (257, 300)])
+@pytest.mark.parametrize(
+    ("lengths", "dim"),
+    [
+        (lengths, dim)
+        for n, lengths in enumerate([(1, 1), (63, 63), (129, 129), (37, 150), (150, 37), (1, 400), (257, 300)])
+        for dim in ((64, 256), (128, 192))[n % 2]
+    ],
+)
 def test_lengths_that_divide_nothing(lengths, dim):
     verify(make(*lengths, dim=dim))
 
@@ -98,8 +120,7 @@ def test_other_head_dims(dims):
     verify(make(200, heads=1, dim=dims[0], value_dim=dims[1]))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(("dim", "causal"), [(64, False), (128, True), (192, False), (256, True)])
 def test_resets_growth_and_groups(dim, causal):
     inputs = make(400, heads=4, kv_heads=2, dim=dim)
     log_decay = inputs["log_decay"]
@@ -109,8 +130,7 @@ def test_resets_growth_and_groups(dim, causal):
     verify(inputs, causal=causal)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("dim", "causal"), [(64, True), (128, False), (192, True), (256, False)])
 def test_huge_finite_decays_are_resets(dim, causal):
     inputs = make(200, 230, heads=3, dim=dim)
     inputs["log_decay"][torch.rand_like(inputs["log_decay"]) < 0.02] = -1e9
@@ -175,9 +195,7 @@ def test_windows(decay, left, dim):
 @pytest.mark.parametrize(
     ("decay", "window", "dim"),
     [
-        ("none", (64, -1), 64), ("none", (-1, 0), 128), ("none", (64, -1), 192), ("none", (-1, 0), 256),
-        ("constant", (0, 200), 64), ("constant", (300, 1), 128), ("constant", (0, 200), 192),
-        ("constant", (300, 1), 256),
+        ("none", (64, -1), 64), ("none", (-1, 0), 256), ("constant", (0, 200), 128), ("constant", (300, 1), 192),
         *(("scalar", (130, 7), dim) for dim in (64, 128, 192, 256)),
     ],
 )
@@ -192,7 +210,11 @@ def test_windows_to_both_sides(decay, window, dim):
 
 
 @pytest.mark.parametrize(
-    ("decay", "dim", "causal"), pairwise(["scalar", "constant", "none"], [64, 128, 192, 256], [True, False])
+    ("decay", "dim", "causal"),
+    [
+        ("scalar", 64, True), ("none", 64, False), ("constant", 128, True), ("scalar", 128, False),
+        ("none", 192, True), ("scalar", 192, False), ("scalar", 256, True), ("constant", 256, False),
+    ],
 )
 def test_sequences(decay, dim, causal):
     verify(make_packed(*PACKINGS[2], heads=2, kv_heads=1, decay=decay, dim=dim, resets=0.01), causal=causal)
@@ -201,13 +223,14 @@ def test_sequences(decay, dim, causal):
 
 
 @pytest.mark.parametrize(("far", "dim"), [(slice(1), 64), (slice(None, None, 97), 128), (slice(None, None, 97), 256)])
-def test_far_keys_that_outweigh_the_own(far, dim):
-    """By 0 to 120 in one head: sums overflow, and items are sent again, the last ones, too."""
-    inputs = make(700, heads=3, dim=dim, strength=1e-3)
+def test_far_keys_that_outweigh_the_own(far, dim, passes):
+    """By 0 to 120 in one head, the first key most: sums overflow, and items are sent again, the last ones, too."""
+    inputs = make(450, dim=dim, strength=1e-3)
     inputs["q"][..., 0] = 8.0
-    there = inputs["k"][:, far, 2, 0]
-    there.copy_(120 * dim**0.5 / 8 * torch.rand_like(there))
+    there = inputs["k"][:, far, 1, 0]
+    there.copy_(120 * dim**0.5 / 8 * torch.linspace(1, 0, there.shape[1]))
     verify(inputs, skip_tolerance=None)
+    assert set(passes) > {NORMAL.value}
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -230,20 +253,11 @@ def test_sums_at_the_edge_of_float32(decay, dim):
 
 
 @pytest.mark.parametrize(("dim", "decay"), [(64, "none"), (64, "scalar"), (128, "constant"), (256, "scalar")])
-def test_large_logits_need_no_second_pass(dim, decay, monkeypatch):
+def test_large_logits_need_no_second_pass(dim, decay, passes):
     """A row that sees few keys of its first tile takes the maximum of one that sees more: of up to 128 keys, or, beyond
     128 columns, of up to 64, which say less (of such calls with a deviation of 24, one in four needs a second pass)."""
-    passes = []
-    world = python_of(producer.produce).__globals__
-    stream = world["_stream"]
-
-    def counted(shared, schedule, decay, count, sent, state, *others):
-        passes.append(int(state))
-        return stream(shared, schedule, decay, count, sent, state, *others)
-
-    monkeypatch.setitem(world, "_stream", counted)
     inputs = make(500, dim=dim, decay=decay, strength=1e-3)
-    for deviation in (1, 16) if dim > 128 else (1, 16, 24):
+    for deviation in (16,) if dim > 128 else (16, 24):
         sized = {name: inputs[name] * deviation**0.5 for name in ("q", "k")}
         passes.clear()
         verify(inputs | sized, skip_tolerance=None)

@@ -363,9 +363,13 @@ def test_strides(dtype, device):
     verify(dict(q=misaligned, k=k, v=v, log_decay=log_decay))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dims", [(19, 19), (24, 8), (1, 16)])
-@pytest.mark.parametrize("apart", ["numbers of k", "numbers of v and dO", "tokens of k", "tokens of q and v"])
+@pytest.mark.parametrize(
+    ("apart", "dims", "causal"),
+    pairwise(
+        ["numbers of k", "numbers of v and dO", "tokens of k", "tokens of q and v"], [(19, 19), (24, 8), (1, 16)],
+        [False, True],
+    ),
+)
 def test_numbers_of_a_head_that_lie_apart(apart, dims, causal, device):
     """Tiles of such a tensor have lines along tokens beside others along D: at one address, ptxas reads wrong ones."""
     T, (D, D_v) = 301, dims
