@@ -4,7 +4,9 @@ import dataclasses
 import functools
 from typing import Any
 
+import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -15,6 +17,7 @@ def hurry() -> None:
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
     make_types_once()
     make_shapes_once()
+    find_ways_to_common_types_once()
 
 
 def patch_the_language_once() -> None:
@@ -75,3 +78,39 @@ def make_shapes_once() -> None:
         vars(self).update(known[type.name], handle=handle, type=type, dtype=type.scalar)
 
     tl.tensor.__init__ = make_once
+
+
+def find_ways_to_common_types_once() -> None:
+    """What becomes of the operands of a sum, a product or a comparison follows from the types of tensors, and from
+    numbers, which become the same tensors again."""
+    to_common_type, known = TritonSemantic.binary_op_type_checking_impl, {}
+    is_cast = object()
+
+    def kind(x: Any) -> Any:
+        return x.type.name if isinstance(x, tl.tensor) else (type(x), repr(x))
+
+    def way(x: Any, new: tl.tensor) -> Any:
+        if new is x or not isinstance(x, tl.tensor):
+            return None if new is x else new
+        return (new.type, new.handle.data.shape) if new.dtype.name == x.dtype.name else is_cast
+
+    def go(x: Any, way: Any) -> tl.tensor:
+        if way is None:
+            return x
+        if isinstance(way, tl.tensor):
+            return way
+        type, shape = way
+        return tl.tensor(interpreter.TensorHandle(np.broadcast_to(x.handle.data, shape), x.handle.dtype), type)
+
+    def to_common_type_once(self: TritonSemantic, lhs: Any, rhs: Any, *allowed: bool, **options: bool) -> Any:
+        key = kind(lhs), kind(rhs), allowed, *options.items()
+        if key not in known:
+            found = to_common_type(self, lhs, rhs, *allowed, **options)
+            ways = tuple(map(way, (lhs, rhs), found))
+            known[key] = None if any(way is is_cast for way in ways) else ways
+            return found
+        if known[key] is None:
+            return to_common_type(self, lhs, rhs, *allowed, **options)
+        return tuple(map(go, (lhs, rhs), known[key]))
+
+    TritonSemantic.binary_op_type_checking_impl = to_common_type_once
