@@ -91,7 +91,7 @@ def parts(inputs):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("page", "decay", "windowed"), pairwise([1, 7, 64], DECAYS, [False, True]))
+@pytest.mark.parametrize(("page", "decay", "windowed"), pairwise([1, 7, 16, 64], DECAYS, [False, True]))
 def test_pages_give_what_a_contiguous_cache_does_bit_by_bit(backend, page, decay, windowed):
     inputs = make(decay)
     options = {"window_size": (9, 0), "scale": 0.3} if windowed else {}

@@ -142,7 +142,7 @@ def test_what_is_skipped_weighs_less_than_the_tolerance(case, device):
 
 
 @pytest.mark.slow
-@hypothesis.settings(settings, max_examples=75)
+@hypothesis.settings(settings, max_examples=200 if torch.cuda.is_available() else 75)
 @hypothesis.given(case=cases())
 def test_what_is_skipped_weighs_less_than_the_tolerance_in_many_cases(case, device):
     assert_skipped_mass_is_tolerated(case, device)
