@@ -4,6 +4,7 @@ A GPU seldom notices: its allocator hands out large blocks, and what lies beside
 address counts, those of masked lanes aside.
 """
 
+import bisect
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,8 @@ class OutsideOfTensors(Exception):
 
 
 # where storages begin and end, in order, of the kernel that runs
-_begins, _ends = np.empty(0, np.uint64), np.empty(0, np.uint64)
+_begins: list[int] = []
+_ends: list[int] = []
 
 
 def watch() -> None:
@@ -30,8 +32,7 @@ def watch() -> None:
         global _begins, _ends
         on_host = arguments(self, args, kwargs)
         ranges = sorted({x for arg in on_host for x in _storages(list(arg.values()) if isinstance(arg, dict) else arg)})
-        _begins = np.array([begin for begin, _ in ranges], np.uint64)
-        _ends = np.array([end for _, end in ranges], np.uint64)
+        _begins, _ends = [begin for begin, _ in ranges], [end for _, end in ranges]
         return on_host
 
     def checked_load(self, ptrs, mask, *rest):
@@ -58,13 +59,17 @@ def _storages(arg: Any) -> Iterator[tuple[int, int]]:
 
 
 def _check(does: str, ptrs: Any, mask: Any) -> None:
-    addresses = np.atleast_1d(ptrs.data)[np.atleast_1d(mask.data).astype(bool)].astype(np.uint64)
+    seen = np.atleast_1d(mask.data).astype(bool, copy=False)
+    addresses = np.atleast_1d(ptrs.data)[seen].astype(np.uint64, copy=False)
     if not addresses.size:
         return
-    storage = np.searchsorted(_begins, addresses, "right").astype(np.int64) - 1
-    size = np.uint64(max(1, ptrs.get_element_ty().primitive_bitwidth // 8))
-    outside = storage < 0
+    size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+    storage = bisect.bisect_right(_begins, int(addresses.min())) - 1
+    if storage >= 0 and int(addresses.max()) + size <= _ends[storage]:
+        return  # all of them in one, which is nearly always so
+    storages = np.searchsorted(np.array(_begins, np.uint64), addresses, "right").astype(np.int64) - 1
+    outside = storages < 0
     if not outside.all():
-        outside |= addresses + size > _ends[storage]
+        outside |= addresses + np.uint64(size) > np.array(_ends, np.uint64)[storages]
     if outside.any():
         raise OutsideOfTensors(f"it {does} {outside.sum()} of {outside.size} numbers outside of its tensors")

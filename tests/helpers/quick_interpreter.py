@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -17,7 +18,6 @@ def hurry() -> None:
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
     make_types_once()
     make_shapes_once()
-    find_ways_to_common_types_once()
     interpreter.ScanOps.generic_scan = scan_in_few_steps
 
 
@@ -30,9 +30,167 @@ def patch_the_language_once() -> None:
         return [x for x in fn.__globals__.values() if x is tl or x is tl.core]
 
     def patch_once(fn: Any) -> Any:
-        return patch(fn) if any(tl.core.is_builtin(x.load) for x in languages(fn)) else nothing
+        if not any(tl.core.is_builtin(x.load) for x in languages(fn)):
+            return nothing
+        scope = patch(fn)
+        for name in OPERATORS:
+            scope.set_attr(tl.tensor, name, operate_at_once(name, getattr(tl.tensor, name)))
+        scope.set_attr(tl.tensor, "to", cast_at_once(tl.tensor.to))
+        scope.set_attr(tl.tensor, "__getitem__", expand_at_once(tl.tensor.__getitem__))
+        scope.set_attr(tl, "load", load_at_once(tl.load))
+        return scope
 
     interpreter._patch_lang = patch_once
+
+
+OPERATORS = [
+    f"__{reverse}{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or") for reverse in ("", "r")
+] + ["__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"]
+
+
+class Operation(NamedTuple):
+    """What an operator is for operands of certain types: op of both arrays, each of which is cast before, or given."""
+
+    op: Callable
+    ways: list[np.dtype | np.ndarray | None]
+    dtype: tl.dtype
+    type: tl.dtype
+
+
+_operations: dict[tuple, Operation | None] = {}
+
+
+def operate_at_once(name: str, operator: Callable) -> Callable:
+    """An operator of tensors. What it does follows from the types of tensors, and from numbers: after a first time,
+    which Triton's own code computes, it is one operation of NumPy."""
+    is_reverse = name.startswith("__r")
+
+    def at_once(self: tl.tensor, other: Any) -> tl.tensor:
+        if isinstance(other, tl.tensor):
+            key = name, self.type.name, other.type.name
+        else:
+            key = name, self.type.name, type(other), repr(other)
+        if key not in _operations:
+            found, _operations[key] = observed(operator, self, other, is_reverse)
+            return found
+        operation = _operations[key]
+        if operation is None:
+            return operator(self, other)
+        op, ways, dtype, type_ = operation
+        arrays = [
+            way if isinstance(way, np.ndarray) else x.handle.data if way is None else x.handle.data.astype(way)
+            for x, way in zip((other, self) if is_reverse else (self, other), ways, strict=True)
+        ]
+        return tl.tensor(interpreter.TensorHandle(op(*arrays), dtype), type_)
+
+    return at_once
+
+
+def observed(operator: Callable, self: tl.tensor, other: Any, is_reverse: bool) -> tuple[tl.tensor, Operation | None]:
+    """The result, and what NumPy does for it, if that is one operation of the operands as they are, or cast."""
+    builder, seen = interpreter.InterpreterBuilder, []
+    binary_op, create_addptr = builder.binary_op, builder.create_addptr
+
+    def watched(builder: Any, lhs: Any, rhs: Any, op: Callable) -> Any:
+        seen.append((op, lhs, rhs))
+        return binary_op(builder, lhs, rhs, op)
+
+    def watched_addptr(builder: Any, pointer: Any, offset: Any) -> Any:
+        size = np.uint64(max(1, pointer.get_element_ty().primitive_bitwidth // 8))
+        seen.append((lambda where, by: where + size * by.astype(np.uint64), pointer, offset))
+        return create_addptr(builder, pointer, offset)
+
+    builder.binary_op, builder.create_addptr = watched, watched_addptr
+    try:
+        found = operator(self, other)
+    finally:
+        builder.binary_op, builder.create_addptr = binary_op, create_addptr
+    if len(seen) != 1:
+        return found, None
+    [(op, *handles)] = seen
+    ways = list(map(way_to, (other, self) if is_reverse else (self, other), handles))
+    of_bits = all(x.data.dtype == bool for x in handles)  # their sums are of one bit
+    is_one = all(way is not NO_WAY for way in ways) and (not of_bits or op in (np.bitwise_and, np.bitwise_or))
+    result = op(*(x.data for x in handles))
+    if not is_one or result.dtype != found.handle.data.dtype or result.shape != found.handle.data.shape:
+        return found, None
+    return found, Operation(op, ways, found.handle.dtype, found.type)
+
+
+NO_WAY = object()
+
+
+def way_to(x: Any, handle: Any) -> Any:
+    """How an operand became what was computed with: it, a dtype that it is cast to, or an array; NO_WAY: otherwise."""
+    if not isinstance(x, tl.tensor):
+        return handle.data
+    if handle.data.dtype == x.handle.data.dtype and handle.dtype == x.handle.dtype:
+        return None
+    has_own_cast = any(t.is_bf16() or t.is_fp8() or t.is_ptr() or t.is_bool() for t in (x.dtype, handle.dtype.scalar))
+    return NO_WAY if has_own_cast else handle.data.dtype
+
+
+def cast_at_once(cast: Callable) -> Callable:
+    """tensor.to: one cast of NumPy, if neither side is a type that NumPy lacks."""
+
+    def at_once(self: tl.tensor, dtype: Any, *options: Any, **more: Any) -> tl.tensor:
+        new = dtype.value if isinstance(dtype, tl.constexpr) else dtype
+        if options or more or not (is_of_numpy(self.dtype) and is_of_numpy(new)):
+            return cast(self, dtype, *options, **more)
+        if new.name == self.dtype.name:
+            return self
+        type_ = self.type.with_element_ty(new) if self.type.is_block() else new
+        return tl.tensor(interpreter.TensorHandle(self.handle.data.astype(interpreter._get_np_dtype(new)), new), type_)
+
+    return at_once
+
+
+def expand_at_once(get: Callable) -> Callable:
+    """tensor[:, None] and the like: a view by NumPy."""
+    known: dict[tuple, tl.dtype] = {}
+
+    def at_once(self: tl.tensor, slices: Any) -> tl.tensor:
+        index = tuple(slices) if isinstance(slices, (tuple, tl.tuple)) else (slices,)
+        if not self.type.is_block() or any(x is not None and x != slice(None) for x in index):
+            return get(self, slices)
+        key = self.type.name, tuple(x is None for x in index)
+        if key not in known:
+            known[key] = get(self, slices).type
+        return tl.tensor(interpreter.TensorHandle(self.handle.data[index], self.handle.dtype), known[key])
+
+    return at_once
+
+
+def load_at_once(load: Callable) -> Callable:
+    """tl.load: one call of the interpreter's, if NumPy has the type and masked lanes get a number."""
+    builder = interpreter.interpreter_builder
+    # pointers, and whether it is volatile, stand around hints for caches, of which versions have one or two
+    hints_of_none = (None,) * (len(inspect.signature(builder.create_load).parameters) - 2)
+
+    def at_once(pointer: Any, mask: Any = None, other: Any = None, **hints: Any) -> tl.tensor:
+        is_plain = isinstance(pointer, tl.tensor) and pointer.dtype.is_ptr() and is_of_numpy(pointer.dtype.element_ty)
+        shape = pointer.handle.data.shape if is_plain else ()
+        has_mask = isinstance(mask, tl.tensor)
+        if not is_plain or not (mask is None or has_mask) or isinstance(other, tl.tensor) or (
+            has_mask and np.broadcast_shapes(shape, mask.handle.data.shape) != shape
+        ):
+            return load(pointer, mask, other, **hints)
+        type_ = pointer.dtype.element_ty
+        if mask is None:
+            found = builder.create_load(pointer.handle, *hints_of_none, False)
+        else:
+            seen = interpreter.TensorHandle(np.broadcast_to(mask.handle.data, shape), tl.int1)
+            value = other.value if isinstance(other, tl.constexpr) else other
+            if value is not None:
+                value = interpreter.TensorHandle(np.full(shape, value, interpreter._get_np_dtype(type_)), type_)
+            found = builder.create_masked_load(pointer.handle, seen, value, *hints_of_none, False)
+        return tl.tensor(found, pointer.type.with_element_ty(type_) if pointer.type.is_block() else type_)
+
+    return at_once
+
+
+def is_of_numpy(dtype: tl.dtype) -> bool:
+    return dtype.name in ("fp16", "fp32", "fp64", "int32", "int64")
 
 
 def leave_out_assertions_that_are_off() -> None:
@@ -73,48 +231,13 @@ def make_shapes_once() -> None:
     make, known = tl.tensor.__init__, {}
 
     def make_once(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
-        if type.name not in known:
+        name = type.name
+        if name not in known:
             make(self, handle, type)
-            known[type.name] = dict(vars(self))
-        vars(self).update(known[type.name], handle=handle, type=type, dtype=type.scalar)
+            known[name] = {**vars(self), "dtype": type.scalar}
+        self.__dict__ = {**known[name], "handle": handle, "type": type}
 
     tl.tensor.__init__ = make_once
-
-
-def find_ways_to_common_types_once() -> None:
-    """What becomes of the operands of a sum, a product or a comparison follows from the types of tensors, and from
-    numbers, which become the same tensors again."""
-    to_common_type, known = TritonSemantic.binary_op_type_checking_impl, {}
-    is_cast = object()
-
-    def kind(x: Any) -> Any:
-        return x.type.name if isinstance(x, tl.tensor) else (type(x), repr(x))
-
-    def way(x: Any, new: tl.tensor) -> Any:
-        if new is x or not isinstance(x, tl.tensor):
-            return None if new is x else new
-        return (new.type, new.handle.data.shape) if new.dtype.name == x.dtype.name else is_cast
-
-    def go(x: Any, way: Any) -> tl.tensor:
-        if way is None:
-            return x
-        if isinstance(way, tl.tensor):
-            return way
-        type, shape = way
-        return tl.tensor(interpreter.TensorHandle(np.broadcast_to(x.handle.data, shape), x.handle.dtype), type)
-
-    def to_common_type_once(self: TritonSemantic, lhs: Any, rhs: Any, *allowed: bool, **options: bool) -> Any:
-        key = kind(lhs), kind(rhs), allowed, *options.items()
-        if key not in known:
-            found = to_common_type(self, lhs, rhs, *allowed, **options)
-            ways = tuple(map(way, (lhs, rhs), found))
-            known[key] = None if any(way is is_cast for way in ways) else ways
-            return found
-        if known[key] is None:
-            return to_common_type(self, lhs, rhs, *allowed, **options)
-        return tuple(map(go, (lhs, rhs), known[key]))
-
-    TritonSemantic.binary_op_type_checking_impl = to_common_type_once
 
 
 def scan_in_few_steps(self: interpreter.ScanOps, input: tuple[tl.tensor, ...]) -> list[tl.tensor]:

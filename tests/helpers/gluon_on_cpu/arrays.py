@@ -74,6 +74,13 @@ class Array:
         self.dtype = dtype
 
     @classmethod
+    def as_is(cls, data: np.ndarray, dtype: Type) -> "Array":
+        """Numbers that the type has already."""
+        array = cls.__new__(cls)
+        array.data, array.dtype = data, dtype
+        return array
+
+    @classmethod
     def of(cls, value: "Array | float", beside: Type | None = None) -> "Array":
         """A number beside values of a type takes that type, unless it does not fit."""
         if isinstance(value, Array):
@@ -106,7 +113,7 @@ class Array:
         return Array(data, dtype)
 
     def reshape(self, shape: list[int]) -> "Array":
-        return Array(self.data.reshape(shape), self.dtype)
+        return Array.as_is(self.data.reshape(shape), self.dtype)
 
     def __bool__(self) -> bool:
         return bool(self.data)
@@ -133,7 +140,7 @@ def together(*values: Array | float) -> tuple[list[np.ndarray], Type]:
     beside = max(known, key=_rank) if known else None
     arrays = [Array.of(value, beside) for value in values]
     dtype = max((array.dtype for array in arrays), key=_rank)
-    return [array.data.astype(dtype.numpy) for array in arrays], dtype
+    return [array.data.astype(dtype.numpy, copy=False) for array in arrays], dtype
 
 
 def elementwise(function: Callable, result: Type | None = None) -> Callable[..., Array]:

@@ -32,6 +32,13 @@ class _Ended(BaseException):
     """Another group of warps has failed."""
 
 
+def _not_yet() -> threading.Lock:
+    """A turn that somebody waits for: a lock that is taken, faster than a semaphore of 0."""
+    turn = threading.Lock()
+    turn.acquire()
+    return turn
+
+
 class Warps:
     """A group of warps that run the same code in step: a warpgroup, or a single warp.
 
@@ -55,7 +62,7 @@ class Warps:
         self.waits_for: Callable[[], bool] | None = None
         self.reason = ""
         self.ended = False
-        self.turn = threading.Semaphore(0)
+        self.turn = _not_yet()
         self.thread = threading.Thread(target=self._run, args=(run,), daemon=True)
 
     def _run(self, run: Callable[[], None]) -> None:
@@ -189,7 +196,7 @@ class Machine:
         self.warps: list[Warps] = []
         self.loads: list[Callable[[], None]] = []
         self.stores: list[Store] = []
-        self.turn = threading.Semaphore(0)
+        self.turn = _not_yet()
         self.current: Warps | None = None
         self.error: BaseException | None = None
         self.speed_of_copies = self.random.choice(_SPEEDS)

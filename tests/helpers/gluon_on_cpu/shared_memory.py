@@ -1,6 +1,7 @@
 """Shared memory: views of buffers as they lie there, and who has written and read what."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from triton.experimental.gluon import language as gl
@@ -12,6 +13,8 @@ from gluon_on_cpu.machine import Program, Race, Warps
 # accesses to large buffers are told apart by so many elements, as tiles are; to small ones, by each
 _GRAIN = 8
 _LARGE = 4096
+# which of them: a part in one piece, mostly
+Grains = slice | np.ndarray
 
 
 class Buffer:
@@ -36,20 +39,23 @@ class Buffer:
                 return warps.name + kind
         return "copies to shared memory"
 
-    def _unknown(self, grains: np.ndarray, clock: np.ndarray) -> np.ndarray:
+    def _unknown(self, grains: Grains, clock: np.ndarray) -> np.ndarray:
         """Which grains may not have been written as far as a clock tells."""
         return self.written[grains] > clock[self.writer[grains]]
 
-    def _unfenced(self, grains: np.ndarray, warps: Warps) -> np.ndarray:
+    def _unfenced(self, grains: Grains, warps: Warps) -> np.ndarray:
         """Which grains were written by warps, with no fence since that these warps know of."""
-        unfenced = np.zeros(grains.size, np.bool_)
-        for writer in np.unique(self.writer[grains][self.by_warps[grains]]):
+        by_warps = self.by_warps[grains]
+        unfenced = np.zeros(by_warps.size, np.bool_)
+        if not by_warps.any():
+            return unfenced
+        for writer in np.unique(self.writer[grains][by_warps]):
             by = next(w for w in self.program.warps if w.agent == writer)
             known = max(time for time in by.fences if time <= warps.clock[writer])
             unfenced |= (self.writer[grains] == writer) & (self.written[grains] > known)
         return unfenced
 
-    def reads(self, grains: np.ndarray, warps: Warps, agent: int, time: int) -> None:
+    def reads(self, grains: Grains, warps: Warps, agent: int, time: int) -> None:
         unknown = self._unknown(grains, warps.clock)
         if unknown.any():
             raise self._race(warps, "reads", self.writer[grains][unknown][0], "written")
@@ -58,9 +64,11 @@ class Buffer:
         if (self.written[grains][self.writer[grains] == warps.agent] > warps.together[warps.agent]).any():
             # their own: the compiler has inserted a barrier
             warps.wait_for_each_other()
-        self.read.setdefault(agent, np.zeros(self.writer.size, np.int64))[grains] = time
+        if agent not in self.read:
+            self.read[agent] = np.zeros(self.writer.size, np.int64)
+        self.read[agent][grains] = time
 
-    def writes(self, grains: np.ndarray, warps: Warps, agent: int, time: int) -> None:
+    def writes(self, grains: Grains, warps: Warps, agent: int, time: int) -> None:
         unknown = self._unknown(grains, warps.clock)
         if unknown.any():
             raise self._race(warps, "overwrites", self.writer[grains][unknown][0], "written")
@@ -90,7 +98,7 @@ class Shared:
         self.buffer = buffer
         self.dtype = dtype
         self.at = at
-        self._grains: np.ndarray | None = None
+        self._grains: Grains | None = None
         self._parts: dict = {}
 
     @property
@@ -102,37 +110,43 @@ class Shared:
         return self
 
     @property
-    def grains(self) -> np.ndarray:
+    def grains(self) -> Grains:
         if self._grains is None:
-            self._grains = np.unique(self.at // self.buffer.grain)
+            first, last, grain = int(self.at.min()), int(self.at.max()), self.buffer.grain
+            whole = last - first + 1 == self.at.size  # no element is twice in a view
+            self._grains = slice(first // grain, last // grain + 1) if whole else np.unique(self.at // grain)
         return self._grains
 
-    def _part(self, key: tuple, at: np.ndarray) -> "Shared":
-        return self._parts.setdefault(key, Shared(self.buffer, self.dtype, at))
+    def _part(self, key: tuple, at: Callable[[], np.ndarray]) -> "Shared":
+        if key not in self._parts:
+            self._parts[key] = Shared(self.buffer, self.dtype, at())
+        return self._parts[key]
 
     def index(self, n: Array | int) -> "Shared":
         n = int(n)
         if not 0 <= n < self.at.shape[0]:
             raise IndexError(f"buffer {n} of {self.at.shape[0]}")
-        return self._part(("index", n), self.at[n])
+        return self._part(("index", n), lambda: self.at[n])
 
     def slice(self, start: Array | int, length: int, dim: int = 0) -> "Shared":
         start = int(start)
         assert 0 <= start <= self.at.shape[dim] - length
-        return self._part(("slice", start, length, dim), self.at.take(range(start, start + length), dim))
+        return self._part(("slice", start, length, dim), lambda: self.at.take(np.arange(start, start + length), dim))
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
-        return self._part(("permute", *order), self.at.transpose(order))
+        return self._part(("permute", *order), lambda: self.at.transpose(order))
 
     def reshape(self, shape: list[int]) -> "Shared":
-        return self._part(("reshape", *shape), self.at.reshape(shape))
+        return self._part(("reshape", *shape), lambda: self.at.reshape(shape))
 
     def reinterpret(self, dtype: Type, shape: list[int], layout: gl.NVMMASharedLayout) -> "Shared":
         """What else lies there; a type of the same width, and, as Triton 3.8 demands, no part of the buffer."""
         assert dtype.primitive_bitwidth == self.dtype.primitive_bitwidth
         if math.prod(shape) != self.at.size:
             raise ValueError(f"reinterpreted as {math.prod(shape)} elements, a buffer of {self.at.size}")
-        return self._part(("reinterpret", dtype, *shape), self.at.min() + places(shape, dtype, layout))
+        return self._part(
+            ("reinterpret", dtype, *shape), lambda: self.at.min() + places(shape, dtype, layout)
+        )
 
     def load(self, layout: None = None) -> Array:
         warps = machine.warps()
@@ -140,7 +154,7 @@ class Shared:
 
     def read_by(self, warps: Warps, agent: int, time: int) -> Array:
         self.buffer.reads(self.grains, warps, agent, time)
-        return Array(self.buffer.data[self.at], self.dtype)
+        return Array.as_is(self.buffer.data[self.at], self.dtype)
 
     def store(self, value: Array) -> None:
         warps = machine.warps()

@@ -9,11 +9,11 @@ from gluon_on_cpu.arrays import Array, Pointer, Type
 
 
 def arange(start: int, end: int, layout: None = None) -> Array:
-    return Array(np.arange(start, end), arrays.int32)
+    return Array.as_is(np.arange(start, end, dtype=np.int32), arrays.int32)
 
 
 def full(shape: list[int], value: Array | float, dtype: Type, layout: None = None) -> Array:
-    return Array(np.broadcast_to(Array.of(value).data, [int(n) for n in shape]), dtype)
+    return Array.as_is(np.broadcast_to(Array(Array.of(value).data, dtype).data, [int(n) for n in shape]), dtype)
 
 
 def zeros(shape: list[int], dtype: Type, layout: None = None) -> Array:
@@ -26,12 +26,12 @@ def where(condition: Array, x: Array | float, y: Array | float) -> Array:
 
 
 def expand_dims(x: Array, axis: int) -> Array:
-    return Array(np.expand_dims(x.data, axis), x.dtype)
+    return Array.as_is(np.expand_dims(x.data, axis), x.dtype)
 
 
 def broadcast(x: Array, y: Array) -> tuple[Array, Array]:
     a, b = np.broadcast_arrays(x.data, y.data)
-    return Array(a, x.dtype), Array(b, y.dtype)
+    return Array.as_is(a, x.dtype), Array.as_is(b, y.dtype)
 
 
 def reshape(x: Array, shape: list[int]) -> Array:
@@ -39,11 +39,11 @@ def reshape(x: Array, shape: list[int]) -> Array:
 
 
 def permute(x: Array, order: list[int]) -> Array:
-    return Array(x.data.transpose(order), x.dtype)
+    return Array.as_is(x.data.transpose(order), x.dtype)
 
 
 def split(x: Array) -> tuple[Array, Array]:
-    return Array(x.data[..., 0], x.dtype), Array(x.data[..., 1], x.dtype)
+    return Array.as_is(x.data[..., 0], x.dtype), Array.as_is(x.data[..., 1], x.dtype)
 
 
 def convert_layout(x: Array, layout: None, assert_trivial: bool = False) -> Array:
