@@ -12,7 +12,8 @@ from repository_files import ROOT
 SCRIPT = """
 import hashlib, json, sys
 import torch
-from decayattn import decay_attention
+from decayattn import decay_attention, decay_attention_varlen
+from decayattn.nn import DecayCache
 
 if sys.argv[1] == "hurry":
     import quick_interpreter
@@ -31,6 +32,24 @@ for dtype in (torch.float16, torch.float32, torch.float64):
         for x in (out, lse, *grads[:3]):
             digest.update(x.detach().contiguous().numpy().tobytes())
         added_up += grads[3].flatten().tolist()
+# packed sequences with all that there is, and a cache
+offsets = torch.tensor([0, 13, 40], dtype=torch.int32)
+q, k, v = (torch.randn(40, heads, 8).requires_grad_() for heads in (4, 2, 2))
+log_decay, scale = (-torch.rand(40, 4)).requires_grad_(), torch.rand(40, 4).requires_grad_()
+sink = torch.randn(4).requires_grad_()
+out = decay_attention_varlen(
+    q, k, v, log_decay, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=27, max_seqlen_k=27, scale=scale,
+    sink=sink, window_size=(9, 0), backend="triton",
+)
+leaves = [q, k, v, scale, sink, log_decay]
+*grads, of_decay = torch.autograd.grad(out.square().sum(), leaves)
+cache = DecayCache(2, 70, num_heads=4, num_kv_heads=2, head_dim=8)
+for tokens in (60, 1, 3):
+    q, k, v = (torch.randn(2, tokens, heads, 8) for heads in (4, 2, 2))
+    grads.append(cache.attend(q, k, v, -torch.rand(2, tokens, 4), backend="triton"))
+for x in (out, *grads):
+    digest.update(x.detach().contiguous().numpy().tobytes())
+added_up += of_decay.flatten().tolist()
 print(json.dumps([digest.hexdigest(), added_up]))
 """
 
