@@ -56,6 +56,12 @@ class Operation(NamedTuple):
     dtype: tl.dtype
     type: tl.dtype
 
+    def of(self, *operands: Any) -> np.ndarray:
+        return self.op(*(
+            way if isinstance(way, np.ndarray) else x.handle.data if way is None else x.handle.data.astype(way)
+            for x, way in zip(operands, self.ways, strict=True)
+        ))
+
 
 _operations: dict[tuple, Operation | None] = {}
 
@@ -70,24 +76,20 @@ def operate_at_once(name: str, operator: Callable) -> Callable:
             key = name, self.type.name, other.type.name
         else:
             key = name, self.type.name, type(other), repr(other)
+        operands = (other, self) if is_reverse else (self, other)
         if key not in _operations:
-            found, _operations[key] = observed(operator, self, other, is_reverse)
+            found, _operations[key] = observed(lambda: operator(self, other), operands)
             return found
         operation = _operations[key]
         if operation is None:
             return operator(self, other)
-        op, ways, dtype, type_ = operation
-        arrays = [
-            way if isinstance(way, np.ndarray) else x.handle.data if way is None else x.handle.data.astype(way)
-            for x, way in zip((other, self) if is_reverse else (self, other), ways, strict=True)
-        ]
-        return tl.tensor(interpreter.TensorHandle(op(*arrays), dtype), type_)
+        return tl.tensor(interpreter.TensorHandle(operation.of(*operands), operation.dtype), operation.type)
 
     return at_once
 
 
-def observed(operator: Callable, self: tl.tensor, other: Any, is_reverse: bool) -> tuple[tl.tensor, Operation | None]:
-    """The result, and what NumPy does for it, if that is one operation of the operands as they are, or cast."""
+def observed(operate: Callable[[], tl.tensor], operands: tuple[Any, Any]) -> tuple[tl.tensor, Operation | None]:
+    """The result, and what NumPy does for it, if one operation of the operands as they are, or cast, gives the same."""
     builder, seen = interpreter.InterpreterBuilder, []
     binary_op, create_addptr = builder.binary_op, builder.create_addptr
 
@@ -102,19 +104,20 @@ def observed(operator: Callable, self: tl.tensor, other: Any, is_reverse: bool) 
 
     builder.binary_op, builder.create_addptr = watched, watched_addptr
     try:
-        found = operator(self, other)
+        found = operate()
     finally:
         builder.binary_op, builder.create_addptr = binary_op, create_addptr
     if len(seen) != 1:
         return found, None
     [(op, *handles)] = seen
-    ways = list(map(way_to, (other, self) if is_reverse else (self, other), handles))
+    ways = list(map(way_to, operands, handles))
     of_bits = all(x.data.dtype == bool for x in handles)  # their sums are of one bit
-    is_one = all(way is not NO_WAY for way in ways) and (not of_bits or op in (np.bitwise_and, np.bitwise_or))
-    result = op(*(x.data for x in handles))
-    if not is_one or result.dtype != found.handle.data.dtype or result.shape != found.handle.data.shape:
+    if any(way is NO_WAY for way in ways) or (of_bits and op not in (np.bitwise_and, np.bitwise_or)):
         return found, None
-    return found, Operation(op, ways, found.handle.dtype, found.type)
+    operation, expected = Operation(op, ways, found.handle.dtype, found.type), found.handle.data
+    again = operation.of(*operands)
+    is_same = (again.dtype, again.shape, again.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+    return found, operation if is_same else None
 
 
 NO_WAY = object()

@@ -144,9 +144,7 @@ class Shared:
         assert dtype.primitive_bitwidth == self.dtype.primitive_bitwidth
         if math.prod(shape) != self.at.size:
             raise ValueError(f"reinterpreted as {math.prod(shape)} elements, a buffer of {self.at.size}")
-        return self._part(
-            ("reinterpret", dtype, *shape), lambda: self.at.min() + places(shape, dtype, layout)
-        )
+        return self._part(("reinterpret", dtype, *shape), lambda: self.at.min() + places(shape, dtype, layout))
 
     def load(self, layout: None = None) -> Array:
         warps = machine.warps()
