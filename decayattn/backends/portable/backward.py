@@ -20,6 +20,7 @@ from decayattn.backends.planning.skipping import end_of_planned_rows
 from decayattn.backends.portable.arguments import QueryRows, Sizes, TileSource
 from decayattn.backends.portable.tiles import (
     add_bias_gradient,
+    add_product,
     bias_of_head,
     decay_of_head,
     from_token,
@@ -147,7 +148,7 @@ def _add_rows(
     do = load_tile(
         d_out_source, work.entry, head, work.first_row, start, query_length, BLOCK_M, TRAITS.d_v, TRAITS.block_dv, EDGE
     )
-    dv = tl.dot(pT.to(do.dtype), do, sums.dv, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    dv = add_product(pT.to(do.dtype), do, sums.dv, PRECISION)
     dpT = tl.dot(keys.v, tl.trans(do), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     dsT = score_gradient(pT, dpT, row_delta[None, :])
     column_sum = sums.column_sum
@@ -158,7 +159,7 @@ def _add_rows(
             column_sum += tl.sum(dsT * decay_sign(rows.position[None, :], keys.key[:, None]).to(ACCUMULATOR), 1)
     if row_scales is not None:
         dsT *= row_scale
-    dk = tl.dot(dsT.to(q.dtype), q, sums.dk, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    dk = add_product(dsT.to(q.dtype), q, sums.dk, PRECISION)
     return KeySums(dk, dv, column_sum)
 
 
@@ -283,7 +284,7 @@ def _add_keys(
             decay_sum += tl.sum(ds * decay_sign(rows.position[:, None], key[None, :]).to(ACCUMULATOR), 1)
     if d_bias is not None:
         add_bias_gradient(d_bias, rows.index[:, None], key[None, :], work, ds, TRAITS.shared_bias)
-    dq = tl.dot(ds.to(k.dtype), k, sums.dq, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    dq = add_product(ds.to(k.dtype), k, sums.dq, PRECISION)
     return QuerySums(dq, decay_sum, delta_sum, distance_sum)
 
 

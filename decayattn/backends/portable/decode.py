@@ -23,7 +23,7 @@ from torch import Tensor
 from decayattn.backends.portable.arguments import TileSource
 from decayattn.backends.portable.launch import arch, dot_precision, padded
 from decayattn.backends.portable.pages import CachedTokens, entry_start, table_and_blocks, token_offset
-from decayattn.backends.portable.tiles import load_scale, load_tile
+from decayattn.backends.portable.tiles import add_product, load_scale, load_tile
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
@@ -271,7 +271,7 @@ def split_kernel(
         correction = rescale(row_max, anchor)
         row_sum = row_sum * correction + tl.sum(p, 1)
         v = _load_cached(values, batch, kv_head, start, length, table, blocks, PAGE, BLOCK_N, TRAITS.d_v, BLOCK_DV)
-        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION, out_dtype=ACCUMULATOR)
+        acc = add_product(p.to(v.dtype), v, acc * correction[:, None], PRECISION)
         row_max = new_max
 
     here = (batch_head.to(tl.int64) * rows + index) * splits + split

@@ -12,6 +12,7 @@ import triton.language as tl
 from decayattn.backends.planning.sequences import offsets_of_head, tile_of_program
 from decayattn.backends.portable.arguments import QueryRows, TileSource
 from decayattn.backends.portable.tiles import (
+    add_product,
     bias_of_head,
     decay_of_head,
     from_token,
@@ -76,9 +77,7 @@ def _attend(
         v_source, work.entry, kv_head, work.first_token, start, work.key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv,
         EDGE,
     )
-    acc = tl.dot(
-        p.to(v.dtype), v, state.acc * correction[:, None], input_precision=PRECISION, out_dtype=ACCUMULATOR
-    )
+    acc = add_product(p.to(v.dtype), v, state.acc * correction[:, None], PRECISION)
     return Softmax(acc, row_sum, new_max)
 
 

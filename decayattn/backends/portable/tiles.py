@@ -12,6 +12,26 @@ from decayattn.backends.tiles.visibility import keys_seen
 from decayattn.problem import DecayPrefix
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Products that are added up over tiles
+
+
+@triton.jit
+def add_product(a, b, sums, PRECISION: tl.constexpr):
+    """sums + a b.
+
+    In IEEE arithmetic a tile's products are added up on their own: in one chain, each would be rounded as the whole sum
+    is, so that a large term leaves as many roundings of its size as there are rows or keys behind it.
+    """
+    ACCUMULATOR: tl.constexpr = sums.dtype
+    if PRECISION == "ieee" and a.dtype == ACCUMULATOR:
+        # with the default, 0, Triton would make that one chain; nothing else reads it where products are exact
+        sums += tl.dot(a, b, input_precision=PRECISION, out_dtype=ACCUMULATOR, max_num_imprecise_acc=1)
+    else:
+        sums = tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    return sums
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Rows and the keys that they see
 
 

@@ -289,6 +289,13 @@ def test_strong_decay(strength, dtype, device):
     verify(inputs)
 
 
+def test_small_terms_after_a_large_one(device):
+    """A head of whom each key has its own row alone, then two whose rows see all keys: dv is not rounded once a row."""
+    q, k, v = (torch.randn(1, 400, heads, 64, device=device) for heads in (3, 1, 1))
+    log_decay = torch.tensor([-1e4, 0.0, 0.018], device=device)
+    verify(dict(q=q, k=k, v=v, log_decay=log_decay, scale=0.0, causal=False))
+
+
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e5])
 def test_huge_logits(size, device):
     """They neither overflow nor meet a mask sentinel."""
