@@ -8,8 +8,9 @@ host knows how long it is: the GPU computes while the host waits, and launches t
 that was wrong, it is computed again.
 
 In the backward the near call is first: what it gives of other ranks' keys is on its way while the far call computes.
-Both write into one dq, and what the near call gives of the slice's keys is added to the far call's in the launch that
-adds what other ranks send back.
+But where it has few rows, and so little to send, the far call is: a host that comes from the wait of the forward then
+has the GPU busy sooner. Both write into one dq, and what the near call gives of the slice's keys is added to the far
+call's in the launch that adds what other ranks send back.
 """
 
 import functools
@@ -30,6 +31,8 @@ from decayattn.problem import GRANULE, Inputs, KeyDecay, Prepared
 # the near call has one part of so many, or all rows: few different numbers, so that a call mostly has as many as the
 # one before
 _PARTS = 32, 16, 8, 4, 2
+# the near call has few rows where they are at most one part of so many
+_FEW = 8
 # so many calls in a row have had as many first rows before one is expected to: layers take turns, and one in twelve
 # that differs would be one far call in twelve for nothing
 CALLS = 24
@@ -117,18 +120,24 @@ class TwoCalls(torch.autograd.Function):
         def of_keys(dk, dv, d_log_decay):
             return [dk if of_k else None, dv if of_v else None, d_log_decay if of_decay and per_token else None]
 
-        near = far = None
+        def far_call():
+            return differentiated(_far(inputs, rows, ctx.options), of_far, rows, length) if rows < length else None
+
+        far_first = rows * _FEW <= length
+        far = far_call() if far_first else None
+        near = None
         near_keys = of_keys(*extended)  # where there is no near call, for dtypes and widths
         if ctx.has_near:
             near = differentiated(_near(inputs, extended, rows, ctx.options), of_near, 0, rows)
             near_keys = of_keys(near.dk, near.dv, near.d_log_decay)
         exchanges = any(x is not None for x in near_keys)
         returned = send_back(fetch, near_keys, ctx.runs_kernels) if exchanges else None
-        if rows < length:
-            far = differentiated(_far(inputs, rows, ctx.options), of_far, rows, length)
-            totals = of_keys(far.dk, far.dv, far.d_log_decay)
-        else:
+        if not far_first:
+            far = far_call()
+        if far is None:
             totals = [None if x is None else x[:, fetch.halo :] for x in near_keys]
+        else:
+            totals = of_keys(far.dk, far.dv, far.d_log_decay)
         if returned is not None:
             totals = add_returned(fetch, returned, totals, near_keys, 0 if far is None else rows, ctx.runs_kernels)
         calls = [x for x in (near, far) if x is not None]
