@@ -59,7 +59,7 @@ class RowTerms(NamedTuple):
     row_lse2: Tensor  # (B, H, T_q), of the forward
     delta: Tensor  # (B, H, T_q)
     scales: Strided | None  # (B, T_q, H), where every row has a scale of its own
-    d_lse: Strided | None = None  # (B, H, T_q), for the gradient of a constant decay
+    score_sums: Tensor | None  # (B, H, T_q): what Σ_j dS_ij is, for the gradient of a constant decay in 16 bits
 
 
 class QueryGradients(NamedTuple):

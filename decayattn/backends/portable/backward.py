@@ -74,17 +74,16 @@ class QuerySums(NamedTuple):
 
     dq: tl.tensor  # (BLOCK_M, D)
     decay: tl.tensor  # (BLOCK_M,): Σ σ dS of a decay per token, Σ dS |i − j| of a constant one
-    # (BLOCK_M,), of a constant decay: Σ P dP, which is Σ dO·O without the rounding of O, and Σ P |i − j|
-    delta: tl.tensor
-    distance: tl.tensor
+    score: tl.tensor  # (BLOCK_M,), of a constant decay in 16 bits: Σ dS
+    distance: tl.tensor  # (BLOCK_M,), likewise: Σ P |i − j|
 
 
 @triton.jit
 def row_terms_kernel(
-    out, d_out, d_lse, row_lse2, delta, query_length, heads,
+    out, d_out, d_lse, row_lse2, sink_probability, delta, score_sums, query_length, heads,
     D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):
-    """Δ = Σ dO·O − dLSE of every query row."""
+    """Δ = Σ dO·O − dLSE of every query row, and Σ_j dS_ij = dLSE + P_sink Δ, where there is a place for it."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
     row_tiles = tl.cdiv(query_length, BLOCK_M)
     head_row = tl.program_id(0) // row_tiles
@@ -97,12 +96,18 @@ def row_terms_kernel(
     o = load_tile(TileSource(None, out), batch, head, 0, start, query_length, BLOCK_M, D_V, BLOCK_DV, True)
     do = load_tile(TileSource(None, d_out), batch, head, 0, start, query_length, BLOCK_M, D_V, BLOCK_DV, True)
     row_delta = tl.sum(o.to(ACCUMULATOR) * do.to(ACCUMULATOR), 1)
+    row_sum = tl.zeros([BLOCK_M], ACCUMULATOR)
     if d_lse is not None:
         offset = batch.to(tl.int64) * d_lse.strides[0] + head.to(tl.int64) * d_lse.strides[1]
-        row_delta -= tl.load(d_lse.data + offset + row.to(tl.int64) * d_lse.strides[2], mask=inside, other=0.0)
+        row_sum += tl.load(d_lse.data + offset + row.to(tl.int64) * d_lse.strides[2], mask=inside, other=0.0)
+        row_delta -= row_sum
     # a row that saw nothing (row_lse2 +inf) has no gradient, whatever dLSE is
     seen = tl.load(row_lse2 + here, mask=inside, other=0.0) < float("inf")
     tl.store(delta + here, tl.where(seen, row_delta, 0.0), mask=inside)
+    if score_sums is not None:
+        if sink_probability is not None:
+            row_sum += tl.load(sink_probability + here, mask=inside, other=0.0) * row_delta
+        tl.store(score_sums + here, tl.where(seen, row_sum, 0.0), mask=inside)
 
 
 @triton.jit
@@ -268,7 +273,7 @@ def _add_keys(
     )
     dp = tl.dot(queries.d_out, tl.trans(v), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     ds = score_gradient(p, dp, queries.delta[:, None])
-    decay_sum, delta_sum, distance_sum = sums.decay, sums.delta, sums.distance
+    decay_sum, score_sum, distance_sum = sums.decay, sums.score, sums.distance
     if DECAY_GRADIENT:
         if DECAY == "constant":
             # relative to the rows' anchor, where they are exact for near pairs: converted per row and key, not per pair
@@ -276,7 +281,7 @@ def _add_keys(
             distance = tl.abs(row_offset[:, None] - key_offset[None, :])
             decay_sum += tl.sum(ds * distance, 1)
             if queries.d_out.dtype.primitive_bitwidth == 16:
-                delta_sum += tl.sum(p * dp, 1)
+                score_sum += tl.sum(ds, 1)
                 distance_sum += tl.sum(p * distance, 1)
         elif TRAITS.causal:
             decay_sum += tl.sum(ds, 1)
@@ -285,7 +290,7 @@ def _add_keys(
     if d_bias is not None:
         add_bias_gradient(d_bias, rows.index[:, None], key[None, :], work, ds, TRAITS.shared_bias)
     dq = add_product(ds.to(k.dtype), k, sums.dq, PRECISION)
-    return QuerySums(dq, decay_sum, delta_sum, distance_sum)
+    return QuerySums(dq, decay_sum, score_sum, distance_sum)
 
 
 @triton.jit
@@ -348,17 +353,11 @@ def query_gradients_kernel(
 
     here, inside = offsets.rows + rows.index, rows.index < query_length
     decay_sum = sums.decay
-    if DECAY_GRADIENT and TRAITS.decay == "constant" and do.dtype.primitive_bitwidth == 16:
-        # every dS is off by P times the error of Δ, which comes from rounding the output to 16 bits. Σ P dP − dLSE is Δ
-        # without that error, with a sink and without: it is found and taken out here. In float32 it is not worth it:
-        # there the rounding of large scores makes Σ P, and with it Σ P dP, less exact than Δ is
-        delta_error = sums.delta - row_delta
-        if row_terms.d_lse is not None:
-            strides = row_terms.d_lse.strides
-            offset = entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-            delta_error -= tl.load(row_terms.d_lse.data + offset + (rows.row + first_row).to(tl.int64) * strides[2])
-        # a row that saw nothing has no gradient, whatever dLSE is
-        decay_sum -= tl.where(sums.distance == 0, 0.0, delta_error * sums.distance)
+    if DECAY_GRADIENT and row_terms.score_sums is not None:
+        # every dS is short of P times the error of Δ, which comes from rounding the output to 16 bits. It is what Σ dS
+        # lacks, and is made up for here. The rounding of large scores makes all P of a row wrong by one factor: that is
+        # little in Σ dS, which is small where one key has the row, and much in Σ P dP, which would tell the error, too
+        decay_sum += (tl.load(row_terms.score_sums + offsets.rows + rows.row) - sums.score) * sums.distance
     if DECAY_GRADIENT:
         tl.store(gradients.decay_sums + here, decay_sum, mask=inside)
     if gradients.scales is not None:

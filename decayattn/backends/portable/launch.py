@@ -131,7 +131,12 @@ def backward(
         column_sums = None
         if decay_gradient and problem.decay == "scalar":
             column_sums = torch.empty_like(prefix.beta, dtype=delta.dtype)
-        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, d_out, d_lse, out, dq)
+        # in 16 bits, the gradient of a constant decay reads what the sums of dS are
+        score_sums = sink_probability = None
+        if decay_gradient and problem.decay == "constant" and q.dtype.itemsize == 2:
+            score_sums = torch.empty_like(row_lse2)
+            sink_probability = None if inputs.sink is None else saved.sink_probability
+        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, d_out, d_lse, out, dq, sink_probability)
         deterministic = torch.are_deterministic_algorithms_enabled()
         asked = (decay_gradient, bias_gradient, deterministic)
         modes = (problem, skipping.is_planned(problem), _shape(bias), *asked)
@@ -147,16 +152,12 @@ def backward(
         head_rows = problem.batch * problem.num_heads
         launch(
             row_terms_kernel, cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,
-            strided(out), strided(d_out), strided(d_lse), row_lse2, delta, problem.query_length,
-            problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK, BLOCK_DV=padded(problem.value_dim),
-            **COMPILER_OPTIONS,
+            strided(out), strided(d_out), strided(d_lse), row_lse2, sink_probability, delta, score_sums,
+            problem.query_length, problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK,
+            BLOCK_DV=padded(problem.value_dim), **COMPILER_OPTIONS,
         )
 
-        # read for the gradient of a constant decay only
-        has_lse_gradient = decay_gradient and problem.decay == "constant"
-        row_terms = RowTerms(
-            row_lse2, delta, strided(_tensor(scale)), strided(d_lse) if has_lse_gradient else None
-        )
+        row_terms = RowTerms(row_lse2, delta, strided(_tensor(scale)), score_sums)
         decay = _decay(problem, log_decay, prefix)
         of_keys = KeyGradients(strided(dk), strided(dv), column_sums)
         d_bias, shared_bias = None, False

@@ -273,6 +273,20 @@ def test_gradient_of_a_constant_rate_of_large_float32_scores(seed, device):
     assert_within_budget(verify_attention(q, k, v.to(device), torch.zeros(2, device=device), **options))
 
 
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradient_of_a_constant_rate_of_large_float16_scores(seed, sink, device):
+    """A row sum tells the error of Δ: if it were wrong by the rounding of LSE times dP, it would bring a larger one."""
+    torch.manual_seed(seed)
+    case = Case(1, 12, 691, 2, 1, 8, 13, "constant", dtype=torch.float16)
+    inputs = {name: 100 * x if name in "qkv" else x for name, x in case.inputs(device).items()}
+    inputs["log_decay"] = torch.full((2,), -23.4, device=device)
+    if sink:
+        inputs["sink"] = torch.tensor([2e4, -3e4], device=device)
+    decay = next(c for c in verify_attention(**inputs, backend="triton") if c.name == "dlog_decay")
+    assert decay.error < 0.1 * decay.budget
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_growth(causal, dtype, device):
