@@ -49,9 +49,10 @@ class Kernel:
 # what a block can have on the smallest GPUs that take the tiles called other
 _OTHER_SHARED_MEMORY = 99 << 10
 
-# Plain FMA instructions on fully unrolled tiles: above 32 × 32 they spill (float32, D128, forward: 2.1 ms at
-# 32 × 32, 15 ms at 64 × 32; key gradients 3.8 ms against 43 ms at 32 × 64; B1 H16 T2048), and compile for tens of
-# seconds.
+# Plain FMA instructions on fully unrolled tiles: above 32 × 32 they spill much more (float32, D128, forward: 2.1 ms at
+# 32 × 32, 15 ms at 64 × 32; gradients of keys 4.3 ms against 43 ms at 32 × 64; B1 H16 T2048), and compile for tens of
+# seconds. Those that spill nothing are slower (forward 2.9 ms at 16 × 32, 3.4 ms at 32 × 16; gradients of keys 5.6 ms
+# at 32 × 16), and so are 8 warps (6.7 ms).
 _FLOAT32 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1))
 _FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
 _OTHER_FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1))
@@ -101,7 +102,7 @@ KEY_GRADIENTS = Kernel(
         TileConfig(64, 64, 8, 2, spill_bytes=1088),
     ),
     other=(TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2), TileConfig(32, 32, 4, 1)),
-    float32=_FLOAT32,
+    float32=(*_FLOAT32[:2], TileConfig(16, 16, 4, 1)),  # 11.5 ms; 32 × 16 11.6, 16 × 32 13.8 (B1 H16 T2048)
     float64=_FLOAT64,
     other_float64=_OTHER_FLOAT64,
 )
