@@ -19,15 +19,15 @@ from decayattn.problem import DecayPrefix
 def add_product(a, b, sums, PRECISION: tl.constexpr):
     """sums + a b.
 
-    In IEEE arithmetic a tile's products are added up on their own: in one chain, each would be rounded as the whole sum
-    is, so that a large term leaves as many roundings of its size as there are rows or keys behind it.
+    In IEEE float32 a tile's products are added up on their own: in one chain, each would be rounded as the whole sum
+    is, so that a large term leaves as many roundings of its size as there are rows or keys behind it. float64 has bits
+    to spare, and for a second sum the kernels would spill.
     """
-    ACCUMULATOR: tl.constexpr = sums.dtype
-    if PRECISION == "ieee" and a.dtype == ACCUMULATOR:
+    if PRECISION == "ieee" and a.dtype == tl.float32:
         # with the default, 0, Triton would make that one chain; nothing else reads it where products are exact
-        sums += tl.dot(a, b, input_precision=PRECISION, out_dtype=ACCUMULATOR, max_num_imprecise_acc=1)
+        sums += tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1)
     else:
-        sums = tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+        sums = tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
     return sums
 
 
