@@ -3,6 +3,7 @@
     python experiments/benchmark_context.py                           # on all GPUs of a machine: tables, JSON, a plot
     python experiments/benchmark_context.py --check                   # equality with one process alone, no speeds
     torchrun --nproc-per-node 2 experiments/benchmark_context.py      # the same, started by torchrun
+    python experiments/benchmark_context.py --resume                  # after a run that had no time left
 
 A causal layer's attention, forward and backward, over T tokens: "halo" and "heads" on all ranks beside one GPU alone,
 without a decay, with one per token of a mean log-decay, and with ALiBi slopes. Results that leave their error budget
@@ -11,6 +12,7 @@ Triton's interpreter on small shapes, for their errors and for the bytes that th
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -82,6 +84,8 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--alone-up-to", "longest sequence that one GPU runs alone, too", type=int)
     option("--rounds", "interleaved rounds", type=positive, default=3)
     option("--round-seconds", "seconds that a round gives every call", type=float, default=0.3)
+    parser.add_argument("--resume", action="store_true", help="go on with the report in --output, of the same code and "
+                        "machine: what it has is not measured again")
     option("--limit", "seconds after which ranks that wait for another one end", type=positive, default=300)
     option("--seed", "seed of the random inputs", type=int, default=0)
     declare_output(option, plot=True)
@@ -94,9 +98,20 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
                 parser.error(f"--decays: expected none, alibi or a number, got {decay!r}")
     if not cuda:
         expect_interpreted_dtype(parser, options)
+    if options.resume and not (options.output and options.output.exists()):
+        parser.error(f"--resume: there is no report in {options.output}")
     if options.output and not options.plot:
         options.plot = options.output.with_suffix(".png")
     return options
+
+
+def resumed(result: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The report at this path, to be gone on with as `result` begins."""
+    earlier = json.loads(path.read_text())
+    for key in ("gpu", "torch", "triton", "trees", "ranks", "rounds"):
+        if earlier[key] != result[key]:
+            raise ValueError(f"--resume: expected {key} {result[key]}, as here, got {earlier[key]} in {path}")
+    return earlier | {"command": f"{earlier['command']}; {result['command']}"}
 
 
 def _spawned(rank: int, ranks: int, store: str, options: argparse.Namespace, argv: list[str], statuses: Any) -> None:
@@ -131,11 +146,15 @@ def run(options: argparse.Namespace, argv: list[str], group: dist.ProcessGroup, 
         say("No GPU, so no speeds: errors of the kernels in Triton's interpreter, and what is sent.")
     result: dict[str, Any] = provenance("experiments/benchmark_context.py", argv, options.commit)
     result |= {"method": report.METHOD, "ranks": ranks, "rounds": options.rounds, "checks": [], "rows": [], "wrong": []}
-    if device.type == "cuda":
+    if options.resume:
+        result = resumed(result, options.output)
+    elif device.type == "cuda":
         result["bandwidth"] = measure.bandwidth(group)
         say(f"all-to-all: a rank receives {result['bandwidth'] / 1e9:.0f} GB/s")
-    dtypes = [options.dtype] if options.dtype == "float32" else [options.dtype, "float32"]
-    for dtype in dtypes:
+    checked = {check["dtype"] for check in result["checks"]}
+    for dtype in dict.fromkeys([options.dtype, "float32"]):
+        if dtype in checked:
+            continue
         found = list(
             checks.equality(
                 group, options.check_length, options.heads, options.kv_heads, options.head_dim, dtype, options.backend,
@@ -153,7 +172,10 @@ def run(options: argparse.Namespace, argv: list[str], group: dist.ProcessGroup, 
             result["checks"].append({"mode": mode, "case": case, "dtype": dtype, "errors": errors})
     if not options.check and not result["wrong"]:
         shapes = options.heads, options.kv_heads, options.head_dim, options.dtype
+        measured = {(row["length"], row["decay"]) for row in result["rows"]}
         for workload in workloads(options.lengths, *shapes, options.decays):
+            if (workload.length, workload.decay) in measured:
+                continue
             say(f"\n{workload}")
             measure_one(workload, options, result, group, device, say)
             if first and options.output:

@@ -38,6 +38,29 @@ def test_the_script_runs_where_there_is_no_gpu(interpreter, tmp_path):
     assert len(read["checks"]) == len(checks.CASES) * len(checks.MODES)
     assert (tmp_path / "context.png").stat().st_size > 5000
 
+    # one more length is all that is left to do
+    argv.insert(argv.index("40") + 1, "24")
+    again = subprocess.run(
+        [sys.executable, str(SCRIPT), *argv, "--resume"], env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=300, check=False,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    longer = json.loads((tmp_path / "context.json").read_text())
+    assert longer["checks"] == read["checks"]
+    assert longer["rows"][: len(read["rows"])] == read["rows"]
+    assert [row["length"] for row in longer["rows"]] == [40] * len(read["rows"]) + [24] * len(read["rows"])
+    assert "one process, T24" not in again.stdout
+
+
+def test_a_report_of_other_code_is_not_resumed(tmp_path):
+    path = tmp_path / "context.json"
+    same = {"gpu": "X", "torch": "2", "triton": "3", "trees": {"decayattn": "a"}, "ranks": 2, "rounds": 3}
+    path.write_text(json.dumps(same | {"command": "first", "rows": [1]}))
+    found = benchmark_context.resumed(same | {"command": "second", "rows": []}, path)
+    assert found == same | {"command": "first; second", "rows": [1]}
+    with pytest.raises(ValueError, match="--resume: expected trees"):
+        benchmark_context.resumed(same | {"trees": {"decayattn": "b"}, "command": "second"}, path)
+
 
 def test_bytes_of_everything():
     assert WORKLOAD.everything(4) == 768 * (2 * 2 * 64 * 2 + 4 * 4)
@@ -72,6 +95,7 @@ def test_wrong_results_are_objected_to():
         (["--lengths", "0"], True, "positive integer, got 0"),
         (["--dtype", "bfloat16"], False, "expected float16 or float32, got bfloat16"),
         (["--modes", "ring"], False, "invalid choice: 'ring'"),
+        (["--resume", "--output", "nowhere.json"], True, "there is no report in nowhere.json"),
     ],
 )
 def test_bad_options_are_refused(argv, cuda, message, capsys):
