@@ -44,6 +44,12 @@ CPU_DEFAULTS = {
     "decays": ["-2"], "check_length": 40, "alone_up_to": 0, "backend": "triton",
 }
 
+# options that all rows of a report share
+SAME = (
+    "heads", "kv_heads", "head_dim", "dtype", "modes", "backend", "check_length", "alone_up_to", "rounds",
+    "round_seconds", "seed",
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 1 if anything is wrong."""
@@ -84,8 +90,8 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--alone-up-to", "longest sequence that one GPU runs alone, too", type=int)
     option("--rounds", "interleaved rounds", type=positive, default=3)
     option("--round-seconds", "seconds that a round gives every call", type=float, default=0.3)
-    parser.add_argument("--resume", action="store_true", help="go on with the report in --output, of the same code and "
-                        "machine: what it has is not measured again")
+    parser.add_argument("--resume", action="store_true", help="go on with the report in --output, of the same code, "
+                        "GPU and options but for lengths and decays: what it has is not measured again")
     option("--limit", "seconds after which ranks that wait for another one end", type=positive, default=300)
     option("--seed", "seed of the random inputs", type=int, default=0)
     declare_output(option, plot=True)
@@ -108,9 +114,9 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
 def resumed(result: dict[str, Any], path: Path) -> dict[str, Any]:
     """The report at this path, to be gone on with as `result` begins."""
     earlier = json.loads(path.read_text())
-    for key in ("gpu", "torch", "triton", "trees", "ranks", "rounds"):
-        if earlier[key] != result[key]:
-            raise ValueError(f"--resume: expected {key} {result[key]}, as here, got {earlier[key]} in {path}")
+    for key in ("gpu", "torch", "triton", "trees", "ranks", "options"):
+        if earlier.get(key) != result[key]:
+            raise ValueError(f"--resume: expected {key} {result[key]}, as here, got {earlier.get(key)} in {path}")
     return earlier | {"command": f"{earlier['command']}; {result['command']}"}
 
 
@@ -146,6 +152,7 @@ def run(options: argparse.Namespace, argv: list[str], group: dist.ProcessGroup, 
         say("No GPU, so no speeds: errors of the kernels in Triton's interpreter, and what is sent.")
     result: dict[str, Any] = provenance("experiments/benchmark_context.py", argv, options.commit)
     result |= {"method": report.METHOD, "ranks": ranks, "rounds": options.rounds, "checks": [], "rows": [], "wrong": []}
+    result["options"] = {name: getattr(options, name) for name in SAME}
     if options.resume:
         result = resumed(result, options.output)
     elif device.type == "cuda":

@@ -52,14 +52,15 @@ def test_the_script_runs_where_there_is_no_gpu(interpreter, tmp_path):
     assert "one process, T24" not in again.stdout
 
 
-def test_a_report_of_other_code_is_not_resumed(tmp_path):
+def test_a_report_of_other_code_or_options_is_not_resumed(tmp_path):
     path = tmp_path / "context.json"
-    same = {"gpu": "X", "torch": "2", "triton": "3", "trees": {"decayattn": "a"}, "ranks": 2, "rounds": 3}
+    same = {"gpu": "X", "torch": "2", "triton": "3", "trees": {"decayattn": "a"}, "ranks": 2, "options": {"rounds": 3}}
     path.write_text(json.dumps(same | {"command": "first", "rows": [1]}))
     found = benchmark_context.resumed(same | {"command": "second", "rows": []}, path)
     assert found == same | {"command": "first; second", "rows": [1]}
-    with pytest.raises(ValueError, match="--resume: expected trees"):
-        benchmark_context.resumed(same | {"trees": {"decayattn": "b"}, "command": "second"}, path)
+    for other in ({"trees": {"decayattn": "b"}}, {"options": {"rounds": 5}}):
+        with pytest.raises(ValueError, match=f"--resume: expected {next(iter(other))}"):
+            benchmark_context.resumed(same | other | {"command": "second"}, path)
 
 
 def test_bytes_of_everything():

@@ -251,9 +251,9 @@ def key_gradients_kernel(
 @triton.jit
 def _add_keys(
     sums, queries, k_source, v_source, kv_head, tile, work, decay, bias, d_bias,
-    DECAY_GRADIENT: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
+    DECAY_GRADIENT: tl.constexpr, SCORE_SUMS: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
 ):
-    """One key tile into a query tile's QuerySums."""
+    """One key tile into a query tile's QuerySums; SCORE_SUMS: those that tell the error of Δ, too."""
     BLOCK_N: tl.constexpr = TRAITS.block_n
     DECAY: tl.constexpr = TRAITS.decay
     PRECISION: tl.constexpr = TRAITS.precision
@@ -280,7 +280,7 @@ def _add_keys(
             row_offset, key_offset = (rows.position - rows.anchor).to(ACCUMULATOR), (key - rows.anchor).to(ACCUMULATOR)
             distance = tl.abs(row_offset[:, None] - key_offset[None, :])
             decay_sum += tl.sum(ds * distance, 1)
-            if queries.d_out.dtype.primitive_bitwidth == 16:
+            if SCORE_SUMS:
                 score_sum += tl.sum(ds, 1)
                 distance_sum += tl.sum(p * distance, 1)
         elif TRAITS.causal:
@@ -303,6 +303,7 @@ def query_gradients_kernel(
     BLOCK_D: tl.constexpr = TRAITS.block_d
     ACCUMULATOR: tl.constexpr = row_terms.delta.dtype.element_ty
     DECAY_GRADIENT: tl.constexpr = gradients.decay_sums is not None
+    SCORE_SUMS: tl.constexpr = row_terms.score_sums is not None
     work = tile_of_program(
         sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_M, False, True, TRAITS.packed,
         TRAITS.searches, program=program,
@@ -348,12 +349,12 @@ def query_gradients_kernel(
             tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
             sums = _add_keys(
                 sums, queries, k_source, v_source, kv_head, tile, work, head_decay, bias, d_bias,
-                DECAY_GRADIENT, not whole, TRAITS,
+                DECAY_GRADIENT, SCORE_SUMS, not whole, TRAITS,
             )
 
     here, inside = offsets.rows + rows.index, rows.index < query_length
     decay_sum = sums.decay
-    if DECAY_GRADIENT and row_terms.score_sums is not None:
+    if SCORE_SUMS:
         # every dS is short of P times the error of Δ, which comes from rounding the output to 16 bits. It is what Σ dS
         # lacks, and is made up for here. The rounding of large scores makes all P of a row wrong by one factor: that is
         # little in Σ dS, which is small where one key has the row, and much in Σ P dP, which would tell the error, too

@@ -50,9 +50,10 @@ class Kernel:
 _OTHER_SHARED_MEMORY = 99 << 10
 
 # Plain FMA instructions on fully unrolled tiles: above 32 × 32 they spill much more (float32, D128, forward: 2.1 ms at
-# 32 × 32, 15 ms at 64 × 32; gradients of keys 4.3 ms against 43 ms at 32 × 64; B1 H16 T2048), and compile for tens of
-# seconds. Those that spill nothing are slower (forward 2.9 ms at 16 × 32, 3.4 ms at 32 × 16; gradients of keys 5.6 ms
-# at 32 × 16), and so are 8 warps (6.7 ms).
+# 32 × 32, 15 ms at 64 × 32; gradients of keys 4.3 ms against 43 ms at 32 × 64; B1 H16 T2048; the two large numbers are
+# from before a tile's products were added up on their own), and compile for tens of seconds. Those that spill nothing
+# are slower (forward 2.9 ms at 16 × 32, 3.4 ms at 32 × 16; gradients of keys 5.6 ms at 32 × 16), and so are 8 warps
+# (6.7 ms).
 _FLOAT32 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1))
 _FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
 _OTHER_FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1))

@@ -304,7 +304,10 @@ def test_strong_decay(strength, dtype, device):
 
 
 def test_small_terms_after_a_large_one(device):
-    """A head of whom each key has its own row alone, then two whose rows see all keys: dv is not rounded once a row."""
+    """A head in which only its own row sees a key, then two in which all rows do: dv is not rounded once per row.
+
+    In Triton's interpreter this cannot fail: there a product is one sum of NumPy's.
+    """
     q, k, v = (torch.randn(1, 400, heads, 64, device=device) for heads in (3, 1, 1))
     log_decay = torch.tensor([-1e4, 0.0, 0.018], device=device)
     verify(dict(q=q, k=k, v=v, log_decay=log_decay, scale=0.0, causal=False))
