@@ -95,8 +95,8 @@ HOPPER_MORE_SPILLS = {
         ("gradients_kernel", 128): 152, ("gradients_kernel", 192): 184, ("gradients_kernel", 256): 160,
     },
     "row scales": {
-        ("forward_kernel", 64): 164, ("gradients_kernel", 64): 192, ("gradients_kernel", 128): 108,
-        ("gradients_kernel", 192): 112,
+        ("forward_kernel", 64): 164, ("forward_kernel", 256): 124, ("gradients_kernel", 64): 192,
+        ("gradients_kernel", 128): 108, ("gradients_kernel", 192): 112,
     },
     "packed": {("forward_kernel", 256): 8},
 }
@@ -186,8 +186,6 @@ def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
         of_backend = HOPPER_MORE_SPILLS if backend == "hopper" else MORE_SPILLS if name == "sm_90" else OTHER_PATHS
         for path in options.paths:
             if path not in of_backend:
-                continue
-            if path == "row scales" and not hopper_config.takes_row_scales(dim, value_dim_of(backend, dim)):
                 continue
             of_call = {"target": name, "backend": backend, "dim": dim, "decay": decay, "path": path}
             try:

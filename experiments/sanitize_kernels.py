@@ -24,7 +24,6 @@ import sys
 import torch
 
 from decayattn import decay_attention, decay_attention_varlen
-from decayattn.backends.hopper.config import takes_row_scales
 
 TOOLS = {
     "memcheck": ["--tool", "memcheck"],
@@ -95,10 +94,9 @@ def compute(backend: str, head_dims: list[int]) -> None:
         q, k, v, gate = draw(410, 2, dim), draw(410, 1, dim), draw(410, 1, dim), gates(410, 2)
         lengths = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=300, max_seqlen_k=300)
         differentiate(decay_attention_varlen(q, k, v, gate, **lengths, backend=backend), q, k, v, gate)
-        if backend == "triton" or takes_row_scales(dim, dim):
-            scale = torch.randn(410, 2).cuda().requires_grad_()
-            out = decay_attention_varlen(q, k, v, gate, scale=scale, **lengths, backend=backend)
-            differentiate(out, q, k, v, gate, scale)
+        scale = torch.randn(410, 2).cuda().requires_grad_()
+        out = decay_attention_varlen(q, k, v, gate, scale=scale, **lengths, backend=backend)
+        differentiate(out, q, k, v, gate, scale)
 
 
 def draw(*shape: int) -> torch.Tensor:

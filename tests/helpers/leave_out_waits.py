@@ -26,7 +26,7 @@ if __name__ == "__main__":  # before anything imports triton; the tests that imp
 
 import torch
 from gluon_on_cpu import Kernel, language, machine
-from hopper_problems import PACKINGS, make, make_packed
+from hopper_problems import PACKINGS, make, make_packed, row_scales
 
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.backends.hopper import backend as hopper
@@ -100,6 +100,7 @@ def problems(dim: int) -> dict[str, tuple[dict, dict]]:
     resets["log_decay"][:, [350, 420, 600]] = -torch.inf
     packed = make_packed(*PACKINGS[2], heads=2, dim=dim, outside=0)
     packed = {name: x.nan_to_num() if x.is_floating_point() else x for name, x in packed.items()}
+    scaled = make(450, batch=1, heads=2, dim=dim)
     wide = {}
     if dim == 256:  # two tiles of dO are in flight then
         wide["few columns of v"] = make(450, batch=1, heads=2, dim=dim, value_dim=128), {}
@@ -109,6 +110,7 @@ def problems(dim: int) -> dict[str, tuple[dict, dict]]:
         "none": (make(400, batch=1, heads=2, dim=dim, decay="none"), {}),
         "packed": (packed, dict(max_seqlen_q=300, max_seqlen_k=333)),
         "resets": (resets, {}),
+        "scales of rows": (scaled, dict(scale=row_scales(scaled))),
         **wide,
     }
 

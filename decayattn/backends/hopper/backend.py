@@ -48,8 +48,6 @@ def unsupported(problem: AttentionProblem, inputs: Inputs) -> str | None:
             return f"it takes multiples of {step} as {name}, not {dim}"
     if problem.bias:
         return "it takes no bias"
-    if problem.row_scale and not config.takes_row_scales(problem.head_dim, problem.value_dim):
-        return f"it takes one scale for all rows where D is {problem.head_dim} and D_v {problem.value_dim}"
     if inputs.scale < _MIN_SCALE:
         return f"it takes a scale of at least {_MIN_SCALE}, not {inputs.scale}"
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):

@@ -136,9 +136,3 @@ def backward(widths: Widths) -> BackwardConfig:
             "three_blocks", KEY_TILE, 64, 64, 2, slots=3, zero_lines=2, dk_columns=64, spill_bytes=160
         )
     return BackwardConfig("wide", KEY_TILE // 2, 256, 64, 2, slots=2, zero_lines=2, dk_columns=256, spill_bytes=132)
-
-
-def takes_row_scales(head_dim: int, value_dim: int) -> bool:
-    """Whether dk can be made of dS times a scale per row: wide.py multiplies what is in shared memory, without a place
-    for that beside dS, which dq and the sums are made of."""
-    return backward(widths(head_dim, value_dim)).consumers != "wide"

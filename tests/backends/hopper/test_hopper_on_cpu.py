@@ -86,7 +86,7 @@ def test_every_kind(decay, dtype, causal, dim):
 
 @pytest.mark.parametrize(
     ("decay", "dtype", "causal", "dim", "per"),
-    pairwise(["none", "constant", "scalar"], [torch.bfloat16, torch.float16], [True, False], [64, 128, 192],
+    pairwise(["none", "constant", "scalar"], [torch.bfloat16, torch.float16], [True, False], [64, 128, 192, 256],
              ["row", "head"]),
 )
 def test_scales_of_rows(decay, dtype, causal, dim, per):
@@ -94,7 +94,9 @@ def test_scales_of_rows(decay, dtype, causal, dim, per):
     verify(inputs, causal=causal, scale=row_scales(inputs, per))
 
 
-@pytest.mark.parametrize(("decay", "dim", "causal"), [("scalar", 64, False), ("constant", 128, True)])
+@pytest.mark.parametrize(
+    ("decay", "dim", "causal"), [("scalar", 64, False), ("constant", 128, True), ("constant", 256, False)]
+)
 def test_scales_of_rows_in_sequences(decay, dim, causal):
     inputs = make_packed(*PACKINGS[2], heads=2, kv_heads=1, decay=decay, dim=dim, resets=0.01)
     verify(inputs, causal=causal, scale=row_scales(inputs))

@@ -226,11 +226,11 @@ def gradients_kernel(
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_fragments.layout)
         if CONSUMERS == "consumer" else ones,
         BackwardConstants(zeros, ones, weights, bits, splits),
-        allocate_barriers(STAGES, SLOTS, WIDE),
+        allocate_barriers(STAGES, SLOTS, WIDE, WIDE and ROW_SCALES),
         make_pipeline(allocate_words(1), 1, 2),
         TILE,
     )
-    shared.barriers.init(STAGES, SLOTS, WIDE)
+    shared.barriers.init(STAGES, SLOTS, WIDE, WIDE and ROW_SCALES)
 
     let_next_start(heads)
     wait_for_launch_before(heads)

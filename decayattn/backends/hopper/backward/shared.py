@@ -46,11 +46,12 @@ class BackwardBarriers:
     dv_ready: gl.shared_memory_descriptor  # both have stored it where the values were; and dk where the keys were, wide
     # of wide kernels (wide.py)
     p_read: gl.shared_memory_descriptor  # both have read P of the tile before, and dS of the one before that
+    scaled_ready: gl.shared_memory_descriptor  # both have stored dS times scales of rows
 
     @gluon.constexpr_function
     def __init__(
         self, queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, d_scores_read, keys_ready, keys_read,
-        dv_ready, p_read,
+        dv_ready, p_read, scaled_ready,
     ):
         self.queries_ready = queries_ready
         self.d_outs_ready = d_outs_ready
@@ -62,9 +63,10 @@ class BackwardBarriers:
         self.keys_read = keys_read
         self.dv_ready = dv_ready
         self.p_read = p_read
+        self.scaled_ready = scaled_ready
 
     @gluon.jit
-    def init(self, STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr):
+    def init(self, STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr):
         """Each for as many arrivals as a phase of it has."""
         for stage in gl.static_range(STAGES):
             mbarrier.init(self.queries_ready.index(stage), count=1)
@@ -78,12 +80,14 @@ class BackwardBarriers:
         mbarrier.init(self.keys_ready, count=1)
         if not WIDE:
             mbarrier.init(self.keys_read, count=2)
+        if SCALED:
+            mbarrier.init(self.scaled_ready, count=2)
         mbarrier.init(self.dv_ready, count=2)
 
 
 @gluon.jit
-def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr):
-    """Those for which nothing waits are others (pipelines.make_pipeline)."""
+def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr):
+    """Those for which nothing waits are others (pipelines.make_pipeline). SCALED: scaled_ready is waited for."""
     LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
     queries_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     d_outs_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
@@ -94,8 +98,10 @@ def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.conste
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     keys_read = read if WIDE else gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     dv_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
+    scaled_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT) if SCALED else read
     return BackwardBarriers(
         queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, read, keys_ready, keys_read, dv_ready, read,
+        scaled_ready,
     )
 
 

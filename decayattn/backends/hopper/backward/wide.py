@@ -10,10 +10,16 @@ their registers: by way of shared memory, as in narrower kernels, dq would be a 
 
     barrier          stages         who arrives                      who waits
     d_scores_ready   SLOTS          both: P and dS are stored        both, before dV
+    scaled_ready     1              both: dS times the scales of     both, before dK
+                                    its rows is stored, where rows
+                                    have scales of their own
     p_read           1              both, after dq of the last tile  both, before they store the next P and dS
-                                    and dV
+                                    and dV; with such scales, and dK
     dv_ready         1              both: dv and dk are where v      producer, before it stores them
                                     and k were
+
+Such scales multiply dS for dK alone. The product is stored where dS of the tile before was, once both have read it for
+dq₋₁: they have by the time they have stored P and dS, for which part 2 is waited for earlier.
 
 The others are those of kernel.py, but for keys_read. What a work tile leaves takes the place of its keys and values,
 and the next ones are loaded when it has left: one pause in as many query tiles as a key has.
@@ -32,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
-from decayattn.backends.hopper.backward.keys import keys_of_head, tile_probability
+from decayattn.backends.hopper.backward.keys import keys_of_head, operand_of_dk, tile_probability
 from decayattn.backends.hopper.backward.row_terms import DELTA
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
 from decayattn.backends.hopper.common import copy_engine
@@ -66,14 +72,16 @@ def _dk_columns(warpgroup, read):
 @gluon.jit
 def _start_scores(keys, rows, terms, FIRST: gl.constexpr, READ: gl.constexpr):
     """Issue keys · rowsᵀ, with what is added to every row's scores, the splits in the columns of terms from FIRST on:
-    (64, 32)."""
+    (64, 32). FIRST < 0: nothing is added."""
     ROWS: gl.constexpr = rows.shape[0]
     SCORE: gl.constexpr = product_layout(ROWS)
     score = gl.zeros([WARPGROUP_KEYS, ROWS], gl.float32, SCORE)
     for begin in gl.static_range(0, READ, 64):
         right = rows.slice(begin, 64, 1).permute((1, 0))
         score = warpgroup_mma(keys.slice(begin, 64, 1), right, score, use_acc=begin > 0, is_async=True)
-    return warpgroup_mma(ones_of_splits(FIRST, SCORE), terms, score, is_async=True)
+    if FIRST >= 0:
+        score = warpgroup_mma(ones_of_splits(FIRST, SCORE), terms, score, is_async=True)
+    return score
 
 
 @gluon.jit
@@ -98,6 +106,7 @@ def _next_tile(
     DECAY: gl.constexpr = work.schedule.DECAY
     DTYPE: gl.constexpr = shared.queries.dtype
     DQ_PARTS: gl.constexpr = _parts(WARPGROUP, READ)
+    ROW_SCALES: gl.constexpr = work.schedule.ROW_SCALES
     # each warpgroup makes one kind of sums
     ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS and WARPGROUP == 0
     KEY_SUMS: gl.constexpr = work.schedule.DECAY_GRADIENT and WARPGROUP == 1
@@ -111,7 +120,9 @@ def _next_tile(
     mbarrier.wait(shared.barriers.queries_ready.index(stage), phase)
     own_terms = shared.terms.index(stage).slice(WARPGROUP * OWN, OWN, 0).permute((1, 0))
     own_query = query.slice(WARPGROUP * OWN, OWN, 0)
-    scoreT = _start_scores(flat(shared.keys.index(own)), own_query, own_terms, 0, READ)
+    # the terms have LSE₂ divided by the one scale of all scores; of rows with their own, tile_probability subtracts it
+    LSE2: gl.constexpr = -1 if ROW_SCALES else 0
+    scoreT = _start_scores(flat(shared.keys.index(own)), own_query, own_terms, LSE2, READ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
     before = shared.slot(n - 1)
     if DQ_PARTS > 0:
@@ -127,7 +138,7 @@ def _next_tile(
     OF_DP: gl.constexpr = D_V // 64 + 1
     OF_DQ: gl.constexpr = (1 if DQ_PARTS > 0 else 0) + (1 if ROW_SUMS else 0)
     scoreT = warpgroup_mma_wait(OF_DP + OF_DQ, (scoreT,))
-    p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, WARPGROUP * OWN)
+    p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, WARPGROUP * OWN, ROW_SCALES)
     if DQ_PARTS > 0:
         first_dq, row_sum = warpgroup_mma_wait(OF_DP, (first_dq, row_sum))
         if previous >= 0:
@@ -138,17 +149,31 @@ def _next_tile(
     if DQ_PARTS > 1:
         # not before dP is there: ptxas would have too few registers, and serialise all products
         second_dq = _start_dq_part(shared, n, before, WARPGROUP * D // 2 + PART)
-    dsT = score_gradient(p, dpT, 0).to(DTYPE)
+    d_scores = score_gradient(p, dpT, 0)
+    dsT = d_scores.to(DTYPE)
     mbarrier.wait(shared.barriers.p_read, (n - 1) & 1, pred=n > 0)
     pT = shared.p.index(own)
     pT.slice(WARPGROUP * OWN, OWN, 1).store(p.to(DTYPE))
     shared.d_scores.index(shared.slot(n)).slice(WARPGROUP * OWN, OWN, 1).store(dsT)
+    if ROW_SCALES and DQ_PARTS > 1:
+        # what it reads is overwritten once both have arrived
+        second_dq = warpgroup_mma_wait(0, (second_dq,))
+        if previous >= 0:
+            add_from_registers(dq_fragments, previous_part + 1, second_dq)
     fence_async_shared()
     arrive(shared.barriers.d_scores_ready.index(shared.slot(n)))
     shared.wait_d_scores(n)
     dv = warpgroup_mma(pT, d_out.slice(WARPGROUP * D_V // 2, D_V // 2, 1), dv, is_async=True)
     left = shared.d_scores.index(shared.slot(n))
-    dk = warpgroup_mma(left, query.slice(WARPGROUP * D // 2, dk.shape[1], 1), dk, is_async=True)
+    left_of_dk = left
+    if ROW_SCALES:
+        left_of_dk = shared.d_scores.index(before)
+        scaled = operand_of_dk(dsT, d_scores, shared, stage, ROW_SCALES, WARPGROUP * OWN)
+        left_of_dk.slice(WARPGROUP * OWN, OWN, 1).store(scaled)
+        fence_async_shared()
+        arrive(shared.barriers.scaled_ready)
+        mbarrier.wait(shared.barriers.scaled_ready, n & 1)
+    dk = warpgroup_mma(left_of_dk, query.slice(WARPGROUP * D // 2, dk.shape[1], 1), dk, is_async=True)
     weights = shared.constants.weights
     if DECAY == "constant" and EDGE:
         weights = shared.constants.bits
@@ -158,13 +183,16 @@ def _next_tile(
         of_keys = warpgroup_mma(left, weights.index(own).permute((1, 0)), of_keys, use_acc=False, is_async=True)
     # products that follow dv
     LATER: gl.constexpr = 2 if KEY_SUMS else 1
-    if DQ_PARTS > 1:
+    if DQ_PARTS > 1 and not ROW_SCALES:
         second_dq = warpgroup_mma_wait(LATER + 1, (second_dq,))
         if previous >= 0:
             add_from_registers(dq_fragments, previous_part + 1, second_dq)
     dv = warpgroup_mma_wait(LATER, (dv,))
-    arrive(shared.barriers.p_read)
+    if not ROW_SCALES:
+        arrive(shared.barriers.p_read)
     dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
+    if ROW_SCALES:
+        arrive(shared.barriers.p_read)
     arrive(shared.barriers.empty.index(stage))
     if KEY_SUMS:
         key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], EDGE)
