@@ -12,7 +12,6 @@ Triton's interpreter on small shapes, for their errors and for the bytes that th
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from context_benchmark.workloads import RATES, Workload, workloads
 from shared.cases import DTYPES
 from shared.options import declare, declare_output, expect_interpreted_dtype, positive
 from shared.provenance import ROOT, provenance
-from shared.report import write
+from shared.report import resumed, write
 from shared.timing import interpret_kernels
 
 from decayattn.backends import registry
@@ -90,8 +89,8 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
     option("--alone-up-to", "longest sequence that one GPU runs alone, too", type=int)
     option("--rounds", "interleaved rounds", type=positive, default=3)
     option("--round-seconds", "seconds that a round gives every call", type=float, default=0.3)
-    parser.add_argument("--resume", action="store_true", help="go on with the report in --output, of the same code, "
-                        "GPU and options but for lengths and decays: what it has is not measured again")
+    option("--resume", "reports of the same code, GPU and options but for lengths and decays to go on with; without a "
+           "name that of --output. What they have is not measured again", type=Path, nargs="*", metavar="JSON")
     option("--limit", "seconds after which ranks that wait for another one end", type=positive, default=300)
     option("--seed", "seed of the random inputs", type=int, default=0)
     declare_output(option, plot=True)
@@ -104,20 +103,30 @@ def parse(argv: Sequence[str], cuda: bool) -> argparse.Namespace:
                 parser.error(f"--decays: expected none, alibi or a number, got {decay!r}")
     if not cuda:
         expect_interpreted_dtype(parser, options)
-    if options.resume and not (options.output and options.output.exists()):
-        parser.error(f"--resume: there is no report in {options.output}")
+    if options.resume == []:
+        options.resume = [options.output]
+    for path in options.resume or []:
+        if not (path and path.exists()):
+            parser.error(f"--resume: there is no report in {path}")
     if options.output and not options.plot:
         options.plot = options.output.with_suffix(".png")
     return options
 
 
-def resumed(result: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The report at this path, to be gone on with as `result` begins."""
-    earlier = json.loads(path.read_text())
-    for key in ("gpu", "torch", "triton", "trees", "ranks", "options"):
-        if earlier.get(key) != result[key]:
-            raise ValueError(f"--resume: expected {key} {result[key]}, as here, got {earlier.get(key)} in {path}")
-    return earlier | {"command": f"{earlier['command']}; {result['command']}"}
+def joined(reports: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
+    """One report of several, measured side by side, say, that a command goes on with."""
+    whole, *others = reports
+    for other in others:
+        measured = cells(whole)
+        whole["rows"] += [row for row in other["rows"] if (row["length"], row["decay"]) not in measured]
+        whole["wrong"] += other["wrong"]
+        whole["command"] += f"; {other['command']}"
+    return whole | {"command": f"{whole['command']}; {command}"}
+
+
+def cells(result: dict[str, Any]) -> set[tuple[int, str]]:
+    """What a report has measured: (T, decay)."""
+    return {(row["length"], row["decay"]) for row in result["rows"]}
 
 
 def _spawned(rank: int, ranks: int, store: str, options: argparse.Namespace, argv: list[str], statuses: Any) -> None:
@@ -152,9 +161,9 @@ def run(options: argparse.Namespace, argv: list[str], group: dist.ProcessGroup, 
         say("No GPU, so no speeds: errors of the kernels in Triton's interpreter, and what is sent.")
     result: dict[str, Any] = provenance("experiments/benchmark_context.py", argv, options.commit)
     result |= {"method": report.METHOD, "ranks": ranks, "rounds": options.rounds, "checks": [], "rows": [], "wrong": []}
-    result["options"] = {name: getattr(options, name) for name in SAME}
+    result["setup"] = {name: getattr(options, name) for name in SAME} | {"ranks": ranks}
     if options.resume:
-        result = resumed(result, options.output)
+        result = joined([resumed(result, path) for path in options.resume], result["command"])
     elif device.type == "cuda":
         result["bandwidth"] = measure.bandwidth(group)
         say(f"all-to-all: a rank receives {result['bandwidth'] / 1e9:.0f} GB/s")
@@ -179,7 +188,7 @@ def run(options: argparse.Namespace, argv: list[str], group: dist.ProcessGroup, 
             result["checks"].append({"mode": mode, "case": case, "dtype": dtype, "errors": errors})
     if not options.check and not result["wrong"]:
         shapes = options.heads, options.kv_heads, options.head_dim, options.dtype
-        measured = {(row["length"], row["decay"]) for row in result["rows"]}
+        measured = cells(result)
         for workload in workloads(options.lengths, *shapes, options.decays):
             if (workload.length, workload.decay) in measured:
                 continue

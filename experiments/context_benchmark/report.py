@@ -10,8 +10,8 @@ METHOD = {
     "forward": "a whole call on tensors that require gradients, with its plan, exchanges and allocations",
     "backward": "torch.autograd.grad of that call for all of them, with its exchanges and allocations",
     "both": "a forward and its backward in turns",
-    "ms": "median over interleaved rounds, each the slowest rank's mean of calls back to back by CUDA events; "
-    "ms_range: min, max",
+    "ms": "median over interleaved rounds, each the slowest rank's mean of calls back to back by CUDA events, "
+    "of one call where that is longer than a round; ms_range: min, max",
     "speed_over_alone": "time of one GPU with the whole sequence over that of all ranks, same process, same rounds, "
     "skip_tolerance='auto' for both",
     "received": "bytes that all_to_all_single brings to each rank from others; summaries of the plan (gathered) are "

@@ -8,15 +8,15 @@ from typing import Any
 
 
 def resumed(new: dict[str, Any], output: Path | None) -> dict[str, Any]:
-    """The report to go on with: that of --output, if it is there and of the same code, machine and setup; else the new
-    one. The exit status is 1, with a line, if it is of others."""
+    """The report to go on with: the one in that file, if it is there and of the same code, machine and setup; else the
+    new one. The exit status is 1, with a line, if it is of others."""
     if output is None or not output.exists():
         return new
     old = json.loads(output.read_text(encoding="utf-8"))
-    for name in ("commit", "trees", "gpu", "torch", "setup"):
+    for name in ("commit", "trees", "gpu", "torch", "triton", "setup"):
         if old.get(name) != new[name]:
-            sys.exit(f"error: --output: {output.name} has {name} {old.get(name)}, expected {new[name]}; "
-                     "give another file, or remove it")
+            sys.exit(f"error: {output.name} has {name} {old.get(name)}, expected {new[name]}; give another file, or "
+                     "remove it")
     return old
 
 

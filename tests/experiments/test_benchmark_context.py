@@ -52,15 +52,19 @@ def test_the_script_runs_where_there_is_no_gpu(interpreter, tmp_path):
     assert "one process, T24" not in again.stdout
 
 
-def test_a_report_of_other_code_or_options_is_not_resumed(tmp_path):
-    path = tmp_path / "context.json"
-    same = {"gpu": "X", "torch": "2", "triton": "3", "trees": {"decayattn": "a"}, "ranks": 2, "options": {"rounds": 3}}
-    path.write_text(json.dumps(same | {"command": "first", "rows": [1]}))
-    found = benchmark_context.resumed(same | {"command": "second", "rows": []}, path)
-    assert found == same | {"command": "first; second", "rows": [1]}
-    for other in ({"trees": {"decayattn": "b"}}, {"options": {"rounds": 5}}):
-        with pytest.raises(ValueError, match=f"--resume: expected {next(iter(other))}"):
-            benchmark_context.resumed(same | other | {"command": "second"}, path)
+def test_reports_that_were_measured_side_by_side_are_joined():
+    """A length and decay that two have is the first one's."""
+    def measured(command, ms, *cells):
+        rows = [{"length": length, "decay": decay, "ms": ms} for length, decay in cells]
+        return {"command": command, "rows": rows, "wrong": [], "checks": [command]}
+
+    reports = measured("a", 1, (2, "none"), (4, "none")), measured("b", 2, (4, "none"), (4, "-1"))
+    found = benchmark_context.joined(reports, "c")
+    assert found["command"] == "a; b; c"
+    assert found["checks"] == ["a"]
+    assert [(row["length"], row["decay"], row["ms"]) for row in found["rows"]] == [
+        (2, "none", 1), (4, "none", 1), (4, "-1", 2),
+    ]
 
 
 def test_bytes_of_everything():

@@ -117,5 +117,6 @@ def test_a_report_of_other_code_is_not_gone_on_with(tmp_path):
     path = tmp_path / "x.json"
     path.write_text(json.dumps(new | {"rows": [1]}))
     assert resumed(new, path)["rows"] == [1]
-    with pytest.raises(SystemExit, match="has trees"):
-        resumed(new | {"trees": {"decayattn": "1", "experiments": "3"}}, path)
+    for other in ({"trees": {"decayattn": "1", "experiments": "3"}}, {"setup": {"rounds": 3}}):
+        with pytest.raises(SystemExit, match=f"has {next(iter(other))}"):
+            resumed(new | other, path)
