@@ -12,7 +12,7 @@ For one layer, forward and backward, in both modes. Nothing here was run on so m
                1 / P of heads
     transfer = bytes / bandwidth. A halo has as many tokens as at the longest length measured, or all before the last
                slice if that was so there; heads send a token's numbers in proportion to (P − 1) / P² of T. Up to
-               --node ranks the bandwidth is the measured one, beyond that the --network's of one GPU: an assumption
+               --node ranks the bandwidth is taken to be that between those measured, beyond them --network for each GPU
     rest     = what the measured ranks took beyond compute and transfer at the shortest length: plans, launches, waits
 
 Left out: that a halo grows with log T, congestion, and ranks that are slower than others.
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = {
         **origin, "command": command_line("experiments/simulate_context.py", argv), "method": __doc__,
         "measured": options.measured.name, "bandwidth": report["bandwidth"], "network": options.network * 1e9,
-        "node": options.node, "length": options.length, "rows": rows,
+        "node": options.node, "measured_ranks": report["ranks"], "length": options.length, "rows": rows,
     }
     print(table(rows))
     if options.output:
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option("--measured", "JSON file of benchmark_context.py", type=Path)
     option("--length", "tokens T", type=positive)
     option("--ranks", "numbers of GPUs", type=positive, nargs="+")
-    option("--node", "GPUs that the measured bandwidth is between", type=positive, default=8)
+    option("--node", "GPUs that the measured bandwidth is taken to be between", type=positive, default=8)
     option("--network", "GB/s that a GPU receives from other machines; 50 is 400 Gb/s", type=float, default=50.0)
     option("--output", "JSON file", type=Path)
     options = parser.parse_args(argv)

@@ -94,8 +94,9 @@ def simulation(results: Results) -> list[str]:
         lines.append([f"{_decay(decay)}, {mode}", alone, *cells])
     said = (
         f"One layer, T = {report['length']:,}; not run: calculated from {results.link(CONTEXT_FILE, 'the measured')} "
-        f"times and bytes, {report['bandwidth'] / 1e9:.0f} GB/s within {report['node']} GPUs (measured) and "
-        f"{report['network'] / 1e9:.0f} GB/s beyond (assumed) ({results.link(SIMULATION_FILE)})."
+        f"times and bytes, {report['bandwidth'] / 1e9:.0f} GB/s within {report['node']} GPUs (measured between "
+        f"{report['measured_ranks']}) and {report['network'] / 1e9:.0f} GB/s beyond (assumed) "
+        f"({results.link(SIMULATION_FILE)})."
     )
     return [*table(head, lines), "", said]
 

@@ -83,8 +83,10 @@ def _sources(results: Results, source: dict[str, str]) -> Iterator[str]:
     borrowed = [LABELS[kernel].split(",")[0] for kernel in _OTHERS if source.get(kernel) == OTHERS_FILE]
     if borrowed:
         names = " and ".join([", ".join(borrowed[:-1]), borrowed[-1]] if len(borrowed) > 1 else borrowed)
-        launched = " launched from Python," if replayed and not results.load(OTHERS_FILE).get("captured") else ""
-        yield f"{names}:{launched} against cuDNN in a process of its own ({results.link(OTHERS_FILE)})."
+        other = results.load(OTHERS_FILE)
+        elsewhere = f" on an {other['gpu']}," if other["gpu"] != report["gpu"] else ""
+        launched = " launched from Python," if replayed and not other.get("captured") else ""
+        yield f"{names}:{elsewhere}{launched} against cuDNN in a process of its own ({results.link(OTHERS_FILE)})."
 
 
 def ratios(results: Results) -> picture.Ratios:

@@ -56,7 +56,7 @@ def test_the_script(tmp_path, capsys):
         rows.append(about | {"mode": "halo", "ranks": 2, "ms": 0.8 * ms, "received": [0, length * MB // 2]})
         rows.append(about | {"mode": ALONE, "ranks": 1, "ms": ms, "received": None})
     measured = tmp_path / "measured.json"
-    measured.write_text(json.dumps(ORIGIN | {"bandwidth": 1e9, "rows": rows}))
+    measured.write_text(json.dumps(ORIGIN | {"ranks": 2, "bandwidth": 1e9, "rows": rows}))
     argv = ["--measured", str(measured), "--output", str(tmp_path / "out.json"), "--length", "400", "--ranks", "4"]
     assert simulate_context.main(argv) == 0
     [row] = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -69,7 +69,7 @@ def test_tables_of_the_page(tmp_path):
     results = Results(tmp_path)
     rows = [simulate(replace(x, direction=way), 400, 4, 1e9, 1e8, 8) for x in (QUADRATIC, LINEAR)
             for way in ("forward", "backward")]
-    report = ORIGIN | {"length": 400, "bandwidth": 1e9, "network": 1e8, "node": 8, "rows": rows}
+    report = ORIGIN | {"length": 400, "bandwidth": 1e9, "network": 1e8, "node": 8, "measured_ranks": 2, "rows": rows}
     (tmp_path / several_gpus.SIMULATION_FILE).write_text(json.dumps(report))
     text = several_gpus.simulation(results)
     assert "| no decay, halo | 1,600 / 1,600 | 1,000 / 1,000 (2 / 2) |" in text
