@@ -249,7 +249,7 @@ def check_arguments(
     _check_scale(scale, q, "(B, T_q, H)")
     check_window(window_size)
     _check_sink(sink, q)
-    _check_bias(bias, q, k)
+    check_bias(bias, q, q.shape[1], k)
     check_skip_tolerance(skip_tolerance)
     given = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
     for name, lengths in given.items():
@@ -525,7 +525,8 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
         )
 
 
-def _check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
+def check_bias(bias: Tensor | None, q: Tensor, rows: int, k: Tensor, keys: int | None = None) -> None:
+    """Refuse what is no bias of so many rows and keys, by default those of k."""
     if bias is None:
         return
     if not isinstance(bias, Tensor):
@@ -538,7 +539,7 @@ def _check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
         )
     if bias.device != q.device:
         raise ValueError(f"bias: expected the device of q, {q.device}, got {bias.device}")
-    scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    scores = (q.shape[0], q.shape[2], rows, k.shape[1] if keys is None else keys)
     if not _broadcasts(bias.shape, scores):
         swapped = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         raise ValueError(

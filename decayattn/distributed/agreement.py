@@ -1,8 +1,10 @@
 """Ranks that call with different options: an error that names the option, where they would wait for one another."""
 
+import contextlib
 import functools
 import hashlib
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,8 @@ from decayattn.distributed.exchange import gather, on_device
 # options of a call that are compared, at most: the first collective has the same size whatever they are
 _MOST = 32
 _REFUSED = -1
+# options of a group that are remembered: lengths may be others in every step
+_REMEMBERED = 4096
 # groups, and the options on which their ranks have been seen to agree
 _agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]]" = weakref.WeakKeyDictionary()
 
@@ -32,13 +36,20 @@ def check(options: tuple[Option, ...], group: dist.ProcessGroup, device: torch.d
 
     Raises:
         ValueError: names what differs, and the ranks.
-        RuntimeError: another rank has refused its arguments.
+        RuntimeError: another rank has refused its arguments; or a CUDA graph is captured, and no call before it had
+            these options.
     """
     digests = _digests(options)
+    agreed = _agreed.setdefault(group, set())
+    known = device.type != "cpu" and digests in agreed
+    if device.type == "cuda" and not known and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "context_parallel_attention: a CUDA graph expects a call with the same options before it is captured, "
+            "gradients asked for or not included"
+        )
     own = on_device(digests, device)
     everyone = gather(own, dist.get_world_size(group), group)
-    agreed = _agreed.setdefault(group, set())
-    if device.type != "cpu" and digests in agreed:
+    if known:
         compatibility.assert_on_device(
             (everyone == own).all(), "context_parallel_attention: ranks call with different options"
         )
@@ -54,12 +65,24 @@ def check(options: tuple[Option, ...], group: dist.ProcessGroup, device: torch.d
                 f"{name}: expected the same on every rank of the group, got {value!r} on rank {rank} and something "
                 f"else on {_ranks(others)}"
             )
+    if len(agreed) >= _REMEMBERED:
+        agreed.clear()
     agreed.add(digests)
 
 
-def refuse(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Tell the other ranks, which are in `check`, that this one has refused its arguments."""
-    gather(on_device((_REFUSED,) * _MOST, device), dist.get_world_size(group), group)
+@contextlib.contextmanager
+def telling(group: dist.ProcessGroup, x: object) -> Iterator[None]:
+    """Where this rank refuses arguments: the other ranks, which are or will be in `check`, are told so. x: what they
+    have on the device of its collectives, if it is a tensor."""
+    try:
+        yield
+    except Exception:  # whatever it is, they would wait
+        of_group = "cuda" if "nccl" in str(dist.get_backend_config(group)) else "cpu"
+        device = x.device if isinstance(x, torch.Tensor) else torch.device(of_group)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        gather(on_device((_REFUSED,) * _MOST, device), dist.get_world_size(group), group)
+        raise
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,7 +1,8 @@
 """The public function and the layer's handle: their contract, the checks, and the call of a mode."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -18,8 +19,10 @@ from decayattn.functional import autocast, per_head, per_row
 from decayattn.problem import (
     AttentionProblem,
     BackendName,
+    Inputs,
     SkipTolerance,
     check_arguments,
+    check_bias,
     check_bool,
     check_count,
     check_offsets,
@@ -107,17 +110,17 @@ def context_parallel_attention(
 
     Raises:
         TypeError, ValueError: for every bad argument, by name, and where the ranks' options differ.
-        RuntimeError: where other ranks refuse their arguments; for a planned halo in a CUDA graph; under torch.compile
-            with fullgraph=True.
+        RuntimeError: where other ranks refuse their arguments; in a CUDA graph for a planned halo and for options that
+            no call before it had; under torch.compile with fullgraph=True.
     """
-    if unknown:
-        keywords.refuse(context_parallel_attention, unknown)
     group = _checked_group(group)
     only_heads = {
         "causal": causal, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q,
         "leftpad_k": leftpad_k,
     }
-    try:
+    with agreement.telling(group, q):
+        if unknown:
+            keywords.refuse(context_parallel_attention, unknown)
         q, k, v = autocast(q, k, v)
         check_arguments(
             q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k,
@@ -128,28 +131,27 @@ def context_parallel_attention(
         slices = _checked_slices(q, k, lengths, group)
         packed = _checked_packed(q, slices, cu_seqlens, max_seqlen)
         _check_mode(mode, reach, q, slices, only_heads, packed)
+        check_bias(bias, q, sum(slices.lengths), k, sum(slices.lengths))
         log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-        window = window_of(window_size, causal)
+        window, reach = window_of(window_size, causal), None if reach is None else integer(reach)
         problem = AttentionProblem.of(
             q, v, log_decay, row_scale, causal, window, skip_tolerance=tolerance_of(skip_tolerance, q.dtype)
         )
         runs_kernels = registry.select(problem, backend) != "reference"
-    except (TypeError, ValueError):
-        if isinstance(q, Tensor):
-            agreement.refuse(group, q.device)
-        raise
+        kernels: str | None = None
+        if runs_kernels and mode == "halo" and packed is None:
+            # of the backend that takes the slice on its own; it may refuse these very tensors
+            inputs = Inputs(q, k, v, log_decay, row_scale, sink=sink, scale=number)
+            kernels = registry.resolve(problem, backend, inputs)
+    differentiable = q, k, v, log_decay, row_scale, sink, bias
     options = (
-        Option("mode", mode), Option("lengths", slices.lengths), Option("reach", reach),
-        Option("q", (problem.dtype, problem.batch, problem.num_heads, problem.head_dim)),
-        Option("k", (problem.num_kv_heads, problem.head_dim)), Option("v", problem.value_dim),
-        Option("log_decay", None if log_decay is None else (problem.decay, log_decay.dtype)),
-        Option("scale", "one per row" if row_scale is not None else number), Option("causal", causal),
-        Option("window_size", window), Option("sink", sink is not None),
-        Option("cu_seqlens", None if packed is None else packed.cu_seqlens_k.shape[0]),
-        Option("max_seqlen", None if packed is None else packed.longest_key), Option("return_lse", return_lse),
-        Option("skip_tolerance", problem.skip_tolerance), Option("backend", (backend, runs_kernels)),
-        Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, (q, k, v, log_decay, row_scale)))),
-        *(Option(name, x is not None) for name, x in only_heads.items() if name != "causal"),
+        Option("mode", mode), Option("reach", reach),
+        *_compared(slices, problem, log_decay, row_scale, number, window, packed),
+        Option("causal", causal), Option("sink", sink is not None), Option("return_lse", return_lse),
+        Option("backend", (backend, runs_kernels)),
+        Option("bias", None if bias is None else (tuple(bias.shape), bias.dtype)),
+        Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, differentiable))),
+        *(Option(name, x is not None) for name, x in only_heads.items() if name not in ("causal", "bias")),
     )
     agree = functools.partial(agreement.check, options, group, q.device)
     scale = number if row_scale is None else row_scale
@@ -161,7 +163,7 @@ def context_parallel_attention(
         return heads.attention(slices, q, k, v, log_decay, scale, packed, return_lse, call)
     sight = fetching.Sight(window[0], reach, cu_seqlens)
     return halo.attention(
-        slices, problem, q, k, v, log_decay, scale, sight, packed, runs_kernels, return_lse, call, agree
+        slices, problem, q, k, v, log_decay, scale, sight, packed, runs_kernels, kernels, return_lse, call, agree
     )
 
 
@@ -184,7 +186,13 @@ class ContextParallel(NamedTuple):
     def first_token(self, length: int) -> int:
         """Where this rank's slice begins, if it has so many tokens."""
         rank = dist.get_rank(self.group)
-        return rank * length if self.lengths is None else sum(self.lengths[:rank])
+        return rank * length if self.lengths is None else sum(_checked_lengths(self.lengths)[:rank])
+
+    def telling(self, x: Tensor) -> AbstractContextManager[None]:
+        """In which a layer refuses its arguments: the other ranks, which wait for this one in `attend`, are told so."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return nullcontext()
+        return agreement.telling(_checked_group(self.group), x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, **options: Any) -> Tensor:
         """context_parallel_attention with these settings."""
@@ -222,21 +230,41 @@ def fetched_tokens(
         TypeError, ValueError: for every bad argument, by name, and where the Triton kernels cannot run.
     """
     group = _checked_group(group)
-    q, k = autocast(q, k)
-    check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
-    slices = _checked_slices(q, k, lengths, group)
-    _checked_packed(q, slices, cu_seqlens, None)
-    log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-    problem = AttentionProblem.of(
-        q, k, log_decay, row_scale, True, skip_tolerance=tolerance_of(skip_tolerance, q.dtype)
-    )
-    registry.select(problem, "triton")
-    sight = fetching.Sight(window_of(window_size, True)[0], None, cu_seqlens)
+    with agreement.telling(group, q):
+        q, k = autocast(q, k)
+        check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
+        slices = _checked_slices(q, k, lengths, group)
+        packed = _checked_packed(q, slices, cu_seqlens, None)
+        log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
+        problem = AttentionProblem.of(
+            q, k, log_decay, row_scale, True, skip_tolerance=tolerance_of(skip_tolerance, q.dtype)
+        )
+        registry.select(problem, "triton")
+    window = window_of(window_size, True)
+    agreement.check(_compared(slices, problem, log_decay, row_scale, number, window, packed), group, q.device)
+    sight = fetching.Sight(window[0], None, cu_seqlens)
     tolerance = problem.skip_tolerance / fetching.shares(problem)
     scale = number if row_scale is None else row_scale
     fetch = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance).wait()
     offsets = torch.tensor(slices.offsets[:-1], device=q.device)
     return offsets[:, None, None] - fetch.first
+
+
+def _compared(
+    slices: Slices, problem: AttentionProblem, log_decay: Tensor | None, row_scale: Tensor | None, number: float,
+    window: tuple[int, int], packed: Packed | None,
+) -> tuple[Option, ...]:
+    """What every call of a group has in common."""
+    return (
+        Option("lengths", slices.lengths),
+        Option("q", (problem.dtype, problem.batch, problem.num_heads, problem.head_dim)),
+        Option("k", (problem.num_kv_heads, problem.head_dim)), Option("v", problem.value_dim),
+        Option("log_decay", None if log_decay is None else (problem.decay, log_decay.dtype)),
+        Option("scale", "one per row" if row_scale is not None else number), Option("window_size", window),
+        Option("cu_seqlens", None if packed is None else packed.cu_seqlens_k.shape[0]),
+        Option("max_seqlen", None if packed is None else packed.longest_key),
+        Option("skip_tolerance", problem.skip_tolerance),
+    )
 
 
 def _requires_grad(x: Tensor | None) -> bool:
@@ -252,11 +280,20 @@ def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
+def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(lengths, Iterable) or isinstance(lengths, str):
+        raise TypeError(f"lengths: expected a number of tokens for each rank, got {lengths!r}")
+    numbers = tuple(lengths)
+    for number in numbers:
+        check_count("lengths", number)
+    return tuple(map(integer, numbers))
+
+
 def _checked_slices(q: Tensor, k: Tensor, lengths: Sequence[int] | None, group: dist.ProcessGroup) -> Slices:
     rank, ranks, own = dist.get_rank(group), dist.get_world_size(group), q.shape[1]
     if k.shape[1] != own:
         raise ValueError(f"k: expected the sequence length of q, {own}, got {k.shape[1]}")
-    found = (own,) * ranks if lengths is None else tuple(map(integer, lengths))
+    found = (own,) * ranks if lengths is None else _checked_lengths(lengths)
     if len(found) != ranks or found[rank] != own or min(found) < 0:
         raise ValueError(
             f"lengths: expected the number of tokens of each of {ranks} ranks, with {own} for rank {rank}, got {found}"

@@ -42,9 +42,22 @@ def _offsets(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *itertools.accumulate(lengths))
 
 
-@functools.lru_cache(maxsize=64)
+# what CUDA graphs read: it has to stay where it is as long as they may be replayed
+_of_graphs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """int64; kept, because a copy of new numbers to a GPU waits for it."""
+    if compatibility.has_observers():  # who may want to have a tensor of another kind
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    kept = _kept(numbers, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _of_graphs.setdefault((numbers, device), kept)
+    return kept
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 

@@ -23,10 +23,11 @@ from decayattn.problem import AttentionProblem, Inputs
 
 def attention(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None,
-    scale: Tensor | float, sight: Sight, packed: Packed | None, runs_kernels: bool, return_lse: bool,
-    options: dict[str, Any], agree: Callable[[], None],
+    scale: Tensor | float, sight: Sight, packed: Packed | None, runs_kernels: bool, kernels: str | None,
+    return_lse: bool, options: dict[str, Any], agree: Callable[[], None],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """An exchange, and one call or two; problem is the slice on its own, and the eager reference skips nothing.
+    kernels: the backend that takes that slice, if kernels do and it is not packed.
 
     agree is called before the first collective, behind what can be launched without one.
     """
@@ -41,11 +42,9 @@ def attention(
     row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
     key_decay = None
     with torch.no_grad():
-        if planned and packed is None:  # once for the plan and for the rows that need no halo
+        if planned and kernels is not None:  # once for the plan and for the rows that need no halo
             inputs = Inputs(q, k, v, log_decay, row_scale, scale=number)
-            # of the backend that takes the slice on its own
-            backend = registry.loaded(registry.resolve(problem, options["backend"], inputs))
-            key_decay = backend.decay_of_keys(problem, inputs)
+            key_decay = registry.loaded(kernels).decay_of_keys(problem, inputs)
         prefix = None if key_decay is None else key_decay.prefix
         pending = fetch(slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0, agree, prefix)
     options = options | {"skip_tolerance": tolerance or None}

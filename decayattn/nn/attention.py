@@ -197,15 +197,15 @@ class DecayFlashAttention(nn.Module):
             TypeError, ValueError: for every bad argument, by name, and where the tokens do not fit in the cache.
             RuntimeError: with a cache where a gradient would be needed.
         """
-        self._check_input(x)
+        begin = 0
+        if self.context is None:
+            self._check_arguments(x, padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths)
+        else:
+            with self.context.telling(x):
+                self._check_arguments(x, padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths)
+                begin = self.context.first_token(x.shape[1])
         if self.tensor_mesh is not None:
             x = replicated(x, self.tensor_mesh)
-        if cache is not None:
-            self._check_cache(x, cache)
-        elif new_lengths is not None:
-            raise ValueError("new_lengths: expected only with a cache")
-        self._check_sequences(x, padding_mask, cu_seqlens, max_seqlen, resets, cache)
-        begin = 0 if self.context is None else self.context.first_token(x.shape[1])
         padding: Tensor | None = None
         bounds: dict[str, Any] = {}
         if padding_mask is not None:
@@ -325,6 +325,17 @@ class DecayFlashAttention(nn.Module):
             raise ValueError(f"x: expected shape (B, T, embed_dim = {self.embed_dim}), got {tuple(x.shape)}")
         if not x.is_floating_point():
             raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
+
+    def _check_arguments(
+        self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
+        resets: Tensor | None, cache: DecayCache | None, new_lengths: Tensor | None,
+    ) -> None:
+        self._check_input(x)
+        if cache is not None:
+            self._check_cache(x, cache)
+        elif new_lengths is not None:
+            raise ValueError("new_lengths: expected only with a cache")
+        self._check_sequences(x, padding_mask, cu_seqlens, max_seqlen, resets, cache)
 
     def _check_sequences(
         self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,

@@ -1,12 +1,16 @@
 """Context parallelism: every result and gradient of several ranks against one process."""
 
+import math
 
+import numpy as np
 import pytest
 import torch
+from distributed_cases import Unreadable
 from distributed_pool import DIED, Pool
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from decayattn import DecayFlashAttention
-from decayattn.distributed import ContextParallel, context_parallel_attention
+from decayattn.distributed import ContextParallel, context_parallel_attention, exchange
 
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 # all in one process, which has the pool
@@ -217,6 +221,8 @@ def test_a_forward_and_a_backward_have_one_exchange_each_way(pool):
         ("backend", {}, dict(backend="reference")),
         ("log_decay", {}, dict(log_decay=None)),
         ("sink", {}, dict(sink=torch.zeros(4))),
+        ("requires_grad", dict(mode="heads", sink=torch.zeros(4)), dict(sink=torch.ones(4, requires_grad=True))),
+        ("bias", dict(mode="heads", bias=torch.zeros(1)), dict(bias=torch.zeros(1, 1))),
         ("lengths", {}, dict(lengths="halved")),
     ],
 )
@@ -249,10 +255,47 @@ def test_options_that_come_to_differ_are_named(pool):
         pool.run("distributed_cases.twice", mode, ranks=2, seconds=30)
 
 
-def test_a_refusal_on_one_rank_ends_the_others(pool):
-    *others, (own, _) = pool.outcomes("distributed_cases.call", {}, dict(log_decay="half"), seconds=30)
-    assert "TypeError: log_decay: expected float32" in own
+@pytest.mark.parametrize(
+    ("of_last_rank", "refused"),
+    [
+        (dict(log_decay="half"), "TypeError: log_decay: expected float32"),
+        (dict(q=None), "TypeError: q: expected a torch.Tensor, got None"),
+        (dict(softmax_scale=1.0), "TypeError: softmax_scale: unexpected keyword argument"),
+        (dict(lengths=[6, 6, 6, math.inf]), "TypeError: lengths: expected an int, got inf"),
+        (dict(mode="heads", bias=torch.zeros(4, 1, 6)), "ValueError: bias: expected a tensor broadcastable to"),
+        (dict(scale=Unreadable()), "ZeroDivisionError"),
+    ],
+)
+def test_a_refusal_on_one_rank_ends_the_others(pool, of_last_rank, refused):
+    *others, (own, _) = pool.outcomes("distributed_cases.call", {}, of_last_rank, seconds=30)
+    assert refused in own
     assert all("RuntimeError: context_parallel_attention: its arguments were refused on rank 3" in x for x, _ in others)
+
+
+@pytest.mark.parametrize(
+    ("of_last_rank", "refused"),
+    [
+        (dict(width=17), "ValueError: x: expected shape (B, T, embed_dim = 16)"),
+        (dict(resets=torch.zeros(1, 5, dtype=torch.bool)), "ValueError: resets: expected shape (B, T)"),
+        (dict(lengths=5), "TypeError: lengths: expected a number of tokens for each rank, got 5"),
+    ],
+)
+def test_what_a_layer_refuses_on_one_rank_ends_the_others(pool, of_last_rank, refused):
+    (other, _), (own, _) = pool.outcomes("distributed_cases.layer_call", of_last_rank, ranks=2, seconds=30)
+    assert refused in own
+    assert "RuntimeError: context_parallel_attention: its arguments were refused on rank 1" in other
+
+
+def test_ranks_that_say_the_same_in_other_types_agree(pool):
+    pool.run("distributed_cases.call", dict(reach=3), dict(reach=np.int64(3), lengths=np.full(2, 12)), ranks=2)
+
+
+def test_fetched_tokens_are_told_on_all_ranks_or_none(pool, interpreter):
+    for error, _ in pool.outcomes("distributed_cases.would_fetch", dict(scale=0.5), ranks=2, seconds=30):
+        assert "ValueError: scale: expected the same on every rank" in error
+    (other, _), (own, _) = pool.outcomes("distributed_cases.would_fetch", dict(scale="x"), ranks=2, seconds=30)
+    assert "TypeError: scale: expected None, a number or a tensor" in own
+    assert "its arguments were refused on rank 1" in other
 
 
 @pytest.mark.slow
@@ -274,6 +317,10 @@ def test_a_rank_that_dies_ends_the_others(interpreter):
         (dict(reach=1.5), "TypeError: reach: expected an int"),
         (dict(reach=1, mode="heads"), "ValueError: reach: expected only with mode='halo'"),
         (dict(lengths=[6, 6]), "ValueError: lengths: expected the number of tokens of each of 2 ranks, with 12"),
+        (dict(lengths=[12.0, 12.0]), "TypeError: lengths: expected an int, got 12.0"),
+        (dict(lengths="44"), "TypeError: lengths: expected a number of tokens for each rank, got '44'"),
+        (dict(mode="heads", bias=torch.zeros(2, 1, 24)), "ValueError: bias: expected a tensor broadcastable to (B, H,"),
+        (dict(mode="heads", bias=1.0), "TypeError: bias: expected None or a tensor, got 1.0"),
         (dict(max_seqlen=4), "ValueError: max_seqlen: expected only with cu_seqlens"),
         (dict(cu_seqlens=torch.tensor([0, 24])), "ValueError: q: expected shape (1, T, H, D) with cu_seqlens"),
         (dict(cu_seqlens=[0, 24]), "TypeError: cu_seqlens: expected a torch.Tensor"),
@@ -349,6 +396,27 @@ def test_a_layer_with_a_context_refuses_padding_and_caches():
         layer(x, cache=layer.make_cache(1, 8))
 
 
+# Constants of calls on their device
+
+
+def test_what_a_cuda_graph_reads_is_kept(monkeypatch):
+    """However many other constants calls ask for meanwhile."""
+    device, numbers = torch.device("cuda", 0), (1, 2, 3)
+    monkeypatch.setattr(exchange, "_kept", lambda numbers, device: torch.tensor(numbers))
+    monkeypatch.setattr(exchange, "_of_graphs", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert exchange.on_device(numbers, device) is not exchange.on_device(numbers, device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert exchange.on_device(numbers, device) is exchange.on_device(numbers, device)
+
+
+def test_constants_of_a_dispatch_mode_are_not_those_of_calls():
+    with FakeTensorMode():
+        fake = exchange.on_device((7, 5, 3), torch.device("cpu"))
+    assert isinstance(fake, FakeTensor)
+    assert exchange.on_device((7, 5, 3), torch.device("cpu")).tolist() == [7, 5, 3]
+
+
 # On GPUs
 
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
@@ -400,6 +468,13 @@ def test_options_that_differ_are_named_by_gpus(gpus, mode):
 @pytest.mark.parametrize(("mode", "options"), [("heads", {}), ("halo", dict(reach=100))])
 def test_a_cuda_graph_holds_what_needs_no_plan(gpus, mode, options):
     assert gpus.run("distributed_cases.captured", mode, options) == [0.0, 0.0]
+
+
+@needs_gpus
+def test_a_cuda_graph_expects_a_call_before_it():
+    with Pool(2, "cuda") as own:
+        for error, _ in own.outcomes("distributed_cases.captured", "heads", {}, before=0, seconds=60):
+            assert "RuntimeError: context_parallel_attention: a CUDA graph expects a call with the same" in error
 
 
 @needs_gpus

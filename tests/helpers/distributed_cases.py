@@ -16,6 +16,7 @@ from decayattn import DecayFlashAttention, compatibility, decay_attention, decay
 from decayattn.distributed import (
     ContextParallel,
     context_parallel_attention,
+    exchange,
     fetched_tokens,
     fetching,
     local,
@@ -302,13 +303,37 @@ def call(group, options=None, of_last_rank=None, *, length=24, **inputs):
     if rank == ranks - 1:
         arguments |= of_last_rank or {}
     # functions have no way to other processes
-    if arguments.get("lengths") == "halved":
+    if isinstance(arguments.get("lengths"), str) and arguments["lengths"] == "halved":
         arguments |= {name: arguments[name][:, ::2] for name in ("q", "k", "v", "log_decay")} | {"lengths": None}
     if arguments["log_decay"] is not None and isinstance(arguments["log_decay"], str):
         arguments["log_decay"] = inputs["log_decay"][:, :part].half()
     if isinstance(arguments["k"], str):
         arguments |= {name: inputs[name][:, : part // 2] for name in ("k", "v")} | {"log_decay": -0.1}
     context_parallel_attention(**{"group": group} | arguments)
+
+
+class Unreadable:
+    """No number, and no other argument."""
+
+    def __repr__(self):
+        return str(1 // 0)
+
+
+def layer_call(group, of_last_rank):
+    """A layer's call, of which the last rank has another x or other options."""
+    options = of_last_rank if dist.get_rank(group) == dist.get_world_size(group) - 1 else {}
+    layer = DecayFlashAttention(16, 4)
+    layer.context = ContextParallel(group, lengths=options.get("lengths"))
+    layer(torch.zeros(1, 4, options.get("width", 16)), resets=options.get("resets"))
+
+
+def would_fetch(group, of_last_rank):
+    """fetched_tokens, of which the last rank has other options."""
+    inputs, _, _ = make(length=12, dtype=torch.float32)
+    arguments = {name: inputs[name] for name in ("q", "k", "log_decay")}
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
+        arguments |= of_last_rank
+    fetched_tokens(**arguments, group=group)
 
 
 def collectives(group, options, **inputs):
@@ -467,8 +492,9 @@ def fetched_on_gpus(group, mean):
     return fetched_tokens(**own, group=group).tolist()
 
 
-def captured(group, mode, options):
-    """The largest difference between a CUDA graph's results and a call's, on inputs that came after the capture."""
+def captured(group, mode, options, before=3):
+    """The largest difference between a CUDA graph's results and a call's, on inputs that came after the capture; so
+    many calls were before it. Constants that were made on the GPU for calls are not kept beside those of the graph."""
     torch.manual_seed(dist.get_rank(group))
     q, k, v = torch.randn(3, 1, 256, 4, 64, dtype=torch.bfloat16, device="cuda")
     log_decay = -torch.rand(1, 256, 4, device="cuda")
@@ -479,13 +505,16 @@ def captured(group, mode, options):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(before):
             attend()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attend()
+    exchange._kept.cache_clear()
+    others = [torch.full((64,), -1, dtype=torch.int64, device="cuda") for _ in range(64)]  # where they were
     q.normal_()
     k.normal_()
     graph.replay()
+    del others
     return float((out - attend()).abs().max())
