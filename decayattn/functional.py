@@ -157,21 +157,21 @@ def decay_attention(
     """
     if unknown:
         keywords.refuse(decay_attention, unknown)
+    q, k, v = autocast(q, k, v)
     if sharding.any_dtensor(
         q, k, v, log_decay, scale, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k
     ):
         return sharding.attention(
             decay_attention,
+            check_arguments,
             dict(
                 q=q, k=k, v=v, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q,
                 seqused_k=seqused_k, leftpad_q=leftpad_q, leftpad_k=leftpad_k,
             ),
-            dict(
-                causal=causal, window_size=window_size, return_lse=return_lse, skip_tolerance=skip_tolerance,
-                backend=backend,
-            ),
+            dict(causal=causal, window_size=window_size, skip_tolerance=skip_tolerance),
+            return_lse=return_lse,
+            backend=backend,
         )
-    q, k, v = autocast(q, k, v)
     check_bool("return_lse", return_lse)
     check_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
@@ -252,19 +252,22 @@ def decay_attention_varlen(
     """
     if unknown:
         keywords.refuse(decay_attention_varlen, unknown)
+    q, k, v = autocast(q, k, v)
     if sharding.any_dtensor(q, k, v, log_decay, scale, sink, cu_seqlens_q, cu_seqlens_k):
         return sharding.attention(
             decay_attention_varlen,
+            check_packed_arguments,
             dict(
                 q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k,
             ),
             dict(
                 max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window_size=window_size,
-                return_lse=return_lse, skip_tolerance=skip_tolerance, backend=backend,
+                skip_tolerance=skip_tolerance,
             ),
+            return_lse=return_lse,
+            backend=backend,
         )
-    q, k, v = autocast(q, k, v)
     check_bool("return_lse", return_lse)
     check_packed_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,

@@ -47,14 +47,19 @@ def is_dtensor(value: object) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
-def attention(function: Callable, tensors: dict[str, Any], options: dict[str, Any]) -> Any:
-    """function(**tensors, **options) of every rank's batch entries or heads, as DTensors.
+def attention(
+    function: Callable, check: Callable, tensors: dict[str, Any], options: dict[str, Any], **unchecked: Any
+) -> Any:
+    """function(**tensors, **options, **unchecked) of every rank's batch entries or heads, as DTensors.
 
     Args:
         function: decay_attention or decay_attention_varlen.
+        check: check(**tensors, **options) refuses what the function does, by the global shapes. Parts of a tensor that
+            does not fit as a whole may fit one another, and broadcast.
         tensors: the arguments that may be tensors, by name. How q is sharded decides; the others are sharded alike or
             replicated, and are cut up where they are replicated.
         options: the others.
+        unchecked: those of them that the check does not take.
 
     Returns:
         What the function returns, sharded as q is.
@@ -63,19 +68,22 @@ def attention(function: Callable, tensors: dict[str, Any], options: dict[str, An
         TypeError, ValueError: for what cannot be done rank by rank, by name.
     """
     axes = _DENSE if "cu_seqlens_q" not in tensors else _PACKED
-    q, k = (_checked(name, tensors[name], None) for name in ("q", "k"))
-    mesh = q.device_mesh
-    splits = [_split_of(placement, axes["q"]) for placement in q.placements]
-    for axis, name, tensor in (("batch", "q", q), ("heads", "k", k)):
+    mesh = _checked("q", tensors["q"], None).device_mesh
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            _checked(name, tensor, mesh)
+    check(**tensors, **options)
+    splits = [_split_of(placement, axes["q"]) for placement in tensors["q"].placements]
+    for axis, name in (("batch", "q"), ("heads", "k")):
         ranks = math.prod(mesh.size(dim) for dim, split in enumerate(splits) if split == axis)
-        if axis not in splits or tensor.ndim != len(axes[name]):
+        if axis not in splits:
             continue
-        size = tensor.shape[axes[name].index(axis)]
+        size = tensors[name].shape[axes[name].index(axis)]
         if size % ranks:
             what = "a batch" if axis == "batch" else "heads (H_kv)"
             raise ValueError(f"{name}: expected {what} in a multiple of the {ranks} ranks that share them, got {size}")
-    local = {name: _local(name, tensor, axes[name], splits, mesh) for name, tensor in tensors.items()}
-    results = function(**local, **options)
+    local = {name: _local(name, tensor, axes[name], splits) for name, tensor in tensors.items()}
+    results = function(**local, **options, **unchecked)
     if not isinstance(results, tuple):
         return _global(results, axes["out"], splits, mesh)
     return tuple(_global(x, axes[name], splits, mesh) for x, name in zip(results, ("out", "lse"), strict=True))
@@ -140,18 +148,13 @@ def _checked(name: str, tensor: object, mesh: "DeviceMesh | None") -> "DTensor":
     return tensor  # type: ignore[return-value]
 
 
-def _local(
-    name: str, value: Any, axes: Sequence[str], splits: Sequence[str | None], mesh: "DeviceMesh"
-) -> Any:
-    """This rank's part of an argument."""
-    if not isinstance(value, Tensor):
-        return value
+def _local(name: str, tensor: Any, axes: Sequence[str], splits: Sequence[str | None]) -> Any:
+    """This rank's part of an argument, which was checked."""
+    if not is_dtensor(tensor):
+        return tensor
     from torch.distributed.tensor import Partial
 
-    tensor = _checked(name, value, mesh)
-    if tensor.ndim > len(axes):
-        return tensor.to_local()  # the function refuses its number of dimensions
-    wanted = _placements(axes[len(axes) - tensor.ndim :], splits, tensor.shape)
+    wanted = _placements(axes[len(axes) - tensor.ndim :], splits, tensor.device_mesh, tensor.shape)
     for have, want in zip(tensor.placements, wanted, strict=True):
         if not have.is_replicate() and have != want:
             raise ValueError(f"{name}: expected {want} or Replicate() beside q, got {have}")
@@ -162,16 +165,19 @@ def _local(
     return _to_local(tensor, wanted, gradient)
 
 
-def _placements(axes: Sequence[str], splits: Sequence[str | None], shape: Sequence[int] | None = None) -> list:
-    """How a tensor of these axes is sharded where q is split so. An axis of 1 is broadcast, and replicated."""
+def _placements(
+    axes: Sequence[str], splits: Sequence[str | None], mesh: "DeviceMesh", shape: Sequence[int] | None = None
+) -> list:
+    """How a tensor of these axes is sharded where q is split so. An axis of 1 is broadcast to several ranks, and
+    replicated; a single rank may have it sharded, as q is."""
     from torch.distributed.tensor import Replicate, Shard
 
-    def of(split: str | None) -> Any:
-        if split not in axes or (shape is not None and shape[axes.index(split)] == 1):
+    def of(dim: int, split: str | None) -> Any:
+        if split not in axes or (shape is not None and shape[axes.index(split)] == 1 and mesh.size(dim) > 1):
             return Replicate()
         return Shard(axes.index(split))
 
-    return [of(split) for split in splits]
+    return [of(dim, split) for dim, split in enumerate(splits)]
 
 
 def _to_local(tensor: "DTensor", placements: Sequence, gradient: Sequence) -> Tensor:
@@ -183,4 +189,4 @@ def _to_local(tensor: "DTensor", placements: Sequence, gradient: Sequence) -> Te
 def _global(x: Tensor, axes: Sequence[str], splits: Sequence[str | None], mesh: "DeviceMesh") -> "DTensor":
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(x, mesh, _placements(axes, splits), run_check=False)
+    return DTensor.from_local(x, mesh, _placements(axes, splits, mesh), run_check=False)

@@ -110,6 +110,60 @@ def test_packed_sequences_are_divided_by_heads(ranks):
     assert max(ranks(packed, ranks.device)) < 1e-5
 
 
+def on_one_rank(device: str, ranks: tuple[int, int], sizes: tuple[int, int, int]) -> float:
+    """The worst error of out and gradients where an axis of q, k or v that is 1 is sharded by a mesh axis of 1."""
+    batch, heads, kv_heads = sizes
+    mesh = init_device_mesh(device, ranks)
+    generate = lambda *shape: torch.randn(*shape, dtype=torch.float64, device=device)  # noqa: E731
+    shapes = {
+        "q": (batch, T, heads, D), "k": (batch, T, kv_heads, D), "v": (batch, T, kv_heads, D),
+        "log_decay": (1, T, heads), "scale": (1, T, 1), "sink": (heads,), "bias": (batch, 1, T, T),
+    }
+    plain = {name: (-generate(*shape).abs()).requires_grad_() for name, shape in shapes.items()}
+    cut = {"log_decay": [Replicate(), Shard(2)], "sink": [Replicate(), Shard(0)]}
+    cut |= {name: [Shard(0), Shard(2)] for name in ("q", "k", "v")}
+    given = {
+        name: distribute_tensor(x.detach(), mesh, cut.get(name, [Replicate()] * 2)).requires_grad_()
+        for name, x in plain.items()
+    }
+    expected, out = (decay_attention(**inputs, backend="reference") for inputs in (plain, given))
+    assert out.placements == (Shard(0), Shard(2))
+    weight = generate(*expected.shape)
+    (expected * weight).sum().backward()
+    (out.full_tensor() * weight).sum().backward()
+    pairs = [(out, expected), *((given[name].grad, x.grad) for name, x in plain.items())]
+    return max(float((ours.full_tensor() - theirs).detach().abs().max()) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        pytest.param((1, 2), (1, 4, 2), id="a batch of 1 beside heads on two ranks"),
+        pytest.param((1, 2), (2, 4, 2), id="a batch that a decay is broadcast to"),
+        pytest.param((2, 1), (2, 4, 1), id="one key head beside a batch on two ranks"),
+        pytest.param((2, 1), (2, 1, 1), id="one head beside a batch on two ranks"),
+    ],
+)
+def test_an_axis_of_1_may_be_sharded_over_one_rank(ranks, mesh, sizes):
+    assert max(ranks(on_one_rank, ranks.device, mesh, sizes)) < 1e-12
+
+
+def under_autocast(device: str) -> float:
+    mesh = init_device_mesh(device, (2,))
+    q, k, v = (torch.randn(B, T, heads, D, device=device) for heads in (H, H_KV, H_KV))
+    k = k.bfloat16()
+    with torch.autocast(device, torch.bfloat16):
+        expected = decay_attention(q, k, v, -0.1, backend="reference")
+        sharded = (distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v))
+        out = decay_attention(*sharded, -0.1, backend="reference")
+    assert out.dtype == torch.bfloat16
+    return float((out.full_tensor() - expected).abs().max())
+
+
+def test_autocast_casts_before_dtypes_are_compared(ranks):
+    assert max(ranks(under_autocast, ranks.device)) < 1e-2
+
+
 def refusals(device: str) -> dict[str, str]:
     mesh = init_device_mesh(device, (2,))
     names = ("q", "k", "v", "log_decay", "sink")
@@ -133,12 +187,17 @@ def refusals(device: str) -> dict[str, str]:
         "plain q": {**heads, "q": whole["q"]},
         "mesh": {**heads, "v": distribute_tensor(whole["v"], other_mesh, [Shard(2), Replicate()])},
     }
+    return said_of(cases)
+
+
+def said_of(cases: dict[str, dict]) -> dict[str, str]:
+    """What decay_attention says of arguments, by the name of the case."""
     said = {}
     for name, arguments in cases.items():
         try:
             decay_attention(**arguments, backend="reference")
             said[name] = "nothing"
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
 
@@ -159,3 +218,58 @@ def test_what_no_rank_can_do_alone_is_refused_by_name(ranks):
         assert said.keys() == expected.keys()
         for name, message in expected.items():
             assert said[name].startswith(message), (name, said[name])
+
+
+def shapes_that_fit_in_parts(device: str) -> tuple[dict[str, str], dict[str, str]]:
+    """What is said of arguments that one process refuses and whose parts would fit: there, and of DTensors."""
+    mesh, batch = init_device_mesh(device, (2,)), 4
+    zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
+    qkv = {name: zeros(batch, T, heads, D) for name, heads in (("q", H), ("k", H_KV), ("v", H_KV))}
+    cases = {
+        "log_decay of key heads": (2, {"log_decay": zeros(batch, T, H // 2)}),
+        "log_decay of half a batch": (0, {"log_decay": zeros(batch // 2, T, H)}),
+        "bias of half the heads": (2, {"bias": zeros(H // 2, 1, T)}),
+        "scale of half the heads": (2, {"scale": zeros(H // 2)}),
+        "scale of half a batch": (0, {"scale": zeros(batch // 2, T, H)}),
+        "sink of half the heads": (0, {"sink": zeros(H // 2)}),
+        "seqused_k of half a batch": (0, {"seqused_k": zeros(batch // 2).int()}),
+        "q with five dimensions": (4, {name: x[..., None] for name, x in qkv.items()}),
+        "q with three dimensions": (1, {name: x[0] for name, x in qkv.items()}),
+    }
+    whole, sharded = {}, {}
+    for name, (axis, others) in cases.items():
+        whole[name] = qkv | others
+        sharded[name] = {
+            of: distribute_tensor(x, mesh, [Shard(axis) if of in qkv and x.shape[axis] > 1 else Replicate()])
+            for of, x in whole[name].items()
+        }
+    return said_of(whole), said_of(sharded)
+
+
+def test_shapes_are_refused_as_in_one_process(ranks):
+    """With the shapes of the whole tensors, though parts of them would fit one another, or broadcast."""
+    for whole, sharded in ranks(shapes_that_fit_in_parts, ranks.device):
+        assert sharded == whole
+        for case, message in whole.items():
+            assert message.startswith(f"ValueError: {case.split()[0]}: expected"), message
+
+
+def packed_shapes_that_fit_in_parts(device: str) -> str:
+    mesh = init_device_mesh(device, (2,))
+    q, log_decay = torch.zeros(T, H, D, device=device), torch.zeros(T, H // 2, device=device)
+    q = distribute_tensor(q, mesh, [Shard(1)])
+    log_decay, offsets = (
+        distribute_tensor(x, mesh, [Replicate()]) for x in (log_decay, torch.tensor([0, T], device=device))
+    )
+    options = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=T, max_seqlen_k=T, backend="reference")
+    try:
+        decay_attention_varlen(q, q, q, log_decay, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_shapes_of_packed_sequences_are_refused_as_in_one_process(ranks):
+    for said in ranks(packed_shapes_that_fit_in_parts, ranks.device):
+        assert said.startswith("log_decay: expected shape () or (H,) = (4,)")
+        assert "got (24, 2)" in said
