@@ -47,6 +47,17 @@ def is_dtensor(value: object) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
+def refuse(**values: object) -> None:
+    """Refuse DTensors by name, where every rank gives tensors of its own."""
+    if any_dtensor(*values.values()):
+        name, value = next((name, value) for name, value in values.items() if is_dtensor(value))
+        message = f"{name}: expected this rank's own tensor, got a DTensor; give {name}.to_local()"
+        if any(placement.is_replicate() for placement in value.placements):  # type: ignore[attr-defined]
+            # else each rank would keep its share of the gradient as if it were all of it
+            message += ", with grad_placements=[Partial()] where the ranks share it: its gradient is the sum of theirs"
+        raise TypeError(message)
+
+
 def attention(
     function: Callable, check: Callable, tensors: dict[str, Any], options: dict[str, Any], **unchecked: Any
 ) -> Any:

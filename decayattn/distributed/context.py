@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decayattn import compatibility, keywords
+from decayattn import compatibility, keywords, sharding
 from decayattn.backends import registry
 from decayattn.distributed import agreement, fetching, halo, heads
 from decayattn.distributed.agreement import Option
@@ -121,6 +121,7 @@ def context_parallel_attention(
     with agreement.telling(group, q):
         if unknown:
             keywords.refuse(context_parallel_attention, unknown)
+        sharding.refuse(q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens=cu_seqlens, **only_heads)
         q, k, v = autocast(q, k, v)
         check_arguments(
             q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k,
@@ -231,6 +232,7 @@ def fetched_tokens(
     """
     group = _checked_group(group)
     with agreement.telling(group, q):
+        sharding.refuse(q=q, k=k, log_decay=log_decay, scale=scale, cu_seqlens=cu_seqlens)
         q, k = autocast(q, k)
         check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
         slices = _checked_slices(q, k, lengths, group)

@@ -336,6 +336,21 @@ def test_bad_arguments_are_named(pool, options, error):
         assert error in found
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "q", "k", "v", "log_decay", "scale", "sink", "bias", "cu_seqlens", "seqused_q", "seqused_k", "leftpad_q",
+        "leftpad_k",
+    ],
+)
+def test_a_dtensor_is_named_and_ends_the_others(pool, name):
+    case = dict(row_scale=True, sink=True, ranks=2, seconds=30)
+    (other, _), (own, _) = pool.outcomes("distributed_cases.distributed", name, **case)
+    assert f"TypeError: {name}: expected this rank's own tensor, got a DTensor; give {name}.to_local()" in own
+    assert ("its gradient is the sum of theirs" in own) == (name not in ("q", "k", "v", "scale"))
+    assert "RuntimeError: context_parallel_attention: its arguments were refused on rank 1" in other
+
+
 def test_heads_that_the_ranks_cannot_share(pool):
     for found, _ in pool.outcomes("distributed_cases.call", dict(mode="heads"), heads=6, kv_heads=3, seconds=30):
         assert "ValueError: mode: 'heads' expects a number of query heads that is a multiple of the 4 ranks" in found

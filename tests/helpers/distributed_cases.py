@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from context_benchmark import checks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from decayattn import DecayFlashAttention, compatibility, decay_attention, decay_attention_varlen
 from decayattn.distributed import (
@@ -334,6 +336,20 @@ def would_fetch(group, of_last_rank):
     if dist.get_rank(group) == dist.get_world_size(group) - 1:
         arguments |= of_last_rank
     fetched_tokens(**arguments, group=group)
+
+
+def distributed(group, name, **inputs):
+    """A call in which one argument is a DTensor, on the last rank."""
+    inputs, _, _ = make(length=24, batch=1, **inputs)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    part = 24 // ranks
+    arguments = {of: part_of(of, x, slice(rank * part, (rank + 1) * part)) for of, x in inputs.items()}
+    others = {"bias": torch.zeros(24, 24), "cu_seqlens": torch.tensor([0, 24])}
+    mesh = DeviceMesh.from_group(group, "cpu")
+    if rank == ranks - 1:
+        x = arguments.get(name, others.get(name, torch.tensor([24])))
+        arguments[name] = DTensor.from_local(x, mesh, [Shard(1) if name in PER_TOKEN else Replicate()])
+    context_parallel_attention(**arguments, group=group, mode="heads", backend="reference")
 
 
 def collectives(group, options, **inputs):
