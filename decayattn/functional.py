@@ -118,8 +118,8 @@ def decay_attention(
             sees nothing to its right in any case. Sliding windows as in Beltagy et al., arXiv 2004.05150.
         bias: added to the scores; broadcastable to (B, H, T_q, T_k), with a gradient of its own shape. Or boolean: True
             where a query sees a key, as far as the other arguments let it.
-        sink: (H,) learned logits: every row has one more key, of score sink_h and value 0. lse includes it, and has its
-            gradient (Xiao et al., arXiv 2309.17453).
+        sink: (H,) learned logits, finite or −inf for none: every row has one more key, of score sink_h and value 0. lse
+            includes it, and has its gradient (Xiao et al., arXiv 2309.17453).
         seqused_q, seqused_k, leftpad_q, leftpad_k: (B,) int32 or int64, where the sequence lies in its batch entry: its
             queries are the rows leftpad_q ≤ row < seqused_q, its keys the tokens leftpad_k ≤ j < seqused_k, and the
             last query stands at the last key. Default 0 and T_q, 0 and T_k. Rows and tokens outside have out 0, lse

@@ -254,7 +254,10 @@ def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor)
     # rows past the end of a sequence are put behind the last row, which is cut off again
     to = entry, torch.where(row < num_rows, first_row + row, problem.query_length)
     everywhere = (problem.batch, problem.query_length + 1, problem.num_heads)
-    nothing_seen = lse.new_full((problem.num_heads,), -torch.inf) if sink is None else sink.to(lse.dtype)
+    if sink is None:
+        nothing_seen = lse.new_full((problem.num_heads,), -torch.inf)
+    else:  # −inf is none, whose log-sum-exp has no gradient
+        nothing_seen = torch.where(sink.isneginf(), sink.detach(), sink).to(lse.dtype)
     out = torch.index_put(out.new_zeros(*everywhere, problem.value_dim), to, out)
     lse = torch.index_put(nothing_seen.expand(everywhere), to, rearrange(lse, "b h i -> b i h"))
     return out[:, :-1], rearrange(lse[:, :-1], "b i h -> b h i")

@@ -1,6 +1,7 @@
 """A cache in pages: what a contiguous one gives, bit by bit, whatever pages its tokens are in."""
 
 import math
+import mmap
 
 import pytest
 import torch
@@ -166,6 +167,23 @@ def test_tokens_without_a_page_are_neither_written_nor_seen(backend):
     assert torch.equal(engine.k_pages[engine.block_table.long()].flatten(1, 2), written)
     for pages in (engine.k_pages, engine.v_pages, engine.alpha_pages):
         assert pages[untouched].isnan().all()
+
+
+def test_columns_that_are_far_apart():
+    """More than 2³¹ numbers lie between the first and the last one of a key, as where columns come before pages."""
+    apart = 2**31 // (DIM - 1) + 4096
+    numbers = torch.frombuffer(mmap.mmap(-1, 2 * DIM * apart), dtype=torch.float16)  # what is not touched takes no room
+    if DEVICE.type == "cuda":
+        numbers = torch.zeros(DIM * apart, dtype=torch.float16, device=DEVICE)
+    k_pages = numbers.as_strided((2, 16, 1, DIM), (16, 1, 1, apart))
+    v_pages = torch.zeros(2, 16, 1, DIM, dtype=torch.float16, device=DEVICE)
+    q, k, v = torch.randn(3, 1, 4, 1, DIM, device=DEVICE).half()
+    table, lengths = torch.tensor([[1, 0]]).int().to(DEVICE), torch.zeros(1, device=DEVICE).int()
+    written = decay_attention_paged(
+        q, k_pages, v_pages, -0.1, block_table=table, cache_seqlens=lengths, k=k, v=v, backend="triton"
+    )
+    assert torch.equal(k_pages[1, :4], k[0])
+    torch.testing.assert_close(written, decay_attention(q, k, v, -0.1), atol=2e-3, rtol=0)
 
 
 def test_tables_of_other_widths_are_other_calls(monkeypatch):

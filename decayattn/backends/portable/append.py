@@ -134,7 +134,7 @@ def _copy(
     tokens: where they go, their numbers, and which of them exist, count, and have a place
     """
     there, token, inside, counts, fits = tokens
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # tokens may be neighbours in memory, and columns far apart
     rows = new.data + batch.to(tl.int64) * new.strides[0] + head * new.strides[2]
     rows += token.to(tl.int64)[:, None] * new.strides[1] + column * new.strides[3]
     x = tl.load(rows, mask=(inside & counts)[:, None] & (column < WIDTH), other=0.0)

@@ -137,6 +137,19 @@ def test_a_sink_of_little_weight(device):
     assert_a_sink_of_little_weight_is_within_the_budget("triton", torch.float16, device)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_sink_of_minus_infinity_has_no_gradient_outside_all_sequences(backend, device):
+    q, k, v = torch.randn(3, 5, 2, 16, device=device)
+    sink = torch.tensor([-torch.inf, 1.0], device=device, requires_grad=True)
+    ends = torch.tensor([0, 3], device=device)
+    _, lse = decay_attention_varlen(
+        q, k, v, sink=sink, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=3, max_seqlen_k=3, return_lse=True,
+        backend=backend,
+    )
+    (found,) = torch.autograd.grad(lse[:, 3:].sum(), sink)
+    assert found.tolist() == [0, 2]
+
+
 def test_a_sink_of_minus_infinity_is_none(device):
     assert_a_sink_of_minus_infinity_is_none("triton", torch.float16, device)
 
