@@ -46,14 +46,16 @@ def attention(
 
     Args:
         query, key, value: (B, H, T_q, D), (B, H_kv, T_k, D) and (B, H_kv, T_k, D_v).
-        attention_mask: None; (B, columns so far), 0 for padding, as `mask` returns it; or any of 4 dimensions, boolean
-            (True = visible) or added to the scores, which says all there is to say.
+        attention_mask: None; (B, columns so far) of the keys, 0 for padding, as `mask` returns it; or any of 4
+            dimensions, boolean (True = visible) or added to the scores, which says all there is to say.
         scaling: of the scores; default 1/√D.
         is_causal: default module.is_causal.
         sliding_window: a query sees so many keys, its own included.
         s_aux: (H,) sinks.
         kwargs: of packed sequences cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, or position_ids that
-            start anew; the rest of what transformers passes changes nothing here.
+            start anew. As with transformers' flash attention, such position_ids of a batch of 1 mean packed sequences
+            even where the model was given a mask of ones, of which `mask` makes None; sdpa takes those for one
+            sequence. The rest of what transformers passes changes nothing here.
 
     Raises:
         ValueError: for what flash attention does not have, by name.
@@ -76,7 +78,9 @@ def attention(
     if attention_mask.ndim == 4:
         options |= {"causal": False, "window_size": None, "bias": attention_mask[..., : k.shape[1]]}
         return decay_attention(q, k, v, **options), None
-    options |= _places(q, k, attention_mask)
+    # without a limit no row's position counts, and a mask of the keys says nothing of a decoder's queries
+    by_position = causal or window is not None
+    options |= _sequence_bounds(attention_mask, q.shape[1] if by_position else None)
     return decay_attention(q, k, v, **options), None
 
 
@@ -152,8 +156,9 @@ def _packing(q: Tensor, k: Tensor, attention_mask: Tensor | None, kwargs: dict[s
     }
 
 
-def _places(q: Tensor, k: Tensor, columns: Tensor) -> dict[str, Tensor]:
-    """Where sequences lie, of a mask (B, columns) whose last column is the last query's."""
+def _sequence_bounds(columns: Tensor, queries: int | None) -> dict[str, Tensor]:
+    """Where sequences lie, of a mask (B, columns): their keys, and so many queries, of which the last has its last
+    column. None for queries that are not of these columns, or need not be."""
     real = columns != 0
     begin = (real.cumsum(1) == 0).sum(1, dtype=torch.int32)
     end = begin + real.sum(1, dtype=torch.int32)
@@ -161,8 +166,8 @@ def _places(q: Tensor, k: Tensor, columns: Tensor) -> dict[str, Tensor]:
     if not bool((((index >= begin[:, None]) & (index < end[:, None])) == real).all()):
         raise ValueError("attention_mask: expected one stretch of tokens in every row, got a gap")
     bounds = {"leftpad_k": begin, "seqused_k": end}
-    if q.shape[1] <= columns.shape[1]:  # else it is of other tokens than the queries
-        first = columns.shape[1] - q.shape[1]
+    if queries is not None and queries <= columns.shape[1]:  # else it is of other tokens than the queries
+        first = columns.shape[1] - queries
         bounds |= {"leftpad_q": (begin - first).clamp(min=0), "seqused_q": (end - first).clamp(min=0)}
     return bounds
 

@@ -81,6 +81,24 @@ def test_generation_writes_the_same_tokens(kind, cache):
     assert torch.equal(*texts)
 
 
+def test_a_mask_of_the_keys_hides_no_query():
+    """But with a window, which counts from a query's own token, as in a causal call."""
+    attend, sdpa = attention_interface.attention, torch.nn.functional.scaled_dot_product_attention
+    q, k, v = (torch.randn(3, 4, 6, 8) for _ in range(3))
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0] * 6])
+    visible = mask.bool()[:, None, None]
+    for rows in (3, 6):
+        found = attend(torch.nn.Module(), q[:, :, :rows], k, v, mask, is_causal=False)[0]
+        expected = sdpa(q[:, :, :rows], k, v, attn_mask=visible)
+        assert torch.allclose(found[:2], expected.transpose(1, 2)[:2], atol=1e-5)
+        assert not found[2].any()  # no key at all
+    index = torch.arange(6)
+    near = (index[:, None] - index).abs() < 2
+    found = attend(torch.nn.Module(), q, k, v, mask, is_causal=False, sliding_window=2)[0]
+    expected = sdpa(q, k, v, attn_mask=visible & near).transpose(1, 2)
+    assert torch.allclose(found[mask.bool()], expected[mask.bool()], atol=1e-5)
+
+
 def test_packed_sequences_without_a_mask_as_ulysses_passes_them():
     """cu_seq_lens or position_ids reach the attention itself."""
     q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
