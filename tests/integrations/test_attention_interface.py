@@ -1,5 +1,6 @@
 """attn_implementation="decayattn" for ordinary models of transformers: what "sdpa" computes; and Trainer."""
 
+import copy
 import os
 import socket
 import subprocess
@@ -12,6 +13,10 @@ pytest.importorskip("transformers")
 
 from transformers import (
     AttentionInterface,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -29,24 +34,52 @@ SIZES = dict(
 )
 
 
+WIDTHS = dict(
+    vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, dropout=0.0,
+    init_std=0.4,  # attention counts
+)
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "bert": lambda: BertForMaskedLM(BertConfig(**SIZES, initializer_range=0.4)),
+    "bart": lambda: BartForConditionalGeneration(BartConfig(**WIDTHS)),
+}
+
+
 def pair(kind: str = "llama"):
     """The same model with sdpa and with ours."""
     torch.manual_seed(0)
-    if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    else:
-        model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
-    ours = type(model)(model.config)
-    ours.load_state_dict(model.state_dict())
-    model.set_attn_implementation("sdpa")
+    theirs = MODELS[kind]()
+    ours = type(theirs)(copy.deepcopy(theirs.config))
+    ours.load_state_dict(theirs.state_dict())
+    theirs.set_attn_implementation("sdpa")
     ours.set_attn_implementation("decayattn")
-    return model.eval(), ours.eval()
+    for model, name in ((theirs, "sdpa"), (ours, "decayattn")):
+        configs = [module.config for module in model.modules() if hasattr(module, "config")]
+        assert {config._attn_implementation for config in configs} == {name}
+    return theirs.eval(), ours.eval()
 
 
 def padding(side: str) -> torch.Tensor:
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, {"left": slice(0, 4), "right": slice(8, 12)}[side]] = 0
     return mask
+
+
+def check_logits_and_gradients(kind, real, **inputs):
+    """What the models return for the real tokens, and the gradients of its squares."""
+    results = []
+    for model in pair(kind):
+        logits = model(**inputs).logits
+        logits[real].square().sum().backward()
+        results.append((logits[real].detach(), [p.grad for p in model.parameters()]))
+    (theirs, their_gradients), (ours, our_gradients) = results
+    assert torch.allclose(ours, theirs, atol=1e-5 * max(1.0, float(theirs.abs().max())))
+    largest = max(float(gradient.abs().max()) for gradient in their_gradients)
+    for ours, theirs in zip(our_gradients, their_gradients, strict=True):
+        # those of the keys' biases are 0 but for rounding
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()) + 1e-6 * largest)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -59,21 +92,33 @@ def test_logits_and_gradients_are_those_of_sdpa(kind, case):
     elif case != "plain":
         options["attention_mask"] = padding(case)
         real = options["attention_mask"].bool()
-    results = []
-    for model in pair(kind):
-        logits = model(ids, use_cache=False, **options).logits
-        logits[real].square().sum().backward()
-        results.append((logits[real].detach(), [p.grad for p in model.parameters()]))
-    (theirs, their_gradients), (ours, our_gradients) = results
-    assert torch.allclose(ours, theirs, atol=1e-5)
-    for ours, theirs in zip(our_gradients, their_gradients, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+    check_logits_and_gradients(kind, real, input_ids=ids, use_cache=False, **options)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_encoder_is_that_of_sdpa_in_its_padding_too(side):
+    """Queries that are padding see the tokens, as sdpa has it: a model may pool over them."""
+    ids = torch.randint(1, 64, (2, 12))
+    check_logits_and_gradients("bert", ids > 0, input_ids=ids, attention_mask=padding(side))
+
+
+@pytest.mark.parametrize("length", [5, 12, 15])
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_an_encoder_decoder_is_that_of_sdpa(side, length):
+    """Whatever is padding among the encoder's tokens, the decoder's queries are not; as many as those, fewer, more."""
+    ids, decoder_ids = torch.randint(4, 64, (2, 12)), torch.randint(4, 64, (2, length))
+    mask = None if side is None else padding(side)
+    check_logits_and_gradients(
+        "bart", decoder_ids > 0, input_ids=ids, attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "side"), [("llama", "left"), ("mistral", "left"), ("bart", "left"), ("bart", "right")]
+)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_writes_the_same_tokens(kind, cache):
-    ids, mask = torch.randint(1, 64, (2, 12)), padding("left")
+def test_generation_writes_the_same_tokens(kind, side, cache):
+    ids, mask = torch.randint(4, 64, (2, 12)), padding(side)
     texts = [
         model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache_implementation=cache)
         for model in pair(kind)
@@ -97,6 +142,14 @@ def test_a_mask_of_the_keys_hides_no_query():
     found = attend(torch.nn.Module(), q, k, v, mask, is_causal=False, sliding_window=2)[0]
     expected = sdpa(q, k, v, attn_mask=visible & near).transpose(1, 2)
     assert torch.allclose(found[mask.bool()], expected[mask.bool()], atol=1e-5)
+
+
+def test_packed_sequences_with_a_mask_of_ones_are_packed():
+    """As with transformers' flash attention; sdpa would take them for one sequence."""
+    ids, positions = torch.randint(1, 64, (1, 12)), torch.tensor([[*range(5), *range(7)]])
+    _, model = pair()
+    plain, masked = (model(ids, attention_mask=mask, position_ids=positions).logits for mask in (None, ids > 0))
+    assert torch.equal(plain, masked)
 
 
 def test_packed_sequences_without_a_mask_as_ulysses_passes_them():
