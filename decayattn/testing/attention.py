@@ -226,6 +226,8 @@ def _problem(
     return AttentionProblem.of(q, inputs.v, log_decay, row_scale, causal, window, bounds, longest, inputs.bias)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def _judge(
     problem: AttentionProblem, inputs: Arguments, sequences: Sequence[tuple[int, int, int, int]] | None,
     grad_out: Tensor | None, grad_lse: Tensor | None, heads: Sequence[tuple[int, int]] | None,
@@ -241,6 +243,8 @@ def _judge(
         grad_out = normal(batch, rows, num_heads, problem.value_dim, dtype=problem.dtype)
     if grad_lse is None:
         grad_lse = normal(batch, num_heads, rows, dtype=problem.accumulator_dtype)
+    inputs = inputs.detach()
+    grad_out, grad_lse = grad_out.detach(), grad_lse.detach()
     all_bounds = bounds_of(problem, sequences)
     pairs = [(bounds, head) for bounds in all_bounds for head in range(num_heads)]
     if heads is not None:

@@ -34,6 +34,10 @@ class Arguments(NamedTuple):
     bias: Tensor | None
     sink: Tensor | None
 
+    def detach(self) -> "Arguments":
+        """The same tensors, none of which requires a gradient."""
+        return Arguments._make(x.detach() if isinstance(x, Tensor) else x for x in self)
+
 
 INPUTS = Arguments._fields
 
@@ -290,8 +294,7 @@ class Call:
 
     def run(self, backend: BackendName, options: dict[str, Any]) -> dict[str, Tensor]:
         """What is tested: one forward and one backward, on leaves with the strides of the given tensors."""
-        given = self.inputs._asdict()
-        inputs: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
+        inputs: dict[str, Any] = self.inputs.detach()._asdict()
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
         leaves = {f"d{name}": x.requires_grad_() for name, x in tensors.items()}
         options = {"causal": self.problem.causal, "return_lse": True, "backend": backend, **options}

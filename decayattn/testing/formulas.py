@@ -23,6 +23,7 @@ TOKENS_AT_ONCE = (1, 32)
 MOST_STEPS = 1024
 
 
+@torch.no_grad()
 def explicit_attention(
     q: Tensor,
     k: Tensor,

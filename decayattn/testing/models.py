@@ -222,5 +222,4 @@ class _RoundedAttention(torch.autograd.Function):
     def call_of(problem, bounds, inputs, grad_out, grad_lse) -> Call:
         all_bounds = bounds_of(problem, None if bounds is None else bounds.tolist())
         pairs = tuple((own, head) for own in all_bounds for head in range(problem.num_heads))
-        inputs = Arguments(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
-        return Call(inputs, grad_out, grad_lse, all_bounds, pairs, problem)
+        return Call(Arguments(*inputs).detach(), grad_out, grad_lse, all_bounds, pairs, problem)

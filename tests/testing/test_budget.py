@@ -126,6 +126,39 @@ def test_what_lies_outside_may_be_anything():
     assert_within_budget(verify_attention(**padded, backend="reference"))
 
 
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("leaf", [True, False])
+def test_inputs_with_gradients_and_grad_modes_change_nothing(mode, leaf):
+    """A model's own tensors, in its training and in its evaluation."""
+    sink, bias = torch.randn(4), torch.randn(23, 23)
+    padded = make_inputs(torch.float32, row_scale=True) | PADDING | {"sink": sink, "bias": bias}
+    padded |= {"grad_out": torch.randn(2, 23, 4, 8), "grad_lse": torch.randn(2, 4, 23)}
+    packed = make_packed_inputs(torch.float32, row_scale=True) | {"sink": sink}
+
+    def given(x):
+        if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+            return x
+        x = x.clone().requires_grad_()
+        return x if leaf else x * 1.0
+
+    for verify, inputs in ((verify_attention, padded), (verify_attention_varlen, packed)):
+        expected = verify(**inputs, backend="reference")
+        with_gradients = {name: given(x) for name, x in inputs.items()}
+        with mode():
+            assert verify(**with_gradients, backend="reference") == expected
+            assert verify(**inputs, backend="reference") == expected
+        assert all(x.grad is None for x in with_gradients.values() if isinstance(x, torch.Tensor) and x.is_leaf)
+
+
+def test_explicit_formulas_take_inputs_with_gradients():
+    q, k, v = torch.randn(3, 2, 5, 4, requires_grad=True)
+    results = explicit_attention(q, k, v, None, torch.ones(2, requires_grad=True), True, v, q[..., 0])
+    assert not any(x.requires_grad for x in results.values())
+
+
 @given(rows=st.integers(0, 9), keys=st.integers(0, 9), causal=st.booleans(), decay=st.sampled_from(DECAYS))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_accepts_any_shape(rows, keys, causal, decay):
