@@ -44,6 +44,8 @@ class GradientRow:
         return self.parameter, "λ" if self.is_decay else ""
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def compare_model_gradients(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
@@ -90,19 +92,18 @@ def compare_model_gradients(
         model: nn.Module, backend: BackendName, dtype: torch.dtype, autocast: torch.dtype | None, factor: float = 1.0
     ) -> dict[str, Tensor]:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        with (
-            _backend_of_layers(model, backend),
-            torch.enable_grad(),
-            torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
-        ):
-            value = loss(model, _cast(batch, dtype))
-        values = torch.autograd.grad(value * factor, list(parameters.values()), materialize_grads=True)
+        with _backend_of_layers(model, backend):
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                value = loss(model, _cast(batch, dtype))
+            # the backward may run the layers once more: activation checkpointing
+            with torch.autocast(device.type, enabled=False):
+                values = torch.autograd.grad(value * factor, list(parameters.values()), materialize_grads=True)
         return {name: x.double() / factor for name, x in zip(parameters, values, strict=True)}
 
     if tested is None:
         tested = gradients(model, backend, own, autocast)
     else:
-        tested = {name: tested[name].double() for name, p in model.named_parameters() if p.requires_grad}
+        tested = {name: tested[name].detach().double() for name, p in model.named_parameters() if p.requires_grad}
     oracle = gradients(copy.deepcopy(model).double(), "reference", torch.float64, None)
     decay = _decay_parameters(model)
     precision = str(own if autocast is None else autocast).removeprefix("torch.")

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from judged_calls import PADDING, make_inputs, make_packed_inputs
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, reference
 from decayattn.testing import compare_model_gradients, format_table, models
@@ -94,6 +95,46 @@ def test_a_missing_decay_gradient_in_a_model_is_refused(model_and_batch, autocas
     assert {row.parameter for row in rows if row.is_decay} <= failed
     assert {row.relative_error for row in rows if row.is_decay} == {1.0}
     assert "head.weight" not in failed
+
+
+class CheckpointedModel(TinyModel):
+    def forward(self, tokens):
+        return self.head(checkpoint(self.blocks, self.embedding(tokens), use_reentrant=False))
+
+
+def test_what_the_backward_recomputes_is_what_was_run(model_and_batch):
+    model, batch = model_and_batch
+    expected = compare_model_gradients(model, weighted_loss, batch, backend="reference")
+    checkpointed = CheckpointedModel(decay="scalar", bias=True, num_kv_heads=2, backend="auto")
+    checkpointed.load_state_dict(model.state_dict())
+    seen = []
+    for block in checkpointed.blocks:
+        block.attention.register_forward_pre_hook(lambda layer, _: seen.append(layer.backend))
+    assert compare_model_gradients(checkpointed, weighted_loss, batch, backend="reference") == expected
+    assert len(seen) >= 3 * 2 * 2  # three runs, two layers, each computed twice
+    assert set(seen) == {"reference"}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_the_modes_of_the_caller_change_nothing(model_and_batch, mode):
+    model, batch = model_and_batch
+    expected = compare_model_gradients(model, weighted_loss, batch, backend="reference")
+    with mode():
+        assert compare_model_gradients(model, weighted_loss, batch, backend="reference") == expected
+
+
+def test_given_gradients_may_require_gradients(model_and_batch):
+    model, batch = model_and_batch
+    gradients = dict(zip(
+        dict(model.named_parameters()),
+        torch.autograd.grad(weighted_loss(model, batch), [*model.parameters()], create_graph=True), strict=True,
+    ))
+    rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", tested=gradients)
+    assert all(row.passed for row in rows), format_table(rows)
 
 
 @pytest.mark.parametrize("packed", [False, True])
