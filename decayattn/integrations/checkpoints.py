@@ -25,8 +25,8 @@ def from_fla(state: Mapping[str, Tensor], *, prefix: str = "") -> dict[str, Tens
 
     Their options and ours: hidden_size, num_heads and num_kv_heads are embed_dim, num_heads and num_kv_heads,
     use_output_gate=True is output_gate=True, qkv_bias=True is bias=True (biases that they do not have become 0). Their
-    layer passes no window_size to its kernel. qk_norm=True is refused, because it has a gain for every head and
-    channel; that of early versions, one gain for all heads, is qk_norm=True with an eps as in from_fox.
+    layer passes no window_size to its kernel. qk_norm=True is refused for more than one head, because it has a gain for
+    every head and channel; that of early versions, one gain for all heads, is qk_norm=True with an eps as in from_fox.
 
     Args:
         state: the other layer's state dict, or that of a model around it.
@@ -101,8 +101,22 @@ def _convert(
             own.setdefault(f"{name}.bias", torch.zeros_like(own[f"{name}.weight"][:, 0]))
         converted["in_proj.bias"] = torch.cat([own[name] for name in biases])
         converted["out_proj.bias"] = own["o_proj.bias"]
-    for name in own.keys() & _NORMS:
-        if own[name].shape[0] == own[name.replace("norm", "proj")].shape[0]:
+    head_dim = _head_dim(own, decay)
+    for name in sorted(own.keys() & _NORMS):
+        gains, rows = own[name].shape[0], own[name.replace("norm", "proj")].shape[0]
+        if gains == rows and head_dim is None:
+            raise ValueError(f"{prefix}{name}: without a forget gate none can tell one head from a gain for every head")
+        if gains == rows != head_dim:
             raise ValueError(f"{prefix}{name}: it has a gain for every head, DecayFlashAttention one for all heads")
         converted[name] = own[name]
     return converted | {ours: own[theirs] for theirs, ours in decay.items() if theirs in own}
+
+
+def _head_dim(own: Mapping[str, Tensor], decay: Mapping[str, str]) -> int | None:
+    """Columns of a head; None where neither a forget gate, with a row for every head, nor a short gain tells."""
+    rows = own["q_proj.weight"].shape[0]
+    for name in decay:
+        if name in own:
+            return rows // own[name].shape[0]
+    gains = own["q_norm.weight"].shape[0] if "q_norm.weight" in own else rows
+    return gains if gains < rows else None

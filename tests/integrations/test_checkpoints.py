@@ -49,6 +49,35 @@ def test_layers_of_the_forgetting_transformer(fgate, gate, norm):
     check(theirs, ours, from_fox(theirs.state_dict()))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "of_all"), [(4, 1, True), (4, 4, True), (1, 1, True), (1, 1, False)])
+def test_one_gain_for_all_heads_of_fla(heads, kv_heads, of_all):
+    """Of one key head it has as many numbers as a gain for every head."""
+    theirs = other_libraries.ForgettingAttention(WIDTH, heads, num_kv_heads=kv_heads, qk_norm=True)
+    if of_all:  # as early versions had it
+        theirs.q_norm, theirs.k_norm = (OneGain(1, WIDTH // heads) for _ in "qk")
+    randomised(theirs)
+    ours = DecayFlashAttention(WIDTH, heads, num_kv_heads=kv_heads, qk_norm=True)
+    ours.q_norm.eps = ours.k_norm.eps = 1e-5
+    check(theirs, ours, from_fla(theirs.state_dict()))
+
+
+class OneGain(other_libraries.GroupNorm):
+    def forward(self, x):
+        return super().forward(x.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+
+
+@pytest.mark.parametrize("fgate", ["full", "bias_only", "fixed"])
+@pytest.mark.parametrize("of_all", [False, True])
+def test_one_head_of_the_forgetting_transformer(fgate, of_all):
+    theirs = randomised(other_libraries.ForgettingAttentionLayer(
+        WIDTH, 1, fgate_type=fgate, qk_norm=True, qk_norm_share_param_across_head=of_all
+    ))
+    decay = "scalar" if fgate == "full" else ConstantDecay.from_values([0.0])
+    ours = DecayFlashAttention(WIDTH, 1, decay=decay, qk_norm=True)
+    ours.q_norm.eps = ours.k_norm.eps = 1e-5
+    check(theirs, ours, from_fox(theirs.state_dict()))
+
+
 def test_a_layer_of_a_model():
     theirs = randomised(torch.nn.ModuleDict({x: other_libraries.ForgettingAttention(WIDTH, HEADS) for x in "ab"}))
     weights = from_fla({f"model.{name}": x for name, x in theirs.state_dict().items()}, prefix="model.b.")
@@ -80,6 +109,11 @@ def test_other_refusals():
         from_fla(theirs, prefix="attn.")
     with pytest.raises(ValueError, match=r"q_conv1d.weight: DecayFlashAttention has no equivalent"):
         from_fox(theirs | {"q_conv1d.weight": torch.zeros(3)})
-    normed = other_libraries.ForgettingAttention(WIDTH, HEADS, num_kv_heads=2, qk_norm=True)
-    with pytest.raises(ValueError, match=r"[qk]_norm.weight: it has a gain for every head"):
-        from_fla(normed.state_dict())
+    for kv_heads in (1, 2):
+        normed = other_libraries.ForgettingAttention(WIDTH, HEADS, num_kv_heads=kv_heads, qk_norm=True)
+        with pytest.raises(ValueError, match=r"[qk]_norm.weight: it has a gain for every head"):
+            from_fla(normed.state_dict())
+    for heads in (1, HEADS):
+        normed = other_libraries.ForgettingAttentionLayer(WIDTH, heads, fgate_type="none", qk_norm=True)
+        with pytest.raises(ValueError, match=r"k_norm.weight: without a forget gate none can tell"):
+            from_fox(normed.state_dict())
