@@ -8,7 +8,7 @@ torch.distributed.tensor is imported where there is a DTensor only: importing it
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +119,15 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def fill(destination: Tensor, source: Tensor) -> None:
+    """Write a whole tensor into a parameter or buffer; where that is a DTensor, the first rank's: a collective."""
+    if is_dtensor(destination):
+        from torch.distributed.tensor import distribute_tensor
+
+        source = distribute_tensor(source, destination.device_mesh, destination.placements)  # type: ignore[attr-defined]
+    destination.copy_(source)
+
+
 def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
     """x as every rank of the mesh needs it whole: x itself, or all of a DTensor. Its gradient is summed over the ranks.
 
@@ -128,6 +137,21 @@ def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
 
     dtensor = x if is_dtensor(x) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return local_part(dtensor.redistribute(placements=[Replicate()]), mesh)  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def reset_whole(linear: nn.Linear, parts: Mapping[str, Sequence[Tensor]]) -> None:
+    """Draw what nn.Linear starts with and divide it; parts: of weight and bias, as they follow one another.
+
+    Drawn whole, because a rank that draws its part alone may draw that of another rank: a DTensor on CPUs does.
+    """
+    given = parts["weight"][0]
+    drawn = nn.Linear(
+        linear.in_features, linear.out_features, bias="bias" in parts, device=given.device, dtype=given.dtype
+    )
+    for name, divided in parts.items():
+        for part, value in zip(divided, getattr(drawn, name).split([len(part) for part in divided]), strict=True):
+            fill(part, value)
 
 
 def _split_of(placement: Any, axes: Sequence[str]) -> str | None:

@@ -22,7 +22,7 @@ from decayattn.problem import (
     check_skip_tolerance,
     check_window,
 )
-from decayattn.sharding import local_part, replicated
+from decayattn.sharding import local_part, replicated, reset_whole
 
 if TYPE_CHECKING:
     from decayattn.distributed import ContextParallel
@@ -157,10 +157,19 @@ class DecayFlashAttention(nn.Module):
         self._zero_start()
 
     def reset_parameters(self) -> None:
-        """Initialise all but decay and position, which are modules with an initialisation of their own."""
-        for module in (self.in_proj, self.out_proj, self.q_norm, self.k_norm):
-            if module is not None:
-                module.reset_parameters()
+        """Initialise all but decay and position, which are modules with an initialisation of their own.
+
+        Under tensor parallelism every rank calls it. With the same seed on all of them, the weights are those of a
+        layer on one device; otherwise the first rank's.
+        """
+        self.in_proj.reset_parameters()
+        if self.tensor_mesh is None:
+            self.out_proj.reset_parameters()
+        else:
+            reset_whole(self.out_proj, {name: [value] for name, value in self.out_proj.named_parameters()})
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
         self._zero_start()
 
     def forward(
@@ -271,7 +280,7 @@ class DecayFlashAttention(nn.Module):
         device, dtype: default those of the layer's keys (under autocast its dtype).
         """
         self._check_cacheable()
-        weight = self.in_proj.weight
+        weight = next(self.in_proj.parameters())  # of tensor parallelism's parts the first
         device = weight.device if device is None else device
         if dtype is None:
             dtype = autocast_dtype(torch.device(device)) or weight.dtype
@@ -308,7 +317,9 @@ class DecayFlashAttention(nn.Module):
 
     @torch.no_grad()
     def _zero_start(self) -> None:
-        for parameter in (self.in_proj.bias, self.out_proj.bias, self.sink, self.log_scale):
+        projections = (*self.in_proj.named_parameters(), *self.out_proj.named_parameters())
+        biases = [parameter for name, parameter in projections if name.startswith("bias")]  # bias_0, … of parts
+        for parameter in (*biases, self.sink, self.log_scale):
             if parameter is not None:
                 parameter.zero_()
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decayattn.problem import is_reset, without_autocast
-from decayattn.sharding import local_part, whole
+from decayattn.sharding import fill, local_part, whole
 
 
 class Decay(nn.Module):
@@ -266,14 +266,7 @@ def _parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 def _fill(destination: Tensor, values: Sequence[float]) -> None:
     """Write the values into a parameter or buffer; also into one that FSDP2 has sharded over the ranks."""
-    source = torch.tensor(values, dtype=destination.dtype, device=destination.device)
-    if hasattr(destination, "placements"):
-        # imported here only: torch.distributed.tensor costs half a second that most users never need
-        from torch.distributed.tensor import distribute_tensor
-
-        mesh, placements = getattr(destination, "device_mesh"), getattr(destination, "placements")  # noqa: B009
-        source = distribute_tensor(source, mesh, placements)
-    destination.copy_(source)
+    fill(destination, torch.tensor(values, dtype=destination.dtype, device=destination.device))
 
 
 def check_half_lives(half_lives: tuple[float, float]) -> tuple[float, float]:

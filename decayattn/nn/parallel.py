@@ -64,11 +64,17 @@ def tensor_parallel_plan(module: nn.Module) -> "dict[str, ParallelStyle]":
 
     A rank has its heads' rows of every part of in_proj, their columns of out_proj and their decay, sink and log_scale;
     qk_norm's gains are on every rank. It takes x whole, a plain tensor or a DTensor, and gives y whole: one sum over
-    the ranks in the forward, one in the backward. Every parameter is a DTensor, and the state dict has the names and
-    shapes that it has without. Where other parameters of a model stay plain, its optimiser takes `foreach=False`: as
-    one list, which is the default on GPUs, torch refuses to update both kinds; and where a gradient of theirs is a sum
-    without a fixed order, an embedding's for example, average it over the ranks, or the copies drift apart. `num_heads`
-    and `num_kv_heads` become those of a rank; rates and slopes are those of the whole model's heads.
+    the ranks in the forward, one in the backward. `num_heads` and `num_kv_heads` become those of a rank; rates and
+    slopes are those of the whole model's heads.
+
+    Every parameter is a DTensor; those of in_proj are weight_0, weight_1, … (q, k, v, gate), and its `weight` is a copy
+    to read. The state dict has the names and shapes that it has without. `state_dict()` joins the parts of in_proj and
+    `reset_parameters()` divides what it has drawn: both are collectives, which every rank calls, also where one rank
+    alone saves; that one would wait for the others.
+
+    Where other parameters of a model stay plain, its optimiser takes `foreach=False`: as one list, which is the default
+    on GPUs, torch refuses to update both kinds; and where a gradient of theirs is a sum without a fixed order, an
+    embedding's for example, average it over the ranks, or the copies drift apart.
 
     The plan is a dict that can be changed and added to: `plan["attention.out_proj"] = RowwiseParallel(
     output_layouts=Shard(1))` returns y sharded along the sequence, for norms that are; PartwiseParallel is for other

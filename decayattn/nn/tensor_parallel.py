@@ -4,7 +4,7 @@ Every rank computes with plain tensors, its part of each parameter; DTensors are
 gradient clipping see the parameters. This module imports torch.distributed.tensor.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from decayattn.nn.attention import DecayFlashAttention
 from decayattn.nn.decay import ConstantDecay, ScalarDecay
-from decayattn.sharding import local_part, replicated, whole
+from decayattn.sharding import local_part, replicated, reset_whole, whole
 
 
 class PartwiseParallel(ParallelStyle):
@@ -25,8 +25,8 @@ class PartwiseParallel(ParallelStyle):
     One product of several matrices (q, k, v and an output gate; the two of a SwiGLU) gives its parts behind one
     another. ColwiseParallel would cut that into ranges of rows that hold parts of different matrices; this gives rank r
     the r-th share of every part, one behind another again. It takes x plain and whole, as every rank has it, and
-    returns a plain tensor. The state dict keeps `weight` and `bias` whole; the parameters that an optimiser sees are
-    weight_0, weight_1, … (bias_0, …), one for each part.
+    returns a plain tensor. The parameters are weight_0, weight_1, … (bias_0, …), one for each part; `weight` and `bias`
+    are copies to read. The state dict has these two, and whole: `state_dict()` is a collective, which every rank calls.
 
     Args:
         sizes: output features of the parts; those of size 0 are left out.
@@ -57,8 +57,37 @@ class PartwiseParallel(ParallelStyle):
         return module
 
 
+class JoinedParts(Tensor):
+    """A copy of parameters as one tensor. It refuses to be changed, and so do its views: what torch.nn.init writes, or
+    requires_grad_, would be lost without a word."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Iterable[type], args: Sequence = (), kwargs: Mapping | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first, name = next(iter((*args, *kwargs.values()))), function.__name__
+        is_change = name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
+        with torch._C.DisableTorchFunctionSubclass():
+            if not isinstance(first, cls):
+                return function(*args, **kwargs)
+            if is_change:
+                raise RuntimeError(
+                    f"{name}: the weight and bias of a PartwiseLinear are copies, whose changes would be lost; its "
+                    "parameters are weight_0, weight_1, … (bias_0, …), one for each part"
+                )
+            result = function(*args, **kwargs)
+            storage = first.untyped_storage().data_ptr()
+
+            def guarded(x: Any) -> Any:
+                is_view = isinstance(x, Tensor) and x.untyped_storage().data_ptr() == storage
+                return x.as_subclass(cls) if is_view else x
+
+            return type(result)(map(guarded, result)) if type(result) in (list, tuple) else guarded(result)
+
+
 class PartwiseLinear(nn.Linear):
-    """A Linear as PartwiseParallel leaves it."""
+    """A Linear as PartwiseParallel leaves it. state_dict() and reset_parameters() are collectives."""
 
     sizes: tuple[int, ...]
     mesh: DeviceMesh
@@ -66,12 +95,16 @@ class PartwiseLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """What this rank stores of every part, a plain tensor without a gradient."""
+        """A copy of what this rank stores of every part, without a gradient; read only, see JoinedParts."""
         return self._stored("weight")
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
         return self._stored("bias") if "bias_0" in self._parameters else None
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear: with the same seed on every rank, a whole Linear's numbers; otherwise the first rank's."""
+        reset_whole(self, {name: self._parts(name) for name in ("weight", "bias") if f"{name}_0" in self._parameters})
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sum_gradient:
@@ -84,7 +117,7 @@ class PartwiseLinear(nn.Linear):
         return torch.cat([local_part(part, self.mesh) for part in self._parts(name)])
 
     def _stored(self, name: str) -> Tensor:
-        return torch.cat([part.detach().to_local() for part in self._parts(name)])
+        return torch.cat([part.detach().to_local() for part in self._parts(name)]).as_subclass(JoinedParts)
 
     def _parts(self, name: str) -> list[Any]:
         return [self._parameters[f"{name}_{index}"] for index in range(len(self.sizes))]
@@ -186,5 +219,6 @@ def _replace(owner: nn.Module | None, name: str, mesh: DeviceMesh, placement: Pl
 
 
 def _distribute(value: Tensor, mesh: DeviceMesh, *placements: Placement) -> Any:
-    # every rank has the whole tensor, so nothing is sent
-    return distribute_tensor(value.to(mesh.device_type), mesh, list(placements), src_data_rank=None)
+    # every rank has the whole tensor, so nothing is sent; one of the meta device has no data to move
+    value = value if value.is_meta else value.to(mesh.device_type)
+    return distribute_tensor(value, mesh, list(placements), src_data_rank=None)

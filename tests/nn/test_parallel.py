@@ -256,8 +256,9 @@ def test_tensor_parallelism_gives_the_gradient_of_one_process(ranks, decay, chec
 def places_of_parameters(device: str) -> dict[str, tuple]:
     layer = model_of("scalar", device, **EVERYTHING)[0].attention
     divide(layer, device)
+    parts = [p.to_local() for name, p in layer.in_proj.named_parameters() if name.startswith("weight")]
     return {name: tuple(map(str, p.placements)) for name, p in layer.named_parameters()} | {
-        "local": (tuple(layer.in_proj.weight.shape), layer.num_heads, layer.num_kv_heads)
+        "local": ([tuple(part.shape) for part in parts], layer.num_heads, layer.num_kv_heads)
     }
 
 
@@ -269,7 +270,7 @@ def test_heads_are_sharded_and_gains_replicated(ranks):
             "sink": rows, "log_scale": rows, "decay.weight": rows, "decay.bias": rows, "out_proj.weight": columns,
             "out_proj.bias": alike, "q_norm.weight": alike, "k_norm.weight": alike,
             # of q, k, v and the gate: 32, 16, 16 and 32 rows in all
-            "local": ((48, WIDTH), 2, 1),
+            "local": ([(16, WIDTH), (8, WIDTH), (8, WIDTH), (16, WIDTH)], 2, 1),
         }
 
 
@@ -289,6 +290,62 @@ def test_rates_are_those_of_a_ranks_heads(ranks, decay):
     for rank, (found, half_lives) in enumerate(ranks(rates, ranks.device, decay)):
         assert torch.equal(found, expected[2 * rank : 2 * rank + 2])
         assert torch.equal(half_lives, lives)
+
+
+def restarted(device: str, same_seed: bool) -> tuple[list[str], list[str], bool]:
+    """What of a divided layer is not an undivided one's after reset_parameters, or not rank 0's; built without data."""
+    with torch.device("meta"):
+        layer = DecayFlashAttention(WIDTH, HEADS, **EVERYTHING)
+    single = copy.deepcopy(layer)
+    divide(layer, device)
+    for one in (layer, single):
+        one.to_empty(device=device)
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.fill_(torch.nan)
+        torch.manual_seed(3 if same_seed else torch.distributed.get_rank())
+        one.reset_parameters()
+        one.decay.reset_parameters()
+    expected = single.state_dict()
+    found = {name: whole(x) for name, x in layer.state_dict().items()}
+    halves = found["out_proj.weight"].chunk(2, 1)
+    for x in expected.values():
+        torch.distributed.broadcast(x, 0)
+    different = [name for name, x in expected.items() if not torch.equal(x, found[name])]
+    return different, [name for name, x in found.items() if not x.isfinite().all()], torch.equal(*halves)
+
+
+@pytest.mark.parametrize("same_seed", [True, False])
+def test_a_divided_layer_starts_again_as_one_process_does(ranks, same_seed):
+    for found in ranks(restarted, ranks.device, same_seed):
+        assert found == ([], [], False)
+
+
+def joined(device: str) -> list[str]:
+    layer = model_of("scalar", device, **EVERYTHING)[0].attention
+    divide(layer, device)
+    weight = layer.in_proj.weight
+    for write in (
+        lambda: nn.init.zeros_(weight), lambda: nn.init.kaiming_uniform_(weight), lambda: weight.data.normal_(),
+        lambda: weight[0].zero_(), lambda: weight.split(2)[0].copy_(weight[2:4]), lambda: weight.detach().fill_(0),
+        lambda: weight.__setitem__(0, 0.0), lambda: setattr(weight, "data", weight),
+        lambda: weight.requires_grad_(False), lambda: setattr(weight, "requires_grad", False),
+        lambda: layer.in_proj.bias.zero_(),
+    ):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="are copies, whose changes would be lost"):
+            write()
+    parts = [p.to_local() for name, p in layer.in_proj.named_parameters() if name.startswith("weight")]
+    assert torch.equal(weight, torch.cat(parts))
+    plain = torch.zeros_like(weight)
+    assert {type(x) for x in (weight.clone().zero_(), weight * 2, plain.copy_(weight))} == {Tensor}
+    layer.in_proj.requires_grad_(False)
+    return [name for name, p in layer.named_parameters() if not p.requires_grad]
+
+
+def test_what_is_divided_is_not_changed_as_a_whole(ranks):
+    frozen = [f"in_proj.{name}_{index}" for name in ("weight", "bias") for index in range(4)]
+    for found in ranks(joined, ranks.device):
+        assert found == frozen
 
 
 def with_options(device: str) -> dict[str, float]:
