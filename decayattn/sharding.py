@@ -114,6 +114,17 @@ def local_part(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
     return _to_local(dtensor, dtensor.placements, gradient)
 
 
+def own_heads(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
+    """local_part of a parameter (H,) or (H, ·) outside of the layer's forward, where FSDP2 has it sharded: a collective
+    there. Without a gradient, which FSDP2 would not average."""
+    tensor = tensor.detach()
+    if mesh is None or not is_dtensor(tensor):
+        return whole(tensor)
+    if tensor.device_mesh == mesh:  # type: ignore[attr-defined]
+        return tensor.to_local()  # type: ignore[attr-defined]
+    return whole(tensor).chunk(mesh.size())[mesh.get_local_rank()]
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor on every rank: a collective where it is a DTensor."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]

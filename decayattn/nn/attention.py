@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from decayattn.problem import (
     check_skip_tolerance,
     check_window,
 )
-from decayattn.sharding import local_part, replicated, reset_whole
+from decayattn.sharding import local_part, own_heads, replicated, reset_whole, whole
 
 if TYPE_CHECKING:
     from decayattn.distributed import ContextParallel
@@ -154,6 +155,8 @@ class DecayFlashAttention(nn.Module):
         self.log_scale = nn.Parameter(torch.empty(num_heads, **options)) if scale == "learned" else None
         self.decay = _build_decay(decay, self.embed_dim, num_heads, options)
         self.tensor_mesh: Any = None  # the DeviceMesh of tensor parallelism; see decayattn.nn.tensor_parallel_plan
+        # of what in_proj returns, where a policy of FSDP2 decides; see decayattn.nn.fully_shard_attention
+        self.policy_dtype: torch.dtype | None = None
         self._zero_start()
 
     def reset_parameters(self) -> None:
@@ -242,7 +245,7 @@ class DecayFlashAttention(nn.Module):
                 raise ValueError("resets: expected only where the decay is one per token")
             log_decay = log_decay.masked_fill(resets.bool()[..., None], -math.inf)
         options: dict[str, Any] = dict(
-            scale=self._score_scale(), window_size=self.window_size,
+            scale=self._score_scale(local_part), window_size=self.window_size,
             sink=None if self.sink is None else local_part(self.sink, self.tensor_mesh),
             skip_tolerance=self.skip_tolerance, backend=self.backend,
         )
@@ -277,13 +280,14 @@ class DecayFlashAttention(nn.Module):
     ) -> DecayCache:
         """An empty cache for this layer: at most max_length tokens in each of batch_size entries.
 
-        device, dtype: default those of the layer's keys (under autocast its dtype).
+        device, dtype: default those of the layer's keys: under autocast its dtype, behind fully_shard_attention that of
+            the policy. A policy that came by torch's fully_shard is not known here, and needs `dtype=`.
         """
         self._check_cacheable()
         weight = next(self.in_proj.parameters())  # of tensor parallelism's parts the first
         device = weight.device if device is None else device
         if dtype is None:
-            dtype = autocast_dtype(torch.device(device)) or weight.dtype
+            dtype = autocast_dtype(torch.device(device)) or self.policy_dtype or weight.dtype
         return DecayCache(
             batch_size, max_length, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
             value_dim=self.value_dim, device=device, dtype=dtype,
@@ -293,6 +297,8 @@ class DecayFlashAttention(nn.Module):
     def score_bound(self) -> Tensor:
         """|s q·k| ≤ score_bound (H,) whatever x is, for DecayCache.evict; from qk_norm's gains, float64.
 
+        Under tensor parallelism for this rank's heads, which its cache has. With FSDP2 a collective, for every rank.
+
         A head of norm(x) is no longer than √D·max |gain|, in the dtype of the layer up to its rounding, and a position
         module must not make it longer.
 
@@ -301,13 +307,13 @@ class DecayFlashAttention(nn.Module):
         """
         if self.q_norm is None or self.k_norm is None:
             raise ValueError("qk_norm: expected True, because without it nothing bounds a score")
-        scale = self._score_scale()
+        q_gain, k_gain = (whole(norm.weight).double().abs().amax() for norm in (self.q_norm, self.k_norm))
+        scale = self._score_scale(own_heads)
         scale = self.head_dim**-0.5 if scale is None else scale
-        scale = torch.as_tensor(scale, dtype=torch.float64, device=self.q_norm.weight.device)
-        gains = self.q_norm.weight.double().abs().amax() * self.k_norm.weight.double().abs().amax()
+        scale = torch.as_tensor(scale, dtype=torch.float64, device=q_gain.device)
         # roundings of the norm, of its output and of a cast under autocast, each at most eps of 16 bits, on both sides
         slack = (1 + 3 * torch.finfo(torch.bfloat16).eps) ** 2
-        return (scale.abs() * self.head_dim * gains * slack).expand(self.num_heads)
+        return (scale.abs() * self.head_dim * q_gain * k_gain * slack).expand(self.num_heads)
 
     def extra_repr(self) -> str:
         names = ["embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "causal", "qk_norm", "output_gate"]
@@ -323,11 +329,11 @@ class DecayFlashAttention(nn.Module):
             if parameter is not None:
                 parameter.zero_()
 
-    def _score_scale(self) -> Tensor | float | None:
+    def _score_scale(self, part: Callable[[Tensor, Any], Tensor]) -> Tensor | float | None:
         if self.log_scale is None:
             return self.scale  # type: ignore[return-value]  # "learned" has a log_scale
         wide = torch.promote_types(self.log_scale.dtype, torch.float32)
-        return local_part(self.log_scale, self.tensor_mesh).to(wide).exp() / math.sqrt(self.head_dim)
+        return part(self.log_scale, self.tensor_mesh).to(wide).exp() / math.sqrt(self.head_dim)
 
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):

@@ -317,7 +317,10 @@ class DecayCache:
         for name, x, buffer in (("k", k, self.keys), ("v", v, self.values)):
             check_tensor(name, x, self.device, "the cache")
             if x.dtype != self.dtype:
-                raise TypeError(f"{name}: expected the dtype of the cache, {self.dtype}, got {x.dtype}")
+                raise TypeError(
+                    f"{name}: expected the dtype of the cache, {self.dtype}, got {x.dtype}; a cache for those is made "
+                    f"with dtype={x.dtype}"
+                )
             if x.ndim != 4 or x.shape[:1] + x.shape[2:] != buffer.shape[:1] + buffer.shape[2:]:
                 batch, _, *heads = buffer.shape
                 wanted = f"({', '.join(map(str, [batch, 'T', *heads]))})"

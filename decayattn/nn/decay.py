@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decayattn.problem import is_reset, without_autocast
-from decayattn.sharding import fill, local_part, whole
+from decayattn.sharding import fill, is_dtensor, local_part, own_heads, whole
 
 
 class Decay(nn.Module):
@@ -97,16 +97,25 @@ class ScalarDecay(Decay):
 
     def forward(self, x: Tensor) -> Tensor:
         """log_decay (B, T, H) < 0."""
-        dtype = _gate_dtype(x)
-        with without_autocast(x.device):
-            weight, bias = (local_part(parameter, self.tensor_mesh).to(dtype) for parameter in (self.weight, self.bias))
-            return F.logsigmoid(F.linear(x.to(dtype), weight, bias))
+        return self._gates(x, local_part)
 
     @torch.no_grad()
     def half_lives(self, x: Tensor | None = None) -> Tensor:
-        """Half-lives in tokens: (B, T, H) of the gates for x, or (H,) of the biases alone (all heads', a collective
-        where they are sharded)."""
-        return half_life(F.logsigmoid(whole(self.bias)) if x is None else self(x))
+        """Half-lives in tokens: (B, T, H) of the gates for x, or (H,) of the biases alone.
+
+        A collective where the parameters are sharded. Under tensor parallelism the gates are those of the rank's heads,
+        and the biases those of all heads.
+        """
+        if x is None:
+            return half_life(F.logsigmoid(whole(self.bias)))
+        gathered = is_dtensor(self.weight) and not is_dtensor(x)
+        return half_life(self._gates(x, own_heads) if gathered else self(x))
+
+    def _gates(self, x: Tensor, part: Callable[[Tensor, Any], Tensor]) -> Tensor:
+        dtype = _gate_dtype(x)
+        with without_autocast(x.device):
+            weight, bias = (part(parameter, self.tensor_mesh).to(dtype) for parameter in (self.weight, self.bias))
+            return F.logsigmoid(F.linear(x.to(dtype), weight, bias))
 
     def extra_repr(self) -> str:
         shortest, longest = self.initial_half_lives

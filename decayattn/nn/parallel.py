@@ -37,9 +37,12 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     as_stored = {name: value for name, value in options.items() if name != "mp_policy"}
+    policy = options.get("mp_policy")
     for _, layer in _layers(module):
+        if policy is not None:
+            layer.policy_dtype = policy.output_dtype or policy.param_dtype
         # a group of parameters has one dtype, and a 16-bit model has a float32 decay
-        if options.get("mp_policy") is None and len({p.dtype for p in layer.parameters()}) == 1:
+        if policy is None and len({p.dtype for p in layer.parameters()}) == 1:
             fully_shard(layer, **options)  # one group: one collective where there would be three
             continue
         for projection in (layer.in_proj, layer.out_proj):

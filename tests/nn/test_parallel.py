@@ -222,6 +222,35 @@ def test_a_layer_is_one_group_unless_a_policy_rounds_some_of_it(ranks):
     assert ranks(groups, ranks.device, policy)[0] == ["", "attention", *parts]
 
 
+def sharded_generation(device: str, decay: str, policy: MixedPrecisionPolicy | None) -> dict[str, object]:
+    """A cache, its eviction and half-lives, outside of the layer's forward."""
+    single, model = (model_of(decay, device, torch.float32, **EVERYTHING)[0].attention for _ in range(2))
+    options = {} if policy is None else {"mp_policy": policy}
+    parent = nn.Sequential(model)
+    fully_shard_attention(parent, mesh=init_device_mesh(device, (2,)), **options)
+    x, _ = batch(device, torch.float32)
+    found = {}
+    with torch.no_grad():
+        bound, lives = model.score_bound(), model.decay.half_lives(x)
+        found["alike"] = torch.equal(bound, single.score_bound()) and torch.equal(lives, single.decay.half_lives(x))
+        cache = model.make_cache(B, T)
+        model(x, cache=cache)
+        rates = None if decay == "scalar" else -0.7 / lives.to(torch.float64)
+        found["evicted"] = tuple(cache.evict(0.5, bound, rates).shape)
+    return found | {"dtype": cache.dtype}
+
+
+@pytest.mark.parametrize("decay", ["scalar", "learned"])
+@pytest.mark.parametrize(("dtypes", "expected"), [
+    (None, torch.float32), ({}, torch.float32), ({"param_dtype": torch.bfloat16}, torch.bfloat16),
+    ({"param_dtype": torch.bfloat16, "output_dtype": torch.float32}, torch.float32),
+])
+def test_a_sharded_layer_makes_its_cache_and_its_bound(ranks, decay, dtypes, expected):
+    policy = None if dtypes is None else MixedPrecisionPolicy(**dtypes)
+    for found in ranks(sharded_generation, ranks.device, decay, policy):
+        assert found == {"alike": True, "evicted": (B, HEADS), "dtype": expected}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Tensor parallelism
 
@@ -346,6 +375,36 @@ def test_what_is_divided_is_not_changed_as_a_whole(ranks):
     frozen = [f"in_proj.{name}_{index}" for name in ("weight", "bias") for index in range(4)]
     for found in ranks(joined, ranks.device):
         assert found == frozen
+
+
+def divided_eviction(device: str, options: dict[str, Any]) -> tuple[bool, bool, float]:
+    single = model_of("scalar", device, **EVERYTHING | options)[0].attention
+    with torch.no_grad():
+        single.decay.bias.sub_(9)  # fast, so that something is evicted
+    divided = copy.deepcopy(single)
+    divide(divided, device)
+    x, _ = batch(device)
+    rank = torch.distributed.get_rank()
+    mine = slice(2 * rank, 2 * rank + 2)
+    with torch.no_grad():
+        lost, caches = [], []
+        for layer in (divided, single):
+            caches.append(layer.make_cache(B, T))
+            layer(x, cache=caches[-1])
+            lost.append(caches[-1].evict(1e-3, layer.score_bound()))
+        alike = torch.equal(divided.score_bound(), single.score_bound()[mine])
+        lives = divided.decay.half_lives(x), single.decay.half_lives(x)[..., mine]
+        evicted = bool((caches[0].dropped > 0).all())
+    errors = [float((a - b).abs().max()) for a, b in ((lost[0], lost[1][:, mine]), lives)]
+    return alike, evicted, max(errors)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": None}, {"scale": 0.5}])
+def test_a_divided_layer_bounds_its_own_heads(ranks, options):
+    for alike, evicted, error in ranks(divided_eviction, ranks.device, options):
+        assert alike
+        assert evicted
+        assert error < 1e-9
 
 
 def with_options(device: str) -> dict[str, float]:
