@@ -16,7 +16,7 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
     FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds every parameter that it gathers. A log-decay adds up
     over all tokens in between, and the gradient of a sink is off by some percent then. Here the policy is for the
     projections alone; decay, sink, log_scale and the gains of qk_norm are gathered and reduced as they are stored.
-    Without a policy a layer is sharded as one.
+    Without a policy a layer is sharded as one, but for a decay or a position module of another dtype.
 
     Call it before the fully_shard of what is around the layer, as FSDP2 shards the innermost first::
 
@@ -25,34 +25,40 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    Names in the state dict stay as they are.
+    Names in the state dict stay as they are. A decay or a position module with parameters that several layers share is
+    sharded by itself before: `fully_shard(decay, mesh=mesh)`.
 
     Args:
         module: a DecayFlashAttention, or what contains some.
         options: of fully_shard: mesh, mp_policy, reshard_after_forward, offload_policy and so on.
 
     Raises:
-        ValueError: if there is no DecayFlashAttention in the module.
+        ValueError: if there is no DecayFlashAttention in the module, and for a shared decay or position module that is
+            not sharded by itself.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    as_stored = {name: value for name, value in options.items() if name != "mp_policy"}
+    layers = _layers(module)
+    _refuse_shared(layers, options.get("ignored_params") or set())
     policy = options.get("mp_policy")
-    for _, layer in _layers(module):
+    as_stored = {name: value for name, value in options.items() if name != "mp_policy"}
+    for _, layer in layers:
         if policy is not None:
             layer.policy_dtype = policy.output_dtype or policy.param_dtype
+        parts = [part for part in (layer.decay, layer.position) if isinstance(part, nn.Module)]
+        rest = _without(list(layer.parameters()), [part for part in parts if isinstance(part, FSDPModule)])
         # a group of parameters has one dtype, and a 16-bit model has a float32 decay
-        if policy is None and len({p.dtype for p in layer.parameters()}) == 1:
+        if policy is None and len({p.dtype for p in rest}) == 1:
             fully_shard(layer, **options)  # one group: one collective where there would be three
             continue
         for projection in (layer.in_proj, layer.out_proj):
             fully_shard(projection, **options)
-        apart = {id(p) for projection in (layer.in_proj, layer.out_proj) for p in projection.parameters()}
-        decay = list(layer.decay.parameters()) if isinstance(layer.decay, nn.Module) else []
-        rest = [p for p in layer.parameters() if id(p) not in apart]
-        if isinstance(layer.decay, nn.Module) and decay and len({p.dtype for p in rest}) > 1:
-            fully_shard(layer.decay, **as_stored)
-            rest = [p for p in rest if all(p is not other for other in decay)]
+        rest = _without(rest, [layer.in_proj, layer.out_proj])
+        for part in parts:
+            others = _without(rest, [part])
+            if len(others) < len(rest) and len({p.dtype for p in rest}) > 1:
+                fully_shard(part, **as_stored)
+                rest = others
         if rest:
             fully_shard(layer, **as_stored)
 
@@ -99,6 +105,34 @@ def tensor_parallel_plan(module: nn.Module) -> "dict[str, ParallelStyle]":
         plan[name] = HeadwiseParallel()
         plan[f"{name}.out_proj" if name else "out_proj"] = RowwiseParallel()
     return plan
+
+
+def _without(parameters: list[nn.Parameter], modules: list[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that are in none of the modules."""
+    inside = {id(p) for module in modules for p in module.parameters()}
+    return [p for p in parameters if id(p) not in inside]
+
+
+def _refuse_shared(layers: list[tuple[str, DecayFlashAttention]], ignored: set[nn.Parameter]) -> None:
+    """FSDP2 has a parameter in one group, which is gathered for the forward of that group's module alone."""
+    from torch.distributed.fsdp import FSDPModule
+
+    seen: set[int] = set()
+    for name, layer in layers:
+        for kind, part in (("decay", layer.decay), ("position", layer.position)):
+            # a module with a group of its own is gathered whoever calls it
+            if not isinstance(part, nn.Module) or isinstance(part, FSDPModule) or isinstance(layer, FSDPModule):
+                continue
+            if all(p in ignored for p in part.parameters()):
+                continue
+            # torch's mark on the modules of a group, from an earlier call; where it were missing, torch refuses
+            if id(part) in seen or getattr(part, "_is_fsdp_managed_module", False):
+                raise ValueError(
+                    f"{name}{'.' if name else ''}{kind}: expected a module of this layer alone, got a "
+                    f"{type(part).__name__} that FSDP2 shards with another module; what layers share is sharded by "
+                    f"itself, and before them: fully_shard({kind}, mesh=mesh)"
+                )
+            seen.add(id(part))
 
 
 def _layers(module: nn.Module) -> list[tuple[str, DecayFlashAttention]]:

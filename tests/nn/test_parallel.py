@@ -222,6 +222,79 @@ def test_a_layer_is_one_group_unless_a_policy_rounds_some_of_it(ranks):
     assert ranks(groups, ranks.device, policy)[0] == ["", "attention", *parts]
 
 
+class Scaled(nn.Module):
+    """A position module with a float32 parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH // HEADS))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q * self.factor).to(q.dtype), (k * self.factor).to(k.dtype)
+
+
+def with_position(device: str, decay: str) -> tuple[float, set[torch.dtype], list[str]]:
+    torch.manual_seed(1)
+    decay = DECAYS[decay]()
+    layer = DecayFlashAttention(WIDTH, HEADS, decay=decay, position=Scaled(), qk_norm=True, dtype=torch.bfloat16)
+    layer.to(device)
+    single = copy.deepcopy(layer)
+    fully_shard_attention(layer, mesh=init_device_mesh(device, (2,)))
+    x, _ = batch(device, torch.bfloat16)
+    for one in (layer, single):
+        one(x).float().square().mean().backward()
+    factor, expected = whole(layer.position.factor.grad), single.position.factor.grad
+    groups = [name for name, module in layer.named_modules() if isinstance(module, FSDPModule)]
+    return float((factor - expected).abs().max() / expected.abs().max()), factor.dtype, groups
+
+
+@pytest.mark.parametrize("decay", ["scalar", "frozen"])
+def test_a_16_bit_layer_takes_a_float32_position_module(ranks, decay):
+    apart = {"decay"} if decay == "scalar" else set()
+    for error, dtype, names in ranks(with_position, ranks.device, decay):
+        # a gradient of 16 bits is rounded between the kernels of one process as well
+        assert error < 1e-5
+        assert dtype == torch.float32
+        assert set(names) == {"", "in_proj", "out_proj", "position"} | apart
+
+
+def sharing(device: str, how: str) -> nn.Sequential:
+    model = model_of("scalar", device, **EVERYTHING)
+    if how == "decay":
+        model[1].attention.decay = model[0].attention.decay
+    else:
+        model[0].attention.position = model[1].attention.position = Scaled().to(device, torch.float64)
+    return model
+
+
+def shared_refused(device: str, how: str) -> list[str]:
+    said = []
+    mesh = init_device_mesh(device, (2,))
+    for at_once in (True, False):
+        model = sharing(device, how)
+        if not at_once:
+            fully_shard_attention(model[0], mesh=mesh)
+        with pytest.raises(ValueError, match="expected a module of this layer alone") as error:
+            fully_shard_attention(model if at_once else model[1], mesh=mesh)
+        said.append(str(error.value).partition(":")[0])
+    return said
+
+
+def shared_gradients(device: str, how: str) -> dict[str, float]:
+    expected, model = sharing(device, how), sharing(device, how)
+    fully_shard(getattr(model[0].attention, how), mesh=init_device_mesh(device, (2,)))
+    shard(model, device)
+    two_steps(expected, model, device)
+    return worst(gradients(model), gradients(expected))
+
+
+@pytest.mark.parametrize("how", ["decay", "position"])
+def test_what_layers_share_is_sharded_by_itself_or_refused(ranks, how):
+    assert ranks(shared_refused, ranks.device, how)[0] == [f"1.attention.{how}", f"attention.{how}"]
+    for errors in ranks(shared_gradients, ranks.device, how):
+        assert max(errors.values()) < 1e-11, errors
+
+
 def sharded_generation(device: str, decay: str, policy: MixedPrecisionPolicy | None) -> dict[str, object]:
     """A cache, its eviction and half-lives, outside of the layer's forward."""
     single, model = (model_of(decay, device, torch.float32, **EVERYTHING)[0].attention for _ in range(2))
