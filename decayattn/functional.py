@@ -8,6 +8,7 @@ from torch import Tensor
 from decayattn import autograd, keywords, reference, sharding
 from decayattn.backends import registry
 from decayattn.problem import (
+    RESET_BELOW,
     AttentionProblem,
     BackendName,
     Inputs,
@@ -17,6 +18,7 @@ from decayattn.problem import (
     check_bool,
     check_packed_arguments,
     integer,
+    no_longer,
     tolerance_of,
     window_of,
 )
@@ -274,7 +276,9 @@ def decay_attention_varlen(
         skip_tolerance,
     )
     q, k, v = q[None], k[None], v[None]
-    max_seqlen_q, max_seqlen_k = integer(max_seqlen_q), integer(max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = (
+        no_longer(integer(longest), x.shape[1]) for longest, x in ((max_seqlen_q, q), (max_seqlen_k, k))
+    )
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
         log_decay = log_decay[None]
     log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
@@ -394,7 +398,9 @@ def per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
         return None
     if not isinstance(log_decay, Tensor):
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return torch.full((q.shape[2],), float(log_decay), dtype=dtype, device=q.device)
+        # some that are lower are too low for the dtype, and all are resets
+        number = float(max(log_decay, 2 * RESET_BELOW))
+        return torch.full((q.shape[2],), number, dtype=dtype, device=q.device)
     batch, _, heads, _ = q.shape
     shape = log_decay.shape
     if len(shape) == 3 and (shape[0] != batch or shape[2] != heads):

@@ -17,6 +17,7 @@ RESET_BELOW = -746.0
 DECAY_BLOCK = 128
 # query rows for which a plan says what they skip (Saved.first_block)
 GRANULE = 64
+_LARGEST_FLOAT32, _LARGEST_FLOAT64 = torch.finfo(torch.float32).max, torch.finfo(torch.float64).max
 
 
 # the names that arguments may have, for annotations
@@ -321,6 +322,15 @@ def check_count(name: str, number: int) -> None:
         raise ValueError(f"{name}: expected at least 0, got {number}")
 
 
+def is_finite(number: float, dtype: torch.dtype = torch.float64) -> bool:
+    """Whether a number is finite, also as calls with inputs of this dtype count: in float32, or float64 for float64."""
+    if -1e4 < number < 1e4:
+        return True  # at once, as nearly all
+    # an int may be too large for a float, and numpy's numbers cast what they are compared with
+    number = number if isinstance(number, int) else float(number)
+    return abs(number) <= (_LARGEST_FLOAT64 if dtype == torch.float64 else _LARGEST_FLOAT32)
+
+
 def is_reset(log_decay: Tensor) -> Tensor:
     """True where a log-decay is a reset; NaN is none."""
     return log_decay < RESET_BELOW
@@ -330,6 +340,13 @@ def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, i
     """(left, right) with −1 for no limit; a causal query sees nothing to its right anyway."""
     left, right = (-1, -1) if window_size is None else map(integer, window_size)
     return (left, -1) if causal else (left, right)
+
+
+def no_longer(longest: int, axis: int) -> int:
+    """No sequence is longer than its axis: with that bound, 32 bits hold any max_seqlen."""
+    if torch.compiler.is_compiling() or not isinstance(longest, int) or not isinstance(axis, int):
+        return longest  # as in _clamped
+    return min(longest, axis)
 
 
 def _clamped(window: Sequence[int], longest_query: int, longest_key: int) -> tuple[int, int]:
@@ -371,6 +388,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(tensor)}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "a nested tensor" if tensor.is_nested else f"one of layout {tensor.layout}"
+            raise TypeError(f"{name}: expected a dense tensor, got {kind}")
         if tensor.ndim != len(axes):
             raise ValueError(
                 f"{name}: expected {len(axes)} dimensions ({', '.join(axes)}), got shape {tuple(tensor.shape)}"
@@ -405,8 +425,9 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
     if log_decay is None:
         return False
     if isinstance(log_decay, Real) and not isinstance(log_decay, bool):
-        if not math.isfinite(log_decay):
-            raise ValueError(f"log_decay: expected a finite number, got {log_decay}")
+        # one too low for the dtype is a reset, as any below −746
+        if not is_finite(log_decay, q.dtype) and not -math.inf < log_decay < 0:
+            raise ValueError(f"log_decay: expected a finite number, got {log_decay} (q: {q.dtype})")
         return False
     if not isinstance(log_decay, Tensor):
         raise TypeError(f"log_decay: expected None, a number or a tensor, got {_describe(log_decay)}")
@@ -457,8 +478,8 @@ def _check_scale(scale: Tensor | float | None, q: Tensor, axes: str) -> None:
     if scale is None:
         return
     if isinstance(scale, Real) and not isinstance(scale, bool):
-        if not math.isfinite(scale):
-            raise ValueError(f"scale: expected a finite number, got {scale}")
+        if not is_finite(scale, q.dtype):
+            raise ValueError(f"scale: expected a finite number, got {scale} (q: {q.dtype})")
         return
     if not isinstance(scale, Tensor):
         raise TypeError(f"scale: expected None, a number or a tensor, got {_describe(scale)}")
@@ -514,7 +535,7 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
         return
     if not isinstance(sink, Tensor):
         raise TypeError(f"sink: expected None or a tensor, got {_describe(sink)}")
-    if not sink.is_floating_point() or (sink.dtype == torch.float64 and q.dtype != torch.float64):
+    if sink.dtype not in SUPPORTED_DTYPES or (sink.dtype == torch.float64 and q.dtype != torch.float64):
         raise TypeError(f"sink: expected float32, bfloat16 or float16 (float64 with float64 q, k, v), got {sink.dtype}")
     if sink.device != q.device:
         raise ValueError(f"sink: expected the device of q, {q.device}, got {sink.device}")

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,7 @@ TENSORS = [
     ({"v": None}, TypeError, r"^v: expected a torch.Tensor, got None of type NoneType"),
     ({"k": torch.zeros(6, 2, 8)}, ValueError, r"^k: expected 4 dimensions \(batch, sequence.*got shape \(6, 2, 8\)"),
     ({"q": torch.zeros(2, 5, 4, 8).int()}, TypeError, r"^q: expected float16, bfloat16, float32 or .*got torch.int32"),
+    ({"q": torch.zeros(2, 5, 4, 8).to_sparse()}, TypeError, r"^q: expected a dense tensor, got .*torch.sparse_coo"),
     ({"k": torch.zeros(2, 6, 2, 8).half()}, TypeError, r"^k: expected the dtype of q, torch.float32, got .*float16"),
     ({"v": torch.zeros(2, 6, 2, 7, **META)}, ValueError, r"^v: expected the device of q, cpu, got meta"),
     ({"k": torch.zeros(3, 6, 2, 8)}, ValueError, r"^k: expected the batch size of q, 2, got 3"),
@@ -61,6 +63,8 @@ TENSORS = [
     ),
     ({"log_decay": -INF}, ValueError, r"^log_decay: expected a finite number, got -inf"),
     ({"log_decay": math.nan}, ValueError, r"^log_decay: expected a finite number, got nan"),
+    ({"log_decay": 1e39}, ValueError, r"^log_decay: expected a finite number, got 1e\+39 \(q: torch.float32\)"),
+    ({"log_decay": 10**400}, ValueError, r"^log_decay: expected a finite number, got 1000"),
     ({"log_decay": True}, TypeError, r"^log_decay: expected None, a number or a tensor, got True of type bool"),
     ({"log_decay": "alibi"}, TypeError, r"^log_decay: expected None, a number or a tensor, got 'alibi' of type str"),
     ({"log_decay": torch.zeros(4).bfloat16()}, TypeError, r"^log_decay: expected float32, got .*bfloat16.*\.float\(\)"),
@@ -79,6 +83,8 @@ TENSORS = [
     ),
     ({"log_decay": torch.zeros(2)}, ValueError, r"^log_decay: expected shape .*; got \(2,\)"),
     ({"scale": INF}, ValueError, r"^scale: expected a finite number, got inf"),
+    ({"scale": 1e39}, ValueError, r"^scale: expected a finite number, got 1e\+39 \(q: torch.float32\)"),
+    ({"scale": -(10**400)}, ValueError, r"^scale: expected a finite number, got -1000"),
     ({"scale": False}, TypeError, r"^scale: expected None, a number or a tensor, got False of type bool"),
     ({"scale": torch.ones(4).double()}, TypeError, r"^scale: expected float32, bfloat16 or .*got torch.float64"),
     ({"scale": torch.ones(4).long()}, TypeError, r"^scale: expected float32, .*got torch.int64"),
@@ -100,6 +106,7 @@ COMMON = [
     ({"window_size": (3, -2)}, ValueError, r"^window_size: expected numbers of tokens, or -1 .*got \(3, -2\)"),
     ({"sink": 0.5}, TypeError, r"^sink: expected None or a tensor, got 0.5 of type float"),
     ({"sink": torch.zeros(4).int()}, TypeError, r"^sink: expected float32, bfloat16 or .*got torch.int32"),
+    ({"sink": torch.zeros(4).to(torch.float8_e4m3fn)}, TypeError, r"^sink: expected float32, .*got torch.float8_e4m"),
     ({"sink": torch.zeros(4).double()}, TypeError, r"^sink: expected float32, .*got torch.float64"),
     ({"sink": torch.zeros(4, device="meta")}, ValueError, r"^sink: expected the device of q, cpu, got meta"),
     ({"sink": torch.zeros(2)}, ValueError, r"^sink: expected one logit per head, \(H,\) = \(4,\), got \(2,\)"),
@@ -179,6 +186,50 @@ def test_bad_arguments_are_refused_by_name(call, arguments, changes, error, mess
     call(**arguments())  # good without the change
     with pytest.raises(error, match=message):
         call(**arguments(**changes))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_and_mkldnn_tensors_are_refused_by_name():
+    x = torch.zeros(2, 5, 4, 8)
+    others = [torch.nested.nested_tensor(list(x), layout=layout) for layout in (torch.strided, torch.jagged)]
+    if torch.backends.mkldnn.is_available():
+        others.append(x.to_mkldnn())
+    for other in others:
+        for name in "qkv":
+            with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor, got"):
+                decay_attention(**dict(q=x, k=x, v=x) | {name: other})
+
+
+# Numbers that a dtype does not have
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_that_is_too_low_for_a_decay_is_a_reset(dtype):
+    q, k, v = torch.randn(3, 2, 5, 4, 8, dtype=dtype)
+    expected = decay_attention(q, k, v, -1e9)
+    torch.testing.assert_close(expected, v)  # a row has its own token alone
+    for number in (-1e39, torch.finfo(torch.float64).min, -(10**400), np.float16(-1e4)):
+        assert torch.equal(decay_attention(q, k, v, number), expected)
+
+
+def test_numbers_are_as_large_as_the_dtype():
+    q = torch.zeros(1, 2, 1, 8)
+    for number in (torch.finfo(torch.float32).max, np.float16(0.5), np.float32(0.5), np.int64(2), 10**30):
+        assert decay_attention(q, q, q, scale=number).isfinite().all()
+    assert decay_attention(*3 * [q.double()], scale=1e39).isfinite().all()
+    with pytest.raises(ValueError, match=r"^scale: expected a finite number, got inf"):
+        decay_attention(q, q, q, scale=np.float16(INF))
+    with pytest.raises(ValueError, match=r"^scale: expected a finite number, got 1000"):
+        DecayFlashAttention(8, 1, scale=10**400)
+
+
+@pytest.mark.parametrize("longest", [2**31, 2**40, 2**64])
+def test_bounds_of_lengths_beyond_32_bits(longest):
+    given = packed_arguments(**{name: torch.randn_like(x) for name, x in packed_arguments().items() if name in "qkv"})
+    lengths = dict(max_seqlen_q=longest, max_seqlen_k=longest)
+    assert torch.equal(decay_attention_varlen(**given | lengths), decay_attention_varlen(**given))
+    layer, x, cu_seqlens = DecayFlashAttention(8, 1), torch.randn(1, 5, 8), int32(0, 2, 5)
+    assert torch.equal(layer(x, cu_seqlens=cu_seqlens, max_seqlen=longest), layer(x, cu_seqlens=cu_seqlens))
 
 
 # The tolerance of skipping

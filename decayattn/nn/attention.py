@@ -22,6 +22,7 @@ from decayattn.problem import (
     autocast_dtype,
     check_skip_tolerance,
     check_window,
+    is_finite,
 )
 from decayattn.sharding import local_part, own_heads, replicated, reset_whole, whole
 
@@ -511,6 +512,6 @@ def _check_scale(scale: float | str | None) -> float | str | None:
         raise ValueError(f"scale: expected a number, 'learned' or None, got {scale!r}")
     if not isinstance(scale, Real) or isinstance(scale, bool):
         raise TypeError(f"scale: expected a number, 'learned' or None, got {scale!r} of type {type(scale).__name__}")
-    if not math.isfinite(scale):
+    if not is_finite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
