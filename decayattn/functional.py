@@ -367,7 +367,8 @@ def _bounds_in_entries(
 def _interval(begin: Tensor, end: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Begin and length (N,), inside an axis whatever the numbers on the device are."""
     begin = begin.clamp(0, axis).int()
-    return begin, end.clamp(0, axis).int().sub_(begin).clamp_(min=0)
+    # not in place: vmap may have mapped one of the two alone
+    return begin, (end.clamp(0, axis).int() - begin).clamp(min=0)
 
 
 def _between(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
@@ -377,7 +378,7 @@ def _between(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
     one before it counts as that one.
     """
     offsets = offsets.clamp(0, axis).int().cummax(0).values
-    return offsets[:-1], offsets.diff().clamp_(0, longest)
+    return offsets[:-1], offsets.diff().clamp(0, longest)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -322,6 +322,13 @@ def test_the_layer_is_built_and_called_on_meta(decay):
         assert [layer(tokens, cache=cache).shape for tokens in (x, x[:, :1])] == [(2, 5, 16), (2, 1, 16)]
 
 
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k", "leftpad_q", "leftpad_k"])
+def test_vmap_over_the_bounds_alone(name):
+    arguments, bounds = make(), torch.tensor([[0, 1], [1, 1], [5, 3]])
+    found = torch.vmap(lambda x: decay_attention(**arguments, **{name: x}))(bounds)
+    torch.testing.assert_close(found, torch.stack([decay_attention(**arguments, **{name: x}) for x in bounds]))
+
+
 # torch.export: one graph for every batch and length
 
 BATCH, ROWS, KEYS, OFFSETS = Dim("batch"), Dim("rows"), Dim("keys"), Dim("offsets", min=3)
