@@ -240,13 +240,21 @@ class DecayCache:
         self.batch_size = len(index)
 
     def crop(self, tokens: int) -> None:
-        """Forget the last so many tokens of every entry, or all that it has. A reset among them is not undone."""
+        """Forget the last so many tokens of every entry, or all that it has. A reset among them is not undone.
+
+        An entry that has none left begins anew, as after `reset`. What `evict` has hidden of the others stays hidden.
+        """
         if isinstance(tokens, bool) or not isinstance(tokens, Integral):
             raise TypeError(f"tokens: expected an int, got {tokens!r} of type {type(tokens).__name__}")
         if not 0 <= tokens <= self.longest:
             raise ValueError(f"tokens: expected 0 to the {self.longest} held, got {tokens}")
         self.lengths.sub_(tokens).clamp_(min=0)
         self.longest -= int(tokens)
+        # a first token beyond the length would hide the next ones, too
+        torch.minimum(self.first, self.lengths[:, None], out=self.first)
+        is_empty = self.lengths == 0
+        self.dropped.masked_fill_(is_empty, 0)
+        self._log_evicted.masked_fill_(is_empty[:, None], -torch.inf)
 
     @torch.no_grad()
     def evict(self, tolerance: float, score_bound: Tensor | float, log_decay: Tensor | float | None = None) -> Tensor:
@@ -271,7 +279,7 @@ class DecayCache:
 
         Returns:
             (B, H) float64, the bound on the lost probability: at most tolerance, unless log-decays above 0 came after
-            an earlier eviction.
+            an earlier eviction, or tokens were cropped.
 
         Raises:
             TypeError, ValueError: for a bad argument, by name.
@@ -295,7 +303,8 @@ class DecayCache:
 
     def _compact(self) -> None:
         """Move the tokens that some head sees to the front."""
-        gone = self.first.amin(1)
+        # the newest token stays, seen or not (`crop` may have left it hidden): α of the next one follows its own
+        gone = torch.minimum(self.first.amin(1), (self.lengths - 1).clamp(min=0))
         index = (torch.arange(self.longest, device=self.device) + gone[:, None]).clamp(max=self.longest - 1)
         entry = torch.arange(self.batch_size, device=self.device)[:, None]
         for buffer in (self.keys, self.values, self.alpha):

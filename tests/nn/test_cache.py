@@ -491,3 +491,51 @@ def test_select_and_crop_are_what_they_say():
     for count in (-1, 6, 1.0, True):
         with pytest.raises((TypeError, ValueError), match="tokens: expected"):
             cache.crop(count)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_reset_that_is_cropped_hides_nothing_that_comes(backend):
+    """A token sees itself, and not what the forgotten reset has hidden; also behind an eviction, which then leaves
+    one hidden token."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 12, 2, 16, device=DEVICE)
+    log_decay = -torch.rand(2, 12, 2, device=DEVICE)
+    log_decay[:, 9, 0] = -math.inf  # of one head, and of both in the last entry
+    log_decay[1, 9, 1] = -math.inf
+    part, last = slice(0, 10), slice(10, 12)
+    for evicts in (False, True):
+        cache = DecayCache(2, 12, num_heads=2, head_dim=16, device=DEVICE)
+        cache.attend(*(x[:, part] for x in (q, k, v, log_decay)), backend=backend)
+        cache.crop(3)
+        assert (cache.first <= cache.lengths[:, None]).all()
+        if evicts:
+            cache.evict(1e-12, 20.0)
+            assert cache.lengths.tolist() == [7, 1]
+            assert (cache.lengths + cache.dropped == 7).all()
+        out = cache.attend(*(x[:, last] for x in (q, k, v, log_decay)), backend=backend)
+        kept = [*range(7), 10, 11]
+        log_decay_of_kept = log_decay[:, kept].clone()
+        for entry, head in ((0, 0), (1, 0), (1, 1)):  # as if the first new token reset
+            log_decay_of_kept[entry, 7, head] = -math.inf
+        expected = decay_attention(*(x[:, kept] for x in (q, k, v)), log_decay_of_kept)[:, -2:]
+        torch.testing.assert_close(out, expected)
+
+
+def test_an_entry_that_is_cropped_whole_begins_anew():
+    """With resets, evictions and positions of what was: as after `reset`."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 14, 2, 4, dtype=torch.float64, device=DEVICE)
+    log_decay = torch.full((2, 14, 2), -8.0, dtype=torch.float64, device=DEVICE)
+    log_decay[:, 9, 0] = -math.inf
+    cache = DecayCache(2, 14, num_heads=2, head_dim=4, device=DEVICE, dtype=torch.float64)
+    counts = torch.tensor([10, 8], device=DEVICE)
+    cache.append(k[:, :10], v[:, :10], log_decay[:, :10], new_lengths=counts)
+    cache.evict(1e-3, 1.0)
+    assert (cache.dropped > 0).all()
+    cache.crop(cache.longest)
+    for state in (cache.first, cache.lengths, cache.dropped):
+        assert (state == 0).all()
+    rest = [x[:, 10:] for x in (q, k, v, log_decay)]
+    out = [cache.attend(*(x[:, rows] for x in rest)) for rows in (slice(0, 3), slice(3, 4))]
+    torch.testing.assert_close(torch.cat(out, 1), decay_attention(*rest))
+    assert (cache.evict(1e-12, 20.0) == 0).all()  # nothing has been lost
