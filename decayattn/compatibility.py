@@ -116,6 +116,18 @@ def assert_on_device(condition: Tensor, message: str) -> None:
         raise RuntimeError(message)
 
 
+def refuse_unless(condition: Tensor, message: str) -> None:
+    """Refuse values of a tensor: at once on a CPU; elsewhere, and in compiled code, by an assertion that runs with the
+    kernels, so that nothing waits for the device."""
+    if condition.device.type != "cpu" or torch.compiler.is_compiling():
+        assert_on_device(condition, message)
+        return
+    try:
+        assert_on_device(condition, message)
+    except RuntimeError:
+        raise ValueError(message) from None
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # torch.distributed
 

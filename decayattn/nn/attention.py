@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from decayattn.backends import registry
-from decayattn.compatibility import assert_on_device
+from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
@@ -413,24 +413,12 @@ def _bounds(padding_mask: Tensor) -> dict[str, Tensor]:
     end = begin + tokens.sum(1, dtype=torch.int32)
     index = torch.arange(padding_mask.shape[1], device=padding_mask.device)
     one_stretch = (index >= begin[:, None]) & (index < end[:, None])
-    _refuse_unless(
+    refuse_unless(
         (one_stretch == padding_mask).all(),
         "padding_mask: expected in every row one stretch of tokens (True or 1) and padding (False or 0) around it, got "
         "a row with a gap or with other numbers; `resets` or cu_seqlens keep documents apart",
     )
     return {"leftpad_q": begin, "leftpad_k": begin, "seqused_q": end, "seqused_k": end}
-
-
-def _refuse_unless(condition: Tensor, message: str) -> None:
-    """Refuse values of a tensor: at once on a CPU; elsewhere, and in compiled code, by an assertion that runs with the
-    kernels, so that nothing waits for the device."""
-    if condition.device.type != "cpu" or torch.compiler.is_compiling():
-        assert_on_device(condition, message)
-        return
-    try:
-        assert_on_device(condition, message)
-    except RuntimeError:
-        raise ValueError(message) from None
 
 
 def _check_integers(name: str, numbers: Tensor, x: Tensor, or_bool: bool = False) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decayattn import reference
 from decayattn.backends import registry
+from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention, per_head, per_row
 from decayattn.nn.decay import check_positive_int
 from decayattn.problem import (
@@ -23,6 +24,7 @@ from decayattn.problem import (
     check_arguments,
     check_counts,
     check_tensor,
+    is_finite,
     refuse_gradients,
     window_of,
     without_autocast,
@@ -282,10 +284,11 @@ class DecayCache:
             an earlier eviction, or tokens were cropped.
 
         Raises:
-            TypeError, ValueError: for a bad argument, by name.
+            TypeError, ValueError: for a bad argument, by name, before anything changes. Bad numbers in a tensor on a
+                GPU fail an assertion there.
         """
         _check_tolerance(tolerance)
-        score_bound = self._head_numbers("score_bound", score_bound)
+        score_bound = self._head_numbers("score_bound", score_bound, lowest=0.0)
         if log_decay is not None and self.alpha is not None:
             raise ValueError("log_decay: expected None, because the cache holds a decay per token")
         # below −746 the bound is 0 anyway, and 0 · (−inf) would be NaN
@@ -402,16 +405,22 @@ class DecayCache:
         shape = (self.batch_size, self.num_heads, self.max_length)
         return torch.empty(*shape, device=self.device, dtype=torch.float64).transpose(1, 2)
 
-    def _head_numbers(self, name: str, value: Tensor | float) -> Tensor:
-        """A finite number, or a tensor (H,), as (H,) float64."""
+    def _head_numbers(self, name: str, value: Tensor | float, lowest: float = -math.inf) -> Tensor:
+        """A finite number, or a tensor (H,), as (H,) float64; what they hold is lowest ≤ x < inf."""
+        expected = "" if lowest == -math.inf else f" of at least {lowest:g}"
         if isinstance(value, Tensor):
             check_tensor(name, value, self.device, "the cache")
             if value.shape != (self.num_heads,):
                 raise ValueError(f"{name}: expected a number or (H,) = ({self.num_heads},), got {tuple(value.shape)}")
+            # a NaN would stay in _log_evicted
+            fits = (value >= lowest) & (value < math.inf)
+            refuse_unless(fits.all(), f"{name}: expected finite numbers{expected}, got a tensor with others")
             return value.double()
         if not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError(f"{name}: expected a number or a tensor (H,), got {value!r} of type {type(value).__name__}")
-        return torch.full((self.num_heads,), value, device=self.device, dtype=torch.float64)
+        if not is_finite(value) or value < lowest:
+            raise ValueError(f"{name}: expected a finite number{expected}, got {value}")
+        return torch.full((self.num_heads,), float(value), device=self.device, dtype=torch.float64)
 
 
 def _counted(new_lengths: Tensor | None, tokens: int) -> Tensor | None:

@@ -229,6 +229,10 @@ def test_score_bound_bounds_the_scores(scale, dtype, monkeypatch):
         (("auto", 1.0), TypeError, "tolerance: expected a number, got 'auto'"),
         ((0.1, None), TypeError, "score_bound: expected a number or a tensor"),
         ((0.1, torch.zeros(3)), ValueError, r"score_bound: expected a number or \(H,\) = \(2,\), got \(3,\)"),
+        ((0.1, math.nan), ValueError, "score_bound: expected a finite number of at least 0, got nan"),
+        ((0.1, math.inf), ValueError, "score_bound: expected a finite number of at least 0, got inf"),
+        ((0.1, 10**400), ValueError, "score_bound: expected a finite number of at least 0, got 1000"),
+        ((0.1, -1000.0), ValueError, "score_bound: expected a finite number of at least 0, got -1000.0"),
         ((0.1, 1.0, -0.5), ValueError, "log_decay: expected None, because the cache holds a decay per token"),
     ],
 )
@@ -239,6 +243,34 @@ def test_errors_of_evict_name_the_argument(arguments, error, message):
     with pytest.raises(error, match=message):
         cache.evict(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments))
     assert cache.longest == 5
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there an assertion of the device fails, and nothing runs after it")
+@pytest.mark.parametrize(("name", "number"), [
+    ("score_bound", math.nan), ("score_bound", math.inf), ("score_bound", -1.0),
+    ("log_decay", math.nan), ("log_decay", math.inf),
+])
+def test_a_tensor_of_bad_numbers_is_refused(name, number):
+    cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
+    k = torch.zeros(1, 5, 2, 4, device=DEVICE)
+    cache.append(k, k)
+    good = {"score_bound": 1.0, "log_decay": -9.0}
+    with pytest.raises(ValueError, match=f"{name}: expected finite numbers"):
+        cache.evict(0.1, **good | {name: torch.tensor([1.0, number], device=DEVICE)})
+    assert cache.longest == 5
+    assert cache._log_evicted.isneginf().all()
+
+
+def test_a_bad_constant_decay_is_refused_and_one_that_resets_is_not():
+    k = torch.zeros(1, 5, 2, 4, device=DEVICE)
+    cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
+    cache.append(k, k)
+    for number in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match=f"log_decay: expected a finite number, got {number}"):
+            cache.evict(0.1, 1.0, number)
+    assert (cache.longest, cache.dropped.item()) == (5, 0)
+    assert (cache.evict(0.1, 1.0, torch.full((2,), -math.inf, device=DEVICE)) < 1e-300).all()
+    assert cache.longest == 1
 
 
 def test_no_score_bound_without_qk_norm():
