@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
-from decayattn.functional import decay_attention, decay_attention_varlen
+from decayattn.functional import autocast, decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
 from decayattn.problem import (
@@ -251,6 +251,7 @@ class DecayFlashAttention(nn.Module):
             skip_tolerance=self.skip_tolerance, backend=self.backend,
         )
         if cache is not None:
+            q, k, v = autocast(q, k, v)  # a position module may return float32, as decay_attention takes it
             out = cache.attend(q, k, v, log_decay, new_lengths=new_lengths, **options)
         elif self.context is not None:
             options |= dict(causal=self.causal, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
@@ -437,7 +438,7 @@ def _check_placed(placed: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[
     if not isinstance(placed, (tuple, list)) or len(placed) != 2:
         raise TypeError(f"position: expected a module that returns (q, k), got a {type(placed).__name__}")
     for name, got, given in zip("qk", placed, (q, k), strict=True):
-        # under autocast decay_attention casts them
+        # under autocast they are cast
         wrong_dtype = got.dtype != given.dtype and not torch.is_autocast_enabled(q.device.type)
         if got.shape != given.shape or wrong_dtype:
             raise ValueError(

@@ -539,3 +539,17 @@ def test_an_entry_that_is_cropped_whole_begins_anew():
     out = [cache.attend(*(x[:, rows] for x in rest)) for rows in (slice(0, 3), slice(3, 4))]
     torch.testing.assert_close(torch.cat(out, 1), decay_attention(*rest))
     assert (cache.evict(1e-12, 20.0) == 0).all()  # nothing has been lost
+
+
+def test_float32_of_a_position_module_goes_into_a_cache_under_autocast():
+    """As rotary tables in float32 make it of q and k, and as decay_attention takes it without a cache."""
+
+    class Float32(Rotary):
+        def forward(self, q, k, start=None):
+            return super().forward(q.float(), k.float(), start)
+
+    layer, x = build(dtype=torch.float32, position=Float32(), num_kv_heads=2, head_dim=6), tokens(dtype=torch.float32)
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        cache = layer.make_cache(2, 24)
+        out = torch.cat([layer(part, cache=cache) for part in x.split([20, 4], 1)], 1)
+        torch.testing.assert_close(out, layer(x), rtol=0.05, atol=0.05)
