@@ -119,7 +119,7 @@ def decay_attention_paged(
     kernels = registry.decoder(backend, q.dtype, q.device)
     decoder = cast(registry.Decoder, reference) if kernels is None else kernels
     lengths, tokens = cache_seqlens.to(torch.int32), q.shape[1]
-    if k is not None and tokens:
+    if k is not None and tokens and q.device.type != "meta":  # there is nothing to write, and no tokens that fit
         held = Held(k_pages, v_pages, lengths, first, None, alpha_pages, block_table)
         seen = decoder.append(held, new_k, new_v, per_token, None)
         lengths = lengths + tokens

@@ -177,15 +177,16 @@ def decode(
         scores = scaled_products(q.to(dtype), k, any_scale(inputs))
         if alpha is not None:
             alpha = torch.where(used, alpha[:, :longest], 0.0).transpose(1, 2)
-            own = alpha.take_along_dim(i[:, None].clamp(0, longest - 1), -1)
-            scores = scores + (own[..., :, None] - alpha[..., None, :]).to(dtype)
+            scores = scores + (_at_rows(alpha, i[:, None])[..., :, None] - alpha[..., None, :]).to(dtype)
         elif log_decay is not None:
             scores = scores + (log_decay.double()[:, None, None] * distance).to(dtype)
         weights, lse = masked_softmax(scores, visible)
         out = torch.einsum("bhij,bjhe->bihe", weights, v)
     if inputs.sink is not None:
         sink = inputs.sink.to(dtype)[:, None]
-        out = out * torch.sigmoid(lse - sink).transpose(1, 2)[..., None]
+        # a row without a key has 0, also where the sink is −inf as well
+        share = torch.where(lse.isneginf(), 0.0, torch.sigmoid(lse - sink))
+        out = out * share.transpose(1, 2)[..., None]
         lse = torch.where(lse.isneginf(), lse, torch.logaddexp(lse, sink))
     return out.to(q.dtype), lse
 

@@ -263,3 +263,22 @@ def test_what_it_has_no_gradient_for_is_refused():
 def test_other_names_are_told():
     with pytest.raises(TypeError, match=r"softmax_scale: unexpected .* of decay_attention_paged; use scale"):
         decay_attention_paged(**arguments("none"), softmax_scale=0.1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("decay", ["none", "scalar"])
+def test_no_token_is_no_key(decay, backend):
+    """Lengths and their bound 0: rows that stand before the first token."""
+    engine, inputs = Engine(4, torch.float32, decay == "scalar"), make(decay)
+    out, lse = engine.attend(inputs["q"][:, :2], max_seqlen=0, return_lse=True, backend=backend)
+    assert (out == 0).all()
+    assert lse.isneginf().all()
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_meta_tensors_give_shapes(decay):
+    given = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in arguments(decay).items()}
+    out, lse = decay_attention_paged(**given, return_lse=True)
+    assert (out.device.type, lse.device.type) == ("meta", "meta")
+    assert out.shape == (*given["q"].shape[:3], VALUE_DIM)
+    assert lse.shape == (BATCH, HEADS, given["q"].shape[1])

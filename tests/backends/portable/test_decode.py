@@ -1,5 +1,6 @@
 """The decode kernels against a dense float64 evaluation, within the error budget that decayattn.testing has."""
 
+import math
 import os
 import subprocess
 import sys
@@ -268,6 +269,19 @@ def test_a_sink_is_in_out_and_lse(run):
     exact = values.double().cumsum(1)[:, -3:].repeat_interleave(4 // values.shape[2], 2)
     exact /= (rows + sink.exp())[None, ..., None]
     assert (found == exact.half()).double().mean() > 0.95
+
+
+@pytest.mark.parametrize("run", [decode, reference.decode])
+def test_a_row_without_a_key_has_0_whatever_the_sink_is(run):
+    case = Case(lengths=(2,), max_length=90, rows=3, heads=4, dtype=torch.float64)
+    sink = torch.tensor([-math.inf, 0.0, 2.0, -math.inf], device=case.device, dtype=torch.float64)
+    lengths = torch.tensor([2], dtype=torch.int32, device=case.device)
+    out, lse = run(Inputs(case.q, case.keys, case.values, sink=sink), lengths)
+    assert (out[:, 0] == 0).all()
+    assert lse[..., 0].isneginf().all()
+    without, _ = run(Inputs(case.q, case.keys, case.values), lengths)
+    none = sink.isneginf()
+    torch.testing.assert_close(out[:, 1:, none], without[:, 1:, none])
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(0, 1), (2, 0)])
