@@ -189,7 +189,7 @@ class DecayCacheLayer(DynamicLayer):
 
     def room_for(self, batch_size: int, tokens: int, attention: DecayFlashAttention) -> DecayCache:
         """The cache of that layer, with room for so many more tokens."""
-        needed = self.get_seq_length() + tokens
+        needed = max(1, self.get_seq_length() + tokens)  # a cache has room for a token, and a call may have none
         size = int(min(self.max_length, 2 * needed)) if needed <= self.max_length else 2 * needed
         if self.cache is None:
             self.cache = attention.make_cache(batch_size, size)
@@ -348,7 +348,7 @@ class DecayModel(DecayPreTrainedModel):
             cache: the tokens so far; takes in the new ones. Under torch.no_grad() only. transformers calls it
                 past_key_values before 5.24; both names are taken, and the output has the one of the release.
             use_cache: start a cache where none came. Default config.use_cache, and no where gradients are
-                recorded, because a cache has none, and for packed sequences, which no token follows.
+                recorded, because a cache has none, for packed sequences, which no token follows, and for no rows.
             output_hidden_states: also return hidden_states, (B, T, hidden_size) before the first layer and after every
                 one, the last of them after the norm.
             cu_seq_lens_q, max_length_q: packed sequences, in kwargs, as DataCollatorWithFlattening returns them with
@@ -373,11 +373,7 @@ class DecayModel(DecayPreTrainedModel):
         cache = _under_either_name(cache, past_key_values)
         if packed and (use_cache or cache is not None):
             raise ValueError(f"{_CACHE}, use_cache: expected none with packed sequences, which no token follows")
-        if cache is None:
-            if use_cache is None:
-                use_cache = self.config.use_cache and not torch.is_grad_enabled() and not packed
-            cache = DecayModelCache(self.config) if use_cache else None
-        elif not isinstance(cache, DecayModelCache):
+        if cache is not None and not isinstance(cache, DecayModelCache):
             raise TypeError(f"{_CACHE}: expected a DecayModelCache, got a {type(cache).__name__}")
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -385,6 +381,10 @@ class DecayModel(DecayPreTrainedModel):
             raise ValueError(f"input_ids: expected (B, T), got {tuple(input_ids.shape)}")
         if x.ndim != 3:
             raise ValueError(f"inputs_embeds: expected (B, T, hidden_size), got {tuple(x.shape)}")
+        if cache is None:
+            if use_cache is None:
+                use_cache = self.config.use_cache and not torch.is_grad_enabled() and not packed and len(x) > 0
+            cache = DecayModelCache(self.config) if use_cache else None
         new_lengths, real = None, None
         sequences = _sequences(packing, x, attention_mask) if packed else {}
         if attention_mask is not None:

@@ -420,6 +420,17 @@ def test_cropping_takes_tokens_back():
         assert cache.get_seq_length() == TOKENS
 
 
+@torch.no_grad()
+def test_calls_without_tokens_or_rows():
+    """In shapes of their own, cached as by default; and a cache that has begun with no token takes those that come."""
+    model, ids = build(), random_ids()
+    assert model(ids[:0]).logits.shape == (0, TOKENS, VOCAB)
+    empty = model(ids[:, :0])
+    assert empty.logits.shape == (len(ids), 0, VOCAB)
+    found = model(ids, cache=cache_of(empty)).logits
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits)
+
+
 def test_a_cache_is_started_where_no_gradient_is_recorded():
     model, ids = build(), random_ids()
     assert cache_of(model(ids)) is None
