@@ -136,17 +136,19 @@ def backward(
     )
     if not asked.sink_gradient:
         return gradients
-    assert inputs.sink is not None
-    assert saved.sink_probability is not None
-    return gradients._replace(d_sink=_sink_gradient(inputs.sink, out, saved.sink_probability, d_out, d_lse))
+    return gradients._replace(d_sink=_sink_gradient(inputs, out, saved, d_out, d_lse))
 
 
-def _sink_gradient(
-    sink: Tensor, out: Tensor, sink_probability: Tensor, d_out: Tensor, d_lse: Tensor | None
-) -> Tensor:
+def _sink_gradient(inputs: Inputs, out: Tensor, saved: Saved, d_out: Tensor, d_lse: Tensor | None) -> Tensor:
     """dsink_h = −Σ_i P_i,sink Δ_i: its value is 0, and so is its dP."""
+    sink, sink_probability = inputs.sink, saved.sink_probability
+    assert sink is not None
+    assert sink_probability is not None
     accumulator = sink_probability.dtype
     delta = torch.einsum("bihe,bihe->bhi", d_out.to(accumulator), out.to(accumulator))
+    if inputs.bounds is not None:
+        # rows outside of their sequence: d_out may hold anything there, and 0 · NaN is NaN
+        delta = delta.masked_fill(saved.row_lse2.isposinf(), 0)
     if d_lse is not None:
         delta = delta - d_lse
     return -(sink_probability * delta).sum((0, 2), dtype=torch.float64).to(sink.dtype)
@@ -258,7 +260,14 @@ def _differentiate(ctx, d_out, d_lse, *_):
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     if ctx.problem is not None and not torch.is_grad_enabled() and not _watched((d_out,)):
-        gradients = backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, asked)
+        try:
+            gradients = backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, asked)
+        except RuntimeError as error:
+            if "BatchedTensorImpl" not in str(error):
+                raise
+            raise RuntimeError(
+                "decay_attention: its kernels take no batch of gradients (is_grads_batched); use backend='reference'"
+            ) from error
     else:
         # where gradients are recorded, it is to be differentiated, which this operator refuses
         is_seen = torch.is_grad_enabled() or compatibility.below_autograd is None
@@ -306,6 +315,8 @@ class _Differentiable(torch.autograd.Function):
 def _with_gradient(problem, inputs, modes, with_lse):
     """out, lse and, at the operator, what was saved."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors):
+        if problem is None and compatibility.is_transformed():
+            raise RuntimeError("decay_attention: torch.func cannot differentiate its kernels; use backend='reference'")
         # autograd looks for tensors among the arguments, not inside of them
         return _Differentiable.apply(*inputs.tensors, problem, inputs, modes, with_lse)
     return _without_gradient(problem, inputs, modes, with_lse)

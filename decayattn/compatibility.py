@@ -66,6 +66,11 @@ def has_observers() -> bool:
     return modes() > 0 or transforms()
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is known to be active."""
+    return _observers is not None and _observers[1]()
+
+
 def _probe_guard() -> Callable:
     with torch._C._AutoDispatchBelowAutograd():
         return torch._C._AutoDispatchBelowAutograd

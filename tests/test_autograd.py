@@ -206,14 +206,33 @@ def test_a_second_derivative_is_refused(device):
         torch.autograd.grad(grad.square().sum(), leaves["k"])
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_of_rows_outside_do_not_reach_the_sink(bad, device):
+    """What a loss leaves in padding, 0 / 0 for one, does not matter."""
+    leaves = make(device) | {"sink": torch.randn(4, device=device).requires_grad_()}
+    inside = torch.tensor([3, 0], device=device)
+    out, lse = attend(**leaves, leftpad_q=inside, leftpad_k=inside)
+    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    expected = torch.autograd.grad([out, lse], list(leaves.values()), [d_out, d_lse], retain_graph=True)
+    d_out[0, :3] = bad
+    assert_equal(torch.autograd.grad([out, lse], list(leaves.values()), [d_out, d_lse]), expected)
+
+
 # torch.func: refused, or right
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
 def test_torch_func_gradients_are_refused(transform, device):
     leaves = make(device, length=3)
-    with pytest.raises(RuntimeError, match="functorch"):
+    with pytest.raises(RuntimeError, match=r"torch\.func cannot differentiate its kernels; use backend='reference'"):
         transform(lambda q: attend(**leaves | dict(q=q))[0].sum())(leaves["q"].detach())
+
+
+def test_a_batch_of_gradients_is_refused(device):
+    leaves = make(device, length=3)
+    out, _ = attend(**leaves)
+    with pytest.raises(RuntimeError, match=r"no batch of gradients \(is_grads_batched\); use backend='reference'"):
+        torch.autograd.grad(out, leaves["q"], torch.stack([out, out]), is_grads_batched=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
