@@ -93,7 +93,7 @@ def explicit_attention(
     if sink is not None:
         result["dsink"] = q.new_zeros(heads)
     if absolute:
-        result["score_size"] = q.new_zeros(heads) if sink is None else sink.abs()
+        result["score_size"] = q.new_zeros(heads) if sink is None else _size_of_sink(sink)
 
     for chunk in row_chunks(heads * keys, rows):
         i, s, qi = position[chunk], row_scale[:, chunk], q[:, chunk]
@@ -120,7 +120,7 @@ def explicit_attention(
             # a kernel divides by this sum, which is 1 but for its rounding, and its log-sum-exp has it
             weighted, normaliser = weighted[..., :-1], weighted[..., -1:]
             if sink is not None:
-                normaliser = normaliser + (sink[:, None] - total).exp().to(q.dtype)[..., None]
+                normaliser = normaliser + _of_sink(sink, total).to(q.dtype)[..., None]
             normaliser = torch.where(normaliser > 0, normaliser, 1.0)  # nothing visible
             total = total + normaliser[..., 0].double().log()
         else:
@@ -152,8 +152,8 @@ def explicit_attention(
             # LSE_i = Σ_j P_ij (S_ij − log P_ij), and −log P is nonnegative already
             result["lse"][:, chunk] = (p * sizes - torch.xlogy(p, p)).sum(-1)
             if sink is not None:
-                p_sink = (sink[:, None] - lse).exp()
-                result["lse"][:, chunk] += p_sink * sink.abs()[:, None] - torch.xlogy(p_sink, p_sink)
+                p_sink = _of_sink(sink, lse)
+                result["lse"][:, chunk] += p_sink * _size_of_sink(sink)[:, None] - torch.xlogy(p_sink, p_sink)
         out = weighted / normaliser
         result["out"][:, chunk] = rounded(out)
 
@@ -167,7 +167,7 @@ def explicit_attention(
         out = _out_in_delta(out, rounded, factor) if online else rounded(out)
         delta = minus((do * out).sum(-1), dlse)
         if sink is not None:  # its value is 0, and so is its dP
-            p_sink = (sink[:, None] - lse).exp().to(q.dtype)
+            p_sink = _of_sink(sink, lse).to(q.dtype)
             result["dsink"] += size(p_sink * -delta).sum(-1)
         dp = do @ size(v).mT
         # masked before rounding: dLSE may be anything in a row that sees nothing
@@ -323,6 +323,16 @@ def _scores(
         multiple = multiple + (decay * factor).to(dtype)
     multiple = multiple + (bias * factor).to(dtype)
     return torch.where(visible, multiple.double() / factor, -math.inf)
+
+
+def _of_sink(sink: Tensor, lse: Tensor) -> Tensor:
+    """P of the sink, (N, rows): 0 of one of −inf, also where the row sees nothing."""
+    return torch.where(sink.isneginf()[:, None], 0.0, (sink[:, None] - lse).exp())
+
+
+def _size_of_sink(sink: Tensor) -> Tensor:
+    """|sink|, 0 of one of −inf, which is none."""
+    return sink.masked_fill(sink.isneginf(), 0.0).abs()
 
 
 def _with_sink(total: Tensor, sink: Tensor, factor: float) -> Tensor:

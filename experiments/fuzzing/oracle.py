@@ -66,7 +66,7 @@ def lost(
     elif log_decay is not None:
         result["dlog_decay"] = ds.sum((1, 2))[:, None].expand(log_decay.shape)
     if sink is not None:
-        p_sink = (sink.double()[:, None] - lse).exp()[..., None]
+        p_sink = torch.where(sink.isneginf()[:, None], 0.0, (sink.double()[:, None] - lse).exp())[..., None]
         result["dsink"] = (p_sink * (grown * (delta + 2 * tolerance * largest) + 2 * tolerance * largest)).sum((1, 2))
     return result
 

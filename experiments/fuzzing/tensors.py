@@ -85,6 +85,8 @@ def build(draw: Draw, device: torch.device | str) -> Case:
         bias_dtype = torch.bool if bias.dtype == torch.bool else random.choice((own, dtype))
         bias = put("bias", bias, bias_dtype) if bias.ndim == 4 else bias.to(device, bias_dtype)
     sink = 2 * random.normal(family.heads) if family.sink else None
+    if sink is not None and random.choice((True, False, False, False)):
+        sink = torch.where(random.uniform(family.heads) < 0.5, -torch.inf, sink)  # none
     tensors |= {
         "log_decay": log_decay, "scale": scale, "bias": bias,
         "sink": None if sink is None else sink.to(device, random.choice((own, dtype))),

@@ -105,7 +105,7 @@ def test_accepts_sequences_cut_out_of_the_reference(dtype, decay, causal, evalua
     """The oracle cuts the sequences out, the tested reference is given where they lie."""
     options = dict(causal=causal, window_size=(5, 4), backend="reference")
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    sink = torch.tensor([-2.0, 0.0, 1.0, 3.0], dtype=accumulator)
+    sink = torch.tensor([-2.0, 0.0, -math.inf, 3.0], dtype=accumulator)
     packed = make_packed_inputs(dtype, decay, True) | {"sink": sink}
     padded = make_inputs(dtype, decay, True) | PADDING | {"sink": sink, "bias": torch.randn(23, 23, dtype=accumulator)}
     for verify, inputs in ((verify_attention_varlen, packed), (verify_attention, padded)):
