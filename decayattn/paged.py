@@ -64,7 +64,8 @@ def decay_attention_paged(
     With k and v, those T tokens are written behind the cache_seqlens ones of their entry first. Without, they are there
     already, and cache_seqlens counts them. A decay that is constant, or none, needs no more; one per token has its α in
     pages, too. The caller keeps the table, adds T to the lengths, and sees to it that there are pages for all tokens:
-    what has no page is not written and not seen. Page numbers behind an entry's last token are not read.
+    what has no page is not written and not seen. Page numbers behind an entry's last token are not read; those before
+    it are, also where a window or `first` hides all of their tokens, and have to be pages.
 
     Args:
         q: (B, T, H, D).

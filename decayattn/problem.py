@@ -384,13 +384,17 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"one of layout {tensor.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {kind}")
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(tensor)}")
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            kind = "a nested tensor" if tensor.is_nested else f"one of layout {tensor.layout}"
-            raise TypeError(f"{name}: expected a dense tensor, got {kind}")
+        _check_dense(name, tensor)
         if tensor.ndim != len(axes):
             raise ValueError(
                 f"{name}: expected {len(axes)} dimensions ({', '.join(axes)}), got shape {tuple(tensor.shape)}"
@@ -431,6 +435,7 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
         return False
     if not isinstance(log_decay, Tensor):
         raise TypeError(f"log_decay: expected None, a number or a tensor, got {_describe(log_decay)}")
+    _check_dense("log_decay", log_decay)
     if log_decay.dtype in (torch.float16, torch.bfloat16):
         raise TypeError(
             f"log_decay: expected float32, got {log_decay.dtype}; a 16-bit gate loses the model, "
@@ -483,6 +488,7 @@ def _check_scale(scale: Tensor | float | None, q: Tensor, axes: str) -> None:
         return
     if not isinstance(scale, Tensor):
         raise TypeError(f"scale: expected None, a number or a tensor, got {_describe(scale)}")
+    _check_dense("scale", scale)
     if scale.dtype not in SUPPORTED_DTYPES or (scale.dtype == torch.float64 and q.dtype != torch.float64):
         raise TypeError(
             f"scale: expected float32, bfloat16 or float16 (float64 with float64 q, k, v), got {scale.dtype}"
@@ -535,6 +541,7 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
         return
     if not isinstance(sink, Tensor):
         raise TypeError(f"sink: expected None or a tensor, got {_describe(sink)}")
+    _check_dense("sink", sink)
     if sink.dtype not in SUPPORTED_DTYPES or (sink.dtype == torch.float64 and q.dtype != torch.float64):
         raise TypeError(f"sink: expected float32, bfloat16 or float16 (float64 with float64 q, k, v), got {sink.dtype}")
     if sink.device != q.device:
@@ -552,6 +559,7 @@ def check_bias(bias: Tensor | None, q: Tensor, rows: int, k: Tensor, keys: int |
         return
     if not isinstance(bias, Tensor):
         raise TypeError(f"bias: expected None or a tensor, got {_describe(bias)}")
+    _check_dense("bias", bias)
     if bias.dtype != torch.bool and (
         bias.dtype not in SUPPORTED_DTYPES or (bias.dtype == torch.float64 and q.dtype != torch.float64)
     ):

@@ -198,6 +198,9 @@ def test_nested_and_mkldnn_tensors_are_refused_by_name():
         for name in "qkv":
             with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor, got"):
                 decay_attention(**dict(q=x, k=x, v=x) | {name: other})
+    for name in ("log_decay", "scale", "bias", "sink"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor, got one of layout torch.sparse_coo"):
+            decay_attention(x, x, x, **{name: torch.zeros(4).to_sparse()})
 
 
 # Numbers that a dtype does not have

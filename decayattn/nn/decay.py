@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decayattn.problem import is_reset, without_autocast
+from decayattn.problem import is_finite, is_reset, without_autocast
 from decayattn.sharding import fill, is_dtensor, local_part, own_heads, whole
 
 
@@ -293,7 +293,7 @@ def check_log_decays(name: str, values: Sequence[float] | Tensor, learned: bool)
         raise TypeError(f"{name}: expected one number per head, a sequence or a tensor (H,), got {values!r}")
     if len(numbers) == 0:
         raise ValueError(f"{name}: expected at least one head, got none")
-    if not all(math.isfinite(value) for value in numbers):
+    if not all(is_finite(value) for value in numbers):
         raise ValueError(f"{name}: expected finite log-decays, got {values!r}")
     if learned and 0 in numbers:
         raise ValueError(f"{name}: 0 cannot be learned, because a learned log-decay keeps its sign; got {values!r}")
