@@ -18,9 +18,9 @@ from decayattn.problem import (
     check_bool,
     check_packed_arguments,
     integer,
-    no_longer,
     tolerance_of,
     window_of,
+    within,
 )
 
 if TYPE_CHECKING:
@@ -276,9 +276,10 @@ def decay_attention_varlen(
         skip_tolerance,
     )
     q, k, v = q[None], k[None], v[None]
-    max_seqlen_q, max_seqlen_k = (
-        no_longer(integer(longest), x.shape[1]) for longest, x in ((max_seqlen_q, q), (max_seqlen_k, k))
-    )
+    max_seqlen_q, max_seqlen_k = integer(max_seqlen_q), integer(max_seqlen_k)
+    if not torch.compiler.is_compiling():  # a comparison would tie a graph to these lengths
+        # 32 bits hold any max_seqlen then
+        max_seqlen_q, max_seqlen_k = within(max_seqlen_q, q.shape[1]), within(max_seqlen_k, k.shape[1])
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
         log_decay = log_decay[None]
     log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)

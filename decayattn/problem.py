@@ -250,7 +250,7 @@ def check_arguments(
     _check_scale(scale, q, "(B, T_q, H)")
     check_window(window_size)
     _check_sink(sink, q)
-    check_bias(bias, q, q.shape[1], k)
+    check_bias(bias, q, k)
     check_skip_tolerance(skip_tolerance)
     given = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
     for name, lengths in given.items():
@@ -342,11 +342,9 @@ def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, i
     return (left, -1) if causal else (left, right)
 
 
-def no_longer(longest: int, axis: int) -> int:
-    """No sequence is longer than its axis: with that bound, 32 bits hold any max_seqlen."""
-    if torch.compiler.is_compiling() or not isinstance(longest, int) or not isinstance(axis, int):
-        return longest  # as in _clamped
-    return min(longest, axis)
+def within(longest: int, axis: int) -> int:
+    """No sequence is longer than the axis. Symbolic ones are not compared: that would fix them in an exported graph."""
+    return longest if isinstance(axis, torch.SymInt) or isinstance(longest, torch.SymInt) else min(longest, axis)
 
 
 def _clamped(window: Sequence[int], longest_query: int, longest_key: int) -> tuple[int, int]:
@@ -553,8 +551,8 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
         )
 
 
-def check_bias(bias: Tensor | None, q: Tensor, rows: int, k: Tensor, keys: int | None = None) -> None:
-    """Refuse what is no bias of so many rows and keys, by default those of k."""
+def check_bias(bias: Tensor | None, q: Tensor, k: Tensor, tokens: int | None = None) -> None:
+    """Refuse what is no bias of the scores of q and k, or of so many tokens of which these are a slice."""
     if bias is None:
         return
     if not isinstance(bias, Tensor):
@@ -568,7 +566,8 @@ def check_bias(bias: Tensor | None, q: Tensor, rows: int, k: Tensor, keys: int |
         )
     if bias.device != q.device:
         raise ValueError(f"bias: expected the device of q, {q.device}, got {bias.device}")
-    scores = (q.shape[0], q.shape[2], rows, k.shape[1] if keys is None else keys)
+    rows, keys = (q.shape[1], k.shape[1]) if tokens is None else (tokens, tokens)
+    scores = (q.shape[0], q.shape[2], rows, keys)
     if not _broadcasts(bias.shape, scores):
         swapped = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         raise ValueError(

@@ -17,6 +17,7 @@ from decayattn.problem import (
     any_scale,
     first_position,
     is_reset,
+    within,
     without_autocast,
 )
 
@@ -220,8 +221,8 @@ def _attend(
 def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor) -> tuple[Tensor, Tensor]:
     """Every sequence is cut out into a batch entry of its own, and its results are put back to where it lies."""
     first_row, num_rows, first_key, num_keys = bounds.long().T[..., None]  # each (sequences, 1)
-    row = torch.arange(_within(problem.longest_query, problem.query_length), device=problem.device)
-    key = torch.arange(_within(problem.longest_key, problem.key_length), device=problem.device)
+    row = torch.arange(within(problem.longest_query, problem.query_length), device=problem.device)
+    key = torch.arange(within(problem.longest_key, problem.key_length), device=problem.device)
     entry = torch.arange(bounds.shape[0], device=problem.device)[:, None]
     entry = torch.zeros_like(entry) if problem.layout == "packed" else entry
 
@@ -333,11 +334,6 @@ def _at_rows(x: Tensor, i: Tensor) -> Tensor:
         return x.new_zeros(*x.shape[:2], i.shape[-1])
     # not take_along_dim, which compiles to a graph of its own for every length
     return x.gather(-1, i.clamp(0, x.shape[-1] - 1).expand(*x.shape[:2], -1))
-
-
-def _within(longest: int, axis: int) -> int:
-    """No sequence is longer than the axis. A symbolic one is not compared: that would fix it in an exported graph."""
-    return longest if isinstance(axis, torch.SymInt) else min(longest, axis)
 
 
 def _repeat_heads(x: Tensor, group: int) -> Tensor:

@@ -132,24 +132,24 @@ def context_parallel_attention(
         slices = _checked_slices(q, k, lengths, group)
         packed = _checked_packed(q, slices, cu_seqlens, max_seqlen)
         _check_mode(mode, reach, q, slices, only_heads, packed)
-        check_bias(bias, q, sum(slices.lengths), k, sum(slices.lengths))
+        check_bias(bias, q, k, sum(slices.lengths))
         log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
         window, reach = window_of(window_size, causal), None if reach is None else integer(reach)
         problem = AttentionProblem.of(
             q, v, log_decay, row_scale, causal, window, skip_tolerance=tolerance_of(skip_tolerance, q.dtype)
         )
-        runs_kernels = registry.select(problem, backend) != "reference"
-        kernels: str | None = None
-        if runs_kernels and mode == "halo" and packed is None:
-            # of the backend that takes the slice on its own; it may refuse these very tensors
-            inputs = Inputs(q, k, v, log_decay, row_scale, sink=sink, scale=number)
-            kernels = registry.resolve(problem, backend, inputs)
+        kernels: str | None = registry.select(problem, backend)
+        if kernels == "reference":
+            kernels = None
+        elif mode == "halo" and packed is None:
+            # the backend that takes the slice on its own; it may refuse these very tensors
+            kernels = registry.resolve(problem, backend, Inputs(q, k, v, log_decay, row_scale, scale=number))
     differentiable = q, k, v, log_decay, row_scale, sink, bias
     options = (
         Option("mode", mode), Option("reach", reach),
         *_compared(slices, problem, log_decay, row_scale, number, window, packed),
         Option("causal", causal), Option("sink", sink is not None), Option("return_lse", return_lse),
-        Option("backend", (backend, runs_kernels)),
+        Option("backend", (backend, kernels is not None)),
         Option("bias", None if bias is None else (tuple(bias.shape), bias.dtype)),
         Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, differentiable))),
         *(Option(name, x is not None) for name, x in only_heads.items() if name not in ("causal", "bias")),
@@ -164,7 +164,7 @@ def context_parallel_attention(
         return heads.attention(slices, q, k, v, log_decay, scale, packed, return_lse, call)
     sight = fetching.Sight(window[0], reach, cu_seqlens)
     return halo.attention(
-        slices, problem, q, k, v, log_decay, scale, sight, packed, runs_kernels, kernels, return_lse, call, agree
+        slices, problem, q, k, v, log_decay, scale, sight, packed, kernels, return_lse, call, agree
     )
 
 

@@ -23,14 +23,15 @@ from decayattn.problem import AttentionProblem, Inputs
 
 def attention(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None,
-    scale: Tensor | float, sight: Sight, packed: Packed | None, runs_kernels: bool, kernels: str | None,
-    return_lse: bool, options: dict[str, Any], agree: Callable[[], None],
+    scale: Tensor | float, sight: Sight, packed: Packed | None, kernels: str | None, return_lse: bool,
+    options: dict[str, Any], agree: Callable[[], None],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """An exchange, and one call or two; problem is the slice on its own, and the eager reference skips nothing.
-    kernels: the backend that takes that slice, if kernels do and it is not packed.
 
+    kernels: the backend that takes that slice; any name where it is packed, None for the reference.
     agree is called before the first collective, behind what can be launched without one.
     """
+    runs_kernels = kernels is not None
     planned = sight.reach is None and can_plan(problem) and runs_kernels
     waits = sight.reach is None and (problem.decay != "none" or packed is not None)
     if waits and q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -42,7 +43,7 @@ def attention(
     row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
     key_decay = None
     with torch.no_grad():
-        if planned and kernels is not None:  # once for the plan and for the rows that need no halo
+        if planned and kernels is not None and packed is None:  # once for the plan and for the rows that need no halo
             inputs = Inputs(q, k, v, log_decay, row_scale, scale=number)
             key_decay = registry.loaded(kernels).decay_of_keys(problem, inputs)
         prefix = None if key_decay is None else key_decay.prefix
