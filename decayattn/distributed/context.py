@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decayattn import compatibility, keywords, sharding
 from decayattn.backends import registry
-from decayattn.distributed import agreement, fetching, halo, heads
+from decayattn.distributed import agreement, fetching, halo, heads, two_calls
 from decayattn.distributed.agreement import Option
 from decayattn.distributed.exchange import Slices
 from decayattn.distributed.local import Packed
@@ -105,8 +105,10 @@ def context_parallel_attention(
 
     The first collective of every call compares the options of the ranks: on a GPU the host waits for the first
     one with new options, later ones are checked by an assertion on the device. A planned halo waits once per call, to
-    size the exchange. Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode and a halo of a
-    fixed reach, after a call outside of it. torch.compile leaves the call to eager code.
+    size the exchange; where many calls in a row had few keys to fetch, and as many, the next one is launched before
+    the host knows, and computed again if it was wrong. Activation checkpointing repeats the exchanges. A CUDA graph can
+    hold heads mode and a halo of a fixed reach, after a call outside of it. torch.compile leaves the call to eager
+    code.
 
     Raises:
         TypeError, ValueError: for every bad argument, by name, and where the ranks' options differ.
@@ -154,7 +156,9 @@ def context_parallel_attention(
         Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, differentiable))),
         *(Option(name, x is not None) for name, x in only_heads.items() if name not in ("causal", "bias")),
     )
-    agree = functools.partial(agreement.check, options, group, q.device)
+    expected = two_calls.expected(group, options) if mode == "halo" else two_calls.Expected()
+    agreed = *options, Option("calls before", expected)
+    agree = functools.partial(agreement.check, agreed, group, q.device)
     scale = number if row_scale is None else row_scale
     call: dict[str, Any] = {"sink": sink, "window_size": window_size, "backend": backend}
     if mode == "heads":
@@ -164,7 +168,7 @@ def context_parallel_attention(
         return heads.attention(slices, q, k, v, log_decay, scale, packed, return_lse, call)
     sight = fetching.Sight(window[0], reach, cu_seqlens)
     return halo.attention(
-        slices, problem, q, k, v, log_decay, scale, sight, packed, kernels, return_lse, call, agree
+        slices, problem, q, k, v, log_decay, scale, sight, packed, kernels, return_lse, call, agree, options, expected
     )
 
 

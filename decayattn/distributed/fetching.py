@@ -1,7 +1,8 @@
 """Which keys a rank fetches of those before its slice, and which of its rows see any of them.
 
 It is the bound of backends/planning/halo.py, whose sum over everything that is not fetched stays below a share of the
-tolerance.
+tolerance. Where it leaves few keys, every rank fetches as many of all heads, a power of two: a number that calls mostly
+have in common, and that the ranks can expect.
 """
 
 import functools
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.distributed.exchange import Slices, gather, on_device, on_host
 from decayattn.problem import AttentionProblem, DecayPrefix, is_reset
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from decayattn.backends.planning import exchange
 
 _NEVER = 2**31 - 1
+# few keys are at most one of so many of the longest slice
+FEW = 64
 
 
 def _of_one_mind() -> None:
@@ -65,6 +69,15 @@ class Fetch:
     kv_heads: int
     hosts: list[list[int]]  # begins, as the host knows it
     rows: Sequence[int]  # of every rank's slice: those from here on see nothing before the slice
+    tokens: int | None = None  # the last ones before every slice, if it is those of all heads
+
+    @classmethod
+    def last(cls, slices: Slices, tokens: int, k: Tensor, rows: Sequence[int]) -> "Fetch":
+        """Every rank fetches the last tokens before its slice."""
+        batch, _, kv_heads, _ = k.shape
+        begins = tuple(max(0, begin - tokens) for begin in slices.offsets[:-1])
+        of_all = on_device(begins, k.device)[:, None].expand(slices.ranks, batch * kv_heads)
+        return cls(slices, of_all, kv_heads, [[begin] * batch * kv_heads for begin in begins], rows, tokens)
 
     @property
     def first(self) -> Tensor:
@@ -131,15 +144,11 @@ def fetch(
     other ranks, nor does the host wait for a GPU; else it does, once, and agree is called before the first collective.
     prefix: of log_decay, if it is there.
     """
-    kv_heads = problem.num_kv_heads
-    pairs = problem.batch * kv_heads
     offsets = slices.offsets
     if sight.reach is not None or (log_decay is None and sight.cu_seqlens is None):
         reach = min(x for x in (sight.reach, sight.left, offsets[-1]) if x is not None and x >= 0)
-        begins = [max(0, begin - reach) for begin in offsets[:-1]]
         sees = slices.lengths if sight.left < 0 else [min(length, sight.left) for length in slices.lengths]
-        of_all = on_device(tuple(begins), q.device)[:, None].expand(slices.ranks, pairs)
-        known = Fetch(slices, of_all, kv_heads, [[begin] * pairs for begin in begins], sees)
+        known = Fetch.last(slices, reach, k, sees)
         return Pending(None, lambda: known)
     found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance, agree, prefix)
     everyone = gather(found, slices.ranks, slices.group)
@@ -148,7 +157,12 @@ def fetch(
     def wait() -> Fetch:
         hosts = numbers()
         begins, rows = [of_rank[:-1] for of_rank in hosts], [of_rank[-1] for of_rank in hosts]
-        return Fetch(slices, everyone[:, :-1], kv_heads, begins, rows)
+        of_ranks = zip(offsets[:-1], begins, strict=True)
+        furthest = max((begin - first for begin, of_rank in of_ranks for first in of_rank), default=0)
+        tokens = next_power_of_2(furthest) if furthest else 0
+        if tokens * FEW <= max(slices.lengths):
+            return Fetch.last(slices, tokens, k, rows)
+        return Fetch(slices, everyone[:, :-1], problem.num_kv_heads, begins, rows)
 
     return Pending(terms, wait)
 

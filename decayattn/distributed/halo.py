@@ -4,7 +4,7 @@ Which keys matter, and to which rows, is fetching.py's; the calls are two_calls.
 decay_attention_varlen, behind a Function for the exchange.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -17,19 +17,20 @@ from decayattn.distributed.exchange import Slices
 from decayattn.distributed.fetching import Sight, can_plan, fetch, shares
 from decayattn.distributed.local import Packed
 from decayattn.distributed.moving import add_returned, extend, send_back
-from decayattn.distributed.two_calls import Settings, TwoCalls
+from decayattn.distributed.two_calls import Expected, Settings, TwoCalls
 from decayattn.problem import AttentionProblem, Inputs
 
 
 def attention(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None,
     scale: Tensor | float, sight: Sight, packed: Packed | None, kernels: str | None, return_lse: bool,
-    options: dict[str, Any], agree: Callable[[], None],
+    options: dict[str, Any], agree: Callable[[], None], kind: Hashable, expected: Expected,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """An exchange, and one call or two; problem is the slice on its own, and the eager reference skips nothing.
 
     kernels: the backend that takes that slice; any name where it is packed, None for the reference.
-    agree is called before the first collective, behind what can be launched without one.
+    agree is called before the first collective, behind what can be launched without one. kind, expected: see
+    two_calls.Settings.
     """
     runs_kernels = kernels is not None
     planned = sight.reach is None and can_plan(problem) and runs_kernels
@@ -50,8 +51,9 @@ def attention(
         pending = fetch(slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0, agree, prefix)
     options = options | {"skip_tolerance": tolerance or None}
     if packed is None:
-        kind = problem, slices.lengths, slices.rank
-        settings = Settings(kind, pending, waits, number, key_decay, return_lse, runs_kernels, options, agree)
+        settings = Settings(
+            kind, slices, pending, waits, expected, number, key_decay, return_lse, runs_kernels, options, agree
+        )
         return TwoCalls.apply(q, k, v, log_decay, row_scale, options["sink"], settings)
     if not waits:
         agree()

@@ -3,9 +3,9 @@
     near   the first rows: they wait for keys of other ranks
     far    the others, which see nothing before their slice
 
-Nothing of other ranks is in the far call. Where calls before had one as long (`_Expected`), it is launched before the
-host knows how long it is: the GPU computes while the host waits, and launches the exchange and the near call. Where
-that was wrong, it is computed again.
+Nothing of other ranks is in the far call. Where calls before had one as long (`Expected`), it is launched before the
+host knows how long it is: the GPU computes while the host waits. Where they fetched as many keys, of all heads, so are
+the exchange and the near call, and then the host has nothing to wait for. What was wrong is computed again.
 
 In the backward the near call is first: what it gives of other ranks' keys is on its way while the far call computes.
 But where it has few rows, and so little to send, the far call is: a host that comes from the wait of the forward then
@@ -15,14 +15,17 @@ call's in the launch that adds what other ranks send back.
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from decayattn.autograd import Asked
+from decayattn.distributed.exchange import Slices
 from decayattn.distributed.fetching import Fetch, Pending
 from decayattn.distributed.local import Call
 from decayattn.distributed.moving import add_returned, extend, send_back
@@ -30,21 +33,30 @@ from decayattn.problem import GRANULE, Inputs, KeyDecay, Prepared
 
 # the near call has one part of so many, or all rows: few different numbers, so that a call mostly has as many as the
 # one before
-_PARTS = 32, 16, 8, 4, 2
+_PARTS = 32, 16, 8, 4, 2, 1
 # the near call has few rows where they are at most one part of so many
 _FEW = 8
-# so many calls in a row have had as many first rows before one is expected to: layers take turns, and one in twelve
-# that differs would be one far call in twelve for nothing
+# so many calls in a row have had something in common before it is expected: layers take turns, and one in twelve that
+# differs would be one far call in twelve for nothing
 CALLS = 24
 _REMEMBERED = 256
+
+
+class Expected(NamedTuple):
+    """What the host has yet to wait for, as it was in the calls before; None: anything."""
+
+    part: int | None = None  # the near call has one of so many of each slice's rows
+    tokens: int | None = None  # that every rank fetches, see Fetch
 
 
 class Settings(NamedTuple):
     """What a call is besides its tensors."""
 
-    kind: Hashable  # of calls that may have as many first rows
+    kind: Hashable  # of calls that may have something in common, the same on every rank
+    slices: Slices
     pending: Pending
-    waits: bool  # the host has to, to know how many there are
+    waits: bool  # the host has to, to know how many rows the near call has
+    expected: Expected  # the same on every rank
     scale: float  # where it is not one per row
     key_decay: KeyDecay | None
     return_lse: bool
@@ -75,23 +87,36 @@ class TwoCalls(torch.autograd.Function):
             prepared = Prepared(out[:, rows:], terms, key_decay)
             return _far(inputs, rows, settings.options).forward(with_lse, prepared)
 
-        expected = _expected.rows(settings.kind) if settings.waits else None
-        far_lse, of_far = (None, ()) if expected is None else far_call(expected, settings.key_decay)
-        fetch = settings.pending.wait()
-        rows = _first_rows(fetch, settings)
+        def near_call(fetch, rows):
+            """What it sees; lse, what the backward reads, and whether there is a call."""
+            parts = [k, v, log_decay if _is_per_token(log_decay) else None]
+            extended = extend(fetch, parts, rows, settings.runs_kernels)
+            if not rows and not fetch.halo and length:
+                return extended, None, (), False
+            near = _near(inputs, extended, rows, settings.options)
+            return extended, *near.forward(with_lse, Prepared(out[:, :rows])), True
+
+        slices, expected, near = settings.slices, settings.expected, None
+        if expected.part is not None:
+            of_ranks = _shares(settings, expected.part)
+            rows = of_ranks[slices.rank]
+            far_lse, of_far = far_call(rows, settings.key_decay)
+            if expected.tokens is not None:
+                fetch = Fetch.last(slices, expected.tokens, k, of_ranks)
+                near = near_call(fetch, rows)
+        found = settings.pending.wait()
+        part, rows = _first_rows(found, settings)
+        seen = Expected(part, found.tokens)
         if settings.waits:
-            _expected.note(settings.kind, rows)
-        if rows != expected:  # the decay of the keys is for one forward
-            far_lse, of_far = far_call(rows, settings.key_decay if expected is None else None)
+            _history(slices.group).note(settings.kind, seen)
+        if part is None or part != expected.part:  # the decay of the keys is for one forward
+            far_lse, of_far = far_call(rows, settings.key_decay if expected.part is None else None)
         if not settings.waits:
             settings.agree()  # behind what needs no other rank
-
-        extended = extend(fetch, [k, v, log_decay if _is_per_token(log_decay) else None], rows, settings.runs_kernels)
-        near_lse, of_near = None, ()
-        has_near = rows > 0 or fetch.halo > 0 or length == 0
-        if has_near:
-            near = _near(inputs, extended, rows, settings.options)
-            near_lse, of_near = near.forward(with_lse, Prepared(out[:, :rows]))
+        if near is None or seen != expected:
+            fetch = found
+            near = near_call(fetch, rows)
+        extended, near_lse, of_near, has_near = near
         ctx.fetch, ctx.rows, ctx.has_near, ctx.of_near = fetch, rows, has_near, len(of_near)
         ctx.save_for_backward(q, k, v, log_decay, row_scale, sink, out, *extended, *of_near, *of_far)
         if not with_lse:
@@ -169,36 +194,57 @@ def _is_per_token(log_decay: Tensor | None) -> bool:
     return log_decay is not None and log_decay.ndim == 3
 
 
-def _first_rows(fetch: Fetch, settings: Settings) -> int:
-    """How many rows the near call has: at least those that see the halo, and all where those are more than half.
+def _first_rows(fetch: Fetch, settings: Settings) -> tuple[int | None, int]:
+    """Expected's part, where the host waits for it, and how many rows the near call has: at least those that see the
+    halo, and all where those are more than half.
 
     Every rank has the same share, so that they come to the exchange at the same time, also a rank without a halo.
     """
-    slices, waits = fetch.slices, settings.waits
-    own, multiple = slices.lengths[slices.rank], 1 if settings.pending.terms is None else GRANULE
-    for part in _PARTS if waits else (2,):
-        most = [length // part // multiple * multiple for length in slices.lengths]
+    slices = settings.slices
+    for part in _PARTS if settings.waits else (2, 1):
+        most = _shares(settings, part)
         if all(seeing <= rows for seeing, rows in zip(fetch.rows, most, strict=True)):
-            return most[slices.rank] if waits else fetch.rows[slices.rank]
-    return own
+            break
+    if not settings.waits:
+        return None, (fetch.rows if part > 1 else most)[slices.rank]
+    return part, most[slices.rank]
 
 
-class _Expected:
-    """How many first rows the last call of a kind had, and how many calls in a row had as many."""
+def _shares(settings: Settings, part: int) -> Sequence[int]:
+    """One part of so many of every rank's rows."""
+    lengths, multiple = settings.slices.lengths, 1 if settings.pending.terms is None else GRANULE
+    return lengths if part == 1 else [length // part // multiple * multiple for length in lengths]
+
+
+class _History:
+    """What the calls of a group have had in common, every kind of them: the same on all of its ranks."""
 
     def __init__(self) -> None:
-        self.last: dict[Hashable, tuple[int, int]] = {}
+        # what the last call had, and how many calls in a row had that part, and those tokens
+        self.last: dict[Hashable, tuple[Expected, int, int]] = {}
 
-    def rows(self, kind: Hashable) -> int | None:
-        """What to expect, if anything."""
-        rows, calls = self.last.get(kind, (0, 0))
-        return rows if calls >= CALLS else None
+    def expected(self, kind: Hashable) -> Expected:
+        seen, of_part, of_tokens = self.last.get(kind, (Expected(), 0, 0))
+        if of_part < CALLS:
+            return Expected()
+        return seen if of_tokens >= CALLS else Expected(seen.part)
 
-    def note(self, kind: Hashable, rows: int) -> None:
-        before, calls = self.last.pop(kind, (rows, 0))
+    def note(self, kind: Hashable, seen: Expected) -> None:
+        before, of_part, of_tokens = self.last.pop(kind, (seen, 0, 0))
         while len(self.last) >= _REMEMBERED:
             del self.last[next(iter(self.last))]
-        self.last[kind] = rows, calls + 1 if rows == before else 1
+        of_part = of_part + 1 if seen.part == before.part else 1
+        of_tokens = of_tokens + 1 if seen.tokens == before.tokens else 1
+        self.last[kind] = seen, of_part, of_tokens
 
 
-_expected = _Expected()
+_histories: "weakref.WeakKeyDictionary[dist.ProcessGroup, _History]" = weakref.WeakKeyDictionary()
+
+
+def _history(group: dist.ProcessGroup) -> _History:
+    return _histories.setdefault(group, _History())
+
+
+def expected(group: dist.ProcessGroup, kind: Hashable) -> Expected:
+    """What the next call of a group has in common with those before."""
+    return _history(group).expected(kind)

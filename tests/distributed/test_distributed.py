@@ -169,12 +169,33 @@ def test_rows_that_see_only_their_slice_are_planned(pool, interpreter, case):
 def test_calls_that_are_launched_before_the_halo_is_known(pool):
     """The third call has as many rows as those before, as expected; the others are wrong about more and about fewer,
     and where calls differ, nothing is expected."""
-    found = pool.run("distributed_cases.calls_in_turn", [20, 20, 20, None, 20, 20, 20, 2, 2, 2], ranks=2)
+    resets = [[token] if token else [] for token in (20, 20, 20, None, 20, 20, 20, 2, 2, 2)]
+    found = pool.run("distributed_cases.calls_in_turn", resets, ranks=2)
     many, few = [25, 25], [47, 3]  # the near calls have a half and a sixteenth of the rows
     wrong_about_all, wrong_about_few = [25, 50], [25, 47, 3]
     expected = [many, many, many, wrong_about_all, many, many, many, wrong_about_few, few, few]
     assert [[counted for _, counted in of_rank] for of_rank in found] == [expected] * 2
     assert all(error <= EXACT for of_rank in found for error, _ in of_rank), found
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(2, 100), (4, 200)])
+def test_exchanges_that_are_launched_before_the_halo_is_known(pool, ranks, length):
+    """The third call fetches as many keys as those before, as expected, the sixth more, the tenth so many that nothing
+    is to be expected of the next ones, and the last one has more first rows, too."""
+    here, there, far, everywhere = [2, 47], [2, 40], [2, 20], []
+    resets = [here, here, here, here, here, there, there, there, there, far, there, there, there, everywhere]
+    found = pool.run("distributed_cases.calls_in_turn", resets, ranks=ranks, length=length, few=2)
+    expected = [[47, 3]] * len(resets)
+    expected[5] = expected[9] = [47, 3, 3]
+    expected[-1] = [47, 3, 50]
+    assert [[counted for _, counted in of_rank] for of_rank in found] == [expected] * ranks
+    assert all(error <= EXACT for of_rank in found for error, _ in of_rank), found
+
+
+def test_ranks_that_expect_different_exchanges_say_so(pool):
+    """They would wait for one another."""
+    for error in pool.run("distributed_cases.expected_by_some", ranks=2):
+        assert error.startswith("calls before: expected the same on every rank of the group, got Expected("), error
 
 
 def test_a_result_of_two_calls_is_not_to_be_changed_in_place(pool):
@@ -465,8 +486,8 @@ def test_gpus_compute_again_what_was_not_to_be_expected(gpus):
     for of_rank in found:
         assert all(same for same, _ in of_rank)
         counts = [early for _, (early, _) in of_rank]
-        assert counts[2][-1] == 2048  # all rows, behind those of the far call that was launched before
-        assert len(counts[2]) == 2
+        assert counts[2][-1] == 2048  # all rows, behind those of the two calls that were launched before
+        assert len(counts[2]) == 3
         assert [len(after) for _, (_, after) in of_rank] == [2, 2, 1, 2, 2, 2, 2]
 
 

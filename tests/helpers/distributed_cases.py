@@ -225,17 +225,25 @@ def calls(group, **case):
         return compare(group, "halo", **case), counted
 
 
-def calls_in_turn(group, resets, length=100, **case):
-    """`calls` one after the other, of slices whose token `resets` is the first one that resets (None: there is none);
-    what the second and later calls in a row with as many first rows have is expected."""
+@contextlib.contextmanager
+def expecting(calls, few):
+    """What so many calls in a row have in common, as if none was before; one part of so many keys are few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_calls, "CALLS", calls)
+        patch.setattr(two_calls, "_histories", {})
+        patch.setattr(fetching, "FEW", few)
+        yield
+
+
+def calls_in_turn(group, resets, length=100, few=fetching.FEW, **case):
+    """`calls` one after the other, of slices that reset at those tokens; what the second and later calls in a row have
+    in common is expected."""
     ranks, found = dist.get_world_size(group), []
     lengths = lengths_of("equal", length, ranks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(two_calls, "CALLS", 2)
-        patch.setattr(two_calls, "_expected", two_calls._Expected())
-        for seed, token in enumerate(resets):
+    with expecting(2, few):
+        for seed, tokens in enumerate(resets):
             inputs, d_out, d_lse = make(seed, length=length, **case)
-            if token is not None:
+            for token in tokens:
                 inputs["log_decay"][:, token :: lengths[0]] = -math.inf
             expected = whole(inputs, d_out, d_lse, backend="reference")
             with counted_calls() as counted:
@@ -244,22 +252,41 @@ def calls_in_turn(group, resets, length=100, **case):
     return found
 
 
+def expected_by_some(group):
+    """What a call says where one rank expects what the calls before it had, and the others nothing."""
+    inputs, _, _ = make(length=100)
+    mine = slice(dist.get_rank(group) * 50, (dist.get_rank(group) + 1) * 50)
+    inputs["log_decay"][:, [2, 47, 52, 97]] = -math.inf
+    own = {name: part_of(name, x, mine) for name, x in inputs.items()}
+    with expecting(math.inf if dist.get_rank(group) else 2, few=2):
+        for _ in range(2):
+            context_parallel_attention(**own, group=group, backend="reference")
+        try:
+            context_parallel_attention(**own, group=group, backend="reference")
+        except ValueError as error:
+            return str(error)
+
+
 def expected_on_gpus(group, means):
     """`calls_in_turn` of kernels: with what is expected and without, for every mean decay: whether the results have the
     same bits, and how many rows the calls have."""
-    rank, found = dist.get_rank(group), []
-    for mean in means:
-        inputs, _, _ = make(length=4096, batch=1, dim=64, value_dim=64, mean=mean, dtype=torch.bfloat16, device="cuda")
-        own = {name: x[:, rank * 2048 : (rank + 1) * 2048] for name, x in inputs.items()}
-        results, counts = [], []
-        for calls_before in (2, math.inf):
-            with pytest.MonkeyPatch.context() as patch, counted_calls() as counted:
-                patch.setattr(two_calls, "CALLS", calls_before)
-                out, lse = context_parallel_attention(**own, group=group, return_lse=True)
-            results.append((out, lse))
-            counts.append(counted)
-        found.append((all(torch.equal(x, y) for x, y in zip(*results, strict=True)), counts))
-    return found
+    rank, of_both = dist.get_rank(group), []
+    for calls_before in (2, math.inf):
+        of_means = []
+        with expecting(calls_before, few=4):
+            for mean in means:
+                case = dict(length=4096, batch=1, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
+                inputs, _, _ = make(mean=mean, **case)
+                own = {name: x[:, rank * 2048 : (rank + 1) * 2048].requires_grad_() for name, x in inputs.items()}
+                with counted_calls() as counted:
+                    out, lse = context_parallel_attention(**own, group=group, return_lse=True)
+                grads = torch.autograd.grad([out.sum(), lse.sum()], list(own.values()))
+                of_means.append(((out, lse, *grads), counted))
+        of_both.append(of_means)
+    return [
+        (all(torch.equal(x, y) for x, y in zip(early, late, strict=True)), (counted_early, counted_late))
+        for (early, counted_early), (late, counted_late) in zip(*of_both, strict=True)
+    ]
 
 
 def changed_in_place(group, length, **options):
