@@ -263,7 +263,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
         try:
             gradients = backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, asked)
         except RuntimeError as error:
-            if "BatchedTensorImpl" not in str(error):
+            if all(_has_storage(x) for x in (d_out, d_lse) if x is not None):
                 raise
             raise RuntimeError(
                 "decay_attention: its kernels take no batch of gradients (is_grads_batched); use backend='reference'"
@@ -284,6 +284,15 @@ def _differentiate(ctx, d_out, d_lse, *_):
         gradients.d_bias if asked.bias_gradient else None,
         gradients.d_sink if asked.sink_gradient else None,
     )
+
+
+def _has_storage(x: Tensor) -> bool:
+    """A tensor that stands for a batch of others has none."""
+    try:
+        x.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _refuse_second_derivative(ctx, *_):

@@ -261,7 +261,8 @@ def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor)
     else:  # −inf is none, whose log-sum-exp has no gradient
         nothing_seen = torch.where(sink.isneginf(), sink.detach(), sink).to(lse.dtype)
     out = torch.index_put(out.new_zeros(*everywhere, problem.value_dim), to, out)
-    lse = torch.index_put(nothing_seen.expand(everywhere), to, rearrange(lse, "b h i -> b i h"))
+    # a copy: in torch 2.11 and 2.13, compiled code puts rows into one (H,) of all otherwise
+    lse = torch.index_put(nothing_seen.expand(everywhere).clone(), to, rearrange(lse, "b h i -> b i h"))
     return out[:, :-1], rearrange(lse[:, :-1], "b i h -> b h i")
 
 

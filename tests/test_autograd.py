@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from compiling import COMPILER
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -17,8 +18,6 @@ from decayattn.backends import registry
 from decayattn.problem import Gradients, Inputs, Saved
 
 ON_GPU = torch.cuda.is_available()
-# the tests are about one graph that is right; what inductor adds needs a C++ compiler on a CPU
-COMPILER = "inductor" if ON_GPU else "aot_eager"
 NAMES = ("q", "k", "v", "log_decay", "scale")
 
 
@@ -228,11 +227,27 @@ def test_torch_func_gradients_are_refused(transform, device):
         transform(lambda q: attend(**leaves | dict(q=q))[0].sum())(leaves["q"].detach())
 
 
-def test_a_batch_of_gradients_is_refused(device):
-    leaves = make(device, length=3)
-    out, _ = attend(**leaves)
-    with pytest.raises(RuntimeError, match=r"no batch of gradients \(is_grads_batched\); use backend='reference'"):
-        torch.autograd.grad(out, leaves["q"], torch.stack([out, out]), is_grads_batched=True)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_batch_of_gradients_is_refused(which, device, monkeypatch):
+    output = attend(**(leaves := make(device, length=3)))[which]
+
+    def differentiated(gradients, is_batched):
+        return torch.autograd.grad(
+            output, leaves["q"], gradients, is_grads_batched=is_batched, retain_graph=True
+        )
+
+    refused = pytest.raises(RuntimeError, match=r"no batch of gradients \(is_grads_batched\); use backend='reference'")
+    with refused:
+        differentiated(torch.stack([output, output]), True)
+
+    def as_on_a_gpu(*_):
+        raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
+
+    monkeypatch.setattr(autograd, "backward", as_on_a_gpu)
+    with refused:
+        differentiated(torch.stack([output, output]), True)
+    with pytest.raises(RuntimeError, match=r"^Cannot access data pointer"):
+        differentiated(output, False)
 
 
 @pytest.mark.parametrize("name", NAMES)

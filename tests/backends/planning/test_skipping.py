@@ -7,6 +7,7 @@ import math
 import hypothesis
 import pytest
 import torch
+from compiling import COMPILER
 from hypothesis import strategies as st
 
 from decayattn import DecayFlashAttention, decay_attention, reference, visited_fraction
@@ -17,7 +18,6 @@ from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, tolerance_
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_GPU = torch.cuda.is_available()
-COMPILER = "inductor" if ON_GPU else "aot_eager"
 INF = math.inf
 ROWS, BLOCK = GRANULE, DECAY_BLOCK
 HARMLESS = 1e-3  # a tolerance that is not too small to be reached within short sequences

@@ -10,6 +10,7 @@ import math
 import hypothesis
 import pytest
 import torch
+from compiling import COMPILER
 from hypothesis import strategies as st
 from judged_calls import (
     assert_a_leading_sink_keeps_its_bits,
@@ -23,7 +24,6 @@ from decayattn import decay_attention, decay_attention_varlen
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_GPU = torch.cuda.is_available()
-COMPILER = "inductor" if ON_GPU else "aot_eager"
 INF = math.inf
 
 
