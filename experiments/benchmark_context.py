@@ -222,13 +222,17 @@ def measure_one(
             say(f"  {mode}: {ranks} ranks do not divide this")
             continue
         calls[mode] = measure.Call(mode, inputs, group, options.backend)
-        received[mode] = measure.received_bytes(calls[mode])
-        if whole is not None:
+        # counted is the second call: the first one may have exchanged what calls before it had in common
+        if whole is None:
+            calls[mode].forward()
+        else:
             differences[mode] = measure.errors(calls[mode], whole)
             why = checks.objection(differences[mode], workload.dtype)
             if why is not None:
                 result["wrong"].append(f"{workload}: {mode} {why}")
-                del calls[mode], received[mode]
+                del calls[mode]
+                continue
+        received[mode] = measure.received_bytes(calls[mode])
     del whole
     timings = {}
     if device.type == "cuda":
