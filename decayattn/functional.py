@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from decayattn import autograd, keywords, reference, sharding
+from decayattn.arguments import check_arguments, check_bool, check_packed_arguments
 from decayattn.backends import registry
 from decayattn.problem import (
     RESET_BELOW,
@@ -14,9 +15,6 @@ from decayattn.problem import (
     Inputs,
     SkipTolerance,
     autocast_dtype,
-    check_arguments,
-    check_bool,
-    check_packed_arguments,
     integer,
     tolerance_of,
     window_of,

@@ -6,21 +6,10 @@ import torch
 from torch import Tensor
 
 from decayattn import keywords, reference
+from decayattn.arguments import check_arguments, check_bool, check_count, check_counts, check_tensor, refuse_gradients
 from decayattn.backends import registry
 from decayattn.functional import per_head, per_row
-from decayattn.problem import (
-    BackendName,
-    Held,
-    Inputs,
-    check_arguments,
-    check_bool,
-    check_count,
-    check_counts,
-    check_tensor,
-    integer,
-    refuse_gradients,
-    window_of,
-)
+from decayattn.problem import BackendName, Held, Inputs, integer, window_of
 
 
 @overload

@@ -10,26 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decayattn import compatibility, keywords, sharding
+from decayattn.arguments import check_arguments, check_bias, check_bool, check_count, check_offsets
 from decayattn.backends import registry
 from decayattn.distributed import agreement, fetching, halo, heads, two_calls
 from decayattn.distributed.agreement import Option
 from decayattn.distributed.exchange import Slices
 from decayattn.distributed.local import Packed
 from decayattn.functional import autocast, per_head, per_row
-from decayattn.problem import (
-    AttentionProblem,
-    BackendName,
-    Inputs,
-    SkipTolerance,
-    check_arguments,
-    check_bias,
-    check_bool,
-    check_count,
-    check_offsets,
-    integer,
-    tolerance_of,
-    window_of,
-)
+from decayattn.problem import AttentionProblem, BackendName, Inputs, SkipTolerance, integer, tolerance_of, window_of
 
 ModeName = Literal["halo", "heads"]
 MODES = get_args(ModeName)

@@ -40,12 +40,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from decayattn.arguments import check_window
 from decayattn.backends import registry
 from decayattn.integrations import attention_interface  # noqa: F401, registers it
 from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
 from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_log_decays, check_positive_int
-from decayattn.problem import BackendName, DecayName, check_window
+from decayattn.problem import BackendName, DecayName
 
 DecayPreset = Literal[
     "scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "constant", "constant-learned", "none",

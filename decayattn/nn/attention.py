@@ -9,21 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from decayattn.arguments import check_skip_tolerance, check_window, is_finite
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.functional import autocast, decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
-from decayattn.problem import (
-    MAX_HEAD_DIM,
-    BackendName,
-    DecayName,
-    SkipTolerance,
-    autocast_dtype,
-    check_skip_tolerance,
-    check_window,
-    is_finite,
-)
+from decayattn.problem import MAX_HEAD_DIM, BackendName, DecayName, SkipTolerance, autocast_dtype
 from decayattn.sharding import local_part, own_heads, replicated, reset_whole, whole
 
 if TYPE_CHECKING:

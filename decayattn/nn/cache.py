@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decayattn import reference
+from decayattn.arguments import check_arguments, check_counts, check_tensor, is_finite, refuse_gradients
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention, per_head, per_row
@@ -21,11 +22,6 @@ from decayattn.problem import (
     Held,
     Inputs,
     SkipTolerance,
-    check_arguments,
-    check_counts,
-    check_tensor,
-    is_finite,
-    refuse_gradients,
     window_of,
     without_autocast,
 )

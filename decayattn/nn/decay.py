@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decayattn.problem import is_finite, is_reset, without_autocast
+from decayattn.arguments import is_finite
+from decayattn.problem import is_reset, without_autocast
 from decayattn.sharding import fill, is_dtensor, local_part, own_heads, whole
 
 

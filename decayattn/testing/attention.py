@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decayattn.problem import AttentionProblem, BackendName, check_arguments, check_packed_arguments, window_of
+from decayattn.arguments import check_arguments, check_packed_arguments
+from decayattn.problem import AttentionProblem, BackendName, window_of
 from decayattn.testing.call import Arguments, Call, Comparison, bounds_of
 from decayattn.testing.table import Row, format_table
 
