@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decayattn.arguments import check_arguments, check_packed_arguments
-from decayattn.problem import AttentionProblem, BackendName, window_of
+from decayattn.problem import AttentionProblem, BackendName, window_of, without_autocast
 from decayattn.testing.call import Arguments, Call, Comparison, bounds_of
 from decayattn.testing.table import Row, format_table
 
@@ -104,6 +104,8 @@ def verify_attention(
     **options: Any,
 ) -> list[Comparison]:
     """Run decay_attention forward and backward on these inputs, and hold every result against the error budget.
+
+    On these very inputs: autocast is off meanwhile, and gradients are on.
 
     Args:
         q, k, v, log_decay, scale, causal, window_size, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k: as
@@ -260,11 +262,12 @@ def _judge(
         judged_out = judged.transpose(1, 2)[..., None]
         grad_out, grad_lse = torch.where(judged_out, grad_out, 0.0), torch.where(judged, grad_lse, 0.0)
     call = Call(inputs, grad_out, grad_lse, all_bounds, tuple(pairs), problem)
-    tested = call.run(backend, options)
-    if heads is not None:  # the other pairs have outputs, too, but they were not evaluated
-        tested["out"] = torch.where(judged_out, tested["out"], 0.0)
-        tested["lse"] = torch.where(judged, tested["lse"], 0.0)
-    return Budget(call, call.oracle()).judge(tested)
+    with without_autocast(device):
+        tested = call.run(backend, options)
+        if heads is not None:  # the other pairs have outputs, too, but they were not evaluated
+            tested["out"] = torch.where(judged_out, tested["out"], 0.0)
+            tested["lse"] = torch.where(judged, tested["lse"], 0.0)
+        return Budget(call, call.oracle()).judge(tested)
 
 
 def assert_within_budget(comparisons: Sequence[Comparison]) -> None:

@@ -126,12 +126,12 @@ def test_what_lies_outside_may_be_anything():
     assert_within_budget(verify_attention(**padded, backend="reference"))
 
 
-MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu")]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("leaf", [True, False])
-def test_inputs_with_gradients_and_grad_modes_change_nothing(mode, leaf):
+def test_inputs_with_gradients_and_modes_of_the_caller_change_nothing(mode, leaf):
     """A model's own tensors, in its training and in its evaluation."""
     sink, bias = torch.randn(4), torch.randn(23, 23)
     padded = make_inputs(torch.float32, row_scale=True) | PADDING | {"sink": sink, "bias": bias}
