@@ -263,7 +263,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
         try:
             gradients = backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, asked)
         except RuntimeError as error:
-            if all(_has_storage(x) for x in (d_out, d_lse) if x is not None):
+            if not (_is_batch(d_out) or _is_batch(d_lse)):
                 raise
             raise RuntimeError(
                 "decay_attention: its kernels take no batch of gradients (is_grads_batched); use backend='reference'"
@@ -286,13 +286,15 @@ def _differentiate(ctx, d_out, d_lse, *_):
     )
 
 
-def _has_storage(x: Tensor) -> bool:
-    """A tensor that stands for a batch of others has none."""
+def _is_batch(x: Tensor | None) -> bool:
+    """Whether it stands for a batch of tensors: a dense one without storage."""
+    if x is None or x.layout is not torch.strided:
+        return False
     try:
         x.untyped_storage()
     except NotImplementedError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _refuse_second_derivative(ctx, *_):

@@ -246,8 +246,9 @@ def test_a_batch_of_gradients_is_refused(which, device, monkeypatch):
     monkeypatch.setattr(autograd, "backward", as_on_a_gpu)
     with refused:
         differentiated(torch.stack([output, output]), True)
-    with pytest.raises(RuntimeError, match=r"^Cannot access data pointer"):
-        differentiated(output, False)
+    for gradient in (output, output.detach().to_sparse()):
+        with pytest.raises(RuntimeError, match=r"^Cannot access data pointer"):
+            differentiated(gradient, False)
 
 
 @pytest.mark.parametrize("name", NAMES)

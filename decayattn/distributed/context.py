@@ -1,6 +1,5 @@
 """The public function and the layer's handle: their contract, the checks, and the call of a mode."""
 
-import functools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
@@ -59,8 +58,8 @@ def context_parallel_attention(
 
     "halo": every rank keeps its queries and fetches the keys before its slice that matter to any of its rows. Which
         ones is decided by the bound of skip_tolerance, before any key is sent: a strong decay sends a few hundred
-        tokens of a head, no decay everything. Rows that see only their slice do not wait for them. Causal attention
-        only.
+        tokens of a head, no decay everything. Where it is few, it is the same power of two for all heads and ranks.
+        Rows that see only their slice do not wait for them. Causal attention only.
     "heads": an all-to-all gives every rank the whole sequences of H / ranks heads, and another one its rows back
         (DeepSpeed-Ulysses, arXiv 2309.14509). H must be a multiple of the ranks. All options work, and the bytes do
         not depend on the decay: the choice without a decay or a window.
@@ -144,9 +143,16 @@ def context_parallel_attention(
         Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, differentiable))),
         *(Option(name, x is not None) for name, x in only_heads.items() if name not in ("causal", "bias")),
     )
-    expected = two_calls.expected(group, options) if mode == "halo" else two_calls.Expected()
-    agreed = *options, Option("calls before", expected)
-    agree = functools.partial(agreement.check, agreed, group, q.device)
+    history = two_calls.history(group)
+    expected = history.expected(options)
+
+    def agree() -> None:
+        try:
+            agreement.check((*options, Option("calls before", expected)), group, q.device)
+        except ValueError:  # on every rank: from here on they have the same calls before
+            history.forget(options)
+            raise
+
     scale = number if row_scale is None else row_scale
     call: dict[str, Any] = {"sink": sink, "window_size": window_size, "backend": backend}
     if mode == "heads":

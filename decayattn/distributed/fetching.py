@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from decayattn.backends.planning import exchange
 
 _NEVER = 2**31 - 1
-# few keys are at most one of so many of the longest slice
-FEW = 64
+# few keys are at most one part of so many of a slice's: fetching up to twice as many, and those of all heads, costs
+# little beside a call on the slice's own
+FEW_KEYS = 64
 
 
 def _of_one_mind() -> None:
@@ -69,7 +70,7 @@ class Fetch:
     kv_heads: int
     hosts: list[list[int]]  # begins, as the host knows it
     rows: Sequence[int]  # of every rank's slice: those from here on see nothing before the slice
-    tokens: int | None = None  # the last ones before every slice, if it is those of all heads
+    tokens: int | None = None  # every head of every rank fetches so many before its slice; None: they may differ
 
     @classmethod
     def last(cls, slices: Slices, tokens: int, k: Tensor, rows: Sequence[int]) -> "Fetch":
@@ -160,7 +161,7 @@ def fetch(
         of_ranks = zip(offsets[:-1], begins, strict=True)
         furthest = max((begin - first for begin, of_rank in of_ranks for first in of_rank), default=0)
         tokens = next_power_of_2(furthest) if furthest else 0
-        if tokens * FEW <= max(slices.lengths):
+        if tokens * FEW_KEYS <= min(filter(None, slices.lengths), default=0):
             return Fetch.last(slices, tokens, k, rows)
         return Fetch(slices, everyone[:, :-1], problem.num_kv_heads, begins, rows)
 

@@ -5,7 +5,7 @@
 
 Nothing of other ranks is in the far call. Where calls before had one as long (`Expected`), it is launched before the
 host knows how long it is: the GPU computes while the host waits. Where they fetched as many keys, of all heads, so are
-the exchange and the near call, and then the host has nothing to wait for. What was wrong is computed again.
+the exchange and the near call, and the GPU has all of its work before the host waits. What was wrong is computed again.
 
 In the backward the near call is first: what it gives of other ranks' keys is on its way while the far call computes.
 But where it has few rows, and so little to send, the far call is: a host that comes from the wait of the forward then
@@ -35,7 +35,7 @@ from decayattn.problem import GRANULE, Inputs, KeyDecay, Prepared
 # one before
 _PARTS = 32, 16, 8, 4, 2, 1
 # the near call has few rows where they are at most one part of so many
-_FEW = 8
+_FEW_ROWS = 8
 # so many calls in a row have had something in common before it is expected: layers take turns, and one in twelve that
 # differs would be one far call in twelve for nothing
 CALLS = 24
@@ -43,10 +43,10 @@ _REMEMBERED = 256
 
 
 class Expected(NamedTuple):
-    """What the host has yet to wait for, as it was in the calls before; None: anything."""
+    """What a call has in common with those before; None: nothing that is known."""
 
-    part: int | None = None  # the near call has one of so many of each slice's rows
-    tokens: int | None = None  # that every rank fetches, see Fetch
+    part: int | None = None  # the near call has one part of so many of every slice's rows
+    tokens: int | None = None  # Fetch.tokens
 
 
 class Settings(NamedTuple):
@@ -96,24 +96,31 @@ class TwoCalls(torch.autograd.Function):
             near = _near(inputs, extended, rows, settings.options)
             return extended, *near.forward(with_lse, Prepared(out[:, :rows])), True
 
-        slices, expected, near = settings.slices, settings.expected, None
+        slices, expected = settings.slices, settings.expected
+        far_lse, of_far, near = None, (), None
         if expected.part is not None:
-            of_ranks = _shares(settings, expected.part)
+            of_ranks = _rows_of(settings, expected.part)
             rows = of_ranks[slices.rank]
             far_lse, of_far = far_call(rows, settings.key_decay)
             if expected.tokens is not None:
                 fetch = Fetch.last(slices, expected.tokens, k, of_ranks)
                 near = near_call(fetch, rows)
         found = settings.pending.wait()
-        part, rows = _first_rows(found, settings)
-        seen = Expected(part, found.tokens)
         if settings.waits:
-            _history(slices.group).note(settings.kind, seen)
-        if part is None or part != expected.part:  # the decay of the keys is for one forward
+            part = _part(settings, found)
+            rows, seen = _rows_of(settings, part)[slices.rank], Expected(part, found.tokens)
+            history(slices.group).note(settings.kind, seen)
+        else:
+            rows, seen = _seeing_rows(found), Expected()
+        if seen != expected:
+            near = None  # before another one needs room
+        if seen.part is None or seen.part != expected.part:
+            far_lse, of_far = None, ()
+            # the decay of the keys is for one forward
             far_lse, of_far = far_call(rows, settings.key_decay if expected.part is None else None)
         if not settings.waits:
             settings.agree()  # behind what needs no other rank
-        if near is None or seen != expected:
+        if near is None:
             fetch = found
             near = near_call(fetch, rows)
         extended, near_lse, of_near, has_near = near
@@ -148,7 +155,7 @@ class TwoCalls(torch.autograd.Function):
         def far_call():
             return differentiated(_far(inputs, rows, ctx.options), of_far, rows, length) if rows < length else None
 
-        far_first = rows * _FEW <= length
+        far_first = rows * _FEW_ROWS <= length
         far = far_call() if far_first else None
         near = None
         near_keys = of_keys(*extended)  # where there is no near call, for dtypes and widths
@@ -194,29 +201,28 @@ def _is_per_token(log_decay: Tensor | None) -> bool:
     return log_decay is not None and log_decay.ndim == 3
 
 
-def _first_rows(fetch: Fetch, settings: Settings) -> tuple[int | None, int]:
-    """Expected's part, where the host waits for it, and how many rows the near call has: at least those that see the
-    halo, and all where those are more than half.
+def _part(settings: Settings, found: Fetch) -> int:
+    """The least part of every slice's rows that has all those that see the halo.
 
-    Every rank has the same share, so that they come to the exchange at the same time, also a rank without a halo.
+    Every rank has the same, so that they come to the exchange at the same time, also a rank without a halo.
     """
-    slices = settings.slices
-    for part in _PARTS if settings.waits else (2, 1):
-        most = _shares(settings, part)
-        if all(seeing <= rows for seeing, rows in zip(fetch.rows, most, strict=True)):
-            break
-    if not settings.waits:
-        return None, (fetch.rows if part > 1 else most)[slices.rank]
-    return part, most[slices.rank]
+    return next(part for part in _PARTS if all(map(operator.le, found.rows, _rows_of(settings, part))))
 
 
-def _shares(settings: Settings, part: int) -> Sequence[int]:
-    """One part of so many of every rank's rows."""
+def _rows_of(settings: Settings, part: int) -> Sequence[int]:
+    """One part of so many of every slice's rows, in whole granules; 1: all of them."""
     lengths, multiple = settings.slices.lengths, 1 if settings.pending.terms is None else GRANULE
     return lengths if part == 1 else [length // part // multiple * multiple for length in lengths]
 
 
-class _History:
+def _seeing_rows(fetch: Fetch) -> int:
+    """Those of this rank that see the halo; all, as on every rank, where one has more than half of its rows."""
+    lengths, rank = fetch.slices.lengths, fetch.slices.rank
+    few = all(2 * seeing <= length for seeing, length in zip(fetch.rows, lengths, strict=True))
+    return fetch.rows[rank] if few else lengths[rank]
+
+
+class History:
     """What the calls of a group have had in common, every kind of them: the same on all of its ranks."""
 
     def __init__(self) -> None:
@@ -237,14 +243,13 @@ class _History:
         of_tokens = of_tokens + 1 if seen.tokens == before.tokens else 1
         self.last[kind] = seen, of_part, of_tokens
 
-
-_histories: "weakref.WeakKeyDictionary[dist.ProcessGroup, _History]" = weakref.WeakKeyDictionary()
-
-
-def _history(group: dist.ProcessGroup) -> _History:
-    return _histories.setdefault(group, _History())
+    def forget(self, kind: Hashable) -> None:
+        self.last.pop(kind, None)
 
 
-def expected(group: dist.ProcessGroup, kind: Hashable) -> Expected:
-    """What the next call of a group has in common with those before."""
-    return _history(group).expected(kind)
+_histories: "weakref.WeakKeyDictionary[dist.ProcessGroup, History]" = weakref.WeakKeyDictionary()
+
+
+def history(group: dist.ProcessGroup) -> History:
+    """A group's."""
+    return _histories.setdefault(group, History())
