@@ -232,9 +232,7 @@ def test_a_batch_of_gradients_is_refused(which, device, monkeypatch):
     output = attend(**(leaves := make(device, length=3)))[which]
 
     def differentiated(gradients, is_batched):
-        return torch.autograd.grad(
-            output, leaves["q"], gradients, is_grads_batched=is_batched, retain_graph=True
-        )
+        return torch.autograd.grad(output, leaves["q"], gradients, is_grads_batched=is_batched, retain_graph=True)
 
     refused = pytest.raises(RuntimeError, match=r"no batch of gradients \(is_grads_batched\); use backend='reference'")
     with refused:

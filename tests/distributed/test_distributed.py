@@ -170,7 +170,7 @@ def test_calls_that_are_launched_before_the_halo_is_known(pool):
     """The third call has as many rows as those before, as expected; the others are wrong about more and about fewer,
     and where calls differ, nothing is expected."""
     resets = [[token] if token else [] for token in (20, 20, 20, None, 20, 20, 20, 2, 2, 2)]
-    found = pool.run("distributed_cases.calls_in_turn", resets, ranks=2)
+    found = pool.run("expected_exchanges.calls_in_turn", resets, ranks=2)
     many, few = [25, 25], [47, 3]  # the near calls have a half and a sixteenth of the rows
     wrong_about_all, wrong_about_few = [25, 50], [25, 47, 3]
     expected = [many, many, many, wrong_about_all, many, many, many, wrong_about_few, few, few]
@@ -205,13 +205,13 @@ ONCE, AGAIN, MORE_ONCE = [47, 3], [47, 3, 3], [25, 25]
 def test_exchanges_that_are_launched_before_the_halo_is_known(pool, ranks, calls):
     """What was wrong is computed again."""
     resets, expected = map(list, zip(*calls, strict=True))
-    found = pool.run("distributed_cases.calls_in_turn", resets, ranks=ranks, length=50 * ranks, few=2)
+    found = pool.run("expected_exchanges.calls_in_turn", resets, ranks=ranks, length=50 * ranks, few=2)
     assert [[counted for _, counted in of_rank] for of_rank in found] == [expected] * ranks
     assert all(error <= EXACT for of_rank in found for error, _ in of_rank), found
 
 
 def test_an_exchange_that_is_expected_does_not_wait(pool):
-    found = pool.run("distributed_cases.order_of_exchange_and_wait", ranks=2)
+    found = pool.run("expected_exchanges.order_of_exchange_and_wait", ranks=2)
     assert found == [["wait", "exchange", "wait", "exchange", "exchange", "wait"]] * 2
 
 
@@ -219,7 +219,7 @@ def test_an_exchange_that_is_expected_does_not_wait(pool):
 @pytest.mark.parametrize("wrong", [(1, 7), (4, 10**6)])
 def test_few_keys_are_those_of_all_heads(pool, ranks, wrong):
     """And a wrong expectation leaves no trace."""
-    for of_rank in pool.run("distributed_cases.few_keys", BOTH, wrong, ranks=ranks):
+    for of_rank in pool.run("expected_exchanges.few_keys", BOTH, wrong, ranks=ranks):
         for name, (worst, others) in of_rank.items():
             assert worst <= EXACT, name
             assert others == [], name
@@ -227,14 +227,14 @@ def test_few_keys_are_those_of_all_heads(pool, ranks, wrong):
 
 def test_ranks_that_expect_different_exchanges_say_so(pool):
     """They would wait for one another. After that, they have the same calls before."""
-    for errors in pool.run("distributed_cases.expected_by_some", ranks=2):
+    for errors in pool.run("expected_exchanges.expected_by_some", ranks=2):
         ((number, error),) = errors
         assert number == 3
         assert error.startswith("calls before: expected the same on every rank of the group, got Expected("), error
 
 
 def test_groups_that_overlap_have_calls_of_their_own(pool):
-    assert pool.run("distributed_cases.calls_of_groups_that_overlap", ranks=4) == [8, 4, 4, 0]
+    assert pool.run("expected_exchanges.calls_of_groups_that_overlap", ranks=4) == [8, 4, 4, 0]
 
 
 def test_few_kinds_of_calls_are_remembered(monkeypatch):
@@ -533,7 +533,7 @@ def test_gpus_fetch_what_matters(gpus):
 @needs_gpus
 def test_gpus_compute_again_what_was_not_to_be_expected(gpus):
     """A call with another decay than those before; what was launched for it too early leaves no trace."""
-    found = gpus.run("distributed_cases.expected_on_gpus", [-1.0, -1.0, -1e-4, -1.0, -1.0, -0.1, -0.1])
+    found = gpus.run("expected_exchanges.expected_on_gpus", [-1.0, -1.0, -1e-4, -1.0, -1.0, -0.1, -0.1])
     for of_rank in found:
         assert all(same for same, _ in of_rank)
         counts = [early for _, (early, _) in of_rank]
