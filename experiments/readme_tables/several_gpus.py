@@ -37,7 +37,8 @@ def context(results: Results) -> list[str]:
         return [NOT_MEASURED]
     report = results.load(CONTEXT_FILE)
     rows = {(row["length"], row["decay"], row["mode"], row["direction"]): row for row in report["rows"]}
-    lengths, decays = (list(dict.fromkeys(row[key] for row in report["rows"])) for key in ("length", "decay"))
+    lengths = sorted({row["length"] for row in report["rows"]})
+    decays = list(dict.fromkeys(row["decay"] for row in report["rows"]))
     modes = [mode for mode in dict.fromkeys(row["mode"] for row in report["rows"]) if mode in ("halo", "heads")]
     timed = [direction for direction in _TIMED if direction in {row["direction"] for row in report["rows"]}]
     head = [" / ".join(timed), *(f"T{length}" for length in lengths)]

@@ -17,6 +17,7 @@ MORE_SPEEDS = (
     ("benchmark_sustained_not_causal.json", "Not causal", False),
     ("benchmark_sustained_wide.json", "More than 128 columns (D, or D/D_v)", True),
     ("benchmark_sustained_scales.json", "A scale per row of ours, and its gradient", True),
+    ("benchmark_sustained_scales_256.json", "The same with 256 columns", True),
     ("benchmark_sustained_logits.json", "Logits with a standard deviation of 16", True),
     ("benchmark_sustained_before.json", "In one process with an earlier commit", True),
     ("benchmark_sustained_before_triton.json", "The Triton kernels in one process with an earlier commit", True),
