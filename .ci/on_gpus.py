@@ -69,6 +69,8 @@ STEPS = (
     Step("suite", "whole", 10, "{python} -m pytest -q -n {cores} -p no:cacheprovider"),
     Step("fuzz", "whole", 8, EXPERIMENTS + "fuzz_kernels.py --seed {seed} --family 200 --backends triton hopper"
          " --calls {calls} --processes {share} --minutes 7 --output {out}/fuzz_{gpu}.json", each=True),
+    Step("slices", "whole", 6, EXPERIMENTS + "fuzz_context.py --ranks {gpus} --seed {seed} --family 100 --calls {calls}"
+         " --minutes 5", least=2),
     Step("sustained", "timed", 9, EXPERIMENTS + "benchmark_sustained.py --peers cudnn flash_attn flex fla fox"
          " --decays scalar none constant --output {out}/benchmark_sustained.json"),
     Step("memcheck", "check", 6, EXPERIMENTS + "sanitize_kernels.py --tools memcheck --what hopper triton"),

@@ -54,7 +54,7 @@ def judge(case: Case, backends: list[str]) -> Verdict:
             if case.tensors["q"].is_cuda:
                 torch.cuda.synchronize()  # raises where the context is lost: the process must be another one then
     if results:
-        _compare(case, results, verdict)
+        compare(case, results, verdict)
     return verdict
 
 
@@ -87,17 +87,31 @@ def run(case: Case, backend: str) -> dict[str, Tensor]:
         del inputs["bias"]
     with poisoned_allocations():
         returned = attend(**inputs, **case.options, backend=backend)
-        results = dict(zip(("out", "lse"), returned if case.options["return_lse"] else (returned,), strict=False))
-        # of v alone lse has no gradient
-        given = zip(results.values(), (case.grad_out, case.grad_lse), strict=False)
-        given = [(output, gradient) for output, gradient in given if output.requires_grad]
-        if given:
-            outputs, gradients = zip(*given, strict=True)
-            found = torch.autograd.grad(outputs, list(leaves.values()), gradients, materialize_grads=True)
-            results |= {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
-        if case.tensors["q"].is_cuda:
-            torch.cuda.synchronize()  # a fault belongs to the call that made it
+        results = outputs(returned, case.options["return_lse"])
+        results |= gradients(results, leaves, case.grad_out, case.grad_lse)
     return {name: x.detach() for name, x in results.items()}
+
+
+def outputs(returned: Any, with_lse: bool) -> dict[str, Tensor]:
+    """What a call has returned, by name."""
+    return dict(zip(("out", "lse"), returned if with_lse else (returned,), strict=False))
+
+
+def gradients(
+    results: dict[str, Tensor], leaves: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor | None
+) -> dict[str, Tensor]:
+    """Those of the leaves; none where no output has one."""
+    # of v alone lse has no gradient
+    given = zip(results.values(), (grad_out, grad_lse), strict=False)
+    given = [(output, gradient) for output, gradient in given if output.requires_grad]
+    found = {}
+    if given:
+        differentiated, of_them = zip(*given, strict=True)
+        grads = torch.autograd.grad(differentiated, list(leaves.values()), of_them, materialize_grads=True)
+        found = {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+    if grad_out.is_cuda:
+        torch.cuda.synchronize()  # a fault belongs to the call that made it
+    return found
 
 
 @contextlib.contextmanager
@@ -182,7 +196,8 @@ def call_of(case: Case) -> FuzzedCall:
     return FuzzedCall(inputs, batched(case.grad_out), grad_lse, found, pairs, problem)
 
 
-def _compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict) -> None:
+def compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict) -> None:
+    """Add every backend's errors over their budgets, and those that exceed them."""
     call = call_of(case)
     for tensors in results.values():
         if case.packed:

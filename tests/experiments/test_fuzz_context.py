@@ -1,0 +1,84 @@
+"""Random calls on several ranks: a short run, that it notices what is wrong, and that every call can be repeated."""
+
+import fuzz_context
+import fuzzed_slices
+import pytest
+from distributed_pool import Pool
+from fuzzing.slices import CALLS, draw_slices
+
+SHORT = ["--longest", "40", "--backend", "reference", "--family", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(2) as started:
+        yield started
+
+
+@pytest.mark.xdist_group("distributed")
+def test_ranks_within_the_budget(pool):
+    found = pool.run("fuzzed_slices.fuzzed", [*SHORT, "--calls", "40"])
+    assert [status for status, _ in found] == [0, 0], found[0][1]
+    assert "40 calls in" in found[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("distributed")
+def test_kernels_within_the_budget(pool, interpreter):
+    argv = ["--longest", "100", "--calls", "8", "--backend", "triton", "--family", "2", "--device", "cpu"]
+    found = pool.run("fuzzed_slices.fuzzed", argv, seconds=300)
+    assert [status for status, _ in found] == [0, 0], found[0][1]
+
+
+@pytest.mark.xdist_group("distributed")
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("without_a_key", "reference out"), ("one_gradient", "reference dq"),
+                        ("raises", "raised rank 1 RuntimeError fuzzed_slices.py")]
+)
+def test_what_is_wrong_is_told_and_can_be_repeated(pool, wrong, said):
+    found = pool.run("fuzzed_slices.fuzzed", [*SHORT, "--calls", "15"], getattr(fuzzed_slices, wrong))
+    assert [status for status, _ in found] == [1, 1]
+    line = next(line for line in found[0][1].splitlines() if line.startswith("FAILED"))
+    assert said in line
+    again = line.removeprefix("FAILED python experiments/fuzz_context.py ").split(":")[0].split()
+    assert again[:2] == ["--ranks", "2"]
+    again, printed = pool.run("fuzzed_slices.fuzzed", again[2:], getattr(fuzzed_slices, wrong))[0]
+    assert again == 1
+    assert line in printed
+
+
+def test_calls_are_those_that_the_function_takes():
+    found = [draw_slices(3, number, ranks, 100, True, 1) for number in range(300) for ranks in (2, 3)]
+    assert found == [draw_slices(3, number, ranks, 100, True, 1) for number in range(300) for ranks in (2, 3)]
+    for call, division in found:
+        ranks = len(division.lengths)
+        assert ranks in (2, 3)
+        assert sum(division.lengths) == call.rows == call.keys
+        assert len(division.before) in (0, CALLS, CALLS + 1)
+        if division.mode == "heads":
+            assert call.family.heads % ranks == 0
+            assert division.reach is None
+        else:
+            assert call.family.causal
+            assert (call.family.bias, call.padding) == ("none", {})
+        if division.reach is not None:
+            assert division.reach >= call.window[0] >= 0
+    divisions = [division for _, division in found]
+    assert {division.mode for division in divisions} == {"halo", "heads"}
+    assert any(0 in division.lengths for division in divisions)
+    assert any(division.reach is not None for division in divisions)
+
+
+def test_the_command_starts_its_ranks(capfd):
+    assert fuzz_context.main([*SHORT, "--ranks", "2", "--only", "3"]) == 0
+    printed = capfd.readouterr().out
+    assert "Division(mode=" in printed
+    assert "1 calls in" in printed
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        fuzz_context.parse(["--ranks", "3", "--device", "cuda"])
+    assert "--ranks: expected at most 2" in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""Runs of fuzz_context.py's calls, as they are and with something wrong, on every rank of a group."""
+
+import contextlib
+import io
+
+import fuzz_context
+import pytest
+import torch
+import torch.distributed as dist
+from fuzzing import slices
+
+from decayattn.distributed import fetching
+
+
+def fuzzed(group, argv, wrong=None):
+    """The exit status, and what is printed."""
+    options = fuzz_context.parse(["--ranks", str(dist.get_world_size(group)), *argv])
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        if wrong is not None:
+            wrong(patch, dist.get_rank(group))
+        status = fuzz_context.fuzz(options, group, group, torch.device("cpu"))
+    return status, printed.getvalue()
+
+
+def without_a_key(patch, rank):
+    """No row sees the first token of what its rank has of the sequence."""
+    patch.setattr(fetching.Fetch, "cut", property(lambda self: torch.ones_like(self.first[0])))
+
+
+def one_gradient(patch, rank):
+    """The last rank's dq is larger by a hundredth."""
+    run = slices._run
+
+    def larger(*args):
+        found = run(*args)
+        x, axis = found["dq"]
+        return found | {"dq": (x * (1 + rank * 1e-2), axis)}
+
+    patch.setattr(slices, "_run", larger)
+
+
+def raises(patch, rank):
+    """The last rank runs out of memory."""
+
+    def run(*_):
+        if rank:
+            raise RuntimeError("no memory")
+
+    patch.setattr(fuzz_context, "run_slices", run)
