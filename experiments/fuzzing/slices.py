@@ -129,8 +129,6 @@ def _run(
         del axes["log_decay"]
     if "t" in case.draw.scale_shape:
         axes["scale"] = case.draw.scale_shape.index("t")
-    elif case.draw.scale_shape == "1th":
-        axes["scale"] = 1
 
     def own(name: str, x: Any) -> Any:
         return x.narrow(axes[name], *mine) if isinstance(x, Tensor) and name in axes else x
