@@ -13,7 +13,7 @@ others may wait for it in vain, so that ends the run. Without a GPU the kernels 
 """
 
 import argparse
-import collections
+import functools
 import itertools
 import os
 import sys
@@ -34,13 +34,12 @@ if not torch.cuda.is_available():
 from fuzzing import judge
 from fuzzing.draws import CALLS_PER_FAMILY
 from fuzzing.slices import draw_slices, run_slices
+from fuzzing.summary import Summary
 from shared.options import positive
 
 from decayattn.backends import registry
 
 SCRIPT = "experiments/fuzz_context.py"
-# of its budget: errors that pass with more are looked at
-NEAR = 0.8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +92,7 @@ def _rank(rank: int, options: argparse.Namespace, store: str, statuses: Any) -> 
 def fuzz(options: argparse.Namespace, group: dist.ProcessGroup, tells: dist.ProcessGroup, device: torch.device) -> int:
     """All calls; the first rank judges and prints."""
     first, began = dist.get_rank(group) == 0, time.monotonic()
-    summary = Summary(options)
+    summary = Summary(functools.partial(command, options=options), options.only is not None)
     for number in _numbers(options, began, tells):
         call, division = draw_slices(
             options.seed, number, options.ranks, options.longest, device.type == "cuda", options.family
@@ -111,12 +110,18 @@ def fuzz(options: argparse.Namespace, group: dist.ProcessGroup, tells: dist.Proc
             if found is not None and not raising:
                 case, results = found
                 judge.compare(case, {options.backend: results}, verdict)
-            summary.add(number, f"{call}; {division}", verdict)
+            described = f"{call}; {division}"
+            if summary.told:
+                print(described)
+            for line in summary.add(number, {"call": described, **vars(verdict)}):
+                print(line, flush=True)
+            if summary.done % 50 == 0:
+                print(f"{summary.done} calls", flush=True)
         if raising:
             break
     if first:
-        print(summary.text(time.monotonic() - began), flush=True)
-    failed = [summary.failed]
+        print(summary.text(summary.done, time.monotonic() - began), flush=True)
+    failed = [len(summary.failures)]
     dist.broadcast_object_list(failed, group=tells)
     return int(failed[0] > 0)
 
@@ -137,44 +142,13 @@ def _numbers(options: argparse.Namespace, began: float, tells: dist.ProcessGroup
         yield number
 
 
-class Summary:
-    """What came of all calls."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.calls, self.failed = options, 0, 0
-        # by tensor, of what passed: the largest error over its budget, and the call that had it
-        self.worst: dict[str, tuple[float, int]] = collections.defaultdict(lambda: (0.0, 0))
-
-    def add(self, number: int, call: str, verdict: judge.Verdict) -> None:
-        """Count a call, and print a line if it failed."""
-        self.calls += 1
-        ratios = verdict.ratios.get(self.options.backend, {})
-        for name, ratio in ratios.items():
-            if ratio <= 1:
-                self.worst[name] = max(self.worst[name], (ratio, number))
-        if self.options.only is not None:
-            print(call, "  ".join(f"{name} {ratio:.2g}" for name, ratio in ratios.items()), sep="\n")
-        if verdict.failures:
-            self.failed += 1
-            failures = "; ".join(map(" ".join, verdict.failures))
-            print(f"FAILED {self.again(number)}: {failures}  # {call}", flush=True)
-        elif self.calls % 50 == 0:
-            print(f"{self.calls} calls", flush=True)
-
-    def again(self, number: int) -> str:
-        options = self.options
-        shared = f" --family {options.family}" if options.family != CALLS_PER_FAMILY else ""
-        return (
-            f"python {SCRIPT} --ranks {options.ranks} --seed {options.seed} --longest {options.longest}{shared} "
-            f"--only {number} --backend {options.backend} --device {options.device}"
-        )
-
-    def text(self, seconds: float) -> str:
-        numbers = "  ".join(f"{name} {ratio:.2f}" for name, (ratio, _) in sorted(self.worst.items()))
-        lines = [f"{self.calls} calls in {seconds:.0f} s, {self.failed} failed; of those within it, the largest error "
-                 f"over its budget: {numbers}"]
-        near = sorted((name, *own) for name, own in self.worst.items() if own[0] > NEAR)
-        return "\n".join([*lines, *(f"  {name} {ratio:.2f}: {self.again(number)}" for name, ratio, number in near)])
+def command(number: int, options: argparse.Namespace) -> str:
+    """That repeats a call."""
+    shared = f" --family {options.family}" if options.family != CALLS_PER_FAMILY else ""
+    return (
+        f"python {SCRIPT} --ranks {options.ranks} --seed {options.seed} --longest {options.longest}{shared} "
+        f"--only {number} --backend {options.backend} --device {options.device}"
+    )
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ Without a GPU the kernels run in Triton's interpreter, on lengths up to 70; call
 """
 
 import argparse
-import collections
+import functools
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,11 @@ if not torch.cuda.is_available():
 
 from fuzzing import judge, pool
 from fuzzing.draws import CALLS_PER_FAMILY, draw
+from fuzzing.summary import Summary
 from fuzzing.tensors import build
 from shared.provenance import provenance
 
 SCRIPT = "experiments/fuzz_kernels.py"
-# of its budget: errors that pass with more are looked at
-NEAR = 0.8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         families = [numbers[n : n + options.family] for n in range(0, len(numbers), options.family)]
         results = pool.calls(fuzz, arguments, families, options.processes, options.limit)
-    summary = Summary(options)
+    summary = Summary(functools.partial(command, options=options), options.only is not None)
     with _progress(len(numbers)) as progress:
         for number, result in results:
-            for line in summary.add(number, result):
+            for line in summary.add(number, outcome(number, result, options)):
                 progress.write(line)
             progress.update()
             if options.minutes is not None and time.monotonic() - began > 60 * options.minutes:
@@ -138,86 +137,22 @@ def _is_lost() -> bool:
     return False
 
 
-class Summary:
-    """What came of all calls."""
+def outcome(number: int, result: dict[str, Any] | Exception, options: argparse.Namespace) -> dict[str, Any]:
+    """A result; that of a call whose process died, took too long or raised is a failure."""
+    if not isinstance(result, Exception):
+        return result
+    what = {"TimeoutError": "timeout", "ChildProcessError": "crash"}.get(type(result).__name__, "fuzzer")
+    call = draw_here(number, options.seed, options.longest, options.family, options.dims)
+    return {"call": str(call), "failures": [(what, str(result))], "ratios": {}, "overflowed": []}
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.done = 0
-        self.failures: list[dict[str, Any]] = []
-        # by backend and tensor, of what passed: the largest error over its budget, and the call that had it
-        self.worst: dict[str, dict[str, tuple[float, int]]] = collections.defaultdict(dict)
-        self.ran: collections.Counter[str] = collections.Counter()
-        self.overflowed = 0
 
-    def add(self, number: int, result: dict[str, Any] | Exception) -> list[str]:
-        """A line about the call if it failed."""
-        self.done += 1
-        if isinstance(result, Exception):
-            what = {"TimeoutError": "timeout", "ChildProcessError": "crash"}.get(type(result).__name__, "fuzzer")
-            options = self.options
-            call = str(draw_here(number, options.seed, options.longest, options.family, options.dims))
-            result = {"call": call, "failures": [(what, str(result))], "ratios": {}, "overflowed": []}
-        for backend, tensors in result["ratios"].items():
-            self.ran[backend] += 1
-            for name, ratio in tensors.items():
-                if ratio <= 1:
-                    self.worst[backend][name] = max(self.worst[backend].get(name, (0.0, 0)), (ratio, number))
-        self.overflowed += bool(result["overflowed"])
-        if self.options.only is not None:
-            for backend, tensors in result["ratios"].items():
-                print(backend, "  ".join(f"{name} {ratio:.2g}" for name, ratio in tensors.items()))
-        if not result["failures"]:
-            return []
-        again = self.again(number)
-        self.failures.append({"repeat": again, "call": result["call"], "failures": result["failures"]})
-        failures = "; ".join(f"{what} {text}" for what, text in result["failures"])
-        return [f"FAILED {again}: {failures}  # {result['call']}"]
-
-    def again(self, number: int) -> str:
-        backends = f" --backends {' '.join(self.options.backends)}" if self.options.backends else ""
-        seed, longest, family = self.options.seed, self.options.longest, self.options.family
-        shared = f" --family {family}" if family != CALLS_PER_FAMILY else ""
-        if self.options.dims:
-            shared += f" --dims {self.options.dims[0]} {self.options.dims[1]}"
-        return f"python {SCRIPT} --seed {seed} --longest {longest}{shared} --only {number}{backends}"
-
-    def kinds(self) -> dict[str, int]:
-        """In how many calls what failed: backend and tensor, backend and exception, "crash" and the like."""
-        count = collections.Counter(what for failure in self.failures for what in {w for w, _ in failure["failures"]})
-        return dict(count.most_common())
-
-    def near(self) -> Iterator[tuple[str, str, float, str]]:
-        """Backend, tensor, error over its budget, and how to repeat the call: what failed only just not."""
-        for backend, tensors in self.worst.items():
-            for name, (ratio, number) in sorted(tensors.items()):
-                if ratio > NEAR:
-                    yield backend, name, ratio, self.again(number)
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "calls": self.done, "failed": len(self.failures), "kinds": self.kinds(), "backends": dict(self.ran),
-            "eager_overflows": self.overflowed,
-            "worst_passed_ratio": {
-                backend: {name: ratio for name, (ratio, _) in sorted(tensors.items())}
-                for backend, tensors in self.worst.items()
-            },
-            "near": {f"{backend} {name} {ratio:.2f}": again for backend, name, ratio, again in self.near()},
-            "failures": self.failures,
-        }
-
-    def text(self, asked: int, seconds: float) -> str:
-        stopped = f" of {asked}, stopped in time" if self.done < asked else ""
-        lines = [f"{self.done} calls{stopped} in {seconds:.0f} s, {len(self.failures)} failed"]
-        lines += [f"  {count:5d} × {kind}" for kind, count in self.kinds().items()]
-        lines.append("largest error over its budget, of those within it (calls):")
-        for backend, tensors in self.worst.items():
-            numbers = "  ".join(f"{name} {ratio:.2f}" for name, (ratio, _) in sorted(tensors.items()))
-            lines.append(f"  {backend} ({self.ran[backend]})  {numbers}")
-        lines += [f"  {backend} {name} {ratio:.2f}: {again}" for backend, name, ratio, again in self.near()]
-        if self.overflowed:
-            lines.append(f"{self.overflowed} calls had tensors that eager attention, too, cannot hold: not judged")
-        return "\n".join(lines)
+def command(number: int, options: argparse.Namespace) -> str:
+    """That repeats a call."""
+    backends = f" --backends {' '.join(options.backends)}" if options.backends else ""
+    shared = f" --family {options.family}" if options.family != CALLS_PER_FAMILY else ""
+    if options.dims:
+        shared += f" --dims {options.dims[0]} {options.dims[1]}"
+    return f"python {SCRIPT} --seed {options.seed} --longest {options.longest}{shared} --only {number}{backends}"
 
 
 class _Plain:

@@ -1,6 +1,7 @@
 """The fuzzer: a short run of it, that it notices what is wrong, and that every call can be repeated."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -12,6 +13,7 @@ import pytest
 import torch
 from fuzzing import judge, oracle, pool
 from fuzzing.draws import CALLS_PER_FAMILY, RESETS, Draw, Family, Memory, draw
+from fuzzing.summary import Summary
 from fuzzing.tensors import axes_of, build, place
 
 ON_GPU = torch.cuda.is_available()
@@ -290,7 +292,7 @@ def test_one_call_again(capsys, monkeypatch, tmp_path):
 def test_what_passes_only_just_is_named():
     ratios = iter([{"out": 0.79, "dq": 0.85}, {"out": 0.5, "dq": 0.97}, {"out": 1.5, "dq": 0.9}])
     options = fuzz_kernels.parse(["--seed", "3", "--longest", "20", "--backends", "reference"])
-    summary = fuzz_kernels.Summary(options)
+    summary = Summary(functools.partial(fuzz_kernels.command, options=options), False)
     for number, found in enumerate(ratios):
         summary.add(number, {"call": "", "failures": [], "ratios": {"reference": found}, "overflowed": []})
     again = "python experiments/fuzz_kernels.py --seed 3 --longest 20 --only 1 --backends reference"
