@@ -55,8 +55,8 @@ def explicit_attention(
         rounding: P, dS and out are rounded to this dtype, as a kernel for inputs of that dtype has to; None: never.
         factor: the scores and P are rounded as multiples by this factor. Kernels, too, hold scores as multiples (by
             log2 e, for exp2), and an online softmax rounds P before it is normalised. Every factor but 1 also has its
-            own order in which the products of a score are added up, and, above 16 bits, the keys in P·V and in the sum
-            that P is normalised by, and the rows in dv. For 16 bits it has its own number per row that P is relative to
+            own orders in which the products of a score are added up, and, above 16 bits, its own order of the keys in
+            P·V and in the sum that P is normalised by, and of the rows in dv. For 16 bits it has its own number per row that P is relative to
             where it is rounded for P·V; half of the factors add up the scores as tensor cores do, which cut off sums
             that others round; half form dS from the rounded P, as attention does that keeps P in 16 bits; and half form
             Δ from an out that is rounded as a multiple.
@@ -213,15 +213,27 @@ def _kind(factor: float) -> int:
 
 
 def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
-    """q·k as (N, rows, keys). A factor other than 1 adds up one product after the other, in an order of its own.
+    """q·k as (N, rows, keys). A factor other than 1 adds up one product after the other, in orders of its own.
 
     The exponential turns the rounding of a large score into a relative error of P, and most of that rounding is this
     sum's: for D = 165 it is 8 times that of the multiplication by the scale. One matrix product would give all factors
     the same sample of it, and a smaller one than a kernel's plain sum where the BLAS adds up slices of D apart.
+
+    A kernel rounds equal scores apart: a full tile fuses the scale with the subtraction of the maximum, an edge tile
+    rounds the score first. On an H200 that moved P of equal keys by 2e-4 at scores of 5,000. So every matrix of scores
+    has two orders (`_of_second_order`).
     """
     if factor == 1.0:
         return q @ k.mT
-    return _added_up(q, k.mT, _generator(factor), 1)
+    random = _generator(factor)
+    first, second = (_added_up(q, k.mT, random, 1) for _ in range(2))
+    return torch.where(_of_second_order(q.shape[1], k.shape[1], random).to(q.device), second, first)
+
+
+def _of_second_order(rows: int, keys: int, random: torch.Generator) -> Tensor:
+    """True for half of the scores (rows, keys): in every row for other keys, in every column for other rows."""
+    of_row, of_key = (torch.rand(n, generator=random, device="cpu") < 0.5 for n in (rows, keys))
+    return of_row[:, None] ^ of_key
 
 
 def _products_cut_off(q: Tensor, k: Tensor) -> Tensor:

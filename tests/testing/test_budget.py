@@ -648,9 +648,26 @@ def from_rounded_p(bits, results, q, k, v, log_decay, scale, grad_lse, **heads):
     return results | {"dlog_decay": torch.nn.functional.pad(ds[:, 0, :-1].cumsum(1), (1, 0))}
 
 
+def equal_keys(seed):
+    """Scores of thousands, equal in every row: P is uniform."""
+    torch.manual_seed(seed)
+    q, key, v = 100 * torch.randn(1, 40, 1, 104), 16 * torch.randn(1, 1, 1, 104), torch.randn(1, 69, 1, 17)
+    return {"q": q, "k": key.expand(1, 69, 1, 104), "v": v, "causal": False}
+
+
+def rounded_in_the_edge_tile(bits, results, q, k, v, scale, **heads):
+    """out of a kernel whose tile of 64 keys fuses the scale with what follows, and whose edge tile rounds the score."""
+    products = q @ k.mT
+    scores = scale[:, None, None].double() * products
+    scores[..., 64:] = _without_bits(scale[:, None, None] * products[..., 64:], bits)
+    return results | {"out": (scores.softmax(-1) @ v.double()).float()}
+
+
 def without_these_draws(monkeypatch):
     """P normalised before it is rounded, dS from P as it is, Δ from out as it is returned, scores whose decay is one
-    number, and sums that are rounded to nearest."""
+    number and whose products have one order, and sums that are rounded to nearest."""
+    one_order = lambda rows, keys, random: torch.zeros(rows, keys, dtype=torch.bool)  # noqa: E731
+    monkeypatch.setattr(formulas, "_of_second_order", one_order)
     monkeypatch.setattr(formulas, "_p_in_ds", lambda p, p_rounded, factor: p)
     monkeypatch.setattr(formulas, "_anchor", lambda *args: None)
     monkeypatch.setattr(formulas, "_out_in_delta", lambda out, rounded, factor: rounded(out))
@@ -667,6 +684,7 @@ ROUNDINGS_OF_KERNELS = [
     (large_scores_beside_a_sink, cut_off, (0, 3), "dsink", (0, 1, 2)),
     (few_keys_of_a_strong_decay, prefix_in_base_2, (0, 8), "out", (2, 3, 5)),
     (one_row, from_rounded_p, (0, 3), "dlog_decay", (65, 360, 399)),
+    (equal_keys, rounded_in_the_edge_tile, (0, 8), "out", (0, 1, 2)),
 ]
 
 
