@@ -61,17 +61,13 @@ _asked = operator.itemgetter(*map(Inputs._fields.index, ("log_decay", "bias", "s
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _PLAIN = {Tensor, torch.nn.Parameter}
 
-torch.library.define(
-    "decayattn::forward",
-    f"({_arguments(Inputs)}, {_arguments(Modes)}, bool with_lse) -> (Tensor out, Tensor lse, {_results(Saved)})",
-    tags=_TAGS,
-)
-torch.library.define(
-    "decayattn::backward",
-    f"({_arguments(Inputs)}, {_arguments(Modes)}, Tensor out, {_results(Saved)}, Tensor d_out, Tensor? d_lse, "
-    f"{_arguments(Asked)}) -> ({_results(Gradients)})",
-    tags=_TAGS,
-)
+_SCHEMAS = {
+    "decayattn::forward":
+        f"({_arguments(Inputs)}, {_arguments(Modes)}, bool with_lse) -> (Tensor out, Tensor lse, {_results(Saved)})",
+    "decayattn::backward":
+        f"({_arguments(Inputs)}, {_arguments(Modes)}, Tensor out, {_results(Saved)}, Tensor d_out, Tensor? d_lse, "
+        f"{_arguments(Asked)}) -> ({_results(Gradients)})",
+}
 
 
 def attention(
@@ -86,6 +82,8 @@ def attention(
     longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
     modes = Modes(problem.causal, problem.window, longest, problem.skip_tolerance, backend)
     if _watched(tensors):
+        if not torch.compiler.is_compiling():
+            _count_flops()
         out, lse, *_ = torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
     else:
         out, lse, *_ = _with_gradient(problem, inputs, modes, with_lse)
@@ -198,11 +196,6 @@ def _backward_operator(*arguments):
     return tuple(_tensor(x, saved.row_lse2) for x in gradients)
 
 
-torch.library.impl("decayattn::forward", "CompositeExplicitAutograd", _forward_operator)
-torch.library.impl("decayattn::backward", "CompositeExplicitAutograd", _backward_operator)
-
-
-@torch.library.register_fake("decayattn::forward")
 def _forward_fake(*arguments):
     from decayattn.backends.planning import prefix, skipping  # they import Triton
 
@@ -217,7 +210,6 @@ def _forward_fake(*arguments):
     return out, q.new_empty(rows if with_lse else 0, dtype=problem.accumulator_dtype), *saved
 
 
-@torch.library.register_fake("decayattn::backward")
 def _backward_fake(*arguments):
     inputs, _, _, saved, _, _, asked = _split_backward(arguments)
     like = saved.row_lse2
@@ -235,6 +227,35 @@ def _backward_fake(*arguments):
         d_sink=contiguous(inputs.sink) if asked.sink_gradient else None,
     )
     return tuple(_tensor(x, like) for x in gradients)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FLOPs, as PyTorch counts those of its own attention: all pairs of a sequence, causal or not, and S again in a backward
+
+
+def _pairs(inputs: Inputs) -> int:
+    """Pairs of a query row and a key, over all heads."""
+    batch, rows, heads, _ = inputs.q.shape
+    if inputs.bounds is None or inputs.bounds.is_meta or compatibility.is_fake(inputs.bounds):
+        return batch * heads * rows * inputs.k.shape[1]
+    _, rows_of, _, tokens_of = inputs.bounds.long().unbind(1)
+    return heads * int((rows_of * tokens_of).sum())
+
+
+def _forward_flops(*arguments, **_) -> int:
+    inputs = _split(arguments)[0]
+    return 2 * _pairs(inputs) * (inputs.q.shape[3] + inputs.v.shape[3])
+
+
+def _backward_flops(*arguments, **_) -> int:
+    inputs = _split(arguments)[0]
+    return 2 * _pairs(inputs) * (3 * inputs.q.shape[3] + 2 * inputs.v.shape[3])
+
+
+def _count_flops() -> None:
+    """Make PyTorch's FlopCounterMode count the operators."""
+    operators = torch.ops.decayattn
+    compatibility.count_flops({operators.forward: _forward_flops, operators.backward: _backward_flops})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -341,23 +362,37 @@ def _without_gradient(problem, inputs, modes, with_lse):
         return torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
 
 
-if compatibility.below_autograd is not None:
-
-    @torch.library.impl("decayattn::forward", "Autograd")
-    def _operator_with_gradient(*arguments):
-        inputs, modes, (with_lse,) = _split(arguments)
-        return _with_gradient(None, inputs, modes, with_lse)
-
-else:
-
-    def _keep_of_operator(ctx, inputs, output):
-        call, modes, (with_lse,) = _split(inputs)
-        _keep(ctx, None, call, modes, with_lse, output)
-
-    def _differentiate_operator(ctx, *gradients):
-        return *_differentiate(ctx, *gradients), None, *(None for _ in Modes._fields), None
-
-    torch.library.register_autograd("decayattn::forward", _differentiate_operator, setup_context=_keep_of_operator)
+def _operator_with_gradient(*arguments):
+    inputs, modes, (with_lse,) = _split(arguments)
+    return _with_gradient(None, inputs, modes, with_lse)
 
 
-torch.library.register_autograd("decayattn::backward", _refuse_second_derivative)
+def _keep_of_operator(ctx, inputs, output):
+    call, modes, (with_lse,) = _split(inputs)
+    _keep(ctx, None, call, modes, with_lse, output)
+
+
+def _differentiate_operator(ctx, *gradients):
+    return *_differentiate(ctx, *gradients), None, *(None for _ in Modes._fields), None
+
+
+def _register() -> None:
+    library = torch.library
+    for name, schema in _SCHEMAS.items():
+        library.define(name, schema, tags=_TAGS)
+    for name, implementation, fake in (
+        ("decayattn::forward", _forward_operator, _forward_fake),
+        ("decayattn::backward", _backward_operator, _backward_fake),
+    ):
+        library.impl(name, "CompositeExplicitAutograd", implementation)
+        library.register_fake(name, fake)
+    if compatibility.below_autograd is not None:
+        library.impl("decayattn::forward", "Autograd", _operator_with_gradient)
+    else:
+        library.register_autograd("decayattn::forward", _differentiate_operator, setup_context=_keep_of_operator)
+    library.register_autograd("decayattn::backward", _refuse_second_derivative)
+
+
+# importlib.reload finds the operators registered; they call the functions of this module by their names
+if not hasattr(torch.ops.decayattn, "forward"):
+    _register()

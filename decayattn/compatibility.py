@@ -71,6 +71,41 @@ def is_transformed() -> bool:
     return _observers is not None and _observers[1]()
 
 
+def is_fake(x: Tensor) -> bool:
+    """True for a tensor without values, as torch.compile traces with."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is not None and isinstance(x, fake.FakeTensor)
+
+
+def _probe_modes() -> Callable[[], list]:
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+    _expect(modes(), list)
+    return modes
+
+
+_modes = _usable(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", _probe_modes,
+    "a FlopCounterMode that was made before the first call of a kernel counts 0",
+)
+
+
+def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
+    """Register FLOP formulas of operators with PyTorch's counter, if it is imported: its import would import Triton.
+
+    A counter copies the formulas when it is made, so the active ones receive them too.
+    """
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return
+    for operator, formula in formulas.items():
+        if operator not in counter.flop_registry:
+            counter.register_flop_formula(operator, get_raw=True)(formula)
+    for mode in _modes() if _modes is not None else ():
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", {})
+        for operator in formulas:
+            registry.setdefault(operator, counter.flop_registry[operator])
+
+
 def _probe_guard() -> Callable:
     with torch._C._AutoDispatchBelowAutograd():
         return torch._C._AutoDispatchBelowAutograd

@@ -3,6 +3,9 @@
 import contextlib
 import functools
 import itertools
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -12,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
-from decayattn import autograd, decay_attention
+from decayattn import autograd, decay_attention, decay_attention_varlen
 from decayattn.backends import registry
 from decayattn.problem import Gradients, Inputs, Saved
 
@@ -366,6 +370,32 @@ def test_a_subclass_of_tensor_gets_the_operator(device):
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every shape that Python looks at
+@pytest.mark.parametrize("way", ["dense", "packed"])
+def test_flop_counter_counts_both_operators(way, device):
+    """As it counts PyTorch's attention: 2 products of all pairs forward, 5 backward."""
+    x = torch.randn(1, 20, 2, 8, device=device, requires_grad=True)
+    offsets = torch.tensor([0, 5, 20], device=device)
+    packed = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=15, max_seqlen_k=15)
+
+    def total():
+        if way == "packed":
+            return decay_attention_varlen(x[0], x[0], x[0], -0.1, **packed, backend="triton").sum()
+        return decay_attention(x, x, x, -0.1, backend="triton").sum()
+
+    with FlopCounterMode(display=False) as counter:
+        total().backward()
+    pairs = 5**2 + 15**2 if way == "packed" else 20**2
+    assert counter.get_total_flops() == 7 * 2 * 2 * pairs * 8
+
+
+def test_reload_keeps_the_operators():
+    reload = "importlib.reload(sys.modules[name]) for name in list(sys.modules) if name.startswith('decayattn')"
+    call = "decay_attention(*torch.randn(3, 1, 4, 1, 8, requires_grad=True), -0.1, backend='triton').sum().backward()"
+    script = f"import importlib, sys, torch\nfrom decayattn import decay_attention\n{call}\n[{reload}]\n{call}"
+    environment = os.environ | ({} if ON_GPU else {"TRITON_INTERPRET": "1"})
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
 def test_a_trace_records_the_operator(device):
     leaves = make(device, requires_grad=False)
     traced = torch.jit.trace(lambda q: attend(**leaves | {"q": q}), leaves["q"])

@@ -55,11 +55,11 @@ def explicit_attention(
         rounding: P, dS and out are rounded to this dtype, as a kernel for inputs of that dtype has to; None: never.
         factor: the scores and P are rounded as multiples by this factor. Kernels, too, hold scores as multiples (by
             log2 e, for exp2), and an online softmax rounds P before it is normalised. Every factor but 1 also has its
-            own orders in which the products of a score are added up, and, above 16 bits, its own order of the keys in
-            P·V and in the sum that P is normalised by, and of the rows in dv. For 16 bits it has its own number per row that P is relative to
-            where it is rounded for P·V; half of the factors add up the scores as tensor cores do, which cut off sums
-            that others round; half form dS from the rounded P, as attention does that keeps P in 16 bits; and half form
-            Δ from an out that is rounded as a multiple.
+            own orders in which the products of a score are added up. Above 16 bits it has its own order of the keys
+            in P·V and in the sum that P is normalised by, and of the rows in dv. For 16 bits it has its own number per
+            row that P is relative to where it is rounded for P·V; half of the factors add up the scores as tensor
+            cores do, which cut off sums that others round; half form dS from the rounded P, as attention does that
+            keeps P in 16 bits; and half form Δ from an out that is rounded as a multiple.
         absolute: every term enters with its absolute value, so no sum cancels. P is the true P, it is never negative.
         prefix_block: with absolute, the decay of a score counts as the difference of two prefixes that start in the
             last so many tokens, and not only with its own size. Without, 0: the decay of a score is one number; else
