@@ -429,4 +429,4 @@ def test_compile_of_what_is_converted():
         arguments["log_decay"] = -torch.rand(9, 1)
         with torch.compiler.set_stance(stance):
             found = compiled(**arguments)
-        assert torch.equal(found, decay_attention_varlen(**arguments))
+        torch.testing.assert_close(found, decay_attention_varlen(**arguments))  # eager, sequences alike go together

@@ -1,5 +1,6 @@
 """The eager reference: equalities with torch's own attention, and gradients by finite differences."""
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from decayattn import decay_attention, decay_attention_varlen
+from decayattn import decay_attention, decay_attention_varlen, reference
 from decayattn.testing import assert_within_budget, verify_attention
 
 INF = math.inf
@@ -627,6 +628,82 @@ def check_function(decay, row_scale, causal):
 def test_gradcheck(decay, row_scale, causal):
     inputs = check_inputs(decay, row_scale)
     assert gradcheck(check_function(decay, row_scale, causal), inputs)
+
+
+@pytest.fixture
+def scores_at_once(monkeypatch):
+    """scores_at_once(n) sets the size of a block; returns the list to which every block's number of scores is added."""
+    sizes, softmax = [], reference.masked_softmax
+
+    def record(scores, visible):
+        sizes.append(scores.numel())
+        return softmax(scores, visible)
+
+    def install(most):
+        monkeypatch.setattr(reference, "SCORES_AT_ONCE", most)
+        monkeypatch.setattr(reference, "masked_softmax", record)
+        return sizes
+
+    return install
+
+
+@pytest.mark.parametrize("lengths", [(11, 11), (6, 9), (9, 6)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar", "resets"])
+def test_blocks_of_rows_change_nothing(decay, window, causal, lengths, scores_at_once):
+    """Dense with a bias, padded with one that broadcasts, and packed."""
+    rows, keys = lengths
+    if rows > keys and not causal and decay in ("scalar", "resets"):
+        return  # refused: rows before the first log-decay
+    q, k, v = make_qkv(rows, keys, kv_heads=2)
+    log_decay, scale = make_options(decay, rows, keys)
+    tensors = [q, k, v, scale, draw(4, seed=8), draw(1, 4, rows, keys, seed=9), draw(1, keys, seed=10)]
+    tensors += [] if log_decay is None else [log_decay]
+    padding = dict(seqused_q=int32(rows - 1, rows), leftpad_k=int32(2, 0))
+    packing = {f"cu_seqlens_{x}": int32(0, 2, 2, n - 1) for x, n in (("q", rows), ("k", keys))}
+    packing |= dict(max_seqlen_q=rows, max_seqlen_k=keys)
+
+    def everything(q, k, v, scale, sink, bias, row_bias, log_decay=None):
+        options = dict(causal=causal, window_size=window, sink=sink)
+        dense = attend(q, k, v, log_decay, scale=scale, bias=bias, **options)
+        padded = attend(q, k, v, log_decay, scale=scale, bias=row_bias, **options, **padding)
+        own = log_decay[0] if log_decay is not None and log_decay.ndim == 3 else log_decay
+        packed = attend_varlen(q[0], k[0], v[0], own, scale=scale[0], **options, **packing)
+        return tuple(x.masked_fill(x.isneginf(), 0) for x in (*dense, *padded, *packed))
+
+    expected = with_gradients(everything, *tensors)
+    for most in (1, 2 * 4 * 9 * 3):
+        scores_at_once(most)
+        assert_equal_up_to_rounding(with_gradients(everything, *tensors), expected)
+
+
+@pytest.mark.parametrize("window", [None, (7, 0)])
+def test_scores_of_a_call_are_bounded(window, scores_at_once):
+    """Every block by SCORES_AT_ONCE; all of them by the pairs that causal rows, or windows, can see."""
+    q, k, v = (draw(1, 64, 2, 4).requires_grad_() for _ in range(3))
+    sizes = scores_at_once(2 * 64 * 4)
+    attend(q, k, v, make_log_decay(64, 2, 1), window_size=window)[0].sum().backward()
+    pairs = 64 * (4 + 7) if window else 64 * (64 + 4) // 2
+    assert max(sizes) <= 2 * 64 * 4
+    assert sum(sizes) <= 2 * 2 * pairs  # 2 heads, forward and backward
+
+
+def test_scores_of_packed_sequences_are_their_own(scores_at_once):
+    """One long sequence and many short ones cost the sum of their squares, whatever max_seqlen allows."""
+    lengths = [50, *[3] * 40]
+    ends = int32(0, *itertools.accumulate(lengths))
+    q, k, v = (draw(200, 2, 4) for _ in range(3))
+    sizes = scores_at_once(2**30)
+    attend_varlen(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=200, max_seqlen_k=200)
+    assert sum(sizes) == 2 * sum(n**2 for n in lengths)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar", "resets"])
+def test_gradgradcheck_of_blocks(decay, causal, scores_at_once):
+    scores_at_once(1)
+    assert gradgradcheck(check_function(decay, True, causal), check_inputs(decay, True, rows=2, keys=3))
 
 
 @pytest.mark.parametrize("causal", [True, False])

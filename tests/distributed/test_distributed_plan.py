@@ -141,7 +141,9 @@ def lost(inputs, lengths, first, window=-1, rows=None):
         scale.double() if isinstance(scale, torch.Tensor) else scale,
     )
     scores = scores + reference.decay_bias(problem, log_decay, i[None, None], i)
-    p, _ = reference.masked_softmax(scores, reference.visible_pairs(problem, log_decay, i[None, None], i, None))
+    visible = reference.visible_pairs(problem, log_decay, i[None, None], i, None)
+    weights, total, _ = reference.masked_softmax(scores, visible)
+    p = weights / total
     of_row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     first = first[of_row].repeat_interleave(HEADS // KV_HEADS, 2)  # (T, B, H)
     if rows is not None:

@@ -85,7 +85,8 @@ def probabilities(inputs, window=None) -> torch.Tensor:
     k = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = reference.scaled_products(q.double(), k, 0.25 if scale is None else scale.double())
     scores = scores + reference.decay_bias(problem, log_decay, i, j)
-    return reference.masked_softmax(scores, reference.visible_pairs(problem, log_decay, i, j, None))[0]
+    weights, total, _ = reference.masked_softmax(scores, reference.visible_pairs(problem, log_decay, i, j, None))
+    return weights / total
 
 
 def skipped_mass(p: torch.Tensor, first_block: torch.Tensor) -> torch.Tensor:
