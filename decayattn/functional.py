@@ -178,7 +178,7 @@ def decay_attention(
         skip_tolerance,
     )
     log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-    bounds = _bounds_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
+    bounds = bounds_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
     inputs = Inputs(q, k, v, log_decay, row_scale, bounds, bias, sink, number)
     problem = AttentionProblem.of(
         q, v, log_decay, row_scale, causal, window_of(window_size, causal), bounds, bias=bias,
@@ -347,7 +347,7 @@ def attend(
     return autograd.attention(problem, inputs, chosen, return_lse)
 
 
-def _bounds_in_entries(
+def bounds_in_entries(
     q: Tensor, k: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None, leftpad_q: Tensor | None,
     leftpad_k: Tensor | None,
 ) -> Tensor | None:

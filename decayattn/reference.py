@@ -172,7 +172,7 @@ def decode(
     i = lengths[:, None] - rows + torch.arange(rows, device=q.device)
     used = (j < lengths[:, None])[..., None]  # beyond it may lie NaN, and 0 · NaN is NaN
     k, v = (torch.where(used[..., None], x[:, :longest], 0.0).to(dtype) for x in (inputs.k, inputs.v))
-    k, v = (_repeat_heads(x, q.shape[2] // x.shape[2]) for x in (k, v))
+    k, v = (repeat_heads(x, q.shape[2] // x.shape[2]) for x in (k, v))
     distance = i[:, None, :, None] - j
     visible = distance >= 0
     if first is not None:
@@ -212,7 +212,7 @@ def _attend(
         first: the smallest and the largest position of row 0, where the host knows them.
     """
     dtype, keys = accumulator_dtype(problem), inputs.k.shape[1]
-    k, v = (_repeat_heads(x.to(dtype), problem.num_heads // problem.num_kv_heads) for x in (inputs.k, inputs.v))
+    k, v = (repeat_heads(x.to(dtype), problem.num_heads // problem.num_kv_heads) for x in (inputs.k, inputs.v))
     if _is_traced(inputs) or inputs.q.shape[:3].numel() * keys <= SCORES_AT_ONCE:
         return _attend_rows(problem, inputs._replace(k=k, v=v), i, torch.arange(keys, device=i.device), num_keys)
     batch, rows, heads, _ = inputs.q.shape
@@ -238,6 +238,17 @@ def _attend_rows(
     problem: AttentionProblem, inputs: Inputs, i: Tensor, j: Tensor, num_keys: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`_attend` of the rows at positions i to the keys j; k and v are those keys, once per query head."""
+    weights, total, lse = row_weights(problem, inputs, i, j, num_keys)
+    return weighted_values(weights, total, inputs.v).to(problem.dtype), lse
+
+
+def row_weights(
+    problem: AttentionProblem, inputs: Inputs, i: Tensor, j: Tensor, num_keys: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`masked_softmax` of the rows at positions i (B or 1, 1, T_q) and the keys j, which are k, once per query head.
+
+    The sink is in the sum and the logsumexp, and has no weight.
+    """
     dtype, log_decay, bias, sink = accumulator_dtype(problem), inputs.log_decay, inputs.bias, inputs.sink
     scores = scaled_products(inputs.q.to(dtype), inputs.k, any_scale(inputs))
     if log_decay is not None:
@@ -251,7 +262,7 @@ def _attend_rows(
         column = rearrange(sink.to(dtype), "h -> 1 h 1 1").expand(*scores.shape[:3], 1)
         scores, visible = torch.cat([scores, column], -1), pad(visible, (0, 1), value=True)
     weights, total, lse = masked_softmax(scores, visible)
-    return weighted_values(weights[..., : j.shape[0]], total, inputs.v).to(problem.dtype), lse
+    return weights[..., : j.shape[0]], total, lse
 
 
 def _is_traced(inputs: Inputs) -> bool:
@@ -469,6 +480,6 @@ def _at_rows(x: Tensor, i: Tensor) -> Tensor:
     return x.gather(-1, i.clamp(0, x.shape[-1] - 1).expand(*x.shape[:2], -1))
 
 
-def _repeat_heads(x: Tensor, group: int) -> Tensor:
+def repeat_heads(x: Tensor, group: int) -> Tensor:
     """Keys or values (B, T_k, H_kv, ·) as every query head reads them."""
     return x if group == 1 else repeat(x, "b j h d -> b j (h g) d", g=group)
