@@ -5,6 +5,7 @@ from decayattn.nn.cache import DecayCache
 from decayattn.nn.capture import CapturedStep
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, alibi_log_decay, half_life, retnet_log_decay
 from decayattn.nn.parallel import fully_shard_attention, tensor_parallel_plan
+from decayattn.nn.rotary import Rotary
 
 __all__ = [
     "CapturedStep",
@@ -12,6 +13,7 @@ __all__ = [
     "Decay",
     "DecayCache",
     "DecayFlashAttention",
+    "Rotary",
     "ScalarDecay",
     "alibi_log_decay",
     "fully_shard_attention",

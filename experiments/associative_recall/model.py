@@ -5,11 +5,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from language_models.positions import Rotary
 from torch import Tensor, nn
 
 from decayattn import DecayFlashAttention
-from decayattn.nn import ConstantDecay, ScalarDecay, alibi_log_decay, retnet_log_decay
+from decayattn.nn import ConstantDecay, Rotary, ScalarDecay, alibi_log_decay, retnet_log_decay
 from decayattn.nn.decay import Decay
 
 # what a mode is called in figures

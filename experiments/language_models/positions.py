@@ -1,4 +1,4 @@
-"""Position modules for DecayFlashAttention: rotary embeddings, and a decay per channel."""
+"""Decay per channel, as a position module for DecayFlashAttention."""
 
 import math
 
@@ -10,33 +10,6 @@ from decayattn.problem import without_autocast
 
 # e^140 = e^70 · e^70: a query and a key each keep half of it, and float32 and bfloat16 end at e^88
 LARGEST_TOTAL = 140.0
-
-
-class Rotary(nn.Module):
-    """Rotary embeddings (Su et al., arXiv 2104.09864): q, k (B, T, H, D) turned by their positions, D even.
-
-    Channels c and c + D/2 are a pair, turned by t · base^(−2c/D) at position t, in float32.
-    """
-
-    def __init__(self, base: float = 10_000.0):
-        super().__init__()
-        self.base = base
-
-    def forward(self, q: Tensor, k: Tensor, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """start (B,): the position of the first token of each batch entry; 0 without."""
-        dim = q.shape[-1]
-        # a position is a float32 without error up to 2²⁴
-        rate = self.base ** (-torch.arange(0, dim, 2, device=q.device, dtype=torch.float32) / dim)
-        position = torch.arange(q.shape[1], device=q.device, dtype=torch.float32)[None]
-        if start is not None:
-            position = position + start[:, None]
-        angle = position[..., None, None] * rate  # (1 or B, T, 1, D/2)
-        return _turned(q, angle.cos(), angle.sin()), _turned(k, angle.cos(), angle.sin())
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
 
 
 class PerChannelDecay(nn.Module):

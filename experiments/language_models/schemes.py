@@ -6,8 +6,8 @@ from typing import Literal
 from torch import nn
 
 from decayattn import DecayFlashAttention
-from decayattn.nn import ConstantDecay
-from language_models.positions import PerChannelDecay, Rotary
+from decayattn.nn import ConstantDecay, Rotary
+from language_models.positions import PerChannelDecay
 
 
 @dataclass(frozen=True)

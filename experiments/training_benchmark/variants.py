@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from language_models.positions import Rotary
 from shared.peers import Absent, imported
 from shared.provenance import ROOT
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from decayattn import DecayFlashAttention
+from decayattn.nn import Rotary
 from training_benchmark.model import OtherAttention, Size
 
 # trained gates: mean half-lives of every head of the toy language model

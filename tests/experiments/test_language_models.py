@@ -7,7 +7,7 @@ import pytest
 import torch
 from language_models.model import ByteLM, next_byte_loss
 from language_models.optimisation import decay_modules, parameter_groups
-from language_models.positions import LARGEST_TOTAL, PerChannelDecay, Rotary
+from language_models.positions import LARGEST_TOTAL, PerChannelDecay
 from language_models.schemes import SCHEMES, attention_layer
 
 from decayattn import DecayFlashAttention, decay_attention
@@ -55,24 +55,6 @@ def test_every_scheme_learns_with_all_its_parameters_and_none_sees_the_future(sc
     y[:, 30:] = 255 - y[:, 30:]
     with torch.no_grad():
         torch.testing.assert_close(of(x[:, :-1])[:, :30], of(y)[:, :30])
-
-
-def test_rotary_scores_depend_on_distances_alone():
-    """Pairs are turned by the difference of their positions; cache starts count."""
-    q, k = torch.randn(2, 1, 1, 2, 6, generator=torch.Generator().manual_seed(0)).double().unbind(0)
-    same_q, same_k = q.expand(1, 20, 2, 6), k.expand(1, 20, 2, 6)
-    turned_q, turned_k = Rotary()(same_q, same_k)
-    scores = torch.einsum("bihd,bjhd->hij", turned_q, turned_k)
-    for distance in (0, 3, 11):
-        along = scores.diagonal(-distance, dim1=1, dim2=2)
-        torch.testing.assert_close(along, along[:, :1].expand_as(along), rtol=1e-5, atol=1e-5)
-    first, second = (x.chunk(2, -1) for x in (q[0, 0], k[0, 0]))
-    angle = 3 * 10_000 ** (-torch.arange(3) / 3)
-    expected = (first[0] * second[0] + first[1] * second[1]) * angle.cos()
-    expected += (first[0] * second[1] - first[1] * second[0]) * angle.sin()
-    torch.testing.assert_close(scores[:, 3, 0], expected.sum(-1), rtol=1e-5, atol=1e-5)
-    late = Rotary()(same_q[:, :5], same_k[:, :5], start=torch.tensor([7]))[0]
-    torch.testing.assert_close(late, turned_q[:, 7:12])
 
 
 def test_a_decay_per_channel_is_what_its_formula_says():
