@@ -150,16 +150,30 @@ def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
     return local_part(dtensor.redistribute(placements=[Replicate()]), mesh)  # type: ignore[attr-defined]
 
 
+class Linear(nn.Linear):
+    """An nn.Linear that starts with a zero bias, also where it is sharded and whoever resets it.
+
+    Named as torch's, because users and tools match class names.
+    """
+
+    def reset_parameters(self) -> None:
+        if is_dtensor(self.weight):
+            reset_whole(self, {name: [value] for name, value in self.named_parameters()}, zero_bias=True)
+            return
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 @torch.no_grad()
-def reset_whole(linear: nn.Linear, parts: Mapping[str, Sequence[Tensor]]) -> None:
-    """Draw what nn.Linear starts with and divide it; parts: of weight and bias, as they follow one another.
+def reset_whole(linear: nn.Linear, parts: Mapping[str, Sequence[Tensor]], *, zero_bias: bool) -> None:
+    """Draw the start of a Linear and divide it; parts: of weight and bias, in their order.
 
     Drawn whole, because a rank that draws its part alone may draw that of another rank: a DTensor on CPUs does.
     """
     given = parts["weight"][0]
-    drawn = nn.Linear(
-        linear.in_features, linear.out_features, bias="bias" in parts, device=given.device, dtype=given.dtype
-    )
+    kind = Linear if zero_bias else nn.Linear
+    drawn = kind(linear.in_features, linear.out_features, bias="bias" in parts, device=given.device, dtype=given.dtype)
     for name, divided in parts.items():
         for part, value in zip(divided, getattr(drawn, name).split([len(part) for part in divided]), strict=True):
             fill(part, value)

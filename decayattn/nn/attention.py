@@ -16,7 +16,7 @@ from decayattn.functional import autocast, decay_attention, decay_attention_varl
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
 from decayattn.problem import MAX_HEAD_DIM, BackendName, DecayName, SkipTolerance, autocast_dtype
-from decayattn.sharding import local_part, own_heads, replicated, reset_whole, whole
+from decayattn.sharding import Linear, local_part, own_heads, replicated, whole
 
 if TYPE_CHECKING:
     from decayattn.distributed import ContextParallel
@@ -139,8 +139,8 @@ class DecayFlashAttention(nn.Module):
         v_width, out_width = self.num_kv_heads * self.value_dim, num_heads * self.value_dim
         # one product; q, k, v and g are slices of its rows, which the kernels read in place
         self.split_sizes = (q_width, k_width, v_width, out_width if output_gate else 0)
-        self.in_proj = nn.Linear(self.embed_dim, sum(self.split_sizes), bias=check_bool("bias", bias), **options)
-        self.out_proj = nn.Linear(out_width, self.embed_dim, bias=bias, **options)
+        self.in_proj = Linear(self.embed_dim, sum(self.split_sizes), bias=check_bool("bias", bias), **options)
+        self.out_proj = Linear(out_width, self.embed_dim, bias=bias, **options)
         # an explicit eps, because torch's default depends on the dtype (and on its version)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **options) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **options) if qk_norm else None
@@ -153,19 +153,14 @@ class DecayFlashAttention(nn.Module):
         self._zero_start()
 
     def reset_parameters(self) -> None:
-        """Initialise all but decay and position, which are modules with an initialisation of their own.
+        """Reset all parameters except those of `decay` and `position`, which reset themselves.
 
         Under tensor parallelism every rank calls it. With the same seed on all of them, the weights are those of a
         layer on one device; otherwise the first rank's.
         """
-        self.in_proj.reset_parameters()
-        if self.tensor_mesh is None:
-            self.out_proj.reset_parameters()
-        else:
-            reset_whole(self.out_proj, {name: [value] for name, value in self.out_proj.named_parameters()})
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
-                norm.reset_parameters()
+        for module in (self.in_proj, self.out_proj, self.q_norm, self.k_norm):
+            if module is not None:
+                module.reset_parameters()
         self._zero_start()
 
     def forward(
@@ -317,9 +312,7 @@ class DecayFlashAttention(nn.Module):
 
     @torch.no_grad()
     def _zero_start(self) -> None:
-        projections = (*self.in_proj.named_parameters(), *self.out_proj.named_parameters())
-        biases = [parameter for name, parameter in projections if name.startswith("bias")]  # bias_0, … of parts
-        for parameter in (*biases, self.sink, self.log_scale):
+        for parameter in (self.sink, self.log_scale):
             if parameter is not None:
                 parameter.zero_()
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from decayattn.nn.attention import DecayFlashAttention
 from decayattn.nn.decay import ConstantDecay, ScalarDecay
-from decayattn.sharding import local_part, replicated, reset_whole, whole
+from decayattn.sharding import Linear, local_part, replicated, reset_whole, whole
 
 
 class PartwiseParallel(ParallelStyle):
@@ -45,9 +45,11 @@ class PartwiseParallel(ParallelStyle):
             if size % device_mesh.size():
                 raise ValueError(f"sizes: expected multiples of the {device_mesh.size()} ranks, got {self.sizes}")
         parts = {name: _parts(parameter, self.sizes) for name, parameter in module.named_parameters()}
+        zero_bias = isinstance(module, Linear)
         module.__class__ = PartwiseLinear
         assert isinstance(module, PartwiseLinear)
         module.sizes, module.mesh, module.sum_gradient = self.sizes, device_mesh, self.sum_gradient
+        module.zero_bias = zero_bias
         for name, values in parts.items():
             requires_grad = module._parameters[name].requires_grad  # type: ignore[union-attr]
             del module._parameters[name]
@@ -92,6 +94,7 @@ class PartwiseLinear(nn.Linear):
     sizes: tuple[int, ...]
     mesh: DeviceMesh
     sum_gradient: bool
+    zero_bias: bool
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -103,8 +106,9 @@ class PartwiseLinear(nn.Linear):
         return self._stored("bias") if "bias_0" in self._parameters else None
 
     def reset_parameters(self) -> None:
-        """As nn.Linear: with the same seed on every rank, a whole Linear's numbers; otherwise the first rank's."""
-        reset_whole(self, {name: self._parts(name) for name in ("weight", "bias") if f"{name}_0" in self._parameters})
+        """As the Linear that it was: with the same seed on every rank, a whole one's values; else the first rank's."""
+        parts = {name: self._parts(name) for name in ("weight", "bias") if f"{name}_0" in self._parameters}
+        reset_whole(self, parts, zero_bias=self.zero_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sum_gradient:

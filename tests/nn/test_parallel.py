@@ -394,20 +394,27 @@ def test_rates_are_those_of_a_ranks_heads(ranks, decay):
         assert torch.equal(half_lives, lives)
 
 
-def restarted(device: str, same_seed: bool) -> tuple[list[str], list[str], bool]:
-    """What of a divided layer is not an undivided one's after reset_parameters, or not rank 0's; built without data."""
+def restarted(device: str, kind: str, same_seed: bool) -> tuple[list[str], list[str], bool]:
+    """Names of a sharded layer's tensors that are not one process's, or not rank 0's, after every module is reset.
+
+    Built without data, and reset in FSDP's order: parents first.
+    """
     with torch.device("meta"):
         layer = DecayFlashAttention(WIDTH, HEADS, **EVERYTHING)
     single = copy.deepcopy(layer)
-    divide(layer, device)
+    if kind == "tensor":
+        divide(layer, device)
+    else:
+        fully_shard_attention(layer, mesh=init_device_mesh(device, (2,)))
     for one in (layer, single):
         one.to_empty(device=device)
         with torch.no_grad():
             for parameter in one.parameters():
                 parameter.fill_(torch.nan)
         torch.manual_seed(3 if same_seed else torch.distributed.get_rank())
-        one.reset_parameters()
-        one.decay.reset_parameters()
+        for module in one.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
     expected = single.state_dict()
     found = {name: whole(x) for name, x in layer.state_dict().items()}
     halves = found["out_proj.weight"].chunk(2, 1)
@@ -417,9 +424,10 @@ def restarted(device: str, same_seed: bool) -> tuple[list[str], list[str], bool]
     return different, [name for name, x in found.items() if not x.isfinite().all()], torch.equal(*halves)
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
 @pytest.mark.parametrize("same_seed", [True, False])
-def test_a_divided_layer_starts_again_as_one_process_does(ranks, same_seed):
-    for found in ranks(restarted, ranks.device, same_seed):
+def test_a_sharded_layer_resets_as_one_process_does(ranks, kind, same_seed):
+    for found in ranks(restarted, ranks.device, kind, same_seed):
         assert found == ([], [], False)
 
 
