@@ -151,9 +151,9 @@ def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
 
 
 class Linear(nn.Linear):
-    """An nn.Linear that starts with a zero bias, also where it is sharded and whoever resets it.
+    """An nn.Linear that starts with a zero bias, also if it is sharded.
 
-    Named as torch's, because users and tools match class names.
+    Its class has the name of torch's, because users and tools match names.
     """
 
     def reset_parameters(self) -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.functional import autocast, decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
-from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_bool, check_positive_int
+from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared, check_bool, check_positive_int
 from decayattn.problem import MAX_HEAD_DIM, BackendName, DecayName, SkipTolerance, autocast_dtype
 from decayattn.sharding import Linear, local_part, own_heads, replicated, whole
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from decayattn.distributed import ContextParallel
 
 
-class DecayFlashAttention(nn.Module):
+class DecayFlashAttention(Spared):
     r"""Multi-head self-attention whose scores decay with distance: projections around decay_attention.
 
     With x (B, T, embed_dim)::
@@ -162,6 +162,10 @@ class DecayFlashAttention(nn.Module):
             if module is not None:
                 module.reset_parameters()
         self._zero_start()
+
+    def _spared(self) -> Iterator[nn.Parameter]:
+        parameters = (self._parameters.get(name) for name in ("sink", "log_scale"))
+        return (parameter for parameter in parameters if parameter is not None)
 
     def forward(
         self,
@@ -312,9 +316,8 @@ class DecayFlashAttention(nn.Module):
 
     @torch.no_grad()
     def _zero_start(self) -> None:
-        for parameter in (self.sink, self.log_scale):
-            if parameter is not None:
-                parameter.zero_()
+        for parameter in self._spared():
+            parameter.zero_()
 
     def _score_scale(self, part: Callable[[Tensor, Any], Tensor]) -> Tensor | float | None:
         if self.log_scale is None:

@@ -6,7 +6,8 @@ derive from Decay, which keeps their parameters in float32 when the model around
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from numbers import Integral, Real
 from typing import Any
 
@@ -19,12 +20,69 @@ from decayattn.problem import is_reset, without_autocast
 from decayattn.sharding import fill, is_dtensor, local_part, own_heads, whole
 
 
-class Decay(nn.Module):
+class Spared(nn.Module):
+    """Base of modules with parameters that weight decay must leave alone: they carry `_no_weight_decay = True`.
+
+    PyTorch drops a parameter's attributes when it copies a module, moves one from the meta device, or loads with
+    assign=True. The mark is set again after each of these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_mark_loaded)
+
+    def _spared(self) -> Iterator[nn.Parameter]:
+        """The parameters to mark."""
+        return self.parameters()
+
+    def _mark(self) -> None:
+        for parameter in self._spared():
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, (nn.Parameter, nn.Module)):
+            self._mark()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # a copy, or torch.load of a whole module
+        self._mark()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self._mark()
+        return self
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
+
+
+def _refuse_16_bits(forward: Callable) -> Callable:
+    """forward of a Decay that refuses 16-bit tensors of the module and its children.
+
+    In forward, not in a hook: FSDP gathers what it casts in hooks, and FSDP1 sets plain attributes.
+    """
+
+    @functools.wraps(forward)
+    def checked(self: "Decay", *arguments: Any, **options: Any) -> Any:
+        for path, module in self.named_modules():
+            for name, value in chain(module._parameters.items(), module._buffers.items(), vars(module).items()):
+                if isinstance(value, Tensor):
+                    self._check_wide(f"{path}.{name}" if path else name, value)
+        return forward(self, *arguments, **options)
+
+    checked.refuses_16_bits = True  # type: ignore[attr-defined]
+    return checked
+
+
+class Decay(Spared):
     """Base of the decay modules: forward maps x (B, T, embed_dim) to log_decay (H,) or (B, T, H), natural logarithm.
 
-    log_decay is float32, float64 where x is float64. The parameters and buffers, and those of children, never get
-    narrower than float32, `.bfloat16()`, `.half()` and `.to(dtype)` leave them so: the logit of a slow head, near 7,
-    moves in steps of 0.03 in bfloat16, and an error in λ adds up over all tokens in between. `.double()` is followed.
+    log_decay is float32, float64 where x is float64. The parameters and buffers, and those of children, stay float32
+    under `.bfloat16()`, `.half()` and `.to(dtype)`, and where load_state_dict brings 16 bits. `.double()` is followed.
+    16 bits that come in another way are refused by forward: the logit of a slow head, near 7, moves in steps of 0.03 in
+    bfloat16, and an error in λ adds up over tokens.
     """
 
     tensor_mesh: Any = None  # the DeviceMesh of tensor parallelism, whose ranks have some of the heads each
@@ -33,35 +91,66 @@ class Decay(nn.Module):
         super().__init__()
         self.num_heads = check_positive_int("num_heads", num_heads)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not hasattr(cls.forward, "refuses_16_bits"):
+            cls.forward = _refuse_16_bits(cls.forward)
+
     @torch.no_grad()
     def half_lives(self, x: Tensor) -> Tensor:
-        """Half-lives in tokens, in the shape of log_decay: (H,) or (B, T, H); see half_life."""
+        """Half-life in tokens of every value of log_decay for x, in its shape: (H,) or (B, T, H).
+
+        The half-life of a head over a text is that of its mean log_decay; decayattn.nn.record_half_lives returns it.
+        """
         return half_life(self(x))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # every conversion and move of a module (.to, .bfloat16, .cuda, .to_empty, share_memory, …) goes through here
         def at_least_float32(tensor: Tensor) -> Tensor:
             converted = fn(tensor)
-            if converted.is_floating_point() and converted.dtype.itemsize < torch.float32.itemsize:
+            if _is_narrow(converted):
                 return tensor.to(converted.device, torch.float32)  # from the original, which has not been rounded
             return converted
 
         return super()._apply(at_least_float32, recurse)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **options: Any) -> None:
+        # assign=True would put the tensors themselves in place; the children read this dict, too
+        for name, value in tuple(state_dict.items()):
+            if name.startswith(prefix) and isinstance(value, Tensor) and _is_narrow(value):
+                state_dict[name] = value.detach().float()
+        super()._load_from_state_dict(state_dict, prefix, *rest, **options)
+
+    def _wide(self, name: str) -> Tensor:
+        """The tensor of this name, refused if it has 16 bits: a parametrization may return them."""
+        return self._check_wide(name, getattr(self, name))
+
+    def _check_wide(self, name: str, tensor: Tensor) -> Tensor:
+        if _is_narrow(tensor):
+            raise TypeError(
+                f"{type(self).__name__}.{name}: expected float32 or float64, got {tensor.dtype}; its rounding errors "
+                "add up over tokens: call float() on the decay module, or, if a mixed precision policy casts it, shard "
+                "the layer by decayattn.nn.fully_shard_attention"
+            )
+        return tensor
+
 
 class ScalarDecay(Decay):
-    r"""A forget gate per token and head, as in the Forgetting Transformer (Lin et al., arXiv 2503.02130)::
+    r"""A forget gate per token and head, as in the Forgetting Transformer (Lin et al., arXiv 2503.02130).
+
+    It is computed in float32, float64 for a float64 x, also under autocast::
 
         log_decay[b, t, h] = logsigmoid(x[b, t] · weight[h] + bias[h])
-
-    computed in float32 (float64 for a float64 x) whatever the dtype of x, and under autocast.
 
     At the start the weight is 0 and the biases give the heads half-lives spaced evenly in the logarithm, head 0 the
     shortest. With a zero weight the half-lives are the ones asked for whatever the scale of x; the weight learns from
     the first step on, because its gradient is x times that of the gate's logit.
 
-    FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds the parameters that it gathers;
-    decayattn.nn.fully_shard_attention leaves these out of it.
+    Weight decay must spare both parameters: it pulls the biases to 0, and a gate with a bias of 0 has a half-life of
+    one token. decayattn.nn.parameter_groups returns an optimiser's groups that do so.
+
+    Mixed precision rounds the parameters that it casts, and forward then raises. With FSDP2's MixedPrecisionPolicy,
+    decayattn.nn.fully_shard_attention leaves decays out of the policy; its docstring has the way for FSDP1.
 
     Args:
         embed_dim: width of x.
@@ -101,21 +190,18 @@ class ScalarDecay(Decay):
         return self._gates(x, local_part)
 
     @torch.no_grad()
-    def half_lives(self, x: Tensor | None = None) -> Tensor:
-        """Half-lives in tokens: (B, T, H) of the gates for x, or (H,) of the biases alone.
+    def half_lives(self, x: Tensor) -> Tensor:
+        """Half-life in tokens of every gate for x, (B, T, H); see record_half_lives for that of a head over a text.
 
-        A collective where the parameters are sharded. Under tensor parallelism the gates are those of the rank's heads,
-        and the biases those of all heads.
+        A collective where the parameters are sharded. Under tensor parallelism, of this rank's heads.
         """
-        if x is None:
-            return half_life(F.logsigmoid(whole(self.bias)))
         gathered = is_dtensor(self.weight) and not is_dtensor(x)
         return half_life(self._gates(x, own_heads) if gathered else self(x))
 
     def _gates(self, x: Tensor, part: Callable[[Tensor, Any], Tensor]) -> Tensor:
         dtype = _gate_dtype(x)
         with without_autocast(x.device):
-            weight, bias = (part(parameter, self.tensor_mesh).to(dtype) for parameter in (self.weight, self.bias))
+            weight, bias = (part(self._wide(name), self.tensor_mesh).to(dtype) for name in ("weight", "bias"))
             return F.logsigmoid(F.linear(x.to(dtype), weight, bias))
 
     def extra_repr(self) -> str:
@@ -130,6 +216,10 @@ class ConstantDecay(Decay):
     are a buffer. Learned, they are γ_h = sign_h · exp(log_rate_h) with log_rate a parameter: a step changes a rate by a
     factor, so that slow and fast heads learn alike, and no step can turn decay into growth. A head that starts with
     growth (a value above 0) stays growing; 0 has no logarithm and is refused.
+
+    Weight decay must spare log_rate: it pulls every head to γ = ±1, a half-life of 0.7 tokens. For example, learned
+    ALiBi starts with half-lives of 1.4 to 177 tokens. 20,000 steps of AdamW without a gradient, at a learning rate of
+    1e-3 and a weight decay of 0.1, leave 0.8 to 1.5. decayattn.nn.parameter_groups returns groups that spare it.
 
     A slice of the heads, as tensor parallelism has it, is a slice of the values for all heads:
     `ConstantDecay.from_values(alibi_log_decay(32)[8:16])`.
@@ -198,7 +288,7 @@ class ConstantDecay(Decay):
 
     @torch.no_grad()
     def half_lives(self, x: Tensor | None = None) -> Tensor:
-        """Half-lives in tokens, (H,), whatever x is; a collective where they are sharded."""
+        """Half-lives in tokens of all heads, (H,), for any x; a collective where the values are sharded."""
         return half_life(self._values(whole))
 
     def extra_repr(self) -> str:
@@ -206,8 +296,8 @@ class ConstantDecay(Decay):
 
     def _values(self, part: Callable[[Tensor], Tensor]) -> Tensor:
         if not self.learned:
-            return part(self.log_decay)
-        return part(self.sign) * part(self.log_rate).exp()
+            return part(self._wide("log_decay"))
+        return part(self._wide("sign")) * part(self._wide("log_rate")).exp()
 
 
 def alibi_log_decay(num_heads: int) -> tuple[float, ...]:
@@ -228,9 +318,11 @@ def retnet_log_decay(num_heads: int) -> tuple[float, ...]:
 
 
 def half_life(log_decay: Tensor) -> Tensor:
-    """Tokens after which this decay alone halves a weight: −ln 2 / log_decay; inf where nothing decays (λ ≥ 0), and 0
-    at a reset."""
-    half_lives = torch.where(log_decay < 0, -math.log(2) / log_decay, torch.inf)
+    """Tokens after which this decay alone halves a weight: −ln 2 / log_decay.
+
+    It is inf where nothing decays (λ ≥ 0), 0 at a reset, and NaN for NaN.
+    """
+    half_lives = torch.where(log_decay >= 0, torch.inf, -math.log(2) / log_decay)
     return half_lives.masked_fill(is_reset(log_decay), 0.0)
 
 
@@ -263,6 +355,10 @@ def _gate_logit(half_life: float) -> float:
     """b with logsigmoid(b) = −ln 2 / half_life: logit(exp(λ)), written so that it keeps its digits for λ near 0."""
     log_decay = -math.log(2) / half_life
     return log_decay - math.log(-math.expm1(log_decay))
+
+
+def _mark_loaded(module: Spared, _: object) -> None:
+    module._mark()
 
 
 def _gate_dtype(x: Tensor) -> torch.dtype:

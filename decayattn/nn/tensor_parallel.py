@@ -106,7 +106,7 @@ class PartwiseLinear(nn.Linear):
         return self._stored("bias") if "bias_0" in self._parameters else None
 
     def reset_parameters(self) -> None:
-        """As the Linear that it was: with the same seed on every rank, a whole one's values; else the first rank's."""
+        """Reset to the start of the whole Linear: with the same seed on every rank, or else the first rank's."""
         parts = {name: self._parts(name) for name in ("weight", "bias") if f"{name}_0" in self._parameters}
         reset_whole(self, parts, zero_bias=self.zero_bias)
 

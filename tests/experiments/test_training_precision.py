@@ -47,8 +47,9 @@ def test_all_runs_start_alike_but_for_the_perturbed_one(setup):
         if base.any()
     ]
     assert 1e-3 < torch.stack(off).mean() < 4e-3
-    lives = models["float32"].blocks[0].attention.decay.half_lives()
-    torch.testing.assert_close(lives, torch.tensor([0.25, 4.0]), rtol=1e-4, atol=0)
+    decay = models["float32"].blocks[0].attention.decay
+    lives = decay.half_lives(torch.randn(1, 1, decay.embed_dim))
+    torch.testing.assert_close(lives, torch.tensor([[[0.25, 4.0]]]), rtol=1e-4, atol=0)
 
 
 def test_gradients_tell_the_precision(setup, text):

@@ -522,9 +522,10 @@ def test_forget_gates_start_with_the_half_lives_of_the_configuration():
     config = DecayConfig(
         vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, initial_half_lives=[2, 4096]
     )
-    want = ScalarDecay(64, 4, initial_half_lives=(2, 4096)).half_lives()
+    x = torch.randn(1, 1, 64)
+    want = ScalarDecay(64, 4, initial_half_lives=(2, 4096)).half_lives(x)
     for block in AutoModelForCausalLM.from_config(config).model.layers:
-        assert torch.equal(block.self_attn.decay.half_lives(), want)
+        assert torch.equal(block.self_attn.decay.half_lives(x), want)
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])

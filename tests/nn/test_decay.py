@@ -1,6 +1,9 @@
 """The decay modules: published rates, half-lives at the start, float32 whatever happens to the model, errors."""
 
+import contextlib
 import copy
+import io
+import itertools
 import math
 
 import pytest
@@ -94,14 +97,14 @@ def test_half_lives_start_as_asked_whatever_the_input(num_heads, limits, dtype):
     expected = torch.tensor([limits[0] * ratio ** (h / (num_heads - 1)) for h in range(num_heads)], dtype=torch.float64)
     # rounding a bias b moves log(half-life) by at most |b|·eps; logsigmoid and the division add a few roundings
     tolerance = (decay.bias.abs().max().item() + 8) * torch.finfo(dtype).eps
-    torch.testing.assert_close(decay.half_lives().double(), expected, rtol=tolerance, atol=0)
     x = 100 * torch.randn(2, 3, 6, dtype=dtype)
     assert decay.half_lives(x).shape == (2, 3, num_heads)
     torch.testing.assert_close(decay.half_lives(x).double(), expected.expand(2, 3, -1), rtol=tolerance, atol=0)
 
 
 def test_one_head_starts_at_the_geometric_mean():
-    assert ScalarDecay(6, 1, initial_half_lives=(4.0, 1024.0)).half_lives().item() == pytest.approx(64.0, rel=10 * EPS)
+    half_lives = ScalarDecay(6, 1, initial_half_lives=(4.0, 1024.0)).half_lives(torch.randn(1, 1, 6))
+    assert half_lives.item() == pytest.approx(64.0, rel=10 * EPS)
 
 
 def test_the_gate_is_the_log_of_a_sigmoid():
@@ -188,26 +191,160 @@ def test_a_decay_built_under_a_narrow_default_dtype_is_float32(default):
     assert layer.in_proj.weight.dtype == default
 
 
+class TwoLayers(Decay):
+    """A user's decay, with parameters in children and a buffer."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.gate = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x):
+        return nn.functional.logsigmoid(self.gate(x.float()) + self.offset)
+
+
+class Gate:
+    def forward(self, x):
+        return nn.functional.logsigmoid(x.float() @ self.weight.float().T)
+
+
+class Mixed(Gate, Decay):
+    """A user's decay with the forward of a class that is no module."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.weight = nn.Parameter(torch.ones(4, 6))
+
+
+OWNERS = {
+    **{kind: lambda kind=kind: decays()[kind] for kind in KINDS},
+    "own": TwoLayers,
+    "mixed": Mixed,
+    "layer": lambda: DecayFlashAttention(8, 4, sink=True, scale="learned", bias=True, qk_norm=True),
+}
+
+
 def test_the_children_of_a_users_decay_stay_float32_too():
-    class TwoLayers(Decay):
-        def __init__(self):
-            super().__init__(4)
-            self.gate = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
-
-        def forward(self, x):
-            return nn.functional.logsigmoid(self.gate(x.float()))
-
     decay = TwoLayers().bfloat16()
-    assert all(parameter.dtype == torch.float32 for parameter in decay.parameters())
+    assert all(tensor.dtype == torch.float32 for tensor in decay.state_dict().values())
     assert decay.half_lives(torch.zeros(2, 3, 6, dtype=torch.bfloat16)).shape == (2, 3, 4)
 
 
-def test_a_16_bit_checkpoint_put_in_place_still_gives_float32():
-    decay = decays()["scalar"]
-    narrow = {name: tensor.bfloat16() for name, tensor in decay.state_dict().items()}
-    decay.load_state_dict(narrow, assign=True)
-    assert decay(torch.randn(2, 3, 6)).dtype == torch.float32
-    assert decay.cpu().weight.dtype == torch.float32
+@contextlib.contextmanager
+def torch_future(name):
+    setting = getattr(torch.__future__, f"set_{name}_module_params_on_conversion")
+    setting(True)
+    try:
+        yield
+    finally:
+        setting(False)
+
+
+def load(module, *, assign):
+    state = {name: tensor.bfloat16() for name, tensor in module.state_dict().items()}
+    before = {name: tensor.dtype for name, tensor in state.items()}
+    module.load_state_dict(state, assign=assign)
+    assert {name: tensor.dtype for name, tensor in state.items()} == before  # the caller's
+    return module
+
+
+def load_after_swaps(module):
+    with torch_future("swap"):
+        return load(module.bfloat16(), assign=True)
+
+
+def convert_by_new_parameters(module):
+    with torch_future("overwrite"):
+        return module.bfloat16().double()
+
+
+def save_and_load(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("change", [
+    copy.deepcopy, save_and_load, nn.Module.bfloat16, nn.Module.double, nn.Module.share_memory, load_after_swaps,
+    convert_by_new_parameters, lambda module: module.to("meta").to_empty(device="cpu"),
+    lambda module: load(module, assign=True), lambda module: load(module, assign=False),
+    lambda module: load(nn.Sequential(module), assign=True)[0],
+])
+def test_changes_keep_decays_marked_and_float32(owner, change):
+    """The parameters of decays, sink and log_scale carry the attribute by which optimisers spare them."""
+    changed = change(OWNERS[owner]())
+    for name, parameter in changed.named_parameters():
+        is_spared = owner != "layer" or name.startswith(("decay.", "sink", "log_scale"))
+        assert getattr(parameter, "_no_weight_decay", False) == is_spared, name
+    decay = changed.decay if owner == "layer" else changed
+    assert all(tensor.dtype.itemsize >= 4 for tensor in decay.state_dict().values())
+
+
+def test_a_rate_of_a_16_bit_checkpoint_learns():
+    """A step of AdamW is too small to change it in bfloat16."""
+    decay = load(ConstantDecay.alibi(4, learned=True), assign=True)
+    before, optimizer = decay(torch.zeros(1)).detach(), torch.optim.AdamW(decay.parameters(), 1e-3, weight_decay=0)
+    for _ in range(3):
+        decay.log_rate.grad = torch.ones_like(decay.log_rate)
+        optimizer.step()
+    assert (decay(torch.zeros(1)) != before).all()
+
+
+def narrow_in_place(module):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = tensor.data.bfloat16()
+
+
+def assign_parameter(module):
+    for part in module.modules():
+        for name, parameter in [*part.named_parameters(recurse=False)]:
+            setattr(part, name, nn.Parameter(parameter.detach().bfloat16()))
+
+
+def assign_buffer(module):
+    for name, buffer in [*module.named_buffers()]:
+        setattr(module, name, buffer.bfloat16())
+
+
+def flatten(module):
+    """Put plain tensors in place of parameters, as FSDP1 does without use_orig_params."""
+    for part in module.modules():
+        for name, parameter in [*part.named_parameters(recurse=False)]:
+            delattr(part, name)
+            setattr(part, name, parameter.detach().bfloat16())
+
+
+@pytest.mark.parametrize(("kind", "narrow"), [
+    *itertools.product(["scalar", "learned", "own", "mixed"], [narrow_in_place, assign_parameter, flatten]),
+    *itertools.product(["learned", "own"], [assign_buffer]), ("frozen", narrow_in_place), ("frozen", assign_buffer),
+])
+def test_forward_refuses_16_bits(kind, narrow):
+    decay, x = OWNERS[kind](), torch.randn(2, 3, 6)
+    narrow(decay)
+    layer = DecayFlashAttention(6, 4, head_dim=2, decay=decay)
+    for forward in (decay, decay.half_lives, layer):
+        with pytest.raises(TypeError, match=rf"{type(decay).__name__}\.[\w.]+: expected float32 or float64, got torch"):
+            forward(x)
+    if narrow is not flatten:
+        assert layer.float()(x).isfinite().all()  # what the error says
+
+
+def test_forward_refuses_16_bits_of_a_call_or_a_parametrization():
+    decay, x = decays()["scalar"], torch.randn(2, 3, 6)
+    layer = DecayFlashAttention(6, 4, head_dim=2, decay=decay).bfloat16()
+    narrow = {name: parameter.bfloat16() for name, parameter in layer.named_parameters()}
+    with pytest.raises(TypeError, match=r"ScalarDecay\.weight: .* by decayattn\.nn\.fully_shard_attention"):
+        torch.func.functional_call(layer, narrow, (x.bfloat16(),))
+
+    class Narrow(nn.Module):
+        def forward(self, tensor):
+            return tensor.half()
+
+    nn.utils.parametrize.register_parametrization(decay, "bias", Narrow(), unsafe=True)
+    with pytest.raises(TypeError, match=r"ScalarDecay\.bias: expected float32 or float64, got torch\.float16"):
+        decay(x)
 
 
 # Moves, copies, checkpoints
@@ -293,7 +430,10 @@ def test_half_life():
     log_decay = torch.tensor([-math.log(2), -math.log(2) / 8, 0.0, -0.0, 0.5, -torch.inf, -1e9], dtype=torch.float64)
     expected = [1.0, 8.0, torch.inf, torch.inf, torch.inf, 0.0, 0.0]
     assert half_life(log_decay).tolist() == pytest.approx(expected, rel=1e-12, abs=0)
+    assert half_life(torch.tensor(torch.nan)).isnan()
     assert ConstantDecay.from_values([-math.log(2) / 8]).half_lives().item() == pytest.approx(8.0, rel=4 * EPS)
+    with pytest.raises(TypeError, match="x"):
+        ScalarDecay(6, 4).half_lives()  # the biases alone hardly move while the gates learn
 
 
 # Errors
