@@ -11,25 +11,33 @@ if TYPE_CHECKING:
 
 
 def fully_shard_attention(module: nn.Module, **options: Any) -> None:
-    """torch's fully_shard for every DecayFlashAttention in the module, such that what is per head stays in float32.
+    """Shard every DecayFlashAttention in the module by torch's fully_shard, with all that is per head in float32.
 
-    FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds every parameter that it gathers. A log-decay adds up
-    over all tokens in between, and the gradient of a sink is off by some percent then. Here the policy is for the
-    projections alone; decay, sink, log_scale and the gains of qk_norm are gathered and reduced as they are stored.
-    Without a policy a layer is sharded as one, but for a decay or a position module of another dtype.
+    FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds every parameter that it gathers. A rounded decay is
+    refused, because its errors add up over tokens, and the gradient of a rounded sink is off by 3 %. Here the policy
+    acts on the projections alone. decay, sink, log_scale and the gains of qk_norm are gathered and reduced as they are
+    stored. Without a policy a layer is one group, unless its decay or position module has another dtype.
 
-    Call it before the fully_shard of what is around the layer, as FSDP2 shards the innermost first::
+    Call it before the fully_shard of the modules around the layer, as FSDP2 shards the innermost first::
 
         for block in model.blocks:
             fully_shard_attention(block, mesh=mesh, mp_policy=policy)
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    Names in the state dict stay as they are. A decay or a position module with parameters that several layers share is
-    sharded by itself before: `fully_shard(decay, mesh=mesh)`.
+    Names in the state dict stay as they are. If several layers share a decay or a position module, shard it first, by
+    itself: `fully_shard(decay, mesh=mesh)`.
+
+    FSDP1 (FullyShardedDataParallel) flattens a block into one tensor of one dtype. Its way is a policy that wraps each
+    decay by itself, without mixed precision; a decay that is no `Decay` needs its class in the condition::
+
+        from torch.distributed.fsdp.wrap import CustomPolicy
+
+        policy = CustomPolicy(lambda m: {"mixed_precision": None} if isinstance(m, Decay) else isinstance(m, Block))
+        FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, mixed_precision=precision)
 
     Args:
-        module: a DecayFlashAttention, or what contains some.
+        module: a DecayFlashAttention, or a module that contains some.
         options: of fully_shard: mesh, mp_policy, reshard_after_forward, offload_policy and so on.
 
     Raises:

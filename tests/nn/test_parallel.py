@@ -1,6 +1,10 @@
 """The layer over two ranks, with FSDP2 and with tensor parallelism: equal to one process, and checkpoints of both."""
 
 import copy
+import functools
+import inspect
+import re
+import textwrap
 from typing import Any
 from unittest import mock
 
@@ -17,13 +21,28 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from decayattn import DecayFlashAttention, decay_attention
-from decayattn.nn import ConstantDecay, ScalarDecay, attention, fully_shard_attention, tensor_parallel_plan
+from decayattn.nn import (
+    ConstantDecay,
+    Decay,
+    ScalarDecay,
+    attention,
+    fully_shard_attention,
+    parameter_groups,
+    record_half_lives,
+    tensor_parallel_plan,
+)
 from decayattn.nn.tensor_parallel import PartwiseParallel
 
 WIDTH, HEADS, B, T = 32, 4, 2, 24
@@ -322,6 +341,91 @@ def test_a_sharded_layer_makes_its_cache_and_its_bound(ranks, decay, dtypes, exp
     policy = None if dtypes is None else MixedPrecisionPolicy(**dtypes)
     for found in ranks(sharded_generation, ranks.device, decay, policy):
         assert found == {"alike": True, "evicted": (B, HEADS), "dtype": expected}
+
+
+def rounded(device: str, decay: str) -> str:
+    """The error of layers that torch's fully_shard gathers in bfloat16."""
+    model = model_of(decay, device, torch.float32, **EVERYTHING)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model:
+        if decay == "scalar":  # a group of its own is gathered in the decay's own forward
+            fully_shard(block.attention.decay, mesh=init_device_mesh(device, (2,)), mp_policy=policy)
+        fully_shard(block, mesh=init_device_mesh(device, (2,)), mp_policy=policy)
+    with pytest.raises(TypeError) as error:
+        model(batch(device, torch.float32)[0])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("decay", "name"), [("scalar", "ScalarDecay.weight"), ("learned", "ConstantDecay.log_rate")])
+def test_a_decay_gathered_in_bfloat16_is_refused(ranks, decay, name):
+    for said in ranks(rounded, ranks.device, decay):
+        assert f"{name}: expected float32 or float64, got torch.bfloat16" in said
+        assert "shard the layer by decayattn.nn.fully_shard_attention" in said
+
+
+def gradients_of_fsdp1(device: str, decay: str, dtype: torch.dtype, mixed: torch.dtype | None) -> dict[str, float]:
+    """FullyShardedDataParallel as the docstring of fully_shard_attention has it, compared with one process."""
+    source = inspect.getdoc(fully_shard_attention).split("in the condition::\n\n")[1].split("\nArgs:")[0]
+    single, model = model_of(decay, device, dtype, **EVERYTHING), model_of(decay, device, dtype, **EVERYTHING)
+    x, target = batch(device, dtype)
+    precision = mixed and MixedPrecision(param_dtype=mixed, reduce_dtype=torch.float32, buffer_dtype=mixed)
+    names = {
+        "model": model, "precision": precision, "Block": Block, "Decay": Decay,
+        "FullyShardedDataParallel": functools.partial(FullyShardedDataParallel, device_id=x.device),
+    }
+    exec(textwrap.dedent(source).replace("FullyS", "sharded = FullyS", 1), names)
+    _PARALLEL.append(sharded := names["sharded"])
+    (single(x).double() - target).square().mean().backward()
+    mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
+    (sharded(x[mine]).double() - target[mine]).square().mean().backward()
+    with pytest.raises(ValueError, match="model: expected parameters in their own shapes, got FullyShardedDataPar"):
+        parameter_groups(sharded, 0.1)
+    with FullyShardedDataParallel.summon_full_params(sharded, with_grads=True):
+        found = dict(zip(gradients(single), (p.grad for p in sharded.parameters()), strict=True))
+        return worst(found, gradients(single))
+
+
+@pytest.mark.parametrize("decay", ["scalar", "learned", "frozen"])
+@pytest.mark.parametrize(("dtype", "mixed", "largest"), [
+    (torch.float32, None, 1e-5), (torch.bfloat16, None, 2e-2), (torch.float32, torch.bfloat16, 2e-2),
+])
+def test_fsdp1_trains_by_the_documented_policy(ranks, decay, dtype, mixed, largest):
+    for found in ranks(gradients_of_fsdp1, ranks.device, decay, dtype, mixed):
+        assert sorted(found.values())[len(found) // 2] < largest, found
+
+
+def training_tools(device: str, kind: str) -> tuple[bool, bool, bool, float]:
+    """Compared with one process: the groups, the marks, and half-lives of this rank's tokens or heads."""
+    single, model = model_of("scalar", device, **EVERYTHING), model_of("scalar", device, **EVERYTHING)
+    called = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": lambda m: shard(m, device),
+              "tensor": lambda m: divide(m, device)}[kind](model) or model
+    _PARALLEL.append(called)
+    found, expected = ([names_of(one, group) for group in parameter_groups(called_one, 0.1)]
+                       for one, called_one in ((model, called), (single, single)))
+    marked = {name for name, p in model.named_parameters() if getattr(p, "_no_weight_decay", False)}
+    x, rank = batch(device)[0], torch.distributed.get_rank()
+    with record_half_lives(called) as lives, record_half_lives(single) as whole_lives:
+        called(x if kind == "tensor" else x[rank : rank + 1])
+        single(x if kind == "tensor" else x[rank : rank + 1])
+    heads = slice(2 * rank, 2 * rank + 2) if kind == "tensor" else slice(None)
+    errors = [
+        float((mine - whole_lives[name.removeprefix("module.")][heads]).abs().max() / mine.max())
+        for name, mine in lives.items()
+    ]
+    decays = {n for n, _ in single.named_parameters() if ".decay." in n or n.endswith(("sink", "log_scale"))}
+    return found == expected, marked == decays, len(lives) == 2, max(errors)
+
+
+def names_of(model: nn.Module, group: dict[str, Any]) -> list[str]:
+    names = {id(p): re.sub(r"_\d+$", "", name) for name, p in model.named_parameters()}
+    return list(dict.fromkeys(names[id(p)] for p in group["params"]))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tensor"])
+def test_training_tools_take_sharded_models(ranks, kind):
+    for *alike, error in ranks(training_tools, ranks.device, kind):
+        assert alike == [True, True, True]
+        assert error < 1e-9
 
 
 # ----------------------------------------------------------------------------------------------------------------------
