@@ -130,25 +130,3 @@ def generate(model: ByteLM, prompt: bytes, count: int, *, seed: int, temperature
             break
         text += new
     return text
-
-
-@torch.no_grad()
-def decay_rates(model: ByteLM, tokens: Tensor) -> list[Tensor]:
-    """−λ, in nats per token, of every layer on tokens (B, T): (B·(T − 1), H) for a decay per token, (1, H) else.
-
-    Empty where the model has no decay. A sequence's first λ is never used and is left out.
-    """
-    rates = []
-
-    def record(module: nn.Module, arguments: tuple, log_decay: Tensor) -> None:
-        used = log_decay[:, 1:] if log_decay.ndim == 3 else log_decay
-        rates.append(-used.reshape(-1, log_decay.shape[-1]).float().cpu())
-
-    decays = [block.attention.decay for block in model.blocks]
-    handles = [decay.register_forward_hook(record) for decay in decays if isinstance(decay, nn.Module)]
-    try:
-        model(tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return rates

@@ -4,17 +4,17 @@ import math
 
 from torch import nn
 
+from decayattn.nn import parameter_groups as groups_of
 from language_models.model import ByteLM
 from language_models.positions import PerChannelDecay
 
 
 def parameter_groups(model: ByteLM, weight_decay: float) -> list[dict]:
-    """Weight decay for the matrices that mix channels; none for embeddings, norms, biases and the attention's decay."""
-    spared = {id(p) for module in (model.embedding, *decay_modules(model)) for p in module.parameters()}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in parameters if p.ndim >= 2 and id(p) not in spared]
-    others = [p for p in parameters if p.ndim < 2 or id(p) in spared]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    """decayattn.nn.parameter_groups, with the embedding and decays per channel spared too."""
+    for module in (model.embedding, *decay_modules(model)):
+        for parameter in module.parameters():
+            parameter._no_weight_decay = True
+    return groups_of(model, weight_decay)
 
 
 def decay_modules(model: ByteLM) -> list[nn.Module]:

@@ -40,16 +40,21 @@ class PerChannelDecay(nn.Module):
         super().__init__()
         self.context, self.num_heads = context, num_heads
         self.fastest = LARGEST_TOTAL / context
-        self.weight = nn.Parameter(torch.zeros(num_heads * head_dim, embed_dim))
-        self.bias = nn.Parameter(self._spread(head_dim, longest_half_life).repeat(num_heads))
+        self.longest_half_life = longest_half_life
+        self.weight = nn.Parameter(torch.empty(num_heads * head_dim, embed_dim))
+        self.bias = nn.Parameter(torch.empty(num_heads * head_dim))
+        self.reset_parameters()
         self._x: Tensor | None = None
 
-    def _spread(self, head_dim: int, longest: float) -> Tensor:
-        """Logits whose half-lives are spaced evenly in the logarithm, between that of 0.9 r and the longest."""
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Zero weight; biases with half-lives spaced evenly in the logarithm, from that of 0.9 r to the longest."""
         shortest = math.log(2) / (0.9 * self.fastest)
-        longest = max(longest, 2 * shortest)
-        half_lives = shortest * (longest / shortest) ** torch.linspace(0, 1, head_dim)
-        return torch.logit(math.log(2) / half_lives / self.fastest)
+        longest = max(self.longest_half_life, 2 * shortest)
+        spread = torch.linspace(0, 1, len(self.bias) // self.num_heads, device=self.bias.device)
+        half_lives = shortest * (longest / shortest) ** spread
+        self.weight.zero_()
+        self.bias.copy_(torch.logit(math.log(2) / half_lives / self.fastest).repeat(self.num_heads))
 
     def attach(self, layer: DecayFlashAttention) -> None:
         """Be given the input of this layer, whose position this module is, at each of its calls."""

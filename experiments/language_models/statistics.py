@@ -7,34 +7,39 @@ from torch import Tensor, nn
 
 from decayattn import DecayFlashAttention, visited_fraction
 from decayattn.backends import registry
-from decayattn.nn.decay import half_life
+from decayattn.nn import record_half_lives
 from language_models.model import ByteLM
 
 
 @torch.no_grad()
 def attention_statistics(model: ByteLM, tokens: Tensor, *, visited: bool = True) -> list[dict[str, Any]]:
-    """Of every layer on tokens (B, T), one number per head:
+    """Statistics of every layer on tokens (B, T), one value per head:
 
-    half_lives: ln 2 / mean(−λ) in tokens, the half-life of the decay over a long stretch; None without a decay.
+    half_lives: decayattn.nn.record_half_lives, in tokens; None without a decay.
     visited: decayattn.visited_fraction, mean over B, of the layer's own skip_tolerance; None unless asked for. It takes
     a GPU or Triton's interpreter.
     """
-    found: list[dict[str, Any]] = []
+    found: list[list[float] | None] = []
     handles = []
     for block in model.blocks:
         of_layer = _Inputs(block.attention)
         handles += of_layer.handles
         handles.append(
             block.attention.register_forward_hook(
-                lambda layer, _, __, inputs=of_layer: found.append(inputs.statistics(layer, visited))
+                lambda layer, _, __, inputs=of_layer: found.append(inputs.visited(layer) if visited else None)
             )
         )
     try:
-        model(tokens)
+        with record_half_lives(model) as half_lives:
+            model(tokens)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    lives = [half_lives.get(f"blocks.{n}.attention") for n in range(len(found))]
+    return [
+        {"half_lives": None if of_heads is None else of_heads.tolist(), "visited": fraction}
+        for of_heads, fraction in zip(lives, found, strict=True)
+    ]
 
 
 def can_tell_visits(device: torch.device) -> bool:
@@ -67,14 +72,8 @@ class _Inputs:
     def _decayed(self, _: nn.Module, __: tuple, result: Tensor) -> None:
         self.log_decay = result
 
-    def statistics(self, layer: DecayFlashAttention, visited: bool) -> dict[str, Any]:
-        half_lives = fraction = None
-        if self.log_decay is not None:
-            # a sequence's first λ is never used
-            used = self.log_decay[:, 1:].flatten(0, 1).mean(0) if self.log_decay.ndim == 3 else self.log_decay
-            half_lives = half_life(used.float()).tolist()
-        if visited:
-            options = {"scale": layer.scale, "window_size": layer.window_size, "skip_tolerance": layer.skip_tolerance}
-            fraction = visited_fraction(self.q, self.k, self.log_decay, **options).mean(0).tolist()
+    def visited(self, layer: DecayFlashAttention) -> list[float]:
+        options = {"scale": layer.scale, "window_size": layer.window_size, "skip_tolerance": layer.skip_tolerance}
+        fraction = visited_fraction(self.q, self.k, self.log_decay, **options).mean(0).tolist()
         self.q = self.k = self.log_decay = None
-        return {"half_lives": half_lives, "visited": fraction}
+        return fraction

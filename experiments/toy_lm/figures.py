@@ -6,10 +6,6 @@ import math
 from pathlib import Path
 
 import matplotlib
-import torch
-from torch import Tensor
-
-from decayattn.nn.decay import half_life
 
 matplotlib.use("Agg")  # before pyplot: a server has no display
 from matplotlib import pyplot as plt
@@ -44,24 +40,19 @@ def draw_loss(folder: Path, title: str) -> Path:
     return _save(figure, folder / "loss.png")
 
 
-def half_life_table(rates: list[Tensor], step: int) -> dict:
-    """Half-lives in tokens per layer and head from −λ (tokens, H) of every layer.
-
-    `mean` is ln 2 / mean(−λ), the half-life of the decay over a long stretch; `quartiles` are those of the tokens' own.
-    """
-    layers = []
-    for rate in rates:
-        quartiles = torch.quantile(half_life(-rate), torch.tensor([0.25, 0.75]), dim=0).T.tolist()
-        mean = half_life(-rate.mean(0)).tolist()
-        layers.append([{"mean": m, "quartiles": q} for m, q in zip(mean, quartiles, strict=True)])
-    return {"step": step, "unit": "tokens", "layers": layers}
+def save_half_lives(folder: Path) -> None:
+    """half_lives.json: the last row of the run's attention.json."""
+    log = _attention(folder)
+    layers = [[{"mean": float(life)} for life in layer["half_lives"]] for layer in log["rows"][-1]["layers"]]
+    table = {"step": log["rows"][-1]["step"], "unit": "tokens", "tokens": log["bytes"], "layers": layers}
+    (folder / "half_lives.json").write_text(json.dumps(table, indent=1) + "\n")
 
 
-def draw_half_lives(folder: Path, context: int, title: str) -> Path:
-    """decay.png from the run's half_lives.json, with half_lives_start.json as hollow marks."""
-    now = json.loads((folder / "half_lives.json").read_text())["layers"]
-    start = json.loads((folder / "half_lives_start.json").read_text())["layers"]
-    count, heads = len(now), len(now[0])
+def draw_half_lives(folder: Path, title: str) -> Path:
+    """decay.png: the half-lives in the last row of the run's attention.json, with the first row as hollow marks."""
+    log = _attention(folder)
+    start, now = ([layer["half_lives"] for layer in log["rows"][n]["layers"]] for n in (0, -1))
+    count, heads, context = len(now), len(now[0]), log["context"]
     figure, axes = plt.subplots(figsize=(max(8.0, 1.5 + 0.16 * count * heads), 4.8), layout="constrained")
     colors = plt.get_cmap("viridis")([h / max(1, heads - 1) * 0.9 for h in range(heads)])
     for layer in range(count):
@@ -69,28 +60,31 @@ def draw_half_lives(folder: Path, context: int, title: str) -> Path:
             axes.axvspan(layer - 0.5, layer + 0.5, color="0.96", zorder=0)
         for h in range(heads):
             x = layer + 0.8 * ((h + 0.5) / heads - 0.5)
-            mean, (low, high) = now[layer][h]["mean"], now[layer][h]["quartiles"]
-            if high > low:
-                axes.plot([x, x], [low, high], color=colors[h], linewidth=4, alpha=0.4, solid_capstyle="butt")
-            axes.plot(x, start[layer][h]["mean"], marker="o", markersize=7, mfc="none", mec="0.45", linestyle="none")
-            axes.plot(x, mean, marker="o", markersize=5, color=colors[h], linestyle="none")
+            axes.plot(x, float(start[layer][h]), marker="o", markersize=7, mfc="none", mec="0.45", linestyle="none")
+            axes.plot(x, float(now[layer][h]), marker="o", markersize=5, color=colors[h], linestyle="none")
     axes.axhline(context, color="tab:red", linestyle="--", linewidth=1)
     axes.annotate(f"context, {context}", (1, context), xycoords=("axes fraction", "data"), xytext=(-4, 3),
                   textcoords="offset points", ha="right", color="tab:red", fontsize=9)
     axes.set(
         title=title, ylabel="half-life (tokens)", yscale="log", xlim=(-0.5, count - 0.5),
         xticks=range(count), xticklabels=[f"layer {layer + 1}" for layer in range(count)],
-        xlabel=f"the {heads} heads of each layer, in order",
+        xlabel=f"the {heads} heads of each layer, in order\n{_definition(log)}",
     )
     axes.grid(axis="y", alpha=0.3)
     marks = [
         Line2D([], [], marker="o", mfc="none", mec="0.45", linestyle="none", markersize=7, label="at the start"),
-        Line2D([], [], marker="o", color="tab:green", linestyle="none", markersize=5, label="now: ln 2 / mean(−λ)"),
+        Line2D([], [], marker="o", color="tab:green", linestyle="none", markersize=5, label="now"),
     ]
-    if any(low < high for layer in now for low, high in (head["quartiles"] for head in layer)):
-        marks.append(Line2D([], [], color="tab:green", linewidth=4, alpha=0.4, label="now: middle half of the tokens"))
-    axes.legend(handles=marks, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+    axes.legend(handles=marks, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2)
     return _save(figure, folder / "decay.png")
+
+
+def _attention(folder: Path) -> dict:
+    return json.loads((folder / "attention.json").read_text(encoding="utf-8"))
+
+
+def _definition(log: dict) -> str:
+    return f"half-life of the mean λ over {log['bytes']:,} tokens (bytes)\nof the validation text, in tokens"
 
 
 def _save(figure: plt.Figure, path: Path) -> Path:
@@ -101,7 +95,7 @@ def _save(figure: plt.Figure, path: Path) -> Path:
 
 def draw_half_lives_over_training(folder: Path, title: str) -> Path:
     """half_lives.png from the run's attention.json: a panel per layer, a line per head."""
-    log = json.loads((folder / "attention.json").read_text())
+    log = _attention(folder)
     rows, count = log["rows"], len(log["rows"][0]["layers"])
     columns = min(4, count)
     figure, panels = plt.subplots(
@@ -119,15 +113,15 @@ def draw_half_lives_over_training(folder: Path, title: str) -> Path:
         axes.axhline(log["context"], color="tab:red", linestyle="--", linewidth=1)
         axes.set(title=f"layer {layer + 1}", yscale="log")
         axes.grid(alpha=0.3)
-    figure.suptitle(f"{title}: ln 2 / mean(−λ) of every head, context {log['context']} dashed", fontsize="medium")
-    figure.supxlabel("optimiser step", fontsize="medium")
-    figure.supylabel("half-life (bytes)", fontsize="medium")
+    figure.suptitle(f"{title}\nevery head, context {log['context']} dashed", fontsize="medium")
+    figure.supxlabel(f"optimiser step\n{_definition(log)}", fontsize="medium")
+    figure.supylabel("half-life (tokens)", fontsize="medium")
     return _save(figure, folder / "half_lives.png")
 
 
 def draw_visited_over_training(folder: Path, title: str) -> Path | None:
     """visited.png from the run's attention.json: a line per layer, and the time of a step; None where nobody knows."""
-    log = json.loads((folder / "attention.json").read_text())
+    log = _attention(folder)
     rows = [row for row in log["rows"] if all(layer["visited"] is not None for layer in row["layers"])]
     if not rows:
         return None

@@ -1,16 +1,14 @@
 """What a run says of itself: the model at its start; figures, half-lives and a text sample at its end."""
 
 import copy
-import json
 from pathlib import Path
 
 import torch
-from language_models.model import ByteLM, decay_rates, generate
+from language_models.model import ByteLM, generate
 
 from decayattn import DecayFlashAttention
 from toy_lm import figures
 from toy_lm.config import Config
-from toy_lm.data import ValidationBatches
 from toy_lm.training import TrainByteLM
 
 PROMPT_BYTES = 100
@@ -21,8 +19,8 @@ def report(module: TrainByteLM, folder: Path, step: int) -> None:
     config = module.config
     figures.draw_loss(folder, f"Byte-level language model, {config.decay} decay, {step} steps")
     if config.decay != "none":
-        save_half_lives(module, folder / "half_lives.json", step)
-        figures.draw_half_lives(folder, config.context, f"Half-lives of the {config.decay} decay after {step} steps")
+        figures.save_half_lives(folder)
+        figures.draw_half_lives(folder, f"Half-lives of the {config.decay} decay after {step} steps")
         figures.draw_half_lives_over_training(folder, f"Half-lives of the {config.decay} decay")
         figures.draw_visited_over_training(folder, f"What the {config.decay} decay leaves to be visited")
     if config.sample_bytes:
@@ -32,16 +30,6 @@ def report(module: TrainByteLM, folder: Path, step: int) -> None:
         sample = f"--- prompt (validation text)\n{prompt}\n--- continuation by the model\n{continuation}\n"
         (folder / "sample.txt").write_text(sample, encoding="utf-8")
         print(sample, flush=True)
-
-
-def save_half_lives(module: TrainByteLM, path: Path, step: int) -> None:
-    """Half-lives on a batch of validation text, as JSON; nothing for a model without decay."""
-    config = module.config
-    if config.decay == "none":
-        return
-    [batch] = ValidationBatches(module.validation_text, config.context, count=8, batch_size=8)
-    rates = decay_rates(copy_to_evaluate(module), batch[:, :-1].to(device_of(config)))
-    path.write_text(json.dumps(figures.half_life_table(rates, step), indent=1) + "\n")
 
 
 def describe(module: TrainByteLM) -> str:
@@ -57,8 +45,8 @@ def describe(module: TrainByteLM) -> str:
 def copy_to_evaluate(module: TrainByteLM) -> ByteLM:
     """The model in float32, never compiled, and in no backend's hands: that of the training may have no float32, or no
     kernels for a cache."""
-    trained = module.model if module.whole is None else module.whole.float()
-    model = copy.deepcopy(trained).to(device_of(module.config))
+    trained = module.model if module.whole is None else module.whole
+    model = copy.deepcopy(trained).to(device_of(module.config)).float()
     for layer in model.modules():
         if isinstance(layer, DecayFlashAttention):
             layer.backend = "auto"

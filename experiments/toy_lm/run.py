@@ -46,7 +46,7 @@ from toy_lm.config import (
     OptionError,
     save_config,
 )
-from toy_lm.report import describe, device_of, report, save_half_lives
+from toy_lm.report import describe, device_of, report
 from toy_lm.statistics import AttentionStatistics
 from toy_lm.training import TrainByteLM
 
@@ -92,8 +92,6 @@ def _train(
 ) -> int:
     if trainer.is_global_zero:
         print(f"run folder: {folder}\n{describe(module)}", flush=True)
-        if config.resume is None:
-            save_half_lives(module, folder / "half_lives_start.json", 0)
     try:
         [before] = trainer.validate(module, ckpt_path=config.resume, verbose=False)
         if trainer.is_global_zero:
@@ -151,8 +149,10 @@ def make_trainer(
         FiniteLoss("val_bits", config.validate_every, folder),
         Progress(refresh_rate=10),
         ModelCheckpoint(
-            folder / "checkpoints", filename="best", monitor="val_bits", save_last=True, enable_version_counter=False
+            folder / "checkpoints", filename="best", monitor="val_bits", enable_version_counter=False
         ),
+        # save_last of the one above saves only where the loss is the best so far (Lightning 2.6)
+        ModelCheckpoint(folder / "checkpoints", filename="last", enable_version_counter=False),
     ]
     if config.decay != "none":
         callbacks.append(AttentionStatistics(folder, first_step))

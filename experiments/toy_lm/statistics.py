@@ -21,9 +21,10 @@ _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16}
 class AttentionStatistics(lightning.Callback):
     """Writes attention.json in the folder of the run: before the first step, and at every validation, on rank 0.
 
-    Of every layer and head, on the first bytes of the validation text (`bytes` of them): half_lives in bytes, and
-    visited, decayattn.visited_fraction of 64 × 128 tiles. It is null where documents are kept apart, and on a machine
-    that has neither a GPU nor Triton; on a CPU, where it is interpreted, it is of the first and last row alone.
+    Each row has two values per layer and head, on the first `bytes` bytes of the validation text: half_lives,
+    decayattn.nn.record_half_lives in tokens (bytes); and visited, decayattn.visited_fraction of 64 × 128 tiles. visited
+    is null where documents are kept apart, and on a machine that has neither a GPU nor Triton. On a CPU it is
+    interpreted, in float32, and in the first and last row alone.
     milliseconds_per_step: of the steps since the row before, compiling included; writing a checkpoint is not.
     """
 
@@ -68,8 +69,9 @@ class AttentionStatistics(lightning.Callback):
         text = module.validation_text[: config.statistics_context][None].to(device)
         often = device.type == "cuda" or step in (0, config.steps)
         visited = config.documents == "together" and often and can_tell_visits(device)
-        kind, _, mixed = config.precision.partition("-")
-        cast = kind in _DTYPES and (mixed == "mixed" or device.type == "cuda")
+        kind = config.precision.partition("-")[0]
+        # the interpreter gets bfloat16 wrong
+        cast = kind in _DTYPES and device.type == "cuda"
         how = torch.autocast(device.type, _DTYPES[kind]) if cast else contextlib.nullcontext()
         with how:
             layers = attention_statistics(copy_to_evaluate(module), text, visited=visited)

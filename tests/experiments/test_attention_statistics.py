@@ -10,6 +10,7 @@ import pytest
 import torch
 from language_models.model import ByteLM
 from language_models.statistics import attention_statistics
+from matplotlib.text import Text
 from toy_lm import figures, statistics
 from toy_lm.statistics import AttentionStatistics, read
 
@@ -56,13 +57,18 @@ def log(folder: Path, visited: list) -> None:
     (folder / "attention.json").write_text(json.dumps({"bytes": 100, "context": 50, "rows": rows}))
 
 
-def test_figures_are_drawn_of_what_is_known(tmp_path):
+def test_figures_name_their_text_and_unit(tmp_path, monkeypatch):
     log(tmp_path, [[1.0, 1.0], None, [0.5, 0.25]])
     assert len(read(tmp_path)) == 3
-    for path in (
-        figures.draw_half_lives_over_training(tmp_path, "title"), figures.draw_visited_over_training(tmp_path, "title")
-    ):
-        assert path.read_bytes().startswith(b"\x89PNG")
+    drawn, save = [], figures._save
+    monkeypatch.setattr(figures, "_save", lambda figure, path: (drawn.append(figure), save(figure, path))[1])
+    for draw in (figures.draw_half_lives, figures.draw_half_lives_over_training, figures.draw_visited_over_training):
+        assert draw(tmp_path, "title").read_bytes().startswith(b"\x89PNG")
+    for figure in drawn[:2]:
+        texts = {text.get_text() for text in figure.findobj(Text)}
+        caption = "half-life of the mean λ over 100 tokens (bytes)\nof the validation text, in tokens"
+        assert any(text.endswith(caption) for text in texts)
+        assert "half-life (tokens)" in texts
     log(tmp_path, [None, None])
     assert figures.draw_visited_over_training(tmp_path, "title") is None
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from language_models.model import ByteLM, decay_rates, generate, next_byte_loss
+from language_models.model import ByteLM, generate, next_byte_loss
 from language_models.optimisation import learning_rate_factor, parameter_groups
-from toy_lm.figures import half_life_table, read_log
+from toy_lm.figures import read_log
 from toy_lm.report import copy_to_evaluate
 
 from decayattn import DecayFlashAttention
-from decayattn.nn.decay import alibi_log_decay, retnet_log_decay
+from decayattn.nn import record_half_lives
 
 DECAYS = ["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "none"]
 
@@ -112,30 +112,6 @@ def test_samples_are_those_of_a_model_that_reads_the_whole_text_again(decay):
     assert generate(model, b"import ", 30, seed=3, temperature=0.5) == text[7:]
 
 
-@pytest.mark.parametrize(("decay", "values"), [("alibi", alibi_log_decay(2)), ("retnet-learned", retnet_log_decay(2))])
-def test_rates_of_a_constant_decay_are_its_values(decay, values):
-    for rates in decay_rates(small_model(decay, layers=2), tokens(2, 10)):
-        torch.testing.assert_close(rates, -torch.tensor([values]))
-
-
-def test_rates_of_a_scalar_decay_are_those_of_the_used_tokens():
-    model, x = small_model(layers=2), tokens(3, 10)
-    rates = decay_rates(model, x)
-    assert [rate.shape for rate in rates] == [(27, 2)] * 2
-    first = model.blocks[0]
-    log_decay = first.attention.decay(first.attention_norm(model.embedding(x.long())))
-    assert torch.equal(rates[0], -log_decay[:, 1:].reshape(-1, 2))
-    assert decay_rates(small_model("none"), x) == []
-
-
-def test_half_lives_of_known_rates():
-    rates = math.log(2) / torch.tensor([[1.0, 4.0], [2.0, 4.0], [4.0, 4.0]])
-    [[fast, slow]] = half_life_table([rates], step=5)["layers"]
-    assert fast["quartiles"] == pytest.approx([1.5, 3.0])
-    assert fast["mean"] == pytest.approx(3 / (1 + 1 / 2 + 1 / 4))
-    assert slow == {"mean": pytest.approx(4.0), "quartiles": pytest.approx([4.0, 4.0])}
-
-
 def test_logs_of_a_resumed_run_join_without_repetition(tmp_path):
     for start, rows in ((0, "0,4.0,\n9,3.0,\n19,2.5,\n"), (10, "9,,9.9\n10,2.9,\n")):
         folder = tmp_path / "logs" / f"from_step_{start}"
@@ -147,8 +123,10 @@ def test_logs_of_a_resumed_run_join_without_repetition(tmp_path):
 
 def test_a_model_is_evaluated_by_whatever_backend_takes_it():
     """"hopper" trains in 16 bits and has no kernels for a cache; samples and half-lives are of a float32 copy."""
-    model = ByteLM(layers=2, width=32, heads=2, decay="scalar", backend="hopper")
+    model = ByteLM(layers=2, width=32, heads=2, decay="scalar", backend="hopper").bfloat16()
     evaluated = copy_to_evaluate(SimpleNamespace(model=model, whole=None, config=SimpleNamespace(accelerator="cpu")))
     assert len(generate(evaluated, b"import ", 4, seed=0)) == 4
-    assert len(decay_rates(evaluated, tokens(1, 9))) == 2
+    with record_half_lives(evaluated) as half_lives:
+        assert evaluated(tokens(1, 9)).dtype == torch.float32
+    assert len(half_lives) == 2
     assert [layer.backend for layer in model.modules() if isinstance(layer, DecayFlashAttention)] == ["hopper"] * 2

@@ -72,7 +72,7 @@ def test_a_run_learns_and_leaves_everything_behind(text, capsys):
     folder = Path("run")
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
         "config.yaml", "summary.json", "sample.txt", "loss.png",
-        "decay.png", "half_lives.json", "half_lives_start.json", "attention.json", "half_lives.png", "visited.png",
+        "decay.png", "half_lives.json", "attention.json", "half_lives.png", "visited.png",
         "checkpoints/best.ckpt", "checkpoints/last.ckpt", "logs/from_step_0/metrics.csv",
         "gradients/step-0.txt", "gradients/step-0.json", "gradients/step-20.txt", "gradients/step-20.json",
     }
@@ -97,14 +97,16 @@ def test_a_run_learns_and_leaves_everything_behind(text, capsys):
 
 @pytest.mark.parametrize("decay", ["alibi", "alibi-learned", "retnet", "retnet-learned", "none"])
 def test_every_decay_trains(decay, text):
-    """What has a decay draws it, and only learned ones have moved."""
+    """Runs with a decay draw it, all of one text, and only learned decays have moved."""
     assert train(*UNCHECKED, "--data", text, "--steps", "3", "--run", "run", "--decay", decay) == 0
-    tables = [Path("run", name) for name in ("half_lives_start.json", "half_lives.json")]
-    left = (*tables, Path("run/decay.png"), Path("run/attention.json"), Path("run/half_lives.png"))
-    assert [path.exists() for path in left] == [decay != "none"] * 5
+    left = [Path("run", name) for name in ("half_lives.json", "attention.json", "decay.png", "half_lives.png")]
+    assert [path.exists() for path in left] == [decay != "none"] * 4
     if decay != "none":
-        start, now = (json.loads(path.read_text())["layers"] for path in tables)
+        table, log = (json.loads(path.read_text()) for path in left[:2])
+        start, now = ([layer["half_lives"] for layer in row["layers"]] for row in (log["rows"][0], log["rows"][-1]))
         assert (start != now) == decay.endswith("learned")
+        assert [[head["mean"] for head in layer] for layer in table["layers"]] == now
+        assert (table["unit"], table["tokens"], table["step"]) == ("tokens", log["bytes"], 3)
 
 
 @pytest.mark.parametrize("documents", ["resets", "packed"])
@@ -201,6 +203,41 @@ def test_an_interrupted_run_resumes_where_it_stopped(text, monkeypatch, capsys):
 
     assert train("--resume", str(folder)) == 2
     assert "steps: expected more than the 12 of the run to resume, got 12" in capsys.readouterr().err
+
+
+def test_the_last_checkpoint_is_of_the_last_step(text, monkeypatch, capsys):
+    """Also where no later validation was better than the first, and after Ctrl-C."""
+    def log_a_rising_loss(module, batch):
+        module.log("val_bits", 1.0 + module.trainer.global_step, on_epoch=True, batch_size=len(batch))
+
+    step = TrainByteLM.training_step
+
+    def step_and_interrupt(module, batch):
+        if module.trainer.global_step == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(module, batch)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(TrainByteLM, "validation_step", log_a_rising_loss)
+    options = [*UNCHECKED, "--data", text, "--validate_every", "4", "--run", "run", "--steps", "14"]
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainByteLM, "training_step", step_and_interrupt)
+        assert train(*options) == 130
+    assert "interrupted after step 10\ncontinue with --resume run" in capsys.readouterr().out
+    assert checkpoint("run")["global_step"] == 10
+    assert train("--resume", "run") == 0
+    assert checkpoint("run")["global_step"] == 14
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
+    assert torch.load("run/checkpoints/best.ckpt", map_location="cpu", weights_only=True)["global_step"] == 4
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_16_bits_train_on_a_cpu(precision, text):
+    """The visited tiles are planned in the interpreter, which has no bfloat16: of a float32 copy."""
+    options = ["--data", text, "--steps", "2", "--run", "run", "--precision", precision, "--backend", "auto"]
+    assert train(*UNCHECKED, *options) == 0
+    assert all(0 < fraction <= 1 for layer in read(Path("run"))[-1]["layers"] for fraction in layer["visited"])
 
 
 def test_options_given_with_resume_go_before_those_of_the_run(text, capsys):
