@@ -186,7 +186,7 @@ def check_tensor(name: str, x: Tensor, device: torch.device | None = None, owner
 
 
 def check_counts(
-    name: str, numbers: Tensor, device: torch.device, axes: str, shape: tuple[int, ...] | None, owner: str = "q"
+    name: str, numbers: Tensor, device: torch.device | None, axes: str, shape: tuple[int, ...] | None, owner: str = "q"
 ) -> None:
     """Refuse what are no integers of this shape (None: any) on the device of their owner."""
     check_tensor(name, numbers, device, owner)

@@ -15,7 +15,7 @@ from decayattn.compatibility import refuse_unless
 from decayattn.functional import autocast, decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared, check_bool, check_positive_int
-from decayattn.problem import MAX_HEAD_DIM, BackendName, DecayName, SkipTolerance, autocast_dtype
+from decayattn.problem import MAX_HEAD_DIM, BackendName, DecayName, SkipTolerance
 from decayattn.sharding import Linear, local_part, own_heads, replicated, whole
 
 if TYPE_CHECKING:
@@ -148,8 +148,6 @@ class DecayFlashAttention(Spared):
         self.log_scale = nn.Parameter(torch.empty(num_heads, **options)) if scale == "learned" else None
         self.decay = _build_decay(decay, self.embed_dim, num_heads, options)
         self.tensor_mesh: Any = None  # the DeviceMesh of tensor parallelism; see decayattn.nn.tensor_parallel_plan
-        # of what in_proj returns, where a policy of FSDP2 decides; see decayattn.nn.fully_shard_attention
-        self.policy_dtype: torch.dtype | None = None
         self._zero_start()
 
     def reset_parameters(self) -> None:
@@ -227,7 +225,12 @@ class DecayFlashAttention(Spared):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _normalise(q, self.q_norm), _normalise(k, self.k_norm)
         if self.position is not None:
-            start = {} if cache is None else {"start": cache.lengths + cache.dropped}
+            start = {}
+            if cache is not None:
+                # an empty cache may have no device yet
+                is_empty = cache.longest == 0
+                begins = x.new_zeros(len(x), dtype=torch.int32) if is_empty else cache.lengths + cache.dropped
+                start = {"start": begins}
             if self.context is not None:
                 start = {"start": torch.full(x.shape[:1], begin, dtype=torch.int32, device=x.device)}
             q, k = _check_placed(self.position(q, k, **start), q, k)
@@ -271,16 +274,13 @@ class DecayFlashAttention(Spared):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> DecayCache:
-        """An empty cache for this layer: at most max_length tokens in each of batch_size entries.
+        """Return an empty cache for this layer, with room for max_length tokens in each of batch_size entries.
 
-        device, dtype: default those of the layer's keys: under autocast its dtype, behind fully_shard_attention that of
-            the policy. A policy that came by torch's fully_shard is not known here, and needs `dtype=`.
+        Args:
+            device, dtype: of its buffers. By default those of the first keys: under autocast, FSDP, quantisation and
+                offloading the parameters do not tell.
         """
         self._check_cacheable()
-        weight = next(self.in_proj.parameters())  # of tensor parallelism's parts the first
-        device = weight.device if device is None else device
-        if dtype is None:
-            dtype = autocast_dtype(torch.device(device)) or self.policy_dtype or weight.dtype
         return DecayCache(
             batch_size, max_length, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
             value_dim=self.value_dim, device=device, dtype=dtype,
@@ -288,18 +288,21 @@ class DecayFlashAttention(Spared):
 
     @torch.no_grad()
     def score_bound(self) -> Tensor:
-        """|s q·k| ≤ score_bound (H,) whatever x is, for DecayCache.evict; from qk_norm's gains, float64.
-
-        Under tensor parallelism for this rank's heads, which its cache has. With FSDP2 a collective, for every rank.
+        """Upper bound (H,) on |scale · q·k| for any input, from qk_norm's gains. float64; DecayCache.evict takes it.
 
         A head of norm(x) is no longer than √D·max |gain|, in the dtype of the layer up to its rounding, and a position
-        module must not make it longer.
+        module must not make it longer. Under tensor parallelism the heads are those of the rank, as in its cache. With
+        FSDP2 it is a collective: every rank calls it.
 
         Raises:
-            ValueError: without qk_norm, when nothing bounds a score.
+            ValueError: without qk_norm, when nothing bounds a score, and while parameters are offloaded.
         """
         if self.q_norm is None or self.k_norm is None:
             raise ValueError("qk_norm: expected True, because without it nothing bounds a score")
+        if any(x is not None and x.is_meta for x in (self.q_norm.weight, self.k_norm.weight, self.log_scale)):
+            raise ValueError(
+                "qk_norm: expected gains with values, got some on the meta device; call score_bound before offloading"
+            )
         q_gain, k_gain = (whole(norm.weight).double().abs().amax() for norm in (self.q_norm, self.k_norm))
         scale = self._score_scale(own_heads)
         scale = self.head_dim**-0.5 if scale is None else scale

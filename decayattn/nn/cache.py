@@ -66,7 +66,7 @@ class DecayCache:
         max_length: tokens that an entry can hold.
         num_heads, num_kv_heads: query heads H; key heads H_kv, a divisor of H (default H).
         head_dim, value_dim: D and D_v (default D).
-        device, dtype: of the buffers, as in torch.nn; the dtype is that of the keys that will come.
+        device, dtype: of the buffers. By default those of the first keys, with which the buffers are allocated.
 
     Raises:
         TypeError, ValueError: for a bad argument, by name.
@@ -92,28 +92,27 @@ class DecayCache:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {num_kv_heads}")
         self.head_dim = check_positive_int("head_dim", head_dim)
         self.value_dim = check_positive_int("value_dim", head_dim if value_dim is None else value_dim)
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in SUPPORTED_DTYPES:
-            raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
-        tokens = (batch_size, max_length, self.num_kv_heads)
-        self.keys = torch.empty(*tokens, self.head_dim, device=device, dtype=dtype)
-        self.values = torch.empty(*tokens, self.value_dim, device=device, dtype=dtype)
-        self.alpha: Tensor | None = None
-        heads = (batch_size, self.num_heads)
-        self.first = torch.zeros(heads, device=device, dtype=torch.int32)
-        # log Σ exp(−α_j) over the evicted tokens of the last segment
-        self._log_evicted = torch.full(heads, -torch.inf, device=device, dtype=torch.float64)
-        self.lengths, self.dropped = torch.zeros(2, batch_size, device=device, dtype=torch.int32)
+        if dtype is not None:
+            _check_dtype("dtype", dtype)
         self.longest = 0
         self._is_tried = False  # launches are as large as max_length needs
+        is_known = device is not None and dtype is not None
+        self._allocate(self.max_length if is_known else 0, device, dtype)
+        # None until the first tokens come
+        self.device = None if device is None else self.keys.device
+        self.dtype = dtype
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.keys.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.keys.device
+    def _allocate(self, tokens: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Empty buffers with room for this number of tokens."""
+        batch, heads = (self.batch_size, tokens, self.num_kv_heads), (self.batch_size, self.num_heads)
+        with torch.inference_mode(False):  # tensors of inference_mode cannot be written outside of it
+            self.keys = torch.empty(*batch, self.head_dim, device=device, dtype=dtype)
+            self.values = torch.empty(*batch, self.value_dim, device=device, dtype=dtype)
+            self.alpha: Tensor | None = None
+            self.first = torch.zeros(heads, device=device, dtype=torch.int32)
+            # log Σ exp(−α_j) over the evicted tokens of the last segment
+            self._log_evicted = torch.full(heads, -torch.inf, device=device, dtype=torch.float64)
+            self.lengths, self.dropped = torch.zeros(2, self.batch_size, device=device, dtype=torch.int32)
 
     def attend(
         self,
@@ -157,6 +156,7 @@ class DecayCache:
         log_decay, rates = (rates, None) if rates is not None and rates.ndim == 3 else (None, rates)
         self._check_tokens(k, v, log_decay, new_lengths)
         refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
+        self._prepare(k)
         counted = _counted(new_lengths, q.shape[1])
         if self.longest == 0:
             with without_autocast(q.device):  # in the dtype of the cache, as later tokens
@@ -165,9 +165,9 @@ class DecayCache:
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
                 )
             # whatever has attended to them
-            self._append(self._decoder("auto" if backend == "hopper" else backend), k, v, log_decay, counted)
+            self._append(_decoder("auto" if backend == "hopper" else backend, k), k, v, log_decay, counted)
             return out
-        decoder = self._decoder(backend)
+        decoder = _decoder(backend, k)
         ends, first = self._append(decoder, k, v, log_decay, counted)
         left, _ = window_of(window_size, True)
         out, _ = decoder.decode(
@@ -188,7 +188,8 @@ class DecayCache:
             new_lengths, and what is raised: as in `attend`.
         """
         self._check_tokens(k, v, log_decay, new_lengths)
-        self._append(self._decoder("auto"), k, v, log_decay, _counted(new_lengths, k.shape[1]))
+        self._prepare(k)
+        self._append(_decoder("auto", k), k, v, log_decay, _counted(new_lengths, k.shape[1]))
 
     def grow(self, max_length: int) -> None:
         """Make room for max_length tokens, in new buffers of the same layout; the tokens stay."""
@@ -196,9 +197,15 @@ class DecayCache:
         if max_length < self.longest:
             raise ValueError(f"max_length: expected at least the {self.longest} tokens held, got {max_length}")
         self.max_length = max_length
+        if self._is_allocated:
+            self._resize(max_length)
+
+    def _resize(self, tokens: int) -> None:
+        """New buffers with room for this number of tokens."""
         used = slice(0, self.longest)
         keys, values, alpha = self.keys, self.values, self.alpha
-        self.keys, self.values = (x.new_empty(x.shape[0], max_length, *x.shape[2:]) for x in (keys, values))
+        with torch.inference_mode(False):
+            self.keys, self.values = (x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in (keys, values))
         self.keys[:, used], self.values[:, used] = keys[:, used], values[:, used]
         if alpha is not None:
             self.alpha = self._new_alpha()
@@ -214,6 +221,7 @@ class DecayCache:
     def reorder(self, index: Tensor) -> None:
         """Entry b becomes a copy of entry index[b], as beam search needs it; index (B,) int32 or int64."""
         check_counts("index", index, self.device, "(B,)", (self.batch_size,), "the cache")
+        index = index.to(self.lengths.device)  # not allocated, the cache has no device
         for buffer in (self.keys, self.values, self.alpha):
             if buffer is not None:
                 used = buffer[:, : self.longest]
@@ -229,12 +237,14 @@ class DecayCache:
         check_tensor("index", index, self.device, "the cache")
         if index.dtype not in (torch.int32, torch.int64) or index.ndim != 1:
             raise ValueError(f"index: expected (N,) int32 or int64, got {index.dtype} {tuple(index.shape)}")
-        self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
-        self.first, self.lengths = self.first.index_select(0, index), self.lengths.index_select(0, index)
-        self.dropped = self.dropped.index_select(0, index)
-        self._log_evicted = self._log_evicted.index_select(0, index)
-        if self.alpha is not None:
-            self.alpha = self.alpha[index]
+        index = index.to(self.lengths.device)
+        with torch.inference_mode(False):
+            self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
+            self.first, self.lengths = self.first.index_select(0, index), self.lengths.index_select(0, index)
+            self.dropped = self.dropped.index_select(0, index)
+            self._log_evicted = self._log_evicted.index_select(0, index)
+            if self.alpha is not None:
+                self.alpha = self.alpha[index]
         self.batch_size = len(index)
 
     def crop(self, tokens: int) -> None:
@@ -318,20 +328,23 @@ class DecayCache:
         shape = f"batch_size={self.batch_size}, max_length={self.max_length}, longest={self.longest}"
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         dims = f"head_dim={self.head_dim}, value_dim={self.value_dim}"
-        return f"{type(self).__name__}({shape}, {heads}, {dims}, device={str(self.device)!r}, dtype={self.dtype})"
+        kind = f"device={self.device and str(self.device)!r}, dtype={self.dtype}"
+        return f"{type(self).__name__}({shape}, {heads}, {dims}, {kind})"
 
     def _check_tokens(self, k: Tensor, v: Tensor, log_decay: Tensor | None, new_lengths: Tensor | None) -> None:
         """Refuse tokens that cannot be appended."""
-        for name, x, buffer in (("k", k, self.keys), ("v", v, self.values)):
-            check_tensor(name, x, self.device, "the cache")
-            if x.dtype != self.dtype:
+        check_tensor("k", k, self.device, "the cache")
+        device, dtype = k.device, k.dtype if self.dtype is None else self.dtype
+        _check_dtype("k", dtype)
+        for name, x, dim in (("k", k, self.head_dim), ("v", v, self.value_dim)):
+            check_tensor(name, x, device, "the cache")
+            if x.dtype != dtype:
                 raise TypeError(
-                    f"{name}: expected the dtype of the cache, {self.dtype}, got {x.dtype}; a cache for those is made "
-                    f"with dtype={x.dtype}"
+                    f"{name}: expected the dtype of the cache, {dtype}, got {x.dtype}; a cache for those is made with "
+                    f"dtype={x.dtype}"
                 )
-            if x.ndim != 4 or x.shape[:1] + x.shape[2:] != buffer.shape[:1] + buffer.shape[2:]:
-                batch, _, *heads = buffer.shape
-                wanted = f"({', '.join(map(str, [batch, 'T', *heads]))})"
+            if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (self.batch_size, self.num_kv_heads, dim):
+                wanted = f"({self.batch_size}, T, {self.num_kv_heads}, {dim})"
                 raise ValueError(f"{name}: expected the shape of the cache's tokens, {wanted}, got {tuple(x.shape)}")
         tokens = k.shape[1]
         if v.shape[1] != tokens:
@@ -342,7 +355,7 @@ class DecayCache:
                 f"entry up to {self.longest} tokens"
             )
         if log_decay is not None:
-            check_tensor("log_decay", log_decay, self.device, "the cache")
+            check_tensor("log_decay", log_decay, device, "the cache")
             per_token = (self.batch_size, tokens, self.num_heads)
             if log_decay.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"log_decay: expected float32 or float64, got {log_decay.dtype}")
@@ -352,13 +365,18 @@ class DecayCache:
             held, came = ("one per token", "none") if log_decay is None else ("none", "one per token")
             raise ValueError(f"log_decay: the tokens in the cache have {held}, the new ones {came}; reset the cache")
         if new_lengths is not None:
-            check_counts("new_lengths", new_lengths, self.device, "(B,)", (self.batch_size,), "the cache")
+            check_counts("new_lengths", new_lengths, device, "(B,)", (self.batch_size,), "the cache")
         refuse_gradients(k=k, v=v, log_decay=log_decay)
 
-    def _decoder(self, backend: str) -> registry.Decoder:
-        """Who writes and reads this cache; a backend without kernels for it is refused."""
-        kernels = registry.decoder(backend, self.dtype, self.device)
-        return cast(registry.Decoder, reference) if kernels is None else kernels
+    @property
+    def _is_allocated(self) -> bool:
+        return self.keys.shape[1] > 0
+
+    def _prepare(self, k: Tensor) -> None:
+        """Allocate the buffers, if these are the first keys."""
+        if not self._is_allocated:
+            self._allocate(self.max_length, k.device, k.dtype)
+            self.device, self.dtype = k.device, k.dtype
 
     def _append(
         self, decoder: registry.Decoder, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
@@ -398,8 +416,9 @@ class DecayCache:
 
     def _new_alpha(self) -> Tensor:
         """(B, max_length, H), the tokens of a head together."""
-        shape = (self.batch_size, self.num_heads, self.max_length)
-        return torch.empty(*shape, device=self.device, dtype=torch.float64).transpose(1, 2)
+        shape = (self.batch_size, self.num_heads, self.keys.shape[1])
+        with torch.inference_mode(False):
+            return torch.empty(*shape, device=self.device, dtype=torch.float64).transpose(1, 2)
 
     def _head_numbers(self, name: str, value: Tensor | float, lowest: float = -math.inf) -> Tensor:
         """A finite number, or a tensor (H,), as (H,) float64; what they hold is lowest ≤ x < inf."""
@@ -419,6 +438,12 @@ class DecayCache:
         return torch.full((self.num_heads,), float(value), device=self.device, dtype=torch.float64)
 
 
+def _decoder(backend: str, k: Tensor) -> registry.Decoder:
+    """Backend that writes and reads a cache of such keys."""
+    kernels = registry.decoder(backend, k.dtype, k.device)
+    return cast(registry.Decoder, reference) if kernels is None else kernels
+
+
 def _counted(new_lengths: Tensor | None, tokens: int) -> Tensor | None:
     """How many of the new tokens of each entry count, (B,) int32."""
     return None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
@@ -429,3 +454,8 @@ def _check_tolerance(tolerance: float) -> None:
         raise TypeError(f"tolerance: expected a number, got {tolerance!r} of type {type(tolerance).__name__}")
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {dtype}")

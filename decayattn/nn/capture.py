@@ -52,14 +52,14 @@ class CapturedStep:
             if not isinstance(cache, DecayCache):
                 raise TypeError(f"caches: expected DecayCaches, got {cache!r} of type {type(cache).__name__}")
             if cache.longest == 0:
-                raise ValueError("caches: expected those of a prompt, got one without a token")
+                raise ValueError("caches: expected filled caches, got an empty one; run the prompt first")
         if not self._caches:
             raise ValueError("caches: expected at least one, got none")
         _check_tensors(inputs)
         self._function, self._inputs = function, tuple(x.clone() for x in inputs)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._buffers, self._tokens = [_buffers(cache) for cache in self._caches], [0] * len(self._caches)
-        if self._caches[0].device.type == "cuda":
+        if self._caches[0].keys.is_cuda:
             self._capture()
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -87,7 +87,7 @@ class CapturedStep:
         return self._outputs
 
     def _capture(self) -> None:
-        device = self._caches[0].device
+        device = self._caches[0].keys.device
         with torch.cuda.device(device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())

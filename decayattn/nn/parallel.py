@@ -51,8 +51,6 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
     policy = options.get("mp_policy")
     as_stored = {name: value for name, value in options.items() if name != "mp_policy"}
     for _, layer in layers:
-        if policy is not None:
-            layer.policy_dtype = policy.output_dtype or policy.param_dtype
         parts = [part for part in (layer.decay, layer.position) if isinstance(part, nn.Module)]
         rest = _without(list(layer.parameters()), [part for part in parts if isinstance(part, FSDPModule)])
         # a group of parameters has one dtype, and a 16-bit model has a float32 decay

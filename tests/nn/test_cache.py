@@ -1,5 +1,6 @@
 """Generation with a cache: row for row what the whole sequence gives, and what a cache is asked to do besides."""
 
+import copy
 import math
 
 import pytest
@@ -272,10 +273,10 @@ def test_16_bit_decoding_rounds_as_the_whole_does():
     """Both compute in float32 and round operands and outputs at the same places: at most a unit of the output apart."""
     layer, x = build(dtype=torch.bfloat16, decay=DECAYS["custom"](), scale="learned"), tokens(dtype=torch.bfloat16)
     cache, seen = layer.make_cache(2, 24), []
-    assert cache.dtype == torch.bfloat16
     layer.out_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     layer(x)
     in_parts(layer, x, [10] + [1] * 14, cache)
+    assert cache.dtype == torch.bfloat16
     whole, parts = seen[0], torch.cat(seen[1:], 1)
     assert whole.dtype == parts.dtype == torch.bfloat16
     torch.testing.assert_close(parts, whole, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6)
@@ -285,17 +286,29 @@ def test_autocast():
     layer, x = build(dtype=torch.float32), tokens(dtype=torch.float32)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         want, cache = layer(x), layer.make_cache(2, 24)
-        assert cache.dtype == torch.bfloat16
         got = in_parts(layer, x, [10, 1, 13], cache)
-    assert got.dtype == torch.bfloat16
+    assert got.dtype == cache.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps * want.abs().max().item())
-    assert layer.make_cache(2, 24).dtype == torch.float32
 
 
-def test_inference_mode():
-    layer, x = build(), tokens()
+@pytest.mark.parametrize("decay", ["custom", "alibi"])
+def test_inference_mode_cache_works_outside_of_it(decay):
+    """A prefix is often computed once, under inference_mode, and continued elsewhere."""
+    layer, x = build(decay=DECAYS[decay](), position=Rotary(), head_dim=6), tokens()
+    index, cache = torch.tensor([1, 1, 0], device=DEVICE), layer.make_cache(2, 12)
     with torch.inference_mode():
-        assert_close(in_parts(layer, x, [20, 4]), layer(x))
+        layer(x[:, :12], cache=cache)
+        cache.grow(20)
+        cache.select(index)
+        cache.grow(30)
+    assert_close(layer(x[index, 12:20], cache=cache), layer(x[index])[:, 12:20])
+    with torch.inference_mode():
+        assert_close(layer(x[index, 20:], cache=cache), layer(x[index])[:, 20:])
+    cache.crop(4)
+    cache.reorder(index)
+    cache.evict(0.5, 1.0, *[layer.decay(x)] * (decay == "alibi"))
+    cache.reset()
+    assert_close(layer(x[index], cache=cache), layer(x[index]))
 
 
 def test_reorder_takes_beams_along():
@@ -313,13 +326,64 @@ def test_reorder_takes_beams_along():
 def test_a_reset_cache_is_a_new_one():
     """Also for another kind of decay."""
     scalar, constant, x = build(decay=Resets()), build(decay="constant"), tokens()
-    cache = scalar.make_cache(2, 24)
-    buffers = cache.keys.data_ptr(), cache.values.data_ptr()
+    cache, buffers = scalar.make_cache(2, 24), set()
     for layer in (scalar, scalar, constant, scalar):
         assert_close(in_parts(layer, x, [9, 1, 14], cache), layer(x))
         cache.reset()
         assert (cache.longest, cache.lengths.tolist()) == (0, [0, 0])
-    assert buffers == (cache.keys.data_ptr(), cache.values.data_ptr())
+        buffers.add((cache.keys.data_ptr(), cache.values.data_ptr()))
+    assert len(buffers) == 1
+
+
+class Quantised(nn.Module):
+    """A Linear with an int8 weight, as bitsandbytes has it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.step = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / self.step).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return x @ (self.weight * self.step).T
+
+
+@pytest.mark.parametrize("kind", ["int8", "offloaded", "no parameter"])
+def test_cache_takes_device_and_dtype_of_its_keys(kind):
+    """The parameters of quantised and offloaded layers have others, or are none."""
+    layer, x = build(dtype=torch.float32, qk_norm=True).cpu(), tokens(dtype=torch.float32).cpu()
+    if kind == "int8":
+        layer.in_proj = Quantised(layer.in_proj)
+    elif kind == "offloaded":
+        layer = pytest.importorskip("accelerate").cpu_offload(layer, execution_device=torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"qk_norm: expected gains with values, .* meta"):
+            layer.score_bound()
+    else:  # as quantize_dynamic leaves it
+        layer.in_proj.forward = lambda x, weight=layer.in_proj.weight: x @ weight.T
+        del layer.in_proj.weight
+    cache = layer.make_cache(2, 24)
+    assert (cache.device, cache.dtype) == (None, None)
+    whole = layer(x)
+    torch.testing.assert_close(in_parts(layer, x, [9, 1, 14], cache), whole, rtol=1e-4, atol=1e-4)
+    assert (cache.keys.device, cache.dtype) == (x.device, torch.float32)
+
+
+@pytest.mark.parametrize("given", [{}, {"device": DEVICE}, {"device": DEVICE, "dtype": torch.float64}])
+def test_cache_without_tokens_takes_every_call(given):
+    """Before its buffers are there, and after."""
+    q = torch.randn(3, 5, HEADS, 8, dtype=torch.float64, device=DEVICE)
+    cache, index = DecayCache(2, 3, num_heads=HEADS, head_dim=8, **given), torch.tensor([1, 0, 1], device=DEVICE)
+    cache.reset()
+    cache.reorder(index[:2])
+    cache.select(index)
+    cache.grow(5)
+    cache.crop(0)
+    assert (cache.evict(0.1, torch.ones(HEADS, device=DEVICE)) == 0).all()
+    assert repr(cache).startswith("DecayCache(batch_size=3, max_length=5, longest=0")
+    assert cache.lengths.tolist() == cache.dropped.tolist() == [0, 0, 0]
+    assert cache.keys.shape[0] == cache.values.shape[0] == 3
+    cache = copy.deepcopy(cache)
+    torch.testing.assert_close(cache.attend(q, q, q, -0.1), decay_attention(q, q, q, -0.1))
+    assert (cache.keys.shape, str(cache.device), cache.dtype) == ((3, 5, HEADS, 8), str(q.device), q.dtype)
 
 
 @pytest.mark.parametrize("decay", ["retnet", "none"])

@@ -125,7 +125,7 @@ def test_what_was_not_captured_is_refused(capture):
     [layer] = layers_of(capture, 1)
     cache = layer.make_cache(1, 12)
     x = torch.randn(1, 12, 32, device=capture)
-    with pytest.raises(ValueError, match="caches: expected those of a prompt, got one without a token"):
+    with pytest.raises(ValueError, match="caches: expected filled caches, got an empty one"):
         CapturedStep(step_of([layer], [cache]), [cache], x[:, :1])
     layer(x[:, :9], cache=cache)
     step = CapturedStep(step_of([layer], [cache]), [cache], x[:, :1])
