@@ -283,7 +283,7 @@ class DecayFlashAttention(Spared):
         self._check_cacheable()
         return DecayCache(
             batch_size, max_length, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
-            value_dim=self.value_dim, device=device, dtype=dtype,
+            value_dim=self.value_dim, window_size=self.window_size, device=device, dtype=dtype,
         )
 
     @torch.no_grad()

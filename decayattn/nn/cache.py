@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decayattn import reference
-from decayattn.arguments import check_arguments, check_counts, check_tensor, is_finite, refuse_gradients
+from decayattn.arguments import check_arguments, check_counts, check_tensor, check_window, is_finite, refuse_gradients
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention, per_head, per_row
@@ -26,46 +26,54 @@ from decayattn.problem import (
     without_autocast,
 )
 
+# Tokens that a cache with a window holds besides those in the window. Half of them stay when older ones move out, for
+# `crop`; the others come before the next move: one copy of the window per 128 steps is 3 % of the bytes that they read.
+_SLACK = 256
+
 
 class DecayCache:
-    r"""The tokens that an attention layer has seen, in buffers that are allocated once; inference only.
+    r"""Keys, values and decay of the tokens that an attention layer has seen; inference only.
 
-    The new tokens of a batch entry follow its earlier ones, and attention of them over all is what decay_attention
-    would give for the last rows of the whole sequence::
+    The new tokens of a batch entry follow its earlier ones. Their attention over all tokens is that of decay_attention
+    for the last rows of the whole sequence::
 
         S_ij = s_i · q_i·k_j + (α_i − α_j)     for the keys j ≤ i of i's segment
 
     α_t, the running sum of a decay per token, is kept whole and in float64, so a difference of two is exact at any
-    length. A decay that is constant, or none, needs nothing but positions, and holds no α. The first log-decay of a
-    sequence is never used, and one below −746 resets: it counts as 0 in α, and nothing before that token is visible any
-    more.
+    length. A constant decay needs positions only, and stores no α. The first log-decay of a sequence is never used. One
+    below −746 resets: it counts as 0 in α, and hides all tokens before its own.
 
-    A loop of its own calls `attend` (DecayFlashAttention does, when it gets `cache=`)::
+    DecayFlashAttention calls `attend` when it gets `cache=`; other loops call it themselves::
 
         cache = layer.make_cache(batch_size, max_length)
         y = layer(prompt, cache=cache)                            # (B, T, embed_dim)
         y = layer(next_token, cache=cache)                        # (B, 1, embed_dim), as often as max_length allows
 
-    The entries may have different lengths: `new_lengths` says how many of the tokens of a right-padded call count. What
-    the others hold, NaN included, does not matter, and what comes next overwrites them. Nothing here waits for the GPU,
-    so the host knows a bound on the lengths only: `longest`, to which a call adds all its tokens, padding included, and
-    which may not exceed max_length. `evict` makes room where the decay has made old tokens irrelevant, and `grow` gets
-    more memory; neither happens by itself.
+    Entries may have different lengths: `new_lengths` is the number of tokens that count in each entry of a right-padded
+    call. The others may hold any values, and later tokens overwrite them. Only `evict` synchronises with the device.
+    So the host knows an upper bound on the lengths: `longest`, to which a call adds all its tokens, padding included.
+
+    Without a window, `longest` may not exceed max_length. `evict` makes room where the decay has made old tokens
+    irrelevant, and `grow` allocates more; neither happens by itself. With a window the number of tokens has no limit.
+    Full buffers lose the tokens that no later row sees, and hold the window, 256 tokens, and those of a longer call
+    while it runs.
 
     Attributes:
-        keys, values: (B, max_length, H_kv, D) and (B, max_length, H_kv, D_v); tokens beyond a length hold anything.
-        alpha: (B, max_length, H) float64, from the first decay per token on, else None. Natural logarithm. The tokens
-            of a head are together in memory.
-        first: (B, H) int32, the first token that a head still sees: its last reset, or what `evict` has left.
+        keys, values: (B, room, H_kv, D) and (B, room, H_kv, D_v); tokens beyond a length hold anything. room is
+            max_length, at most left + 256 with a window (left, right), and 0 before the first tokens.
+        alpha: (B, room, H) float64, from the first decay per token on, else None. Natural logarithm. The tokens of a
+            head are together in memory.
+        first: (B, H) int32, the first token that is visible to a head: its last reset, or the first that `evict` left.
         lengths: (B,) int32, tokens in use, on the device; FlashAttention's seqused_k.
-        dropped: (B,) int32, tokens before those in use, which `evict` has removed.
-        longest: no length is larger.
+        dropped: (B,) int32, tokens before those in use, which were evicted or moved out of the window.
+        longest: upper bound on the lengths.
 
     Args:
         batch_size: B.
         max_length: tokens that an entry can hold.
         num_heads, num_kv_heads: query heads H; key heads H_kv, a divisor of H (default H).
         head_dim, value_dim: D and D_v (default D).
+        window_size: (left, right) as in decay_attention, the widest window of any call.
         device, dtype: of the buffers. By default those of the first keys, with which the buffers are allocated.
 
     Raises:
@@ -81,6 +89,7 @@ class DecayCache:
         num_kv_heads: int | None = None,
         head_dim: int,
         value_dim: int | None = None,
+        window_size: tuple[int, int] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -92,12 +101,16 @@ class DecayCache:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {num_kv_heads}")
         self.head_dim = check_positive_int("head_dim", head_dim)
         self.value_dim = check_positive_int("value_dim", head_dim if value_dim is None else value_dim)
+        check_window(window_size)
+        self.window_size = window_size
+        left, _ = window_of(window_size, True)
+        self._left = None if left < 0 else left
         if dtype is not None:
             _check_dtype("dtype", dtype)
         self.longest = 0
-        self._is_tried = False  # launches are as large as max_length needs
+        self._is_tried = False  # launches are as large as full buffers need
         is_known = device is not None and dtype is not None
-        self._allocate(self.max_length if is_known else 0, device, dtype)
+        self._allocate(self._room if is_known else 0, device, dtype)
         # None until the first tokens come
         self.device = None if device is None else self.keys.device
         self.dtype = dtype
@@ -112,7 +125,10 @@ class DecayCache:
             self.first = torch.zeros(heads, device=device, dtype=torch.int32)
             # log Σ exp(−α_j) over the evicted tokens of the last segment
             self._log_evicted = torch.full(heads, -torch.inf, device=device, dtype=torch.float64)
-            self.lengths, self.dropped = torch.zeros(2, self.batch_size, device=device, dtype=torch.int32)
+            # _moved: `dropped` when tokens last moved out of the window
+            self.lengths, self.dropped, self._moved = torch.zeros(3, self.batch_size, device=device, dtype=torch.int32)
+        # constant log-decays of the last `attend`, (H,) or 0; None before
+        self._rates: Tensor | float | None = None
 
     def attend(
         self,
@@ -130,16 +146,16 @@ class DecayCache:
     ) -> Tensor:
         """Append T tokens and return the causal attention of their queries over all tokens, (B, T, H, D_v).
 
-        The first tokens of an empty cache go through decay_attention itself, in any backend, with skip_tolerance. After
-        that all keys that a row sees are read: "reference" is eager PyTorch, "triton" decodes with kernels of its own,
-        which "auto" takes on a GPU, and "hopper" is refused, because it has none.
+        The first tokens of an empty cache go through decay_attention, in any backend, with skip_tolerance. Later calls
+        read all keys that are visible to a row: "reference" is eager PyTorch, "triton" has kernels for decoding, which
+        "auto" takes on a GPU, and "hopper" raises, because it has none.
 
         Args:
             q, k, v, log_decay, scale, window_size, sink, skip_tolerance, backend: as in decay_attention, with T tokens
                 on either side: log_decay and scale are those of the new ones. All in the dtype of the cache, also under
-                autocast.
-            new_lengths: (B,) int32 or int64: of each entry only the first so many new tokens count (numbers outside
-                0 … T are taken as the nearest of them). What is returned for the others means nothing.
+                autocast. A cache with a window takes no wider one.
+            new_lengths: (B,) int32 or int64, the number of new tokens that count in each entry (clamped to 0 … T). The
+                outputs of the others are undefined.
 
         Raises:
             TypeError, ValueError: for every bad argument, by name, before anything changes; also where the tokens do
@@ -156,7 +172,16 @@ class DecayCache:
         log_decay, rates = (rates, None) if rates is not None and rates.ndim == 3 else (None, rates)
         self._check_tokens(k, v, log_decay, new_lengths)
         refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
+        left, _ = window_of(window_size, True)
+        if self._left is not None and not 0 <= left <= self._left:
+            raise ValueError(
+                f"window_size: expected one within the cache's, {self.window_size}, because older tokens leave it; "
+                f"got {window_size}"
+            )
         self._prepare(k)
+        if not self._is_tried:  # the memory of a CUDA graph may be written again
+            self._rates = 0.0 if rates is None else rates
+        narrow = self._make_room(q.shape[1])
         counted = _counted(new_lengths, q.shape[1])
         if self.longest == 0:
             with without_autocast(q.device):  # in the dtype of the cache, as later tokens
@@ -164,59 +189,66 @@ class DecayCache:
                     q, k, v, rates if log_decay is None else log_decay, scale=scale, window_size=window_size,
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
                 )
-            # whatever has attended to them
+            # "hopper" cannot append, and may have attended
             self._append(_decoder("auto" if backend == "hopper" else backend, k), k, v, log_decay, counted)
-            return out
-        decoder = _decoder(backend, k)
-        ends, first = self._append(decoder, k, v, log_decay, counted)
-        left, _ = window_of(window_size, True)
-        out, _ = decoder.decode(
-            Inputs(q, self.keys, self.values, rates, row_scale, sink=sink, scale=number), ends, alpha=self.alpha,
-            first=first, left=None if left < 0 else left, longest=self.max_length if self._is_tried else self.longest,
-        )
+        else:
+            decoder = _decoder(backend, k)
+            ends, first = self._append(decoder, k, v, log_decay, counted)
+            longest = self.keys.shape[1] if self._is_tried else self.longest
+            out, _ = decoder.decode(
+                Inputs(q, self.keys, self.values, rates, row_scale, sink=sink, scale=number), ends, alpha=self.alpha,
+                first=first, left=None if left < 0 else left, longest=longest,
+            )
+        self._narrow(narrow)
         return out
 
     def append(
         self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, new_lengths: Tensor | None = None
     ) -> None:
-        """Write T tokens behind those of every entry, without any attention.
+        """Write T tokens after those of every entry, without any attention.
 
         Args:
             k, v: (B, T, H_kv, D) and (B, T, H_kv, D_v) in the dtype of the cache.
             log_decay: (B, T, H) float32 or float64 where the decay is one per token. None where it is constant or none:
-                those are given to `attend` only. One cache holds one kind.
-            new_lengths, and what is raised: as in `attend`.
+                `attend` takes those. One cache holds one kind.
+            new_lengths: as in `attend`, and so are the errors.
         """
         self._check_tokens(k, v, log_decay, new_lengths)
         self._prepare(k)
+        narrow = self._make_room(k.shape[1])
         self._append(_decoder("auto", k), k, v, log_decay, _counted(new_lengths, k.shape[1]))
+        self._narrow(narrow)
 
     def grow(self, max_length: int) -> None:
-        """Make room for max_length tokens, in new buffers of the same layout; the tokens stay."""
+        """Make room for max_length tokens, in new buffers; a window may need less. The tokens stay."""
         max_length = check_positive_int("max_length", max_length)
         if max_length < self.longest:
             raise ValueError(f"max_length: expected at least the {self.longest} tokens held, got {max_length}")
         self.max_length = max_length
-        if self._is_allocated:
-            self._resize(max_length)
+        if self._is_allocated and self.keys.shape[1] != self._room:
+            self._resize(self._room)
 
     def _resize(self, tokens: int) -> None:
         """New buffers with room for this number of tokens."""
-        used = slice(0, self.longest)
-        keys, values, alpha = self.keys, self.values, self.alpha
         with torch.inference_mode(False):
-            self.keys, self.values = (x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in (keys, values))
-        self.keys[:, used], self.values[:, used] = keys[:, used], values[:, used]
-        if alpha is not None:
-            self.alpha = self._new_alpha()
-            self.alpha[:, used] = alpha[:, used]
+            keys, values = (x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in (self.keys, self.values))
+        self._move_to(keys, values)
+
+    def _move_to(self, keys: Tensor, values: Tensor, alpha: Tensor | None = None) -> None:
+        """Copy the tokens into these buffers, and use them; α into a new one by default."""
+        used, held = slice(0, self.longest), (self.keys, self.values, self.alpha)
+        self.keys, self.values = keys, values
+        self.alpha = None if self.alpha is None else self._new_alpha() if alpha is None else alpha
+        for to, of in zip((self.keys, self.values, self.alpha), held, strict=True):
+            if to is not None and of is not None:
+                to[:, used] = of[:, used]
 
     def reset(self) -> None:
-        """Forget every token; the buffers stay."""
-        for state in (self.lengths, self.dropped, self.first):
+        """Remove every token; the buffers stay."""
+        for state in (self.lengths, self.dropped, self._moved, self.first):
             state.zero_()
         self._log_evicted.fill_(-torch.inf)
-        self.longest = 0
+        self.longest, self._rates = 0, None
 
     def reorder(self, index: Tensor) -> None:
         """Entry b becomes a copy of entry index[b], as beam search needs it; index (B,) int32 or int64."""
@@ -226,13 +258,13 @@ class DecayCache:
             if buffer is not None:
                 used = buffer[:, : self.longest]
                 used.copy_(used.index_select(0, index))
-        for state in (self.first, self.lengths, self.dropped, self._log_evicted):
+        for state in (self.first, self.lengths, self.dropped, self._moved, self._log_evicted):
             state.copy_(state.index_select(0, index))
 
     def select(self, index: Tensor) -> None:
-        """Keep the entries index (N,) int32 or int64, in that order, any of them more than once: batch_size becomes N.
+        """Make a batch of the entries index (N,) int32 or int64, in that order; entries may repeat.
 
-        In new buffers; `reorder` is without them where batch_size stays.
+        Allocates. For an unchanged batch size `reorder` works in place.
         """
         check_tensor("index", index, self.device, "the cache")
         if index.dtype not in (torch.int32, torch.int64) or index.ndim != 1:
@@ -241,21 +273,32 @@ class DecayCache:
         with torch.inference_mode(False):
             self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
             self.first, self.lengths = self.first.index_select(0, index), self.lengths.index_select(0, index)
-            self.dropped = self.dropped.index_select(0, index)
+            self.dropped, self._moved = self.dropped.index_select(0, index), self._moved.index_select(0, index)
             self._log_evicted = self._log_evicted.index_select(0, index)
             if self.alpha is not None:
                 self.alpha = self.alpha[index]
         self.batch_size = len(index)
 
     def crop(self, tokens: int) -> None:
-        """Forget the last so many tokens of every entry, or all that it has. A reset among them is not undone.
+        """Remove the last `tokens` tokens of every entry, or all of them if it has fewer.
 
-        An entry that has none left begins anew, as after `reset`. What `evict` has hidden of the others stays hidden.
+        A reset among them is not undone, and tokens that `evict` has hidden stay hidden. An entry without tokens is as
+        after `reset`. With a window, the tokens that the next row sees have to be there still: after others have moved
+        out, up to 128 tokens can be removed, and those that came since (fewer if max_length is below left + 256). More
+        raise, on a GPU by an assertion on the device.
         """
         if isinstance(tokens, bool) or not isinstance(tokens, Integral):
             raise TypeError(f"tokens: expected an int, got {tokens!r} of type {type(tokens).__name__}")
         if not 0 <= tokens <= self.longest:
             raise ValueError(f"tokens: expected 0 to the {self.longest} held, got {tokens}")
+        if self._left is not None:
+            needed = max(self._left, 1)  # the newest token stays, because α of the next one follows its own
+            first_needed = self.lengths + self.dropped - tokens - needed
+            refuse_unless(
+                ((self._moved == 0) | (first_needed >= self._moved)).all(),
+                "tokens: expected fewer, because the next row sees tokens that have moved out of the window; reset the "
+                "cache and run the prompt again",
+            )
         self.lengths.sub_(tokens).clamp_(min=0)
         self.longest -= int(tokens)
         # a first token beyond the length would hide the next ones, too
@@ -266,28 +309,29 @@ class DecayCache:
 
     @torch.no_grad()
     def evict(self, tolerance: float, score_bound: Tensor | float, log_decay: Tensor | float | None = None) -> Tensor:
-        r"""Forget the oldest tokens that no later row can notice; how much of its probability a row can have lost.
+        r"""Drop the oldest tokens that no later row can notice. Return a bound on the probability that a row lost.
 
         With |s q·k| ≤ S for every row and key, a row i has exp(LSE_i) ≥ exp(−S), because it sees itself. So the evicted
         tokens would have had of its probability::
 
             Σ_evicted P_ij  ≤  exp(2 S + α_i) Σ_evicted exp(−α_j)
 
-        which never grows while log-decays are ≤ 0, and which is at most the tolerance for every row to come. The sum
-        counts earlier evictions too, and is 0 again at a reset. Outputs change by 2·tolerance·max |v| at most. A sink
-        or a window only makes it less.
-        A head hides as many of its oldest tokens as that allows (the newest one stays); those that every head hides,
-        and those before the last reset of every head, leave the buffers. To know how much room this has made, the host
-        waits for the device: the only place where it does.
+        It never grows while log-decays are ≤ 0, and is at most the tolerance for every row to come. The sum includes
+        earlier evictions, and a reset sets it to 0. Outputs change by at most 2·tolerance·max |v|. A sink or a window
+        only lowers the loss. Without a decay every token may matter, and all stay.
+
+        A head hides as many of its oldest tokens as the tolerance allows; the newest one stays. Tokens that every head
+        hides leave the buffers. Synchronises with the device to learn the new length; no other method does.
 
         Args:
             tolerance: 0 < tolerance < 1.
             score_bound: S, a number or (H,). DecayFlashAttention.score_bound gives it for a layer with qk_norm.
-            log_decay: the constant decay, a number or (H,), where the decay is one; it must be the one of `attend`.
+            log_decay: the constant decay, a number or (H,). Default: that of the last `attend`, needed after `append`
+                alone.
 
         Returns:
-            (B, H) float64, the bound on the lost probability: at most tolerance, unless log-decays above 0 came after
-            an earlier eviction, or tokens were cropped.
+            (B, H) float64, the bound. It exceeds the tolerance where an earlier eviction had a larger one, where
+            log-decays above 0 came after an earlier eviction, or where tokens were cropped.
 
         Raises:
             TypeError, ValueError: for a bad argument, by name, before anything changes. Bad numbers in a tensor on a
@@ -297,6 +341,12 @@ class DecayCache:
         score_bound = self._head_numbers("score_bound", score_bound, lowest=0.0)
         if log_decay is not None and self.alpha is not None:
             raise ValueError("log_decay: expected None, because the cache holds a decay per token")
+        log_decay = self._rates if log_decay is None else log_decay
+        if log_decay is None and self.alpha is None and self.longest > 0:
+            raise ValueError(
+                "log_decay: expected the constant decay, a number or (H,), because `append` alone does not tell it; "
+                "pass 0.0 if nothing decays"
+            )
         # below −746 the bound is 0 anyway, and 0 · (−inf) would be NaN
         rates = self._head_numbers("log_decay", 0.0 if log_decay is None else log_decay).clamp(min=RESET_BELOW)
         if self.longest == 0:
@@ -307,22 +357,59 @@ class DecayCache:
         else:
             alpha = self.alpha[:, : self.longest]
         bound = reference.evict(self._held(), alpha, math.log(tolerance), score_bound)
-        self._compact()
-        return bound.exp()
-
-    def _compact(self) -> None:
-        """Move the tokens that some head sees to the front."""
         # the newest token stays, seen or not (`crop` may have left it hidden): α of the next one follows its own
         gone = torch.minimum(self.first.amin(1), (self.lengths - 1).clamp(min=0))
-        index = (torch.arange(self.longest, device=self.device) + gone[:, None]).clamp(max=self.longest - 1)
+        self._drop(gone, int((self.lengths - gone).max()))
+        return bound.exp()
+
+    @property
+    def _room(self) -> int:
+        """Tokens that the buffers hold."""
+        return self.max_length if self._left is None else min(self.max_length, self._left + _SLACK)
+
+    @property
+    def _kept(self) -> int | None:
+        """Tokens that stay when older ones move out of the window; None if there is no room for it and another two."""
+        if self._left is None or self._room < self._left + 2:
+            return None
+        return self._left + (self._room - self._left) // 2
+
+    def _make_room(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Make room for this number of tokens. Return the buffers that larger ones replace during a long call, or None.
+        """
+        if self.longest + tokens <= self.keys.shape[1]:
+            return None
+        self._move_out()
+        if self.longest + tokens <= self.keys.shape[1]:
+            return None
+        narrow = self.keys, self.values, self.alpha
+        self._resize(self.longest + tokens)
+        return narrow
+
+    def _narrow(self, narrow: tuple[Tensor, Tensor, Tensor | None] | None) -> None:
+        """Return to the buffers that `_make_room` has replaced: CUDA graphs may hold their addresses."""
+        if narrow is not None:
+            self._move_out()
+            self._move_to(*narrow)
+
+    def _move_out(self) -> None:
+        """Drop the tokens that no later row sees, but for the slack."""
+        assert self._kept is not None
+        gone = (self.lengths - self._kept).clamp(min=0)
+        self._drop(gone, min(self.longest, self._kept))
+        self._moved.copy_(torch.where(gone > 0, self.dropped, self._moved))
+
+    def _drop(self, gone: Tensor, longest: int) -> None:
+        """Remove the first gone (B,) tokens of every entry; no entry has more than `longest` others."""
+        index = (torch.arange(longest, device=self.device) + gone[:, None]).clamp(max=self.longest - 1)
         entry = torch.arange(self.batch_size, device=self.device)[:, None]
         for buffer in (self.keys, self.values, self.alpha):
             if buffer is not None:
-                buffer[:, : self.longest] = buffer[entry, index]
-        self.first.sub_(gone[:, None])
+                buffer[:, :longest] = buffer[entry, index]
+        self.first.sub_(gone[:, None]).clamp_(min=0)
         self.lengths.sub_(gone)
         self.dropped.add_(gone)
-        self.longest = int(self.lengths.max())
+        self.longest = longest
 
     def __repr__(self) -> str:
         shape = f"batch_size={self.batch_size}, max_length={self.max_length}, longest={self.longest}"
@@ -349,11 +436,7 @@ class DecayCache:
         tokens = k.shape[1]
         if v.shape[1] != tokens:
             raise ValueError(f"v: expected the {tokens} tokens of k, got {v.shape[1]}")
-        if self.longest + tokens > self.max_length:
-            raise ValueError(
-                f"k: {tokens} more tokens do not fit: the cache has max_length = {self.max_length}, and its longest "
-                f"entry up to {self.longest} tokens"
-            )
+        self._check_room("k", tokens)
         if log_decay is not None:
             check_tensor("log_decay", log_decay, device, "the cache")
             per_token = (self.batch_size, tokens, self.num_heads)
@@ -368,6 +451,19 @@ class DecayCache:
             check_counts("new_lengths", new_lengths, device, "(B,)", (self.batch_size,), "the cache")
         refuse_gradients(k=k, v=v, log_decay=log_decay)
 
+    def _check_room(self, name: str, tokens: int) -> None:
+        """Refuse more tokens than fit."""
+        has_room = self.longest + tokens <= self._room
+        if has_room or (self._kept is not None and not self._is_tried):
+            return
+        limit = f"max_length = {self.max_length}"
+        if self._kept is not None:
+            limit = f"room for {self._room - self._kept} new tokens per captured step"
+        raise ValueError(
+            f"{name}: {tokens} more tokens do not fit: the cache has {limit}, and its longest entry up to "
+            f"{self.longest} tokens"
+        )
+
     @property
     def _is_allocated(self) -> bool:
         return self.keys.shape[1] > 0
@@ -375,7 +471,7 @@ class DecayCache:
     def _prepare(self, k: Tensor) -> None:
         """Allocate the buffers, if these are the first keys."""
         if not self._is_allocated:
-            self._allocate(self.max_length, k.device, k.dtype)
+            self._allocate(self._room, k.device, k.dtype)
             self.device, self.dtype = k.device, k.dtype
 
     def _append(
@@ -403,7 +499,9 @@ class DecayCache:
 
     @contextlib.contextmanager
     def _trial(self) -> Iterator[None]:
-        """What is appended inside is forgotten behind it, and launches are as large as max_length needs."""
+        """Context that removes the tokens appended inside. Launches are as large as full buffers need."""
+        if self._kept is not None:
+            self._move_out()  # a step needs room
         state, longest = [self.lengths, self.first, self._log_evicted], self.longest
         before = [x.clone() for x in state]
         self._is_tried = True
@@ -415,7 +513,7 @@ class DecayCache:
                 x.copy_(value)
 
     def _new_alpha(self) -> Tensor:
-        """(B, max_length, H), the tokens of a head together."""
+        """(B, room, H), the tokens of a head together."""
         shape = (self.batch_size, self.num_heads, self.keys.shape[1])
         with torch.inference_mode(False):
             return torch.empty(*shape, device=self.device, dtype=torch.float64).transpose(1, 2)

@@ -11,10 +11,10 @@ from decayattn.nn.cache import DecayCache
 
 
 class CapturedStep:
-    r"""A decoding step that the host prepares once and the GPU repeats, where a small model waits for Python otherwise.
+    r"""A decoding step captured as a CUDA graph: no Python between its kernels.
 
-    The function appends new tokens to caches, through layers with `cache=`, and returns tensors. It is captured in a
-    CUDA graph after the prompt, and called like the function from then on::
+    The function appends new tokens to caches, through layers with `cache=`, and returns tensors. It is captured after
+    the prompt, and called like the function from then on::
 
         caches = [layer.make_cache(batch_size, max_length) for layer in layers]
         token = model(prompt, caches).argmax(-1)[:, -1:]             # (B, 1)
@@ -23,25 +23,24 @@ class CapturedStep:
         for _ in range(1000):
             token = step(token)
 
-    Every call reads its inputs from, and returns its outputs in, memory that the next call overwrites: clone what is
-    kept longer. Sizes do not change from call to call; the lengths of the entries do, they are on the device. `evict`,
-    `crop` and `reorder` between calls are fine; where a cache has new buffers since (`grow`, `select`), or has been
-    emptied, a call raises an error. Launches are as large as max_length needs. What the function does besides is
-    subject to what CUDA graphs allow (no waiting for the GPU, no new shapes; random numbers of the default generator
-    go on from replay to replay).
+    Inputs and outputs are in memory that the next call overwrites: clone outputs to keep them. Sizes are those of the
+    capture; the lengths of the entries are on the device and change. `evict`, `crop`, `reorder` and longer calls
+    between two steps are fine. A cache that was emptied or reallocated (`reset`, `grow`, `select`) raises. Launches are
+    as large as full buffers need. The rest of the function follows the rules of CUDA graphs: no synchronisation, no
+    new shapes; random numbers of the default generator continue from replay to replay.
 
-    On a CPU, which has no graphs, the function is called as it is.
+    A CPU has no graphs, and calls the function.
 
     Args:
-        function: called as function(*inputs); it appends as many tokens to a cache in every call. On a GPU it is called
-            three times here, and what it appends then is forgotten.
-        caches: those that it appends to, with a prompt in them, and room for another call.
-        inputs: tensors as those of the calls: shapes, dtypes, device.
+        function: called as function(*inputs). It appends the same number of tokens to a cache in every call, up to 128
+            with a window. On a GPU it is called three times here, and the tokens of these calls are removed.
+        caches: the caches that it appends to. They hold a prompt and have room for another call.
+        inputs: tensors of the shapes, dtypes and device of all calls.
 
     Raises:
-        TypeError, ValueError: for a bad argument, by name; later, for inputs of other shapes, dtypes or devices, and
-            where the tokens do not fit in a cache.
-        RuntimeError: in a call, where a cache is not the one that was captured any more.
+        TypeError, ValueError: for a bad argument, by name; in a call, for inputs of other shapes, dtypes or devices,
+            and for tokens that do not fit in a cache.
+        RuntimeError: in a call, for a cache that was emptied or reallocated.
     """
 
     def __init__(self, function: Callable[..., Any], caches: Sequence[DecayCache], *inputs: Tensor):
@@ -63,7 +62,7 @@ class CapturedStep:
             self._capture()
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """What the function returns for these inputs."""
+        """Return the function's outputs for these inputs."""
         _check_tensors(inputs)
         kinds = [(x.shape, x.dtype, x.device) for x in inputs]
         expected = [(x.shape, x.dtype, x.device) for x in self._inputs]
@@ -73,12 +72,12 @@ class CapturedStep:
             return self._function(*inputs)
         for cache, buffers, tokens in zip(self._caches, self._buffers, self._tokens, strict=True):
             if _buffers(cache) != buffers or cache.longest == 0:
-                raise RuntimeError("CapturedStep: a cache has other buffers or lost its tokens: capture the step again")
-            if cache.longest + tokens > cache.max_length:
-                raise ValueError(
-                    f"caches: {tokens} more tokens do not fit: one has max_length = {cache.max_length}, and its "
-                    f"longest entry up to {cache.longest} tokens"
+                raise RuntimeError(
+                    "CapturedStep: a cache was emptied or reallocated (reset, grow, select); create a new CapturedStep"
                 )
+            cache._check_room("caches", tokens)
+        for cache, tokens in zip(self._caches, self._tokens, strict=True):
+            cache._make_room(tokens)
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         self._graph.replay()

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+import decayattn.nn.cache
 from decayattn import DecayFlashAttention, reference
 from decayattn.nn import CapturedStep, ScalarDecay
 
@@ -142,12 +143,32 @@ def test_what_was_not_captured_is_refused(capture):
         step(x[:, :1])
     if step._graph is not None:
         cache.grow(40)
-        with pytest.raises(RuntimeError, match="has other buffers or lost its tokens: capture the step again"):
+        with pytest.raises(RuntimeError, match=r"was emptied or reallocated .* create a new CapturedStep"):
             step(x[:, :1])
     cache.reset()
     if step._graph is not None:
-        with pytest.raises(RuntimeError, match="lost its tokens"):
+        with pytest.raises(RuntimeError, match="was emptied"):
             step(x[:, :1])
+
+
+@torch.no_grad()
+def test_captured_step_goes_beyond_a_window(capture, monkeypatch):
+    """Tokens move out between steps, never within one, and a longer call leaves the graph's buffers in place."""
+    monkeypatch.setattr(decayattn.nn.cache, "_SLACK", 8)
+    [layer], x = layers_of(capture, 1), torch.randn(2, 90, 32, device=capture)
+    layer.window_size = (5, 0)
+    cache = layer.make_cache(2, 80)
+    layer(x[:, :12], cache=cache)
+    function = step_of([layer], [cache])
+    step, out = CapturedStep(function, [cache], x[:, :2]), [x[:, :12]]
+    assert cache.lengths.tolist() == [12, 12] if step._graph is None else [9, 9]
+    out += [step(x[:, t : t + 2])[0].clone() for t in range(12, 40, 2)]
+    out.append(function(x[:, 40:70])[0])
+    out += [step(x[:, t : t + 2])[0].clone() for t in range(70, 90, 2)]
+    torch.testing.assert_close(torch.cat(out, 1)[:, 12:], (x + layer(x))[:, 12:], rtol=1e-5, atol=1e-5)
+    if step._graph is not None:
+        with pytest.raises(ValueError, match=r"5 more tokens do not fit: .* room for 4 new tokens per captured step"):
+            CapturedStep(function, [cache], x[:, :5])
 
 
 def test_bad_arguments_are_named():

@@ -175,9 +175,38 @@ def test_eviction_frees_what_a_reset_hides():
 def test_without_decay_nothing_is_evicted():
     cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
     k = torch.randn(1, 9, 2, 4, device=DEVICE)
-    cache.append(k, k)
+    cache.append(k[:, :8], k[:, :8])
+    with pytest.raises(ValueError, match=r"log_decay: expected the constant decay, .* `append` alone does not tell it"):
+        cache.evict(0.1, 1.0)
+    assert (cache.evict(0.1, 1.0, 0.0) == 0).all()
+    cache.attend(*(x[:, 8:] for x in (k, k, k)))
     assert (cache.evict(0.1, torch.tensor([1.0, 0.5], device=DEVICE)) == 0).all()
     assert (cache.longest, cache.dropped.item()) == (9, 0)
+
+
+@pytest.mark.parametrize("rates", [-2.0, torch.tensor([-2.0, -2.0], device=DEVICE)], ids=["number", "tensor"])
+def test_evict_takes_the_constant_decay_of_attend(rates):
+    caches = [DecayCache(1, 40, num_heads=2, head_dim=4) for _ in range(2)]
+    q = torch.randn(1, 40, 2, 4, device=DEVICE)
+    for cache in caches:
+        cache.attend(q[:, :30], q[:, :30], q[:, :30], rates)
+    bounds = caches[0].evict(1e-3, 1.0), caches[1].evict(1e-3, 1.0, rates)
+    assert torch.equal(*bounds)
+    assert caches[0].longest == caches[1].longest < 30
+    caches[0].reset()
+    caches[0].append(q, q)
+    with pytest.raises(ValueError, match="log_decay: expected the constant decay"):
+        caches[0].evict(1e-3, 1.0)
+
+
+def test_bound_counts_an_earlier_laxer_eviction():
+    stream = Stream("scalar")
+    cache = stream.cache(240)
+    cache.append(stream.k[:, :200], stream.v[:, :200], stream.log_decay[:, :200])
+    lax = cache.evict(1e-2, stream.bound)
+    strict = cache.evict(1e-6, stream.bound)
+    assert (strict > 1e-6).any()
+    torch.testing.assert_close(strict, lax, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -188,12 +217,11 @@ def test_a_layer_generates_far_beyond_its_cache(kind, backend):
     decay = constant if kind == "constant" else ScalarDecay(WIDTH, HEADS, initial_half_lives=(0.5, 1.0))
     layer = build(backend, decay=decay, qk_norm=True, head_dim=6, position=Rotary(), scale=0.05)
     cache, tolerance, prompts, rest = layer.make_cache(2, 100), 1e-9, tokens(2, 30), tokens(2, 120)
-    rates = decay(rest) if kind == "constant" else None
     layer(prompts, cache=cache, new_lengths=torch.tensor([30, 20], device=DEVICE))
     cache.reorder(torch.tensor([1, 0], device=DEVICE))
     out = []
     for part in rest.split(30, dim=1):
-        assert (cache.evict(tolerance, layer.score_bound(), rates) <= tolerance).all()
+        assert (cache.evict(tolerance, layer.score_bound()) <= tolerance).all()
         out.append(layer(part, cache=cache))
     assert (cache.dropped > 40).all()
     assert (cache.dropped + cache.lengths).tolist() == [140, 150]
