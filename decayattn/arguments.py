@@ -178,9 +178,10 @@ def check_bias(bias: Tensor | None, q: Tensor, k: Tensor, tokens: int | None = N
 
 
 def check_tensor(name: str, x: Tensor, device: torch.device | None = None, owner: str = "q") -> None:
-    """Refuse what is no tensor on the device of its owner; None: on any."""
+    """Refuse all but a dense tensor on the device of its owner; None: on any."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(x)}")
+    _check_dense(name, x)
     if device is not None and x.device != device:
         raise ValueError(f"{name}: expected the device of {owner}, {device}, got {x.device}")
 
@@ -197,16 +198,19 @@ def check_counts(
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "a nested tensor" if tensor.is_nested else f"one of layout {tensor.layout}"
-        raise TypeError(f"{name}: expected a dense tensor, got {kind}")
+    """Refuse nested and sparse tensors."""
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got a nested tensor; pack the sequences, nested.values() of the jagged "
+            "layout, and pass cu_seqlens, nested.offsets(), to decay_attention_varlen or to the layer"
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got one of layout {tensor.layout}")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(tensor)}")
-        _check_dense(name, tensor)
+        check_tensor(name, tensor)
         if tensor.ndim != len(axes):
             raise ValueError(
                 f"{name}: expected {len(axes)} dimensions ({', '.join(axes)}), got shape {tuple(tensor.shape)}"

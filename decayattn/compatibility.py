@@ -147,9 +147,23 @@ def _probe_assertion() -> Callable[[Tensor, str], None]:
 _assertion = _usable("torch._assert_async", _probe_assertion, "a padding_mask on a GPU is waited for")
 
 
+def _probe_wrappers() -> tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor]]:
+    functorch = torch._C._functorch
+    _expect(functorch.is_functorch_wrapped_tensor(torch.ones((), device="cpu")), bool)
+    return functorch.is_functorch_wrapped_tensor, functorch.get_unwrapped
+
+
+_wrappers = _usable(
+    "torch._C._functorch.is_functorch_wrapped_tensor, .get_unwrapped", _probe_wrappers,
+    "values of tensors are not checked under a transform of torch.func",
+)
+
+
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """An assertion that runs with the kernels, so that nothing waits for the device: on a CPU a RuntimeError at once,
-    on a GPU a failed assertion, as of an index out of range. torch.compile and CUDA graphs keep it."""
+    """Assert in the stream of the kernels, without a synchronisation. torch.compile and CUDA graphs keep it.
+
+    On a CPU it raises a RuntimeError at once, on a GPU the device fails, as from an index out of range.
+    """
     if _assertion is not None:
         _assertion(condition, message)
     elif not condition:
@@ -157,9 +171,18 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 
 
 def refuse_unless(condition: Tensor, message: str) -> None:
-    """Refuse values of a tensor: at once on a CPU; elsewhere, and in compiled code, by an assertion that runs with the
-    kernels, so that nothing waits for the device."""
-    if condition.device.type != "cpu" or torch.compiler.is_compiling():
+    """Refuse values of a tensor: at once on a CPU; elsewhere, and in compiled code, by assert_on_device."""
+    if torch.compiler.is_compiling():
+        assert_on_device(condition, message)
+        return
+    if is_transformed():
+        if _wrappers is None:
+            return
+        is_wrapped, unwrapped = _wrappers
+        while is_wrapped(condition):  # vmap has no rule for an assertion; inside are the values of all samples
+            condition = unwrapped(condition)
+        condition = condition.all()
+    if condition.device.type != "cpu":
         assert_on_device(condition, message)
         return
     try:

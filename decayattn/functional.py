@@ -411,7 +411,7 @@ def per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
 def per_row(scale: Tensor | float | None, q: Tensor) -> tuple[Tensor | None, float]:
     """scale as Inputs has it: row_scale (B, T_q, H) in the accumulator dtype, or None, and the number."""
     if scale is None:
-        return None, q.shape[3] ** -0.5
+        return None, integer(q.shape[3]) ** -0.5  # torch.jit.trace has tensors for sizes
     if not isinstance(scale, Tensor):
         return None, float(scale)
     return scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32).expand(q.shape[:3]), 1.0

@@ -1,6 +1,7 @@
 """Without the private names of PyTorch and Triton that calls are faster with; those of launches are in
 backends/runtime/test_launching.py."""
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -74,6 +75,20 @@ def test_with_and_without_assertions_on_the_device(gone, reload, monkeypatch):
     compatibility.assert_on_device(torch.tensor(True), "all is well")
     with pytest.raises(RuntimeError, match="a row with a gap"):
         compatibility.assert_on_device(torch.tensor(False), "a row with a gap")
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_values_under_vmap_need_the_unwrapped_tensor(gone, reload, monkeypatch):
+    if gone:
+        with monkeypatch.context() as patch:
+            patch.delattr(torch._C._functorch, "get_unwrapped")
+            reload()
+        (fallback,) = compatibility.fallbacks()
+        assert "values of tensors are not checked under a transform" in fallback
+    refuse = torch.vmap(lambda x: (compatibility.refuse_unless(x, "a bad sample"), x)[1])
+    refuse(torch.tensor([True, True]))
+    with contextlib.nullcontext() if gone else pytest.raises(ValueError, match="a bad sample"):
+        refuse(torch.tensor([True, False]))
 
 
 @pytest.mark.parametrize("change", ["gone", "changed"])

@@ -76,7 +76,11 @@ def from_fox(state: Mapping[str, Tensor], *, prefix: str = "", ogate_act: str = 
 
 
 def _of_layer(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    layers = [name.removesuffix("q_proj.weight") for name in state if name.endswith("q_proj.weight")]
+    if layers and prefix not in layers:
+        raise ValueError(f"prefix: expected that of one layer, for example {layers[0]!r}, got {prefix!r}")
+    return own
 
 
 def _convert(
@@ -105,7 +109,10 @@ def _convert(
     for name in sorted(own.keys() & _NORMS):
         gains, rows = own[name].shape[0], own[name.replace("norm", "proj")].shape[0]
         if gains == rows and head_dim is None:
-            raise ValueError(f"{prefix}{name}: without a forget gate none can tell one head from a gain for every head")
+            raise ValueError(
+                f"{prefix}{name}: cannot tell one head from one gain per head; without a forget gate the state dict "
+                "does not give the number of heads"
+            )
         if gains == rows != head_dim:
             raise ValueError(f"{prefix}{name}: it has a gain for every head, DecayFlashAttention one for all heads")
         converted[name] = own[name]

@@ -4,22 +4,35 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from decayattn.arguments import check_skip_tolerance, check_window, is_finite
+from decayattn import keywords
+from decayattn.arguments import check_skip_tolerance, check_tensor, check_window, is_finite
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.functional import autocast, decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared, check_bool, check_positive_int
-from decayattn.problem import MAX_HEAD_DIM, BackendName, DecayName, SkipTolerance
+from decayattn.problem import MAX_HEAD_DIM, BackendName, SkipTolerance
 from decayattn.sharding import Linear, local_part, own_heads, replicated, whole
 
 if TYPE_CHECKING:
     from decayattn.distributed import ContextParallel
+
+DecayPreset = Literal["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "constant", "none"]
+# the decay modules that have a name, from embed_dim, num_heads and options of the module
+DECAYS: dict[str, Callable[..., nn.Module | None]] = {
+    "scalar": ScalarDecay,
+    "alibi": lambda _, heads, **options: ConstantDecay.alibi(heads, **options),
+    "alibi-learned": lambda _, heads, **options: ConstantDecay.alibi(heads, learned=True, **options),
+    "retnet": lambda _, heads, **options: ConstantDecay.retnet(heads, **options),
+    "retnet-learned": lambda _, heads, **options: ConstantDecay.retnet(heads, learned=True, **options),
+    "constant": lambda _, heads, **options: ConstantDecay.alibi(heads, **options),
+    "none": lambda *_, **options: None,
+}
 
 
 class DecayFlashAttention(Spared):
@@ -53,7 +66,8 @@ class DecayFlashAttention(Spared):
         value_dim: D_v of a value head, up to 256; default head_dim.
         decay: where the log-decay comes from.
             "scalar": ScalarDecay, a forget gate per token and head (the Forgetting Transformer, arXiv 2503.02130).
-            "constant": ConstantDecay.alibi, frozen. "none": no decay.
+            "alibi" or "constant": ConstantDecay.alibi, frozen; "retnet": ConstantDecay.retnet, frozen; "alibi-learned",
+            "retnet-learned": the same as a start. "none": no decay.
             A module: a configured ScalarDecay or ConstantDecay, or any module of your own that maps x to a float32
             log_decay of shape (H,) or (B, T, H).
         causal: a token sees itself and the past; otherwise everything, with the decay in both directions.
@@ -61,15 +75,15 @@ class DecayFlashAttention(Spared):
         qk_norm: RMSNorm over head_dim of every query and key head; one learned gain for the queries, one for the keys.
         output_gate: multiply the output by sigmoid(g) before the output projection.
         position: a module called as position(q, k), q (B, T, H, D) and k (B, T, H_kv, D), that returns both in the same
-            shapes and dtype: rotary embeddings, for example. With a cache it is called as position(q, k, start=start),
-            start (B,) int32 being the positions of the first new tokens; a module that does not take start cannot be
-            used with a cache.
-        window_size: as in decay_attention, (left, right) in tokens.
-        sink: a learned logit per head that takes part in every softmax and gives nothing, 0 at first.
-        scale: of the scores: a number, default 1/√D; "learned": exp(log_scale_h)/√D, a parameter per head, 0 at first.
-        skip_tolerance: as in decay_attention; a cache reads all that it holds, and has `evict`.
-        backend: as in decay_attention; a plain attribute that may be changed at any time. After a cache's first tokens
-            "hopper" is refused, which has no kernels for them.
+            shapes and dtype: rotary embeddings, for example. With a cache or a context it is called as
+            position(q, k, start=start), start (B,) int32 being the positions of the first new tokens; a module that
+            does not take start raises there.
+        window_size: as in decay_attention, (left, right) in tokens. It bounds a cache, too.
+        sink: add a learned logit per head to every softmax, with a zero value vector; initially 0.
+        scale: of the scores: a number, default 1/√D; "learned": exp(log_scale_h)/√D, a parameter per head, initially 0.
+        skip_tolerance: as in decay_attention. A cache reads all that it holds, and has `evict`.
+        backend: as in decay_attention; a plain attribute that may be changed at any time. "hopper" raises after the
+            first tokens of a cache, because it has no kernels for them.
         device, dtype: of the parameters, as in torch.nn; those of the decay stay at least float32.
 
     The projections start as nn.Linear does (variance 1/(3·fan_in), at width 768 the 0.02 of GPT-2) with zero biases;
@@ -92,15 +106,16 @@ class DecayFlashAttention(Spared):
         TypeError, ValueError: for every bad argument, by name.
     """
 
+    @keywords.named
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
-        *,
+        embed_dim: int = keywords.REQUIRED,
+        num_heads: int = keywords.REQUIRED,
+        *others: object,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         value_dim: int | None = None,
-        decay: DecayName | nn.Module = "scalar",
+        decay: DecayPreset | nn.Module = "scalar",
         causal: bool = True,
         bias: bool = False,
         qk_norm: bool = False,
@@ -113,7 +128,10 @@ class DecayFlashAttention(Spared):
         backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: object,
     ):
+        if others or unknown:
+            keywords.refuse(DecayFlashAttention, unknown, others)
         super().__init__()
         self.embed_dim = check_positive_int("embed_dim", embed_dim)
         self.num_heads = num_heads = check_positive_int("num_heads", num_heads)
@@ -165,47 +183,48 @@ class DecayFlashAttention(Spared):
         parameters = (self._parameters.get(name) for name in ("sink", "log_scale"))
         return (parameter for parameter in parameters if parameter is not None)
 
+    @keywords.named
     def forward(
         self,
-        x: Tensor,
-        *,
+        x: Tensor = keywords.REQUIRED,
+        *others: object,
         padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         resets: Tensor | None = None,
         cache: DecayCache | None = None,
         new_lengths: Tensor | None = None,
+        **unknown: object,
     ) -> Tensor:
         """x (B, T, embed_dim) → (B, T, embed_dim), in the dtype of the projections (autocast's where it is on).
 
         Args:
             x: the tokens; with a cache, those that follow the ones in it.
-            padding_mask: (B, T), True or 1 for the tokens of a sequence, which are one stretch of its row (padded on
-                the left, on the right, or both), and False or 0 for padding: bool, or integers as tokenizers give
-                them. Padding is not seen, attends to nothing, and may hold anything, NaN included. Any other mask is
-                refused, without waiting for a GPU: there and in compiled code an assertion on the device fails, as
-                that of an index out of range does.
-            cu_seqlens, max_seqlen: packed sequences, as decay_attention_varlen takes them, int32 or int64:
-                x (1, total, embed_dim), and sequence n is its tokens cu_seqlens[n] ≤ t < cu_seqlens[n + 1]. Tokens
-                before the first and behind the last are padding. max_seqlen defaults to total; the longest sequence's
-                length saves launching programs that find nothing to do.
-            resets: (B, T), True or not 0 for the first token of a document, bool or integers: nothing before it is
-                visible from it on. A log-decay of −inf, so the decay has to be one per token.
-            cache: from make_cache; it takes in the tokens of x. Inference only.
-            new_lengths: (B,) int32 or int64, with a cache: entry b of x has so many tokens, and padding behind them,
-                which may hold anything; what is returned for it means nothing.
+            padding_mask: (B, T) bool or integers, True or 1 for tokens and False or 0 for padding. The tokens of a row
+                are consecutive, with padding on the left, on the right, or both. Padding attends to nothing, is visible
+                to nothing, and may hold any values, NaN included.
+            cu_seqlens, max_seqlen: packed sequences, x (1, total, embed_dim): offsets (sequences + 1,) of int32 or
+                int64, which start with 0 and never fall. Sequence n is the tokens cu_seqlens[n] ≤ t <
+                cu_seqlens[n + 1]; tokens after the last one are padding. max_seqlen is an upper bound on the lengths,
+                by default total; a lower one saves programs without work.
+            resets: (B, T) bool or integers, True or 1 for the first token of a document: nothing before it is visible
+                to it or to later tokens. A log-decay of −inf, so it needs a decay per token.
+            cache: from make_cache; the tokens of x are appended to it. Inference only.
+            new_lengths: (B,) int32 or int64, with a cache: number of valid tokens in each entry of x. The rest is
+                padding: it may hold any values, and its outputs are undefined.
 
         Raises:
-            TypeError, ValueError: for every bad argument, by name, and where the tokens do not fit in the cache.
+            TypeError, ValueError: for every bad argument, by name, and where the tokens do not fit in the cache. Bad
+                values in padding_mask, cu_seqlens and resets raise on a CPU. On a GPU, and in compiled code, they fail
+                an assertion on the device, without a synchronisation.
             RuntimeError: with a cache where a gradient would be needed.
         """
-        begin = 0
+        given = (x, padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, others, unknown)
         if self.context is None:
-            self._check_arguments(x, padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths)
+            begin = self._check_arguments(*given)
         else:
             with self.context.telling(x):
-                self._check_arguments(x, padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths)
-                begin = self.context.first_token(x.shape[1])
+                begin = self._check_arguments(*given)
         if self.tensor_mesh is not None:
             x = replicated(x, self.tensor_mesh)
         padding: Tensor | None = None
@@ -214,7 +233,7 @@ class DecayFlashAttention(Spared):
             padding, bounds = padding_mask == 0, _bounds(padding_mask)
         elif cu_seqlens is not None:
             cu_seqlens, token = cu_seqlens.to(torch.int32), torch.arange(x.shape[1], device=x.device) + begin
-            padding = ((token < cu_seqlens[0]) | (token >= cu_seqlens[-1]))[None]
+            padding = (token >= cu_seqlens[-1])[None]
         if padding is not None:
             # whatever it holds: the gradients of the weights are sums over all tokens, and 0 · NaN is NaN
             x = x.masked_fill(padding[..., None], 0)
@@ -237,7 +256,7 @@ class DecayFlashAttention(Spared):
         log_decay = None if self.decay is None else self.decay(x)
         if resets is not None:
             if not isinstance(log_decay, Tensor) or log_decay.ndim != 3:
-                raise ValueError("resets: expected only where the decay is one per token")
+                raise ValueError("resets: expected a decay per token; with a constant decay use cu_seqlens")
             log_decay = log_decay.masked_fill(resets.bool()[..., None], -math.inf)
         options: dict[str, Any] = dict(
             scale=self._score_scale(local_part), window_size=self.window_size,
@@ -329,8 +348,7 @@ class DecayFlashAttention(Spared):
         return part(self.log_scale, self.tensor_mesh).to(wide).exp() / math.sqrt(self.head_dim)
 
     def _check_input(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x: expected a torch.Tensor, got {x!r} of type {type(x).__name__}")
+        check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x: expected shape (B, T, embed_dim = {self.embed_dim}), got {tuple(x.shape)}")
         if not x.is_floating_point():
@@ -338,28 +356,47 @@ class DecayFlashAttention(Spared):
 
     def _check_arguments(
         self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
-        resets: Tensor | None, cache: DecayCache | None, new_lengths: Tensor | None,
-    ) -> None:
+        resets: Tensor | None, cache: DecayCache | None, new_lengths: Tensor | None, others: tuple, unknown: dict,
+    ) -> int:
+        """Refuse what decay_attention cannot know. Return the position of x's first token; with a cache it is 0."""
+        if others or unknown:
+            keywords.refuse(DecayFlashAttention.forward, unknown, others)
         self._check_input(x)
         if cache is not None:
             self._check_cache(x, cache)
         elif new_lengths is not None:
             raise ValueError("new_lengths: expected only with a cache")
         self._check_sequences(x, padding_mask, cu_seqlens, max_seqlen, resets, cache)
+        begin, end = 0, x.shape[1]
+        if self.context is not None:
+            self._check_position("context")
+            begin, lengths = self.context.first_token(end), self.context.lengths
+            end = end * torch.distributed.get_world_size(self.context.group) if lengths is None else sum(lengths)
+        if cu_seqlens is not None:
+            _check_offsets(cu_seqlens, end)
+        return begin
 
     def _check_sequences(
         self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
         resets: Tensor | None, cache: DecayCache | None,
     ) -> None:
-        """What decay_attention cannot know. It checks the rest."""
         for name, mask in (("padding_mask", padding_mask), ("resets", resets)):
             if mask is None:
                 continue
             _check_integers(name, mask, x, or_bool=True)
             if mask.shape != x.shape[:2]:
                 raise ValueError(f"{name}: expected shape (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+        if resets is not None and resets.dtype != torch.bool:
+            refuse_unless(
+                ((resets == 0) | (resets == 1)).all(),
+                "resets: expected 0 or 1, for the first token of a document, got other numbers; of document numbers "
+                "they are F.pad(numbers.diff() != 0, (1, 0))",
+            )
         if sum(given is not None for given in (padding_mask, cu_seqlens, cache)) > 1:
-            raise ValueError("padding_mask, cu_seqlens, cache: expected at most one of them")
+            raise ValueError(
+                "padding_mask, cu_seqlens, cache: expected at most one; with a cache, pad on the right and pass "
+                "new_lengths"
+            )
         if self.context is not None and (padding_mask is not None or cache is not None):
             name = "cache" if padding_mask is None else "padding_mask"
             raise ValueError(f"{name}: expected None where the layer has a context; cu_seqlens keeps sequences apart")
@@ -384,12 +421,15 @@ class DecayFlashAttention(Spared):
     def _check_cacheable(self) -> None:
         if not self.causal:
             raise ValueError("cache: a layer with causal=False has none, because its earlier tokens see the later ones")
+        self._check_position("cache")
+
+    def _check_position(self, needed_by: str) -> None:
         if self.position is not None:
             parameters = inspect.signature(self.position.forward).parameters
             if "start" not in parameters and all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
                 raise ValueError(
-                    "cache: expected a position module that takes the keyword start, the positions (B,) of the first "
-                    f"new tokens; {type(self.position).__name__} does not"
+                    f"{needed_by}: expected a position module that takes the keyword start, the positions (B,) of the "
+                    f"first new tokens; {type(self.position).__name__} does not"
                 )
 
 
@@ -413,10 +453,20 @@ def _bounds(padding_mask: Tensor) -> dict[str, Tensor]:
     return {"leftpad_q": begin, "leftpad_k": begin, "seqused_q": end, "seqused_k": end}
 
 
+def _check_offsets(cu_seqlens: Tensor, end: int) -> None:
+    offsets = cu_seqlens.long()  # a difference of unsigned integers is never below 0
+    refuse_unless(
+        (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= end),
+        "cu_seqlens: expected offsets that start with 0, never fall and end within the tokens; got lengths? use the "
+        "running sum, F.pad(lengths.cumsum(0), (1, 0))",
+    )
+
+
 def _check_integers(name: str, numbers: Tensor, x: Tensor, or_bool: bool = False) -> None:
     expected = "a bool or an integer tensor" if or_bool else "an integer tensor"
     if not isinstance(numbers, Tensor):
         raise TypeError(f"{name}: expected {expected}, got {numbers!r} of type {type(numbers).__name__}")
+    check_tensor(name, numbers)
     is_bool = numbers.dtype == torch.bool
     if numbers.is_floating_point() or numbers.is_complex() or (is_bool and not or_bool):
         raise TypeError(f"{name}: expected {expected}, got {numbers.dtype}")
@@ -439,22 +489,17 @@ def _check_placed(placed: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[
     return placed
 
 
-def _build_decay(decay: DecayName | nn.Module, embed_dim: int, num_heads: int, options: dict) -> nn.Module | None:
+def _build_decay(decay: DecayPreset | nn.Module, embed_dim: int, num_heads: int, options: dict) -> nn.Module | None:
     if isinstance(decay, nn.Module):
         if isinstance(decay, Decay) and decay.num_heads != num_heads:
             raise ValueError(f"decay: expected a module for {num_heads} heads, got one for {decay.num_heads}")
         return decay
+    expected = f"decay: expected {', '.join(map(repr, DECAYS))} or a module"
     if not isinstance(decay, str):
-        raise TypeError(
-            f"decay: expected 'scalar', 'constant', 'none' or a module, got {decay!r} of type {type(decay).__name__}"
-        )
-    if decay == "scalar":
-        return ScalarDecay(embed_dim, num_heads, **options)
-    if decay == "constant":
-        return ConstantDecay.alibi(num_heads, **options)
-    if decay == "none":
-        return None
-    raise ValueError(f"decay: expected 'scalar', 'constant', 'none' or a module, got {decay!r}")
+        raise TypeError(f"{expected}, got {decay!r} of type {type(decay).__name__}")
+    if decay not in DECAYS:
+        raise ValueError(f"{expected}, got {decay!r}")
+    return DECAYS[decay](embed_dim, num_heads, **options)
 
 
 def check_kv_heads(name: str, num_kv_heads: int | None, heads_name: str, num_heads: int) -> int:

@@ -389,7 +389,7 @@ def of_the_first_layer(group, mode, *, lengths="equal", packed=False, length=60,
     mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
     per_token = options.get("decay", "scalar") == "scalar"
     resets = torch.rand(x.shape[:2]) < 0.05 if per_token else None
-    cu_seqlens = torch.tensor([2, 20, 47]) if packed else None
+    cu_seqlens = torch.tensor([0, 20, 47]) if packed else None
 
     def run(x, d_y, resets):
         x = x.clone().requires_grad_()

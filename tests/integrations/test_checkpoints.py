@@ -1,5 +1,7 @@
 """Weights of other libraries' layers: what the layer computes with them, as a formula, is what ours computes."""
 
+import re
+
 import other_libraries
 import pytest
 import torch
@@ -80,8 +82,13 @@ def test_one_head_of_the_forgetting_transformer(fgate, of_all):
 
 def test_a_layer_of_a_model():
     theirs = randomised(torch.nn.ModuleDict({x: other_libraries.ForgettingAttention(WIDTH, HEADS) for x in "ab"}))
-    weights = from_fla({f"model.{name}": x for name, x in theirs.state_dict().items()}, prefix="model.b.")
-    check(theirs["b"], DecayFlashAttention(WIDTH, HEADS), weights)
+    model = {f"model.{name}": x for name, x in theirs.state_dict().items()}
+    check(theirs["b"], DecayFlashAttention(WIDTH, HEADS), from_fla(model, prefix="model.b."))
+    for convert in (from_fla, from_fox):
+        for prefix in ("", "model.b", "b.", "model."):
+            message = re.escape(f"prefix: expected that of one layer, for example 'model.a.', got {prefix!r}")
+            with pytest.raises(ValueError, match=message):
+                convert(model, prefix=prefix)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +112,10 @@ def test_other_refusals():
         from_fox(theirs, ogate_act="silu")
     with pytest.raises(ValueError, match=r"f_proj.weight: missing in the state dict"):
         from_fla(theirs)
-    with pytest.raises(ValueError, match=r"attn.q_proj.weight: missing in the state dict"):
+    with pytest.raises(ValueError, match=r"prefix: expected that of one layer, for example '', got 'attn\.'"):
         from_fla(theirs, prefix="attn.")
+    with pytest.raises(ValueError, match=r"attn.q_proj.weight: missing in the state dict"):
+        from_fla({}, prefix="attn.")
     with pytest.raises(ValueError, match=r"q_conv1d.weight: DecayFlashAttention has no equivalent"):
         from_fox(theirs | {"q_conv1d.weight": torch.zeros(3)})
     for kv_heads in (1, 2):
@@ -115,5 +124,5 @@ def test_other_refusals():
             from_fla(normed.state_dict())
     for heads in (1, HEADS):
         normed = other_libraries.ForgettingAttentionLayer(WIDTH, heads, fgate_type="none", qk_norm=True)
-        with pytest.raises(ValueError, match=r"k_norm.weight: without a forget gate none can tell"):
+        with pytest.raises(ValueError, match=r"k_norm.weight: cannot tell one head from one gain per head"):
             from_fox(normed.state_dict())

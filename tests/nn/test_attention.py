@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 import textwrap
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import decayattn.nn.attention
-from decayattn import DecayFlashAttention
+from decayattn import DecayFlashAttention, keywords
 from decayattn.nn import ConstantDecay, ScalarDecay
 
 WIDTH, BATCH, TOKENS = 12, 2, 9
@@ -452,7 +453,8 @@ def test_the_readme_shows_the_documented_block():
         ((1200, 4), {}, ValueError, "head_dim: expected at most 256, got 300"),
         ((12, 4), {"value_dim": 257}, ValueError, "value_dim: expected at most 256, got 257"),
         ((12, 4), {"value_dim": "8"}, TypeError, "value_dim: expected an int, got '8' of type str"),
-        ((12, 4), {"decay": "alibi"}, ValueError, "decay: expected 'scalar', .* or a module, got 'alibi'"),
+        ((12, 4), {"decay": "rope"}, ValueError, "decay: expected 'scalar', 'alibi', .* or a module, got 'rope'"),
+        ((12, 4, 0.1), {}, TypeError, "DecayFlashAttention: expected embed_dim and num_heads, .* got 1 more"),
         ((12, 4), {"decay": None}, TypeError, "decay: expected .* or a module, got None of type NoneType"),
         ((12, 4), {"decay": ConstantDecay.alibi(8)}, ValueError, "decay: expected a module for 4 heads, got one for 8"),
         ((12, 4), {"causal": 1}, TypeError, "causal: expected a bool, got 1 of type int"),
@@ -486,6 +488,68 @@ def test_errors_of_construction_name_the_argument(arguments, options, error, mes
 def test_errors_of_a_call_name_the_argument(x, error, message):
     with pytest.raises(error, match=message):
         DecayFlashAttention(WIDTH, 4)(x)
+
+
+OTHER_NAMES = {
+    "DecayFlashAttention": ["dropout", "batch_first", "add_bias_kv", "rope", "qkv_bias", "num_key_value_heads"],
+    "DecayFlashAttention.forward": [
+        "attn_mask", "attention_mask", "key_padding_mask", "is_causal", "need_weights", "past_key_values",
+    ],
+}
+
+
+@pytest.mark.parametrize("owner", OTHER_NAMES)
+def test_names_of_other_libraries_are_told_ours(owner):
+    layer, hints = DecayFlashAttention(WIDTH, 4), keywords._OF_LAYER[owner]
+    function = layer.forward if owner.endswith("forward") else DecayFlashAttention
+    known = inspect.signature(function).parameters
+    assert hints.keys() >= {*OTHER_NAMES[owner]}
+    assert not known.keys() & hints.keys()
+    assert {x.kind for x in known.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    for name, hint in {**hints, "window_sizes": "", "xyz": "it takes "}.items():
+        with pytest.raises(TypeError, match=f"^{name}: unexpected keyword argument of {owner}; {re.escape(hint)}"):
+            function(*([tokens()] if owner.endswith("forward") else [WIDTH, 4]), **{name: 0.0})
+    with pytest.raises(TypeError, match=r"window_sizes: .* did you mean window_size\?"):
+        DecayFlashAttention(WIDTH, 4, window_sizes=(4, 0))
+
+
+def test_query_key_and_value_are_refused_by_name():
+    x = tokens()
+    message = r"DecayFlashAttention.forward: expected x, .* got 2 more; it is self-attention: layer\(x\)"
+    layer = DecayFlashAttention(WIDTH, 4)
+    with pytest.raises(TypeError, match=message):
+        layer(x, x, x, need_weights=False)
+    with pytest.raises(TypeError, match=r"query: unexpected keyword argument .* the layer is self-attention"):
+        layer(query=x, key=x, value=x)
+    with pytest.raises(TypeError, match=r"x: expected a torch.Tensor, got nothing"):
+        layer()
+    with pytest.raises(TypeError, match=r"hidden_size: unexpected keyword argument .* use embed_dim"):
+        DecayFlashAttention(hidden_size=WIDTH, num_heads=4)
+    with pytest.raises(TypeError, match=r"num_heads: expected an int, got nothing"):
+        DecayFlashAttention(WIDTH)
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("alibi", lambda: ConstantDecay.alibi(4)), ("constant", lambda: ConstantDecay.alibi(4)),
+    ("alibi-learned", lambda: ConstantDecay.alibi(4, learned=True)), ("retnet", lambda: ConstantDecay.retnet(4)),
+    ("retnet-learned", lambda: ConstantDecay.retnet(4, learned=True)), ("scalar", lambda: ScalarDecay(WIDTH, 4)),
+])
+def test_named_decays_are_modules(name, expected):
+    decay, expected = DecayFlashAttention(WIDTH, 4, decay=name, dtype=torch.bfloat16).decay, expected()
+    assert repr(decay) == repr(expected)
+    assert torch.equal(decay(tokens()), expected(tokens()))
+    assert {x.dtype for x in decay.state_dict().values()} == {torch.float32}
+    assert list(decay.state_dict()) == list(expected.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit")
+@pytest.mark.parametrize("options", [{}, EVERYTHING, {"scale": 0.5, "decay": "alibi"}], ids=["default", "all", "scale"])
+def test_jit_trace_gives_the_layer(options):
+    layer, x = build(**options, backend="reference"), tokens()
+    torch.testing.assert_close(torch.jit.trace(layer, x)(x + 1), layer(x + 1), rtol=1e-14, atol=1e-14)
+    q = torch.randn(2, 9, 4, 3, dtype=torch.float64)
+    traced = torch.jit.trace(lambda q: decayattn.decay_attention(q, q, q, -0.1, backend="reference"), q)
+    torch.testing.assert_close(traced(-q), decayattn.decay_attention(-q, -q, -q, -0.1), rtol=1e-14, atol=1e-14)
 
 
 class Position(nn.Module):

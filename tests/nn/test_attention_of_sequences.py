@@ -1,5 +1,7 @@
 """The layer on sequences as people have them: padded, packed, cut into documents; windows, sinks, and a cache."""
 
+import contextlib
+import itertools
 import math
 import subprocess
 import sys
@@ -10,8 +12,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from decayattn import DecayFlashAttention
-from decayattn.nn import ConstantDecay
+from decayattn import DecayFlashAttention, decay_attention
+from decayattn.nn import ConstantDecay, DecayCache
 
 LENGTHS = [9, 0, 1, 23]
 LONGEST = 25
@@ -155,8 +157,8 @@ def test_what_padding_holds_does_not_matter(padding, kind, device):
     """To outputs and gradients, those of the weights included, which are sums over all tokens."""
     layer = layer_of("scalar", bias=True, qk_norm=True).to(device)
     mask = torch.zeros(1 if kind == "packed" else 3, 9, dtype=torch.bool, device=device)
-    mask[0, 2:7] = mask[1:, 4:] = True
-    options = dict(cu_seqlens=torch.tensor([2, 4, 7], device=device)) if kind == "packed" else dict(padding_mask=mask)
+    mask[0, :7] = mask[1:, 4:] = True
+    options = dict(cu_seqlens=torch.tensor([0, 4, 7], device=device)) if kind == "packed" else dict(padding_mask=mask)
     x, grad = torch.randn(2, *mask.shape, 16).double().to(device)
     results = []
     for filling in (0.0, padding):
@@ -210,6 +212,112 @@ def test_a_mask_with_a_gap_is_refused_in_compiled_code():
         compiled(X, padding_mask=torch.tensor(GAPS["gap"]).bool())
 
 
+OFFSET_VALUES = "cu_seqlens: expected offsets that start with 0, never fall and end within the tokens; got lengths"
+RESET_VALUES = r"resets: expected 0 or 1, .* F.pad\(numbers.diff\(\) != 0, \(1, 0\)\)"
+BAD_VALUES = {
+    "lengths": ("cu_seqlens", [3, 2, 3], OFFSET_VALUES),
+    "decreasing": ("cu_seqlens", [0, 5, 3, 8], OFFSET_VALUES),
+    "beyond": ("cu_seqlens", [0, 5, 9], OFFSET_VALUES),
+    "far beyond": ("cu_seqlens", [0, 2**32 + 5], OFFSET_VALUES),
+    "negative": ("cu_seqlens", [0, -2, 8], OFFSET_VALUES),
+    "late": ("cu_seqlens", [2, 8], OFFSET_VALUES),
+    "documents": ("resets", [[0, 0, 0, 1, 1, 2, 2, 2]], RESET_VALUES),
+    "minus one": ("resets", [[-1, 0, 0, 0, 0, 0, 0, 0]], RESET_VALUES),
+    "gap": ("padding_mask", [[1, 1, 0, 1, 1, 1, 1, 1]], NOT_A_STRETCH),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VALUES)
+def test_values_with_another_meaning_are_refused(case):
+    """In eager and compiled code, and in any sample of vmap."""
+    name, values, message = BAD_VALUES[case]
+    layer, x, bad = DecayFlashAttention(16, 4, backend="reference"), torch.randn(1, 8, 16), torch.tensor(values)
+    good = torch.zeros_like(bad) + (name == "padding_mask")
+    with pytest.raises(ValueError, match=message):
+        layer(x, **{name: bad})
+    if case in ("lengths", "decreasing"):
+        with pytest.raises(ValueError, match=message):
+            layer(x, **{name: bad.to(torch.uint8)})
+    with pytest.raises(ValueError, match=message):
+        torch.vmap(lambda values: layer(x, **{name: values}))(torch.stack([good, bad]))
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    compiled(x, **{name: good})
+    with pytest.raises(RuntimeError, match=message):
+        compiled(x, **{name: bad})
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 0, 8], [0, 3, 3, 5]])
+def test_offsets_may_repeat_and_end_early(offsets):
+    layer, x = layer_of(), torch.randn(1, 8, 16).double()
+    out = layer(x, cu_seqlens=torch.tensor(offsets))
+    for begin, end in itertools.pairwise(offsets):
+        torch.testing.assert_close(out[:, begin:end], layer(x[:, begin:end]))
+    assert (out[:, offsets[-1] :] == 0).all()
+
+
+def test_per_sample_gradients_of_a_padded_layer():
+    """By vmap over masks, of functions and of their gradients."""
+    layer, mask = layer_of(backend="reference"), torch.ones(3, 2, 6, dtype=torch.bool)
+    mask[0, 0, 4:] = mask[1, 1, :2] = mask[2, 0] = False
+    x = torch.randn(3, 2, 6, 16).double()
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters, x, mask):
+        return torch.func.functional_call(layer, parameters, x, {"padding_mask": mask}).square().sum()
+
+    found = torch.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, mask)
+    for n in range(3):
+        for name, gradient in torch.func.grad(loss)(parameters, x[n], mask[n]).items():
+            torch.testing.assert_close(found[name][n], gradient)
+    shared = torch.vmap(lambda x: layer(x, padding_mask=mask[0]))(x)
+    torch.testing.assert_close(shared[1], layer(x[1], padding_mask=mask[0]))
+    nested = torch.vmap(torch.vmap(lambda x, m: layer(x[None], padding_mask=m[None])))(x, mask)
+    torch.testing.assert_close(nested[1, :, 0], layer(x[1], padding_mask=mask[1]))
+
+
+class TwoSlices:
+    """Context of the first of two ranks, for checks that come before any exchange."""
+
+    group, lengths, telling = None, (5, 4), contextlib.nullcontext
+
+    def first_token(self, length):
+        return 0
+
+    def attend(self, q, k, v, log_decay, **options):
+        return q
+
+
+def test_context_checks_offsets_and_positions_by_name():
+    layer, x = DecayFlashAttention(16, 4), X[:1]
+    layer.context = TwoSlices()
+    layer(x, cu_seqlens=torch.tensor([0, 7, 9]))
+    for offsets in ([3, 2, 3], [0, 10], [0, 7, 6]):
+        with pytest.raises(ValueError, match=OFFSET_VALUES):
+            layer(x, cu_seqlens=torch.tensor(offsets))
+    layer.position = nn.Bilinear(4, 4, 4)
+    with pytest.raises(ValueError, match=r"context: expected a position module that takes .* start, .* Bilinear does"):
+        layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_nested_tensors_are_refused_by_name(decay, layout):
+    layer, message = DecayFlashAttention(16, 4, decay=decay), "expected a dense tensor, got a nested .* cu_seqlens"
+    sequences = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=layout)
+    with pytest.raises(TypeError, match=f"^x: {message}"):
+        layer(sequences)
+    heads = torch.nested.nested_tensor([torch.randn(3, 4, 4), torch.randn(5, 4, 4)], layout=layout)
+    with pytest.raises(TypeError, match=f"^q: {message}"):
+        decay_attention(heads, heads, heads, -0.1)
+    with pytest.raises(TypeError, match=f"^k: {message}"):
+        DecayCache(2, 9, num_heads=4, head_dim=4).append(heads, heads)
+    masks = torch.nested.nested_tensor([torch.ones(3), torch.ones(5)], layout=layout).bool()
+    with pytest.raises(TypeError, match=f"^padding_mask: {message}"):
+        layer(X, padding_mask=masks)
+
+
 GAP_ON_A_GPU = """
 import torch
 from decayattn import DecayFlashAttention
@@ -250,6 +358,7 @@ def test_padding_without_values():
 X = torch.zeros(2, 5, 16)
 MASK = torch.ones(2, 5, dtype=torch.bool)
 OFFSETS = torch.tensor([0, 5], dtype=torch.int32)
+CACHE = DecayCache(2, 9, num_heads=4, head_dim=4)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +369,8 @@ OFFSETS = torch.tensor([0, 5], dtype=torch.int32)
         (dict(padding_mask=MASK[:, :4]), ValueError, r"padding_mask: expected shape \(B, T\) = \(2, 5\), got \(2, 4\)"),
         (dict(resets=MASK.float()), TypeError, "resets: expected a bool or an integer tensor, got torch.float32"),
         (dict(resets=MASK[:1]), ValueError, r"resets: expected shape \(B, T\) = \(2, 5\), got \(1, 5\)"),
-        (dict(padding_mask=MASK, cu_seqlens=OFFSETS), ValueError, "cu_seqlens, cache: expected at most one of them"),
+        (dict(padding_mask=MASK, cu_seqlens=OFFSETS), ValueError, "cache: expected at most one; .* pass new_lengths"),
+        (dict(padding_mask=MASK, cache=CACHE), ValueError, "cache: expected at most one; with a cache, pad on the"),
         (dict(max_seqlen=3), ValueError, "max_seqlen: expected only with cu_seqlens"),
         (dict(cu_seqlens=OFFSETS), ValueError, r"x: expected shape \(1, total, embed_dim\) with cu_seqlens, got"),
         (dict(cu_seqlens=[0, 5]), TypeError, r"cu_seqlens: expected an integer tensor, got \[0, 5\] of type list"),
@@ -275,7 +385,7 @@ def test_wrong_arguments_are_refused_by_name(arguments, error, message):
 
 def test_resets_need_a_decay_per_token():
     for decay in ("constant", "none"):
-        with pytest.raises(ValueError, match="resets: expected only where the decay is one per token"):
+        with pytest.raises(ValueError, match=r"resets: expected a decay per token; with a constant .* use cu_seqlens"):
             DecayFlashAttention(16, 4, decay=decay)(X, resets=MASK)
 
 
