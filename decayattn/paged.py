@@ -50,11 +50,11 @@ def decay_attention_paged(
 
         S_ij = s_i · q_i·k_j + (α_i − α_j)     α_t = Σ_{u ≤ t} λ_u
 
-    With k and v, those T tokens are written behind the cache_seqlens ones of their entry first. Without, they are there
-    already, and cache_seqlens counts them. A decay that is constant, or none, needs no more; one per token has its α in
-    pages, too. The caller keeps the table, adds T to the lengths, and sees to it that there are pages for all tokens:
-    what has no page is not written and not seen. Page numbers behind an entry's last token are not read; those before
-    it are, also where a window or `first` hides all of their tokens, and have to be pages.
+    With k and v, those T tokens are first written after the cache_seqlens ones of their entry. Without, they are there
+    already, and cache_seqlens counts them. A decay per token has its α in pages, too. The caller keeps the table, adds
+    T to the lengths, and provides pages. A token beyond the last page of the table is not written and not visible, and
+    its row is undefined. Page numbers after an entry's last token are not read. Those before it are read, also where a
+    window or `first` hides all of their tokens, and have to be pages.
 
     Args:
         q: (B, T, H, D).
@@ -69,8 +69,8 @@ def decay_attention_paged(
             per token it is needed, and moved by resets; else all tokens are seen by default.
         scale, window_size, sink, backend: as in decay_attention; a scale per row is (B, T, H). "hopper" has no kernels
             for it.
-        max_seqlen: no length is larger, new tokens included; it sizes the launch. Default: as many tokens as an entry
-            has pages for.
+        max_seqlen: upper bound on the lengths, new tokens included; it sizes the launch. Default: the tokens that an
+            entry has pages for. A bound within them also saves looking for tokens without a page.
         return_lse: also return lse.
 
     Returns:
@@ -116,16 +116,26 @@ def decay_attention_paged(
     else:
         seen = None if first is None else first[..., None].expand(-1, -1, tokens)
     left, _ = window_of(window_size, True)
+    most = block_table.shape[1] * k_pages.shape[1]
+    longest = most + tokens if max_seqlen is None else integer(max_seqlen)
+    # decoding counts rows from the last token with a page; T > 1 may have tokens beyond it
+    beyond = None if tokens < 2 or longest <= most else (lengths - most).clamp(0, tokens)
+    if beyond is not None:
+        q, row_scale = _later(q, -beyond), None if row_scale is None else _later(row_scale, -beyond)
+        seen = None if seen is None else _later(seen.mT, -beyond).mT
     out, lse = decoder.decode(
         Inputs(q, k_pages, v_pages, rates, row_scale, sink=sink, scale=number), lengths, alpha=alpha_pages, first=seen,
-        left=None if left < 0 else left, longest=_longest(max_seqlen, block_table, k_pages), block_table=block_table,
+        left=None if left < 0 else left, longest=min(longest, most), block_table=block_table,
     )
+    if beyond is not None:
+        out, lse = _later(out, beyond), _later(lse.mT, beyond).mT
     return (out, lse) if return_lse else out
 
 
-def _longest(max_seqlen: int | None, block_table: Tensor, pages: Tensor) -> int:
-    most = block_table.shape[1] * pages.shape[1]
-    return most if max_seqlen is None else min(integer(max_seqlen), most)
+def _later(x: Tensor, by: Tensor) -> Tensor:
+    """x (B, T, ·) with the token t + by (B,) of every entry at t; the nearest one at the ends."""
+    token = torch.arange(x.shape[1], device=x.device) + by[:, None]
+    return x[torch.arange(len(x), device=x.device)[:, None], token.clamp(0, x.shape[1] - 1)]
 
 
 def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
@@ -155,7 +165,7 @@ def _check_decay(
     alpha_pages: Tensor | None, first: Tensor | None,
 ) -> None:
     if k is None and per_token is not None:
-        raise ValueError("log_decay: expected one per head without k, for the tokens are there: give alpha_pages")
+        raise ValueError("log_decay: expected (H,) without k; for tokens already in the pages, pass alpha_pages")
     if alpha_pages is not None:
         if rates is not None:
             raise ValueError("alpha_pages: expected None where the decay is constant")

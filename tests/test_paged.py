@@ -1,5 +1,6 @@
 """A cache in pages: what a contiguous one gives, bit by bit, whatever pages its tokens are in."""
 
+import copy
 import math
 import mmap
 
@@ -167,6 +168,36 @@ def test_tokens_without_a_page_are_neither_written_nor_seen(backend):
     assert torch.equal(engine.k_pages[engine.block_table.long()].flatten(1, 2), written)
     for pages in (engine.k_pages, engine.v_pages, engine.alpha_pages):
         assert pages[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_rows_keep_their_positions_beside_tokens_without_a_page(decay, backend):
+    """Six new tokens, of which some entries have pages for all and others for some; then the same rows once more."""
+    inputs = make(decay, torch.float64) | {"scale": torch.randn(BATCH, TOKENS, HEADS).double().to(DEVICE)}
+    expected = decay_attention(**inputs, window_size=(9, 0), return_lse=True, backend="reference")
+    engine, counts = Engine(8, torch.float64, decay == "scalar", blocks=3), [20, 9, 23]
+
+    def of(entry, tokens):
+        return {n: x[entry, tokens] if x is not None and x.ndim > 1 else x for n, x in inputs.items()}
+
+    for b, count in enumerate(counts):
+        own, one = slice(b, b + 1), copy.copy(engine)
+        one.block_table, one.lengths = engine.block_table[own], engine.lengths[own].clone()
+        one.first = None if engine.first is None else engine.first[own]
+        one.attend(**of(own, slice(count)))
+    engine.lengths = torch.tensor(counts, device=DEVICE)
+    entry = torch.arange(BATCH, device=DEVICE)[:, None]
+    new = of(entry, engine.lengths[:, None] + torch.arange(6, device=DEVICE))
+    options = dict(window_size=(9, 0), return_lse=True, backend=backend)
+    found = [engine.attend(**new, **options)]
+    if decay != "scalar":  # whose `first` is that of all rows
+        found.append(engine.attend(new["q"], log_decay=new["log_decay"], scale=new["scale"], max_seqlen=99, **options))
+    for out, lse in found:
+        for b, count in enumerate(counts):
+            rows, placed = slice(count, min(count + 6, 24)), slice(min(6, 24 - count))
+            torch.testing.assert_close(out[b, placed], expected[0][b, rows], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(lse[b, :, placed], expected[1][b, :, rows], rtol=1e-12, atol=1e-12)
 
 
 def test_columns_that_are_far_apart():
