@@ -67,7 +67,7 @@ class DecayFlashAttention(Spared):
         decay: where the log-decay comes from.
             "scalar": ScalarDecay, a forget gate per token and head (the Forgetting Transformer, arXiv 2503.02130).
             "alibi" or "constant": ConstantDecay.alibi, frozen; "retnet": ConstantDecay.retnet, frozen; "alibi-learned",
-            "retnet-learned": the same as a start. "none": no decay.
+            "retnet-learned": learned, from the same values. "none": no decay.
             A module: a configured ScalarDecay or ConstantDecay, or any module of your own that maps x to a float32
             log_decay of shape (H,) or (B, T, H).
         causal: a token sees itself and the past; otherwise everything, with the decay in both directions.
@@ -245,12 +245,9 @@ class DecayFlashAttention(Spared):
             q, k = _normalise(q, self.q_norm), _normalise(k, self.k_norm)
         if self.position is not None:
             start = {}
-            if cache is not None:
-                # an empty cache may have no device yet
-                is_empty = cache.longest == 0
-                begins = x.new_zeros(len(x), dtype=torch.int32) if is_empty else cache.lengths + cache.dropped
-                start = {"start": begins}
-            if self.context is not None:
+            if cache is not None and cache.longest > 0:  # an empty one may have no device yet
+                start = {"start": cache.lengths + cache.dropped}
+            elif cache is not None or self.context is not None:
                 start = {"start": torch.full(x.shape[:1], begin, dtype=torch.int32, device=x.device)}
             q, k = _check_placed(self.position(q, k, **start), q, k)
         log_decay = None if self.decay is None else self.decay(x)
@@ -295,6 +292,8 @@ class DecayFlashAttention(Spared):
     ) -> DecayCache:
         """Return an empty cache for this layer, with room for max_length tokens in each of batch_size entries.
 
+        A window needs room for left + 256 tokens at most, and then takes sequences of any length.
+
         Args:
             device, dtype: of its buffers. By default those of the first keys: under autocast, FSDP, quantisation and
                 offloading the parameters do not tell.
@@ -309,8 +308,8 @@ class DecayFlashAttention(Spared):
     def score_bound(self) -> Tensor:
         """Upper bound (H,) on |scale · q·k| for any input, from qk_norm's gains. float64; DecayCache.evict takes it.
 
-        A head of norm(x) is no longer than √D·max |gain|, in the dtype of the layer up to its rounding, and a position
-        module must not make it longer. Under tensor parallelism the heads are those of the rank, as in its cache. With
+        A head of norm(x) is no longer than √D·max |gain|, up to a rounding in the dtype of the layer. A position module
+        must not make it longer. Under tensor parallelism the heads are those of the rank, as in its cache. With
         FSDP2 it is a collective: every rank calls it.
 
         Raises:

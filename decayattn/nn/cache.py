@@ -39,9 +39,9 @@ class DecayCache:
 
         S_ij = s_i · q_i·k_j + (α_i − α_j)     for the keys j ≤ i of i's segment
 
-    α_t, the running sum of a decay per token, is kept whole and in float64, so a difference of two is exact at any
-    length. A constant decay needs positions only, and stores no α. The first log-decay of a sequence is never used. One
-    below −746 resets: it counts as 0 in α, and hides all tokens before its own.
+    α_t is the running sum of a decay per token. It is kept whole and in float64, so that a difference of two is exact
+    at any length. A constant decay needs positions only, and stores no α. The first log-decay of a sequence is never
+    used. One below −746 resets: it counts as 0 in α, and hides all tokens before its own.
 
     DecayFlashAttention calls `attend` when it gets `cache=`; other loops call it themselves::
 
@@ -54,13 +54,13 @@ class DecayCache:
     So the host knows an upper bound on the lengths: `longest`, to which a call adds all its tokens, padding included.
 
     Without a window, `longest` may not exceed max_length. `evict` makes room where the decay has made old tokens
-    irrelevant, and `grow` allocates more; neither happens by itself. With a window the number of tokens has no limit.
-    Full buffers lose the tokens that no later row sees, and hold the window, 256 tokens, and those of a longer call
-    while it runs.
+    irrelevant, and `grow` allocates more; neither happens by itself. With a window (left, right), max_length bounds the
+    buffers and not the sequence: full buffers drop the tokens that no later row sees. They hold up to left + 256
+    tokens; a longer call has larger ones while it runs. A max_length below left + 2 is a limit as without a window.
 
     Attributes:
         keys, values: (B, room, H_kv, D) and (B, room, H_kv, D_v); tokens beyond a length hold anything. room is
-            max_length, at most left + 256 with a window (left, right), and 0 before the first tokens.
+            max_length, at most left + 256 with a window, and 0 before the first tokens.
         alpha: (B, room, H) float64, from the first decay per token on, else None. Natural logarithm. The tokens of a
             head are together in memory.
         first: (B, H) int32, the first token that is visible to a head: its last reset, or the first that `evict` left.
@@ -178,28 +178,26 @@ class DecayCache:
                 f"window_size: expected one within the cache's, {self.window_size}, because older tokens leave it; "
                 f"got {window_size}"
             )
+        counted, is_first = _counted(new_lengths, q.shape[1]), self.longest == 0
+        decoder = _decoder("auto" if is_first and backend == "hopper" else backend, k)  # "hopper" cannot append
         self._prepare(k)
-        if not self._is_tried:  # the memory of a CUDA graph may be written again
-            self._rates = 0.0 if rates is None else rates
-        narrow = self._make_room(q.shape[1])
-        counted = _counted(new_lengths, q.shape[1])
-        if self.longest == 0:
+        if is_first:
             with without_autocast(q.device):  # in the dtype of the cache, as later tokens
                 out = decay_attention(
                     q, k, v, rates if log_decay is None else log_decay, scale=scale, window_size=window_size,
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
                 )
-            # "hopper" cannot append, and may have attended
-            self._append(_decoder("auto" if backend == "hopper" else backend, k), k, v, log_decay, counted)
-        else:
-            decoder = _decoder(backend, k)
-            ends, first = self._append(decoder, k, v, log_decay, counted)
+        narrow = self._make_room(q.shape[1])
+        ends, first = self._append(decoder, k, v, log_decay, counted)
+        if not is_first:
             longest = self.keys.shape[1] if self._is_tried else self.longest
             out, _ = decoder.decode(
                 Inputs(q, self.keys, self.values, rates, row_scale, sink=sink, scale=number), ends, alpha=self.alpha,
                 first=first, left=None if left < 0 else left, longest=longest,
             )
         self._narrow(narrow)
+        if not self._is_tried:  # the memory of a CUDA graph may be written again
+            self._rates = 0.0 if rates is None else rates
         return out
 
     def append(
