@@ -19,8 +19,7 @@ import dataclasses
 import inspect
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Literal, SupportsIndex, get_args
 
 import torch
@@ -42,6 +41,7 @@ from transformers.utils import can_return_tuple
 
 from decayattn.arguments import check_window
 from decayattn.backends import registry
+from decayattn.compatibility import refuse_unless
 from decayattn.integrations import attention_interface  # noqa: F401, registers it
 from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
@@ -77,8 +77,7 @@ class DecayConfig(PreTrainedConfig):
             ConstantDecay, the same in every layer: natural logarithms, below 0 for a decay.
         initial_half_lives: (shortest, longest) half-life of a forget gate at the start, in tokens, as in ScalarDecay;
             with decay="scalar" only. Default ScalarDecay's.
-        qk_norm, output_gate, window_size, sink, backend: as in DecayFlashAttention, in every layer. Its other options
-            are not the model's, and are refused; what else comes is kept as an attribute, as transformers does.
+        qk_norm, output_gate, window_size, sink, backend: as in DecayFlashAttention, in every layer.
         rms_norm_eps: of the model's norms.
         max_position_embeddings: the length that the model is meant for, which other tools read. Nothing here depends
             on it: the model has no position embedding, knows order by its decay, and caches grow as needed.
@@ -143,10 +142,8 @@ class DecayConfig(PreTrainedConfig):
         self.qk_norm = check_bool("qk_norm", qk_norm)
         self.output_gate = check_bool("output_gate", output_gate)
         check_window(window_size)
-        self.window_size: tuple[int, int] | None = None
-        if window_size is not None:
-            left, right = window_size  # a list where it comes from JSON
-            self.window_size = left, right
+        # a list if it comes from JSON
+        self.window_size = None if window_size is None else (window_size[0], window_size[1])
         self.sink = check_bool("sink", sink)
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
@@ -177,23 +174,34 @@ def _check_log_decay(log_decay: Sequence[float] | Tensor | None, decay: str, hea
 
 
 class DecayCacheLayer(DynamicLayer):
-    """One attention layer's DecayCache; room for twice its tokens, or for max_length of them where that is less.
+    """Cache of one attention layer, in a DecayCache with room for twice its tokens, or for max_length if that is less.
 
     Args:
-        max_length: tokens that will come at most, where that is known. More may come.
+        max_length: expected number of tokens. More may come.
     """
 
     def __init__(self, max_length: float = math.inf):
         super().__init__()
         self.max_length = max_length
         self.cache: DecayCache | None = None
+        self.columns = 0  # of attention_mask; tokens that left the cache are among them
+
+    @property
+    def batch_size(self) -> int:
+        if self.cache is None:
+            raise AttributeError("batch_size: expected a filled cache, got an empty one")  # transformers asks hasattr
+        return self.cache.batch_size
+
+    max_batch_size = batch_size  # the name in the first releases of transformers 5
 
     def room_for(self, batch_size: int, tokens: int, attention: DecayFlashAttention) -> DecayCache:
-        """The cache of that layer, with room for so many more tokens."""
-        needed = max(1, self.get_seq_length() + tokens)  # a cache has room for a token, and a call may have none
+        """Return the cache of that layer, with room for `tokens` more tokens."""
+        held = 0 if self.cache is None else self.cache.longest
+        needed = max(1, held + tokens)  # a cache has room for a token, and a call may have none
         size = int(min(self.max_length, 2 * needed)) if needed <= self.max_length else 2 * needed
         if self.cache is None:
             self.cache = attention.make_cache(batch_size, size)
+            self.is_initialized = True
         elif needed > self.cache.max_length:
             self.cache.grow(size)
         return self.cache
@@ -202,28 +210,30 @@ class DecayCacheLayer(DynamicLayer):
         raise NotImplementedError("cache: a DecayCacheLayer takes its tokens from DecayFlashAttention only")
 
     def get_seq_length(self) -> int:
-        """Tokens so far, padding included: the columns that attention_mask has for them."""
-        return 0 if self.cache is None else self.cache.longest
+        """Earlier tokens, padding included."""
+        return self.columns
 
     def reset(self) -> None:
-        """Forget the tokens, and the buffers: what comes next may have another batch size."""
-        self.cache = None
+        """Drop tokens and buffers; the next tokens may have another batch size."""
+        self.cache, self.is_initialized, self.columns = None, False, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.cache is not None:
             self.cache.reorder(beam_idx.to(self.cache.device))
 
     def crop(self, tokens_to_remove: SupportsIndex) -> None:
-        """Forget the last −tokens_to_remove tokens of every entry, none of them padding.
+        """Remove the last −tokens_to_remove tokens of every entry, none of them padding.
 
-        A positive number is the length to keep, as the first releases of transformers 5 call it. A reset among the
-        forgotten tokens is not undone; a forget gate of this model is one only where its logit is below −746.
+        A positive number is the length to keep, as in the first releases of transformers 5. A reset among the removed
+        tokens is not undone; a forget gate of this model is a reset only if its logit is below −746.
         """
         if self.cache is None:
             return
         tokens_to_remove = operator.index(tokens_to_remove)  # some releases of transformers count in tensors
-        removed = self.cache.longest - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
-        self.cache.crop(min(max(removed, 0), self.cache.longest))
+        removed = self.columns - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
+        removed = min(max(removed, 0), self.columns)
+        self.cache.crop(min(removed, self.cache.longest))
+        self.columns -= removed
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.cache is not None:
@@ -235,15 +245,35 @@ class DecayCacheLayer(DynamicLayer):
 
 
 class DecayModelCache(Cache):
-    """The cache, or past_key_values, of DecayModel: a DecayCacheLayer per layer. Inference only.
+    """Cache (past_key_values) of DecayModel: one DecayCacheLayer for each layer that it runs. Inference only.
 
     Args:
         config: of the model.
-        max_length: as in DecayCacheLayer; `generate` knows it.
+        max_length: as in DecayCacheLayer; `generate` passes it.
     """
 
+    layers: list[DecayCacheLayer]
+
     def __init__(self, config: DecayConfig, max_length: float = math.inf):
+        self.max_length = max_length
         super().__init__(layers=[DecayCacheLayer(max_length) for _ in range(config.num_hidden_layers)])
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """Tokens of every row (B,), without padding; None without columns."""
+        held = self.layers[0].cache if self.get_seq_length() else None
+        return None if held is None else held.lengths + held.dropped
+
+    def fit(self, count: int) -> list[DecayCacheLayer]:
+        """Return the caches of the `count` layers that the model runs; an empty cache takes on their number."""
+        if len(self.layers) != count:
+            if self.lengths is not None:
+                raise ValueError(
+                    f"{_CACHE}: expected one of the {count} layers that the model runs, got one filled by "
+                    f"{len(self.layers)}; fill a new cache"
+                )
+            self.layers = [DecayCacheLayer(self.max_length) for _ in range(count)]
+        return self.layers
 
 
 class DecayMLP(nn.Module):
@@ -262,9 +292,8 @@ class DecayMLP(nn.Module):
 class DecayBlock(GradientCheckpointingLayer):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: DecayConfig, layer_idx: int):
+    def __init__(self, config: DecayConfig):
         super().__init__()
-        self.layer_idx = layer_idx
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DecayFlashAttention(
             config.hidden_size, config.num_attention_heads, num_kv_heads=config.num_key_value_heads,
@@ -277,23 +306,24 @@ class DecayBlock(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
-        cache: DecayModelCache | None = None,
+        layer_cache: DecayCacheLayer | None = None,  # transformers drops one named `cache` from recomputed layers
         new_lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
         normed = self.input_layernorm(x)
-        if cache is None:
+        if layer_cache is None:
             attended = self.self_attn(normed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         else:
-            own = cache.layers[self.layer_idx].room_for(*x.shape[:2], self.self_attn)
-            attended = self.self_attn(normed, cache=own, new_lengths=new_lengths)
+            cache = layer_cache.room_for(x.shape[0], x.shape[1], self.self_attn)
+            attended = self.self_attn(normed, cache=cache, new_lengths=new_lengths)
+            layer_cache.columns += x.shape[1]
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DecayPreTrainedModel(PreTrainedModel):
-    """What transformers wants to know about the models below."""
+    """Base of the models: their conventions with transformers, and initialisation."""
 
     config_class = DecayConfig
     base_model_prefix = "model"
@@ -309,8 +339,9 @@ class DecayPreTrainedModel(PreTrainedModel):
             # its own start, but only where a checkpoint has not brought a value: initialization.copy_ knows
             start = copy.deepcopy(module)
             start.reset_parameters()
-            for own, value in zip(_tensors(module), _tensors(start), strict=True):
-                initialization.copy_(own, value)
+            own, values = (m.state_dict(keep_vars=True).values() for m in (module, start))
+            for tensor, value in zip(own, values, strict=True):
+                initialization.copy_(tensor, value)
             return
         super()._init_weights(module)
         if isinstance(module, DecayFlashAttention) and module.sink is not None:
@@ -323,7 +354,7 @@ class DecayModel(DecayPreTrainedModel):
     def __init__(self, config: DecayConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecayBlock(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecayBlock(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -333,6 +364,7 @@ class DecayModel(DecayPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: DecayModelCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
@@ -343,65 +375,73 @@ class DecayModel(DecayPreTrainedModel):
         """T new tokens, input_ids (B, T) or inputs_embeds (B, T, hidden_size) → last_hidden_state in that shape.
 
         Args:
-            attention_mask: (B, past + T), 0 for padding and 1 for tokens, also for those in the cache. Padding
-                may stand anywhere, and hold anything: the tokens are treated as if it were not there, and its own
-                outputs are 0.
-            cache: the tokens so far; takes in the new ones. Under torch.no_grad() only. transformers calls it
+            attention_mask: (B, past + T), True or 1 for tokens and False or 0 for padding: bool, integers, or floating
+                numbers with a 1 in every row. Document numbers and numbers to add to scores raise. Padding may stand
+                anywhere and hold anything: the tokens are treated as if it were not there, and its outputs are 0. The
+                columns of tokens in the cache are only counted; a row must have as many tokens as its cache.
+            position_ids: (B, T) or (1, T). The model has no positions, so they may only count the tokens of a row, each
+                the one before plus one. They start anywhere; after tokens in a cache, at their number or at the column.
+                Packed sequences: in a single row without attention_mask and cache, the smallest position again begins a
+                sequence. Finding those synchronises with the device.
+            cache: the earlier tokens; the new ones are added. Under torch.no_grad() only. transformers calls it
                 past_key_values before 5.24; both names are taken, and the output has the one of the release.
-            use_cache: start a cache where none came. Default config.use_cache, and no where gradients are
-                recorded, because a cache has none, for packed sequences, which no token follows, and for no rows.
+            use_cache: start a cache if none came. Default config.use_cache, but False if gradients are recorded,
+                because a cache has none, for packed sequences, which no token follows, and without rows.
             output_hidden_states: also return hidden_states, (B, T, hidden_size) before the first layer and after every
                 one, the last of them after the norm.
             cu_seq_lens_q, max_length_q: packed sequences, in kwargs, as DataCollatorWithFlattening returns them with
                 return_flash_attn_kwargs=True: input_ids (1, total), where sequence n is the tokens
-                cu_seq_lens_q[n] ≤ t < cu_seq_lens_q[n + 1], and none longer than max_length_q (default total). Nothing
-                crosses a boundary. cu_seq_lens_k and max_length_k are the same again, and not read.
-            position_ids: (1, total), in kwargs: packed sequences, too, where cu_seq_lens_q does not come. A sequence
-                begins where a position is not the one before plus one; that is all they are for, and finding it
-                waits for the device. With cu_seq_lens_q neither these nor seq_idx are read.
-            kwargs: what transformers passes to every model, as far as it changes nothing here; the rest is refused.
+                cu_seq_lens_q[n] ≤ t < cu_seq_lens_q[n + 1], and none longer than max_length_q (default total). Reading
+                max_length_q from a tensor synchronises with its device. Nothing crosses a boundary. cu_seq_lens_k,
+                max_length_k, seq_idx and position_ids are not read.
+            kwargs: arguments that transformers passes to every model, if they change nothing here; others raise.
 
         Raises:
-            TypeError, ValueError: for every bad argument, by name.
+            TypeError, ValueError: for every bad argument, by name. Bad numbers in a tensor on a GPU fail an assertion
+                there.
         """
         packing = {name: kwargs.pop(name, None) for name in _PACKING}
         _refuse_unknown({"output_attentions": self.config.output_attentions, **kwargs})
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: expected exactly one of the two")
+        if cache is not None and past_key_values is not None:
+            raise ValueError("cache, past_key_values: expected one of them, they are the same argument")
+        cache = past_key_values if cache is None else cache
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        packed = _is_packed(packing)
-        cache = _under_either_name(cache, past_key_values)
-        if packed and (use_cache or cache is not None):
-            raise ValueError(f"{_CACHE}, use_cache: expected none with packed sequences, which no token follows")
-        if cache is not None and not isinstance(cache, DecayModelCache):
-            raise TypeError(f"{_CACHE}: expected a DecayModelCache, got a {type(cache).__name__}")
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if x.ndim != 3 and input_ids is not None:
             raise ValueError(f"input_ids: expected (B, T), got {tuple(input_ids.shape)}")
         if x.ndim != 3:
             raise ValueError(f"inputs_embeds: expected (B, T, hidden_size), got {tuple(x.shape)}")
-        if cache is None:
-            if use_cache is None:
-                use_cache = self.config.use_cache and not torch.is_grad_enabled() and not packed and len(x) > 0
-            cache = DecayModelCache(self.config) if use_cache else None
-        new_lengths, real = None, None
-        sequences = _sequences(packing, x, attention_mask) if packed else {}
+        may_pack = len(x) == 1 and attention_mask is None and cache is None and not use_cache
+        sequences = _sequences(packing, may_pack, position_ids is not None)
+        if cache is not None and not isinstance(cache, DecayModelCache):
+            raise TypeError(f"{_CACHE}: expected a DecayModelCache, got a {type(cache).__name__}")
+        new_lengths = order = real = None
         if attention_mask is not None:
             real = _new_columns(attention_mask, x, cache)
             # tokens first, in their order, then padding: causality hides it, and a cache overwrites it
             new_lengths, order = real.sum(1), (~real).int().argsort(dim=1, stable=True)
             # zeros: rows read what is padded with probability 0, and 0 · NaN is NaN
             x = x.masked_fill(~real[..., None], 0).take_along_dim(order[..., None], 1)
+        if position_ids is not None and not sequences:
+            sequences = _read_positions(position_ids, x, may_pack, cache, new_lengths, order)
+        if cache is None:
+            if use_cache is None:
+                use_cache = self.config.use_cache and not torch.is_grad_enabled() and not sequences and len(x) > 0
+            cache = DecayModelCache(self.config) if use_cache else None
+        blocks = self.layers[: self.config.num_hidden_layers]
+        caches = [None] * len(blocks) if cache is None else cache.fit(len(blocks))
 
         states = []
-        for block in self.layers:
+        for block, layer_cache in zip(blocks, caches, strict=True):
             if output_hidden_states:
                 states.append(x)
-            x = block(x, cache=cache, new_lengths=new_lengths, **sequences)
+            x = block(x, layer_cache=layer_cache, new_lengths=new_lengths, **sequences)
         states.append(self.norm(x))
-        if real is not None:
+        if real is not None and order is not None:
             back = order.argsort(dim=1)[..., None]
             # zeros, because padding behind the tokens has seen all of them: nothing may learn from it
             states = [x.take_along_dim(back, 1).masked_fill(~real[..., None], 0) for x in states]
@@ -428,6 +468,7 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: DecayModelCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
@@ -437,24 +478,23 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         cache: DecayModelCache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """As DecayModel.forward, and logits (B, T, vocab_size).
+        """Logits (B, T, vocab_size) and loss; other arguments as in DecayModel.forward.
 
         Args:
-            labels: (B, T), the tokens of the input themselves (the loss shifts them); −100 where one shall not count,
-                as on padding, on a first token behind padding and on the first of a packed sequence. loss is the mean
+            labels: (B, T), the tokens of the input themselves (the loss shifts them), and −100 for those that do not
+                count: padding, a first token after padding, the first of a packed sequence. loss is the mean
                 cross-entropy in nats.
-            logits_to_keep: the last so many positions, 0 for all, or the positions themselves.
-            kwargs: as in DecayModel.forward, and for transformers' loss function: num_items_in_batch, ignore_index,
-                shift_labels.
+            logits_to_keep: number of last positions, 0 for all; or the indices of positions.
+            kwargs: also num_items_in_batch, ignore_index and shift_labels, for transformers' loss function.
 
         Raises:
             TypeError, ValueError: for every bad argument, by name.
         """
         of_loss = {name: kwargs.pop(name) for name in _LOSS_ARGUMENTS if name in kwargs}
         outputs = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, cache=_under_either_name(cache, past_key_values),
-            inputs_embeds=inputs_embeds, use_cache=use_cache, output_hidden_states=output_hidden_states,
-            return_dict=True, **kwargs,
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, cache=cache,
+            output_hidden_states=output_hidden_states, return_dict=True, **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
@@ -468,15 +508,19 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
             **{_CACHE: getattr(outputs, _CACHE)},
         )
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> None:
+        """None: `generate` would count positions for every model whose forward names them."""
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """The cache that `generate` starts with, where the user has not passed one; it would take a DynamicCache."""
+        """Start `generate` with a DecayModelCache if none came; it would take a DynamicCache."""
         if model_kwargs.get(_CACHE) is not None or generation_config.use_cache is False:
             return super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-        if generation_config.cache_implementation not in (None, "dynamic"):
+        # the last is how the first releases of transformers 5 call it in assisted generation
+        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
             raise ValueError(
                 "cache_implementation: expected None or 'dynamic', the cache of this model; "
                 f"got {generation_config.cache_implementation!r}"
@@ -486,22 +530,22 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
 
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 # packed sequences, as transformers gives them to a model
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "seq_idx")
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _NO_WEIGHTS = "flash attention never has the attention weights"
-# What transformers and those who build on it pass to any model. The first value of each changes nothing here, as None
-# does; any other is refused for the reason behind it.
+# Arguments that transformers and tools around it pass to any model: the value that changes nothing here, as None does,
+# and the reason why any other is refused
 _OF_EVERY_MODEL = {
     "output_attentions": (False, _NO_WEIGHTS),
     "output_router_logits": (False, "the model has no experts"),
     "is_causal": (True, "the model is causal"),
     "token_type_ids": (None, "the model has no segments; a tokenizer leaves them out with return_token_type_ids=False"),
 }
-# where the new tokens stand in a cache, which a DecayModelCache knows by itself
+# positions in a cache, which a DecayModelCache knows by itself
 _IGNORED = ("cache_position",)
 
 
 def _refuse_unknown(kwargs: dict) -> None:
-    """Refuse what would have to change the result, or is no argument at all."""
+    """Refuse arguments that would have to change the result, and unknown ones."""
     for name, value in kwargs.items():
         if value is None or name in _IGNORED:
             continue
@@ -512,57 +556,66 @@ def _refuse_unknown(kwargs: dict) -> None:
             raise ValueError(f"{name}: {reason}")
 
 
-def _is_packed(packing: dict) -> bool:
-    """Whether packed sequences came; what only goes with them is refused without them."""
-    if packing["cu_seq_lens_q"] is not None or packing["position_ids"] is not None:
-        return True
+def _sequences(packing: dict, may_pack: bool, has_positions: bool) -> dict:
+    """cu_seqlens and max_seqlen of DecayFlashAttention from cu_seq_lens_q; {} without it."""
+    offsets, longest = packing["cu_seq_lens_q"], packing["max_length_q"]
     for name, value in packing.items():
-        if value is not None:
-            raise ValueError(f"{name}: packed sequences are given by cu_seq_lens_q or by position_ids")
-    return False
+        if value is not None and not (may_pack and (has_positions or offsets is not None)):
+            raise ValueError(
+                f"{name}: packed sequences are one row, input_ids (1, total), with cu_seq_lens_q or position_ids and "
+                f"without attention_mask, {_CACHE} and use_cache; leave {name} out with any other rows"
+            )
+    if isinstance(longest, Tensor) and longest.ndim == 0 and not longest.is_floating_point():
+        longest = None if torch.compiler.is_compiling() else int(longest)  # compiled code cannot read it
+    return {} if offsets is None else {"cu_seqlens": offsets, "max_seqlen": longest}
 
 
-def _sequences(packing: dict, x: Tensor, attention_mask: Tensor | None) -> dict:
-    """cu_seqlens and max_seqlen of DecayFlashAttention, for tokens x (1, total, hidden_size)."""
-    name = "position_ids" if packing["cu_seq_lens_q"] is None else "cu_seq_lens_q"
-    if x.shape[0] != 1 or attention_mask is not None:
-        raise ValueError(
-            f"{name}: packed sequences are one row, input_ids (1, total), without attention_mask; leave {name} out "
-            "with padded rows, because the model has no positions"
-        )
-    if name == "cu_seq_lens_q":
-        return {"cu_seqlens": packing[name], "max_seqlen": packing["max_length_q"]}
-    positions = packing[name]
-    if not isinstance(positions, Tensor) or positions.shape != x.shape[:2]:
-        raise ValueError(f"position_ids: expected a tensor {tuple(x.shape[:2])}, got {positions!r}")
-    begins = F.pad(positions[0].diff() != 1, (1, 0), value=True).nonzero()[:, 0]
-    cu_seqlens = F.pad(begins, (0, 1), value=x.shape[1]).int()
-    return {"cu_seqlens": cu_seqlens, "max_seqlen": int(cu_seqlens.diff().max())}
+def _read_positions(
+    position_ids: Tensor, x: Tensor, may_pack: bool, cache: DecayModelCache | None, new_lengths: Tensor | None,
+    order: Tensor | None,
+) -> dict:
+    """Refuse positions that do more than count tokens; return the sequences that restarts begin, as _sequences does."""
+    rows, tokens = x.shape[:2]
+    if not isinstance(position_ids, Tensor) or position_ids.is_floating_point():
+        raise TypeError(f"position_ids: expected an integer tensor, got {position_ids!r}")
+    if position_ids.shape not in ((rows, tokens), (1, tokens)):
+        raise ValueError(f"position_ids: expected (B, T) = {(rows, tokens)}, got {tuple(position_ids.shape)}")
+    positions = position_ids.to(x.device).expand(rows, tokens)
+    if order is not None:
+        positions = positions.take_along_dim(order, 1)
+    counts, begins = positions[:, 1:] == positions[:, :-1] + 1, None
+    if may_pack and tokens > 1:
+        begins = positions[0, 1:] == positions.amin()
+        counts = counts | begins
+    if cache is not None and (lengths := cache.lengths) is not None:
+        column = cache.get_seq_length() + (0 if order is None else order[:, :1])
+        follows = (positions[:, :1] == lengths.to(x.device)[:, None]) | (positions[:, :1] == column)
+        counts = torch.cat([follows, counts], 1)
+    if new_lengths is not None:
+        index = torch.arange(tokens - counts.shape[1], tokens, device=x.device)
+        counts = counts | (index >= new_lengths[:, None])
+    refuse_unless(
+        counts.all(),
+        "position_ids: expected positions that count the tokens of every row up by one, got a jump, which a model "
+        "without positions cannot follow; leave position_ids out, or begin each of several sequences with the smallest "
+        "position, in one row without attention_mask and cache",
+    )
+    if begins is None or not (starts := begins.nonzero() + 1).numel():
+        return {}
+    offsets = torch.cat([starts.new_zeros(1), starts[:, 0], starts.new_tensor([tokens])]).int()
+    return {"cu_seqlens": offsets, "max_seqlen": int(offsets.diff().max())}
 
 
 def _make_decay(config: DecayConfig) -> DecayName | nn.Module:
-    """What config.decay means to DecayFlashAttention."""
+    """The `decay` of DecayFlashAttention."""
     if config.initial_half_lives is not None:
-        return ScalarDecay(
-            config.hidden_size, config.num_attention_heads, initial_half_lives=config.initial_half_lives
-        )
+        return ScalarDecay(config.hidden_size, config.num_attention_heads, initial_half_lives=config.initial_half_lives)
     if config.decay in ("scalar", "none"):
         return config.decay
     preset, _, learned = config.decay.partition("-")
     if config.log_decay is not None:
         return ConstantDecay(config.log_decay, learned=bool(learned))
     return getattr(ConstantDecay, preset)(config.num_attention_heads, learned=bool(learned))
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    return chain(module.parameters(), module.buffers())
-
-
-def _under_either_name(cache: DecayModelCache | None, past_key_values: DecayModelCache | None):
-    """The cache, which comes under one of its two names."""
-    if cache is not None and past_key_values is not None:
-        raise ValueError("cache, past_key_values: expected one of them, they are the same argument")
-    return past_key_values if cache is None else cache
 
 
 def _new_columns(attention_mask: Tensor, x: Tensor, cache: DecayModelCache | None) -> Tensor:
@@ -573,11 +626,28 @@ def _new_columns(attention_mask: Tensor, x: Tensor, cache: DecayModelCache | Non
     expected = (x.shape[0], past + x.shape[1])
     if attention_mask.shape != expected:
         raise ValueError(f"attention_mask: expected (B, past + T) = {expected}, got {tuple(attention_mask.shape)}")
-    return attention_mask[:, past:].bool()
+    attention_mask = attention_mask.to(x.device)
+    real = attention_mask == 1
+    is_mask = real | (attention_mask == 0)
+    if attention_mask.is_floating_point():  # a row of zeros would be all padding here, and all tokens if it is added
+        is_mask = is_mask & real.any(1, keepdim=True)
+        remedy = "instead of numbers to add to scores pass a bool mask, True for tokens"
+    else:
+        remedy = "documents are kept apart in one row, by position_ids that start again or by cu_seq_lens_q"
+    refuse_unless(
+        is_mask.all(), f"attention_mask: expected 1 or True for tokens and 0 or False for padding, got others; {remedy}"
+    )
+    if cache is not None and (lengths := cache.lengths) is not None:
+        refuse_unless(
+            (real[:, :past].sum(1) == lengths.to(x.device)).all(),
+            "attention_mask: expected as many tokens in the columns of the cache as it was filled with, got another "
+            "number; tokens in a cache cannot be masked later",
+        )
+    return real[:, past:]
 
 
 def register() -> None:
-    """Make AutoConfig, AutoModel and AutoModelForCausalLM know the model; importing this module does it."""
+    """Register the models with the Auto classes; importing this module does it."""
     AutoConfig.register(DecayConfig.model_type, DecayConfig, exist_ok=True)
     AutoModel.register(DecayConfig, DecayModel, exist_ok=True)
     AutoModelForCausalLM.register(DecayConfig, DecayForCausalLM, exist_ok=True)

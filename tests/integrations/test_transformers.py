@@ -21,10 +21,12 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    Cache,
     DataCollatorWithFlattening,
     DynamicCache,
     LlamaModel,
 )
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from decayattn.integrations.transformers import DECAYS, DecayConfig, DecayForCausalLM, DecayModel, DecayModelCache
 from decayattn.nn import ScalarDecay
@@ -280,25 +282,226 @@ def test_packed_sequences_are_recomputed_as_they_were():
     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
-def test_positions_that_only_count_up_change_nothing():
-    model, ids = build(), random_ids()[:1]
-    torch.testing.assert_close(model(ids, position_ids=torch.arange(5, 5 + TOKENS)[None]).logits, model(ids).logits)
+def test_packed_lengths_come_from_transformers():
+    """Offsets and 0-d lengths of transformers' own function, which its flash attention takes."""
+    model, (batch, _) = build(), packed("positions")
+    offsets, lengths = prepare_fa_kwargs_from_position_ids(batch["position_ids"])
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    for longest in (lengths, tuple(map(torch.as_tensor, lengths)), tuple(map(int, lengths))):
+        given = dict(zip(names, (*offsets, *longest), strict=True))
+        assert torch.equal(model(batch["input_ids"], **given).logits, model(**batch).logits)
+    with pytest.raises(TypeError, match="expected an int"):
+        model(batch["input_ids"], cu_seq_lens_q=offsets[0], max_length_q=torch.tensor(4.5))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"attention_mask": torch.ones(1, sum(LENGTHS))}, "cu_seq_lens_q: packed sequences are one row"),
-        ({"use_cache": True}, f"{CACHE}, use_cache: expected none with packed sequences"),
-        ({"cache": 1}, f"{CACHE}, use_cache: expected none with packed sequences"),
-        ({"cu_seq_lens_q": None, "position_ids": None}, "cu_seq_lens_k: packed sequences are given by cu_seq_lens_q"),
-        ({"cu_seq_lens_q": None, "position_ids": torch.arange(3)}, r"position_ids: expected a tensor \(1, 9\)"),
+        {"attention_mask": torch.ones(1, sum(LENGTHS))}, {"use_cache": True}, {"cache": 1},
+        {"input_ids": torch.ones(2, sum(LENGTHS), dtype=torch.long)},
+        {"cu_seq_lens_q": None, "position_ids": None}, {"cu_seq_lens_q": None, "use_cache": True},
     ],
 )
-def test_packed_sequences_that_cannot_be_are_refused(arguments, message):
+def test_impossible_packed_sequences_are_refused(arguments):
     model, (batch, _) = build(), packed("all")
-    with pytest.raises(ValueError, match=message), torch.no_grad():
+    del batch["labels"]
+    name = "cu_seq_lens_k" if "cu_seq_lens_q" in arguments else "cu_seq_lens_q"
+    with pytest.raises(ValueError, match=f"{name}: packed sequences are one row"), torch.no_grad():
         model(**batch | arguments)
+
+
+RIGHT_PADDED = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [None, left_padded()[1][:, -5:], RIGHT_PADDED], ids=["full", "left", "right"])
+def test_positions_that_count_tokens_are_taken(mask):
+    """Numbers of tokens or of columns, as trainers and `generate` pass them, also after a cache."""
+    model, ids = build(), random_ids(tokens=6)
+    seen = torch.ones_like(ids) if mask is None else F.pad(mask, (0, 1), value=1)
+    by_token = (seen.cumsum(1) - 1).masked_fill(seen == 0, 7)
+    masks = [None, None] if mask is None else [mask, seen]
+    for positions in (by_token, torch.arange(6).expand(3, -1), torch.arange(6, dtype=torch.int32)[None]):
+        cache = DecayModelCache(model.config)
+        for columns, columns_mask in zip((slice(0, 5), slice(5, 6)), masks, strict=True):
+            given = {"input_ids": ids[:, columns], "attention_mask": columns_mask, "cache": cache}
+            wanted = model(**{**given, "cache": copy.deepcopy(cache)}).logits
+            assert torch.equal(model(**given, position_ids=positions[:, columns]).logits, wanted)
+    for row in (3 + torch.arange(6)[None], torch.zeros(1, 0, dtype=torch.long)):
+        one = ids[:1, : row.shape[1]]
+        for use_cache in (None, True):  # neither is packed
+            out = model(one, position_ids=row, use_cache=use_cache)
+            assert torch.equal(out.logits, model(one, use_cache=use_cache).logits)
+            assert cache_of(out).get_seq_length() == row.shape[1]
+    assert torch.equal(generate(model, ids, position_ids=torch.arange(6).expand(3, -1)), generate(model, ids))
+
+
+JUMP, RESTART = torch.tensor([[0, 1, 2, 5, 6]]), torch.tensor([[0, 1, 2, 0, 1]])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"position_ids": JUMP}, {"position_ids": 2 * torch.arange(5)[None]},
+        {"position_ids": RESTART, "use_cache": True}, {"position_ids": RESTART, "attention_mask": torch.ones(1, 5)},
+        {"position_ids": JUMP, "rows": 2}, {"position_ids": torch.arange(5)[None].flip(1), "rows": 2},
+        {"position_ids": torch.arange(5)[None], "rows": 2, "attention_mask": torch.tensor([[1, 1, 0, 1, 1]] * 2)},
+        {"position_ids": torch.arange(100, 105)[None], "cached": 3},
+        {"position_ids": torch.arange(5)[None], "cached": 3},
+    ],
+)
+def test_positions_that_jump_are_refused(arguments):
+    """A model without positions cannot follow them; only restarts in one row mean packed sequences."""
+    model, rows = build(), arguments.pop("rows", 1)
+    ids, cached = random_ids()[:rows], arguments.pop("cached", 0)
+    if cached:
+        arguments["cache"] = cache_of(model(ids[:, :cached]))
+    with pytest.raises(ValueError, match="position_ids: expected positions that count"):
+        model(ids[:, :5], **arguments)
+
+
+def test_generate_and_trainer_know_position_ids():
+    """Trainer keeps a dataset's columns that forward names; `generate` would count positions for each step."""
+    model, (ids, mask) = build(), left_padded()
+    assert "position_ids" in inspect.signature(model.forward).parameters
+    given = []
+    model.model.register_forward_pre_hook(lambda _, __, named: given.append(named["position_ids"]), with_kwargs=True)
+    generate(model, ids, mask)
+    assert given == [None] * 8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [left_padded, holes])
+def test_masks_of_every_dtype_are_taken(batch, dtype):
+    model, (ids, mask) = build(), batch()
+    assert torch.equal(model(ids, attention_mask=mask.to(dtype)).logits, model(ids, attention_mask=mask).logits)
+    nothing = torch.ones(3, 0, dtype=dtype)
+    assert model(ids[:, :0], attention_mask=nothing).logits.shape == (3, 0, VOCAB)
+
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    ("mask", "remedy"),
+    [
+        ([1, 1, 2, 2, 3], "documents are kept apart"),
+        ([0, 0, 1, 1, 2], "documents are kept apart"),
+        ([0, 0, -1, 0, 0], "documents are kept apart"),
+        ([LOWEST, LOWEST, 0.0, 0.0, 0.0], "numbers to add to scores"),
+        ([-math.inf, 0.0, 0.0, 0.0, 0.0], "numbers to add to scores"),
+        ([0.0, 0.0, 0.0, 0.0, 0.0], "numbers to add to scores"),
+        ([1.0, math.nan, 1.0, 1.0, 1.0], "numbers to add to scores"),
+        ([0.5, 1.0, 1.0, 1.0, 1.0], "numbers to add to scores"),
+    ],
+)
+def test_masks_of_another_meaning_are_refused(mask, remedy):
+    model, ids = build(), random_ids()[:2, :5]
+    rows = torch.tensor([[1] * 5, mask])
+    for part in (model, model.model):
+        with pytest.raises(ValueError, match=f"attention_mask: expected 1 or True for tokens .*{remedy}"):
+            part(ids, attention_mask=rows)
+
+
+@torch.no_grad()
+def test_masks_contradicting_the_cache_are_refused():
+    """Tokens cannot be masked after they were cached, and padding cannot be seen."""
+    model, (ids, mask) = build(), left_padded()
+    seen = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
+    cache = cache_of(model(ids, attention_mask=mask))
+    for wrong in (torch.ones_like(seen), seen * (torch.arange(TOKENS + 1) != 6), seen * 2):
+        with pytest.raises(ValueError, match="attention_mask: expected"):
+            model(ids[:, :1], attention_mask=wrong, cache=cache)
+    model(ids[:, :1], attention_mask=seen, cache=cache)
+    assert cache.get_seq_length() == TOKENS + 1
+
+
+SURGERIES = [
+    ((0,), False, 1), ((1,), False, 1), ((0, 1, 0, 1), False, 4), ((0, 1, 1, 0, 1), True, 5), ((1, 0), False, 2),
+    ((0, 1), False, 1), ((1,), True, 2),
+]
+
+
+@pytest.mark.parametrize(("order", "copied", "layers"), SURGERIES)
+def test_removed_and_repeated_layers_have_own_caches(order, copied, layers):
+    """Layers are those that model.layers has, up to config.num_hidden_layers; shared ones see their own tokens."""
+    model, (ids, mask) = build(sink=True), left_padded()
+    blocks = model.model.layers
+    model.model.layers = torch.nn.ModuleList(copy.deepcopy(blocks[i]) if copied else blocks[i] for i in order)
+    tokens = []
+    for model.config.num_hidden_layers in (layers, min(layers, len(order))):
+        logits = model(ids, attention_mask=mask).logits
+        tokens.append(generate(model, ids, mask))
+        assert torch.equal(tokens[-1], generate(model, ids, mask, use_cache=False))
+        cache = DecayModelCache(model.config)
+        with torch.no_grad():
+            parts = [model(ids[:, part], attention_mask=mask[:, : part.stop], cache=cache).logits for part in PARTS]
+        torch.testing.assert_close(torch.cat(parts, 1), logits)
+        assert len(cache) == len(cache.layers) == min(layers, len(order))
+    for row, real, got in zip(ids, mask.bool(), logits, strict=True):
+        torch.testing.assert_close(got[real], plain_logits(model, row[real]))
+    assert torch.equal(tokens[0], tokens[-1])
+
+
+PARTS = (slice(0, 6), slice(6, 7), slice(7, TOKENS))
+
+
+@pytest.mark.parametrize("assistant", [{"assistant_early_exit": 1}, {"assistant_model": build("alibi")}])
+def test_assisted_generation_gives_the_same_tokens(assistant):
+    model, ids = build(), random_ids()[:1]
+    assert torch.equal(generate(model, ids, **assistant), generate(model, ids))
+    assert model.config.num_hidden_layers == LAYERS
+
+
+@torch.no_grad()
+def test_caches_of_other_layers_are_refused():
+    model, ids = build(), random_ids()
+    cache = cache_of(model(ids))
+    model.config.num_hidden_layers = 1
+    with pytest.raises(ValueError, match=f"{CACHE}: expected one of the 1 layers that the model runs, got .* by 2"):
+        model(ids[:, :1], cache=cache)
+    cache.reset()
+    again = model(ids, cache=cache)
+    assert torch.equal(again.logits, model(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"window_size": (2, 0)}, {"qk_norm": True}], ids=["window", "evicted"])
+def test_dropped_tokens_keep_their_columns(options):
+    """Tokens that leave a layer's cache stay in the mask, the positions and the length that transformers knows."""
+    model = build(**options)
+    for block in model.model.layers:
+        block.self_attn.decay.weight.zero_()
+        block.self_attn.decay.bias.fill_(0.5)  # half-lives of 1.5 tokens
+    ids = torch.randint(1, VOCAB, (2, 300), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(300) >= torch.tensor([0, 40])[:, None]
+    positions = mask.cumsum(1) - 1
+    cache, wanted = DecayModelCache(model.config), model(ids, attention_mask=mask, use_cache=False).logits
+    for part in (slice(0, 290), slice(290, 299), slice(295, 299), slice(299, 300)):
+        cache.crop(min(part.start - cache.get_seq_length(), 0))
+        seen = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part]}
+        torch.testing.assert_close(model(ids[:, part], **seen, cache=cache).logits, wanted[:, part])
+        assert cache.get_seq_length() == part.stop
+        if "qk_norm" in options:
+            for layer, block in zip(cache.layers, model.model.layers, strict=True):
+                layer.cache.evict(1e-12, block.self_attn.score_bound())
+                assert layer.cache.longest < 260
+
+
+@torch.no_grad()
+def test_filled_cache_reports_its_state():
+    model, ids = build(), random_ids()
+    cache, size = DecayModelCache(model.config), "batch_size" if hasattr(Cache, "batch_size") else "max_batch_size"
+    assert not cache.is_initialized
+    assert cache_of(model(ids, cache=cache)).is_initialized
+    assert getattr(cache, size) == 3
+    cache.batch_repeat_interleave(2)
+    assert getattr(cache, size) == 6
+    cache.reset()
+    assert not cache.is_initialized
+    assert size == "max_batch_size" or cache.batch_size == -1
 
 
 @pytest.mark.parametrize("decay", ["scalar", "retnet-learned"])
@@ -431,14 +634,19 @@ def test_calls_without_tokens_or_rows():
     torch.testing.assert_close(found, model(ids, use_cache=False).logits)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 def test_a_cache_is_started_where_no_gradient_is_recorded():
     model, ids = build(), random_ids()
     assert cache_of(model(ids)) is None
     with torch.no_grad():
         assert cache_of(model(ids)).get_seq_length() == TOKENS
         assert cache_of(model(ids, use_cache=False)) is None
-    with pytest.raises(RuntimeError, match="no_grad"):
-        model(ids, use_cache=True)
+    for _ in range(2):  # recomputed layers, too: transformers would drop their cache with a warning
+        with pytest.raises(RuntimeError, match="no_grad"):
+            model(ids, use_cache=True)
+        model.train().gradient_checkpointing_enable()
+    with torch.no_grad():
+        assert cache_of(model(ids)).get_seq_length() == TOKENS
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -592,9 +800,15 @@ def test_bad_arguments_are_refused_by_name():
             model(ids, attention_mask=torch.ones(shape))
     with pytest.raises(TypeError, match=f"{CACHE}: expected a DecayModelCache, got a DynamicCache"):
         model(ids, cache=DynamicCache())
-    for name in ("position_ids", "cu_seq_lens_q", "seq_idx"):
+    for name in ("cu_seq_lens_q", "seq_idx"):
         with pytest.raises(ValueError, match=f"{name}: packed sequences"):
             model(ids, **{name: torch.arange(TOKENS)})
+    for positions in (torch.arange(TOKENS), torch.arange(TOKENS).expand(2, -1), torch.arange(3)[None]):
+        with pytest.raises(ValueError, match=r"position_ids: expected \(B, T\) = \(3, 9\), got"):
+            model(ids, position_ids=positions)
+    for positions in (torch.zeros(3, TOKENS), [[0] * TOKENS] * 3):
+        with pytest.raises(TypeError, match="position_ids: expected an integer tensor"):
+            model(ids, position_ids=positions)
     for arguments in ({"output_attentions": True}, {"is_causal": False}, {"token_type_ids": torch.zeros_like(ids)}):
         with pytest.raises(ValueError, match=f"{next(iter(arguments))}: "):
             model(ids, **arguments)
