@@ -19,6 +19,7 @@ import dataclasses
 import inspect
 import math
 import operator
+import re
 from collections.abc import Sequence
 from typing import Literal, SupportsIndex, get_args
 
@@ -29,6 +30,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    GenerationConfig,
     GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
@@ -57,6 +59,26 @@ _LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
     "head_dim", "decay", "qk_norm", "output_gate", "window_size", "sink", "backend", "device", "dtype",
 }
 
+# words in names of other models' options: values that are true here, besides None, False and 0, and what this model has
+_OTHER_ARCHITECTURES: dict[str, tuple[tuple[str, ...], str]] = {
+    r"sliding|windows?": ((), "window_size=(tokens - 1, 0) is this model's window"),
+    r"rope|rotary|alibi|pos|positions?|sinusoidal": ((), "the model has no positions; `decay` gives the order"),
+    r"\w*drop(out)?": ((), "the model has no dropout"),
+    r"act|activation|afn|gelu|swiglu": (("silu", "swish", "swiglu"), "the MLP is a SwiGLU"),
+    r"bias": ((), "the model has no biases"),
+    r"experts?|moe|route[rd]?": ((), "the model has no experts"),
+    r"(?<!grad_)norm|layernorm|ln": ((), "norms are RMSNorm, with rms_norm_eps and qk_norm"),
+    r"\w*softcap\w*|logits?|multipliers?|scale|scaling": ((), "nothing is capped or scaled"),
+    r"layers?": (("full_attention",), "num_hidden_layers is the number of layers, which are alike"),
+    r"heads|[dnv]_head|qkv?|q|kv|query": ((), "heads are num_attention_heads, num_key_value_heads and head_dim"),
+    r"attn|attention|residual|mlp|ffn?|dff|embd|inner|d_model|mamba|ssm|conv": (
+        (), "a block is DecayFlashAttention and a SwiGLU, with hidden_size and intermediate_size"
+    ),
+}
+# what transformers itself writes into any configuration, or reads in DecayForTokenClassification
+_OF_TRANSFORMERS = {field.name for field in dataclasses.fields(PreTrainedConfig)} | set(GenerationConfig().to_dict())
+_OF_TRANSFORMERS |= {"attn_implementation", "experts_implementation", "classifier_dropout", "token_classification_bias"}
+
 # one name of an argument and an output of every model: "cache" since transformers 5.24, "past_key_values" before
 _OUTPUTS = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
 _CACHE = "cache" if "cache" in _OUTPUTS else "past_key_values"
@@ -81,6 +103,9 @@ class DecayConfig(PreTrainedConfig):
         rms_norm_eps: of the model's norms.
         max_position_embeddings: the length that the model is meant for, which other tools read. Nothing here depends
             on it: the model has no position embedding, knows order by its decay, and caches grow as needed.
+        kwargs: transformers' own options, num_labels, classifier_dropout (0.1) and token_classification_bias (True)
+            among them, and keys of your own, which are stored and have no effect. Options of other architectures
+            raise unless their value changes nothing: None, False, 0, hidden_act="silu".
 
     Raises:
         TypeError, ValueError: for every bad value, by name.
@@ -118,10 +143,7 @@ class DecayConfig(PreTrainedConfig):
     ):
         if decay not in DECAYS:
             raise ValueError(f"decay: expected one of {', '.join(DECAYS)}, got {decay!r}")
-        for name in sorted(kwargs.keys() & _LAYER_OPTIONS):
-            raise ValueError(f"{name}: an option of DecayFlashAttention that this model does not have")
-        if kwargs.get("output_attentions"):
-            raise ValueError(f"output_attentions: {_NO_WEIGHTS}")
+        _refuse_other_architectures(kwargs)
         self.vocab_size = check_positive_int("vocab_size", vocab_size)
         self.hidden_size = check_positive_int("hidden_size", hidden_size)
         intermediate_size = 64 * -(-8 * self.hidden_size // 192) if intermediate_size is None else intermediate_size
@@ -155,6 +177,20 @@ class DecayConfig(PreTrainedConfig):
         self.eos_token_id = eos_token_id
         self.backend = registry.check_name(backend)
         super().__init__(**kwargs)
+
+
+def _refuse_other_architectures(options: dict) -> None:
+    """Refuse options that would make a reader of the configuration believe in another model."""
+    for name, value in sorted(options.items()):
+        if name in _LAYER_OPTIONS:
+            raise ValueError(f"{name}: an option of DecayFlashAttention that this model does not have")
+        if name in _OF_EVERY_MODEL:
+            _refuse_unknown({name: value})
+        elif name not in _OF_TRANSFORMERS and not name.startswith("_"):
+            for words, (truth, remedy) in _OTHER_ARCHITECTURES.items():
+                values = value if isinstance(value, (list, tuple)) else [value]
+                if re.search(rf"(^|_)({words})(_|$)", name) and not all(v in (None, 0, {}, *truth) for v in values):
+                    raise ValueError(f"{name}: expected no option of another architecture, got {value!r}; {remedy}")
 
 
 def _check_log_decay(log_decay: Sequence[float] | Tensor | None, decay: str, heads: int) -> tuple[float, ...] | None:

@@ -853,11 +853,62 @@ def test_bad_arguments_are_refused_by_name():
         ({"log_decay": [-1] * 12}, ValueError, "log_decay: expected only with decay='constant' or 'constant-learned'"),
         ({"num_heads": 4}, ValueError, "num_heads: an option of DecayFlashAttention"),
         ({"output_attentions": True}, ValueError, "output_attentions: flash attention never has"),
+        ({"is_causal": False}, ValueError, "is_causal: the model is causal"),
     ],
 )
 def test_a_bad_configuration_is_refused_by_name(fields, error, message):
     with pytest.raises(error, match=message):
         DecayConfig(**fields)
+
+
+OTHER_ARCHITECTURES = {
+    "window_size": {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 4},
+    "no dropout": {"attention_dropout": 0.1, "resid_pdrop": 0.1, "hidden_dropout_prob": 0.2, "layerdrop": 0.1},
+    "SwiGLU": {"hidden_act": "gelu", "activation_function": "gelu_new", "ffn_dim": 64, "d_model": 64, "n_embd": 64},
+    "`decay` gives the order": {
+        "rope_theta": 1e4, "rope_scaling": {"type": "linear"}, "rope_parameters": {"rope_type": "default"},
+        "partial_rotary_factor": 0.5, "position_embedding_type": "absolute", "alibi": True, "n_positions": 1024,
+    },
+    "num_hidden_layers": {"layer_types": ["full_attention", "sliding_attention"], "n_layer": 24},
+    "capped or scaled": {"attn_logit_softcapping": 50.0, "logits_soft_cap": 30.0, "embedding_multiplier": 2.0},
+    "no biases": {"attention_bias": True, "mlp_bias": True, "use_qkv_bias": True},
+    "no experts": {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_layer_freq": 2, "router_jitter_noise": 0.1},
+    "RMSNorm": {"layer_norm_eps": 1e-5, "use_qk_norm": True, "norm_type": "layernorm"},
+    "num_key_value_heads": {"n_head": 4, "kv_lora_rank": 8, "multi_query": True},
+    "DecayFlashAttention": {"add_cross_attention": True, "use_parallel_residual": True, "mamba_d_state": 16},
+}
+
+
+@pytest.mark.parametrize("remedy", OTHER_ARCHITECTURES)
+def test_options_of_other_architectures_are_refused(remedy):
+    for name, value in OTHER_ARCHITECTURES[remedy].items():
+        with pytest.raises(ValueError, match=f"^{name}: expected no option of another architecture, got .*{remedy}"):
+            DecayConfig(**{name: value})
+
+
+def test_neutral_and_own_options_are_kept(tmp_path):
+    """Neutral values, options of transformers itself, and keys that mean nothing to any model."""
+    neutral = {
+        "sliding_window": None, "attention_dropout": 0.0, "hidden_act": "silu", "attention_bias": False,
+        "layer_types": ["full_attention"] * 12, "num_experts": 0, "rope_theta": None, "use_sliding_window": False,
+    }
+    own = {
+        "note": "x", "max_grad_norm": 1.0, "data": {"mix": [0.5, 0.5]}, "training_tokens": 10**9, "unsloth_fixed": True,
+        "auto_map": {"AutoConfig": "a.B"}, "quantization_config": {"quant_method": "own"}, "loss_type": "ForCausalLM",
+    }
+    of_transformers = {
+        "num_labels": 3, "problem_type": "regression", "classifier_dropout": 0.2, "token_classification_bias": False,
+        "architectures": ["DecayForCausalLM"], "torch_dtype": "bfloat16", "attn_implementation": None,
+        "experts_implementation": None, "temperature": 0.5, "renormalize_logits": True, "chunk_size_feed_forward": 0,
+        "output_hidden_states": True, "output_router_logits": False, "_name_or_path": "a", "_any_attention": 1,
+    }
+    config = DecayConfig(**neutral, **own, **of_transformers)
+    for _ in range(2):
+        assert own.items() <= config.to_dict().items()
+        assert (config.num_labels, config.classifier_dropout, config.dtype) == (3, 0.2, torch.bfloat16)
+        config.save_pretrained(tmp_path)
+        config = AutoConfig.from_pretrained(tmp_path)
+    assert copy.deepcopy(config).to_dict() == config.to_dict()
 
 
 def test_what_transformers_passes_to_every_model_is_taken():
