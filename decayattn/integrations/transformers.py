@@ -9,18 +9,20 @@ checkpoint::
     config = AutoConfig.for_model("decayattn", vocab_size=50257, hidden_size=768, num_hidden_layers=12)
     model = AutoModelForCausalLM.from_config(config)
 
-attn_implementation="decayattn" is registered, too, for ordinary models: attention_interface.
+attn_implementation="decayattn" is registered, too, for ordinary models: attention_interface. Trainer gives no weight
+decay to decays, sinks and learned scales, in any model with layers of this library.
 
 It needs the extra `transformers`, in a clone `pip install -e '.[transformers]'`.
 """
 
 import copy
 import dataclasses
+import functools
 import inspect
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, SupportsIndex, get_args
 
 import torch
@@ -34,6 +36,7 @@ from transformers import (
     GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
+    Trainer,
     initialization,
 )
 from transformers.cache_utils import Cache, DynamicLayer
@@ -45,7 +48,7 @@ from decayattn.arguments import check_window
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.integrations import attention_interface  # noqa: F401, registers it
-from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention
+from decayattn.nn import ConstantDecay, Decay, DecayCache, DecayFlashAttention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
 from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_log_decays, check_positive_int
 from decayattn.problem import BackendName, DecayName
@@ -682,11 +685,29 @@ def _new_columns(attention_mask: Tensor, x: Tensor, cache: DecayModelCache | Non
     return real[:, past:]
 
 
+def _sparing(parameter_names: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Trainer.get_decay_parameter_names without the parameters of decays, sinks and learned scales."""
+
+    @functools.wraps(parameter_names)
+    def get_decay_parameter_names(self: Trainer, model: nn.Module) -> list[str]:
+        spared: set[Tensor | None] = set()
+        for module in model.modules():
+            if isinstance(module, DecayFlashAttention):
+                spared |= {module.sink, module.log_scale, *(() if module.decay is None else module.decay.parameters())}
+            elif isinstance(module, Decay):
+                spared.update(module.parameters())
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        return [name for name in parameter_names(self, model) if parameters.get(name) not in spared]
+
+    return get_decay_parameter_names
+
+
 def register() -> None:
-    """Register the models with the Auto classes; importing this module does it."""
+    """Register the models with the Auto classes and spare decays in Trainer; importing this module does it."""
     AutoConfig.register(DecayConfig.model_type, DecayConfig, exist_ok=True)
     AutoModel.register(DecayConfig, DecayModel, exist_ok=True)
     AutoModelForCausalLM.register(DecayConfig, DecayForCausalLM, exist_ok=True)
+    Trainer.get_decay_parameter_names = _sparing(Trainer.get_decay_parameter_names)
 
 
 register()

@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -25,11 +26,19 @@ from transformers import (
     DataCollatorWithFlattening,
     DynamicCache,
     LlamaModel,
+    Trainer,
+    TrainingArguments,
 )
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from decayattn.integrations.transformers import DECAYS, DecayConfig, DecayForCausalLM, DecayModel, DecayModelCache
-from decayattn.nn import ScalarDecay
+from decayattn.integrations.transformers import (
+    DECAYS,
+    DecayConfig,
+    DecayForCausalLM,
+    DecayModel,
+    DecayModelCache,
+)
+from decayattn.nn import ConstantDecay, DecayFlashAttention, ScalarDecay
 
 VOCAB, LAYERS, HEADS = 50, 2, 4
 RATES = (-0.7, -0.1, -0.02, 0.01)  # of the heads, where they are the user's own
@@ -774,6 +783,44 @@ def test_gradient_checkpointing_recomputes_the_blocks_and_changes_nothing(padded
     model.gradient_checkpointing_enable()
     torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
     assert len(calls) == 3
+
+
+class Gate(torch.nn.Linear):
+    """A decay of the user's own, whose parameters have no telling names."""
+
+    def forward(self, x):
+        return F.logsigmoid(super().forward(x).float())
+
+
+class Retrofitted(torch.nn.Module):
+    """Layers of this library in a model of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = DecayFlashAttention(16, 4, decay=Gate(16, 4), sink=True, scale="learned")
+        self.twice = torch.nn.ModuleList([DecayFlashAttention(16, 4, decay="none"), self.attention])
+        self.gate, self.rates = ScalarDecay(16, 4), ConstantDecay.retnet(4, learned=True)
+        self.proj = torch.nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: build("scalar", sink=True, qk_norm=True), lambda: build("alibi-learned", tie_word_embeddings=True),
+        Retrofitted, lambda: torch.compile(Retrofitted(), backend="eager"),
+    ],
+)
+def test_trainer_spares_decays_sinks_and_scales(make, tmp_path):
+    """Weight decay would pull a gate's bias to 0, a half-life of one token, and a learned rate to -1 per token."""
+    model = make()
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), weight_decay=0.1, report_to=[], use_cpu=True))
+    decayed = set(trainer.get_decay_parameter_names(model))
+    spared = {n for n, _ in model.named_parameters() if re.search(r"decay|sink|log_scale|\bgate\.|rates|norm|bias", n)}
+    assert decayed >= dict(model.named_parameters()).keys() - spared
+    assert not decayed & spared
+    groups = {group["weight_decay"]: group["params"] for group in trainer.create_optimizer().param_groups}
+    assert set(groups[0.0]) == {model.get_parameter(name) for name in spared}
+    assert len(groups[0.0]) + len(groups[0.1]) == len(list(model.parameters()))
 
 
 def test_vocabulary_and_dtype_can_change():
