@@ -32,6 +32,8 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     GenerationConfig,
     GenerationMixin,
     PreTrainedConfig,
@@ -40,7 +42,11 @@ from transformers import (
     initialization,
 )
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -567,6 +573,18 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         model_kwargs[_CACHE] = DecayModelCache(self.config, max_cache_length)
 
 
+class DecayForSequenceClassification(GenericForSequenceClassification, DecayPreTrainedModel):
+    """DecayModel with a linear classifier of every row's last token, the last that is not config.pad_token_id."""
+
+    accepts_loss_kwargs = False  # or Trainer passes num_items_in_batch, which the loss of classifiers does not read
+
+
+class DecayForTokenClassification(GenericForTokenClassification, DecayPreTrainedModel):
+    """DecayModel with a linear classifier of every token."""
+
+    accepts_loss_kwargs = False
+
+
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 # packed sequences, as transformers gives them to a model
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -707,6 +725,8 @@ def register() -> None:
     AutoConfig.register(DecayConfig.model_type, DecayConfig, exist_ok=True)
     AutoModel.register(DecayConfig, DecayModel, exist_ok=True)
     AutoModelForCausalLM.register(DecayConfig, DecayForCausalLM, exist_ok=True)
+    AutoModelForSequenceClassification.register(DecayConfig, DecayForSequenceClassification, exist_ok=True)
+    AutoModelForTokenClassification.register(DecayConfig, DecayForTokenClassification, exist_ok=True)
     Trainer.get_decay_parameter_names = _sparing(Trainer.get_decay_parameter_names)
 
 

@@ -22,6 +22,8 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     Cache,
     DataCollatorWithFlattening,
     DynamicCache,
@@ -35,6 +37,7 @@ from decayattn.integrations.transformers import (
     DECAYS,
     DecayConfig,
     DecayForCausalLM,
+    DecayForTokenClassification,
     DecayModel,
     DecayModelCache,
 )
@@ -807,6 +810,7 @@ class Retrofitted(torch.nn.Module):
     "make",
     [
         lambda: build("scalar", sink=True, qk_norm=True), lambda: build("alibi-learned", tie_word_embeddings=True),
+        lambda: DecayForTokenClassification(build("retnet-learned", sink=True).config),
         Retrofitted, lambda: torch.compile(Retrofitted(), backend="eager"),
     ],
 )
@@ -821,6 +825,43 @@ def test_trainer_spares_decays_sinks_and_scales(make, tmp_path):
     groups = {group["weight_decay"]: group["params"] for group in trainer.create_optimizer().param_groups}
     assert set(groups[0.0]) == {model.get_parameter(name) for name in spared}
     assert len(groups[0.0]) + len(groups[0.1]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_classifiers_learn_from_padded_batches(auto, side, tmp_path):
+    """On top of a language model's checkpoint; saved, loaded and trained."""
+    options = {"sink": True, "pad_token_id": 0, "num_labels": 3, "classifier_dropout": 0.0}
+    build(dtype=torch.float32, **options).save_pretrained(tmp_path)
+    model = auto.from_pretrained(tmp_path)
+    assert model.score.weight.std() < 0.5  # initialised, which the checkpoint does not do
+    torch.nn.init.normal_(model.score.weight)
+    ids = random_ids()
+    mask = torch.arange(TOKENS) >= torch.tensor(LEFT_PADDING)[:, None]
+    mask = mask if side == "left" else mask.flip(1)
+    ids = ids * mask
+    of_rows = auto is AutoModelForSequenceClassification
+    labels = torch.tensor([2, 0, 1]) if of_rows else (ids % 3).masked_fill(~mask, -100)
+    out = model(ids, attention_mask=mask.long(), labels=labels)
+    states = [model.model(row[None, real]).last_hidden_state[0] for row, real in zip(ids, mask, strict=True)]
+    if of_rows:
+        torch.testing.assert_close(out.logits, model.score(torch.stack([state[-1] for state in states])))
+        torch.testing.assert_close(out.loss, F.cross_entropy(out.logits, labels))
+    else:
+        torch.testing.assert_close(out.logits[mask], model.score(torch.cat(states)))
+        torch.testing.assert_close(out.loss, F.cross_entropy(out.logits[mask], labels[mask]))
+    rows = [{"input_ids": ids[n], "attention_mask": mask[n], "labels": labels[n]} for n in range(3)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, learning_rate=1e-3, lr_scheduler_type="constant", per_device_train_batch_size=3,
+        report_to=[], use_cpu=True, save_strategy="no",
+    )
+    before = copy.deepcopy(model.state_dict())
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert not any(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert model(ids, attention_mask=mask.long(), labels=labels).loss < out.loss
+    model.save_pretrained(tmp_path / "again")
+    again = auto.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(again(ids, attention_mask=mask).logits, model.eval()(ids, attention_mask=mask).logits)
 
 
 def test_vocabulary_and_dtype_can_change():
