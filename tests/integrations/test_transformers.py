@@ -516,6 +516,75 @@ def test_filled_cache_reports_its_state():
     assert size == "max_batch_size" or cache.batch_size == -1
 
 
+@pytest.mark.parametrize("begin", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("decay", ["scalar", "alibi"])
+def test_prefix_cached_in_inference_mode_is_continued(decay, begin):
+    """Outside of that mode, as with Llama; also a cache that only grew inside, and after every change of entries."""
+    model, ids = build(decay), random_ids()
+    expected = generate(model, ids)
+    for change in (
+        lambda cache: None, lambda cache: cache.crop(-1), lambda cache: cache.reorder_cache(torch.arange(3)),
+        lambda cache: cache.batch_select_indices(torch.arange(3)), lambda cache: cache.batch_repeat_interleave(1),
+    ):
+        cache = DecayModelCache(model.config)
+        with begin():
+            model(ids[:, :2], cache=cache)
+        with torch.inference_mode():
+            model(ids[:, 2:6], cache=cache)
+        change(cache)
+        assert torch.equal(generate(model, ids, cache=cache), expected)
+
+
+class Int8Linear(torch.nn.Module):
+    """An int8 weight with a scale, as bitsandbytes has it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        weight = (linear.weight.detach() / scale).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return x @ (self.weight * self.scale).T
+
+
+def in_int8(model, _):
+    for block in model.model.layers:
+        block.self_attn.in_proj = Int8Linear(block.self_attn.in_proj)
+    return model
+
+
+def dynamically_quantised(model, _):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def offloaded_to_cpu(model, _):
+    return pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def offloaded_to_disk(model, folder):
+    model.save_pretrained(folder)
+    where = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
+    return DecayForCausalLM.from_pretrained(
+        folder, device_map={**where, "lm_head": "cpu"}, offload_folder=folder / "offloaded"
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("convert", [in_int8, dynamically_quantised, offloaded_to_cpu, offloaded_to_disk])
+def test_quantised_and_offloaded_models_generate(convert, tmp_path):
+    """The dtype and the device of in_proj's parameters are not those of the keys."""
+    model, (ids, mask) = build(dtype=torch.float32), left_padded()
+    expected = generate(model, ids, mask)
+    converted = convert(copy.deepcopy(model), tmp_path)
+    tokens = generate(converted, ids, mask)
+    assert tokens.shape == expected.shape
+    if convert is not dynamically_quantised:  # which rounds by the largest of the call's values
+        assert torch.equal(generate(converted, ids, mask, use_cache=False), tokens)
+    assert "offloaded" not in convert.__name__ or torch.equal(tokens, expected)
+
+
 @pytest.mark.parametrize("decay", ["scalar", "retnet-learned"])
 @pytest.mark.parametrize(
     "options",
