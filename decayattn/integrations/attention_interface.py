@@ -1,32 +1,56 @@
 """decay_attention without a decay as the attention of ordinary transformers models: attn_implementation="decayattn".
 
-Importing this module (or decayattn.integrations.transformers) registers it with transformers' AttentionInterface, where
-what wraps attentions by name finds it, such as accelerate's and DeepSpeed's Ulysses for long sequences::
+Importing this module (or decayattn.integrations.transformers) registers it with transformers' AttentionInterface::
 
     import decayattn.integrations.attention_interface
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="decayattn")
 
+A model must support transformers' flash attention or sdpa through that interface. Any other raises when it is created,
+or where an option of its attention is missing here. results/architectures.json lists every architecture. Code that
+wraps attentions by name finds this one, such as accelerate's and DeepSpeed's Ulysses for long sequences.
+
 It needs the extra `decayattn[transformers]`.
 """
 
+import functools
+import inspect
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
+from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention, decay_attention_varlen
 
 NAME = "decayattn"
 _REFUSED = {
     "softcap": "there is no soft cap",
-    "position_bias": "there is no position bias; choose the sdpa or eager attention",
     "cache": "there is no paged cache",
+    "indices": "there is no sparse attention",
+    "block_indices": "there is no sparse attention",
+    "sinks": "there are no sinks per token, only s_aux per head",
 }
+# in the source of a model that chooses its attention by name, or treats names that it does not know in another way
+_KNOWS_NAMES = re.compile(r"_CLASSES\[[\w.]*_attn_implementation\]|_attn_implementation in \(")
+_IGNORED_CACHE = "a layer that ignores the cache needs use_cache=False"
+# dtypes of a mask (B, 1, 1, columns), 0 for padding: a query sees all columns, the past, or a window of it.
+# A last stride of 0 says that none is padding; a copy that lost it is slower
+_ALL, _PAST, _WINDOW = torch.uint8, torch.int8, torch.int16
+
+
+class _FlashName(str):
+    """NAME in the config of a model that supports flash attention, for which `mask` describes padding alone.
+
+    Copies and pickles of the config keep it, saved files do not. Under the plain NAME masks are complete.
+    """
+
+    __slots__ = ()
 
 
 def attention(
@@ -40,25 +64,29 @@ def attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls an attention with; (out (B, T_q, H, D_v), None), for there are no weights.
+    """Attention function for transformers. Returns (out (B, T_q, H, D_v), None): flash attention has no weights.
 
     Args:
         query, key, value: (B, H, T_q, D), (B, H_kv, T_k, D) and (B, H_kv, T_k, D_v).
-        attention_mask: None; (B, columns so far) of the keys, 0 for padding, as `mask` returns it; or any of 4
-            dimensions, boolean (True = visible) or added to the scores, which says all there is to say.
+        attention_mask: None; (B, columns) of the keys so far, 0 for padding; a result of `mask`; or another of 4
+            dimensions, boolean (True = visible) or added to the scores.
         scaling: of the scores; default 1/√D.
-        is_causal: default module.is_causal.
-        sliding_window: a query sees so many keys, its own included.
+        is_causal: default module.is_causal. A mask of 4 dimensions replaces it.
+        sliding_window: number of keys that a query sees, its own included. Only `mask` can ask for it in 4 dimensions.
         s_aux: (H,) sinks.
-        kwargs: of packed sequences cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, or position_ids that
-            start anew. As with transformers' flash attention, such position_ids of a batch of 1 mean packed sequences
-            even where the model was given a mask of ones, of which `mask` makes None; sdpa takes those for one
-            sequence. The rest of what transformers passes changes nothing here.
+        position_bias: added to the scores; broadcastable to (B, H, T_q, T_k).
+        kwargs: for packed sequences cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, or, of a batch of 1,
+            position_ids (1, T): every smallest position starts a sequence, as in transformers' flash attention. They
+            apply to a model that was given a mask of ones, too, which sdpa takes for one sequence, and not to padding.
+            The rest of what transformers passes has no effect.
 
     Raises:
-        ValueError: for what flash attention does not have, by name.
+        ValueError: for options that flash attention does not have, by name; for a mask of more tokens than there are
+            keys, as in a layer that ignores the cache. If the first layer does, only padding shows it, and a static
+            cache hides it: `generate` then writes other tokens without an error.
     """
     for name, reason in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -68,108 +96,223 @@ def attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
-    options: dict[str, Any] = dict(scale=scaling, causal=causal, window_size=window, sink=s_aux)
-    packing = _packing(q, k, attention_mask, kwargs)
-    if packing is not None:
-        out = decay_attention_varlen(q.squeeze(0), k.squeeze(0), v.squeeze(0), **packing, **options)
-        return out[None], None
-    if attention_mask is None:
-        return decay_attention(q, k, v, **options), None
-    if attention_mask.ndim == 4:
-        options |= {"causal": False, "window_size": None, "bias": attention_mask[..., : k.shape[1]]}
-        return decay_attention(q, k, v, **options), None
-    # without a limit no row's position counts, and a mask of the keys says nothing of a decoder's queries
-    by_position = causal or window is not None
-    options |= _sequence_bounds(attention_mask, q.shape[1] if by_position else None)
-    return decay_attention(q, k, v, **options), None
+    options: dict[str, Any] = dict(scale=scaling, causal=causal, window_size=window, sink=s_aux, bias=position_bias)
+    real = None
+    if attention_mask is not None:
+        kind = attention_mask.dtype
+        if attention_mask.ndim not in (2, 4):
+            raise ValueError(f"attention_mask: expected 2 or 4 dimensions, got {tuple(attention_mask.shape)}")
+        if attention_mask.ndim == 2:
+            real = attention_mask != 0
+        elif kind not in (_ALL, _PAST, _WINDOW) or attention_mask.shape[1:3] != (1, 1):
+            options |= {"causal": False, "window_size": None, "bias": _biased(attention_mask, position_bias)}
+            return decay_attention(q, k, v, **options).contiguous(), None
+        elif kind == _WINDOW and window is None:
+            raise ValueError("sliding_window: expected the window of the mask, got None")
+        else:
+            options |= {"causal": kind != _ALL, "window_size": window if kind == _WINDOW else None}
+            real = None if attention_mask.stride(3) == 0 else attention_mask[:, 0, 0] != 0
+        columns = attention_mask.shape[-1]
+        if real is not None or kind != _ALL:
+            if columns > k.shape[1]:
+                raise ValueError(f"attention_mask: expected up to {k.shape[1]} keys, got {columns}; {_IGNORED_CACHE}")
+            k, v = k[:, :columns], v[:, :columns]  # later keys of a static cache are not yet written
+    if real is not None:
+        # without a limit no row's position counts, and a mask of the keys says nothing of a decoder's queries
+        by_position = options["causal"] or options["window_size"] is not None
+        options |= _sequence_bounds(real, q.shape[1] if by_position else None)
+    elif kwargs.get("cu_seq_lens_q") is not None:
+        return _packed(q, k, v, kwargs, options), None
+    if real is None or options["causal"]:
+        options["log_decay"] = _resets(q, k, kwargs.get("position_ids"), real)
+    return decay_attention(q, k, v, skip_tolerance=None, **options).contiguous(), None
 
 
 def mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **kwargs: Any,
-) -> Tensor | None:
-    """What transformers calls to make `attention`'s attention_mask.
+) -> Tensor:
+    """Mask function for transformers. Returns the attention_mask of `attention`, of 4 dimensions.
 
-    None or (B, columns) where a query sees the past, everything, or a sliding window of the past, which is_causal and
-    sliding_window say; for any other mask_function all of it, (B, 1, T_q, T_k), True where a key is seen.
+    A model that supports flash attention gets (B, 1, 1, columns) if mask_function is bidirectional, causal or a causal
+    sliding window. For any other mask_function it gets (B, 1, T_q, T_k), True for a visible key. A model without flash
+    attention gets the mask of eager attention.
+
+    Raises:
+        ValueError: for an attention_mask of more tokens than the cache and the new ones.
     """
-    whole = dict(
+    complete = kwargs | dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask,
+        mask_function=mask_function, attention_mask=attention_mask, device=device, allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
     )
-    if not _is_plain(mask_function):
-        return masking_utils.sdpa_mask(**whole, device=device, **{**kwargs, "allow_is_causal_skip": False})
-    columns = masking_utils.flash_attention_mask(**whole)
-    seen = int(q_offset) + q_length - int(kv_offset)
-    if columns is None and seen < kv_length and mask_function is not masking_utils.bidirectional_mask_function:
-        # a static cache, whose later columns are not yet written
-        columns = torch.ones(batch_size, seen, dtype=torch.bool, device=device)
-    return columns
+    if attention_mask is not None and attention_mask.shape[1] > kv_offset + kv_length:
+        raise ValueError(
+            f"attention_mask: expected at most {kv_offset + kv_length} tokens, cached and new, got "
+            f"{attention_mask.shape[1]}; {_IGNORED_CACHE}"
+        )
+    if not isinstance(getattr(config, "_attn_implementation", None), _FlashName):
+        return masking_utils.eager_mask(**complete)
+    kind, tracing = _kind(mask_function), masking_utils.is_tracing(attention_mask)
+    if kind is None or (tracing and isinstance(q_offset, Tensor)):  # the length of a static cache, on the device
+        return masking_utils.sdpa_mask(**complete)
+    past = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
+    columns = kv_length if kind == _ALL else min(kv_length, past + q_length - kv_offset)
+    if attention_mask is not None:
+        real = attention_mask[:, kv_offset : kv_offset + columns]
+        if real.shape[1] < columns:
+            return masking_utils.sdpa_mask(**complete)
+        if tracing or not real.all():
+            return real[:, None, None].to(kind, memory_format=torch.contiguous_format)
+    return torch.ones((), dtype=kind, device=device).expand(batch_size, 1, 1, columns)
 
 
 def register() -> None:
-    """Make transformers know the attention; importing this module does it."""
+    """Make transformers know the attention; importing this module does it.
+
+    Two methods of PreTrainedModel get a check, because transformers checks a model's support for its own names only.
+    In a release without them no config gets a _FlashName, and all masks are complete.
+    """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    for check in (get_correct_attn_implementation, set_attn_implementation):
+        method = getattr(PreTrainedModel, check.__name__, None)
+        if method is not None and not hasattr(method, "checks_decayattn"):
+            checked = functools.wraps(method)(check(method))
+            checked.__dict__["checks_decayattn"] = True
+            setattr(PreTrainedModel, check.__name__, checked)
 
 
-def _is_plain(mask_function: Callable) -> bool:
-    """Whether is_causal and sliding_window say all of it. What is not recognised is not plain."""
-    if mask_function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
-        return True
+def _kind(mask_function: Callable) -> torch.dtype | None:
+    """_ALL, _PAST or _WINDOW; None for a mask_function that is not recognised as one of these."""
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return _ALL
+    if mask_function is masking_utils.causal_mask_function:
+        return _PAST
+    if torch.compiler.is_compiling():  # which does not look into closures
+        return None
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     parts = cells[0] if len(cells) == 1 and isinstance(cells[0], tuple) else ()
     windows = [getattr(part, "__qualname__", "").startswith("sliding_window_overlay.") for part in parts]
     causal = [part is masking_utils.causal_mask_function for part in parts]
     both = mask_function.__qualname__.startswith("and_masks.")
-    return both and len(parts) == 2 and any(windows) and any(causal)
+    return _WINDOW if both and len(parts) == 2 and any(windows) and any(causal) else None
 
 
-def _packing(q: Tensor, k: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """cu_seqlens and lengths of packed sequences; None where there are none."""
-    if attention_mask is not None or q.shape[0] != 1:
+def _biased(attention_mask: Tensor, position_bias: Tensor | None) -> Tensor:
+    if position_bias is None:
+        return attention_mask
+    if attention_mask.dtype == torch.bool:
+        return torch.where(attention_mask, position_bias, -torch.inf)
+    return position_bias + attention_mask
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """Attention of packed sequences that cu_seq_lens_q and cu_seq_lens_k give."""
+    if options.pop("bias") is not None:
+        raise ValueError("position_bias: expected none with cu_seq_lens_q; pass a boolean mask (B, 1, T_q, T_k)")
+    offsets_q, offsets_k = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
+    rows, keys, values = (x.flatten(0, 1) for x in (q, k, v))
+    longest_q, longest_k = kwargs.get("max_length_q"), kwargs.get("max_length_k")
+    out = decay_attention_varlen(
+        rows, keys, values, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_q if offsets_k is None else offsets_k,
+        # a tensor is an upper bound that would have to come from the device
+        max_seqlen_q=longest_q if isinstance(longest_q, int) else rows.shape[0],
+        max_seqlen_k=longest_k if isinstance(longest_k, int) else keys.shape[0],
+        **options,
+    )
+    return out.unflatten(0, q.shape[:2])
+
+
+def _resets(q: Tensor, k: Tensor, positions: Tensor | None, real: Tensor | None) -> Tensor | None:
+    """log_decay (1, T, 1) that resets at the smallest of position_ids (1, T); None where they cannot pack sequences.
+
+    Resets stay on the device, unlike offsets: nothing synchronises, and compiled code has one graph. If real (1, T) has
+    padding, there are none.
+    """
+    length = q.shape[1]
+    if positions is None or q.shape[0] != 1 or positions.shape != (1, length) or not 1 < length == k.shape[1]:
         return None
-    if kwargs.get("cu_seq_lens_q") is not None:
-        offsets_q, offsets_k = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
-        offsets_k = offsets_q if offsets_k is None else offsets_k
-        longest_q, longest_k = kwargs.get("max_length_q"), kwargs.get("max_length_k")
-    else:
-        positions = kwargs.get("position_ids")
-        if positions is None or positions.shape != (1, q.shape[1]) or q.shape[1] != k.shape[1] or q.shape[1] < 2:
-            return None
-        begins = F.pad(positions[0].diff() != 1, (1, 0), value=True).nonzero()[:, 0]
-        if len(begins) == 1:
-            return None
-        offsets_q = offsets_k = F.pad(begins, (0, 1), value=q.shape[1]).int()
-        longest_q = longest_k = int(offsets_q.diff().max())
-    return {
-        "cu_seqlens_q": offsets_q, "cu_seqlens_k": offsets_k,
-        "max_seqlen_q": q.shape[1] if longest_q is None else int(longest_q),
-        "max_seqlen_k": k.shape[1] if longest_k is None else int(longest_k),
-    }
+    starts = positions == positions.min()
+    if real is not None:
+        starts = starts & real.all()
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.zeros(1, length, 1, dtype=dtype, device=q.device).masked_fill(starts[..., None], -torch.inf)
 
 
-def _sequence_bounds(columns: Tensor, queries: int | None) -> dict[str, Tensor]:
-    """Where sequences lie, of a mask (B, columns): their keys, and so many queries, of which the last has its last
-    column. None for queries that are not of these columns, or need not be."""
-    real = columns != 0
+def _sequence_bounds(real: Tensor, queries: int | None) -> dict[str, Tensor]:
+    """Bounds of the sequences of a mask (B, columns), True for a token.
+
+    The last of `queries` queries has the last column. None leaves out their bounds.
+    """
     begin = (real.cumsum(1) == 0).sum(1, dtype=torch.int32)
     end = begin + real.sum(1, dtype=torch.int32)
-    index = torch.arange(columns.shape[1], device=columns.device)
-    if not bool((((index >= begin[:, None]) & (index < end[:, None])) == real).all()):
-        raise ValueError("attention_mask: expected one stretch of tokens in every row, got a gap")
+    index = torch.arange(real.shape[1], device=real.device)
+    refuse_unless(
+        (((index >= begin[:, None]) & (index < end[:, None])) == real).all(),
+        "attention_mask: expected one stretch of tokens in every row, got a gap; pass a mask of 4 dimensions",
+    )
     bounds = {"leftpad_k": begin, "seqused_k": end}
-    if queries is not None and queries <= columns.shape[1]:  # else it is of other tokens than the queries
-        first = columns.shape[1] - queries
+    if queries is not None and queries <= real.shape[1]:  # more queries are other tokens, as in cross-attention
+        first = real.shape[1] - queries
         bounds |= {"leftpad_q": (begin - first).clamp(min=0), "seqused_q": (end - first).clamp(min=0)}
     return bounds
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Support by models
+
+
+def get_correct_attn_implementation(original: Callable) -> Callable:
+    """PreTrainedModel's method, which every model calls when it is created, with a check for NAME."""
+
+    def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        name = original(self, requested_attention, *args, **kwargs)
+        return _supported_name(self) if name == NAME else name
+
+    return checked
+
+
+def set_attn_implementation(original: Callable) -> Callable:
+    """PreTrainedModel's method, which only warns where a model cannot change its attention, with a check for NAME."""
+
+    def checked(self: PreTrainedModel, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
+        if attn_implementation == NAME:
+            for model in self.modules():
+                if isinstance(model, PreTrainedModel):
+                    _supported_name(model)
+        original(self, attn_implementation, *args, **kwargs)
+
+    return checked
+
+
+def _supported_name(model: PreTrainedModel) -> str:
+    """NAME for the config of a model, a _FlashName if all models that share the config support flash attention."""
+    sharing = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x.config is model.config)
+    kinds = dict.fromkeys(type(x) for x in sharing)
+    for kind in kinds:
+        # transformers looks for its interface in the source of a class; one of a notebook has none
+        known: list[Any] = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel)]
+        written = next(c for c in known if getattr(sys.modules.get(c.__module__), "__file__", None))
+        supported = kind._supports_flash_attn or kind._supports_sdpa
+        if (
+            not (supported and written._can_set_attn_implementation())
+            or _KNOWS_NAMES.search(inspect.getsource(sys.modules[written.__module__]))
+        ):
+            raise ValueError(
+                f"attn_implementation: expected a model with flash or sdpa attention by transformers' "
+                f'AttentionInterface for "{NAME}", got {kind.__name__}; pass attn_implementation="eager", or name the '
+                f'parts of a model that have it, such as {{"text_config": "{NAME}"}}'
+            )
+    return _FlashName(NAME) if all(kind._supports_flash_attn for kind in kinds) else NAME
 
 
 register()

@@ -1,22 +1,32 @@
-"""attn_implementation="decayattn" for ordinary models of transformers: what "sdpa" computes; and Trainer."""
+"""attn_implementation="decayattn" for ordinary models of transformers: what "eager" computes; and Trainer."""
 
 import copy
+import functools
+import itertools
 import os
+import pickle
 import socket
 import subprocess
 import sys
+import types
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
+import sweep_architectures
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
+    BloomForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -189,6 +199,218 @@ def test_what_there_is_not_is_refused_by_name(options, message):
         attention_interface.attention(torch.nn.Module(), q, q, q, None, **options)
     with pytest.raises(ValueError, match="attention_mask: expected one stretch"):
         attention_interface.attention(torch.nn.Module(), q, q, q, torch.tensor([[1, 0, 1, 1]]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Architectures
+
+T5 = "right" if transformers.T5PreTrainedModel._supports_sdpa else "refused"
+OUTCOMES = dict.fromkeys((
+    "GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "Gemma3ForCausalLM",
+    "PaliGemmaForConditionalGeneration",  # its text model's is_causal is not that of its masks
+    "PegasusXForConditionalGeneration",  # its decoder's is_causal is False
+), "right") | dict.fromkeys((
+    "BloomForCausalLM", "MptForCausalLM", "FalconForCausalLM", "GPTNeoForCausalLM", "LEDForConditionalGeneration",
+    "XGLMForCausalLM", "RoFormerForMaskedLM", "RemBertForMaskedLM", "SamVisionModel", "VaultGemmaForCausalLM",
+    "MambaForCausalLM", *(name for name in ("DeepseekV32ForCausalLM",) if hasattr(transformers, name)),
+), "refused") | {"T5ForConditionalGeneration": T5}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_architectures_equal_eager_attention_or_raise(name):
+    transformers.logging.set_verbosity_error()
+    found = sweep_architectures.judge(name)
+    assert found["outcome"] == OUTCOMES[name], found
+
+
+def test_unsupported_models_raise_by_every_way_to_ask():
+    config = sweep_architectures.small_config(BloomForCausalLM.config_class, {})
+    eager = BloomForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    asked = copy.deepcopy(config)
+    asked._attn_implementation = "decayattn"
+    for ask in (
+        lambda: BloomForCausalLM._from_config(copy.deepcopy(config), attn_implementation="decayattn"),
+        lambda: BloomForCausalLM(asked),
+        lambda: BloomForCausalLM(type(config)(attn_implementation="decayattn")),
+        lambda: eager.set_attn_implementation("decayattn"),
+    ):
+        with pytest.raises(ValueError, match=r"got BloomForCausalLM; pass attn_implementation=\"eager\""):
+            ask()
+    # an assignment that nothing checks gets eager attention's masks
+    ids = torch.arange(5, 17)[None]
+    expected = eager(ids).logits
+    eager.config._attn_implementation = "decayattn"
+    assert torch.equal(eager(ids).logits, expected)
+
+
+def test_parts_of_a_model_have_their_own_attention(tmp_path):
+    kind = transformers.LlavaForConditionalGeneration
+    config = sweep_architectures.small_config(kind.config_class, {})
+    theirs = kind._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    ids = torch.arange(5, 17)[None]
+    for asked in ("decayattn", {"text_config": "decayattn", "vision_config": "sdpa"}):
+        for model in (kind.from_pretrained(tmp_path, attn_implementation=asked), copy.deepcopy(theirs)):
+            model.set_attn_implementation(asked)
+            text, vision = model.config.text_config, model.config.vision_config
+            assert text._attn_implementation == "decayattn"
+            assert vision._attn_implementation == ("decayattn" if asked == "decayattn" else "sdpa")
+            assert torch.allclose(model.eval()(ids).logits, theirs(ids).logits, atol=1e-5)
+
+
+def test_support_survives_copies_and_subclasses(monkeypatch):
+    """Masks of padding alone, not complete ones; of a class without a file, too, as a notebook defines it."""
+    ids, masks = torch.randint(1, 64, (2, 12)), []
+
+    def attention(module, query, key, value, attention_mask, **options):
+        masks.append(attention_mask)
+        return attention_interface.attention(module, query, key, value, attention_mask, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "decayattn", attention)
+    _, model = pair()
+    monkeypatch.setitem(sys.modules, "no_file", types.ModuleType("no_file"))
+    defined = type("Defined", (LlamaForCausalLM,), {"__module__": "no_file"})
+    for one in (
+        model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
+        defined._from_config(LlamaConfig(**SIZES), attn_implementation="decayattn"),
+    ):
+        one(ids, attention_mask=padding("left"))
+        one(ids)
+    assert {mask.shape for mask in masks} == {(2, 1, 1, 12)}
+    model.config._attn_implementation = "decayattn"  # unchecked
+    model(ids)
+    assert masks[-1].shape == (2, 1, 12, 12)
+
+
+def test_masks_of_4_dimensions_and_position_bias():
+    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
+    bias, visible = torch.randn(1, 4, 6, 6, requires_grad=True), torch.rand(2, 1, 6, 6) < 0.7
+    visible[..., 0] = True
+    added = torch.zeros(2, 1, 6, 6).masked_fill(~visible, torch.finfo().min)
+    for mask in (visible, added, None):
+        seen = torch.ones(6, 6).tril().bool() if mask is None else visible
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias.masked_fill(~seen, -torch.inf), enable_gqa=True
+        ).transpose(1, 2)
+        found = attention_interface.attention(torch.nn.Module(), q, k, v, mask, position_bias=bias)[0]
+        assert torch.allclose(found, expected, atol=1e-5)
+        gradients = [torch.autograd.grad(x.square().sum(), bias)[0] for x in (found, expected)]
+        assert torch.allclose(*gradients, atol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Packed sequences, caches, compiled code
+
+
+@pytest.mark.parametrize("positions", [
+    [*range(6), *range(100, 106)], [2 * i for i in range(12)], [0, 1, 2, 2, 2, 2, 2, 2, 3, 4, 5, 6],
+    [5, 6, 7, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+])
+def test_positions_that_jump_cut_nothing(positions):
+    """PoSE, interpolation, one position for an image, going back, and positions in three dimensions."""
+    ids, positions = torch.randint(1, 64, (1, 12)), torch.tensor([positions])
+    theirs, ours = pair()
+    options = dict(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
+    if int(positions[0, 0]) == int(positions.min()):
+        assert torch.allclose(ours(**options).logits, theirs(**options).logits, atol=1e-5)
+    q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    plain, multimodal = (
+        attention_interface.attention(torch.nn.Module(), q, k, v, None, position_ids=given)[0]
+        for given in (None, positions.expand(3, 1, 12))
+    )
+    assert torch.equal(multimodal, plain)
+
+
+def test_sequences_start_at_the_smallest_position():
+    """Starts as in transformers' flash attention; the same by cu_seq_lens, also over rows of a batch."""
+    q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    attend = functools.partial(attention_interface.attention, torch.nn.Module())
+    for positions, offsets in (
+        ([2, 4, 6, 2, 7, 9, 2, 2, 3, 3, 5, 6], [0, 3, 6, 7, 12]), ([*range(5), *range(7)], [0, 5, 12]),
+    ):
+        starts = torch.tensor(offsets, dtype=torch.int32)
+        longest = starts.diff().max()  # a tensor, as transformers computes it
+        for causal in (True, False):
+            expected = attend(
+                q, k, v, None, is_causal=causal, cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=longest,
+                max_length_k=longest,
+            )[0]
+            parts = [
+                attend(*(x[:, :, begin:end] for x in (q, k, v)), None, is_causal=causal)[0]
+                for begin, end in itertools.pairwise(offsets)
+            ]
+            assert torch.allclose(expected, torch.cat(parts, 1), atol=1e-6)
+            found = attend(q, k, v, None, is_causal=causal, position_ids=torch.tensor([positions]))[0]
+            assert torch.allclose(found, expected, atol=1e-6)
+            twice = torch.cat([starts, starts[1:] + 12])
+            rows = attend(*(torch.cat([x, x]) for x in (q, k, v)), None, is_causal=causal, cu_seq_lens_q=twice)[0]
+            assert torch.allclose(rows, torch.cat([expected, expected]), atol=1e-6)
+
+
+class Forgetful(torch.nn.Module):
+    """Attention in the place of LlamaAttention that leaves the cache alone."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states, past_key_values=None, cache=None, **options):
+        return self.inner(hidden_states, **options)
+
+
+@pytest.mark.parametrize(("layers", "padded"), [((1,), False), ((1,), True), ((0,), True), ((0, 1), True)])
+def test_layers_that_ignore_the_cache_raise(layers, padded):
+    _, model = pair()
+    for layer in layers:
+        model.model.layers[layer].self_attn = Forgetful(model.model.layers[layer].self_attn)
+    ids = torch.randint(4, 64, (2, 12))
+    mask = padding("left") if padded else torch.ones_like(ids)
+    with pytest.raises(ValueError, match="ignores the cache needs use_cache=False"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, use_cache=False)
+
+
+@pytest.mark.parametrize(("kind", "batch", "side"), [
+    ("llama", 1, None), ("llama", 1, "ones"), ("llama", 2, "left"), ("mistral", 2, "ones"), ("bert", 1, "left"),
+])
+def test_compiled_models_have_one_graph(kind, batch, side):
+    _, model = pair(kind)
+    ids = torch.randint(1, 64, (batch, 12))
+    options = {} if kind == "bert" else {"position_ids": torch.arange(12)[None].expand(batch, -1), "use_cache": False}
+    if side is not None:
+        options["attention_mask"] = padding(side)[:batch] if side == "left" else torch.ones_like(ids)
+    if side == "ones" and kind == "llama":  # packed
+        options["position_ids"] = torch.tensor([[*range(5), *range(7)]])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found, expected = (one(ids, **options).logits for one in (compiled, model))
+    assert torch.allclose(found, expected, atol=1e-5)
+    found.square().sum().backward()
+
+
+class Synchronisations(TorchDispatchMode):
+    """Number of times that the host reads a tensor's values, where a GPU would be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("side", [None, "ones", "left"])
+def test_forwards_synchronise_no_more_than_once(batch, side):
+    _, model = pair()
+    ids = torch.randint(1, 64, (batch, 12))
+    mask = {None: None, "ones": torch.ones_like(ids), "left": padding("left")[:batch]}[side]
+    options = {} if mask is None else {"position_ids": torch.arange(12)[None].expand(batch, -1)}
+    model(ids)  # what happens once per process
+    with torch.no_grad(), Synchronisations() as found:
+        model(ids, attention_mask=mask, **options)
+    assert found.count <= 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
