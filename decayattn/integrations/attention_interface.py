@@ -296,6 +296,8 @@ def set_attn_implementation(original: Callable) -> Callable:
 
 def _supported_name(model: PreTrainedModel) -> str:
     """NAME for the config of a model, a _FlashName if all models that share the config support flash attention."""
+    if model.config.model_type == NAME:  # DecayModel, which has no other attention
+        return NAME
     sharing = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x.config is model.config)
     kinds = dict.fromkeys(type(x) for x in sharing)
     for kind in kinds:

@@ -23,7 +23,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal, SupportsIndex, get_args
+from typing import Literal, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -54,15 +54,15 @@ from decayattn.arguments import check_window
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.integrations import attention_interface  # noqa: F401, registers it
-from decayattn.nn import ConstantDecay, Decay, DecayCache, DecayFlashAttention
+from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention, attention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
 from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_log_decays, check_positive_int
-from decayattn.problem import BackendName, DecayName
+from decayattn.nn.training import spared_parameters
+from decayattn.problem import BackendName
 
-DecayPreset = Literal[
-    "scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "constant", "constant-learned", "none",
-]
-DECAYS = get_args(DecayPreset)
+# those of the layer, and "constant" with the log_decay of the configuration
+DecayPreset = attention.DecayPreset | Literal["constant-learned"]
+DECAYS = (*attention.DECAYS, "constant-learned")
 # options of the layer that are no fields of DecayConfig; device and dtype mean something else to transformers
 _LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
     "head_dim", "decay", "qk_norm", "output_gate", "window_size", "sink", "backend", "device", "dtype",
@@ -663,16 +663,13 @@ def _read_positions(
     return {"cu_seqlens": offsets, "max_seqlen": int(offsets.diff().max())}
 
 
-def _make_decay(config: DecayConfig) -> DecayName | nn.Module:
+def _make_decay(config: DecayConfig) -> attention.DecayPreset | nn.Module:
     """The `decay` of DecayFlashAttention."""
     if config.initial_half_lives is not None:
         return ScalarDecay(config.hidden_size, config.num_attention_heads, initial_half_lives=config.initial_half_lives)
-    if config.decay in ("scalar", "none"):
-        return config.decay
-    preset, _, learned = config.decay.partition("-")
     if config.log_decay is not None:
-        return ConstantDecay(config.log_decay, learned=bool(learned))
-    return getattr(ConstantDecay, preset)(config.num_attention_heads, learned=bool(learned))
+        return ConstantDecay(config.log_decay, learned=config.decay.endswith("learned"))
+    return config.decay  # type: ignore[return-value]  # "constant-learned" has a log_decay
 
 
 def _new_columns(attention_mask: Tensor, x: Tensor, cache: DecayModelCache | None) -> Tensor:
@@ -708,13 +705,7 @@ def _sparing(parameter_names: Callable[..., list[str]]) -> Callable[..., list[st
 
     @functools.wraps(parameter_names)
     def get_decay_parameter_names(self: Trainer, model: nn.Module) -> list[str]:
-        spared: set[Tensor | None] = set()
-        for module in model.modules():
-            if isinstance(module, DecayFlashAttention):
-                spared |= {module.sink, module.log_scale, *(() if module.decay is None else module.decay.parameters())}
-            elif isinstance(module, Decay):
-                spared.update(module.parameters())
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        spared, parameters = spared_parameters(model), dict(model.named_parameters(remove_duplicate=False))
         return [name for name in parameter_names(self, model) if parameters.get(name) not in spared]
 
     return get_decay_parameter_names

@@ -45,23 +45,27 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         raise TypeError(f"weight_decay: expected a number, got {weight_decay!r} of type {type(weight_decay).__name__}")
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay: expected a finite number of at least 0, got {weight_decay}")
-    spared: set[int] = set()
-    for module in model.modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise ValueError(
-                "model: expected parameters in their own shapes, got FullyShardedDataParallel (FSDP1), which flattens "
-                "them; use FSDP2: decayattn.nn.fully_shard_attention, then torch's fully_shard"
-            )
-        if isinstance(module, Spared):
-            spared.update(map(id, module._spared()))
-        if isinstance(module, DecayFlashAttention) and module.decay is not None:
-            spared.update(map(id, module.decay.parameters()))
-    decayed, others = [], []
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "model: expected parameters in their own shapes, got FullyShardedDataParallel (FSDP1), which flattens "
+            "them; use FSDP2: decayattn.nn.fully_shard_attention, then torch's fully_shard"
+        )
+    spared, decayed, others = spared_parameters(model), [], []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            is_spared = id(parameter) in spared or getattr(parameter, "_no_weight_decay", False)
-            (others if is_spared or parameter.ndim < 2 else decayed).append(parameter)
+            (others if parameter in spared or parameter.ndim < 2 else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": float(weight_decay)}, {"params": others, "weight_decay": 0.0}]
+
+
+def spared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of a model that weight decay must leave alone, whatever their shapes."""
+    spared = {parameter for parameter in model.parameters() if getattr(parameter, "_no_weight_decay", False)}
+    for module in model.modules():
+        if isinstance(module, Spared):
+            spared.update(module._spared())
+        if isinstance(module, DecayFlashAttention) and module.decay is not None:
+            spared.update(module.decay.parameters())
+    return spared
 
 
 @contextlib.contextmanager
@@ -152,7 +156,7 @@ def _used(
     elif padding_mask is not None:
         used = (padding_mask != 0) & ((padding_mask != 0).cumsum(1) > 1)
     elif cu_seqlens is not None:
-        used = (token > cu_seqlens[0]) & (token < cu_seqlens[-1]) & ~torch.isin(token, cu_seqlens)
+        used = (token < cu_seqlens[-1]) & ~torch.isin(token, cu_seqlens)
     else:
         used = token > 0
     return used if resets is None else used & (resets == 0)

@@ -223,6 +223,13 @@ def test_architectures_equal_eager_attention_or_raise(name):
     assert found["outcome"] == OUTCOMES[name], found
 
 
+def test_decay_model_takes_its_own_name():
+    config = integration.DecayConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="decayattn")
+    model.set_attn_implementation("decayattn")
+    assert model(torch.ones(1, 3, dtype=torch.int64)).logits.shape == (1, 3, 64)
+
+
 def test_unsupported_models_raise_by_every_way_to_ask():
     config = sweep_architectures.small_config(BloomForCausalLM.config_class, {})
     eager = BloomForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager").eval()

@@ -160,7 +160,7 @@ USED = {
         {"padding_mask": torch.tensor([[0] * 3 + [1] * 7, [1] * 6 + [0] * 4])},
         only((0, slice(4, None)), (1, slice(1, 6))),
     ),
-    "cu_seqlens": ({"cu_seqlens": torch.tensor([1, 4, 4, 9])}, only((0, [2, 3, 5, 6, 7, 8]), batch=1)),
+    "cu_seqlens": ({"cu_seqlens": torch.tensor([0, 4, 4, 9])}, only((0, [1, 2, 3, 5, 6, 7, 8]), batch=1)),
     "resets": ({"resets": torch.tensor([[0, 0, 1] + [0] * 7] * 2)}, only((slice(None), [1, *range(3, LENGTH)]))),
 }
 
