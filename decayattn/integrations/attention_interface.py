@@ -1,4 +1,4 @@
-"""decay_attention without a decay as the attention of ordinary transformers models: attn_implementation="decayattn".
+"""decay_attention as the attention of ordinary transformers models: attn_implementation="decayattn".
 
 Importing this module (or decayattn.integrations.transformers) registers it with transformers' AttentionInterface::
 
@@ -27,8 +27,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention, decay_attention_varlen
+from decayattn.integrations.gates import NAME, split_key
 
-NAME = "decayattn"
 _REFUSED = {
     "softcap": "there is no soft cap",
     "cache": "there is no paged cache",
@@ -93,6 +93,7 @@ def attention(
             raise ValueError(f"{name}: {reason}")
     if dropout:
         raise ValueError(f"dropout: there is no dropout of attention weights, got {dropout}")
+    log_decay, key = split_key(module, query, key)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
@@ -106,7 +107,7 @@ def attention(
             real = attention_mask != 0
         elif kind not in (_ALL, _PAST, _WINDOW) or attention_mask.shape[1:3] != (1, 1):
             options |= {"causal": False, "window_size": None, "bias": _biased(attention_mask, position_bias)}
-            return decay_attention(q, k, v, **options).contiguous(), None
+            return decay_attention(q, k, v, log_decay, **options).contiguous(), None
         elif kind == _WINDOW and window is None:
             raise ValueError("sliding_window: expected the window of the mask, got None")
         else:
@@ -117,15 +118,17 @@ def attention(
             if columns > k.shape[1]:
                 raise ValueError(f"attention_mask: expected up to {k.shape[1]} keys, got {columns}; {_IGNORED_CACHE}")
             k, v = k[:, :columns], v[:, :columns]  # later keys of a static cache are not yet written
+            log_decay = log_decay[:, :columns] if log_decay is not None and log_decay.ndim == 3 else log_decay
     if real is not None:
         # without a limit no row's position counts, and a mask of the keys says nothing of a decoder's queries
         by_position = options["causal"] or options["window_size"] is not None
         options |= _sequence_bounds(real, q.shape[1] if by_position else None)
     elif kwargs.get("cu_seq_lens_q") is not None:
-        return _packed(q, k, v, kwargs, options), None
+        return _packed(q, k, v, log_decay, kwargs, options), None
+    options["skip_tolerance"] = None if log_decay is None else "auto"
     if real is None or options["causal"]:
-        options["log_decay"] = _resets(q, k, kwargs.get("position_ids"), real)
-    return decay_attention(q, k, v, skip_tolerance=None, **options).contiguous(), None
+        log_decay = _with_resets(log_decay, q, k, kwargs.get("position_ids"), real)
+    return decay_attention(q, k, v, log_decay, **options).contiguous(), None
 
 
 def mask(
@@ -215,7 +218,9 @@ def _biased(attention_mask: Tensor, position_bias: Tensor | None) -> Tensor:
     return position_bias + attention_mask
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kwargs: dict[str, Any], options: dict[str, Any]
+) -> Tensor:
     """Attention of packed sequences that cu_seq_lens_q and cu_seq_lens_k give."""
     if options.pop("bias") is not None:
         raise ValueError("position_bias: expected none with cu_seq_lens_q; pass a boolean mask (B, 1, T_q, T_k)")
@@ -223,7 +228,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], options: di
     rows, keys, values = (x.flatten(0, 1) for x in (q, k, v))
     longest_q, longest_k = kwargs.get("max_length_q"), kwargs.get("max_length_k")
     out = decay_attention_varlen(
-        rows, keys, values, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_q if offsets_k is None else offsets_k,
+        rows, keys, values, log_decay if log_decay is None or log_decay.ndim == 1 else log_decay.flatten(0, 1),
+        cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_q if offsets_k is None else offsets_k,
         # a tensor is an upper bound that would have to come from the device
         max_seqlen_q=longest_q if isinstance(longest_q, int) else rows.shape[0],
         max_seqlen_k=longest_k if isinstance(longest_k, int) else keys.shape[0],
@@ -232,20 +238,24 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], options: di
     return out.unflatten(0, q.shape[:2])
 
 
-def _resets(q: Tensor, k: Tensor, positions: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """log_decay (1, T, 1) that resets at the smallest of position_ids (1, T); None where they cannot pack sequences.
+def _with_resets(
+    log_decay: Tensor | None, q: Tensor, k: Tensor, positions: Tensor | None, real: Tensor | None
+) -> Tensor | None:
+    """log_decay with a reset at the smallest of position_ids (1, T); unchanged if they cannot pack sequences.
 
     Resets stay on the device, unlike offsets: nothing synchronises, and compiled code has one graph. If real (1, T) has
     padding, there are none.
     """
     length = q.shape[1]
     if positions is None or q.shape[0] != 1 or positions.shape != (1, length) or not 1 < length == k.shape[1]:
-        return None
+        return log_decay
     starts = positions == positions.min()
     if real is not None:
         starts = starts & real.all()
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.zeros(1, length, 1, dtype=dtype, device=q.device).masked_fill(starts[..., None], -torch.inf)
+    if log_decay is None:
+        log_decay = q.new_zeros(1, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    per_token = log_decay if log_decay.ndim == 3 else log_decay.expand(1, length, -1)
+    return per_token.masked_fill(starts[..., None], -torch.inf)
 
 
 def _sequence_bounds(real: Tensor, queries: int | None) -> dict[str, Tensor]:

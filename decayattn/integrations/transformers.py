@@ -15,7 +15,6 @@ decay to decays, sinks and learned scales, in any model with layers of this libr
 It needs the extra `transformers`, in a clone `pip install -e '.[transformers]'`.
 """
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -53,7 +52,8 @@ from transformers.utils import can_return_tuple
 from decayattn.arguments import check_window
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
-from decayattn.integrations import attention_interface  # noqa: F401, registers it
+from decayattn.integrations import attention_interface, gates  # noqa: F401, registers it
+from decayattn.integrations.gates import add_decay  # noqa: F401, published here
 from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention, attention
 from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
 from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_log_decays, check_positive_int
@@ -381,12 +381,7 @@ class DecayPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (ScalarDecay, ConstantDecay)):
-            # its own start, but only where a checkpoint has not brought a value: initialization.copy_ knows
-            start = copy.deepcopy(module)
-            start.reset_parameters()
-            own, values = (m.state_dict(keep_vars=True).values() for m in (module, start))
-            for tensor, value in zip(own, values, strict=True):
-                initialization.copy_(tensor, value)
+            gates.initialise(module)
             return
         super()._init_weights(module)
         if isinstance(module, DecayFlashAttention) and module.sink is not None:

@@ -183,7 +183,7 @@ class ScalarDecay(Decay):
     def reset_parameters(self) -> None:
         """Zero weight, biases that give initial_half_lives."""
         self.weight.zero_()
-        _fill(self.bias, [_gate_logit(h) for h in _log_spaced(*self.initial_half_lives, self.num_heads)])
+        _fill(self.bias, [_gate_logit(h) for h in log_spaced(*self.initial_half_lives, self.num_heads)])
 
     def forward(self, x: Tensor) -> Tensor:
         """log_decay (B, T, H) < 0."""
@@ -349,7 +349,7 @@ def _alibi_geometric(num_heads: int) -> list[float]:
     return [-(2.0 ** (-8 * (h + 1) / num_heads)) for h in range(num_heads)]
 
 
-def _log_spaced(first: float, last: float, count: int) -> list[float]:
+def log_spaced(first: float, last: float, count: int) -> list[float]:
     if count == 1:
         return [math.sqrt(first * last)]
     return [first * (last / first) ** (i / (count - 1)) for i in range(count)]

@@ -1,0 +1,208 @@
+"""Decays in pretrained models of transformers: a learned decay for every attention layer.
+
+A log-decay per token travels with its key. Its bits are appended to the key as extra channels before the key enters the
+cache, and `attention` takes them off again. So every cache of transformers stores, crops, reorders and slides the decay
+with the keys, unless it changes their bits, as a quantised cache does.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, initialization
+from transformers.cache_utils import Cache
+
+from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_half_lives, log_spaced
+
+NAME = "decayattn"  # of the attention function
+# bytes of which a key with its extra channels is a multiple, as TMA and vector loads need
+_ALIGNMENT = 16
+AddedDecay = Literal["scalar", "constant"]
+
+
+def add_decay(
+    model: PreTrainedModel, decay: AddedDecay = "scalar", *, half_lives: tuple[float, float] = (1e5, 1e6)
+) -> PreTrainedModel:
+    """Add a learned decay to every attention layer of a pretrained decoder, and return the model.
+
+    Scores get λ_{j+1} + … + λ_i as in decay_attention, next to the model's own position embeddings::
+
+        model = add_decay(AutoModelForCausalLM.from_pretrained(name))
+
+    Weights stay. With the default half-lives the model starts close to its own logits: after 1,000 tokens the decay
+    alone has changed a weight by less than 1 %. Each layer has the decay as a module, `self_attn.decay` in Llama, in
+    float32. The attention becomes attn_implementation="decayattn"; no other one applies the decay, and a forward with
+    another one raises. Generation works with every cache but quantised ones. Trainer spares the decays of weight
+    decay; for PEFT, name them in modules_to_save=["decay"].
+
+    The configuration remembers the decay as `added_decay`, so save_pretrained and from_pretrained keep it if the
+    program has imported decayattn.integrations.transformers.
+
+    Args:
+        model: a causal model with flash attention by transformers' AttentionInterface: Llama, Mistral, Qwen2, Qwen3,
+            Phi-3, GPT-NeoX, OLMo and others.
+        decay: "scalar", a forget gate per token and head (ScalarDecay), or "constant", a rate per head (ConstantDecay,
+            learned).
+        half_lives: (shortest, longest) half-life at the start, in tokens, spread over the heads.
+
+    Raises:
+        TypeError, ValueError: for a bad argument, by name, and for a model that has a decay or no such attention.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a transformers.PreTrainedModel, got a {type(model).__name__}")
+    if decay not in ("scalar", "constant"):
+        raise ValueError(f"decay: expected 'scalar' or 'constant', got {decay!r}")
+    config = model.config.get_text_config()
+    for name in ("added_decay", "log_decay"):
+        if getattr(config, name, None) is not None:
+            raise ValueError(f"model: expected one without a decay, got config.{name} = {getattr(config, name)!r}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"model: expected a decoder, got the encoder and decoder of {type(model).__name__}")
+    added = {"decay": decay, "half_lives": list(check_half_lives(half_lives))}
+    model.set_attn_implementation(NAME)  # refuses models without flash attention
+    if not _insert(model, added):
+        raise ValueError(
+            f"model: expected causal attention layers with a layer_idx, found none in {type(model).__name__}"
+        )
+    config.added_decay = added
+    return model
+
+
+def split_key(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor]:
+    """log_decay of a layer's keys, (H,) or (B, T_k, H), or None; and the keys (B, H_kv, T_k, D) without its channels.
+
+    A layer without an added decay has the rates of config.log_decay, one number per head, if there are any.
+    """
+    log_decay = getattr(module, "_log_decay", None)
+    if log_decay is None:
+        rates = getattr(getattr(module, "config", None), "log_decay", None)
+        return None if rates is None else _rates(tuple(rates), query.dtype, query.device), key
+    module._log_decay = None  # type: ignore[assignment]  # it is applied
+    width, heads = query.shape[-1], log_decay.shape[-1]
+    if log_decay.ndim == 3 and log_decay.requires_grad and key.shape[2] != log_decay.shape[1]:
+        raise RuntimeError(
+            "cache: expected an empty one, because bits have no gradient; use torch.no_grad(), or use_cache=False"
+        )
+    if key.shape[-1] > width and not log_decay.requires_grad:
+        channels = key[..., width : width + heads // key.shape[1] * log_decay.dtype.itemsize // key.dtype.itemsize]
+        log_decay = channels.contiguous().view(log_decay.dtype).transpose(1, 2).flatten(2)
+    return log_decay, key[..., :width]
+
+
+def _rates(rates: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    if torch.compiler.is_compiling():
+        return torch.tensor(rates, dtype=dtype, device=device)
+    return _rates_on_device(rates, dtype, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _rates_on_device(rates: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy to a GPU waits for it, so each is made once."""
+    with torch.inference_mode(False):
+        return torch.tensor(rates, dtype=dtype, device=device)
+
+
+class _CarryingCache:
+    """A cache of transformers that appends the log-decay (B, T, H) of new tokens to their keys."""
+
+    def __init__(self, cache: Cache, log_decay: Tensor) -> None:
+        quantised = [type(layer).__name__ for layer in cache.layers if "Quantized" in type(layer).__name__]
+        if quantised:
+            raise ValueError(f"cache: expected one that keeps the bits of keys, for the decay, got {quantised[0]}")
+        self._cache, self._log_decay = cache, log_decay
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        heads = key_states.shape[1]
+        channels = self._log_decay.unflatten(2, (heads, -1)).transpose(1, 2).contiguous().view(key_states.dtype)
+        missing = -channels.shape[-1] % (_ALIGNMENT // key_states.dtype.itemsize)
+        padding = key_states.new_zeros(*key_states.shape[:3], missing)
+        return self._cache.update(torch.cat([key_states, channels, padding], -1), value_states, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _decay(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Pre-hook of an attention layer: its log_decay, for `split_key` and for the cache."""
+    if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
+        raise RuntimeError(
+            f"attn_implementation: expected {NAME!r}, because the model has an added decay, got "
+            f"{module.config._attn_implementation!r}; call model.set_attn_implementation({NAME!r})"  # type: ignore[union-attr]
+        )
+    log_decay = module.decay(args[0] if args else kwargs["hidden_states"])  # type: ignore[operator]
+    module._log_decay = log_decay
+
+    def carrying(x: Any) -> Any:
+        return _CarryingCache(x, log_decay) if isinstance(x, Cache) and log_decay.ndim == 3 else x
+
+    return tuple(map(carrying, args)), {name: carrying(x) for name, x in kwargs.items()}
+
+
+def _insert(model: nn.Module, added: dict[str, Any]) -> bool:
+    """Give every causal attention layer without a decay one; True if there was such a layer."""
+    found, modules = False, list(model.modules())  # type: bool, list[Any]
+    for module in modules:
+        is_layer = isinstance(getattr(module, "layer_idx", None), int) and getattr(module, "is_causal", False) is True
+        if not is_layer or hasattr(module, "decay"):
+            continue
+        found, heads, device = True, module.config.num_attention_heads, next(module.parameters()).device
+        if added["decay"] == "scalar":
+            decay: Decay = ScalarDecay(
+                module.config.hidden_size, heads, initial_half_lives=added["half_lives"], device=device
+            )
+        else:
+            shortest, longest = added["half_lives"]
+            half_lives = log_spaced(shortest, longest, heads)
+            decay = ConstantDecay([-math.log(2) / h for h in half_lives], learned=True, device=device)
+        module.decay, module._log_decay = decay, None
+        module.register_forward_pre_hook(_decay, with_kwargs=True)
+    return found
+
+
+@torch.no_grad()
+def initialise(decay: Decay) -> None:
+    """Write a decay's own start, where a checkpoint has not brought a value: initialization.copy_ knows."""
+    start = copy.deepcopy(decay)
+    start.reset_parameters()  # type: ignore[operator]
+    own, values = (m.state_dict(keep_vars=True).values() for m in (decay, start))
+    for tensor, value in zip(own, values, strict=True):
+        initialization.copy_(tensor, value)
+
+
+def _init_weights(model: PreTrainedModel, module: nn.Module) -> None:
+    if isinstance(module, Decay):
+        initialise(module)
+    else:
+        type(model)._init_weights(model, module)
+
+
+def _restoring(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
+    """PreTrainedModel.post_init, which every model calls when it is created, with the decay of its configuration."""
+
+    @functools.wraps(post_init)
+    def restored(self: PreTrainedModel) -> None:
+        added = getattr(self.config, "added_decay", None)
+        if added is not None:
+            _insert(self, added)
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "decay"}
+            self._init_weights = functools.partial(_init_weights, self)
+        post_init(self)
+        if added is not None:
+            self.set_attn_implementation(NAME)
+
+    restored.restores_decays = True  # type: ignore[attr-defined]
+    return restored
+
+
+def register() -> None:
+    """Make models restore the decay of their configuration; importing this module does it."""
+    if not hasattr(PreTrainedModel.post_init, "restores_decays"):
+        PreTrainedModel.post_init = _restoring(PreTrainedModel.post_init)
+
+
+register()

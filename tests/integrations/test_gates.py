@@ -1,0 +1,223 @@
+"""Decays that are added to pretrained models of transformers, and rates in their configurations."""
+
+import copy
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from decayattn.integrations.transformers import add_decay
+from decayattn.nn import ConstantDecay, ScalarDecay, alibi_log_decay
+
+SIZES = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)
+MODELS = {
+    "llama": {}, "mistral": {"sliding_window": 12}, "qwen2": {}, "qwen3": {"head_dim": 16}, "phi3": {}, "gpt_neox": {},
+    "olmo": {}, "olmo2": {}, "granite": {}, "gemma": {"head_dim": 16},
+}
+
+
+def build(kind="llama", **options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES | {"initializer_range": 0.3} | MODELS.get(kind, {}) | options)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def tokens(batch=2, length=20):
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def strengthen(model, seed=2):
+    """Half-lives of a few tokens, which differ from token to token."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, ScalarDecay):
+            module.bias.fill_(1.0)
+            module.weight.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def gated(kind="llama", **options):
+    return strengthen(add_decay(build(kind, **options)))
+
+
+def _check_generation(model):
+    """Every cache writes the tokens that no cache writes."""
+    x, padded = tokens(), torch.ones(2, 20, dtype=torch.int64)
+    padded[0, :4] = 0
+
+    def write(x=x, **options):
+        return model.generate(x, max_new_tokens=8, do_sample=False, **options)
+
+    for options, others in (
+        ({}, {}), ({}, {"cache_implementation": "static"}), ({"num_beams": 3}, {}), ({"attention_mask": padded}, {}),
+        ({"x": x[:1]}, {"prompt_lookup_num_tokens": 3}),
+    ):
+        torch.testing.assert_close(write(**options, **others), write(**options, use_cache=False), rtol=0, atol=0)
+
+
+def _check(kind, tmp_path):
+    model, x = build(kind), tokens()
+    with torch.no_grad():
+        own = model(x).logits
+        assert (add_decay(model)(x).logits - own).abs().max() < 1e-3
+        whole = strengthen(model)(x).logits
+    assert (whole - own).abs().max() > 0.01
+    _check_generation(model)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(x).logits, whole)
+
+
+def test_gate_starts_at_the_model_and_generates(tmp_path):
+    _check("llama", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(MODELS)[1:])
+def test_gate_of_every_architecture(kind, tmp_path):
+    _check(kind, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_gate_keeps_its_bits_in_every_cache(dtype, tmp_path):
+    gated().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    decays = {p.dtype for name, p in model.named_parameters() if "decay" in name}
+    assert decays == {torch.float64 if dtype == torch.float64 else torch.float32}
+    _check_generation(model)
+
+
+def test_constant_decay_is_alibi():
+    """A rate per head in the configuration is a bias; so is a learned rate of the same half-life."""
+    model, x = build(), tokens()
+    model.set_attn_implementation("sdpa")
+    distance = torch.arange(20) - torch.arange(20)[:, None]
+    bias = -torch.tensor(alibi_log_decay(4))[:, None, None] * distance
+    bias = bias.masked_fill(distance > 0, -torch.inf).expand(2, 4, 20, 20)
+    with torch.no_grad():
+        expected = model(x, attention_mask=bias).logits
+        rates = build(log_decay=alibi_log_decay(4))
+        rates.set_attn_implementation("decayattn")
+        torch.testing.assert_close(rates(x).logits, expected, rtol=1e-4, atol=1e-4)
+        learned = add_decay(build(), "constant", half_lives=(2.0, 64.0))
+        for module in learned.modules():
+            if isinstance(module, ConstantDecay):
+                module.log_rate.copy_(-torch.tensor(alibi_log_decay(4))).log_()
+        torch.testing.assert_close(learned(x).logits, expected, rtol=1e-4, atol=1e-4)
+    for each in (rates, learned):
+        _check_generation(each)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["scalar", "constant"])
+def test_packed_documents_with_a_decay_are_documents_alone(kind):
+    model, x = add_decay(build(), kind, half_lives=(2.0, 9.0)), tokens(1, 20)
+    alone = torch.cat([model(x[:, :7]).logits, model(x[:, 7:]).logits], 1)
+    positions = torch.cat([torch.arange(7), torch.arange(13)])[None]
+    offsets = torch.tensor([0, 7, 20], dtype=torch.int32)
+    for packing in (
+        {}, dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=13, max_length_k=13),
+    ):
+        found = model(x, position_ids=positions, use_cache=False, **packing).logits
+        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gate_trains_and_is_spared(checkpointing, tmp_path):
+    model = add_decay(build(), half_lives=(4.0, 64.0))
+    before = copy.deepcopy(model.state_dict())
+    options = TrainingArguments(
+        str(tmp_path), max_steps=2, learning_rate=1e-2, weight_decay=0.1, report_to=[], use_cpu=True,
+        gradient_checkpointing=checkpointing, save_strategy="no", disable_tqdm=True,
+    )
+    trainer = Trainer(model, options, train_dataset=[{"input_ids": x, "labels": x} for x in tokens(8)])
+    assert not [name for name in trainer.get_decay_parameter_names(model) if "decay" in name]
+    trainer.train()
+    gates = [name for name in before if "self_attn.decay" in name]
+    assert len(gates) == 4
+    assert all(not torch.equal(model.state_dict()[name], before[name]) for name in gates)
+
+
+def test_gradient_with_a_cache_is_that_without():
+    model, x, gradients = gated(), tokens(), []
+    for use_cache in (False, True):
+        model.zero_grad()
+        outputs = model(x, labels=x, use_cache=use_cache)
+        outputs.loss.backward()
+        gradients.append([p.grad.clone() for name, p in model.named_parameters() if "decay" in name])
+    torch.testing.assert_close(gradients[1], gradients[0])
+    cache = getattr(outputs, "cache", None) or outputs.past_key_values
+    with pytest.raises(RuntimeError, match="cache: expected an empty one"):
+        model(x, past_key_values=cache)
+
+
+def test_gate_copies_and_compiles():
+    model, x = copy.deepcopy(gated()), tokens()
+    with torch.no_grad():
+        expected = model(x, use_cache=False).logits
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, use_cache=False).logits, expected)
+
+
+def test_base_checkpoint_with_a_decay_in_its_configuration_starts_it(tmp_path):
+    build().save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.added_decay = {"decay": "scalar", "half_lives": [3.0, 48.0]}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    found = model.model.layers[1].self_attn.decay.half_lives(torch.zeros(1, 1, 64))[0, 0]
+    torch.testing.assert_close(found[[0, -1]], torch.tensor([3.0, 48.0]))
+
+
+def test_other_attention_than_ours_raises():
+    model = gated()
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="attn_implementation: expected 'decayattn'"):
+        model(tokens())
+
+
+def test_quantised_cache_raises():
+    class QuantizedLayer(transformers.cache_utils.DynamicLayer):
+        pass
+
+    cache = transformers.cache_utils.Cache(layers=[QuantizedLayer(), QuantizedLayer()])
+    with torch.no_grad(), pytest.raises(ValueError, match="cache: expected one that keeps the bits of keys"):
+        gated()(tokens(), past_key_values=cache, use_cache=True)
+
+
+def bloom():
+    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
+
+
+def bart():
+    sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=64)
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (lambda: nn.Linear(2, 2), {}, TypeError, "model: expected a transformers.PreTrainedModel"),
+        (build, {"decay": "alibi"}, ValueError, "decay: expected 'scalar' or 'constant', got 'alibi'"),
+        (build, {"half_lives": (5.0, 1.0)}, ValueError, "initial_half_lives: expected"),
+        (gated, {}, ValueError, "model: expected one without a decay, got config.added_decay"),
+        (lambda: build(log_decay=[-1.0] * 4), {}, ValueError, "got config.log_decay"),
+        (bart, {}, ValueError, "model: expected a decoder"),
+        (bloom, {}, ValueError, "attn_implementation: expected a model with flash or sdpa"),
+    ],
+)
+def test_models_without_a_place_for_a_decay_are_refused(model, options, error, message):
+    with pytest.raises(error, match=message):
+        add_decay(model(), **options)
