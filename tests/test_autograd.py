@@ -396,6 +396,7 @@ def test_reload_keeps_the_operators():
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of every shape that is compared
 def test_a_trace_records_the_operator(device):
     leaves = make(device, requires_grad=False)
     traced = torch.jit.trace(lambda q: attend(**leaves | {"q": q}), leaves["q"])
