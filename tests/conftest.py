@@ -31,6 +31,16 @@ def interpreting_changed() -> bool:
     return changed
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups of tests that share a process: pytest 9.2 does not read what pytest-xdist 3.8 writes (pytest-xdist#1386),
+    and every process of a run would start all pools of ranks."""
+    for item in items:
+        written = getattr(item, "_nodeid", item.nodeid)
+        if written != item.nodeid:
+            item._id = type(item.id).parse(written)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     report = yield

@@ -1,10 +1,12 @@
 """Where kernels run is decided once, for all tests of a run: nothing that they import or call changes it."""
 
 import ast
+import copy
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from repository_files import EXPERIMENTS, ROOT, TESTS
@@ -67,3 +69,13 @@ def test_on_a_gpu_the_whole_suite_is_collected_for_the_compiler():
         timeout=300, check=False,
     )
     assert run.stdout.endswith("compiled\n"), run.stdout + run.stderr
+
+
+@pytest.mark.xdist_group("alone")
+def test_groups_of_xdist_reach_its_scheduler(request):
+    """Which reads them at the end of a test's name."""
+    remote = pytest.importorskip("xdist.remote")
+    item, loadgroup = copy.copy(request.node), SimpleNamespace(getvalue=lambda _: True)
+    remote.WorkerInteractor.pytest_collection_modifyitems(None, loadgroup, [item])
+    request.config.hook.pytest_collection_modifyitems(session=request.session, config=request.config, items=[item])
+    assert item.nodeid.endswith("@alone")

@@ -1,5 +1,6 @@
 """Processes that are the ranks of torch.distributed's groups, started once per file and fed with calls."""
 
+import functools
 import importlib
 import os
 import queue
@@ -14,75 +15,97 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# longer than any call takes, shorter than pytest's patience
+# until every rank has started and imported a call's module: ten pools at once take two minutes on two cores
+_START = 300
+# longer than any call takes
 _SECONDS = 120
 DIED = "the process has ended"
+_BEGUN = "a call begins"
 
 
 class Failed(AssertionError):
-    """What a rank has raised, with its traceback."""
+    """Tracebacks of the ranks that raised."""
 
 
 class Pool:
     """ranks processes; a call runs on the first `ranks` of them, which have a group of that size.
 
-    device: "cpu", with gloo, or "cuda", with NCCL and a GPU for each. seconds: a collective waits no longer.
+    device: "cpu", with gloo and Triton's interpreter, or "cuda", with NCCL and a GPU for each. seconds: timeout of the
+    groups' collectives. Where a rank has failed or not answered in time, the next call has new processes.
     """
 
     def __init__(self, ranks, device="cpu", sizes=None, seconds=60):
-        self.ranks, self.device, context = ranks, device, mp.get_context("spawn")
+        self.ranks, self.device, self.options = ranks, device, (sizes or [ranks], seconds)
+        self._start()
+
+    def _start(self):
+        context, self.broken = mp.get_context("spawn"), False
         self.folder = tempfile.TemporaryDirectory()
-        self.calls = [context.SimpleQueue() for _ in range(ranks)]
+        self.calls = [context.SimpleQueue() for _ in range(self.ranks)]
         self.results = context.Queue()
-        arguments = (ranks, device, sizes or [ranks], seconds, str(Path(self.folder.name, "store")))
+        arguments = (self.ranks, self.device, *self.options, str(Path(self.folder.name, "store")))
         self.processes = [
             context.Process(target=_work, args=(rank, *arguments, self.calls[rank], self.results), daemon=True)
-            for rank in range(ranks)
+            for rank in range(self.ranks)
         ]
         for process in self.processes:
             process.start()
 
     def __call__(self, function, *args):
-        """What function(*args) returns on every rank, a function of a module. Raises what the ranks have raised."""
+        """Results of function(*args) on every rank, a function of a module. Raises what the ranks have raised."""
         return self.run(function, *args)
 
     def run(self, function, *args, ranks=None, seconds=_SECONDS, **kwargs):
-        """What function(group, *args, **kwargs) returns on every rank; function is "module.name".
+        """Results of function(group, *args, **kwargs) on every rank; function is "module.name".
 
         Raises what the ranks have raised."""
         results = self.outcomes(function, *args, ranks=ranks, seconds=seconds, **kwargs)
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
         if errors:
+            self.broken = True
             raise Failed("\n".join(errors))
         return [result for _, result in results]
 
     def outcomes(self, function, *args, ranks=None, seconds=_SECONDS, **kwargs):
-        """(traceback or None, result) of every rank, within so many seconds."""
+        """(traceback or None, result) of every rank; seconds: from when all ranks have begun the call."""
+        if self.broken:
+            self.close()
+            self._start()
+        self.broken = True  # until every rank has answered
         ranks = ranks or self.ranks
         for calls in self.calls[:ranks]:
             calls.put((function, ranks, args, kwargs))
-        found, end = {}, time.monotonic() + seconds
+        begun, found, end = set(), {}, time.monotonic() + _START
         while len(found) < ranks:
             try:
                 rank, error, result = self.results.get(timeout=1)
-                found[rank] = error, result
             except queue.Empty:
                 dead = {n: (DIED, None) for n in range(ranks) if not self.processes[n].is_alive()}
                 if len(found.keys() | dead.keys()) == ranks:
                     found = dead | found
                 elif time.monotonic() > end:
                     answers = "\n".join(f"rank {rank}: {error or 'right'}" for rank, (error, _) in found.items())
-                    raise TimeoutError(f"{len(found)} of {ranks} ranks have answered:\n{answers}") from None
+                    raise TimeoutError(
+                        f"{len(begun)} of {ranks} ranks have begun, {len(found)} have answered:\n{answers}"
+                    ) from None
+                continue
+            if error == _BEGUN:
+                begun.add(rank)
+                end = end if len(begun) < ranks else time.monotonic() + seconds
+            else:
+                found[rank] = error, result
+        self.broken = any(error == DIED for error, _ in found.values())
         return [found[rank] for rank in range(ranks)]
 
     def close(self):
         for calls, process in zip(self.calls, self.processes, strict=True):
-            if process.is_alive():
+            if process.is_alive() and not self.broken:
                 calls.put(None)
         for process in self.processes:
-            process.join(5)
+            process.join(0 if self.broken else 5)
             if process.is_alive():
                 process.kill()
+                process.join()
         self.folder.cleanup()
 
     def __enter__(self):
@@ -116,29 +139,28 @@ def _meet(device):
 def _work(rank, ranks, device, sizes, seconds, store, calls, results):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))  # init_device_mesh reads them
-    backend, groups = "gloo", {}
+    backend, groups, failed = "gloo", {}, None
     if device == "cuda":
         backend = "nccl"
         torch.cuda.set_device(rank)
-    limit = timedelta(seconds=seconds)
-    begun = None
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"  # on a machine with GPUs, too, whose tests compile the kernels
+    start, limit = timedelta(seconds=_START), timedelta(seconds=seconds)
     try:
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=start)
         groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in sizes}
     except RuntimeError:
-        begun = traceback.format_exc()
+        failed = traceback.format_exc()
     while (call := calls.get()) is not None:
         function, size, args, kwargs = call
-        if begun is not None:
-            results.put((rank, begun, None))
-            continue
         try:
-            torch.manual_seed(0)
-            if callable(function):
-                result = function(*args, **kwargs)
-            else:
+            if isinstance(function, str):
                 module, name = function.rsplit(".", 1)
-                result = getattr(importlib.import_module(module), name)(groups[size], *args, **kwargs)
-            results.put((rank, None, result))
+                function = functools.partial(getattr(importlib.import_module(module), name), groups.get(size))
+            results.put((rank, _BEGUN, None))
+            torch.manual_seed(0)
+            results.put((rank, failed, None if failed else function(*args, **kwargs)))
         except Exception:
             results.put((rank, traceback.format_exc(), None))
+    if failed is None:
+        dist.destroy_process_group()

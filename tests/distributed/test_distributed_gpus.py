@@ -1,0 +1,70 @@
+"""Context parallelism on two GPUs, with NCCL."""
+
+import pytest
+import torch
+from distributed_pool import Pool
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+    pytest.mark.xdist_group("gpu"),  # with the other tests that fill GPUs
+]
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    # both compile the same kernels, each of which the other one may have to wait for
+    with Pool(2, "cuda", seconds=250) as started:
+        yield started
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [701, pytest.param(3000, marks=pytest.mark.slow)])
+def test_gpus_stay_within_the_budget_of_one_process(gpus, length, dtype):
+    assert gpus.run("distributed_cases.equality", length, dtype, seconds=280) == [[], []]
+
+
+def test_gpus_fetch_what_matters(gpus):
+    weak, strong = (gpus.run("distributed_cases.fetched_on_gpus", mean) for mean in (-1e-4, -1.0))
+    assert weak == [[[[0, 0]], [[2048, 2048]]]] * 2
+    assert strong == [[[[0, 0]], [[128, 128]]]] * 2
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_gpus_compute_again_what_was_not_to_be_expected(gpus, backend):
+    """A call with another decay than those before; what was launched for it too early leaves no trace. The gradients of
+    "hopper" add up in no fixed order: each may round to a neighbour."""
+    found = gpus.run("expected_exchanges.expected_on_gpus", [-1.0, -1.0, -1e-4, -1.0, -1.0, -0.1, -0.1], backend)
+    for of_rank in found:
+        for differences, _ in of_rank:
+            rounds = {name for name in differences if backend == "auto" and name.startswith("d_")}
+            assert {name: x for name, x in differences.items() if x > (2**-7 if name in rounds else 0)} == {}
+        counts = [early for _, (early, _) in of_rank]
+        assert counts[2][-1] == 2048  # all rows, behind those of the two calls that were launched before
+        assert len(counts[2]) == 3
+        assert [len(after) for _, (_, after) in of_rank] == [2, 2, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("mode", ["halo", "heads"])
+def test_options_that_differ_are_named_by_gpus(gpus, mode):
+    """The first time: nobody has seen them yet."""
+    options = dict(mode=mode, scale=0.125, device="cuda")
+    for error, _ in gpus.outcomes("distributed_cases.call", options, dict(scale=0.25), seconds=60):
+        assert "ValueError: scale: expected the same on every rank" in error
+
+
+@pytest.mark.parametrize(("mode", "options"), [("heads", {}), ("halo", dict(reach=100))])
+def test_a_cuda_graph_holds_what_needs_no_plan(gpus, mode, options):
+    assert gpus.run("distributed_cases.captured", mode, options) == [0.0, 0.0]
+
+
+def test_a_cuda_graph_expects_a_call_before_it():
+    with Pool(2, "cuda") as own:
+        for error, _ in own.outcomes("distributed_cases.captured", "heads", {}, before=0, seconds=60):
+            assert "RuntimeError: context_parallel_attention: a CUDA graph expects a call with the same" in error
+
+
+def test_a_planned_halo_in_a_cuda_graph_is_refused():
+    """With processes of its own, whose streams a failed capture leaves as it likes."""
+    with Pool(2, "cuda") as own:
+        for error, _ in own.outcomes("distributed_cases.captured", "halo", {}, seconds=60):
+            assert "RuntimeError: mode: 'halo' in a CUDA graph expects a reach" in error
