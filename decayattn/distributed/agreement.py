@@ -1,21 +1,22 @@
-"""Ranks that call with different options: an error that names the option, where they would wait for one another."""
+"""First collective of every call: the ranks of a group compare their options, or hear that one of them has raised."""
 
 import contextlib
 import functools
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from decayattn import compatibility
 from decayattn.distributed.exchange import gather, on_device
 
 # options of a call that are compared, at most: the first collective has the same size whatever they are
 _MOST = 32
-_REFUSED = -1
+_RAISED = -1
 # options of a group that are remembered: lengths may be others in every step
 _REMEMBERED = 4096
 # groups, and the options on which their ranks have been seen to agree
@@ -27,62 +28,100 @@ class Option(NamedTuple):
     value: Any  # the same repr on every rank
 
 
-def check(options: tuple[Option, ...], group: dist.ProcessGroup, device: torch.device) -> None:
-    """The first collective of every call: the ranks' digests of their options. No other one is launched before the
-    assertion, for ranks that do not agree may wait for one another in it.
+class Handshake:
+    """Context manager around a call: if this rank raises, the ranks that wait for it in a gather raise too.
 
-    On a GPU the host waits for it only where it has not seen these options in this group; else an assertion on the
-    device ends a call on which the ranks do not agree.
-
-    Raises:
-        ValueError: names what differs, and the ranks.
-        RuntimeError: another rank has refused its arguments; or a CUDA graph is captured, and no call before it had
-            these options.
+    The last gather comes before the rows are exchanged. A rank that raises after it leaves the others waiting.
     """
-    digests = _digests(options)
-    agreed = _agreed.setdefault(group, set())
-    known = device.type != "cpu" and digests in agreed
-    if device.type == "cuda" and not known and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "context_parallel_attention: a CUDA graph expects a call with the same options before it is captured, "
-            "gradients asked for or not included"
-        )
-    own = on_device(digests, device)
-    everyone = gather(own, dist.get_world_size(group), group)
-    if known:
-        compatibility.assert_on_device(
-            (everyone == own).all(), "context_parallel_attention: ranks call with different options"
-        )
-        return
-    rank, found = dist.get_rank(group), everyone.tolist()
-    refused = [other for other, theirs in enumerate(found) if theirs[0] == _REFUSED]
-    if refused:
-        raise RuntimeError(f"context_parallel_attention: its arguments were refused on {_ranks(refused)}")
-    for n, (name, value) in enumerate(options):
-        others = [other for other, theirs in enumerate(found) if theirs[n] != digests[n]]
-        if others:
-            raise ValueError(
-                f"{name}: expected the same on every rank of the group, got {value!r} on rank {rank} and something "
-                f"else on {_ranks(others)}"
+
+    def __init__(self, group: dist.ProcessGroup, x: object) -> None:
+        """x: a tensor of the call. The ranks gather on its device if the group's backend has that type of device."""
+        self.group, self.device_types = group, _device_types(group)
+        self.device = x.device if isinstance(x, Tensor) else torch.device("meta")
+        if self.device.type not in self.device_types:
+            self.device = torch.device(self.device_types[0])
+        self.options: tuple[Option, ...] = ()
+        self.forget: Callable[[], None] = lambda: None  # called on every rank if options differ
+        self.width = _MOST  # int64 values in the gather where other ranks wait for this one; 0: they wait in none
+        self._met = False
+
+    def __enter__(self) -> "Handshake":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, Exception) or not self.width:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        with contextlib.suppress(Exception):  # the caller gets this rank's own error
+            raised = torch.full((self.width,), _RAISED, dtype=torch.int64, device=self.device)
+            gather(raised, dist.get_world_size(self.group), self.group)
+
+    def meet(self) -> None:
+        """Compare the options, once per call. Other collectives come after it: with different options, ranks may wait
+        for one another in them.
+
+        On a GPU the host waits only for the first call with these options in this group. In later calls an assertion on
+        the device fails if ranks do not agree.
+
+        Raises:
+            ValueError: names an option that differs, and the ranks.
+            RuntimeError: another rank has raised; or a CUDA graph is captured, and no call before it had these options.
+        """
+        if self._met:
+            return
+        self._met = True
+        digests = _digests(self.options)
+        agreed = _agreed.setdefault(self.group, set())
+        known = self.device.type != "cpu" and digests in agreed
+        if self.device.type == "cuda" and not known and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "context_parallel_attention: a CUDA graph expects a call with the same options before it is captured, "
+                "gradients asked for or not included"
             )
-    if len(agreed) >= _REMEMBERED:
-        agreed.clear()
-    agreed.add(digests)
+        own = on_device(digests, self.device)
+        self.width = 0
+        everyone = gather(own, dist.get_world_size(self.group), self.group)
+        if known:
+            compatibility.assert_on_device(
+                (everyone == own).all(),
+                "context_parallel_attention: expected the same options on every rank and an error on none",
+            )
+            return
+        found = everyone.tolist()
+        refuse_raised(found)
+        for n, (name, value) in enumerate(self.options):
+            others = [other for other, theirs in enumerate(found) if theirs[n] != digests[n]]
+            if others:
+                self.forget()
+                raise ValueError(
+                    f"{name}: expected the same on every rank of the group, got {value!r} on rank "
+                    f"{dist.get_rank(self.group)} and something else on {_ranks(others)}"
+                )
+        if len(agreed) >= _REMEMBERED:
+            agreed.clear()
+        agreed.add(digests)
 
 
-@contextlib.contextmanager
-def telling(group: dist.ProcessGroup, x: object) -> Iterator[None]:
-    """Where this rank refuses arguments: the other ranks, which are or will be in `check`, are told so. x: what they
-    have on the device of its collectives, if it is a tensor."""
-    try:
-        yield
-    except Exception:  # whatever it is, they would wait
-        of_group = "cuda" if "nccl" in str(dist.get_backend_config(group)) else "cpu"
-        device = x.device if isinstance(x, torch.Tensor) else torch.device(of_group)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        gather(on_device((_REFUSED,) * _MOST, device), dist.get_world_size(group), group)
-        raise
+def refuse_raised(of_ranks: Sequence[Sequence[int]]) -> None:
+    """Raise RuntimeError if a rank has gathered an error in place of its values. The last value is never negative."""
+    raised = [rank for rank, values in enumerate(of_ranks) if values[-1] == _RAISED]
+    if raised:
+        raise RuntimeError(
+            f"context_parallel_attention: expected a call on every rank, got an error on {_ranks(raised)}; see the "
+            "traceback there"
+        )
+
+
+def _device_types(group: dist.ProcessGroup) -> tuple[str, ...]:
+    """Device types of the tensors that a group exchanges; ranks report errors on the first.
+
+    With several backends these are the accelerator's alone, because all ranks of a call meet in one backend.
+    """
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if len(set(backends.values())) > 1:
+        backends.pop("cpu", None)
+    return tuple(sorted(backends, key=lambda type: type != "cpu"))  # an error needs no GPU if a CPU will do
 
 
 @functools.lru_cache(maxsize=256)

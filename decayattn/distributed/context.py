@@ -1,5 +1,6 @@
 """The public function and the layer's handle: their contract, the checks, and the call of a mode."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,8 +12,8 @@ from torch import Tensor
 from decayattn import compatibility, keywords, sharding
 from decayattn.arguments import check_arguments, check_bias, check_bool, check_count, check_offsets
 from decayattn.backends import registry
-from decayattn.distributed import agreement, fetching, halo, heads, two_calls
-from decayattn.distributed.agreement import Option
+from decayattn.distributed import fetching, halo, heads, two_calls
+from decayattn.distributed.agreement import Handshake, Option
 from decayattn.distributed.exchange import Slices
 from decayattn.distributed.local import Packed
 from decayattn.functional import autocast, per_head, per_row
@@ -70,9 +71,9 @@ def context_parallel_attention(
         group: the process group; None is torch.distributed's default one. Its ranks call with the same options.
         lengths: T_r of every rank, 0 included; None: all the same.
         mode: "halo" or "heads".
-        reach: halo only: every rank fetches the last `reach` tokens before its slice, and rows see no further. It is
-            the caller's promise that nothing beyond matters, exact for a window of as many tokens; no plan is made, and
-            the host does not wait for the GPU.
+        reach: halo only: every rank fetches the last `reach` tokens before its slice, and rows see no further. The
+            caller guarantees that no key beyond `reach` matters; this is exact for a window of that size. Skips
+            planning, so the host does not synchronise.
         scale, window_size, skip_tolerance, backend: as in decay_attention; a tensor scale broadcasts to (B, T_r, H).
             In halo mode what is not fetched and what the call then skips have half of skip_tolerance each, a third
             where the decay is constant; None fetches all that a row sees, and so does the "reference" backend.
@@ -90,24 +91,25 @@ def context_parallel_attention(
         what all ranks share (a constant log_decay, sink, bias, a scale that is broadcast) each rank has its share, and
         the sum over the ranks is the gradient: data-parallel wrappers average it as that of any other weight.
 
-    The first collective of every call compares the options of the ranks: on a GPU the host waits for the first
-    one with new options, later ones are checked by an assertion on the device. A planned halo waits once per call, to
-    size the exchange; where many calls in a row had few keys to fetch, and as many, the next one is launched before
-    the host knows, and computed again if it was wrong. Activation checkpointing repeats the exchanges. A CUDA graph can
-    hold heads mode and a halo of a fixed reach, after a call outside of it. torch.compile leaves the call to eager
-    code.
+    The first collective of every call compares the options of the ranks. On a GPU the host waits for the first one
+    with new options; an assertion on the device checks later ones. A planned halo waits once per call, to size the
+    exchange. After many calls with the same small number of keys, the next call assumes that number and is recomputed
+    if it differs. Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode and a halo of a
+    fixed reach, after a call outside of it. torch.compile leaves the call to eager code.
 
     Raises:
         TypeError, ValueError: for every bad argument, by name, and where the ranks' options differ.
-        RuntimeError: where other ranks refuse their arguments; in a CUDA graph for a planned halo and for options that
-            no call before it had; under torch.compile with fullgraph=True.
+        RuntimeError: on every other rank if a rank raises in its checks or in the plan; it names the rank. (On a GPU,
+            if an earlier call had these options, an assertion on the device fails.) An error in a rank's own kernels or
+            in its backward is not reported: the other ranks wait until the group's timeout. Also in a CUDA graph for a
+            planned halo and for options that no earlier call had; under torch.compile with fullgraph=True.
     """
     group = _checked_group(group)
     only_heads = {
         "causal": causal, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q,
         "leftpad_k": leftpad_k,
     }
-    with agreement.telling(group, q):
+    with Handshake(group, q) as handshake:
         if unknown:
             keywords.refuse(context_parallel_attention, unknown)
         sharding.refuse(q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens=cu_seqlens, **only_heads)
@@ -118,6 +120,7 @@ def context_parallel_attention(
         )
         check_bool("return_lse", return_lse)
         registry.check_name(backend)
+        _check_device(q, handshake.device_types)
         slices = _checked_slices(q, k, lengths, group)
         packed = _checked_packed(q, slices, cu_seqlens, max_seqlen)
         _check_mode(mode, reach, q, slices, only_heads, packed)
@@ -133,41 +136,36 @@ def context_parallel_attention(
         elif mode == "halo" and packed is None:
             # the backend that takes the slice on its own; it may refuse these very tensors
             kernels = registry.resolve(problem, backend, Inputs(q, k, v, log_decay, row_scale, scale=number))
-    differentiable = q, k, v, log_decay, row_scale, sink, bias
-    options = (
-        Option("mode", mode), Option("reach", reach),
-        *_compared(slices, problem, log_decay, row_scale, number, window, packed),
-        Option("causal", causal), Option("sink", sink is not None), Option("return_lse", return_lse),
-        Option("backend", (backend, kernels is not None)),
-        Option("bias", None if bias is None else (tuple(bias.shape), bias.dtype)),
-        Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, differentiable))),
-        *(Option(name, x is not None) for name, x in only_heads.items() if name not in ("causal", "bias")),
-    )
-    history = two_calls.history(group)
-    expected = history.expected(options)
-
-    def agree() -> None:
-        try:
-            agreement.check((*options, Option("calls before", expected)), group, q.device)
-        except ValueError:  # on every rank: from here on they have the same calls before
-            history.forget(options)
-            raise
-
-    scale = number if row_scale is None else row_scale
-    call: dict[str, Any] = {"sink": sink, "window_size": window_size, "backend": backend}
-    if mode == "heads":
-        agree()
-        call |= only_heads if packed is None else {"causal": causal}
-        call["skip_tolerance"] = skip_tolerance
-        return heads.attention(slices, q, k, v, log_decay, scale, packed, return_lse, call)
-    sight = fetching.Sight(window[0], reach, cu_seqlens)
-    return halo.attention(
-        slices, problem, q, k, v, log_decay, scale, sight, packed, kernels, return_lse, call, agree, options, expected
-    )
+        differentiable = q, k, v, log_decay, row_scale, sink, bias
+        options = (
+            Option("mode", mode), Option("reach", reach),
+            *_compared(slices, problem, log_decay, row_scale, number, window, packed),
+            Option("causal", causal), Option("sink", sink is not None), Option("return_lse", return_lse),
+            Option("backend", (backend, kernels is not None)),
+            Option("bias", None if bias is None else (tuple(bias.shape), bias.dtype)),
+            Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, differentiable))),
+            *(Option(name, x is not None) for name, x in only_heads.items() if name not in ("causal", "bias")),
+        )
+        history = two_calls.history(group)
+        expected = history.expected(options)
+        handshake.options = (*options, Option("calls before", expected))
+        # from then on all ranks have the same calls before
+        handshake.forget = functools.partial(history.forget, options)
+        scale = number if row_scale is None else row_scale
+        call: dict[str, Any] = {"sink": sink, "window_size": window_size, "backend": backend}
+        if mode == "heads":
+            call |= only_heads if packed is None else {"causal": causal}
+            call["skip_tolerance"] = skip_tolerance
+            return heads.attention(slices, q, k, v, log_decay, scale, packed, return_lse, call, handshake)
+        sight = fetching.Sight(window[0], reach, cu_seqlens)
+        return halo.attention(
+            slices, problem, q, k, v, log_decay, scale, sight, packed, kernels, return_lse, call, handshake, options,
+            expected,
+        )
 
 
 class ContextParallel(NamedTuple):
-    """How a layer attends to sequences that lie on several ranks: `layer.context = ContextParallel(group)`.
+    """Settings for attention over sequences that are sharded across ranks: `layer.context = ContextParallel(group)`.
 
     x is then this rank's slice (B, T_r, embed_dim), and so are resets; cu_seqlens counts on the axis of all slices. A
     position module is called with start, the position (B,) int32 of the slice's first token. Padding masks and caches
@@ -183,15 +181,15 @@ class ContextParallel(NamedTuple):
         return self  # a group has no copy
 
     def first_token(self, length: int) -> int:
-        """Where this rank's slice begins, if it has so many tokens."""
+        """Position of the first token of this rank's slice of that length."""
         rank = dist.get_rank(self.group)
         return rank * length if self.lengths is None else sum(_checked_lengths(self.lengths)[:rank])
 
-    def telling(self, x: Tensor) -> AbstractContextManager[None]:
-        """In which a layer refuses its arguments: the other ranks, which wait for this one in `attend`, are told so."""
+    def reporting(self, x: Tensor) -> AbstractContextManager[object]:
+        """Context manager before `attend`: if this rank raises, the ranks waiting in `attend` raise too."""
         if not (dist.is_available() and dist.is_initialized()):
             return nullcontext()
-        return agreement.telling(_checked_group(self.group), x)
+        return Handshake(_checked_group(self.group), x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, **options: Any) -> Tensor:
         """context_parallel_attention with these settings."""
@@ -213,7 +211,7 @@ def fetched_tokens(
     cu_seqlens: Tensor | None = None,
     skip_tolerance: SkipTolerance = "auto",
 ) -> Tensor:
-    """How many tokens before its slice every rank fetches in the "halo" mode of these arguments.
+    """Number of tokens before its slice that every rank fetches in "halo" mode for these arguments.
 
     As many rows of D and D_v numbers, and of H / H_kv log-decays, are sent for each batch entry and key head. The plan
     of "triton" is made for this, so it takes a GPU (or Triton's interpreter). Every rank of the group calls it.
@@ -229,10 +227,11 @@ def fetched_tokens(
         TypeError, ValueError: for every bad argument, by name, and where the Triton kernels cannot run.
     """
     group = _checked_group(group)
-    with agreement.telling(group, q):
+    with Handshake(group, q) as handshake:
         sharding.refuse(q=q, k=k, log_decay=log_decay, scale=scale, cu_seqlens=cu_seqlens)
         q, k = autocast(q, k)
         check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
+        _check_device(q, handshake.device_types)
         slices = _checked_slices(q, k, lengths, group)
         packed = _checked_packed(q, slices, cu_seqlens, None)
         log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
@@ -240,12 +239,14 @@ def fetched_tokens(
             q, k, log_decay, row_scale, True, skip_tolerance=tolerance_of(skip_tolerance, q.dtype)
         )
         registry.select(problem, "triton")
-    window = window_of(window_size, True)
-    agreement.check(_compared(slices, problem, log_decay, row_scale, number, window, packed), group, q.device)
-    sight = fetching.Sight(window[0], None, cu_seqlens)
-    tolerance = problem.skip_tolerance / fetching.shares(problem)
-    scale = number if row_scale is None else row_scale
-    fetch = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance).wait()
+        window = window_of(window_size, True)
+        handshake.options = _compared(slices, problem, log_decay, row_scale, number, window, packed)
+        sight = fetching.Sight(window[0], None, cu_seqlens)
+        tolerance = problem.skip_tolerance / fetching.shares(problem)
+        scale = number if row_scale is None else row_scale
+        pending = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance, handshake)
+        handshake.meet()  # without a plan, fetch has none
+    fetch = pending.wait()
     offsets = torch.tensor(slices.offsets[:-1], device=q.device)
     return offsets[:, None, None] - fetch.first
 
@@ -254,10 +255,10 @@ def _compared(
     slices: Slices, problem: AttentionProblem, log_decay: Tensor | None, row_scale: Tensor | None, number: float,
     window: tuple[int, int], packed: Packed | None,
 ) -> tuple[Option, ...]:
-    """What every call of a group has in common."""
+    """Options of every call of a group."""
     return (
         Option("lengths", slices.lengths),
-        Option("q", (problem.dtype, problem.batch, problem.num_heads, problem.head_dim)),
+        Option("q", (problem.device.type, problem.dtype, problem.batch, problem.num_heads, problem.head_dim)),
         Option("k", (problem.num_kv_heads, problem.head_dim)), Option("v", problem.value_dim),
         Option("log_decay", None if log_decay is None else (problem.decay, log_decay.dtype)),
         Option("scale", "one per row" if row_scale is not None else number), Option("window_size", window),
@@ -278,6 +279,14 @@ def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {group!r}")
     return group
+
+
+def _check_device(q: Tensor, types: Sequence[str]) -> None:
+    if q.device.type not in types:
+        raise ValueError(
+            f"q: expected a device of the group's backend, {' or '.join(types)}, got {q.device}; move the tensors, or "
+            "make a group with a backend for them: torch.distributed.new_group(backend=…)"
+        )
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decayattn.backends.runtime.integers import next_power_of_2
+from decayattn.distributed.agreement import Handshake, refuse_raised
 from decayattn.distributed.exchange import Slices, gather, on_device, on_host
 from decayattn.problem import AttentionProblem, DecayPrefix, is_reset
 
@@ -25,10 +26,6 @@ _NEVER = 2**31 - 1
 # few keys are at most one part of so many of a slice's: fetching up to twice as many, and those of all heads, costs
 # little beside a call on the slice's own
 FEW_KEYS = 64
-
-
-def _of_one_mind() -> None:
-    """Ranks whose options nobody compares."""
 
 
 class Pending(NamedTuple):
@@ -137,13 +134,14 @@ class Fetch:
 
 def fetch(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    sight: Sight, tolerance: float, agree: Callable[[], None] = _of_one_mind, prefix: DecayPrefix | None = None,
+    sight: Sight, tolerance: float, handshake: Handshake, prefix: DecayPrefix | None = None,
 ) -> Pending:
-    """What every rank fetches, so that no row loses more than the tolerance; 0 fetches all that a row sees.
+    """Return the keys that every rank fetches, so that no row loses more than the tolerance; 0 fetches all that a row
+    sees.
 
-    problem is the slice on its own. Without a decay or with a reach, and without packed sequences, nothing is asked of
-    other ranks, nor does the host wait for a GPU; else it does, once, and agree is called before the first collective.
-    prefix: of log_decay, if it is there.
+    problem is the slice on its own. Without a decay or with a reach, and without packed sequences, there is no
+    collective, and the host does not wait for a GPU. Otherwise it waits once, and the handshake comes before the first
+    collective. prefix: of log_decay, if it is there.
     """
     offsets = slices.offsets
     if sight.reach is not None or (log_decay is None and sight.cu_seqlens is None):
@@ -151,12 +149,14 @@ def fetch(
         sees = slices.lengths if sight.left < 0 else [min(length, sight.left) for length in slices.lengths]
         known = Fetch.last(slices, reach, k, sees)
         return Pending(None, lambda: known)
-    found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance, agree, prefix)
+    found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance, handshake, prefix)
+    handshake.width = 0
     everyone = gather(found, slices.ranks, slices.group)
     numbers = on_host(everyone)
 
     def wait() -> Fetch:
         hosts = numbers()
+        refuse_raised(hosts)
         begins, rows = [of_rank[:-1] for of_rank in hosts], [of_rank[-1] for of_rank in hosts]
         of_ranks = zip(offsets[:-1], begins, strict=True)
         furthest = max((begin - first for begin, of_rank in of_ranks for first in of_rank), default=0)
@@ -170,17 +170,19 @@ def fetch(
 
 def first_keys(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    sight: Sight, tolerance: float, agree: Callable[[], None] = _of_one_mind, prefix: DecayPrefix | None = None,
+    sight: Sight, tolerance: float, handshake: Handshake, prefix: DecayPrefix | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Flat int64: for every (B, H_kv) the first token that this rank fetches, on the axis of all slices, its own first
-    one if none; and a number of rows: those from it on see nothing before their slice. And Pending's terms."""
+    one if none; and a number of rows: those from it on see nothing before their slice. And Pending's terms.
+
+    After the handshake the other ranks wait for as many values of this rank, or for an error in place of them.
+    """
     begin, length, left = slices.begin, problem.query_length, sight.left
     # what the window leaves
     lowest, rows = (0, length) if left < 0 else (max(0, begin - left), min(length, left))
     pairs = problem.batch * problem.num_kv_heads
     if tolerance == 0 or log_decay is None:
-        agree()
-        return _first_seen(slices, problem, log_decay, sight.cu_seqlens, lowest, rows), None
+        return _first_seen(slices, problem, log_decay, sight.cu_seqlens, lowest, rows, handshake), None
     from decayattn.backends.planning import halo as planning  # imports Triton
 
     cu_seqlens = None if sight.cu_seqlens is None else sight.cu_seqlens.contiguous()
@@ -188,8 +190,9 @@ def first_keys(
     place = planning.Place(slices.lengths, slices.rank, offsets, lowest, rows, cu_seqlens)
     launch = planning.launch_for(problem, place, q, k, log_decay, scale if isinstance(scale, Tensor) else None)
     summary = planning.summarise(problem, q, k, log_decay, scale, place.blocks, launch, prefix)
-    agree()  # the GPU has something to do meanwhile
+    handshake.meet()  # the GPU has something to do meanwhile
     everyone = gather(summary.keys, slices.ranks, slices.group)
+    handshake.width = pairs + 1
     if not begin or not pairs:
         return on_device((0,) * (pairs + 1), q.device), summary.terms
     return planning.first_keys(problem, place, everyone, summary, tolerance, launch), summary.terms
@@ -197,16 +200,19 @@ def first_keys(
 
 def _first_seen(
     slices: Slices, problem: AttentionProblem, log_decay: Tensor | None, cu_seqlens: Tensor | None, lowest: int,
-    rows: int,
+    rows: int, handshake: Handshake,
 ) -> Tensor:
-    """The same of all that rows see."""
+    """The same for all keys that rows see."""
     begin, heads = slices.begin, (problem.batch, problem.num_heads)
     pairs = problem.batch * problem.num_kv_heads
     device = problem.device
     if problem.decay == "scalar":
         assert log_decay is not None
         first_reset, last_reset = _resets(log_decay)
+    handshake.meet()
+    if problem.decay == "scalar":
         last_resets = gather(last_reset.flatten(), slices.ranks, slices.group).unflatten(1, heads)
+    handshake.width = pairs + 1
     if not begin or not pairs:
         return on_device((0,) * (pairs + 1), device)
     first, seeing = (torch.full(heads, number, device=device) for number in (lowest, rows))

@@ -4,7 +4,7 @@ Which keys matter, and to which rows, is fetching.py's; the calls are two_calls.
 decay_attention_varlen, behind a Function for the exchange.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from decayattn.backends import registry
 from decayattn.distributed import local
+from decayattn.distributed.agreement import Handshake
 from decayattn.distributed.exchange import Slices
 from decayattn.distributed.fetching import Sight, can_plan, fetch, shares
 from decayattn.distributed.local import Packed
@@ -24,12 +25,12 @@ from decayattn.problem import AttentionProblem, Inputs
 def attention(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None,
     scale: Tensor | float, sight: Sight, packed: Packed | None, kernels: str | None, return_lse: bool,
-    options: dict[str, Any], agree: Callable[[], None], kind: Hashable, expected: Expected,
+    options: dict[str, Any], handshake: Handshake, kind: Hashable, expected: Expected,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """An exchange, and one call or two; problem is the slice on its own, and the eager reference skips nothing.
 
     kernels: the backend that takes that slice; any name where it is packed, None for the reference.
-    agree is called before the first collective, behind what can be launched without one. kind, expected: see
+    The handshake comes before the first collective, after all that can be launched without one. kind, expected: see
     two_calls.Settings.
     """
     runs_kernels = kernels is not None
@@ -48,17 +49,18 @@ def attention(
             inputs = Inputs(q, k, v, log_decay, row_scale, scale=number)
             key_decay = registry.loaded(kernels).decay_of_keys(problem, inputs)
         prefix = None if key_decay is None else key_decay.prefix
-        pending = fetch(slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0, agree, prefix)
+        pending = fetch(
+            slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0, handshake, prefix
+        )
     options = options | {"skip_tolerance": tolerance or None}
     if packed is None:
         settings = Settings(
-            kind, slices, pending, waits, expected, number, key_decay, return_lse, runs_kernels, options, agree
+            kind, slices, pending, waits, expected, number, key_decay, return_lse, runs_kernels, options, handshake
         )
         return TwoCalls.apply(q, k, v, log_decay, row_scale, options["sink"], settings)
-    if not waits:
-        agree()
     found, length = pending.wait(), q.shape[1]
-    k, v, extended = Halo.apply(k, v, log_decay if problem.decay == "scalar" else None, found, runs_kernels)
+    per_token = log_decay if problem.decay == "scalar" else None
+    k, v, extended = Halo.apply(k, v, per_token, found, runs_kernels, handshake)
     begins, halo = packed.cu_seqlens_k - slices.begin, found.halo
     packed = Packed(
         begins.clamp(0, length), (begins + halo).clamp(0, k.shape[1]),
@@ -72,11 +74,11 @@ class Halo(torch.autograd.Function):
     owners by another one."""
 
     @staticmethod
-    def forward(ctx, k, v, log_decay, fetch, runs_kernels):
+    def forward(ctx, k, v, log_decay, fetch, runs_kernels, handshake):
         parts = [k, v, log_decay]
         ctx.fetch, ctx.runs_kernels = fetch, runs_kernels
         ctx.asked = [x is not None and asked for x, asked in zip(parts, ctx.needs_input_grad[:3], strict=True)]
-        extended = extend(fetch, parts, k.shape[1], runs_kernels)
+        extended = extend(fetch, parts, k.shape[1], runs_kernels, handshake)
         ctx.mark_non_differentiable(
             *(x for x, asked in zip(extended, ctx.asked, strict=True) if x is not None and not asked)
         )
@@ -89,4 +91,4 @@ class Halo(torch.autograd.Function):
         returned = send_back(ctx.fetch, grads, ctx.runs_kernels)
         # copies: a gradient that autograd hands over is not to be changed
         own = [None if x is None else x[:, ctx.fetch.halo :].clone() for x in grads]
-        return *add_returned(ctx.fetch, returned, own, grads, 0, ctx.runs_kernels), None, None
+        return *add_returned(ctx.fetch, returned, own, grads, 0, ctx.runs_kernels), None, None, None

@@ -9,20 +9,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from decayattn.distributed import local
+from decayattn.distributed.agreement import Handshake
 from decayattn.distributed.exchange import Slices, all_to_all, pack, unpack
 from decayattn.distributed.local import Packed
 
 
 def attention(
     slices: Slices, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    packed: Packed | None, return_lse: bool, options: dict[str, Any],
+    packed: Packed | None, return_lse: bool, options: dict[str, Any], handshake: Handshake,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Two exchanges around one call."""
+    """Two exchanges around one call; the handshake comes before the first one."""
     dealt = math.lcm(k.shape[2], slices.ranks)
     # with a number for every row, or for all of them
     fine: dict[str, Any] = {"log_decay": log_decay, "scale": scale}
     by_row = {name: x for name, x in fine.items() if isinstance(x, Tensor) and x.ndim == 3}
-    q, k, v, *given = Deal.apply(slices, q, k, v, *(x[..., None] for x in by_row.values()))
+    q, k, v, *given = Deal.apply(slices, handshake, q, k, v, *(x[..., None] for x in by_row.values()))
     fine |= {name: x.squeeze(-1) for name, x in zip(by_row, given, strict=True)}
     if log_decay is not None and log_decay.ndim == 1:
         fine["log_decay"] = _share(log_decay, 0, slices, dealt)
@@ -53,20 +54,20 @@ class Deal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, slices, *tensors):
+    def forward(ctx, slices, handshake, *tensors):
         # fewer key heads than ranks, or no multiple of them: repeated until every rank has the same number
         dealt = math.lcm(tensors[1].shape[2], slices.ranks)
         ctx.slices, ctx.dealt, ctx.heads = slices, dealt, [x.shape[2] for x in tensors]
-        return tuple(_to_heads([_repeated(x, dealt) for x in tensors], dealt, slices))
+        return tuple(_to_heads([_repeated(x, dealt) for x in tensors], dealt, slices, handshake))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        asked = [n for n in range(len(grads)) if ctx.needs_input_grad[n + 1]]
+        asked = [n for n in range(len(grads)) if ctx.needs_input_grad[n + 2]]
         result = [None] * len(grads)
         for n, grad in zip(asked, _to_rows([grads[n] for n in asked], ctx.dealt, ctx.slices), strict=True):
             result[n] = _added(grad, ctx.heads[n])
-        return None, *result
+        return None, None, *result
 
 
 class Collect(torch.autograd.Function):
@@ -83,8 +84,10 @@ class Collect(torch.autograd.Function):
         return None, None, *_to_heads(grads, ctx.dealt, ctx.slices)
 
 
-def _to_heads(tensors: Sequence[Tensor], dealt: int, slices: Slices) -> list[Tensor]:
-    """(B, T_r, heads, ·) → (B, T, heads / ranks, ·)"""
+def _to_heads(
+    tensors: Sequence[Tensor], dealt: int, slices: Slices, handshake: Handshake | None = None
+) -> list[Tensor]:
+    """(B, T_r, heads, ·) → (B, T, heads / ranks, ·); the handshake, if any, comes before the exchange."""
     ranks, length = slices.ranks, slices.lengths[slices.rank]
     parts = []
     for x in tensors:
@@ -92,7 +95,10 @@ def _to_heads(tensors: Sequence[Tensor], dealt: int, slices: Slices) -> list[Ten
         groups = x.unflatten(2, (dealt // ranks, ranks, x.shape[2] // dealt))
         parts.append(groups.permute(3, 1, 0, 2, 4, 5).flatten(3))
     # q, k and v are read in place, where the kernels want rows of whole 16 bytes
-    rows = all_to_all(pack(parts, 16).flatten(0, 1), [length] * ranks, slices.lengths, slices.group)
+    own = pack(parts, 16).flatten(0, 1)
+    if handshake is not None:
+        handshake.meet()
+    rows = all_to_all(own, [length] * ranks, slices.lengths, slices.group)
     whole = unpack(rows.transpose(0, 1), parts)
     return [y.unflatten(-1, (x.shape[2] // ranks, x.shape[3])) for x, y in zip(tensors, whole, strict=True)]
 

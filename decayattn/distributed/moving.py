@@ -11,19 +11,23 @@ from typing import Any
 from torch import Tensor
 
 from decayattn.distributed import rows as eager_rows
+from decayattn.distributed.agreement import Handshake
 from decayattn.distributed.exchange import all_to_all, all_to_all_beside
 from decayattn.distributed.fetching import Fetch
 
 Parts = Sequence[Tensor | None]
 
 
-def extend(fetch: Fetch, parts: Parts, tokens: int, runs_kernels: bool) -> list[Tensor | None]:
-    """Of each part of a slice, the halo, which comes from other ranks, and the first tokens.
+def extend(fetch: Fetch, parts: Parts, tokens: int, runs_kernels: bool, handshake: Handshake) -> list[Tensor | None]:
+    """Halo, from other ranks, and first tokens of each part of a slice.
 
     Heads that fetch less than others have zeros before their first key, and a reset there: nothing before is visible.
+    The handshake comes before the exchange.
     """
     steps, where = _steps(fetch, runs_kernels)
-    received = all_to_all(steps.pack_sent(where, parts), fetch.send, fetch.receive, fetch.slices.group)
+    rows = steps.pack_sent(where, parts)
+    handshake.meet()
+    received = all_to_all(rows, fetch.send, fetch.receive, fetch.slices.group)
     if not fetch.halo:
         return [None if x is None else x[:, :tokens] for x in parts]
     return steps.extend(where, received, parts, tokens)

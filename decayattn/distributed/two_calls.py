@@ -16,7 +16,7 @@ call's in the launch that adds what other ranks send back.
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from decayattn.autograd import Asked
+from decayattn.distributed.agreement import Handshake
 from decayattn.distributed.exchange import Slices
 from decayattn.distributed.fetching import Fetch, Pending
 from decayattn.distributed.local import Call
@@ -62,7 +63,7 @@ class Settings(NamedTuple):
     return_lse: bool
     runs_kernels: bool
     options: dict[str, Any]
-    agree: Callable[[], None]  # before the first collective
+    handshake: Handshake  # before the first collective
 
 
 class TwoCalls(torch.autograd.Function):
@@ -90,7 +91,7 @@ class TwoCalls(torch.autograd.Function):
         def near_call(fetch, rows):
             """What it sees; lse, what the backward reads, and whether there is a call."""
             parts = [k, v, log_decay if _is_per_token(log_decay) else None]
-            extended = extend(fetch, parts, rows, settings.runs_kernels)
+            extended = extend(fetch, parts, rows, settings.runs_kernels, settings.handshake)
             if not rows and not fetch.halo and length:
                 return extended, None, (), False
             near = _near(inputs, extended, rows, settings.options)
@@ -118,8 +119,6 @@ class TwoCalls(torch.autograd.Function):
             far_lse, of_far = None, ()
             # the decay of the keys is for one forward
             far_lse, of_far = far_call(rows, settings.key_decay if expected.part is None else None)
-        if not settings.waits:
-            settings.agree()  # behind what needs no other rank
         if near is None:
             fetch = found
             near = near_call(fetch, rows)

@@ -221,10 +221,40 @@ class DecayFlashAttention(Spared):
         """
         given = (x, padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, others, unknown)
         if self.context is None:
-            begin = self._check_arguments(*given)
+            q, k, v, log_decay, gate, cu_seqlens, options = self._prepare(*given)
         else:
-            with self.context.telling(x):
-                begin = self._check_arguments(*given)
+            with self.context.reporting(x):
+                q, k, v, log_decay, gate, cu_seqlens, options = self._prepare(*given)
+        if cache is not None:
+            q, k, v = autocast(q, k, v)  # a position module may return float32, as decay_attention takes it
+            out = cache.attend(q, k, v, log_decay, new_lengths=new_lengths, **options)
+        elif self.context is not None:
+            options |= dict(causal=self.causal, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            out = self.context.attend(q, k, v, log_decay, **options)
+        elif cu_seqlens is not None:
+            longest = x.shape[1] if max_seqlen is None else max_seqlen
+            per_token = isinstance(log_decay, Tensor) and log_decay.ndim == 3
+            # squeezed, not indexed: the gradient of an index is copied into zeros
+            out = decay_attention_varlen(
+                q.squeeze(0), k.squeeze(0), v.squeeze(0), log_decay.squeeze(0) if per_token else log_decay,  # type: ignore[union-attr]
+                cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
+                causal=self.causal, **options,
+            )[None]
+        else:
+            out = decay_attention(q, k, v, log_decay, causal=self.causal, **options)
+        out = out.flatten(-2)
+        if self.output_gate:
+            out = out * gate.sigmoid()
+        return self.out_proj(out)
+
+    def _prepare(
+        self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
+        resets: Tensor | None, cache: DecayCache | None, new_lengths: Tensor | None, others: tuple, unknown: dict,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, dict[str, Any]]:
+        """All of the forward before its attention, checks included: q, k, v, log_decay, gate, int32 cu_seqlens and the
+        attention's options."""
+        given = (x, padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, others, unknown)
+        begin = self._check_arguments(*given)
         if self.tensor_mesh is not None:
             x = replicated(x, self.tensor_mesh)
         padding: Tensor | None = None
@@ -258,29 +288,9 @@ class DecayFlashAttention(Spared):
         options: dict[str, Any] = dict(
             scale=self._score_scale(local_part), window_size=self.window_size,
             sink=None if self.sink is None else local_part(self.sink, self.tensor_mesh),
-            skip_tolerance=self.skip_tolerance, backend=self.backend,
+            skip_tolerance=self.skip_tolerance, backend=self.backend, **bounds,
         )
-        if cache is not None:
-            q, k, v = autocast(q, k, v)  # a position module may return float32, as decay_attention takes it
-            out = cache.attend(q, k, v, log_decay, new_lengths=new_lengths, **options)
-        elif self.context is not None:
-            options |= dict(causal=self.causal, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-            out = self.context.attend(q, k, v, log_decay, **options)
-        elif cu_seqlens is not None:
-            longest = x.shape[1] if max_seqlen is None else max_seqlen
-            per_token = isinstance(log_decay, Tensor) and log_decay.ndim == 3
-            # squeezed, not indexed: the gradient of an index is copied into zeros
-            out = decay_attention_varlen(
-                q.squeeze(0), k.squeeze(0), v.squeeze(0), log_decay.squeeze(0) if per_token else log_decay,  # type: ignore[union-attr]
-                cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
-                causal=self.causal, **options,
-            )[None]
-        else:
-            out = decay_attention(q, k, v, log_decay, causal=self.causal, **bounds, **options)
-        out = out.flatten(-2)
-        if self.output_gate:
-            out = out * gate.sigmoid()
-        return self.out_proj(out)
+        return q, k, v, log_decay, gate, cu_seqlens, options
 
     def make_cache(
         self,

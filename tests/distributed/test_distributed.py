@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from distributed_cases import Unreadable
+from distributed_cases import Misplacing, Unreadable, WithoutStart
 from distributed_pool import DIED, Pool
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from decayattn import DecayFlashAttention
-from decayattn.distributed import ContextParallel, context_parallel_attention, exchange, two_calls
+from decayattn.distributed import ContextParallel, agreement, context_parallel_attention, exchange, two_calls
 
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 # all in one process, which has the pool
@@ -327,6 +327,9 @@ def test_options_that_come_to_differ_are_named(pool):
         pool.run("distributed_cases.twice", mode, ranks=2, seconds=30)
 
 
+ON_META = torch.zeros(2, 6, 4, 16, dtype=torch.float64, device="meta")
+
+
 @pytest.mark.parametrize(
     ("of_last_rank", "refused"),
     [
@@ -336,26 +339,69 @@ def test_options_that_come_to_differ_are_named(pool):
         (dict(lengths=[6, 6, 6, math.inf]), "TypeError: lengths: expected an int, got inf"),
         (dict(mode="heads", bias=torch.zeros(4, 1, 6)), "ValueError: bias: expected a tensor broadcastable to"),
         (dict(scale=Unreadable()), "ZeroDivisionError"),
+        (dict.fromkeys("qkv", ON_META) | dict(log_decay=-0.1), "ValueError: q: expected a device of the group"),
+        (dict(k=ON_META), "ValueError: k: expected"),
     ],
 )
-def test_a_refusal_on_one_rank_ends_the_others(pool, of_last_rank, refused):
-    *others, (own, _) = pool.outcomes("distributed_cases.call", {}, of_last_rank, seconds=30)
-    assert refused in own
-    assert all("RuntimeError: context_parallel_attention: its arguments were refused on rank 3" in x for x, _ in others)
+def test_call_error_on_one_rank_ends_the_others(pool, of_last_rank, refused):
+    assert_others_end(pool.outcomes("distributed_cases.call", {}, of_last_rank, seconds=30), refused)
+
+
+def assert_others_end(outcomes, own_error):
+    *others, (own, _) = outcomes
+    assert own_error in own
+    for error, _ in others:
+        assert f"RuntimeError: context_parallel_attention: {RAISED} on rank {len(others)}" in error
+
+
+RAISED = "expected a call on every rank, got an error"
+A_RESET = torch.zeros(1, 4, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
-    ("of_last_rank", "refused"),
+    ("options", "of_last_rank", "refused"),
     [
-        (dict(width=17), "ValueError: x: expected shape (B, T, embed_dim = 16)"),
-        (dict(resets=torch.zeros(1, 5, dtype=torch.bool)), "ValueError: resets: expected shape (B, T)"),
-        (dict(lengths=5), "TypeError: lengths: expected a number of tokens for each rank, got 5"),
+        ({}, dict(x=torch.zeros(1, 4, 17)), "ValueError: x: expected shape (B, T, embed_dim = 16)"),
+        ({}, dict(x=None), "TypeError: x: expected a torch.Tensor"),
+        ({}, dict(x=torch.zeros(1, 4, 16, dtype=torch.float64)), "RuntimeError: "),
+        ({}, dict(x=torch.zeros(1, 4, 16, device="meta")), "RuntimeError: "),
+        ({}, dict(x=torch.zeros(2, 4, 16)), "ValueError: q: expected the same on every rank"),
+        ({}, dict(resets=A_RESET[:, 1:]), "ValueError: resets: expected shape (B, T)"),
+        ({}, dict(attn_mask=None), "TypeError: attn_mask: unexpected keyword"),
+        (dict(decay="constant"), dict(resets=A_RESET), "ValueError: resets: expected"),
+        ({}, dict(lengths=5), "TypeError: lengths: expected a number of tokens for each rank, got 5"),
+        (dict(scale="learned"), dict(log_scale=torch.zeros(3)), "ValueError: scale: expected"),
+        (dict(position=Misplacing()), {}, "ValueError: position: expected k back"),
+        (dict(position=WithoutStart()), {}, "TypeError: "),
+        *((dict(qk_norm=True), dict(raises=name), "OutOfMemoryError") for name in ("in_proj", "decay", "q_norm")),
     ],
 )
-def test_what_a_layer_refuses_on_one_rank_ends_the_others(pool, of_last_rank, refused):
-    (other, _), (own, _) = pool.outcomes("distributed_cases.layer_call", of_last_rank, ranks=2, seconds=30)
-    assert refused in own
-    assert "RuntimeError: context_parallel_attention: its arguments were refused on rank 1" in other
+def test_layer_error_on_one_rank_ends_the_others(pool, options, of_last_rank, refused):
+    found = pool.outcomes("distributed_cases.layer_call", of_last_rank, ranks=2, seconds=30, **options)
+    if "expected the same on every rank" in refused:
+        assert all(refused in error for error, _ in found)
+    else:
+        assert_others_end(found, refused)
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "inputs"),
+    [
+        ("distributed.heads.pack", dict(mode="heads"), {}),
+        ("distributed.rows.pack_sent", dict(reach=3), {}),
+        ("distributed.rows.pack_sent", dict(reach=3, cu_seqlens=torch.tensor([0, 24])), dict(batch=1)),
+        ("distributed.fetching._resets", {}, {}),
+        ("distributed.fetching.is_reset", {}, dict(decay="constant")),
+        ("distributed.fetching._sequence_at", dict(cu_seqlens=torch.tensor([0, 24])), dict(batch=1)),
+        ("backends.planning.halo.summarise", dict(backend="triton"), {}),
+        ("backends.planning.halo.first_keys", dict(backend="triton"), {}),
+    ],
+)
+def test_error_before_the_exchange_ends_the_others(pool, interpreter, where, options, inputs):
+    """Before the ranks have compared their options, and after that."""
+    case = dict(ranks=2, seconds=30) | inputs
+    found = pool.outcomes("distributed_cases.failing_call", f"decayattn.{where}", options, **case)
+    assert_others_end(found, "OutOfMemoryError: on one rank")
 
 
 def test_ranks_that_say_the_same_in_other_types_agree(pool):
@@ -365,9 +411,8 @@ def test_ranks_that_say_the_same_in_other_types_agree(pool):
 def test_fetched_tokens_are_told_on_all_ranks_or_none(pool, interpreter):
     for error, _ in pool.outcomes("distributed_cases.would_fetch", dict(scale=0.5), ranks=2, seconds=30):
         assert "ValueError: scale: expected the same on every rank" in error
-    (other, _), (own, _) = pool.outcomes("distributed_cases.would_fetch", dict(scale="x"), ranks=2, seconds=30)
-    assert "TypeError: scale: expected None, a number or a tensor" in own
-    assert "its arguments were refused on rank 1" in other
+    refused = "TypeError: scale: expected None, a number or a tensor"
+    assert_others_end(pool.outcomes("distributed_cases.would_fetch", dict(scale="x"), ranks=2, seconds=30), refused)
 
 
 @pytest.mark.slow
@@ -417,10 +462,10 @@ def test_bad_arguments_are_named(pool, options, error):
 )
 def test_a_dtensor_is_named_and_ends_the_others(pool, name):
     case = dict(row_scale=True, sink=True, ranks=2, seconds=30)
-    (other, _), (own, _) = pool.outcomes("distributed_cases.distributed", name, **case)
-    assert f"TypeError: {name}: expected this rank's own tensor, got a DTensor; give {name}.to_local()" in own
-    assert ("its gradient is the sum of theirs" in own) == (name not in ("q", "k", "v", "scale"))
-    assert "RuntimeError: context_parallel_attention: its arguments were refused on rank 1" in other
+    found = pool.outcomes("distributed_cases.distributed", name, **case)
+    refused = f"TypeError: {name}: expected this rank's own tensor, got a DTensor; give {name}.to_local()"
+    assert_others_end(found, refused)
+    assert ("its gradient is the sum of theirs" in found[1][0]) == (name not in ("q", "k", "v", "scale"))
 
 
 def test_heads_that_the_ranks_cannot_share(pool):
@@ -432,6 +477,20 @@ def test_without_a_process_group():
     q = torch.zeros(1, 2, 1, 4)
     with pytest.raises(ValueError, match=r"group: expected torch.distributed.init_process_group"):
         context_parallel_attention(q, q, q, group=None)
+
+
+@pytest.mark.parametrize(
+    ("backends", "types"),
+    [
+        ("cpu:gloo,cuda:gloo", ("cpu", "cuda")), ("cuda:nccl", ("cuda",)), ("cpu:gloo,cuda:nccl", ("cuda",)),
+        ("cuda:nccl,xpu:nccl,cpu:nccl", ("cpu", "cuda", "xpu")),
+    ],
+)
+def test_ranks_meet_in_one_backend(monkeypatch, backends, types):
+    """Tensors of another device are refused, and the ranks that wait hear of it there."""
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda _: backends)
+    handshake = agreement.Handshake(None, torch.zeros(1, device="meta"))
+    assert (handshake.device_types, handshake.device.type) == (types, types[0])
 
 
 # In a program

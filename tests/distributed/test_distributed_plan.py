@@ -2,6 +2,7 @@
 float64 oracle, whatever the inputs are; and plans that are wrong do not pass."""
 
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
 pytestmark = pytest.mark.slow
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = math.inf
 SUMMARISE = planning.summarise
 DIM, HEADS, KV_HEADS = 8, 2, 1
@@ -55,7 +57,8 @@ def make(kind, length, dtype=torch.float64, seed=0, mean=-0.1) -> dict:
         scale = torch.randn(1, length, HEADS, dtype=torch.float64).to(wide)
     elif kind == "strong then weak":
         log_decay = torch.where(torch.arange(length)[:, None] < 100, 0.0, log_decay)
-    return dict(q=q.to(dtype), k=k.to(dtype), log_decay=log_decay.to(wide), scale=scale)
+    found = dict(q=q.to(dtype), k=k.to(dtype), log_decay=log_decay.to(wide), scale=scale)
+    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
 
 
 class Keys(NamedTuple):
@@ -110,7 +113,7 @@ class Ranks:
         """The same, and (ranks,)."""
         for _ in range(2):
             found = [self.first_of(rank, tolerance) for rank in range(len(self.lengths))]
-        return [torch.stack(x) for x in zip(*found, strict=True)]
+        return [torch.stack(x).cpu() for x in zip(*found, strict=True)]
 
     def first_of(self, rank, tolerance):
         self.rank = rank
@@ -122,10 +125,11 @@ class Ranks:
         problem = AttentionProblem.of(
             part["q"], part["k"], part["log_decay"], row_scale, True, skip_tolerance=tolerance
         )
-        slices = Slices(self.lengths, rank, None)
+        slices, handshake = Slices(self.lengths, rank, None), SimpleNamespace(meet=lambda: None)
         found, _ = fetching.first_keys(
-            slices, problem, part["q"], part["k"], part["log_decay"], part["scale"], self.sight, tolerance
+            slices, problem, part["q"], part["k"], part["log_decay"], part["scale"], self.sight, tolerance, handshake
         )
+        assert handshake.width == len(found)
         return found[:-1].view(problem.batch, problem.num_kv_heads), found[-1]
 
 
@@ -133,6 +137,8 @@ def lost(inputs, lengths, first, window=-1, rows=None):
     """The largest probability that a row has among keys which its rank does not fetch; of rows from `rows` of their
     slice on, among all keys before it."""
     q, k, log_decay, scale = (inputs[name] for name in ("q", "k", "log_decay", "scale"))
+    q, k, log_decay = q.cpu(), k.cpu(), log_decay.cpu()
+    scale = scale.cpu() if isinstance(scale, torch.Tensor) else scale
     row_scale = scale if isinstance(scale, torch.Tensor) else None
     problem = AttentionProblem.of(q, k, log_decay, row_scale, True, (window, -1))
     i = torch.arange(q.shape[1])
@@ -226,7 +232,7 @@ def test_a_remembered_launch_is_of_a_rank_and_of_slices_as_long(monkeypatch):
     """And of what else bounds its rows: kernels are compiled for whether these numbers are 1, or multiples of 16."""
     modes = []
     monkeypatch.setattr(launching, "of_call", lambda _, __, *of_call: modes.append(of_call) or launching.uncached)
-    packed = torch.tensor([0, 130])
+    packed = torch.tensor([0, 130], device=DEVICE)
     for lengths, sight in (
         ((130, 130), {}), ((130, 300), {}), ((130, 130), dict(window=40)), ((130, 130), dict(cu_seqlens=packed)),
     ):
@@ -258,7 +264,7 @@ def without_own_score(keys, of_granules, q, k, log_decay, scale):
     """E is as if q_i·k_i were 0."""
     own = scale * (q * k.repeat_interleave(HEADS // KV_HEADS, 2)).sum(-1) / math.log(2)
     least = [part.amin(1) for part in own.split(skipping.GRANULE, 1)]
-    more = torch.stack([torch.zeros(1, HEADS, len(least)), torch.stack(least, -1)], -1)
+    more = torch.stack([own.new_zeros(1, HEADS, len(least)), torch.stack(least, -1)], -1)
     of_granules += more
 
 
@@ -314,7 +320,7 @@ def test_resets_windows_and_sequences_bound_the_halo(monkeypatch):
     for tolerance in (0.0, 2.0**-25):
         assert Ranks(monkeypatch, inputs, lengths).first(tolerance).flatten().tolist() == [0, 0, 0]
         assert Ranks(monkeypatch, inputs, lengths, window=100).first(tolerance).flatten().tolist() == [0, 30, 160]
-        packed = Ranks(monkeypatch, inputs, lengths, cu_seqlens=torch.tensor([0, 100, 100, 260, 300]))
+        packed = Ranks(monkeypatch, inputs, lengths, cu_seqlens=torch.tensor([0, 100, 100, 260, 300], device=DEVICE))
         assert packed.first(tolerance).flatten().tolist() == [0, 100, 260]
         reset = dict(inputs, log_decay=inputs["log_decay"].clone())
         reset["log_decay"][0, [50, 90], 0] = -INF
@@ -322,7 +328,7 @@ def test_resets_windows_and_sequences_bound_the_halo(monkeypatch):
         assert Ranks(monkeypatch, reset, lengths).first(tolerance).flatten().tolist() == [0, 70, 70]
         reset["log_decay"][0, 130] = -INF  # a slice's first token
         assert Ranks(monkeypatch, reset, lengths).first(tolerance).flatten().tolist() == [0, 130, 130]
-        alone = dict(inputs, log_decay=torch.full((HEADS,), -1e4, dtype=torch.float64))
+        alone = dict(inputs, log_decay=torch.full_like(inputs["log_decay"][0, 0], -1e4))
         assert Ranks(monkeypatch, alone, lengths).first(tolerance).flatten().tolist() == [0, 130, 260]
 
 
@@ -347,7 +353,7 @@ def test_a_plan_that_can_leave_nothing_is_what_rows_see(monkeypatch, seed):
         # offsets may fall, end before the last token or behind it, and be more than a kernel reads at once
         offsets = torch.randint(-5, sum(lengths) + 100, (number(300, 1),), generator=random).sort().values
         offsets[number(len(offsets))] = 0
-        sight["cu_seqlens"] = torch.stack([offsets, offsets], 1)[:, seed % 2]
+        sight["cu_seqlens"] = torch.stack([offsets, offsets], 1).to(DEVICE)[:, seed % 2]
     seen, planned = (
         Ranks(monkeypatch, inputs, lengths, **sight).first_and_rows(tolerance) for tolerance in (0.0, 1e-20)
     )

@@ -283,12 +283,56 @@ class Unreadable:
         return str(1 // 0)
 
 
-def layer_call(group, of_last_rank):
-    """A layer's call, of which the last rank has another x or other options."""
-    options = of_last_rank if dist.get_rank(group) == dist.get_world_size(group) - 1 else {}
-    layer = DecayFlashAttention(16, 4)
-    layer.context = ContextParallel(group, lengths=options.get("lengths"))
-    layer(torch.zeros(1, 4, options.get("width", 16)), resets=options.get("resets"))
+def layer_call(group, of_last_rank, **options):
+    """A layer's call, which on the last rank has another x, other options, or a module that raises."""
+    changed = of_last_rank if dist.get_rank(group) == dist.get_world_size(group) - 1 else {}
+    layer = DecayFlashAttention(16, 4, **options)
+    layer.context, x = ContextParallel(group), torch.zeros(1, 4, 16)
+    bad = copy.deepcopy(layer)
+    bad.context = ContextParallel(group, lengths=changed.get("lengths"))
+    if "raises" in changed:
+        getattr(bad, changed["raises"]).register_forward_pre_hook(run_out_of_memory)
+    if "log_scale" in changed:
+        bad.log_scale = torch.nn.Parameter(changed["log_scale"])
+    try:
+        bad(changed.get("x", x), **{name: changed[name] for name in ("resets", "attn_mask") if name in changed})
+    except Exception:
+        layer(x)  # the ranks have met once
+        raise
+
+
+def run_out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("on one rank")
+
+
+class Misplacing(torch.nn.Module):
+    """A position module that gives one rank's keys another shape."""
+
+    def forward(self, q, k, start):
+        return q, k if int(start[0]) == 0 else k[:, :1]
+
+
+class WithoutStart(torch.nn.Module):
+    """A position module for layers without a context, on the last rank."""
+
+    def forward(self, q, k, **start):
+        return (q, k) if dist.get_rank() == 0 else self.turn(q, k, **start)
+
+    def turn(self, q, k):
+        return q, k
+
+
+def failing_call(group, where, options, **inputs):
+    """A call in which a function of a module runs out of memory on the last rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == dist.get_world_size(group) - 1:
+            patch.setattr(where, run_out_of_memory)
+        try:
+            call(group, options, **inputs)
+        except Exception as error:
+            found = error
+    call(group, options, **inputs)  # the ranks have met once
+    raise found
 
 
 def would_fetch(group, of_last_rank):
