@@ -1,6 +1,7 @@
 """The public function and the layer's handle: their contract, the checks, and the call of a mode."""
 
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
@@ -307,7 +308,7 @@ def _checked_slices(q: Tensor, k: Tensor, lengths: Sequence[int] | None, group: 
         raise ValueError(
             f"lengths: expected the number of tokens of each of {ranks} ranks, with {own} for rank {rank}, got {found}"
         )
-    return Slices(found, rank, group)
+    return Slices(found, rank, weakref.ref(group))
 
 
 def _checked_packed(

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,17 @@ class Slices(NamedTuple):
 
     lengths: tuple[int, ...]
     rank: int
-    group: dist.ProcessGroup
+    # Weak, because a result's autograd graph keeps this. A strong reference keeps the group and gloo's threads alive
+    # after destroy_process_group; a thread that drops a tensor after Python has ended aborts the process
+    # (pytorch#190489).
+    group_reference: "weakref.ref[dist.ProcessGroup]"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self.group_reference()
+        if group is None:
+            raise RuntimeError("group: expected to live until the backward has run, got a destroyed process group")
+        return group
 
     @property
     def ranks(self) -> int:

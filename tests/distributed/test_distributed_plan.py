@@ -125,7 +125,7 @@ class Ranks:
         problem = AttentionProblem.of(
             part["q"], part["k"], part["log_decay"], row_scale, True, skip_tolerance=tolerance
         )
-        slices, handshake = Slices(self.lengths, rank, None), SimpleNamespace(meet=lambda: None)
+        slices, handshake = Slices(self.lengths, rank, lambda: self), SimpleNamespace(meet=lambda: None)
         found, _ = fetching.first_keys(
             slices, problem, part["q"], part["k"], part["log_decay"], part["scale"], self.sight, tolerance, handshake
         )
