@@ -179,8 +179,7 @@ def run(options: argparse.Namespace, argv: list[str], group: dist.ProcessGroup, 
         )
         say(f"\n{ranks} ranks and one process, T{options.check_length}, {dtype}\n{checks.table(found)}")
         for mode, case, comparisons in found:
-            outside = [c.name for c in comparisons if not c.passed]
-            result["wrong"] += [f"{mode}, {case}, {dtype}: {name} outside the error budget" for name in outside]
+            result["wrong"] += [f"{mode}, {case}, {dtype}: {c.name} {c.verdict}" for c in comparisons if not c.passed]
             errors = {
                 c.name: {"over_budget": c.error / c.budget if c.budget else None, "relative": c.relative_error}
                 for c in comparisons

@@ -143,7 +143,7 @@ def outcome(number: int, result: dict[str, Any] | Exception, options: argparse.N
         return result
     what = {"TimeoutError": "timeout", "ChildProcessError": "crash"}.get(type(result).__name__, "fuzzer")
     call = draw_here(number, options.seed, options.longest, options.family, options.dims)
-    return {"call": str(call), "failures": [(what, str(result))], "ratios": {}, "overflowed": []}
+    return {"call": str(call), "failures": [(what, str(result))], "ratios": {}, "cannot_tell": []}
 
 
 def command(number: int, options: argparse.Namespace) -> str:

@@ -67,7 +67,7 @@ class Budget:
         """
         self.widen(DRAWS[:1])
         found = self.compare(tested)
-        if not all(row.passed for row in found):
+        if any(row.verdict == "wrong" for row in found):
             self.widen(DRAWS[1:])
             found = self.compare(tested)
         if may_be_chance(found):
@@ -77,8 +77,8 @@ class Budget:
 
 
 def may_be_chance(rows: Sequence[Row]) -> bool:
-    """Whether something exceeds its budget, and nothing by so much that more roundings cannot grant it."""
-    failed = [row for row in rows if not row.passed]
+    """True if something exceeds its budget, and nothing by so much that more roundings cannot grant it."""
+    failed = [row for row in rows if row.verdict == "wrong"]
     return bool(failed) and all(row.error <= CHANCE * row.budget for row in failed)  # a NaN is not
 
 
@@ -105,7 +105,8 @@ def verify_attention(
 ) -> list[Comparison]:
     """Run decay_attention forward and backward on these inputs, and hold every result against the error budget.
 
-    On these very inputs: autocast is off meanwhile, and gradients are on.
+    Autocast is off meanwhile, and gradients are on. Judge formulas in float32, or in float16 where a kernel takes 16
+    bits alone: an error of 1 % in one head's dk or dq passes in bfloat16 (`decayattn.testing` has a table).
 
     Args:
         q, k, v, log_decay, scale, causal, window_size, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k: as
@@ -271,6 +272,6 @@ def _judge(
 
 
 def assert_within_budget(comparisons: Sequence[Comparison]) -> None:
-    """Raise an AssertionError that shows the whole table if one comparison failed."""
+    """Raise an AssertionError with the whole table unless every verdict is "ok"."""
     if not all(c.passed for c in comparisons):
-        raise AssertionError("results outside the error budget\n" + format_table(comparisons))
+        raise AssertionError("results outside the error budget, or below it\n" + format_table(comparisons))

@@ -11,6 +11,9 @@ from decayattn.problem import is_reset
 # Scores held at once by the evaluations below (rows are taken in chunks): 256 MB per float64 matrix
 SCORES_AT_ONCE = 2**25
 
+# The least probability of a visible key in A, which is 0 then only where nothing is added up
+FAINTEST = 1e-200
+
 # A factor without a short mantissa, between those of attention.DRAWS
 ELSEWHERE = 2.0 ** (1 / 32)
 
@@ -61,6 +64,7 @@ def explicit_attention(
             cores do, which cut off sums that others round; half form dS from the rounded P, as attention does that
             keeps P in 16 bits; and half form Δ from an out that is rounded as a multiple.
         absolute: every term enters with its absolute value, so no sum cancels. P is the true P, it is never negative.
+            A result is 0 only where nothing is added up, whatever P is; of λ only where its gradient is 0 by contract.
         prefix_block: with absolute, the decay of a score counts as the difference of two prefixes that start in the
             last so many tokens, and not only with its own size. Without, 0: the decay of a score is one number; else
             two, as tiles have it: the part of the key inside its block of so many tokens is added to the products.
@@ -112,7 +116,7 @@ def explicit_attention(
         total = of_keys = scores.logsumexp(-1)
         if sink is not None:
             total = _with_sink(total, sink, factor)
-        p = torch.where(visible, (scores - total[..., None]).exp(), 0.0).to(q.dtype)  # nothing visible: 0, not ∞ − ∞
+        p = _probabilities(scores, total, visible, absolute).to(q.dtype)
         p_rounded = rounded(p * factor)
         normaliser: Tensor | float
         if in_order:
@@ -161,7 +165,7 @@ def explicit_attention(
         # which are not rounded as they were: where scores are huge, or one key has a whole row, nothing else counts
         multiple = factor * ELSEWHERE
         scores = _scores(row_scale[:, chunk], products, decay, added, visible, multiple, cut_off) + of_blocks
-        p = torch.where(visible, (scores - saved_lse[..., None]).exp(), 0.0).to(q.dtype)
+        p = _probabilities(scores, saved_lse, visible, absolute).to(q.dtype)
         p_rounded = rounded(p * factor)
         do, dlse = size(grad_out[:, chunk]), size(grad_lse[:, chunk])
         out = _out_in_delta(out, rounded, factor) if online else rounded(out)
@@ -198,6 +202,8 @@ def explicit_attention(
         # opposite signs and leaves its rounding, which is random: it adds up in quadrature
         residue = _suffix_sums(touching.square(), log_decay).clamp(min=0).sqrt()
         result["dlog_decay"] = _suffix_sums(dalpha, log_decay) + residue
+        if absolute:
+            result["dlog_decay"].clamp_(min=FAINTEST).masked_fill_(_has_no_gradient(log_decay), 0.0)
     return result
 
 
@@ -337,6 +343,12 @@ def _scores(
     return torch.where(visible, multiple.double() / factor, -math.inf)
 
 
+def _probabilities(scores: Tensor, total: Tensor, visible: Tensor, absolute: bool) -> Tensor:
+    """P (N, rows, keys), 0 where nothing is visible; absolute: never 0 elsewhere."""
+    p = (scores - total[..., None]).exp()
+    return torch.where(visible, p.clamp(min=FAINTEST) if absolute else p, 0.0)  # nothing visible: 0, not ∞ − ∞
+
+
 def _of_sink(sink: Tensor, lse: Tensor) -> Tensor:
     """P of the sink, (N, rows): 0 of one of −inf, also where the row sees nothing."""
     return torch.where(sink.isneginf()[:, None], 0.0, (sink[:, None] - lse).exp())
@@ -451,4 +463,11 @@ def _suffix_sums(dalpha: Tensor, log_decay: Tensor) -> Tensor:
     # the first reset after t; without one, the end
     ends = torch.where(resets, t, keys).flip(1).cummin(1).values.flip(1) if keys else resets.long()
     ends = torch.cat([ends[:, 1:], torch.full_like(ends[:, :1], keys)], 1)
-    return torch.where(resets | (t == 0), 0.0, sums - after.gather(1, ends))
+    return torch.where(_has_no_gradient(log_decay), 0.0, sums - after.gather(1, ends))
+
+
+def _has_no_gradient(log_decay: Tensor) -> Tensor:
+    """True for a reset, and for the first λ (N, T_k), which is never used."""
+    zero = is_reset(log_decay)
+    zero[:, :1] = True
+    return zero

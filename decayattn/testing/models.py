@@ -4,6 +4,8 @@ import contextlib
 import copy
 import functools
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,16 +17,25 @@ from torch import Tensor, nn
 from decayattn import reference
 from decayattn.problem import AttentionProblem, BackendName, Inputs
 from decayattn.testing.attention import DRAWS, MORE_DRAWS, may_be_chance
-from decayattn.testing.call import INPUTS, Arguments, Call, bounds_of
-from decayattn.testing.table import ratio
+from decayattn.testing.call import INPUTS, NORMS, Arguments, Call, bounds_of
+from decayattn.testing.table import Verdict, ratio
 
 if TYPE_CHECKING:
     from decayattn.nn.attention import DecayFlashAttention
 
 
+# Two float64 evaluations of one loss may differ by this much of a parameter's gradient, and by this much of all
+# gradients together where that of one parameter cancels
+SAME, ROUNDING = 1e-6, 1e-9
+# A gradient of which two such evaluations differ by this much is 0
+ZERO = 1e-3
+# float32 may differ from float64 by this much of all gradients; other random numbers differ by more
+SAME_RANDOM_NUMBERS = 1e-2
+
+
 @dataclass(frozen=True)
 class GradientRow:
-    """The gradient of one parameter of a model against its budget, in the norm that comes closest to it."""
+    """Error and budget of one parameter's gradient, in the norm with the largest ratio."""
 
     HEADINGS: ClassVar[tuple[str, ...]] = ("parameter", "decay")
 
@@ -36,8 +47,12 @@ class GradientRow:
     reference_norm: float
     relative_error: float
     relative_budget: float
-    norm: str  # "frobenius" or "maximum"
-    passed: bool
+    norm: str  # "frobenius", "maximum", or "zeros": the entries that are 0 in every other evaluation
+    verdict: Verdict
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == "ok"
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -57,21 +72,25 @@ def compare_model_gradients(
 ) -> list[GradientRow]:
     """Hold the gradient of every parameter, computed through a kernel backend, against the error budget.
 
-    The oracle is a float64 copy of the model with backend "reference"; eager is a copy in the model's own precision
-    with an attention that rounds where a kernel has to (`explicit_attention`), drawn several times (`DRAWS`; where a
-    gradient exceeds its budget by little, `MORE_DRAWS` too) because a parameter may be a single number and because all
-    layers after an attention see its rounding.
+    The oracle is a float64 copy of the model with backend "reference". Eager is a copy in the model's own precision
+    with an attention that rounds where a kernel has to (`explicit_attention`). It is drawn several times (`DRAWS`;
+    where a gradient exceeds its budget by little, `MORE_DRAWS` too), because a parameter may be a single number, and
+    because all layers after an attention see its rounding. A enters through eager, too: above 16 bits, every gradient
+    of its attention is off by eps·A with random signs, because sums that cancel round differently in every schedule.
 
-    What it can see depends on the precision. In float32 an error of 1e-5 of a gradient shows. In bfloat16 rounding
-    alone moves gradients by about 0.5 %, budgets are 1 to 3 %, and no comparison tells an error below that from
-    rounding: run both, float32 for the formulas and the training precision for what is special to it. A
-    enters through eager, too: above 16 bits, every gradient of its attention is off by eps·A with random signs, the
-    share of A that the budget of one call grants it, because sums that cancel round differently in every schedule.
+    The precision decides which errors show. In float32 an error of 1e-5 of a gradient shows. In bfloat16 rounding
+    alone moves gradients by about 0.5 %, and budgets are 1 to 3 %. Run both: float32 for the formulas, and the training
+    precision for its own kernels. The verdict is "cannot tell" where the budget is no smaller than the gradient, so
+    that zeros would pass. Above 16 bits, entries that are 0 in the oracle and in eager have to be 0: embeddings of
+    padding, for example.
+
+    Every evaluation has a fresh copy of the model and of the batch. Both are left as they were, and so are the random
+    number generators of torch, numpy and Python. Hooks on parameters are not copied. Compiled parts run eagerly.
 
     Args:
-        model: contains DecayFlashAttention layers; neither compiled nor wrapped. Its gradients and backends are left as
-            they were. Its loss must be deterministic: no dropout.
-        loss: called as loss(model, batch); a scalar.
+        model: contains DecayFlashAttention layers; not wrapped.
+        loss: called as loss(model, batch); a scalar. It has to be deterministic: two float64 evaluations with backend
+            "reference" are compared first.
         batch: tensors in any nesting of tuples, lists and dicts; floating ones follow the precision, others stay.
         backend: the tested backend of every DecayFlashAttention layer.
         autocast: the tested model (and eager) run under autocast to this dtype; None for the parameters' own dtypes.
@@ -80,64 +99,170 @@ def compare_model_gradients(
 
     Returns:
         One row per parameter that requires a gradient, in the model's order.
+
+    Raises:
+        ValueError: the loss is not deterministic, or its gradient is 0 for every parameter.
     """
-    layers = _attention_layers(model)
-    if not layers:
+    if not _attention_layers(model):
         raise ValueError("model: expected at least one DecayFlashAttention layer, found none")
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     device = next(model.parameters()).device
     floating = {p.dtype for p in model.parameters() if p.is_floating_point()}
     own = min(floating, key=lambda dtype: torch.finfo(dtype).bits)
 
     def gradients(
-        model: nn.Module, backend: BackendName, dtype: torch.dtype, autocast: torch.dtype | None, factor: float = 1.0
+        fresh: nn.Module, backend: BackendName, dtype: torch.dtype, autocast: torch.dtype | None, factor: float = 1.0
     ) -> dict[str, Tensor]:
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        with _backend_of_layers(model, backend):
-            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-                value = loss(model, _cast(batch, dtype))
-            # the backward may run the layers once more: activation checkpointing
-            with torch.autocast(device.type, enabled=False):
-                values = torch.autograd.grad(value * factor, list(parameters.values()), materialize_grads=True)
+        for layer in _attention_layers(fresh):
+            layer.backend = backend
+        leaves = [p for p in fresh.parameters() if p.requires_grad]
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            value = loss(fresh, _mapped(batch, lambda x: x.to(dtype if x.is_floating_point() else x.dtype, copy=True)))
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"loss: expected a scalar tensor, got {given}; reduce it")
+        if not value.requires_grad:
+            return {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+        # the backward may run the layers once more: activation checkpointing
+        with torch.autocast(device.type, enabled=False):
+            values = torch.autograd.grad(value * factor, leaves, materialize_grads=True)
         return {name: x.double() / factor for name, x in zip(parameters, values, strict=True)}
 
-    if tested is None:
-        tested = gradients(model, backend, own, autocast)
-    else:
-        tested = {name: tested[name].detach().double() for name, p in model.named_parameters() if p.requires_grad}
-    oracle = gradients(copy.deepcopy(model).double(), "reference", torch.float64, None)
-    decay = _decay_parameters(model)
-    precision = str(own if autocast is None else autocast).removeprefix("torch.")
-    eager: list[dict[str, Tensor]] = []
-    rows: list[GradientRow] = []
-    for factors in (DRAWS, MORE_DRAWS):
-        for factor in factors:
-            with mock.patch.object(reference, "attention", functools.partial(_RoundedAttention.call, factor=factor)):
-                eager.append(gradients(model, "reference", own, autocast, factor))
-        rows = [
-            _gradient_row(name, name in decay, precision, p.dtype, tested[name], oracle[name], [x[name] for x in eager])
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        ]
-        if not may_be_chance(rows):
-            break
+    def in_own_precision(backend: BackendName, factor: float = 1.0) -> dict[str, Tensor]:
+        return gradients(copy.deepcopy(model), backend, own, autocast, factor)
+
+    if tested is not None:
+        for name, p in parameters.items():
+            given = tuple(tested[name].shape) if name in tested else None
+            if given != tuple(p.shape):
+                raise ValueError(f"tested: expected the gradient of {name}, {tuple(p.shape)}, got {given}")
+    with _random_numbers(device) as states, torch.compiler.set_stance("force_eager"):
+        oracle, noise = _deterministic(model, gradients, states)
+        if tested is None:
+            tested = in_own_precision(backend)
+        decay = _decay_parameters(model)
+        dtype = own if autocast is None else autocast
+        eager: list[dict[str, Tensor]] = []
+        rows: list[GradientRow] = []
+        for factors in (DRAWS, MORE_DRAWS):
+            for factor in factors:
+                rounded = functools.partial(_RoundedAttention.call, factor=factor)
+                with mock.patch.object(reference, "attention", rounded):
+                    eager.append(in_own_precision("reference", factor))
+            rows = [
+                _gradient_row(
+                    name, name in decay, dtype, p.dtype, tested[name].detach().double(), oracle[name],
+                    [x[name] for x in eager], noise[name],
+                )
+                for name, p in parameters.items()
+            ]
+            if not may_be_chance(rows):
+                break
     return rows
 
 
+def _deterministic(
+    model: nn.Module, gradients: Callable[..., dict[str, Tensor]], states: Callable[[], tuple]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The gradients in float64, and the norms of what two evaluations differ by.
+
+    Raises:
+        ValueError: they differ by more than rounding, or depend on random numbers, or are all 0.
+    """
+
+    def evaluate(dtype: torch.dtype = torch.float64, factor: float = 1.0) -> dict[str, Tensor]:
+        return gradients(copy.deepcopy(model).to(dtype), "reference", dtype, None, factor)
+
+    first = states()
+    oracle = evaluate()
+    second = states()
+    again = evaluate(factor=DRAWS[5])  # rounded elsewhere
+    total = math.hypot(*(float(x.norm()) for x in oracle.values()))
+    if total == 0:
+        raise ValueError("loss: expected one that depends on the model that it is given, got gradients of 0 alone")
+    if states() != second:
+        raise ValueError(
+            f"loss: expected a deterministic one, got random numbers that {_drawing_part(model, gradients, states)} "
+            "draws; call model.eval(), set dropout to 0, or seed the random numbers inside the loss"
+        )
+    noise = {name: float((x - again[name]).norm()) for name, x in oracle.items()}
+    if any(noise[name] > max(SAME * float(x.norm()), ROUNDING * total) for name, x in oracle.items()):
+        raise ValueError(
+            "loss: expected a deterministic one, got other gradients in a second evaluation; it must not depend on a "
+            "state that it changes, nor on random numbers"
+        )
+    if second != first:  # seeded inside the loss
+        off = math.hypot(*(float((x - oracle[name]).norm()) for name, x in evaluate(torch.float32).items()))
+        if off > SAME_RANDOM_NUMBERS * total:
+            raise ValueError(
+                "loss: expected the same random numbers in float32 and float64, got gradients that differ by "
+                f"{off / total:.1%}; draw them in one dtype, or before the loss"
+            )
+    return oracle, noise
+
+
 def _gradient_row(
-    name: str, is_decay: bool, precision: str, dtype: torch.dtype, x: Tensor, x64: Tensor, eager: Sequence[Tensor]
+    name: str, is_decay: bool, precision: torch.dtype, dtype: torch.dtype, x: Tensor, x64: Tensor,
+    eager: Sequence[Tensor], noise: float,
 ) -> GradientRow:
-    rows = []
-    for norm, order in (("frobenius", 2), ("maximum", math.inf)):
+    def measure(t: Tensor, order: float = math.inf) -> float:
+        return float(torch.linalg.vector_norm(t, order)) if t.numel() else 0.0
 
-        def measure(t: Tensor, order: float = order) -> float:
-            return float(torch.linalg.vector_norm(t, order)) if t.numel() else 0.0
+    found, blind = [], True  # (norm, error, budget, size)
+    for norm, order in NORMS.items():
+        size = measure(x64, order)
+        budget = 2 * max(measure(draw - x64, order) for draw in eager) + torch.finfo(dtype).eps * size
+        found.append((norm, measure(x - x64, order), budget, size))
+        # zeros would pass; they are right where the oracle is 0 but for its rounding
+        blind &= budget >= size > noise / ZERO
+    if precision.itemsize > 2:  # in 16 bits a unit may be at rest in all these evaluations by chance
+        nothing = functools.reduce(torch.logical_and, (draw == 0 for draw in eager), x64 == 0)
+        found.append(("zeros", measure(x.where(nothing, 0.0)), 0.0, 0.0))
+    wrong = any(not error <= budget for _, error, budget, _ in found)  # a NaN is
+    norm, error, budget, size = max(found, key=lambda row: (not row[1] <= row[2], ratio(row[1], row[2])))
+    verdict: Verdict = "wrong" if wrong else "cannot tell" if blind else "ok"
+    relative = ratio(error, size), ratio(budget, size)
+    text = str(precision).removeprefix("torch.")
+    return GradientRow(name, is_decay, text, error, budget, size, *relative, norm, verdict)
 
-        error, size = measure(x - x64), measure(x64)
-        budget = 2 * max(measure(draw - x64) for draw in eager) + torch.finfo(dtype).eps * size
-        relative = ratio(error, size), ratio(budget, size)
-        rows.append(GradientRow(name, is_decay, precision, error, budget, size, *relative, norm, error <= budget))
-    # a NaN compares as the worst
-    return max(rows, key=lambda row: (not row.passed, ratio(row.error, row.budget)))
+
+@contextlib.contextmanager
+def _random_numbers(device: torch.device) -> Iterator[Callable[[], tuple]]:
+    """A function that returns the states of the shared random number generators, which are set back at the end."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+
+    def states() -> tuple:
+        on_gpu = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+        return random.getstate(), numpy and str(numpy.random.get_state()), torch.get_rng_state().tolist(), on_gpu
+
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield states
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
+
+
+def _drawing_part(
+    model: nn.Module, gradients: Callable[..., dict[str, Tensor]], states: Callable[[], tuple]
+) -> str:
+    """The innermost module that draws random numbers, in words."""
+    drawing: list[str] = []  # a module ends after those that it calls
+    fresh = copy.deepcopy(model).double()
+    for name, module in fresh.named_modules():
+        before: list[tuple] = []
+        module.register_forward_pre_hook(lambda *_, before=before: before.append(states()))
+        module.register_forward_hook(
+            lambda *_, before=before, name=name: drawing.append(name) if states() != before.pop() else None
+        )
+    gradients(fresh, "reference", torch.float64, None)
+    if not drawing:
+        return "the loss itself"
+    module = fresh.get_submodule(drawing[0])
+    named = f"module {drawing[0]!r}" if drawing[0] else "the model"
+    return f"{named} ({type(module).__name__}{', in training mode' if module.training else ''})"
 
 
 def _attention_layers(model: nn.Module) -> "list[DecayFlashAttention]":
@@ -153,29 +278,16 @@ def _decay_parameters(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p in owned}
 
 
-@contextlib.contextmanager
-def _backend_of_layers(model: nn.Module, backend: BackendName) -> Iterator[None]:
-    layers = _attention_layers(model)
-    before = [layer.backend for layer in layers]
-    try:
-        for layer in layers:
-            layer.backend = backend
-        yield
-    finally:
-        for layer, name in zip(layers, before, strict=True):
-            layer.backend = name
-
-
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating tensors in dtype."""
-    if isinstance(batch, Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {key: _cast(value, dtype) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        values = [_cast(value, dtype) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch
+def _mapped(nested: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The nested tuples, lists and dicts with function(tensor) for every tensor."""
+    if isinstance(nested, Tensor):
+        return function(nested)
+    if isinstance(nested, dict):
+        return {key: _mapped(value, function) for key, value in nested.items()}
+    if isinstance(nested, (list, tuple)):
+        values = [_mapped(value, function) for value in nested]
+        return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
+    return nested
 
 
 class _RoundedAttention(torch.autograd.Function):

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
+
+Verdict = Literal["ok", "wrong", "cannot tell"]
 
 
 class Row(Protocol):
@@ -21,7 +23,7 @@ class Row(Protocol):
     @property
     def norm(self) -> str: ...
     @property
-    def passed(self) -> bool: ...
+    def verdict(self) -> Verdict: ...
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -31,7 +33,7 @@ def format_table(rows: Sequence[Row]) -> str:
     cells: list[tuple[Any, ...]] = [(*rows[0].HEADINGS, "relative error", "error", "budget", "norm", "verdict")]
     for row in rows:
         numbers = (f"{x:.2e}" for x in (row.relative_error, row.error, row.budget))
-        cells.append((*row.labels, *numbers, row.norm, "ok" if row.passed else "VIOLATED"))
+        cells.append((*row.labels, *numbers, row.norm, "VIOLATED" if row.verdict == "wrong" else row.verdict))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])

@@ -61,7 +61,7 @@ def table(results: list[tuple[str, str, list[Comparison]]]) -> str:
     lines = [f"  {'error / budget':22}"]
     for mode, case, comparisons in results:
         errors = "  ".join(
-            f"{c.name} {c.error / c.budget if c.budget else math.nan:.2f}{'' if c.passed else ' WRONG'}"
+            f"{c.name} {c.error / c.budget if c.budget else math.nan:.2f}{'' if c.passed else ' ' + c.verdict.upper()}"
             for c in comparisons
         )
         lines.append(f"  {mode:6}{case:16}{errors}")

@@ -35,7 +35,7 @@ class Verdict:
     ratios: dict[str, dict[str, float]] = field(default_factory=dict)
     failures: list[tuple[str, str]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    overflowed: list[str] = field(default_factory=list)  # tensors that eager, too, cannot hold: nobody judges them
+    cannot_tell: list[str] = field(default_factory=list)  # tensors that eager cannot hold, or below their budget
 
 
 def judge(case: Case, backends: list[str]) -> Verdict:
@@ -214,7 +214,7 @@ def compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict)
             verdict.failures.append((f"eager {name}", "−inf stands elsewhere than in the oracle"))
             names.remove(name)
         elif not bool((held.isfinite() | exact.isneginf()).all()):
-            verdict.overflowed.append(name)
+            verdict.cannot_tell.append(name)
             names.remove(name)
     budget = Budget(call, {name: x64[name] for name in names})
     budget.include(first)
@@ -225,7 +225,7 @@ def compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict)
             found[backend] = {}
             for comparison in budget.compare({name: tensors[name] for name in names if name in tensors}):
                 own = ratio(comparison.error, comparison.budget)
-                found[backend][comparison.name] = own if comparison.passed or own > 1 else math.inf
+                found[backend][comparison.name] = own if comparison.verdict != "wrong" or own > 1 else math.inf
                 texts[backend, comparison.name] = comparison
         return found
 
@@ -245,6 +245,7 @@ def compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict)
             budget.eager_error[name] = error + call.distance(name, torch.zeros_like(allowed[name]), allowed[name]) / 2
         found = ratios()
     verdict.ratios = found
+    verdict.cannot_tell += {name for (_, name), comparison in texts.items() if comparison.verdict == "cannot tell"}
     for backend, tensors in found.items():
         for name, own in tensors.items():
             if not own <= 1:

@@ -18,7 +18,7 @@ class Summary:
         # by backend and tensor, of what passed: the largest error over its budget, and the call that had it
         self.worst: dict[str, dict[str, tuple[float, int]]] = collections.defaultdict(dict)
         self.ran: collections.Counter[str] = collections.Counter()
-        self.overflowed = 0
+        self.cannot_tell = 0
 
     def add(self, number: int, result: dict[str, Any]) -> list[str]:
         """A line about the call if it failed."""
@@ -28,7 +28,7 @@ class Summary:
             for name, ratio in tensors.items():
                 if ratio <= 1:
                     self.worst[backend][name] = max(self.worst[backend].get(name, (0.0, 0)), (ratio, number))
-        self.overflowed += bool(result["overflowed"])
+        self.cannot_tell += bool(result["cannot_tell"])
         if self.told:
             for backend, tensors in result["ratios"].items():
                 print(backend, "  ".join(f"{name} {ratio:.2g}" for name, ratio in tensors.items()))
@@ -54,7 +54,7 @@ class Summary:
     def report(self) -> dict[str, Any]:
         return {
             "calls": self.done, "failed": len(self.failures), "kinds": self.kinds(), "backends": dict(self.ran),
-            "eager_overflows": self.overflowed,
+            "cannot_tell": self.cannot_tell,
             "worst_passed_ratio": {
                 backend: {name: ratio for name, (ratio, _) in sorted(tensors.items())}
                 for backend, tensors in self.worst.items()
@@ -72,6 +72,9 @@ class Summary:
             numbers = "  ".join(f"{name} {ratio:.2f}" for name, (ratio, _) in sorted(tensors.items()))
             lines.append(f"  {backend} ({self.ran[backend]})  {numbers}")
         lines += [f"  {backend} {name} {ratio:.2f}: {again}" for backend, name, ratio, again in self.near()]
-        if self.overflowed:
-            lines.append(f"{self.overflowed} calls had tensors that eager attention, too, cannot hold: not judged")
+        if self.cannot_tell:
+            lines.append(
+                f"{self.cannot_tell} calls had tensors that eager attention cannot hold, or no larger than their "
+                "budget: not judged"
+            )
         return "\n".join(lines)

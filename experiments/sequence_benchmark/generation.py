@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decayattn import DecayFlashAttention
 from decayattn.nn import CapturedStep, DecayCache, ScalarDecay
-from decayattn.testing.table import ratio
+from decayattn.testing.table import Verdict, ratio
 from sequence_benchmark.report import missing, passed, spread
 
 SECTION = "generate"
@@ -147,6 +147,10 @@ class LogitsRow:
     relative_error: float
     norm: str
     passed: bool
+
+    @property
+    def verdict(self) -> Verdict:
+        return "ok" if self.passed else "wrong"
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -144,7 +144,7 @@ class GradientValidation(lightning.Callback):
             device = trainer.strategy.root_device
             model = self._whole if self.sharded else getattr(pl_module, self.model)
             rows = self.check(model, trainer.global_step, trainer.precision, device, self._gathered)
-            violated = [f"{row.parameter} ({row.precision})" for row in rows if not row.passed]
+            violated = [f"{row.parameter} ({row.precision})" for row in rows if row.verdict == "wrong"]
         # the others wait here, and stop with rank 0 instead of waiting for it in the next step
         violated = trainer.strategy.broadcast(violated)
         if violated:

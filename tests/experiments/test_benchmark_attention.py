@@ -442,7 +442,7 @@ def test_a_case_measures_what_it_can_and_lists_what_it_cannot(capsys):
 
 @pytest.mark.usefixtures("without_gpu")
 def test_a_wrong_kernel_of_ours_gets_no_speed(monkeypatch, capsys):
-    wrong = [Comparison("dk", (0, 0), 1.0, 0.1, 0.5, "frobenius", passed=False)]
+    wrong = [Comparison("dk", (0, 0), 1.0, 0.1, 0.5, "frobenius", "wrong")]
     monkeypatch.setattr(checks, "verify_ours", lambda *_: wrong)
     result = run_benchmark([peers.ours("reference")])
     assert result["rows"] == []

@@ -294,7 +294,7 @@ def test_what_passes_only_just_is_named():
     options = fuzz_kernels.parse(["--seed", "3", "--longest", "20", "--backends", "reference"])
     summary = Summary(functools.partial(fuzz_kernels.command, options=options), False)
     for number, found in enumerate(ratios):
-        summary.add(number, {"call": "", "failures": [], "ratios": {"reference": found}, "overflowed": []})
+        summary.add(number, {"call": "", "failures": [], "ratios": {"reference": found}, "cannot_tell": []})
     again = "python experiments/fuzz_kernels.py --seed 3 --longest 20 --only 1 --backends reference"
     assert f"  reference dq 0.97: {again}" in summary.text(3, 1.0).splitlines()
     assert summary.report()["near"] == {"reference dq 0.97": again}

@@ -62,7 +62,7 @@ def assert_a_leading_sink_keeps_its_bits(backend, dtype, device, causal=True):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 130, 2, 64, device=device, dtype=dtype)
     log_decay = -40 * torch.rand(1, 130, 2, device=device)
-    sink = torch.tensor([8.3, 20.0], device=device)
+    sink = torch.tensor([8.3, 11.0], device=device)  # float16 would hold nothing beside e²⁰
     assert_within_budget(verify_attention(q, k, v, log_decay, sink=sink, causal=causal, backend=backend))
 
 

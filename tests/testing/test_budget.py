@@ -1,6 +1,7 @@
 """The error budget accepts what is right at every precision, and refuses every error that is planted here."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -281,7 +282,7 @@ def test_what_overflows_with_a_factor_counts_for_nothing(plant, monkeypatch):
 
     def drawn(call, factor):
         results = draw(call, factor)
-        return results | ({"dq": results["dq"] * torch.inf, "dk": results["dk"] * 2} if factor > 1.5 else {})
+        return results | ({"dq": results["dq"] * torch.inf, "dk": results["dk"] * 1.2} if factor > 1.5 else {})
 
     monkeypatch.setattr(attention.Call, "draw", drawn)
     plant(lambda results: (results["dq"].mul_(1.1), results["dk"].mul_(1.1)))
@@ -324,19 +325,73 @@ def test_refuses_nan_and_says_where(dtype, name, plant):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "factor"), [(torch.bfloat16, 1.03), (torch.float16, 1.004), (torch.float32, 1.0001)]
+    ("dtype", "error"), [(torch.bfloat16, 0.03), (torch.float16, 0.004), (torch.float32, 1e-4)]
 )
-@pytest.mark.parametrize("name", ["dq", "dk", "dv", "dlog_decay", "dscale"])
-def test_refuses_one_scaled_head(dtype, factor, name, plant):
-    """A few roundings' worth of error in one head of one tensor; dlog_decay cancels, so its budget is the widest."""
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dlog_decay", "dscale", "dbias", "dsink"])
+def test_refuses_one_scaled_head(dtype, error, name, plant):
+    """Twice the errors of decayattn.testing's table, or less."""
 
     def scale(results):
-        results[name][1, :, 0] *= factor
+        head = {"lse": (1, 0), "dbias": (0,), "dsink": (0,)}.get(name, (1, slice(None), 0))
+        results[name][head] *= 1 + {"lse": 1e-5, "dsink": 2 * error}.get(name, error)
 
     plant(scale)
-    comparisons = verify_attention(**make_inputs(dtype, row_scale=True), backend="reference")
-    assert {c.name for c in comparisons if not c.passed} == {name}
-    assert by_name(comparisons)[name].head == (1, 0)
+    inputs = make_inputs(dtype, row_scale=True) | {"bias": torch.randn(4, 23, 23), "sink": torch.ones(4)}
+    comparisons = verify_attention(**inputs, backend="reference")
+    assert {c.name: c.verdict for c in comparisons if c.verdict != "ok"} == {name: "wrong"}
+    assert by_name(comparisons)[name].head == (0 if name in ("dbias", "dsink") else 1, 0)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_a_budget_above_the_result_cannot_tell(factor, plant):
+    """The first row sees one key, so its dq is 0, but for the rounding of an output gradient that is huge."""
+    inputs = make_inputs(torch.float16, decay="none")
+    grad_out = torch.randn(2, 23, 4, 8)
+    grad_out[1, 0, 2] = 3e4
+    plant(lambda results: results["dq"].mul_(factor))
+    verify = functools.partial(verify_attention, **inputs, backend="reference")
+    assert by_name(verify(grad_out=grad_out.half()))["dv"].verdict == "ok"
+    comparisons = verify(grad_out=grad_out.half(), heads=[(1, 2)])
+    found = by_name(comparisons)["dq"]
+    assert (found.verdict, found.passed, found.head) == ("cannot tell", False, (1, 2))
+    with pytest.raises(AssertionError, match=r"dq .*cannot tell"):
+        assert_within_budget(comparisons)
+    assert by_name(verify(grad_out=grad_out.clamp(max=1.0).half()))["dq"].verdict == "wrong"
+
+
+def test_zero_results_are_judged(plant):
+    """With one key per row dq and dk cancel, and with a huge sink all results are too small for the dtype."""
+    added: list[float] = []
+    plant(lambda results: results["dq"].add_(sum(added)))
+    for dtype, options in itertools.product(DTYPES, ({"window_size": (0, 0)}, {"sink": torch.full((4,), 300.0)})):
+        added.clear()
+        inputs = make_inputs(dtype) | options
+        assert_within_budget(verify_attention(**inputs, backend="reference"))
+        added.append(1e-2)
+        assert by_name(verify_attention(**inputs, backend="reference"))["dq"].verdict == "wrong"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("dlog_decay", (1, 0, 2)), ("dlog_decay", (0, 11, 1)), ("dk", (0, 8, 1)), ("dv", (1, 3, 0)), ("out", (1, 3, 2)),
+        ("dq", (0, 3, 2)), ("dscale", (0, 3, 2)), ("dbias", (2, 9, 8)), ("dsink", (1,)),
+    ],
+)
+def test_zeros_by_contract_are_literal(dtype, name, at, plant):
+    """A first λ, a reset, a key that no row sees, a row without a key, a pair that is hidden, a sink of −inf."""
+    inputs = make_inputs(dtype, row_scale=True)
+    inputs["log_decay"][:, [4, 11]] = -math.inf
+    inputs["bias"] = torch.zeros(4, 23, 23)
+    inputs["bias"][:, 3], inputs["bias"][..., 3], inputs["bias"][:, :, 8] = -math.inf, -math.inf, -math.inf
+    inputs["sink"] = torch.tensor([0.0, -math.inf, 1.0, 2.0])
+    assert_within_budget(verify_attention(**inputs, backend="reference"))
+    plant(lambda results: results[name][at].fill_(1e-30))
+    found = {c.name: c for c in verify_attention(**inputs, backend="reference") if c.verdict != "ok"}
+    assert set(found) == {name}
+    assert (found[name].verdict, found[name].budget) == ("wrong", 0.0)
+    assert 0 < found[name].error < 1e-29
 
 
 def test_refuses_a_missing_minus_infinity_and_a_false_one(plant):

@@ -1,9 +1,13 @@
 """Gradients of whole models: what is right is accepted, and a wrong or a missing gradient of a decay is refused."""
 
+import copy
 import dataclasses
 import functools
+import itertools
 import json
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,11 +75,13 @@ def test_model_gradients_are_accepted(model_and_batch, autocast):
 @pytest.mark.parametrize(("autocast", "factor"), [(None, 1.0001), (torch.bfloat16, 1.05)])
 def test_a_scaled_decay_gradient_in_a_model_is_refused(model_and_batch, autocast, factor):
     model, batch = model_and_batch
-    parameter = model.blocks[1].attention.decay.weight
-    in_kernel = iter([True])  # the tested run comes first; the oracle and eager are right
-    parameter.register_hook(lambda grad: grad * factor if next(in_kernel, False) else grad)
-    rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", autocast=autocast)
-    assert [row.parameter for row in rows if not row.passed] == ["blocks.1.attention.decay.weight"]
+    name = "blocks.1.attention.decay.weight"
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        weighted_loss(model, batch).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    scaled = gradients | {name: factor * gradients[name]}
+    rows = compare_model_gradients(model, weighted_loss, batch, autocast=autocast, tested=scaled)
+    assert {row.parameter: row.verdict for row in rows if not row.passed} == {name: "wrong"}
     assert "VIOLATED" in format_table(rows)
 
 
@@ -87,7 +93,8 @@ def test_a_missing_decay_gradient_in_a_model_is_refused(model_and_batch, autocas
 
     def detached(problem, inputs):
         without = inputs._replace(log_decay=inputs.log_decay.detach())
-        return attention(problem, without if next(calls, None) is not None else inputs)
+        is_tested = problem.dtype != torch.float64 and next(calls, None) is not None
+        return attention(problem, without if is_tested else inputs)
 
     monkeypatch.setattr(reference, "attention", detached)
     rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", autocast=autocast)
@@ -156,6 +163,177 @@ def test_the_rounded_attention_of_a_model_takes_every_argument(packed, monkeypat
     monkeypatch.setattr(reference, "attention", functools.partial(models._RoundedAttention.call, factor=1.0))
     for found, wanted in zip(results(), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+# Losses that nothing can be compared with
+
+
+class Noisy(nn.Module):
+    """A layer and something random, or with a state, after it."""
+
+    def __init__(self, after=None, function=lambda x: x):
+        super().__init__()
+        self.embedding, self.attention = nn.Embedding(32, 16), DecayFlashAttention(16, 2, backend="reference")
+        self.after, self.function = after or nn.Identity(), function
+
+    def forward(self, tokens):
+        return self.function(self.after(self.attention(self.embedding(tokens))))
+
+
+class DropPath(nn.Module):
+    """One sample of 1000, so that two evaluations seldom differ."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return x * 0 if self.training and self.draw() < 0.001 else x
+
+
+TOKENS = torch.arange(18).reshape(2, 9) % 11
+
+
+def squares(model, tokens):
+    return model(tokens).square().mean()
+
+
+def masks_in_place(model, tokens):
+    tokens[torch.rand(tokens.shape) < 0.2] = 0
+    return squares(model, tokens)
+
+
+def more_with_every_call(calls):
+    return lambda model, tokens: squares(model, tokens) * next(calls)
+
+
+def noise_in_the_gradient(model, tokens):
+    x = model(tokens)
+    x.register_hook(lambda gradient: gradient * torch.rand_like(gradient))
+    return x.square().mean()
+
+
+def seeded(noise, dtype=None):
+    def loss(model, tokens):
+        torch.manual_seed(0)
+        x = model(tokens)
+        return (x + noise * torch.randn_like(x, dtype=dtype)).square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "said"),
+    [
+        (Noisy(nn.Dropout(0.1)), squares, r"module 'after' \(Dropout, in training mode\)"),
+        (Noisy(nn.Sequential(nn.Linear(16, 16), nn.RReLU())), squares, "module 'after.1'"),
+        (Noisy(function=F.dropout), squares, "the model"),
+        (Noisy(DropPath(lambda: torch.rand(()))), squares, "module 'after'"),
+        (Noisy(DropPath(random.random)), squares, "module 'after'"),
+        (Noisy(DropPath(lambda: np.random.rand())), squares, "module 'after'"),  # noqa: NPY002
+        (torch.compile(Noisy(nn.Dropout(0.1))), squares, "module '_orig_mod.after'"),
+        (Noisy(), masks_in_place, "random numbers that the loss itself draws"),
+        (Noisy(), noise_in_the_gradient, "random numbers that the loss itself draws"),
+        (Noisy(), seeded(0.3), "the same random numbers in float32 and float64"),
+        (Noisy(), more_with_every_call(itertools.count(1)), "a state that it changes"),
+        (Noisy(), lambda model, tokens: squares(Noisy(), tokens), "depends on the model that it is given"),
+        (Noisy(), lambda model, tokens: model(tokens).mean(-1), r"expected a scalar tensor, got \(2, 9\)"),
+    ],
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_loss_that_changes_is_refused_by_name(model, loss, said, given):
+    tested = {name: torch.zeros_like(p) for name, p in model.named_parameters()} if given else None
+    with pytest.raises(ValueError, match=f"^loss: .*{said}"):
+        compare_model_gradients(model, loss, TOKENS, backend="reference", tested=tested)
+
+
+class Normalised(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16, **options)
+
+    def forward(self, x):
+        return self.norm(self.linear(x).mT).mT
+
+
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        (Noisy(nn.Dropout(0.1)).eval(), squares),
+        (Noisy(nn.Dropout(0.3)), seeded(0.0)),
+        (Noisy(), seeded(0.3, torch.float32)),
+        (Noisy(Normalised()), squares),
+        (Noisy(Normalised(momentum=None)), squares),
+        (Noisy(Counting()), squares),
+        (torch.compile(Noisy()), squares),
+    ],
+)
+def test_models_are_left_as_they_were(model, loss):
+    """Buffers, attributes, gradients, the batch, backends and random number generators."""
+    state, counted = copy.deepcopy(model.state_dict()), getattr(model.after, "calls", None)
+
+    def generators():
+        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+
+    tokens, states = TOKENS.clone(), generators()
+    rows = compare_model_gradients(model, loss, tokens, backend="reference")
+    assert {row.verdict for row in rows} == {"ok"}, format_table(rows)
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert getattr(model.after, "calls", None) == counted
+    assert model.attention.backend == "reference"
+    assert torch.equal(tokens, TOKENS)
+    assert generators() == states
+
+
+# Budgets that say nothing, and zeros
+
+
+def gradients_of(model, loss, batch):
+    parameters = dict(model.named_parameters())
+    return dict(zip(parameters, torch.autograd.grad(loss(model, batch), [*parameters.values()]), strict=True))
+
+
+def test_budget_above_the_gradient_cannot_tell():
+    """All values are nearly the same, so rounding to bfloat16 hides the gradient of the decay."""
+    model = Noisy()
+    nn.init.normal_(model.embedding.weight, mean=1.0, std=1e-4)
+    tested = gradients_of(model, squares, TOKENS)
+    tested["attention.decay.bias"] *= -1
+    rows = compare_model_gradients(model, squares, TOKENS, autocast=torch.bfloat16, tested=tested)
+    found = {row.parameter: row for row in rows}
+    decay = found["attention.decay.bias"]
+    assert (decay.verdict, decay.passed) == ("cannot tell", False)
+    assert decay.relative_budget > 1
+    assert "cannot tell" in format_table([decay])
+    assert found["attention.out_proj.weight"].verdict == "ok"
+
+
+def test_a_gradient_that_cancels_is_zero():
+    """The bias before a normalisation has none: zeros are right, and a number of the size of its terms is wrong."""
+    model = Noisy(Normalised())
+    right = gradients_of(model, squares, TOKENS)
+    for size, verdict in ((0.0, "ok"), (1.0, "ok"), (1e6, "wrong")):
+        tested = right | {"after.linear.bias": size * right["after.linear.bias"]}
+        rows = compare_model_gradients(model, squares, TOKENS, tested=tested)
+        assert {row.parameter: row.verdict for row in rows}["after.linear.bias"] == verdict
+
+
+def test_embeddings_of_absent_tokens_have_a_literal_zero():
+    model = Noisy()
+    right = gradients_of(model, squares, TOKENS)
+    right["embedding.weight"][20, 3] = 1e-30
+    rows = {row.parameter: row for row in compare_model_gradients(model, squares, TOKENS, tested=right)}
+    assert {name for name, row in rows.items() if row.verdict == "wrong"} == {"embedding.weight"}
+    assert (rows["embedding.weight"].norm, rows["embedding.weight"].budget) == ("zeros", 0.0)
 
 
 def test_a_model_without_decay_attention_is_refused():

@@ -76,21 +76,25 @@ def make(*lengths: int, **options) -> dict:
     return make_batch(*lengths, **dict(batch=1, heads=2) | options)
 
 
+# errors of 1 % are lost in bfloat16: every output of every kernel is judged in float16
+KINDS = pairwise(["none", "constant", "scalar"], [True, False], [64, 128, 192, 256])
+WIDE = [("scalar", True, 64), ("constant", False, 128), ("scalar", False, 192), ("none", True, 256)]
+
+
 @pytest.mark.parametrize(
-    ("decay", "dtype", "causal", "dim"),
-    pairwise(["none", "constant", "scalar"], [torch.bfloat16, torch.float16], [True, False], [64, 128, 192, 256]),
+    ("decay", "causal", "dim", "dtype"),
+    [*((*kind, torch.float16) for kind in KINDS), *((*kind, torch.bfloat16) for kind in WIDE)],
 )
-def test_every_kind(decay, dtype, causal, dim):
+def test_every_kind(decay, causal, dim, dtype):
     verify(make(333, decay=decay, dtype=dtype, dim=dim), causal=causal)
 
 
 @pytest.mark.parametrize(
-    ("decay", "dtype", "causal", "dim", "per"),
-    pairwise(["none", "constant", "scalar"], [torch.bfloat16, torch.float16], [True, False], [64, 128, 192, 256],
-             ["row", "head"]),
+    ("decay", "causal", "dim", "per"),
+    pairwise(["none", "constant", "scalar"], [True, False], [64, 128, 192, 256], ["row", "head"]),
 )
-def test_scales_of_rows(decay, dtype, causal, dim, per):
-    inputs = make(333, decay=decay, dtype=dtype, dim=dim)
+def test_scales_of_rows(decay, causal, dim, per):
+    inputs = make(333, decay=decay, dtype=torch.float16, dim=dim)
     verify(inputs, causal=causal, scale=row_scales(inputs, per))
 
 
@@ -157,9 +161,9 @@ def test_the_own_pair_has_no_part_in_the_gradient_of_a_rate(lengths, dtype, dim)
     verify(inputs | dict(log_decay=torch.tensor([-14.0])), causal=causal)
 
 
-@pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128), ("scalar", 192)])
+@pytest.mark.parametrize(("decay", "dim"), [("constant", 64), ("scalar", 128), ("scalar", 192), ("none", 256)])
 def test_a_sink(decay, dim):
-    verify(make(200, decay=decay, dim=dim, strength=2.0), sink=torch.randn(2))
+    verify(make(200, decay=decay, dim=dim, strength=2.0, dtype=torch.float16), sink=torch.randn(2))
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 64), (torch.float16, 128)])
@@ -277,7 +281,7 @@ def test_large_values(size, far, decay, causal):
     """Results are no larger than the values, but a sum of p v would be: where a far key outweighs the own, and where
     all keys weigh the same."""
     inputs = make(300, heads=1, decay=decay, strength=1e-3)
-    inputs["q"][..., 0] = 8.0
+    inputs["q"][:, ::2, :, 0], inputs["q"][:, 1::2, :, 0] = 8.0, 0.0  # where a key has all weight nothing is left of dq
     inputs["k"][:, 7, :, 0] = far
     inputs["v"] = inputs["v"].sign() * size
     verify(inputs, causal=causal, skip_tolerance=None, grad_out=torch.randn_like(inputs["q"]) * 1e-3)
