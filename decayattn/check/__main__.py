@@ -1,7 +1,8 @@
 """The program: options, the sections in their order, and what is wrong at the end.
 
-Exit status: 0 if everything is right, 1 if anything is wrong (a budget exceeded, a kernel that fails, a backend that
-cannot be imported), 2 for a wrong option, 130 if interrupted.
+Exit status: 0 if nothing that was checked is wrong, 1 if anything is, 2 for a wrong option, 130 if interrupted. Wrong
+is a result outside its budget, a kernel that fails, and a backend that cannot be imported though Triton is installed.
+Backends without Triton or without their GPU are not checked: the last line names them.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from decayattn.check.text import row
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
     parser = argparse.ArgumentParser(
         "python -m decayattn.check", description="Is decayattn right and fast on this machine?",
-        epilog="exit status: 0 if everything is right, 1 if anything is wrong, 2 for a wrong option",
+        epilog="exit status: 0 if all that was checked is right, 1 if anything is wrong, 2 for a wrong option",
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--no-speed", action="store_true", help="measure no times (a CPU never does)")
@@ -52,9 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     choice.enable_interpreter(device)
     missing = choice.missing_backends()
     unchecked = choice.unchecked_backends(device, missing)
-    tasks = errors.cases(device, unchecked)
     times = device.type == "cuda" and not options.no_speed
     count = options.processes or errors.default_processes(device)
+    if (reason := errors.no_halo(device, count)) is not None:
+        unchecked["halo"] = reason
+    tasks = errors.cases(device, unchecked)
     with errors.judging(tasks, device, count) as verdicts:  # several processes compile from here on
         versions.report(device)
         wrong = choice.report(device, missing)
@@ -68,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"Wrong, {len(wrong)} in {seconds}:" if wrong else f"All that was checked is right ({seconds}).")
     for text in wrong:
         row(text)
+    if unchecked:
+        print(f"Not checked, for the reasons above: {', '.join(unchecked)}.")
     return 1 if wrong else 0
 
 

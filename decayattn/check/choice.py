@@ -1,5 +1,6 @@
-"""Which backends there are, what an ordinary call runs on, and why not on what would be faster."""
+"""The backends of this machine, the one that takes an ordinary call, and reasons against faster ones."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -24,11 +25,6 @@ def missing_backends() -> dict[str, str]:
         if isinstance(found, str):
             missing[name] = found
     return missing
-
-
-def triton_belongs_here(device: torch.device) -> bool:
-    """Whether a machine without Triton is wrong: where there is a GPU, and where decayattn requires it."""
-    return device.type == "cuda" or sys.platform == "linux"
 
 
 def enable_interpreter(device: torch.device) -> None:
@@ -145,7 +141,7 @@ def report(device: torch.device, missing: dict[str, str]) -> list[str]:
         wrong = []
         for name, reason in missing.items():
             row(f"{name} cannot be imported: {reason}")
-            if triton_belongs_here(device):
+            if importlib.util.find_spec("triton") is not None:
                 wrong.append(f"backend {name} cannot be imported: {reason}")
         if (interpreted := interpreted_on_a_gpu(device)) is not None:
             wrong.append(interpreted)

@@ -4,15 +4,19 @@ import contextlib
 import functools
 import math
 import os
+import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from decayattn import compatibility
+from decayattn import compatibility, decay_attention_paged, visited_fraction
 from decayattn.backends import registry
 from decayattn.check.choice import half
 from decayattn.check.processes import in_processes
@@ -28,6 +32,8 @@ from decayattn.testing.table import ratio
 # a timed call, their sizes, and one eager evaluation
 MOST_PROCESSES = 16
 PROCESS_BYTES = 5 * 2**30
+# tokens of a page; seconds that a process of a halo waits for the other one
+_PAGE, _PATIENCE = 16, 120
 # B, H and T of the calls that are timed
 TIMED_SHAPE = (4, 16, 4096)
 
@@ -56,10 +62,14 @@ class _Options(TypedDict, total=False):
 class Case:
     """A small call of grouped queries, of a length that divides nothing, or one of those that are timed.
 
-    decay is "none", "constant", "scalar" (one per token), or "resets": one per token that resets and grows.
-    form is "dense", "last rows" (fewer queries than keys), "packed" (sequences, one of them empty), "options" (a
-    window, a sink, a bias and a scale per row), "decode" (one token for a cache: no gradient) or "timed" (as the
-    speed section calls it, one head of it judged: the kernels that are compiled for it are those that are timed).
+    decay is "none" or "constant", or per token: "scalar", "resets" (with growth) or "strong" (far keys are skipped).
+
+    form is one of
+    * "dense", "last rows" (fewer queries than keys), "packed" (sequences, one of them empty),
+    * "options": a window, a sink, a bias and a scale per row,
+    * "decode", "paged": one token for a cache, without gradients,
+    * "halo": a sequence in two slices, of which this process has one,
+    * "timed": as the speed section calls it. One head is judged, and its kernels are those that are timed.
     """
 
     dtype: torch.dtype
@@ -72,16 +82,21 @@ class Case:
     batch: int = 2
     heads: int = 4
     kv_heads: int = 2
+    rank: int = 0
+    store: str = ""  # file through which the two processes of a halo find one another
 
     @property
     def name(self) -> str:
         dims = f"D{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim else "")
         words = [f"{short(self.dtype)} {dims} T{self.length}", _DECAYS[self.decay]]
         words += [self.form] * (self.form != "dense") + ["not causal"] * (not self.causal)
+        words += [f"rank {self.rank}"] * (self.form == "halo")
         return ", ".join(words)
 
     def compare(self, backend: BackendName, device: torch.device) -> list[Comparison]:
         """Every result of the call against its budget."""
+        if self.form == "halo" and device.type == "cuda":
+            device = torch.device("cuda", (device.index + self.rank) % torch.cuda.device_count())
         batch, heads, kv_heads, length = self.batch, self.heads, self.kv_heads, self.length
         value_dim = self.value_dim or self.head_dim
         generator = torch.Generator(device).manual_seed(0)
@@ -97,14 +112,18 @@ class Case:
         log_decay = None
         if self.decay == "constant":
             log_decay = -0.2 * uniform(heads)
-        elif self.decay == "scalar":
-            log_decay = -0.2 * uniform(batch, length, heads)
+        elif self.decay in ("scalar", "strong"):
+            log_decay = {"scalar": -0.2, "strong": -1.0}[self.decay] * uniform(batch, length, heads)
         elif self.decay == "resets":
             log_decay = 0.1 - 0.4 * uniform(batch, length, heads)
             log_decay[uniform(batch, length, heads) < 0.02] = -math.inf
         given: _Options = {"causal": self.causal, "backend": backend}
         if self.form == "decode":
-            return _compare_decoding(q[:, -1:], k, v, log_decay, backend)
+            return _compare_decoding(q, k, v, log_decay, backend)
+        if self.form == "paged" and log_decay is not None:
+            return _compare_pages(q, k, v, log_decay, backend)
+        if self.form == "halo" and log_decay is not None:
+            return _compare_halo(self, q, k, v, log_decay, backend)
         if self.form == "packed":
             ends = torch.tensor(
                 [0, length // 3, length // 3, length // 2, length], dtype=torch.int32, device=device
@@ -121,6 +140,8 @@ class Case:
                 "window_size": (length // 2, 0), "sink": normal(heads, dtype=torch.float32),
                 "bias": normal(heads, 1, length), "scale": normal(batch, length, heads, dtype=torch.float32),
             }
+        if self.decay == "strong" and bool((visited_fraction(q, k, log_decay) == 1).any()):
+            raise ArithmeticError("no key is skipped, where most have nearly no weight")
         if self.form == "timed":
             last = [(batch - 1, heads - 1)]
             return verify_attention(q, k, v, log_decay, heads=last, **given, **TIMED_OPTIONS)
@@ -132,6 +153,7 @@ _DECAYS = {
     "constant": "constant decay",
     "scalar": "decay per token",
     "resets": "growth and resets",
+    "strong": "strong decay",
 }
 
 
@@ -149,14 +171,66 @@ def _compare_decoding(
         past, newest = log_decay[:, :-1], log_decay[:, -1:]
     with torch.no_grad():
         cache.append(k[:, :-1], v[:, :-1], past)
-        out = cache.attend(q, k[:, -1:], v[:, -1:], newest, backend=backend)
+        out = cache.attend(q[:, -1:], k[:, -1:], v[:, -1:], newest, backend=backend)
+    return _judged({"out": out}, q[:, -1:], k, v, log_decay)
+
+
+def _compare_pages(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, backend: BackendName) -> list[Comparison]:
+    """The same of pages, in any order, of which the first call fills all places but one."""
+    batch, length = k.shape[:2]
+    blocks = -(-length // _PAGE)
+    wide = torch.empty(*log_decay.shape, dtype=torch.float64, device=q.device)
+    pages = [x.new_zeros(batch * blocks, _PAGE, *x.shape[2:]) for x in (k, v, wide)]
+    table = torch.randperm(batch * blocks, device=q.device).int().view(batch, blocks)
+    first = torch.zeros(batch, q.shape[2], dtype=torch.int32, device=q.device)
+    with torch.no_grad():
+        for begin, end in ((0, length - 1), (length - 1, length)):
+            new_q, new_k, new_v, rates = (x[:, begin:end] for x in (q, k, v, log_decay))
+            out = decay_attention_paged(
+                new_q, pages[0], pages[1], rates, k=new_k, v=new_v, alpha_pages=pages[2], first=first, backend=backend,
+                block_table=table, cache_seqlens=torch.full((batch,), begin, device=q.device),
+            )
+    return _judged({"out": out}, q[:, -1:], k, v, log_decay)
+
+
+def _compare_halo(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, backend: BackendName
+) -> list[Comparison]:
+    """Every result of a sequence in two slices, of which this process has one."""
+    from decayattn.distributed import context_parallel_attention  # not every build of PyTorch has torch.distributed
+
+    if q.is_cuda:
+        torch.cuda.set_device(q.device)
+    dist.init_process_group(
+        "nccl" if q.is_cuda else "gloo", init_method=f"file://{case.store}", rank=case.rank, world_size=2,
+        timeout=timedelta(seconds=_PATIENCE),
+    )
+    try:
+        mine = slice(case.rank * case.length // 2, (case.rank + 1) * case.length // 2)
+        leaves = [x[:, mine].detach().requires_grad_() for x in (q, k, v, log_decay)]
+        out, lse = context_parallel_attention(*leaves, group=dist.group.WORLD, return_lse=True, backend=backend)
+        given = torch.ones_like(out), torch.ones_like(lse)
+        own = [out.detach(), lse.detach().mT, *torch.autograd.grad([out, lse], leaves, given)]
+        found = {}
+        for name, x in zip(("out", "lse", "dq", "dk", "dv", "dlog_decay"), own, strict=True):
+            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2)]
+            dist.all_gather(parts, x.contiguous())
+            found[name] = torch.cat(parts, 1)
+    finally:
+        dist.destroy_process_group()
+    return _judged(found | {"lse": found["lse"].mT}, q, k, v, log_decay)
+
+
+def _judged(found: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> list[Comparison]:
+    """Results of a causal call, whose output gradients are ones, against their budgets."""
     problem = AttentionProblem.of(q, v, log_decay, None, True)
     all_bounds = bounds_of(problem, None)
     pairs = tuple((bounds, head) for bounds in all_bounds for head in range(problem.num_heads))
-    grad_lse = torch.zeros_like(out[..., 0].transpose(1, 2), dtype=problem.accumulator_dtype)
-    inputs = Arguments(q, k, v, log_decay, None, None, None)
-    call = Call(inputs, torch.zeros_like(out), grad_lse, all_bounds, pairs, problem)
-    return Budget(call, {"out": call.oracle()["out"]}).judge({"out": out})
+    grad_out = torch.ones_like(found["out"])
+    grad_lse = torch.ones_like(grad_out[..., 0].mT, dtype=problem.accumulator_dtype)
+    call = Call(Arguments(q, k, v, log_decay, None, None, None), grad_out, grad_lse, all_bounds, pairs, problem)
+    exact = call.oracle()
+    return Budget(call, {name: exact[name] for name in found}).judge(found)
 
 
 def timed(dtype: torch.dtype, head_dim: int, decay: str) -> Case:
@@ -174,11 +248,12 @@ def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[Bac
     if device.type == "cpu":
         small = functools.partial(Case, length=70, batch=1, heads=2, kv_heads=1)
         interpreted = [
-            small(f32, 16), small(f32, 16, "resets"), small(f16, 64), small(f32, 24, "constant", causal=False),
-            small(f32, 16, "none", "last rows"), small(f32, 16, "scalar", "options", value_dim=8),
-            small(f16, 64, "resets", "decode"),
+            small(f32, 16, "strong", length=700, heads=1), small(f32, 16, "resets"), small(f16, 64),
+            small(f32, 24, "constant", causal=False), small(f32, 16, "none", "last rows"),
+            small(f32, 16, "scalar", "options", value_dim=8), small(f16, 64, "resets", "decode"),
+            small(f32, 16, "scalar", "paged", length=40),
         ]
-        eager = [small(f32, 64, decay) for decay in _DECAYS]
+        eager = [small(f32, 64, decay) for decay in _DECAYS if decay != "strong"]
         eager += [small(f32, 64, "scalar", causal=False), small(f32, 64, "resets", "packed")]
         here: list[tuple[BackendName, Case]] = [("reference", case) for case in eager]
         here += [("triton", case) for case in interpreted]
@@ -192,6 +267,8 @@ def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[Bac
         ("hopper", Case(f16, 128, "constant", causal=False)),  # 10
         (is_timed, timed(fast, 128, "scalar")),  # 9
         (is_timed, timed(fast, 64, "none")),  # 9
+        ("triton", Case(f32, 64, "strong", length=700)),  # 8
+        ("hopper", Case(f16, 64, "strong", length=700)),  # 8
         ("triton", Case(f32, 64, "resets")),  # 8
         (is_timed, timed(fast, 128, "none")),  # 8
         ("triton", Case(f32, 64, "constant", causal=False)),  # 7
@@ -203,9 +280,14 @@ def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[Bac
         ("triton", Case(bf16, 64, "resets")),  # 4
         ("triton", Case(bf16, 128, "scalar", "decode")),  # 1
         ("triton", Case(bf16, 64, "constant", "decode")),  # 1
+        ("triton", Case(bf16, 64, "resets", "paged")),  # 1
         ("reference", Case(f32, 64, "resets")),
         ("reference", Case(f32, 64, "constant")),
     ]
+    if "halo" not in unchecked:
+        store = os.path.join(tempfile.gettempdir(), f"decayattn-{uuid.uuid4().hex}")
+        halves = [Case(f16, 64, "strong", "halo", length=700, rank=rank, store=store) for rank in range(2)]
+        on_gpu = [*(("triton", half) for half in halves), *on_gpu]
     return [
         (name, case) for name, case in on_gpu
         if name is not None and name not in unchecked and (case.dtype != bf16 or fast == bf16)
@@ -240,10 +322,10 @@ def judge(backend: BackendName, case: Case, device: str) -> Verdict:
         return not comparison.passed, math.inf if math.isnan(fraction) else fraction
 
     worst = max(comparisons, key=closeness)
-    passed = all(comparison.passed for comparison in comparisons)
     fraction = ratio(worst.error, worst.budget)
+    blind = f"{worst.name}: the result is no larger than its budget" if worst.verdict == "cannot tell" else None
     seconds, fallbacks = time.perf_counter() - begin, (*compatibility.fallbacks(),)
-    return Verdict(backend, case, passed, fraction, worst.name, seconds=seconds, fallbacks=fallbacks)
+    return Verdict(backend, case, worst.passed, fraction, worst.name, blind, seconds, fallbacks)
 
 
 @contextlib.contextmanager
@@ -260,6 +342,13 @@ def judging(
             Verdict(backend, case, error=found) if isinstance(found, str) else found
             for (backend, case), found in zip(tasks, answers, strict=True)
         )
+
+
+def no_halo(device: torch.device, processes: int) -> str | None:
+    """Reason why no sequence can be cut in two here, or None."""
+    if device.type != "cuda" or torch.cuda.device_count() < 2 or not dist.is_nccl_available():
+        return "it takes two GPUs and NCCL"
+    return "it takes two processes" if processes == 1 else None
 
 
 def default_processes(device: torch.device) -> int:

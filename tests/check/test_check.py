@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from decayattn import compatibility
 from decayattn.backends import registry
+from decayattn.backends.planning import skipping
 from decayattn.backends.runtime import launching, tma
 from decayattn.check import __main__ as check
 from decayattn.check import choice, errors, processes, speed
@@ -45,10 +46,11 @@ def rows(printed: str, backend: str, length: int = TINY.length) -> list[str]:
 
 
 def test_every_case_of_a_cpu_is_right():
-    """Shorter than the program judges them: the interpreter takes its time."""
+    """Most of them shorter than the program judges them: the interpreter takes its time."""
     for backend, case in errors.cases(CPU):
         if backend == "reference" or not ON_GPU:
-            verdict = errors.judge(backend, replace(case, length=23), "cpu")
+            length = case.length if case.decay == "strong" else 23
+            verdict = errors.judge(backend, replace(case, length=length), "cpu")
             assert verdict.passed, verdict
             assert verdict.error is None
             assert 0 < verdict.fraction < 1
@@ -63,7 +65,9 @@ def test_a_gpu_has_every_decay_dtype_and_kernel(monkeypatch):
         assert {case.dtype for case in some} >= {torch.float16, torch.bfloat16}
         assert {case.head_dim for case in some} >= {64, 128}
         assert {case.causal for case in some} == {True, False}
-    assert {case.form for _, case in tasks} == {"dense", "last rows", "packed", "options", "decode", "timed"}
+        assert any(case.decay == "strong" and case.length >= skipping.SHORTEST for case in some)
+    dense, others = {"dense", "last rows", "packed", "options"}, {"decode", "paged", "halo", "timed"}
+    assert {case.form for _, case in tasks} == dense | others
     assert len({(name, case.name) for name, case in tasks}) == len(tasks)
 
 
@@ -86,13 +90,49 @@ def test_a_timed_case_is_right(device):
     assert verdict.seconds > 0
 
 
+def test_a_halo_of_two_processes_is_right(interpreter, tmp_path):
+    case = errors.Case(F32, 8, "strong", "halo", length=200, batch=1, heads=1, kv_heads=1, store=str(tmp_path / "s"))
+    tasks = [("triton", replace(case, rank=rank), "cpu") for rank in range(2)]
+    with processes.in_processes(errors.judge, tasks, 2) as answers:
+        for verdict in answers:
+            assert verdict.passed, verdict
+
+
+def test_a_halo_takes_two_gpus(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for count, number, reason in ((1, 4, "it takes two GPUs and NCCL"), (2, 1, "it takes two processes"), (2, 4, None)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        assert errors.no_halo(gpu, number) == reason
+    assert errors.no_halo(CPU, 4) == "it takes two GPUs and NCCL"
+    assert not any(case.form == "halo" for _, case in errors.cases(gpu, ["halo"]))
+    halves = [case for _, case in errors.cases(gpu) if case.form == "halo"]
+    assert [case.rank for case in halves] == [0, 1]
+    assert len({case.store for case in halves}) == 1
+
+
 # What is wrong
+
+
+def test_a_plan_that_drops_keys_is_wrong(monkeypatch, capsys):
+    [(backend, case)] = [task for task in errors.cases(CPU) if task[1].decay == "strong"]
+    plan = skipping.plan
+    monkeypatch.setattr(skipping, "plan", lambda *given: (plan(*given) + 1).clamp(max=4))
+    status, printed = run(monkeypatch, capsys, (backend, case))
+    assert status == 1
+    assert rows(printed, backend, 700)[0].endswith("FAIL")
+    monkeypatch.setattr(skipping, "plan", lambda *given: torch.zeros_like(plan(*given)))
+    status, printed = run(monkeypatch, capsys, (backend, case))
+    assert status == 1
+    assert "no key is skipped" in rows(printed, backend, 700)[0]
 
 
 def test_all_right(monkeypatch, capsys):
     status, printed = run(monkeypatch, capsys, ("reference", TINY), ("triton", TINY))
     assert status == 0, printed
     assert "All that was checked is right" in printed
+    assert printed.splitlines()[-1].startswith("Not checked, for the reasons above: ")
     for title in ("Versions", "torch", "Triton", 'backend="auto"', "Errors against float64"):
         assert title in printed
     assert len(re.findall(r"^  \(\d+\.\d s\)$", printed, re.MULTILINE)) == 3  # what every section took
@@ -183,7 +223,8 @@ def test_a_program_of_its_own_without_triton_and_with_it(interpreter):
     assert "pip install triton" in without
     assert rows(without, "reference")[0].endswith("ok")
     assert rows(without, "triton") == []
-    assert rest.startswith("1" if sys.platform == "linux" else "0")
+    assert "Not checked, for the reasons above: triton, hopper" in without
+    assert rest.startswith("0")
     assert rows(rest, "triton")[0].endswith("ok")
     assert status == "0\n"
 
@@ -418,12 +459,12 @@ def test_a_gpu(monkeypatch, capsys):
     device = torch.device("cuda", 0)
     unchecked = choice.unchecked_backends(device, {})
     monkeypatch.setattr(errors, "TIMED_SHAPE", (1, 2, 1000))
-    some = errors.cases(device, unchecked)[::4]
+    some = errors.cases(device, {*unchecked, "halo"})[::4]
     monkeypatch.setattr(errors, "cases", lambda device, unchecked: some)
     status = check.main(["--processes", str(len(some))])
     printed = capsys.readouterr().out
     assert status == 0, printed
-    judged = [line for name in registry.NAMES for length in (301, 1000) for line in rows(printed, name, length)]
+    judged = [line for name in registry.NAMES for length in (301, 700, 1000) for line in rows(printed, name, length)]
     assert len(judged) == len(some)
     assert all(line.endswith("ok") for line in judged), printed
     assert "SDPA, PyTorch's choice" in printed
