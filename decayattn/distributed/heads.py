@@ -122,8 +122,5 @@ def _repeated(x: Tensor, dealt: int) -> Tensor:
 
 
 def _added(grad: Tensor, heads: int) -> Tensor:
-    """The gradient of what was repeated, added in float32."""
-    if grad.shape[2] == heads:
-        return grad
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return grad.unflatten(2, (heads, -1)).sum(3, dtype=wide).to(grad.dtype)
+    """The gradient of heads that were repeated; torch.sum adds 16-bit numbers in float32 and rounds once."""
+    return grad if grad.shape[2] == heads else grad.unflatten(2, (heads, -1)).sum(3)

@@ -13,7 +13,7 @@ from distributed_pool import DIED, Pool
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from decayattn import DecayFlashAttention
-from decayattn.distributed import ContextParallel, agreement, context_parallel_attention, exchange, two_calls
+from decayattn.distributed import ContextParallel, agreement, context_parallel_attention, exchange, heads, two_calls
 
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 # all in one process, which has the pool
@@ -266,6 +266,18 @@ def test_a_harmless_loss_is_no_more_than_the_tolerance(pool, interpreter, option
     assert max(lost for lost, _ in found) <= 1e-3
     assert max(lost for lost, _ in found) > 0
     assert 0 < max(fetched for _, fetched in found) < 320
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 256), (torch.float16, 2048)])
+def test_gradients_of_repeated_heads_round_once(dtype, size):
+    """size + 1 is no number of the dtype."""
+    grad = torch.tensor([size, 1, 1, 1, 2, 3], dtype=dtype)[:, None].expand(2, 5, 6, 7)
+    expected = torch.tensor([size + 2, 6], dtype=dtype)[:, None].expand(2, 5, 2, 7)
+    torch.testing.assert_close(heads._added(grad, 2), expected, rtol=0, atol=0)
+
+
+def test_halo_and_skipping_share_the_tolerance(pool, interpreter):
+    assert max(pool.run("distributed_cases.lost_twice", ranks=2)) <= 1
 
 
 def test_a_forward_and_a_backward_have_one_exchange_each_way(pool):

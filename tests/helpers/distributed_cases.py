@@ -493,6 +493,28 @@ def lost(group, tolerance, *, options, **inputs):
     return float((1 - (lse - full).exp()).max()), int(tokens[rank].max())
 
 
+def lost_twice(group):
+    """The largest probability that a row of the second of two ranks loses, over the tolerance.
+
+    Its last rows see the keys of the first slice, and the first block of their own, with 0.6 of the tolerance each.
+    """
+    from decayattn.backends.planning import skipping  # imports Triton
+
+    length, far, tolerance = 320, 128, 1e-6
+    inputs, _, _ = make(batch=1, length=2 * length, heads=1, kv_heads=1)
+    inputs["q"].zero_(), inputs["log_decay"].zero_()
+    inputs["log_decay"][:, length] = math.log(far / length)
+    inputs["log_decay"][:, length + far] = math.log(0.6 * tolerance / far)
+    rank = dist.get_rank(group)
+    own = {name: x[:, rank * length : (rank + 1) * length] for name, x in inputs.items()}
+    full = whole_lse(inputs, {})[:, :, rank * length : (rank + 1) * length]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skipping, "SHORTEST", 64)
+        options = dict(skip_tolerance=tolerance, backend="triton", return_lse=True)
+        _, lse = context_parallel_attention(**own, group=group, **options)
+    return float((1 - (lse - full).exp()).max()) / tolerance
+
+
 def whole_lse(inputs, options):
     """lse in one process, nothing skipped."""
     d_out, d_lse = torch.zeros_like(inputs["q"][..., : inputs["v"].shape[3]]), torch.zeros(())

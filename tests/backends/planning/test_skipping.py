@@ -203,8 +203,10 @@ def test_query_heads_of_one_key_head_skip_on_their_own(device):
     assert first_block[0, 1, -1] > 3
 
 
-def test_many_blocks_add_up(device):
+@pytest.mark.parametrize("chunk", [1, 2, skipping.CHUNK])
+def test_many_blocks_add_up(chunk, device, monkeypatch):
     """A thousand keys that weigh e⁻¹⁸ each, which a block alone may be skipped for, and not three of them."""
+    monkeypatch.setattr(skipping, "CHUNK", chunk)
     inputs = make(device, 1024, 1024, "gate", heads=1)
     inputs["q"].zero_()
     inputs["log_decay"].zero_()[:, 896] = -18.0
@@ -214,18 +216,21 @@ def test_many_blocks_add_up(device):
     assert 0 < mass.max() <= 300 * math.exp(-18)
 
 
+@pytest.mark.parametrize("window", [None, (400, 0)])
 @pytest.mark.parametrize("decay", ["gate", "constant", "walk", "bursts"])
-def test_without_norms_the_bound_is_the_decay_itself(decay, device):
+def test_without_norms_the_bound_is_the_decay_itself(decay, window, device):
     """q = 0: P_ij ≤ exp(α_i − α_j), and a granule skips what its least forgetful row can skip."""
     inputs = make(device, 700, 900, decay, dtype=torch.float64)
     inputs["q"].zero_()
-    first_block = plan_of(inputs, HARMLESS)
+    first_block = plan_of(inputs, HARMLESS, window)
     log_decay = inputs["log_decay"]
     alpha = (log_decay if log_decay.ndim == 3 else log_decay.expand(1, 900, 2)).cumsum(1).transpose(1, 2)
     for head, granule in itertools.product(range(2), range(11)):
         position = torch.arange(granule * ROWS, min(granule * ROWS + ROWS, 700), device=device) + 200
-        mass = (alpha[0, head, position].max() - alpha[0, head]).exp().cumsum(0)[BLOCK - 1 :: BLOCK]
-        blocks = int((mass[: int(position[0]) // BLOCK] <= HARMLESS).sum())
+        begin = max(0, int(position[0]) - window[0]) // BLOCK if window else 0
+        weights = (alpha[0, head, position].max() - alpha[0, head]).exp()
+        mass = weights[begin * BLOCK :].cumsum(0)[BLOCK - 1 :: BLOCK]
+        blocks = begin + int((mass[: int(position[0]) // BLOCK - begin] <= HARMLESS).sum())
         assert first_block[0, head, granule] == blocks, (head, granule)
 
 
@@ -257,6 +262,84 @@ def test_what_is_not_finite_is_visited(bad, device):
             assert (changed[:, last_row >= token] == 0).all()
 
 
+def far_scores(generator):
+    """The far keys are parallel to the first row, whose own key is 0: |s q| |k| is their very score of 90,000."""
+    inputs = make("cpu", 320, 320, "constant", heads=1, dim=256)
+    q = torch.randn(256, generator=generator)
+    inputs["log_decay"] = torch.zeros(1, 320, 1)
+    inputs["log_decay"][:, 128:257] = -700.0
+    inputs["q"], inputs["k"] = torch.zeros(2, 1, 320, 1, 256)
+    inputs["q"][:, 256], inputs["k"][:, :128] = q, q
+    inputs["scale"] = torch.full((1, 320, 1), (129 * 700 - 20) / float(q.double().square().sum()))
+    return inputs, None
+
+
+def own_scores(generator):
+    """The far keys are 0, and the row's own one has a score of −90,000, as all between them."""
+    inputs, window = far_scores(generator)
+    inputs["k"] = torch.zeros_like(inputs["k"])
+    inputs["k"][:, 128:257] = -inputs["q"][:, 256]
+    return inputs, window
+
+
+def underflow(generator):
+    """The squares of the first row are 0 in float32."""
+    inputs, window = far_scores(generator)
+    sizes = {"q": 1e-24, "k": 1e18}
+    inputs |= {name: inputs[name] * size for name, size in sizes.items()}
+    product = float((inputs["q"][:, 256].double() * inputs["k"][:, 0].double()).sum())
+    return inputs | {"scale": torch.full((1, 320, 1), (129 * 700 - 20) / product)}, window
+
+
+def beta(generator):
+    """α of the last far key is −90,000, of which float32 has 17 bits before the point."""
+    inputs = make("cpu", 192, 192, "constant", heads=1, dtype=torch.float16)
+    inputs["q"].zero_()
+    inputs["log_decay"] = -745 + 100 * torch.rand(1, 192, 1, generator=generator)
+    inputs["log_decay"][:, 128], inputs["log_decay"][:, 129:] = -20.0, 0.0
+    return inputs, None
+
+
+def alpha(generator):
+    """All keys of the window have an α of 1e15, whose last bit in float64 is an eighth."""
+    inputs = make("cpu", 320, 320, "constant", heads=1, dtype=torch.float64)
+    inputs["q"].zero_()
+    inputs["log_decay"] = -torch.rand(1, 320, 1, generator=generator, dtype=torch.float64)
+    inputs["log_decay"][:, 1], inputs["log_decay"][:, 256:] = 1e15, 0.0
+    inputs["log_decay"][:, 256] = -20 - torch.rand((), generator=generator)
+    return inputs, (128, 0)
+
+
+def sums(generator):
+    """128 keys of about one weight: nothing but powers, their sum and its logarithm is rounded."""
+    inputs = make("cpu", 320, 320, "constant", heads=1, dtype=torch.float64)
+    inputs["log_decay"] = -1e-3 * torch.rand(1, 320, 1, generator=generator, dtype=torch.float64)
+    inputs["log_decay"][:, 128], inputs["log_decay"][:, 129:] = -30.0, 0.0
+    inputs["k"] = torch.zeros_like(inputs["k"])
+    inputs["k"][:, 128:256] = -50 * inputs["q"][:, 256] / inputs["q"][:, 256].square().sum()
+    return inputs | {"scale": torch.ones(1, 320, 1, dtype=torch.float64)}, None
+
+
+@pytest.mark.parametrize("case", [far_scores, own_scores, underflow, beta, alpha, sums])
+def test_rounding_lets_nothing_be_skipped(case, device, monkeypatch):
+    """The first row of the granule that begins a block gives earlier blocks a little more than the tolerance."""
+    monkeypatch.setattr(skipping, "SHORTEST", 64)
+    for seed in range(16):
+        inputs, window = case(torch.Generator().manual_seed(seed))
+        inputs = {name: None if x is None else x.to(device) for name, x in inputs.items()}
+        row = inputs["q"].shape[1] // BLOCK * BLOCK
+        exact = dict(inputs)
+        if case is alpha:  # what no pair of the window has between it
+            exact["log_decay"] = inputs["log_decay"].clone()
+            exact["log_decay"][:, 1] = 0.0
+        p = probabilities(exact, window)[..., row, :]
+        mass = float(p[..., : row // BLOCK * BLOCK].sum())
+        assert 1e-12 < mass < 1e-6
+        first_block = plan_of(inputs, mass * (1 - 1e-8), window)
+        skipped = int(first_block[..., row // ROWS]) * BLOCK
+        assert float(p[..., :skipped].sum()) <= mass * (1 - 1e-8), seed
+
+
 def test_norms_that_underflow_or_overflow(device):
     """Squares of these are 0 or infinite in float32, and their products are not."""
     for q_size, k_size in [(1e-25, 1e19), (1e-30, 1e25), (1e25, 1e-30), (1e30, 1e30)]:
@@ -282,6 +365,16 @@ def test_granules_that_share_a_program_plan_as_they_do_alone(rows, keys, decay, 
     for most in (2, 4, 8):
         monkeypatch.setattr(skipping, "MOST_TOGETHER", most)
         assert torch.equal(plan_of(inputs, HARMLESS, window), alone)
+
+
+def test_blocks_before_a_window_do_not_count(device, monkeypatch):
+    """Two granules share a program: one sees a block that weighs much, the other only the light block after it."""
+    monkeypatch.setattr(skipping, "_PROGRAMS", 1)
+    monkeypatch.setattr(skipping, "MOST_TOGETHER", 2)
+    inputs = make(device, 640, 640, heads=1)
+    inputs["q"].zero_(), inputs["log_decay"].zero_()
+    inputs["log_decay"][:, 128], inputs["log_decay"][:, 256] = 30.0, -40.0
+    assert plan_of(inputs, HARMLESS, (300, 0))[0, 0, 6:8].tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("together", [1, 4])
@@ -332,7 +425,7 @@ def test_most_of_a_long_sequence_is_skipped(decay, least, device):
 
 @pytest.mark.parametrize(("rows", "keys", "decay", "window"), [
     (700, 700, "gate", None), (512, 1000, "resets", None), (1000, 600, "gate", None), (700, 700, "gate", (300, 0)),
-    (600, 900, "constant", (200, -1)), (700, 700, "resets", (150, -1)),
+    (600, 900, "constant", (200, -1)), (700, 700, "resets", (150, -1)), (530, 630, "gate", None),
 ])
 def test_the_fraction_counts_tiles(rows, keys, decay, window, device):
     inputs = make(device, rows, keys, decay, batch=2)
@@ -367,8 +460,9 @@ def test_nothing_is_planned_where_it_cannot_pay(device, monkeypatch):
         decay_attention(*one_head, causal=False, **options)
         decay_attention(*one_head, bias=q.new_zeros(1), **options)
         decay_attention(*short, **options)
+        decay_attention(one_head[0][:, :400], *one_head[1:], **options)
         everything = decay_attention(q, k, v, log_decay, skip_tolerance=None, **options)
-        assert plans == [None] * 5
+        assert plans == [None] * 6
         # planned, and nothing found: the same instructions on the same tiles
         found = decay_attention(q, k, v, log_decay, **options)
     first_block, granules = plans[-1]

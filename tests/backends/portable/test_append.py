@@ -30,12 +30,12 @@ def held(dim=16, value_dim=8, alpha=True, dtype=torch.float16, lengths=(0, 5, 13
 
 
 def tokens(number, dim=16, value_dim=8, dtype=torch.float16, resets=0.1):
-    """k, v and λ in other orders of axes than the cache's; λ also below −746, which resets, and growing."""
+    """k, v and λ in other orders of axes than the cache's; λ also just below −746, which resets, and growing."""
     k = torch.randn(KV_HEADS, BATCH, number, dim, device=DEVICE).permute(1, 2, 0, 3).to(dtype)
     v = torch.randn(BATCH, KV_HEADS, number, value_dim, device=DEVICE).transpose(1, 2).to(dtype)
     log_decay = 0.5 - 2 * torch.rand(BATCH, HEADS, number, device=DEVICE).transpose(1, 2)
     chance = torch.rand_like(log_decay)
-    log_decay = log_decay.masked_fill(chance < resets, -math.inf).masked_fill(chance < resets / 2, -1e9)
+    log_decay = log_decay.masked_fill(chance < resets, -math.inf).masked_fill(chance < resets / 2, -746.1)
     return k, v, log_decay
 
 
