@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,26 +36,8 @@ PROCESS_BYTES = 5 * 2**30
 _PAGE, _PATIENCE = 16, 120
 # B, H and T of the calls that are timed
 TIMED_SHAPE = (4, 16, 4096)
-
-
-class TimedOptions(TypedDict):
-    skip_tolerance: float | None
-    return_lse: Literal[True]
-
-
-# what they are asked for: all work that is compared is done
-TIMED_OPTIONS: TimedOptions = {"skip_tolerance": None, "return_lse": True}
-
-
-class _Options(TypedDict, total=False):
-    """The keywords that cases give to verify_attention."""
-
-    causal: bool
-    backend: BackendName
-    window_size: tuple[int, int]
-    sink: Tensor
-    bias: Tensor
-    scale: Tensor
+# no key is skipped: all peers do the same work
+TIMED_OPTIONS: dict[str, Any] = {"skip_tolerance": None, "return_lse": True}
 
 
 @dataclass(frozen=True)
@@ -117,7 +99,7 @@ class Case:
         elif self.decay == "resets":
             log_decay = 0.1 - 0.4 * uniform(batch, length, heads)
             log_decay[uniform(batch, length, heads) < 0.02] = -math.inf
-        given: _Options = {"causal": self.causal, "backend": backend}
+        given: dict[str, Any] = {"causal": self.causal, "backend": backend}
         if self.form == "decode":
             return _compare_decoding(q, k, v, log_decay, backend)
         if self.form == "paged" and log_decay is not None:
@@ -310,22 +292,22 @@ class Verdict:
 
 def judge(backend: BackendName, case: Case, device: str) -> Verdict:
     """One case; whatever it raises is an error of the verdict."""
-    begin = time.perf_counter()
-    try:
-        comparisons = case.compare(backend, torch.device(device))
-    except Exception as error:
-        seconds, fallbacks = time.perf_counter() - begin, (*compatibility.fallbacks(),)
-        return Verdict(backend, case, error=one_line(error), seconds=seconds, fallbacks=fallbacks)
 
     def closeness(comparison: Comparison) -> tuple[bool, float]:
         fraction = ratio(comparison.error, comparison.budget)
         return not comparison.passed, math.inf if math.isnan(fraction) else fraction
 
-    worst = max(comparisons, key=closeness)
-    fraction = ratio(worst.error, worst.budget)
-    blind = f"{worst.name}: the result is no larger than its budget" if worst.verdict == "cannot tell" else None
+    begin = time.perf_counter()
+    found: dict[str, Any]
+    try:
+        worst = max(case.compare(backend, torch.device(device)), key=closeness)
+        if worst.verdict == "cannot tell":
+            raise ArithmeticError(f"{worst.name} is no larger than its error budget")
+        found = {"passed": worst.passed, "fraction": ratio(worst.error, worst.budget), "tensor": worst.name}
+    except Exception as error:
+        found = {"error": one_line(error)}
     seconds, fallbacks = time.perf_counter() - begin, (*compatibility.fallbacks(),)
-    return Verdict(backend, case, worst.passed, fraction, worst.name, blind, seconds, fallbacks)
+    return Verdict(backend, case, **found, seconds=seconds, fallbacks=fallbacks)
 
 
 @contextlib.contextmanager
