@@ -327,14 +327,12 @@ def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor)
     entry = torch.arange(bounds.shape[0], device=problem.device)
     entry = torch.zeros_like(entry) if problem.layout == "packed" else entry
     longest = within(problem.longest_query, problem.query_length), within(problem.longest_key, problem.key_length)
-    if bounds.device.type != "cpu" or _is_traced(inputs):
-        results = [_attend_cut(problem, inputs, bounds, entry, *longest, None)]
-    else:
-        alike: dict[tuple[int, int], list[int]] = {}
-        sequences = bounds.tolist()
-        for n, (_, rows, _, keys) in enumerate(sequences):
-            if rows and keys:
-                alike.setdefault((rows.bit_length(), keys.bit_length()), []).append(n)
+    alike: dict[tuple[int, int], list[int]] = {}
+    sequences = bounds.tolist() if bounds.device.type == "cpu" and not _is_traced(inputs) else []
+    for n, (_, rows, _, keys) in enumerate(sequences):
+        if rows and keys:
+            alike.setdefault((rows.bit_length(), keys.bit_length()), []).append(n)
+    if alike:
         results = []
         for some in alike.values():
             lengths = [(sequences[n][1], sequences[n][3]) for n in some]
@@ -345,6 +343,9 @@ def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor)
                     problem, inputs, bounds[some], entry[some], longest_query, longest_key, (min(first), max(first))
                 )
             )
+    else:  # also where no sequence has rows and keys: the results are part of the inputs' graph
+        longest = (0, 0) if sequences else longest
+        results = [_attend_cut(problem, inputs, bounds, entry, *longest, None)]
     sink, heads = inputs.sink, problem.num_heads
     dtype, everywhere = accumulator_dtype(problem), (problem.batch, problem.query_length + 1, heads)
     if sink is None:
@@ -354,9 +355,8 @@ def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor)
     out = inputs.q.new_zeros(*everywhere, problem.value_dim)
     # a copy: in torch 2.11 and 2.13, compiled code puts rows into one (H,) of all otherwise
     lse = nothing_seen.expand(everywhere).clone()
-    if results:
-        entries, rows, outs, lses = (torch.cat(x) for x in zip(*results, strict=True))
-        out, lse = (torch.index_put(x, (entries, rows), y) for x, y in ((out, outs), (lse, lses)))
+    entries, rows, outs, lses = (torch.cat(x) for x in zip(*results, strict=True))
+    out, lse = (torch.index_put(x, (entries, rows), y) for x, y in ((out, outs), (lse, lses)))
     return out[:, :-1], rearrange(lse[:, :-1], "b i h -> b h i")
 
 

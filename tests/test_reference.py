@@ -678,6 +678,20 @@ def test_blocks_of_rows_change_nothing(decay, window, causal, lengths, scores_at
         assert_equal_up_to_rounding(with_gradients(everything, *tensors), expected)
 
 
+@pytest.mark.parametrize("ends_q", [(0,), (0, 0), (0, 0, 3)])
+def test_sequences_without_keys_have_gradients_of_zero(ends_q):
+    """Zeros, and not None: another rank may wait in the backward that a graph without them leaves out."""
+    leaves = [x.requires_grad_() for x in (draw(3, 2, 4), draw(3, 2, 4), draw(3, 2, 4), draw(3, 2), draw(3, 2))]
+    q, k, v, log_decay, scale = leaves
+    ends_k = int32(*[0] * len(ends_q))
+    out, lse = attend_varlen(
+        q, k, v, log_decay, scale=scale, cu_seqlens_q=int32(*ends_q), cu_seqlens_k=ends_k, max_seqlen_q=3, max_seqlen_k=3
+    )
+    grads = torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), torch.ones_like(lse)])
+    assert not out.any() and lse.isneginf().all()
+    assert not any(x.any() for x in grads)
+
+
 @pytest.mark.parametrize("window", [None, (7, 0)])
 def test_scores_of_a_call_are_bounded(window, scores_at_once):
     """Every block by SCORES_AT_ONCE; all of them by the pairs that causal rows, or windows, can see."""

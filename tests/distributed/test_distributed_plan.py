@@ -183,11 +183,12 @@ def test_rounding_leaves_nothing_unfetched(monkeypatch):
     Its first row of a granule gives the first block a little more than the tolerance."""
     lengths = 256, 320
     for seed in range(16):
-        inputs = {name: torch.zeros(1, sum(lengths), n, DIM).half() for name, n in (("q", HEADS), ("k", KV_HEADS))}
+        heads = {"q": HEADS, "k": KV_HEADS}
+        inputs = {name: torch.zeros(1, sum(lengths), n, DIM).half().to(DEVICE) for name, n in heads.items()}
         rates = 645 + 100 * torch.rand(1, 128, HEADS, generator=torch.Generator().manual_seed(seed))
         log_decay = torch.zeros(1, sum(lengths), HEADS)
         log_decay[:, 128:256], log_decay[:, 256:384], log_decay[:, 384] = rates, -rates, -20.0
-        inputs |= {"log_decay": log_decay, "scale": 1.0}
+        inputs |= {"log_decay": log_decay.to(DEVICE), "scale": 1.0}
         everything, near = torch.zeros(2, 1, KV_HEADS), torch.tensor([0, 128])
         tolerance = (1 - 1e-8) * lost(inputs, lengths, everything, rows=near)
         assert 1e-12 < tolerance < 1e-6
