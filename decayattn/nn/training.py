@@ -83,8 +83,10 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     model.named_modules(). Several forwards make one mean. A constant decay gives its rates.
 
     Some values of λ are not part of the mean: padding, resets (also λ below −746), and the first λ of each sequence,
-    which no score uses. The half-life is inf where the mean is 0 or more, and NaN before a head has used a token. Of a
-    `Decay` outside of a layer, padding and packed sequences are unknown.
+    which no score uses. The half-life is inf where the mean is 0 or more, and NaN before a head has used a token.
+    Padding that a layer is not told about counts. This is so for a `Decay` outside of a layer, and for the layers of
+    DecayModel without a cache, where padding stands behind the tokens and no token sees it. Such models are best
+    recorded on texts without padding.
 
     torch.compile is off inside the context: compiled models run eagerly. A forward that activation checkpointing
     repeats counts once. CUDA graphs replay without Python, and are not seen. On several devices each rank records its
