@@ -8,7 +8,7 @@ with the keys, unless it changes their bits, as a quantised cache does.
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 from transformers.cache_utils import Cache
 
-from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_half_lives, log_spaced
+from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_half_lives, spread_half_lives
 
 NAME = "decayattn"  # of the attention function
 # bytes of which a key with its extra channels is a multiple, as TMA and vector loads need
@@ -25,7 +25,7 @@ AddedDecay = Literal["scalar", "constant"]
 
 
 def add_decay(
-    model: PreTrainedModel, decay: AddedDecay = "scalar", *, half_lives: tuple[float, float] = (1e5, 1e6)
+    model: PreTrainedModel, decay: AddedDecay = "scalar", *, half_lives: Sequence[float] | Tensor = (1e5, 1e6)
 ) -> PreTrainedModel:
     """Add a learned decay to every attention layer of a pretrained decoder, and return the model.
 
@@ -47,7 +47,8 @@ def add_decay(
             Phi-3, GPT-NeoX, OLMo and others.
         decay: "scalar", a forget gate per token and head (ScalarDecay), or "constant", a rate per head (ConstantDecay,
             learned).
-        half_lives: (shortest, longest) half-life at the start, in tokens, spread over the heads.
+        half_lives: half-lives at the start, in tokens, as in ScalarDecay: (shortest, longest), spread over the heads,
+            or one number per head.
 
     Raises:
         TypeError, ValueError: for a bad argument, by name, and for a model that has a decay or no such attention.
@@ -62,7 +63,7 @@ def add_decay(
             raise ValueError(f"model: expected one without a decay, got config.{name} = {getattr(config, name)!r}")
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: expected a decoder, got the encoder and decoder of {type(model).__name__}")
-    added = {"decay": decay, "half_lives": list(check_half_lives(half_lives))}
+    added = {"decay": decay, "half_lives": list(check_half_lives("half_lives", half_lives, config.num_attention_heads))}
     model.set_attn_implementation(NAME)  # refuses models without flash attention
     if not _insert(model, added):
         raise ValueError(
@@ -156,8 +157,7 @@ def _insert(model: nn.Module, added: dict[str, Any]) -> bool:
                 module.config.hidden_size, heads, initial_half_lives=added["half_lives"], device=device
             )
         else:
-            shortest, longest = added["half_lives"]
-            half_lives = log_spaced(shortest, longest, heads)
+            half_lives = spread_half_lives(added["half_lives"], heads)
             decay = ConstantDecay([-math.log(2) / h for h in half_lives], learned=True, device=device)
         module.decay, module._log_decay = decay, None
         module.register_forward_pre_hook(_decay, with_kwargs=True)

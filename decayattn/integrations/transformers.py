@@ -106,8 +106,8 @@ class DecayConfig(PreTrainedConfig):
             the same with "-learned" behind it; "none".
         log_decay: the constants of "constant" and the start of "constant-learned", one number per attention head as in
             ConstantDecay, the same in every layer: natural logarithms, below 0 for a decay.
-        initial_half_lives: (shortest, longest) half-life of a forget gate at the start, in tokens, as in ScalarDecay;
-            with decay="scalar" only. Default ScalarDecay's.
+        initial_half_lives: half-lives of a forget gate at the start, in tokens, (shortest, longest) or one number per
+            attention head, as in ScalarDecay; with decay="scalar" only. Default ScalarDecay's.
         qk_norm, output_gate, window_size, sink, backend: as in DecayFlashAttention, in every layer.
         rms_norm_eps: of the model's norms.
         max_position_embeddings: the length that the model is meant for, which other tools read. Nothing here depends
@@ -134,7 +134,7 @@ class DecayConfig(PreTrainedConfig):
         head_dim: int | None = None,
         decay: DecayPreset = "scalar",
         log_decay: Sequence[float] | Tensor | None = None,
-        initial_half_lives: tuple[float, float] | None = None,
+        initial_half_lives: Sequence[float] | Tensor | None = None,
         qk_norm: bool = False,
         output_gate: bool = False,
         window_size: tuple[int, int] | None = None,
@@ -169,7 +169,9 @@ class DecayConfig(PreTrainedConfig):
         self.log_decay = _check_log_decay(log_decay, decay, heads)
         if initial_half_lives is not None and decay != "scalar":
             raise ValueError(f"initial_half_lives: expected only with decay='scalar', got decay={decay!r}")
-        self.initial_half_lives = None if initial_half_lives is None else check_half_lives(initial_half_lives)
+        if initial_half_lives is not None:
+            initial_half_lives = check_half_lives("initial_half_lives", initial_half_lives, heads)
+        self.initial_half_lives = initial_half_lives
         self.qk_norm = check_bool("qk_norm", qk_norm)
         self.output_gate = check_bool("output_gate", output_gate)
         check_window(window_size)

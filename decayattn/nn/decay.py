@@ -142,9 +142,9 @@ class ScalarDecay(Decay):
 
         log_decay[b, t, h] = logsigmoid(x[b, t] · weight[h] + bias[h])
 
-    At the start the weight is 0 and the biases give the heads half-lives spaced evenly in the logarithm, head 0 the
-    shortest. With a zero weight the half-lives are the ones asked for whatever the scale of x; the weight learns from
-    the first step on, because its gradient is x times that of the gate's logit.
+    At the start the weight is 0 and the biases give the heads half-lives, by default spaced evenly in the logarithm,
+    head 0 the shortest. With a zero weight the half-lives are the ones asked for whatever the scale of x. The weight
+    learns from the first step on, because its gradient is x times that of the gate's logit.
 
     Weight decay must spare both parameters: it pulls the biases to 0, and a gate with a bias of 0 has a half-life of
     one token. decayattn.nn.parameter_groups returns an optimiser's groups that do so.
@@ -155,7 +155,8 @@ class ScalarDecay(Decay):
     Args:
         embed_dim: width of x.
         num_heads: query heads H.
-        initial_half_lives: (shortest, longest) half-life at the start, in tokens; one head gets their geometric mean.
+        initial_half_lives: half-lives at the start, in tokens. (shortest, longest): the heads are spread between them,
+            and one head gets their geometric mean. Or one number per head, a sequence or a tensor (H,).
         device, dtype: of the parameters, as in torch.nn; a dtype below float32 gives float32.
 
     Raises:
@@ -167,13 +168,13 @@ class ScalarDecay(Decay):
         embed_dim: int,
         num_heads: int,
         *,
-        initial_half_lives: tuple[float, float] = (4.0, 1024.0),
+        initial_half_lives: Sequence[float] | Tensor = (4.0, 1024.0),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(num_heads)
         self.embed_dim = check_positive_int("embed_dim", embed_dim)
-        self.initial_half_lives = check_half_lives(initial_half_lives)
+        self.initial_half_lives = check_half_lives("initial_half_lives", initial_half_lives, self.num_heads)
         options: dict[str, Any] = {"device": device, "dtype": _parameter_dtype(dtype)}
         self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, **options))
         self.bias = nn.Parameter(torch.empty(num_heads, **options))
@@ -183,7 +184,7 @@ class ScalarDecay(Decay):
     def reset_parameters(self) -> None:
         """Zero weight, biases that give initial_half_lives."""
         self.weight.zero_()
-        _fill(self.bias, [_gate_logit(h) for h in log_spaced(*self.initial_half_lives, self.num_heads)])
+        _fill(self.bias, [_gate_logit(h) for h in spread_half_lives(self.initial_half_lives, self.num_heads)])
 
     def forward(self, x: Tensor) -> Tensor:
         """log_decay (B, T, H) < 0."""
@@ -207,8 +208,8 @@ class ScalarDecay(Decay):
             return F.logsigmoid(F.linear(x.to(dtype), weight, bias))
 
     def extra_repr(self) -> str:
-        shortest, longest = self.initial_half_lives
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, initial_half_lives=({shortest:g}, {longest:g})"
+        half_lives = ", ".join(f"{half_life:g}" for half_life in self.initial_half_lives)
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, initial_half_lives=({half_lives})"
 
 
 class ConstantDecay(Decay):
@@ -349,10 +350,14 @@ def _alibi_geometric(num_heads: int) -> list[float]:
     return [-(2.0 ** (-8 * (h + 1) / num_heads)) for h in range(num_heads)]
 
 
-def log_spaced(first: float, last: float, count: int) -> list[float]:
-    if count == 1:
-        return [math.sqrt(first * last)]
-    return [first * (last / first) ** (i / (count - 1)) for i in range(count)]
+def spread_half_lives(half_lives: tuple[float, ...], num_heads: int) -> list[float]:
+    """One half-life per head: those given, or a pair spread evenly in the logarithm."""
+    if len(half_lives) == num_heads:
+        return list(half_lives)
+    shortest, longest = half_lives
+    if num_heads == 1:
+        return [math.sqrt(shortest * longest)]
+    return [shortest * (longest / shortest) ** (i / (num_heads - 1)) for i in range(num_heads)]
 
 
 def _gate_logit(half_life: float) -> float:
@@ -379,18 +384,23 @@ def _fill(destination: Tensor, values: Sequence[float]) -> None:
     fill(destination, torch.tensor(values, dtype=destination.dtype, device=destination.device))
 
 
-def check_half_lives(half_lives: tuple[float, float]) -> tuple[float, float]:
-    message = "initial_half_lives: expected two numbers of tokens, 0 < shortest <= longest < inf, got "
-    if not isinstance(half_lives, Sequence) or not all(_is_real(value) for value in half_lives):
-        raise TypeError(f"{message}{half_lives!r}")
-    if len(half_lives) != 2 or not 0 < half_lives[0] <= half_lives[1] < math.inf:
-        raise ValueError(f"{message}{half_lives!r}")
-    return float(half_lives[0]), float(half_lives[1])
+def check_half_lives(name: str, half_lives: Sequence[float] | Tensor, num_heads: int) -> tuple[float, ...]:
+    expected = (
+        f"{name}: expected two numbers of tokens, 0 < shortest <= longest < inf, or one number for each of the "
+        f"{num_heads} heads, got {half_lives!r}"
+    )
+    numbers = _numbers(half_lives)
+    if numbers is None:
+        raise TypeError(expected)
+    is_pair = len(numbers) == 2 and (num_heads == 2 or numbers[0] <= numbers[1])
+    if not (is_pair or len(numbers) == num_heads) or not all(value > 0 and is_finite(value) for value in numbers):
+        raise ValueError(expected)
+    return tuple(float(value) for value in numbers)
 
 
 def check_log_decays(name: str, values: Sequence[float] | Tensor, learned: bool) -> tuple[float, ...]:
-    numbers = values.tolist() if hasattr(values, "tolist") else values  # of torch and of numpy
-    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not all(_is_real(value) for value in numbers):
+    numbers = _numbers(values)
+    if numbers is None:
         raise TypeError(f"{name}: expected one number per head, a sequence or a tensor (H,), got {values!r}")
     if len(numbers) == 0:
         raise ValueError(f"{name}: expected at least one head, got none")
@@ -399,6 +409,14 @@ def check_log_decays(name: str, values: Sequence[float] | Tensor, learned: bool)
     if learned and 0 in numbers:
         raise ValueError(f"{name}: 0 cannot be learned, because a learned log-decay keeps its sign; got {values!r}")
     return tuple(float(value) for value in numbers)
+
+
+def _numbers(values: object) -> Sequence[float] | None:
+    """The numbers of a sequence, or of a vector of torch or numpy; None for anything else."""
+    numbers = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not all(_is_real(value) for value in numbers):
+        return None
+    return numbers
 
 
 def _is_real(value: object) -> bool:

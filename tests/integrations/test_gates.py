@@ -1,6 +1,7 @@
 """Decays that are added to pretrained models of transformers, and rates in their configurations."""
 
 import copy
+import math
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from decayattn.integrations.transformers import add_decay
-from decayattn.nn import ConstantDecay, ScalarDecay, alibi_log_decay
+from decayattn.nn import ScalarDecay, alibi_log_decay
 
 SIZES = dict(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -111,10 +112,7 @@ def test_constant_decay_is_alibi():
         rates = build(log_decay=alibi_log_decay(4))
         rates.set_attn_implementation("decayattn")
         torch.testing.assert_close(rates(x).logits, expected, rtol=1e-4, atol=1e-4)
-        learned = add_decay(build(), "constant", half_lives=(2.0, 64.0))
-        for module in learned.modules():
-            if isinstance(module, ConstantDecay):
-                module.log_rate.copy_(-torch.tensor(alibi_log_decay(4))).log_()
+        learned = add_decay(build(), "constant", half_lives=[-math.log(2) / x for x in alibi_log_decay(4)])
         torch.testing.assert_close(learned(x).logits, expected, rtol=1e-4, atol=1e-4)
     for each in (rates, learned):
         _check_generation(each)
@@ -211,7 +209,7 @@ def bart():
     [
         (lambda: nn.Linear(2, 2), {}, TypeError, "model: expected a transformers.PreTrainedModel"),
         (build, {"decay": "alibi"}, ValueError, "decay: expected 'scalar' or 'constant', got 'alibi'"),
-        (build, {"half_lives": (5.0, 1.0)}, ValueError, "initial_half_lives: expected"),
+        (build, {"half_lives": (5.0, 1.0)}, ValueError, "^half_lives: expected two numbers"),
         (gated, {}, ValueError, "model: expected one without a decay, got config.added_decay"),
         (lambda: build(log_decay=[-1.0] * 4), {}, ValueError, "got config.log_decay"),
         (bart, {}, ValueError, "model: expected a decoder"),

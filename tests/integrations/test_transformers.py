@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import math
 import os
 import re
@@ -807,12 +808,14 @@ def test_the_start_of_a_new_model():
             assert abs(value.std() / 0.02 - 1) < 5 / math.sqrt(2 * value.numel()), name
 
 
-def test_forget_gates_start_with_the_half_lives_of_the_configuration():
+@pytest.mark.parametrize("given", [[2, 4096], [9.0, 2.0, 9.0, 5.0]])
+def test_forget_gates_start_with_the_half_lives_of_the_configuration(given):
     config = DecayConfig(
-        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, initial_half_lives=[2, 4096]
+        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, initial_half_lives=given
     )
+    config = DecayConfig.from_dict(json.loads(config.to_json_string()))
     x = torch.randn(1, 1, 64)
-    want = ScalarDecay(64, 4, initial_half_lives=(2, 4096)).half_lives(x)
+    want = ScalarDecay(64, 4, initial_half_lives=given).half_lives(x)
     for block in AutoModelForCausalLM.from_config(config).model.layers:
         assert torch.equal(block.self_attn.decay.half_lives(x), want)
 

@@ -102,6 +102,19 @@ def test_half_lives_start_as_asked_whatever_the_input(num_heads, limits, dtype):
     torch.testing.assert_close(decay.half_lives(x).double(), expected.expand(2, 3, -1), rtol=tolerance, atol=0)
 
 
+@pytest.mark.parametrize(("given", "heads"), [
+    ([9, 2.5, 700.0, 9.0], 4), (torch.tensor([1e6, 3.0, 3.0]), 3), ([8.0, 4.0], 2), ([30.0], 1),
+])
+def test_half_lives_start_as_given_per_head(given, heads):
+    decay = ScalarDecay(6, heads, initial_half_lives=given, dtype=torch.float64)
+    with torch.no_grad():
+        decay.bias.zero_()
+    decay.reset_parameters()
+    expected = torch.tensor([float(x) for x in given], dtype=torch.float64)
+    torch.testing.assert_close(decay.half_lives(torch.randn(6).double()), expected, rtol=1e-12, atol=0)
+    assert all(f"{value:g}" in repr(decay) for value in given)
+
+
 def test_one_head_starts_at_the_geometric_mean():
     half_lives = ScalarDecay(6, 1, initial_half_lives=(4.0, 1024.0)).half_lives(torch.randn(1, 1, 6))
     assert half_lives.item() == pytest.approx(64.0, rel=10 * EPS)
@@ -455,7 +468,10 @@ def scalar_decay_with(initial_half_lives):
         (lambda: scalar_decay_with((8.0, 4.0)), ValueError, r"initial_half_lives: .* got \(8.0, 4.0\)"),
         (lambda: scalar_decay_with((0.0, 4.0)), ValueError, r"initial_half_lives: .* got \(0.0, 4.0\)"),
         (lambda: scalar_decay_with((1.0, math.inf)), ValueError, r"initial_half_lives: .* got \(1.0, inf\)"),
-        (lambda: scalar_decay_with((1.0, 2.0, 3.0)), ValueError, r"initial_half_lives: .* got \(1.0, 2.0, 3.0\)"),
+        (lambda: scalar_decay_with((1.0, 2.0, 3.0)), ValueError, r"initial_half_lives: .* 4 heads, got \(1.0, 2.0,"),
+        (lambda: scalar_decay_with((1.0, 2.0, 0.0, 3.0)), ValueError, r"initial_half_lives: .* got \(1.0, 2.0, 0.0"),
+        (lambda: scalar_decay_with(torch.ones(4, 1)), TypeError, r"initial_half_lives: .* got tensor\("),
+        (lambda: scalar_decay_with([1, 2, 3, 10**400]), ValueError, r"initial_half_lives: .* got \[1, 2, 3, 1000"),
         (lambda: ConstantDecay.alibi(0), ValueError, "num_heads: expected at least 1, got 0"),
         (lambda: ConstantDecay.retnet("8"), TypeError, "num_heads: expected an int, got '8' of type str"),
         (lambda: ConstantDecay.alibi(4, learned=1), TypeError, "learned: expected a bool, got 1 of type int"),
