@@ -249,7 +249,7 @@ class DecayCacheLayer(DynamicLayer):
         if self.cache is None:
             self.cache = attention.make_cache(batch_size, size)
             self.is_initialized = True
-        elif needed > self.cache.max_length:
+        elif not self.cache._fits(tokens, self.cache.max_length):
             self.cache.grow(size)
         return self.cache
 
@@ -268,13 +268,20 @@ class DecayCacheLayer(DynamicLayer):
         if self.cache is not None:
             self.cache.reorder(beam_idx.to(self.cache.device))
 
-    def crop(self, tokens_to_remove: SupportsIndex) -> None:
+    def crop(self, tokens_to_remove: SupportsIndex | Sequence[int] | Tensor) -> None:
         """Remove the last −tokens_to_remove tokens of every entry, none of them padding.
 
-        A positive number is the length to keep, as in the first releases of transformers 5. A reset among the removed
-        tokens is not undone; a forget gate of this model is a reset only if its logit is below −746.
+        A positive number is the length to keep, as in the first releases of transformers 5. One number for each entry,
+        0 or below, a sequence or a tensor (B,), removes tokens and no columns: attention_mask is 0 there. A reset among
+        the removed tokens is not undone; a forget gate of this model is a reset only if its logit is below −746.
         """
         if self.cache is None:
+            return
+        if isinstance(tokens_to_remove, Sequence):
+            self.cache.crop([-number for number in tokens_to_remove])
+            return
+        if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.ndim:
+            self.cache.crop(-tokens_to_remove)
             return
         tokens_to_remove = operator.index(tokens_to_remove)  # some releases of transformers count in tensors
         removed = self.columns - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove

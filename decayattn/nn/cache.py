@@ -2,9 +2,9 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Integral, Real
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,13 +50,14 @@ class DecayCache:
         y = layer(next_token, cache=cache)                        # (B, 1, embed_dim), as often as max_length allows
 
     Entries may have different lengths: `new_lengths` is the number of tokens that count in each entry of a right-padded
-    call. The others may hold any values, and later tokens overwrite them. Only `evict` synchronises with the device.
-    So the host knows an upper bound on the lengths: `longest`, to which a call adds all its tokens, padding included.
+    call. The others may hold any values, and later tokens overwrite them. The host does not wait for the lengths.
+    So it knows an upper bound on the lengths: `longest`, to which a call adds all its tokens, padding included.
 
-    Without a window, `longest` may not exceed max_length. `evict` makes room where the decay has made old tokens
-    irrelevant, and `grow` allocates more; neither happens by itself. With a window (left, right), max_length bounds the
-    buffers and not the sequence: full buffers drop the tokens that no later row sees. They hold up to left + 256
-    tokens; a longer call has larger ones while it runs. A max_length below left + 2 is a limit as without a window.
+    Without a window, no length may exceed max_length. A call whose tokens do not fit by `longest` reads the lengths,
+    which synchronises with the device, and raises if one is too large. `evict` makes room where the decay has made old
+    tokens irrelevant, and `grow` allocates more; neither happens by itself. With a window (left, right), max_length
+    bounds the buffers and not the sequence: full buffers drop the tokens that no later row sees. They hold up to left +
+    256 tokens; a longer call has larger ones while it runs. A max_length below left + 2 is a limit as without a window.
 
     Attributes:
         keys, values: (B, room, H_kv, D) and (B, room, H_kv, D_v); tokens beyond a length hold anything. room is
@@ -277,33 +278,55 @@ class DecayCache:
                 self.alpha = self.alpha[index]
         self.batch_size = len(index)
 
-    def crop(self, tokens: int) -> None:
+    def crop(self, tokens: int | Sequence[int] | Tensor) -> None:
         """Remove the last `tokens` tokens of every entry, or all of them if it has fewer.
+
+        One number for all entries, or one for each: a sequence, or a tensor (B,) of int32 or int64. The host does not
+        read a tensor, so `longest` stays as it was. Batched speculative decoding removes what each entry rejects::
+
+            cache.crop(drafted - accepted)  # (B,)
 
         A reset among them is not undone, and tokens that `evict` has hidden stay hidden. An entry without tokens is as
         after `reset`. With a window, the tokens that the next row sees have to be there still: after others have moved
         out, up to 128 tokens can be removed, and those that came since (fewer if max_length is below left + 256). More
         raise, on a GPU by an assertion on the device.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, Integral):
-            raise TypeError(f"tokens: expected an int, got {tokens!r} of type {type(tokens).__name__}")
-        if not 0 <= tokens <= self.longest:
-            raise ValueError(f"tokens: expected 0 to the {self.longest} held, got {tokens}")
+        removed, fewest = self._checked_removal(tokens)
         if self._left is not None:
             needed = max(self._left, 1)  # the newest token stays, because α of the next one follows its own
-            first_needed = self.lengths + self.dropped - tokens - needed
+            first_needed = self.lengths + self.dropped - removed - needed
             refuse_unless(
                 ((self._moved == 0) | (first_needed >= self._moved)).all(),
                 "tokens: expected fewer, because the next row sees tokens that have moved out of the window; reset the "
                 "cache and run the prompt again",
             )
-        self.lengths.sub_(tokens).clamp_(min=0)
-        self.longest -= int(tokens)
+        self.lengths.sub_(removed).clamp_(min=0)
+        self.longest -= fewest
         # a first token beyond the length would hide the next ones, too
         torch.minimum(self.first, self.lengths[:, None], out=self.first)
         is_empty = self.lengths == 0
         self.dropped.masked_fill_(is_empty, 0)
         self._log_evicted.masked_fill_(is_empty[:, None], -torch.inf)
+
+    def _checked_removal(self, tokens: int | Sequence[int] | Tensor) -> tuple[int | Tensor, int]:
+        """The numbers of tokens to remove, and the smallest of them that the host knows."""
+        expected = f"tokens: expected 0 to the {self.longest} tokens held"
+        if isinstance(tokens, Tensor):
+            check_counts("tokens", tokens, self.device, "(B,)", (self.batch_size,), "the cache")
+            refuse_unless(((tokens >= 0) & (tokens <= self.longest)).all(), f"{expected}, got a tensor with others")
+            return tokens.to(self.lengths.device), 0  # not allocated, the cache has no device
+        numbers: tuple[Any, ...] = tuple(tokens) if isinstance(tokens, (list, tuple)) else (tokens,)
+        if any(isinstance(number, bool) or not isinstance(number, Integral) for number in numbers):
+            raise TypeError(
+                f"tokens: expected an int, or one for each entry, got {tokens!r} of type {type(tokens).__name__}"
+            )
+        is_sequence = not isinstance(tokens, Integral)
+        if is_sequence and len(numbers) != self.batch_size:
+            raise ValueError(f"tokens: expected one number for each of {self.batch_size} entries, got {len(numbers)}")
+        if not all(0 <= number <= self.longest for number in numbers):
+            raise ValueError(f"{expected}, got {tokens}")
+        fewest = int(min(numbers))
+        return torch.tensor(numbers, device=self.lengths.device) if is_sequence else fewest, fewest
 
     @torch.no_grad()
     def evict(self, tolerance: float, score_bound: Tensor | float, log_decay: Tensor | float | None = None) -> Tensor:
@@ -319,7 +342,7 @@ class DecayCache:
         only lowers the loss. Without a decay every token may matter, and all stay.
 
         A head hides as many of its oldest tokens as the tolerance allows; the newest one stays. Tokens that every head
-        hides leave the buffers. Synchronises with the device to learn the new length; no other method does.
+        hides leave the buffers. Synchronises with the device to learn the new length.
 
         Args:
             tolerance: 0 < tolerance < 1.
@@ -451,8 +474,8 @@ class DecayCache:
 
     def _check_room(self, name: str, tokens: int) -> None:
         """Refuse more tokens than fit."""
-        has_room = self.longest + tokens <= self._room
-        if has_room or (self._kept is not None and not self._is_tried):
+        moves_out = self._kept is not None and not self._is_tried
+        if moves_out or self._fits(tokens, self._room):
             return
         limit = f"max_length = {self.max_length}"
         if self._kept is not None:
@@ -461,6 +484,12 @@ class DecayCache:
             f"{name}: {tokens} more tokens do not fit: the cache has {limit}, and its longest entry up to "
             f"{self.longest} tokens"
         )
+
+    def _fits(self, tokens: int, room: int) -> bool:
+        """True if each entry has room for more tokens. Reads the lengths where their upper bound does not tell."""
+        if self.longest and self.longest + tokens > room and not self._is_tried:
+            self.longest = int(self.lengths.max())
+        return self.longest + tokens <= room
 
     @property
     def _is_allocated(self) -> bool:

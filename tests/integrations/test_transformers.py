@@ -706,6 +706,31 @@ def test_cropping_takes_tokens_back():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_cropping_per_entry_keeps_the_columns(kind):
+    model, (ids, mask) = build(), left_padded()
+    cache, (drafts, last) = DecayModelCache(model.config), random_ids().split([TOKENS - 1, 1], 1)
+    model(ids, attention_mask=mask, cache=cache)
+    for _ in range(3):
+        mask = torch.cat([mask, torch.ones_like(drafts)], 1)
+        model(drafts, attention_mask=mask, cache=cache)
+        removed = [4, *[2, 0, 5, 7][: len(ids) - 1]]
+        cache.crop(kind([-count for count in removed]))
+        for row, count in zip(mask, removed, strict=True):
+            row[len(row) - count :] = 0
+        ids = torch.cat([ids, drafts], 1)
+        assert cache.get_seq_length() == ids.shape[1]
+    for more in ({}, {"attention_mask": torch.cat([mask, torch.ones_like(last)], 1)}):
+        found = model(last, cache=cache, **more).logits[:, 0]
+        for b, row in enumerate(found):
+            text = torch.cat([ids[b][mask[b] == 1], last[b]])
+            torch.testing.assert_close(row, model(text[None], use_cache=False).logits[0, -1])
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="tokens: expected 0 to the"):
+        cache.crop(kind([1] * len(ids)))
+
+
+@torch.no_grad()
 def test_calls_without_tokens_or_rows():
     """In shapes of their own, cached as by default; and a cache that has begun with no token takes those that come."""
     model, ids = build(), random_ids()

@@ -655,9 +655,37 @@ def test_select_and_crop_are_what_they_say():
     for index in ([0], torch.tensor([0.0]), torch.tensor(0)):
         with pytest.raises((TypeError, ValueError), match="index: expected"):
             cache.select(index)
-    for count in (-1, 6, 1.0, True):
+    bad = [-1, 6, 1.0, True, [1, 2], [1, 2, -1, 0], [1, 2, 6, 0], (1, 2, 0.0, 1), "1234", torch.tensor(1)]
+    bad += [torch.tensor(x) for x in ([1, 1, 1, -1], [1, 1, 1, 6], [1, 2], [[1]] * 4, [1.0] * 4, [True] * 4)]
+    for count in bad:
         with pytest.raises((TypeError, ValueError), match="tokens: expected"):
             cache.crop(count)
+    assert cache.lengths.tolist() == [5] * 4
+
+
+@pytest.mark.parametrize(("backend", "window", "kind"), pairwise(
+    BACKENDS, [None, (5, 0)], [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)]
+))
+def test_drafts_of_every_entry_are_cropped_alone(backend, window, kind, slack):
+    """In a cache with room for the accepted tokens and one draft, also an entry that accepts none or loses all."""
+    layer = build(backend, decay=DECAYS["scalar"](), window_size=window, position=Rotary(), head_dim=6)
+    cache, texts = layer.make_cache(3, 24), [torch.zeros(0, WIDTH).to(tokens()) for _ in range(3)]
+    cache.crop(kind([0, 0, 0]))  # without buffers yet
+    for accepted in ([4, 1, 0], [0, 4, 4], [3, 2, 1], [1, 1, 4], [4, 4, 4], [4, 0, 4], [4, 4, 3]):
+        drafts = tokens(3, 4)
+        y = layer(drafts, cache=cache)
+        for b, count in enumerate(accepted):
+            texts[b] = torch.cat([texts[b], drafts[b, :count]])
+            assert_close(y[b, :count], layer(texts[b][None])[0, len(texts[b]) - count :]) if count else None
+        removed = kind([4 - count for count in accepted])
+        cache.crop(removed.to(DEVICE) if isinstance(removed, torch.Tensor) else removed)
+        assert (cache.dropped + cache.lengths).tolist() == [len(text) for text in texts]
+    assert [len(text) for text in texts] == [20, 16, 20]
+    y = layer(x := tokens(3, 4), cache=cache)
+    assert_close(y, torch.stack([layer(torch.cat(pair)[None])[0, -4:] for pair in zip(texts, x, strict=True)]))
+    if window is None:
+        with pytest.raises(ValueError, match=r"k: 1 more tokens do not fit: .* up to 24 tokens"):
+            layer(x[:, :1], cache=cache)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
