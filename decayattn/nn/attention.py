@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,17 @@ DECAYS: dict[str, Callable[..., nn.Module | None]] = {
     "constant": lambda _, heads, **options: ConstantDecay.alibi(heads, **options),
     "none": lambda *_, **options: None,
 }
+
+
+class Given(NamedTuple):
+    """Arguments of the layer's forward besides x."""
+
+    padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    resets: Tensor | None
+    cache: DecayCache | None
+    new_lengths: Tensor | None
 
 
 class DecayFlashAttention(Spared):
@@ -202,7 +213,8 @@ class DecayFlashAttention(Spared):
             x: the tokens; with a cache, those that follow the ones in it.
             padding_mask: (B, T) bool or integers, True or 1 for tokens and False or 0 for padding. The tokens of a row
                 are consecutive, with padding on the left, on the right, or both. Padding attends to nothing, is visible
-                to nothing, and may hold any values, NaN included.
+                to nothing, and may hold any values, NaN included. Its outputs are 0, or the bias of out_proj. With a
+                cache the mask is of the new tokens alone: the cache takes tokens, and no padding.
             cu_seqlens, max_seqlen: packed sequences, x (1, total, embed_dim): offsets (sequences + 1,) of int32 or
                 int64, which start with 0 and never fall. Sequence n is the tokens cu_seqlens[n] ≤ t <
                 cu_seqlens[n + 1]; tokens after the last one are padding. max_seqlen is an upper bound on the lengths,
@@ -211,7 +223,7 @@ class DecayFlashAttention(Spared):
                 to it or to later tokens. A log-decay of −inf, so it needs a decay per token.
             cache: from make_cache; the tokens of x are appended to it. Inference only.
             new_lengths: (B,) int32 or int64, with a cache: number of valid tokens in each entry of x. The rest is
-                padding: it may hold any values, and its outputs are undefined.
+                padding: it may hold any values, and its outputs are undefined. In place of a padding_mask.
 
         Raises:
             TypeError, ValueError: for every bad argument, by name, and where the tokens do not fit in the cache. Bad
@@ -219,54 +231,60 @@ class DecayFlashAttention(Spared):
                 an assertion on the device, without a synchronisation.
             RuntimeError: with a cache where a gradient would be needed.
         """
-        given = (x, padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, others, unknown)
+        given = Given(padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths)
         if self.context is None:
-            q, k, v, log_decay, gate, cu_seqlens, options = self._prepare(*given)
+            q, k, v, log_decay, gate, given, options = self._prepare(x, given, others, unknown)
         else:
             with self.context.reporting(x):
-                q, k, v, log_decay, gate, cu_seqlens, options = self._prepare(*given)
+                q, k, v, log_decay, gate, given, options = self._prepare(x, given, others, unknown)
         if cache is not None:
             q, k, v = autocast(q, k, v)  # a position module may return float32, as decay_attention takes it
-            out = cache.attend(q, k, v, log_decay, new_lengths=new_lengths, **options)
+            out = cache.attend(q, k, v, log_decay, new_lengths=given.new_lengths, **options)
         elif self.context is not None:
-            options |= dict(causal=self.causal, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            options |= dict(causal=self.causal, cu_seqlens=given.cu_seqlens, max_seqlen=max_seqlen)
             out = self.context.attend(q, k, v, log_decay, **options)
-        elif cu_seqlens is not None:
+        elif given.cu_seqlens is not None:
             longest = x.shape[1] if max_seqlen is None else max_seqlen
             per_token = isinstance(log_decay, Tensor) and log_decay.ndim == 3
             # squeezed, not indexed: the gradient of an index is copied into zeros
             out = decay_attention_varlen(
                 q.squeeze(0), k.squeeze(0), v.squeeze(0), log_decay.squeeze(0) if per_token else log_decay,  # type: ignore[union-attr]
-                cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
-                causal=self.causal, **options,
+                cu_seqlens_q=given.cu_seqlens, cu_seqlens_k=given.cu_seqlens, max_seqlen_q=longest,
+                max_seqlen_k=longest, causal=self.causal, **options,
             )[None]
         else:
             out = decay_attention(q, k, v, log_decay, causal=self.causal, **options)
         out = out.flatten(-2)
         if self.output_gate:
             out = out * gate.sigmoid()
+        if cache is not None and padding_mask is not None:
+            out = _rolled(out, -_first(padding_mask)).masked_fill(padding_mask[..., None] == 0, 0)
         return self.out_proj(out)
 
     def _prepare(
-        self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
-        resets: Tensor | None, cache: DecayCache | None, new_lengths: Tensor | None, others: tuple, unknown: dict,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, dict[str, Any]]:
-        """All of the forward before its attention, checks included: q, k, v, log_decay, gate, int32 cu_seqlens and the
-        attention's options."""
-        given = (x, padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, others, unknown)
-        begin = self._check_arguments(*given)
+        self, x: Tensor, given: Given, others: tuple, unknown: dict
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Given, dict[str, Any]]:
+        """All of the forward before its attention, checks included: q, k, v, log_decay, gate, the arguments as the
+        attention takes them, and its options."""
+        begin = self._check_arguments(x, given, others, unknown)
         if self.tensor_mesh is not None:
             x = replicated(x, self.tensor_mesh)
         padding: Tensor | None = None
         bounds: dict[str, Any] = {}
-        if padding_mask is not None:
-            padding, bounds = padding_mask == 0, _bounds(padding_mask)
-        elif cu_seqlens is not None:
-            cu_seqlens, token = cu_seqlens.to(torch.int32), torch.arange(x.shape[1], device=x.device) + begin
-            padding = (token >= cu_seqlens[-1])[None]
+        if given.padding_mask is not None:
+            padding, (first, end) = given.padding_mask == 0, _bounds(given.padding_mask)
+            bounds = {"leftpad_q": first, "leftpad_k": first, "seqused_q": end, "seqused_k": end}
+        elif given.cu_seqlens is not None:
+            given = given._replace(cu_seqlens=given.cu_seqlens.to(torch.int32))
+            token = torch.arange(x.shape[1], device=x.device) + begin
+            padding = (token >= given.cu_seqlens[-1])[None]  # type: ignore[index]
         if padding is not None:
             # whatever it holds: the gradients of the weights are sums over all tokens, and 0 · NaN is NaN
             x = x.masked_fill(padding[..., None], 0)
+        cache, resets = given.cache, given.resets
+        if cache is not None and padding is not None:  # a cache takes an entry's tokens first, then its padding
+            x, resets = _rolled(x, first), None if resets is None else _rolled(resets, first)
+            given, bounds = given._replace(new_lengths=end - first), {}
         q, k, v, gate = self.in_proj(x).split(self.split_sizes, dim=-1)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -290,7 +308,7 @@ class DecayFlashAttention(Spared):
             sink=None if self.sink is None else local_part(self.sink, self.tensor_mesh),
             skip_tolerance=self.skip_tolerance, backend=self.backend, **bounds,
         )
-        return q, k, v, log_decay, gate, cu_seqlens, options
+        return q, k, v, log_decay, gate, given, options
 
     def make_cache(
         self,
@@ -363,58 +381,50 @@ class DecayFlashAttention(Spared):
         if not x.is_floating_point():
             raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
 
-    def _check_arguments(
-        self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
-        resets: Tensor | None, cache: DecayCache | None, new_lengths: Tensor | None, others: tuple, unknown: dict,
-    ) -> int:
+    def _check_arguments(self, x: Tensor, given: Given, others: tuple, unknown: dict) -> int:
         """Refuse what decay_attention cannot know. Return the position of x's first token; with a cache it is 0."""
         if others or unknown:
             keywords.refuse(DecayFlashAttention.forward, unknown, others)
         self._check_input(x)
-        if cache is not None:
-            self._check_cache(x, cache)
-        elif new_lengths is not None:
+        if given.cache is not None:
+            self._check_cache(x, given.cache)
+        elif given.new_lengths is not None:
             raise ValueError("new_lengths: expected only with a cache")
-        self._check_sequences(x, padding_mask, cu_seqlens, max_seqlen, resets, cache)
+        self._check_sequences(x, given)
         begin, end = 0, x.shape[1]
         if self.context is not None:
             self._check_position("context")
             begin, lengths = self.context.first_token(end), self.context.lengths
             end = end * torch.distributed.get_world_size(self.context.group) if lengths is None else sum(lengths)
-        if cu_seqlens is not None:
-            _check_offsets(cu_seqlens, end)
+        if given.cu_seqlens is not None:
+            _check_offsets(given.cu_seqlens, end)
         return begin
 
-    def _check_sequences(
-        self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
-        resets: Tensor | None, cache: DecayCache | None,
-    ) -> None:
-        for name, mask in (("padding_mask", padding_mask), ("resets", resets)):
+    def _check_sequences(self, x: Tensor, given: Given) -> None:
+        for name, mask in (("padding_mask", given.padding_mask), ("resets", given.resets)):
             if mask is None:
                 continue
             _check_integers(name, mask, x, or_bool=True)
             if mask.shape != x.shape[:2]:
                 raise ValueError(f"{name}: expected shape (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
-        if resets is not None and resets.dtype != torch.bool:
+        if given.resets is not None and given.resets.dtype != torch.bool:
             refuse_unless(
-                ((resets == 0) | (resets == 1)).all(),
+                ((given.resets == 0) | (given.resets == 1)).all(),
                 "resets: expected 0 or 1, for the first token of a document, got other numbers; of document numbers "
                 "they are F.pad(numbers.diff() != 0, (1, 0))",
             )
-        if sum(given is not None for given in (padding_mask, cu_seqlens, cache)) > 1:
-            raise ValueError(
-                "padding_mask, cu_seqlens, cache: expected at most one; with a cache, pad on the right and pass "
-                "new_lengths"
-            )
-        if self.context is not None and (padding_mask is not None or cache is not None):
-            name = "cache" if padding_mask is None else "padding_mask"
+        for pair in (("cu_seqlens", "padding_mask"), ("cu_seqlens", "cache"), ("padding_mask", "new_lengths")):
+            if all(getattr(given, name) is not None for name in pair):
+                raise ValueError(f"{', '.join(pair)}: expected at most one of them")
+        if self.context is not None and (given.padding_mask is not None or given.cache is not None):
+            name = "cache" if given.padding_mask is None else "padding_mask"
             raise ValueError(f"{name}: expected None where the layer has a context; cu_seqlens keeps sequences apart")
-        if cu_seqlens is None and max_seqlen is not None:
+        if given.cu_seqlens is None and given.max_seqlen is not None:
             raise ValueError("max_seqlen: expected only with cu_seqlens")
-        if cu_seqlens is not None:
-            _check_integers("cu_seqlens", cu_seqlens, x)
-            if cu_seqlens.ndim != 1 or not cu_seqlens.numel():
-                raise ValueError(f"cu_seqlens: expected shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+        if given.cu_seqlens is not None:
+            _check_integers("cu_seqlens", given.cu_seqlens, x)
+            if given.cu_seqlens.ndim != 1 or not given.cu_seqlens.numel():
+                raise ValueError(f"cu_seqlens: expected shape (sequences + 1,), got {tuple(given.cu_seqlens.shape)}")
             if x.shape[0] != 1:
                 raise ValueError(f"x: expected shape (1, total, embed_dim) with cu_seqlens, got {tuple(x.shape)}")
 
@@ -447,11 +457,20 @@ def _normalise(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
     return norm(heads.to(norm.weight.dtype)).to(heads.dtype)
 
 
-def _bounds(padding_mask: Tensor) -> dict[str, Tensor]:
-    """Where the tokens of every row begin and end, as decay_attention takes it; an empty row ends where it begins."""
-    tokens = padding_mask != 0
-    begin = (tokens.cumsum(1) == 0).sum(1, dtype=torch.int32)
-    end = begin + tokens.sum(1, dtype=torch.int32)
+def _rolled(x: Tensor, tokens: Tensor) -> Tensor:
+    """x (B, T, …), every entry rolled to the left by a number of tokens (B,)."""
+    index = torch.arange(x.shape[1], device=x.device) + tokens[:, None]
+    return x.take_along_dim((index % max(x.shape[1], 1)).view(*x.shape[:2], *[1] * (x.ndim - 2)), 1)
+
+
+def _first(padding_mask: Tensor) -> Tensor:
+    return ((padding_mask != 0).cumsum(1) == 0).sum(1, dtype=torch.int32)
+
+
+def _bounds(padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """First tokens (B,) int32 of the rows, and their ends; an empty row ends where it begins."""
+    begin = _first(padding_mask)
+    end = begin + (padding_mask != 0).sum(1, dtype=torch.int32)
     index = torch.arange(padding_mask.shape[1], device=padding_mask.device)
     one_stretch = (index >= begin[:, None]) & (index < end[:, None])
     refuse_unless(
@@ -459,7 +478,7 @@ def _bounds(padding_mask: Tensor) -> dict[str, Tensor]:
         "padding_mask: expected in every row one stretch of tokens (True or 1) and padding (False or 0) around it, got "
         "a row with a gap or with other numbers; `resets` or cu_seqlens keep documents apart",
     )
-    return {"leftpad_q": begin, "leftpad_k": begin, "seqused_q": end, "seqused_k": end}
+    return begin, end
 
 
 def _check_offsets(cu_seqlens: Tensor, end: int) -> None:

@@ -154,6 +154,8 @@ def _used(
         token = token + layer.context.first_token(rates.shape[1])
     if cache is not None:
         position = token + (cache.lengths + cache.dropped)[:, None]
+        if padding_mask is not None:  # the layer has moved the padding behind the tokens
+            new_lengths = (padding_mask != 0).sum(1)
         used = (position > 0) & (True if new_lengths is None else token < new_lengths[:, None])
     elif padding_mask is not None:
         used = (padding_mask != 0) & ((padding_mask != 0).cumsum(1) > 1)

@@ -279,7 +279,7 @@ def test_per_sample_gradients_of_a_padded_layer():
 class TwoSlices:
     """Context of the first of two ranks, for checks that come before any exchange."""
 
-    group, lengths, telling = None, (5, 4), contextlib.nullcontext
+    group, lengths, reporting = None, (5, 4), contextlib.nullcontext
 
     def first_token(self, length):
         return 0
@@ -369,8 +369,12 @@ CACHE = DecayCache(2, 9, num_heads=4, head_dim=4)
         (dict(padding_mask=MASK[:, :4]), ValueError, r"padding_mask: expected shape \(B, T\) = \(2, 5\), got \(2, 4\)"),
         (dict(resets=MASK.float()), TypeError, "resets: expected a bool or an integer tensor, got torch.float32"),
         (dict(resets=MASK[:1]), ValueError, r"resets: expected shape \(B, T\) = \(2, 5\), got \(1, 5\)"),
-        (dict(padding_mask=MASK, cu_seqlens=OFFSETS), ValueError, "cache: expected at most one; .* pass new_lengths"),
-        (dict(padding_mask=MASK, cache=CACHE), ValueError, "cache: expected at most one; with a cache, pad on the"),
+        (dict(padding_mask=MASK, cu_seqlens=OFFSETS), ValueError, "cu_seqlens, padding_mask: expected at most one"),
+        (dict(cu_seqlens=OFFSETS, cache=CACHE), ValueError, "cu_seqlens, cache: expected at most one of them"),
+        (
+            dict(padding_mask=MASK, cache=CACHE, new_lengths=torch.tensor([1, 1])), ValueError,
+            "padding_mask, new_lengths: expected at most one of them",
+        ),
         (dict(max_seqlen=3), ValueError, "max_seqlen: expected only with cu_seqlens"),
         (dict(cu_seqlens=OFFSETS), ValueError, r"x: expected shape \(1, total, embed_dim\) with cu_seqlens, got"),
         (dict(cu_seqlens=[0, 5]), TypeError, r"cu_seqlens: expected an integer tensor, got \[0, 5\] of type list"),

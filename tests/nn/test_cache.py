@@ -86,27 +86,48 @@ def test_parts_of_any_length(backend, decay, parts):
     assert_close(in_parts(layer, x, parts), layer(x))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_entries_of_different_lengths(backend):
-    """Right-padded prompts, one of them empty, then calls of which different numbers of tokens count."""
-    layer = build(backend, decay=Resets(), num_kv_heads=2)
-    cache, lengths = layer.make_cache(4, 40), [[9, 1, 0, 5], [1, 1, 1, 1], [3, 0, 2, 6], [1, 1, 1, 1]]
+@pytest.mark.parametrize(("side", "backend", "decay", "options"), pairwise(
+    ["new_lengths", "left", "right", "both"], BACKENDS, ["custom", "learned", "none"],
+    [{}, {"position": Rotary(), "head_dim": 6, "output_gate": True}, {"window_size": (4, 0), "sink": True}],
+))
+def test_padded_calls_are_the_entries_alone(side, backend, decay, options):
+    """Prompts, one of them empty, then calls with other numbers of tokens; NaN and inf at padding, resets at tokens."""
+    layer = build(backend, decay=DECAYS[decay](), num_kv_heads=2, **options)
+    cache, lengths = layer.make_cache(4, 40), [[9, 1, 0, 5], [1, 1, 1, 1], [3, 0, 2, 6], [1, 1, 1, 1], [1, 0, 0, 1]]
     texts, results = [[] for _ in range(4)], [[] for _ in range(4)]
     for counts in lengths:
-        x = tokens(4, max(counts))
-        y = layer(x, cache=cache, new_lengths=torch.tensor(counts, device=DEVICE))
-        for b, count in enumerate(counts):
-            texts[b].append(x[b, :count])
-            results[b].append(y[b, :count])
+        x, mask = tokens(4, max(counts) + 2 * (side == "both")), torch.zeros(4, max(counts) + 2 * (side == "both"))
+        for row, count in zip(mask, counts, strict=True):
+            first = {"left": len(row) - count, "both": min(1, len(row) - count)}.get(side, 0)
+            row[first : first + count] = 1
+        mask = mask.to(DEVICE, torch.bool)
+        x = torch.where(mask[..., None], x, torch.tensor([math.nan, math.inf, 0.0, -math.inf]).to(x)[:, None, None])
+        given = {"new_lengths": torch.tensor(counts, device=DEVICE)}
+        if side != "new_lengths":
+            given = {"padding_mask": mask if len(texts[0]) % 2 else mask.long()}
+        if decay == "custom":
+            given["resets"] = torch.zeros_like(mask)
+            given["resets"][:, :: 1 + len(texts[0]) % 2] = True
+            x[..., 1] = torch.where(given["resets"], 7.0, x[..., 1])  # marks them in the joined text
+            x[..., 1] = torch.where(mask, x[..., 1], math.nan)
+        y = layer(x, cache=cache, **given)
+        if side != "new_lengths":
+            assert (y[~mask] == 0).all()
+        for b in range(4):
+            texts[b].append(x[b][mask[b]])
+            results[b].append(y[b][mask[b]])
     assert cache.lengths.tolist() == [sum(column) for column in zip(*lengths, strict=True)]
-    assert cache.longest == sum(map(max, lengths))
+    assert cache.longest <= sum(max(counts) + 2 for counts in lengths)
     for text, result in zip(texts, results, strict=True):
-        assert_close(torch.cat(result), layer(torch.cat(text)[None])[0])
+        whole = torch.cat(text)[None]
+        given = {"resets": whole[..., 1] == 7} if decay == "custom" else {}
+        assert_close(torch.cat(result), layer(whole, **given)[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_padding_holds_does_not_matter(backend):
-    """To rows, to what the cache holds, and to later calls: NaN in one entry, inf in the other."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_values_at_padding_do_not_matter(backend, masked):
+    """To rows, to the numbers in the cache, and to later calls: NaN in one entry, inf in the other."""
     layer = build(backend, decay=Resets(), bias=True, num_kv_heads=1)
     counts, results = [[7, 3], [0, 2], [1, 1]], []
     calls = [tokens(2, length) for length in (7, 2, 1)]
@@ -116,7 +137,8 @@ def test_what_padding_holds_does_not_matter(backend):
             lengths = torch.tensor(lengths, device=DEVICE)
             beyond = torch.arange(x.shape[1], device=DEVICE) >= lengths[:, None]
             x = torch.where(beyond[..., None], filling.to(x)[:, None, None], x)
-            rows.append(layer(x, cache=cache, new_lengths=lengths)[~beyond])
+            given = {"padding_mask": ~beyond} if masked else {"new_lengths": lengths}
+            rows.append(layer(x, cache=cache, **given)[slice(None) if masked else ~beyond].flatten(0, -2))
         results.append([torch.cat(rows), *(x[:, : cache.longest] for x in (cache.keys, cache.values, cache.alpha))])
     assert results[0][0].isfinite().all()
     for want, got in zip(*results, strict=True):

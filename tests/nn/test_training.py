@@ -192,15 +192,19 @@ def test_half_lives_count_tokens_of_all_forwards():
     torch.testing.assert_close(found["blocks.0.attention"], half_life(used.double().mean(0)).float())
 
 
-def test_half_lives_of_a_cache_are_those_of_the_text():
+@pytest.mark.parametrize(("padding", "last"), [
+    ({"new_lengths": torch.tensor([6, 1])}, 4), ({"padding_mask": torch.tensor([[1] * 6, [1] + [0] * 5])}, 4),
+    ({"padding_mask": torch.tensor([[1] * 6, [0] * 5 + [1]])}, 9),
+])
+def test_half_lives_of_a_cache_are_those_of_the_text(padding, last):
     """The text comes in two pieces, and the second one is padded."""
     of, x = model("scalar", qk_norm=True), tokens()
     layer = of.blocks[0].attention
     with torch.no_grad(), record_half_lives(of) as found:
         cache = layer.make_cache(2, 2 * LENGTH)
         layer(x[:, :4], cache=cache)
-        layer(x[:, 4:], cache=cache, new_lengths=torch.tensor([6, 1]))
-    used = only((0, slice(1, None)), (1, slice(1, 5)))
+        layer(x[:, 4:], cache=cache, **padding)
+    used = only((0, slice(1, None)), (1, [1, 2, 3, last]))
     torch.testing.assert_close(found["blocks.0.attention"], half_life(layer.decay(x)[used].double().mean(0)).float())
 
 
