@@ -77,7 +77,7 @@ _OF_LAYER = {
         _TOLERANCE: "adaptive_threshold",
         "leave it out: a cache is an argument of the call": "layer_idx",
         "it is an argument of the call, layer(x, {}=...)":
-            "padding_mask cu_seqlens max_seqlen resets cache new_lengths",
+            "padding_mask cu_seqlens max_seqlen resets cache new_lengths memory memory_padding_mask",
         "set it afterwards: layer.context = ContextParallel(group)": "context",
     }),
     "DecayFlashAttention.forward": _by_name({
@@ -98,7 +98,8 @@ _OF_LAYER = {
             "document_ids segment_ids seq_idx sequence_ids",
         "leave it out: the layer is self-attention and projects x itself; decay_attention takes q, k and v":
             "query key value q k v key_value_states encoder_hidden_states",
-        "the layer's decay module computes it, an option of the layer": "log_decay g log_fgate alibi_slopes decay",
+        "use log_decay, natural logarithms, or leave it out: the layer's decay module computes it":
+            "g log_fgate alibi_slopes decay",
         "it is an option of the layer, DecayFlashAttention(..., {}=...)":
             "causal window_size scale sink skip_tolerance backend position",
         "causal is an option of the layer, DecayFlashAttention(..., causal=...)": "is_causal",

@@ -44,6 +44,7 @@ class Given(NamedTuple):
     resets: Tensor | None
     cache: DecayCache | None
     new_lengths: Tensor | None
+    log_decay: Tensor | None
 
 
 class DecayFlashAttention(Spared):
@@ -205,6 +206,7 @@ class DecayFlashAttention(Spared):
         resets: Tensor | None = None,
         cache: DecayCache | None = None,
         new_lengths: Tensor | None = None,
+        log_decay: Tensor | None = None,
         **unknown: object,
     ) -> Tensor:
         """x (B, T, embed_dim) → (B, T, embed_dim), in the dtype of the projections (autocast's where it is on).
@@ -224,6 +226,14 @@ class DecayFlashAttention(Spared):
             cache: from make_cache; the tokens of x are appended to it. Inference only.
             new_lengths: (B,) int32 or int64, with a cache: number of valid tokens in each entry of x. The rest is
                 padding: it may hold any values, and its outputs are undefined. In place of a padding_mask.
+            log_decay: (B, T, H), or (H,) where it is constant, float32 (float64 with float64 tokens): the decay of this
+                call, in place of the layer's own module, whatever that is. The module is not called and gets no
+                gradient, so build the layer with decay="none" if no call needs it. For irregular time steps it is a
+                rate per second times the seconds since the token before::
+
+                    layer(x, log_decay=-rates * seconds[..., None])   # rates (H,), seconds (B, T)
+
+                Under tensor parallelism it has all heads on every rank, with a context the tokens of the slice.
 
         Raises:
             TypeError, ValueError: for every bad argument, by name, and where the tokens do not fit in the cache. Bad
@@ -231,12 +241,13 @@ class DecayFlashAttention(Spared):
                 an assertion on the device, without a synchronisation.
             RuntimeError: with a cache where a gradient would be needed.
         """
-        given = Given(padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths)
+        given = Given(padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, log_decay)
         if self.context is None:
-            q, k, v, log_decay, gate, given, options = self._prepare(x, given, others, unknown)
+            q, k, v, gate, given, options = self._prepare(x, given, others, unknown)
         else:
             with self.context.reporting(x):
-                q, k, v, log_decay, gate, given, options = self._prepare(x, given, others, unknown)
+                q, k, v, gate, given, options = self._prepare(x, given, others, unknown)
+        log_decay = given.log_decay
         if cache is not None:
             q, k, v = autocast(q, k, v)  # a position module may return float32, as decay_attention takes it
             out = cache.attend(q, k, v, log_decay, new_lengths=given.new_lengths, **options)
@@ -263,12 +274,16 @@ class DecayFlashAttention(Spared):
 
     def _prepare(
         self, x: Tensor, given: Given, others: tuple, unknown: dict
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Given, dict[str, Any]]:
-        """All of the forward before its attention, checks included: q, k, v, log_decay, gate, the arguments as the
-        attention takes them, and its options."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Given, dict[str, Any]]:
+        """All of the forward before its attention, checks included: q, k, v, gate, the arguments as the attention takes
+        them, and its options."""
         begin = self._check_arguments(x, given, others, unknown)
+        cache, resets, log_decay = given.cache, given.resets, given.log_decay
         if self.tensor_mesh is not None:
             x = replicated(x, self.tensor_mesh)
+            if log_decay is not None:
+                log_decay = replicated(log_decay, self.tensor_mesh)
+                log_decay = log_decay.chunk(self.tensor_mesh.size(), -1)[self.tensor_mesh.get_local_rank()]
         padding: Tensor | None = None
         bounds: dict[str, Any] = {}
         if given.padding_mask is not None:
@@ -281,9 +296,10 @@ class DecayFlashAttention(Spared):
         if padding is not None:
             # whatever it holds: the gradients of the weights are sums over all tokens, and 0 · NaN is NaN
             x = x.masked_fill(padding[..., None], 0)
-        cache, resets = given.cache, given.resets
         if cache is not None and padding is not None:  # a cache takes an entry's tokens first, then its padding
             x, resets = _rolled(x, first), None if resets is None else _rolled(resets, first)
+            if log_decay is not None and log_decay.ndim == 3:
+                log_decay = _rolled(log_decay, first)
             given, bounds = given._replace(new_lengths=end - first), {}
         q, k, v, gate = self.in_proj(x).split(self.split_sizes, dim=-1)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
@@ -298,7 +314,8 @@ class DecayFlashAttention(Spared):
             elif cache is not None or self.context is not None:
                 start = {"start": torch.full(x.shape[:1], begin, dtype=torch.int32, device=x.device)}
             q, k = _check_placed(self.position(q, k, **start), q, k)
-        log_decay = None if self.decay is None else self.decay(x)
+        if log_decay is None and self.decay is not None:
+            log_decay = self.decay(x)
         if resets is not None:
             if not isinstance(log_decay, Tensor) or log_decay.ndim != 3:
                 raise ValueError("resets: expected a decay per token; with a constant decay use cu_seqlens")
@@ -308,7 +325,7 @@ class DecayFlashAttention(Spared):
             sink=None if self.sink is None else local_part(self.sink, self.tensor_mesh),
             skip_tolerance=self.skip_tolerance, backend=self.backend, **bounds,
         )
-        return q, k, v, log_decay, gate, given, options
+        return q, k, v, gate, given._replace(log_decay=log_decay), options
 
     def make_cache(
         self,
@@ -391,6 +408,8 @@ class DecayFlashAttention(Spared):
         elif given.new_lengths is not None:
             raise ValueError("new_lengths: expected only with a cache")
         self._check_sequences(x, given)
+        if given.log_decay is not None:
+            self._check_log_decay(x, given.log_decay)
         begin, end = 0, x.shape[1]
         if self.context is not None:
             self._check_position("context")
@@ -427,6 +446,21 @@ class DecayFlashAttention(Spared):
                 raise ValueError(f"cu_seqlens: expected shape (sequences + 1,), got {tuple(given.cu_seqlens.shape)}")
             if x.shape[0] != 1:
                 raise ValueError(f"x: expected shape (1, total, embed_dim) with cu_seqlens, got {tuple(x.shape)}")
+
+    def _check_log_decay(self, tokens: Tensor, log_decay: Tensor) -> None:
+        check_tensor("log_decay", log_decay, tokens.device, "x")
+        if log_decay.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"log_decay: expected float32, got {log_decay.dtype}; compute it in float32, because its rounding "
+                "errors add up over tokens; FSDP2 casts inputs unless its policy has cast_forward_inputs=False"
+            )
+        heads = self.num_heads * (1 if self.tensor_mesh is None else self.tensor_mesh.size())
+        expected = (heads,) if log_decay.ndim == 1 else (*tokens.shape[:2], heads)
+        if log_decay.shape != expected:
+            raise ValueError(
+                f"log_decay: expected (H,) = ({heads},) or (B, T, H) = {(*tokens.shape[:2], heads)}, got "
+                f"{tuple(log_decay.shape)}"
+            )
 
     def _check_cache(self, x: Tensor, cache: DecayCache) -> None:
         if not isinstance(cache, DecayCache):

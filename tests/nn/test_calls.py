@@ -1,0 +1,190 @@
+"""Options of a call with those of the layer and with each other: each entry as it is by itself, or refused by name."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cached_layers import Rotary
+from torch import Tensor, nn
+
+from decayattn import DecayFlashAttention, decay_attention
+from decayattn.nn import ConstantDecay
+
+WIDTH, HEADS = 12, 4
+LENGTHS = [7, 3, 0, 5]
+LAYERS = {
+    "plain": {}, "window and sink": {"window_size": (3, 1), "sink": True}, "not causal": {"causal": False},
+    "rotary": {"position": Rotary(), "head_dim": 6},
+    "everything": {
+        "num_kv_heads": 2, "value_dim": 5, "bias": True, "qk_norm": True, "output_gate": True, "scale": "learned",
+    },
+}
+DECAYS = {
+    "scalar": lambda: "scalar", "learned": lambda: ConstantDecay.alibi(HEADS, learned=True), "none": lambda: "none",
+}
+# what a call may be given besides x: log_decay (H,) or (B, T, H)
+NEW = {"own decay": (), "rates": ("rates",), "per token": ("per token",)}
+CALLS = ["dense", "left", "right", "both", "packed", "resets", "cached", "cached left"]
+
+
+def build(options: str, decay: str = "scalar", **more) -> DecayFlashAttention:
+    """A layer whose parameters are all off their start."""
+    torch.manual_seed(0)
+    layer = DecayFlashAttention(WIDTH, HEADS, decay=DECAYS[decay](), dtype=torch.float64, **LAYERS[options] | more)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def entries(new: str, lengths: list[int] = LENGTHS) -> list[dict[str, Tensor]]:
+    """What each entry of a batch is given by itself, without padding."""
+    torch.manual_seed(1)
+    rates = -torch.rand(HEADS).double()
+    found = []
+    for length in lengths:
+        entry = {"x": torch.randn(length, WIDTH).double()}
+        if "rates" in NEW[new]:
+            entry["log_decay"] = rates
+        if "per token" in NEW[new]:
+            entry["log_decay"] = -torch.rand(length, HEADS).double()
+        found.append({name: tensor.requires_grad_() for name, tensor in entry.items()})
+    return found
+
+
+def by_hand(layer: DecayFlashAttention, entry: dict[str, Tensor], resets: Tensor | None = None) -> Tensor:
+    """The layer's documentation for one entry, (T, WIDTH)."""
+    x, log_decay = entry["x"][None], entry.get("log_decay")
+    bias = layer.in_proj.bias
+    biases = [None] * 4 if bias is None else bias.split(layer.split_sizes)
+    weights = layer.in_proj.weight.split(layer.split_sizes)
+    q, k, v, gate = (F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    q, k = q.unflatten(-1, (HEADS, -1)), k.unflatten(-1, (layer.num_kv_heads, -1))
+    if layer.qk_norm:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    if layer.position is not None:
+        q, k = layer.position(q, k)
+    if log_decay is None and layer.decay is not None:
+        log_decay = layer.decay(x)
+    elif log_decay is not None and log_decay.ndim == 2:
+        log_decay = log_decay[None]
+    if resets is not None:
+        log_decay = log_decay.masked_fill(resets[:, None], -math.inf)
+    scale = layer.scale if layer.log_scale is None else layer.log_scale.exp() / layer.head_dim**0.5
+    out = decay_attention(
+        q, k, v.unflatten(-1, (layer.num_kv_heads, -1)), log_decay, scale=scale, causal=layer.causal,
+        window_size=layer.window_size, sink=layer.sink, backend="reference",
+    ).flatten(-2)
+    return layer.out_proj(out * gate.sigmoid() if layer.output_gate else out)[0]
+
+
+def padded(tensors: list[Tensor], side: str, filling: float = math.nan) -> tuple[Tensor, Tensor]:
+    """(B, T, ·) with this filling at padding, and its mask."""
+    extra = 3 if side == "both" else 0
+    total = max(map(len, tensors)) + extra
+    rows, masks = [], []
+    for tensor in tensors:
+        before = {"right": 0, "left": total - len(tensor), "both": min(2, total - len(tensor))}[side]
+        after = total - len(tensor) - before
+        rows.append(F.pad(tensor, (0, 0, before, after), value=filling))
+        masks.append(F.pad(torch.ones(len(tensor), dtype=torch.bool), (before, after)))
+    return torch.stack(rows), torch.stack(masks)
+
+
+def batched(given: list[dict[str, Tensor]], side: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Arguments of a call for all entries, and the mask of its rows; without padding if side is "dense"."""
+    arguments = {}
+    for name in given[0]:
+        if given[0][name].ndim == 1:
+            arguments[name] = given[0][name]
+        else:
+            arguments[name], mask = padded([entry[name] for entry in given], "right" if side == "dense" else side)
+        if name == "x":
+            rows = mask
+            arguments |= {} if side == "dense" else {"padding_mask": mask}
+    return arguments, rows
+
+
+def pieces(given: list[dict[str, Tensor]], steps: list[list[int]]) -> list[list[dict[str, Tensor]]]:
+    """The entries in steps of these lengths each."""
+    starts = [0] * len(given)
+    result = []
+    for counts in steps:
+        parts = zip(given, starts, counts, strict=True)
+        result.append([
+            {name: x if x.ndim == 1 else x[begin : begin + count] for name, x in entry.items()}
+            for entry, begin, count in parts
+        ])
+        starts = [begin + count for begin, count in zip(starts, counts, strict=True)]
+    return result
+
+
+def run(layer: nn.Module, call: str, given: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Outputs of all entries by one call, or by several with a cache."""
+    if call == "packed":
+        offsets = torch.tensor([0, *(len(entry["x"]) for entry in given)]).cumsum(0)
+        joined = {
+            name: x if x.ndim == 1 else torch.cat([entry[name] for entry in given])[None]
+            for name, x in given[0].items()
+        }
+        return list(layer(**joined, cu_seqlens=offsets)[0].split(offsets.diff().tolist()))
+    if call.startswith("cached"):
+        steps = [[4, 2, 0, 1], [1, 1, 0, 1], [2, 0, 0, 3]] if "left" in call else [[4] * 4, [1] * 4, [2] * 4]
+        outs: list[list[Tensor]] = [[] for _ in given]
+        with torch.no_grad():
+            cache = layer.make_cache(len(given), 12)
+            for part in pieces(given, steps):
+                arguments, rows = batched(part, "left" if "left" in call else "dense")
+                out = layer(**arguments, cache=cache)
+                if "left" in call:
+                    nothing = layer.out_proj(out.new_zeros(layer.out_proj.in_features))
+                    assert torch.equal(out[~rows], nothing.expand_as(out[~rows]))
+                for entry, y, mask in zip(outs, out, rows, strict=True):
+                    entry.append(y[mask])
+        return [torch.cat(parts) for parts in outs]
+    side = call if call in ("left", "right", "both") else "dense"
+    arguments, rows = batched(given, side)
+    if call == "resets":
+        arguments["resets"] = torch.arange(rows.shape[1]).expand(rows.shape) % 3 == 2
+    return [y[mask] for y, mask in zip(layer(**arguments), rows, strict=True)]
+
+
+def expected_refusal(layer: DecayFlashAttention, call: str, new: str) -> str | None:
+    """The error of a combination, None if there is none."""
+    per_token = new == "per token" or (new == "own decay" and getattr(layer.decay, "weight", None) is not None)
+    if call.startswith("cached") and not layer.causal:
+        return "cache: a layer with causal=False has none"
+    if call == "resets" and not per_token:
+        return "resets: expected a decay per token"
+    return None
+
+
+@pytest.mark.parametrize("new", NEW)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("options", LAYERS)
+def test_every_call_is_its_entries_or_refused(options, decay, new):
+    """Outputs and gradients of parameters and of every input; NaN at padding."""
+    layer = build(options, decay)
+    for call in CALLS:
+        ragged = call not in ("dense", "resets", "cached")
+        given = entries(new, LENGTHS if ragged else [7] * 4)
+        refusal = expected_refusal(layer, call, new)
+        if refusal is not None:
+            with pytest.raises(ValueError, match=refusal):
+                run(layer, call, given)
+            continue
+        found = torch.cat(run(layer, call, given))
+        resets = torch.arange(7) % 3 == 2 if call == "resets" else None
+        wanted = torch.cat([by_hand(layer, entry, resets) for entry in given])
+        torch.testing.assert_close(found, wanted)
+        if call.startswith("cached"):
+            continue
+        inputs = dict.fromkeys([x for entry in given for x in entry.values()] + list(layer.parameters()))
+        gradients = [
+            torch.autograd.grad(out, list(inputs), torch.sin(torch.arange(out.numel())).view_as(out), allow_unused=True)
+            for out in (found, wanted)
+        ]
+        for got, want in zip(*gradients, strict=True):
+            assert (got is None) == (want is None)
+            torch.testing.assert_close(got, want) if want is not None else None
