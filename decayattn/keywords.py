@@ -58,7 +58,7 @@ _OF_LAYER = {
         _DROPOUT: "dropout dropout_p attn_dropout attention_dropout resid_dropout attn_drop proj_drop",
         "leave it out: x is (batch, tokens, embed_dim)": "batch_first",
         "use sink=True, a learned logit per head with a zero value vector": "add_bias_kv add_zero_attn sinks",
-        "leave it out: the layer is self-attention; value_dim is D_v of a head": "kdim vdim",
+        "leave it out: x and memory have embed_dim channels; value_dim is D_v of a head": "kdim vdim",
         "use embed_dim": "hidden_size d_model dim width n_embd",
         "use num_heads": "heads n_heads n_head nhead num_attention_heads",
         "use num_kv_heads": "num_key_value_heads n_kv_heads kv_heads num_heads_kv",
@@ -96,8 +96,12 @@ _OF_LAYER = {
             "max_length_k lengths seq_lens seqlens seqused_q seqused_k leftpad_q leftpad_k",
         "use resets, True for the first token of a document, or cu_seqlens":
             "document_ids segment_ids seq_idx sequence_ids",
-        "leave it out: the layer is self-attention and projects x itself; decay_attention takes q, k and v":
-            "query key value q k v key_value_states encoder_hidden_states",
+        "use x, and memory for cross-attention: the layer projects them itself; decay_attention takes q, k and v":
+            "query key value q k v",
+        "use memory, which keys and values come from":
+            "key_value_states encoder_hidden_states encoder_output encoder_out context kv context_states",
+        "use memory_padding_mask, which is True for tokens of memory":
+            "memory_key_padding_mask encoder_attention_mask encoder_padding_mask context_mask memory_mask",
         "use log_decay, natural logarithms, or leave it out: the layer's decay module computes it":
             "g log_fgate alibi_slopes decay",
         "it is an option of the layer, DecayFlashAttention(..., {}=...)":
@@ -126,7 +130,7 @@ def refuse(function: Callable, unknown: dict[str, object], others: tuple[object,
     known = [name for name in parameters if name != "self"]
     if others:
         first = [name for name in known if parameters[name].kind != parameters[name].KEYWORD_ONLY]
-        hint = "; it is self-attention: layer(x)" if owner.endswith("forward") else ""
+        hint = "; cross-attention is layer(x, memory=memory)" if owner.endswith("forward") else ""
         raise TypeError(
             f"{owner}: expected {' and '.join(first)}, and the rest by keyword, got {len(others)} more{hint}"
         )

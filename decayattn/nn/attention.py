@@ -1,4 +1,4 @@
-"""DecayFlashAttention: self-attention with decaying scores, as a layer."""
+"""DecayFlashAttention: attention with decaying scores, as a layer."""
 
 import inspect
 import math
@@ -45,10 +45,12 @@ class Given(NamedTuple):
     cache: DecayCache | None
     new_lengths: Tensor | None
     log_decay: Tensor | None
+    memory: Tensor | None
+    memory_padding_mask: Tensor | None
 
 
 class DecayFlashAttention(Spared):
-    r"""Multi-head self-attention whose scores decay with distance: projections around decay_attention.
+    r"""Multi-head attention whose scores decay with distance: projections around decay_attention.
 
     With x (B, T, embed_dim)::
 
@@ -111,6 +113,12 @@ class DecayFlashAttention(Spared):
             y = layer(next_token, cache=cache)    # (B, 1, embed_dim)
 
     A model's step of one token waits for Python; decayattn.nn.CapturedStep makes it a CUDA graph.
+
+    Cross-attention takes keys, values and decay from another sequence, the memory. A decoder usually sees all of it,
+    and has no distance to its tokens::
+
+        layer = DecayFlashAttention(width, num_heads, causal=False, decay="none")
+        y = layer(x, memory=memory, memory_padding_mask=mask)
 
     Sequences over several GPUs: `layer.context = decayattn.distributed.ContextParallel(group)`, and x is a slice.
 
@@ -207,6 +215,8 @@ class DecayFlashAttention(Spared):
         cache: DecayCache | None = None,
         new_lengths: Tensor | None = None,
         log_decay: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_padding_mask: Tensor | None = None,
         **unknown: object,
     ) -> Tensor:
         """x (B, T, embed_dim) → (B, T, embed_dim), in the dtype of the projections (autocast's where it is on).
@@ -233,7 +243,15 @@ class DecayFlashAttention(Spared):
 
                     layer(x, log_decay=-rates * seconds[..., None])   # rates (H,), seconds (B, T)
 
-                Under tensor parallelism it has all heads on every rank, with a context the tokens of the slice.
+                Under tensor parallelism it has all heads on every rank, with a context the tokens of the slice, with
+                memory those of memory.
+            memory: (B, T_k, embed_dim), for cross-attention. Keys, values and decay come from it, queries and the
+                output gate from x. Distances, windows and `causal` are those of decay_attention: both sequences end at
+                the same position, so token i of x stands at token i + T_k − T of memory. That has a meaning if the two
+                have one clock. Otherwise build the layer with causal=False and decay="none". Causal, the tokens of x
+                before the first of memory see nothing. Not causal, a decay per token needs T ≤ T_k in every entry.
+                It takes no cache, cu_seqlens, resets, context or position module.
+            memory_padding_mask: (B, T_k), the padding_mask of memory.
 
         Raises:
             TypeError, ValueError: for every bad argument, by name, and where the tokens do not fit in the cache. Bad
@@ -241,7 +259,9 @@ class DecayFlashAttention(Spared):
                 an assertion on the device, without a synchronisation.
             RuntimeError: with a cache where a gradient would be needed.
         """
-        given = Given(padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, log_decay)
+        given = Given(
+            padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, log_decay, memory, memory_padding_mask
+        )
         if self.context is None:
             q, k, v, gate, given, options = self._prepare(x, given, others, unknown)
         else:
@@ -278,9 +298,10 @@ class DecayFlashAttention(Spared):
         """All of the forward before its attention, checks included: q, k, v, gate, the arguments as the attention takes
         them, and its options."""
         begin = self._check_arguments(x, given, others, unknown)
-        cache, resets, log_decay = given.cache, given.resets, given.log_decay
+        cache, resets, log_decay, memory = given.cache, given.resets, given.log_decay, given.memory
         if self.tensor_mesh is not None:
             x = replicated(x, self.tensor_mesh)
+            memory = None if memory is None else replicated(memory, self.tensor_mesh)
             if log_decay is not None:
                 log_decay = replicated(log_decay, self.tensor_mesh)
                 log_decay = log_decay.chunk(self.tensor_mesh.size(), -1)[self.tensor_mesh.get_local_rank()]
@@ -288,7 +309,8 @@ class DecayFlashAttention(Spared):
         bounds: dict[str, Any] = {}
         if given.padding_mask is not None:
             padding, (first, end) = given.padding_mask == 0, _bounds(given.padding_mask)
-            bounds = {"leftpad_q": first, "leftpad_k": first, "seqused_q": end, "seqused_k": end}
+            bounds = {"leftpad_q": first, "seqused_q": end}
+            bounds |= {"leftpad_k": first, "seqused_k": end} if memory is None else {}
         elif given.cu_seqlens is not None:
             given = given._replace(cu_seqlens=given.cu_seqlens.to(torch.int32))
             token = torch.arange(x.shape[1], device=x.device) + begin
@@ -301,7 +323,17 @@ class DecayFlashAttention(Spared):
             if log_decay is not None and log_decay.ndim == 3:
                 log_decay = _rolled(log_decay, first)
             given, bounds = given._replace(new_lengths=end - first), {}
-        q, k, v, gate = self.in_proj(x).split(self.split_sizes, dim=-1)
+        tokens, rows = x, x.shape[1]
+        if memory is not None:
+            if given.memory_padding_mask is not None:
+                memory = memory.masked_fill(given.memory_padding_mask[..., None] == 0, 0)
+                first, end = _bounds(given.memory_padding_mask, "memory_padding_mask")
+                bounds |= {"leftpad_k": first, "seqused_k": end}
+            # one call of a module that may be quantised, adapted or sharded
+            tokens, x = torch.cat([x, memory], 1), memory
+        q, k, v, gate = self.in_proj(tokens).split(self.split_sizes, dim=-1)
+        if memory is not None:
+            q, k, v, gate = q[:, :rows], k[:, rows:], v[:, rows:], gate[:, :rows]
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.value_dim))
@@ -316,6 +348,8 @@ class DecayFlashAttention(Spared):
             q, k = _check_placed(self.position(q, k, **start), q, k)
         if log_decay is None and self.decay is not None:
             log_decay = self.decay(x)
+        if memory is not None and not self.causal and isinstance(log_decay, Tensor) and log_decay.ndim == 3:
+            _check_aligned(bounds, rows, memory.shape[1])
         if resets is not None:
             if not isinstance(log_decay, Tensor) or log_decay.ndim != 3:
                 raise ValueError("resets: expected a decay per token; with a constant decay use cu_seqlens")
@@ -391,25 +425,47 @@ class DecayFlashAttention(Spared):
         wide = torch.promote_types(self.log_scale.dtype, torch.float32)
         return part(self.log_scale, self.tensor_mesh).to(wide).exp() / math.sqrt(self.head_dim)
 
-    def _check_input(self, x: Tensor) -> None:
-        check_tensor("x", x)
+    def _check_input(self, name: str, x: Tensor) -> None:
+        check_tensor(name, x)
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
-            raise ValueError(f"x: expected shape (B, T, embed_dim = {self.embed_dim}), got {tuple(x.shape)}")
+            raise ValueError(f"{name}: expected shape (B, T, embed_dim = {self.embed_dim}), got {tuple(x.shape)}")
         if not x.is_floating_point():
-            raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
+            raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
+
+    def _check_memory(self, x: Tensor, given: Given, memory: Tensor) -> None:
+        self._check_input("memory", memory)
+        if memory.shape[0] != x.shape[0]:
+            raise ValueError(f"memory: expected the batch size of x, {x.shape[0]}, got {memory.shape[0]}")
+        if memory.device != x.device:
+            raise ValueError(f"memory: expected the device of x, {x.device}, got {memory.device}")
+        if memory.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"memory: expected the dtype of x, {x.dtype}, got {memory.dtype}")
+        for name, value, remedy in (
+            ("position", self.position, "use a layer without one for cross-attention"),
+            ("context", self.context, "use a layer without one for cross-attention"),
+            ("cache", given.cache, "every call reads memory whole"),
+            ("cu_seqlens", given.cu_seqlens, "pad both sequences, and pass padding_mask and memory_padding_mask"),
+            ("resets", given.resets, "pass a log_decay that is -inf at the first token of a document"),
+        ):
+            if value is not None:
+                raise ValueError(f"{name}: expected None with memory; {remedy}")
 
     def _check_arguments(self, x: Tensor, given: Given, others: tuple, unknown: dict) -> int:
         """Refuse what decay_attention cannot know. Return the position of x's first token; with a cache it is 0."""
         if others or unknown:
             keywords.refuse(DecayFlashAttention.forward, unknown, others)
-        self._check_input(x)
+        self._check_input("x", x)
         if given.cache is not None:
             self._check_cache(x, given.cache)
         elif given.new_lengths is not None:
             raise ValueError("new_lengths: expected only with a cache")
+        if given.memory is not None:
+            self._check_memory(x, given, given.memory)
+        elif given.memory_padding_mask is not None:
+            raise ValueError("memory_padding_mask: expected only with memory")
         self._check_sequences(x, given)
         if given.log_decay is not None:
-            self._check_log_decay(x, given.log_decay)
+            self._check_log_decay(x if given.memory is None else given.memory, given.log_decay)
         begin, end = 0, x.shape[1]
         if self.context is not None:
             self._check_position("context")
@@ -420,12 +476,15 @@ class DecayFlashAttention(Spared):
         return begin
 
     def _check_sequences(self, x: Tensor, given: Given) -> None:
-        for name, mask in (("padding_mask", given.padding_mask), ("resets", given.resets)):
-            if mask is None:
+        for name, mask, tokens in (
+            ("padding_mask", given.padding_mask, x), ("resets", given.resets, x),
+            ("memory_padding_mask", given.memory_padding_mask, given.memory),
+        ):
+            if mask is None or tokens is None:
                 continue
-            _check_integers(name, mask, x, or_bool=True)
-            if mask.shape != x.shape[:2]:
-                raise ValueError(f"{name}: expected shape (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+            _check_integers(name, mask, tokens, or_bool=True)
+            if mask.shape != tokens.shape[:2]:
+                raise ValueError(f"{name}: expected shape (B, T) = {tuple(tokens.shape[:2])}, got {tuple(mask.shape)}")
         if given.resets is not None and given.resets.dtype != torch.bool:
             refuse_unless(
                 ((given.resets == 0) | (given.resets == 1)).all(),
@@ -501,7 +560,7 @@ def _first(padding_mask: Tensor) -> Tensor:
     return ((padding_mask != 0).cumsum(1) == 0).sum(1, dtype=torch.int32)
 
 
-def _bounds(padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+def _bounds(padding_mask: Tensor, name: str = "padding_mask") -> tuple[Tensor, Tensor]:
     """First tokens (B,) int32 of the rows, and their ends; an empty row ends where it begins."""
     begin = _first(padding_mask)
     end = begin + (padding_mask != 0).sum(1, dtype=torch.int32)
@@ -509,10 +568,22 @@ def _bounds(padding_mask: Tensor) -> tuple[Tensor, Tensor]:
     one_stretch = (index >= begin[:, None]) & (index < end[:, None])
     refuse_unless(
         (one_stretch == padding_mask).all(),
-        "padding_mask: expected in every row one stretch of tokens (True or 1) and padding (False or 0) around it, got "
+        f"{name}: expected in every row one stretch of tokens (True or 1) and padding (False or 0) around it, got "
         "a row with a gap or with other numbers; `resets` or cu_seqlens keep documents apart",
     )
     return begin, end
+
+
+def _check_aligned(bounds: dict[str, Tensor], rows: int, keys: int) -> None:
+    """Refuse an entry with more tokens of x than of memory, as decay_attention refuses a whole batch."""
+    if not bounds:
+        return
+    queries = bounds.get("seqused_q", rows) - bounds.get("leftpad_q", 0)
+    refuse_unless(
+        (queries <= bounds.get("seqused_k", keys) - bounds.get("leftpad_k", 0)).all(),  # type: ignore[union-attr]
+        "padding_mask, memory_padding_mask: expected at most as many tokens of x as of memory in every entry, because "
+        "causal=False with a decay per token has no distance before the first token of memory",
+    )
 
 
 def _check_offsets(cu_seqlens: Tensor, end: int) -> None:

@@ -86,7 +86,7 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     which no score uses. The half-life is inf where the mean is 0 or more, and NaN before a head has used a token.
     Padding that a layer is not told about counts. This is so for a `Decay` outside of a layer, and for the layers of
     DecayModel without a cache, where padding stands behind the tokens and no token sees it. Such models are best
-    recorded on texts without padding.
+    recorded on texts without padding. A log_decay that the caller gives is not recorded.
 
     torch.compile is off inside the context: compiled models run eagerly. A forward that activation checkpointing
     repeats counts once. CUDA graphs replay without Python, and are not seen. On several devices each rank records its
@@ -146,12 +146,15 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 def _used(
     rates: Tensor, layer: DecayFlashAttention | None, *, padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, resets: Tensor | None = None, cache: DecayCache | None = None,
-    new_lengths: Tensor | None = None, **_: Any,
+    new_lengths: Tensor | None = None, memory: Tensor | None = None, memory_padding_mask: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     """True, (B, T) or (1, T), for tokens with a λ (B, T, H) that a score uses; the options are those of the layer."""
     token = torch.arange(rates.shape[1], device=rates.device)[None]
     if layer is not None and layer.context is not None:
         token = token + layer.context.first_token(rates.shape[1])
+    if memory is not None:
+        padding_mask = memory_padding_mask
     if cache is not None:
         position = token + (cache.lengths + cache.dropped)[:, None]
         if padding_mask is not None:  # the layer has moved the padding behind the tokens

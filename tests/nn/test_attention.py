@@ -515,11 +515,11 @@ def test_names_of_other_libraries_are_told_ours(owner):
 
 def test_query_key_and_value_are_refused_by_name():
     x = tokens()
-    message = r"DecayFlashAttention.forward: expected x, .* got 2 more; it is self-attention: layer\(x\)"
+    message = r"DecayFlashAttention.forward: expected x, .* got 2 more; cross-attention is layer\(x, memory="
     layer = DecayFlashAttention(WIDTH, 4)
     with pytest.raises(TypeError, match=message):
         layer(x, x, x, need_weights=False)
-    with pytest.raises(TypeError, match=r"query: unexpected keyword argument .* the layer is self-attention"):
+    with pytest.raises(TypeError, match=r"query: unexpected keyword argument .* use x, and memory for cross-attention"):
         layer(query=x, key=x, value=x)
     with pytest.raises(TypeError, match=r"x: expected a torch.Tensor, got nothing"):
         layer()

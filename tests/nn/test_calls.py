@@ -23,8 +23,8 @@ LAYERS = {
 DECAYS = {
     "scalar": lambda: "scalar", "learned": lambda: ConstantDecay.alibi(HEADS, learned=True), "none": lambda: "none",
 }
-# what a call may be given besides x: log_decay (H,) or (B, T, H)
-NEW = {"own decay": (), "rates": ("rates",), "per token": ("per token",)}
+# what a call may be given besides x: log_decay (H,) or (B, T, H), and memory
+NEW = ["own decay", "rates", "per token", "memory", "memory, rates", "memory, per token"]
 CALLS = ["dense", "left", "right", "both", "packed", "resets", "cached", "cached left"]
 
 
@@ -43,11 +43,14 @@ def entries(new: str, lengths: list[int] = LENGTHS) -> list[dict[str, Tensor]]:
     torch.manual_seed(1)
     rates = -torch.rand(HEADS).double()
     found = []
-    for length in lengths:
+    for index, length in enumerate(lengths):
         entry = {"x": torch.randn(length, WIDTH).double()}
-        if "rates" in NEW[new]:
+        if "memory" in new:
+            length += 2 if len(set(lengths)) == 1 else (0, 4, 2, 1)[index]
+            entry["memory"] = torch.randn(length, WIDTH).double()
+        if "rates" in new:
             entry["log_decay"] = rates
-        if "per token" in NEW[new]:
+        if "per token" in new:
             entry["log_decay"] = -torch.rand(length, HEADS).double()
         found.append({name: tensor.requires_grad_() for name, tensor in entry.items()})
     return found
@@ -56,17 +59,19 @@ def entries(new: str, lengths: list[int] = LENGTHS) -> list[dict[str, Tensor]]:
 def by_hand(layer: DecayFlashAttention, entry: dict[str, Tensor], resets: Tensor | None = None) -> Tensor:
     """The layer's documentation for one entry, (T, WIDTH)."""
     x, log_decay = entry["x"][None], entry.get("log_decay")
+    memory = entry["memory"][None] if "memory" in entry else x
     bias = layer.in_proj.bias
     biases = [None] * 4 if bias is None else bias.split(layer.split_sizes)
     weights = layer.in_proj.weight.split(layer.split_sizes)
-    q, k, v, gate = (F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    sources = (x, memory, memory, x)
+    q, k, v, gate = (F.linear(*operands) for operands in zip(sources, weights, biases, strict=True))
     q, k = q.unflatten(-1, (HEADS, -1)), k.unflatten(-1, (layer.num_kv_heads, -1))
     if layer.qk_norm:
         q, k = layer.q_norm(q), layer.k_norm(k)
     if layer.position is not None:
         q, k = layer.position(q, k)
     if log_decay is None and layer.decay is not None:
-        log_decay = layer.decay(x)
+        log_decay = layer.decay(memory)
     elif log_decay is not None and log_decay.ndim == 2:
         log_decay = log_decay[None]
     if resets is not None:
@@ -102,7 +107,8 @@ def batched(given: list[dict[str, Tensor]], side: str) -> tuple[dict[str, Tensor
             arguments[name], mask = padded([entry[name] for entry in given], "right" if side == "dense" else side)
         if name == "x":
             rows = mask
-            arguments |= {} if side == "dense" else {"padding_mask": mask}
+        if side != "dense" and name in ("x", "memory"):
+            arguments["padding_mask" if name == "x" else "memory_padding_mask"] = mask
     return arguments, rows
 
 
@@ -152,6 +158,12 @@ def run(layer: nn.Module, call: str, given: list[dict[str, Tensor]]) -> list[Ten
 
 def expected_refusal(layer: DecayFlashAttention, call: str, new: str) -> str | None:
     """The error of a combination, None if there is none."""
+    if "memory" in new:
+        if layer.position is not None:
+            return "position: expected None with memory; use a layer without one"
+        refused = {"packed": "cu_seqlens", "resets": "resets", "cached": "cache", "cached left": "cache"}.get(call)
+        if refused is not None and (layer.causal or refused != "cache"):
+            return f"{refused}: expected None with memory; "
     per_token = new == "per token" or (new == "own decay" and getattr(layer.decay, "weight", None) is not None)
     if call.startswith("cached") and not layer.causal:
         return "cache: a layer with causal=False has none"
