@@ -487,7 +487,8 @@ class DecayCache:
 
     def _fits(self, tokens: int, room: int) -> bool:
         """True if each entry has room for more tokens. Reads the lengths where their upper bound does not tell."""
-        if self.longest and self.longest + tokens > room and not self._is_tried:
+        is_readable = not (self._is_tried or self.lengths.is_meta)
+        if self.longest and self.longest + tokens > room and is_readable:
             self.longest = int(self.lengths.max())
         return self.longest + tokens <= room
 

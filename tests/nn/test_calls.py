@@ -1,5 +1,6 @@
 """Options of a call with those of the layer and with each other: each entry as it is by itself, or refused by name."""
 
+import itertools
 import math
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from cached_layers import Rotary
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import decayattn.nn.attention
 from decayattn import DecayFlashAttention, decay_attention
-from decayattn.nn import ConstantDecay
+from decayattn.nn import ConstantDecay, DecayCache
 
 WIDTH, HEADS = 12, 4
 LENGTHS = [7, 3, 0, 5]
@@ -97,14 +100,17 @@ def padded(tensors: list[Tensor], side: str, filling: float = math.nan) -> tuple
     return torch.stack(rows), torch.stack(masks)
 
 
-def batched(given: list[dict[str, Tensor]], side: str) -> tuple[dict[str, Tensor], Tensor]:
+def batched(
+    given: list[dict[str, Tensor]], side: str, filling: float = math.nan
+) -> tuple[dict[str, Tensor], Tensor]:
     """Arguments of a call for all entries, and the mask of its rows; without padding if side is "dense"."""
     arguments = {}
     for name in given[0]:
         if given[0][name].ndim == 1:
             arguments[name] = given[0][name]
         else:
-            arguments[name], mask = padded([entry[name] for entry in given], "right" if side == "dense" else side)
+            to = "right" if side == "dense" else side
+            arguments[name], mask = padded([entry[name] for entry in given], to, filling)
         if name == "x":
             rows = mask
         if side != "dense" and name in ("x", "memory"):
@@ -200,3 +206,105 @@ def test_every_call_is_its_entries_or_refused(options, decay, new):
         for got, want in zip(*gradients, strict=True):
             assert (got is None) == (want is None)
             torch.testing.assert_close(got, want) if want is not None else None
+
+
+@pytest.mark.parametrize(("how", "new"), [
+    ("compiled", "per token"), ("compiled", "memory, rates"),
+    *itertools.product(["checkpointed", "triton", "bfloat16", "autocast"], NEW),
+])
+def test_calls_compiled_checkpointed_and_narrow(how, new, device, monkeypatch):
+    """Outputs and gradients of a padded call are the eager ones, and no log-decay is rounded."""
+    layer = build("everything", backend="reference").to(device)
+    given = entries(new, [6, 4, 5])
+    arguments, rows = batched(given, "left", filling=0.0)
+    inputs = [*dict.fromkeys(x for entry in given for x in entry.values()), *layer.parameters()]
+    seen = []
+
+    def results(**options) -> list[Tensor]:
+        call, names, narrow = layer, [*arguments], options.pop("narrow", None)
+        values = [arguments[name].to(device) for name in names]
+        if narrow is not None:
+            values = [x.to(torch.float32 if name == "log_decay" else narrow) if x.is_floating_point() else x
+                      for name, x in zip(names, values, strict=True)]
+        out = options.pop("call", call)(**dict(zip(names, values, strict=True)), **options)[rows.to(device)]
+        grad = torch.sin(torch.arange(out.numel(), device=device)).view_as(out).to(out.dtype)
+        return [out, *(x for x in torch.autograd.grad(out, inputs, grad, allow_unused=True) if x is not None)]
+
+    def spy(q, k, v, log_decay, **options):
+        seen.append(log_decay)
+        return decay_attention(q, k, v, log_decay, **options)
+
+    wanted, tolerance = results(), 1e-9
+    if how == "compiled":
+        torch.compiler.reset()
+        found = results(call=torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    elif how == "checkpointed":
+        found = results(call=lambda **options: checkpoint(layer, **options, use_reentrant=False))
+    elif how == "triton":
+        layer.backend = "triton"
+        found = results()
+    else:
+        monkeypatch.setattr(decayattn.nn.attention, "decay_attention", spy)
+        layer.to(torch.bfloat16 if how == "bfloat16" else torch.float32)
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=how == "autocast"):
+            found = results(narrow=torch.bfloat16 if how == "bfloat16" else torch.float32)
+        tolerance = 0.05
+        assert found[0].dtype == torch.bfloat16
+        [log_decay] = seen
+        assert log_decay.dtype == torch.float32
+        if "log_decay" in arguments:
+            assert torch.equal(log_decay, arguments["log_decay"].to(log_decay))
+    for got, want in zip(found, wanted, strict=True):
+        atol = tolerance * want.abs().max().item()
+        torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=atol)
+
+
+X, M, RATES = torch.zeros(2, 5, WIDTH), torch.zeros(2, 7, WIDTH), torch.zeros(HEADS)
+MASK, MEMORY_MASK = torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 7, dtype=torch.bool)
+LONG = torch.arange(7) < torch.tensor([[4], [7]])
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"log_decay": -0.5}, "log_decay: expected a torch.Tensor, got -0.5"),
+    ({"log_decay": RATES.bfloat16()}, r"log_decay: expected float32, got torch.bfloat16; .*FSDP2 casts"),
+    ({"log_decay": RATES.long()}, "log_decay: expected float32, got torch.int64"),
+    ({"log_decay": RATES.double()}, r"log_decay: expected float32 \(or float64 with float64"),
+    ({"log_decay": RATES.to("meta")}, "log_decay: expected the device of x, cpu, got meta"),
+    *(
+        ({"log_decay": torch.zeros(shape)}, r"log_decay: expected \(H,\) = \(4,\) or .* = \(2, 5, 4\)")
+        for shape in [(), (5,), (2, 4, 5), (2, 5, 1), (1, 5, 4), (5, 4), (2, 7, 4)]
+    ),
+    ({"memory": M, "log_decay": torch.zeros(2, 5, 4)}, r"log_decay: .* = \(2, 7, 4\), got \(2, 5, 4\)"),
+    ({"memory": M.tolist()}, "memory: expected a torch.Tensor"),
+    ({"memory": M[0]}, r"memory: expected shape \(B, T, embed_dim = 12\), got \(7, 12\)"),
+    ({"memory": M[:1]}, "memory: expected the batch size of x, 2, got 1"),
+    ({"memory": M[..., :8]}, r"memory: expected shape \(B, T, embed_dim = 12\), got \(2, 7, 8\)"),
+    ({"memory": M.double()}, "memory: expected the dtype of x, torch.float32, got torch.float64"),
+    ({"memory": M.long()}, "memory: expected a floating dtype, got torch.int64"),
+    ({"memory": M.to("meta")}, "memory: expected the device of x, cpu, got meta"),
+    ({"memory_padding_mask": MASK}, "memory_padding_mask: expected only with memory"),
+    ({"memory": M, "memory_padding_mask": MASK}, r"memory_padding_mask: expected shape .* \(2, 7\), got"),
+    ({"memory": M, "padding_mask": MEMORY_MASK}, r"^padding_mask: expected shape .* \(2, 5\), got"),
+    ({"memory": M, "memory_padding_mask": LONG ^ LONG.flip(1)}, "memory_padding_mask: expected in every row"),
+    ({"memory": M, "new_lengths": torch.tensor([1, 2])}, "new_lengths: expected only with a cache"),
+    ({"memory": M, "max_seqlen": 3}, "max_seqlen: expected only with cu_seqlens"),
+    ({"memory": M, "cache": DecayCache(2, 9, num_heads=4, head_dim=3)}, "cache: expected None with memory"),
+    ({"causal": False, "memory": M[:, :4]}, "causal: False with a per-token log_decay needs T_q <= T_k"),
+    ({"causal": False, "memory": M, "memory_padding_mask": LONG}, "at most as many tokens of x as of memory"),
+])
+def test_wrong_decays_and_memories_are_refused_by_name(arguments, message):
+    layer = DecayFlashAttention(WIDTH, HEADS, causal=arguments.get("causal", True))
+    with pytest.raises((TypeError, ValueError), match=message):
+        layer(X, **{name: value for name, value in arguments.items() if name != "causal"})
+
+
+def test_longer_sequences_than_the_memory():
+    """Without a decay per token, not causal rows see all of it; causal ones see nothing before its first token."""
+    x, memory = torch.randn(2, 7, WIDTH).double(), torch.randn(2, 4, WIDTH).double()
+    for decay, causal in (("none", False), ("learned", False), ("scalar", True)):
+        layer = build("plain", decay, causal=causal)
+        entry = {"x": x[0], "memory": memory[0]}
+        out = layer(x, memory=memory)
+        torch.testing.assert_close(out[0], by_hand(layer, entry))
+        assert (out[:, :3] == 0).all() == causal
+    torch.testing.assert_close(layer(x, memory=x), layer(x))
