@@ -582,6 +582,8 @@ def test_script_on_gloo_ends_without_a_barrier(tmp_path):
         ("halo", dict(decay="constant", window_size=(20, 0), sink=True, scale="learned", lengths="uneven")),
         ("halo", dict(packed=True, lengths="uneven")),
         ("heads", dict(packed=True, sink=True)),
+        ("halo", dict(given="BTH", lengths="uneven")),
+        ("heads", dict(given="H", decay="none", packed=True)),
     ],
 )
 def test_a_layer_with_a_context(pool, ranks, mode, case):
@@ -590,12 +592,14 @@ def test_a_layer_with_a_context(pool, ranks, mode, case):
         assert len(errors) > 5
 
 
-def test_a_layer_with_a_context_refuses_padding_and_caches():
+def test_layer_with_a_context_refuses_padding_caches_and_memory():
     layer = DecayFlashAttention(8, 2)
     layer.context = ContextParallel(None, lengths=[4])
     x = torch.zeros(1, 4, 8)
     with pytest.raises(ValueError, match="padding_mask: expected None where the layer has a context"):
         layer(x, padding_mask=torch.ones(1, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="context: expected None with memory; use a layer without one"):
+        layer(x, memory=x)
     with torch.no_grad(), pytest.raises(ValueError, match="cache: expected None where the layer has a context"):
         layer(x, cache=layer.make_cache(1, 8))
 

@@ -421,8 +421,11 @@ def compiled(group, fullgraph):
     return float((torch.compile(model, backend="eager", fullgraph=fullgraph)(q) - model(q)).abs().max())
 
 
-def of_the_first_layer(group, mode, *, lengths="equal", packed=False, length=60, **options):
-    """A layer with and without a context: the errors of y, of dx and of every parameter's gradient."""
+def of_the_first_layer(group, mode, *, lengths="equal", packed=False, length=60, given=None, **options):
+    """A layer with and without a context: the errors of y, of dx and of every parameter's gradient.
+
+    given: shape of a log_decay, of "B", "T" and "H".
+    """
     torch.manual_seed(0)
     layer = DecayFlashAttention(
         32, 4, num_kv_heads=2, position=Turn(), dtype=torch.float64, qk_norm=True, output_gate=True, **options
@@ -431,24 +434,31 @@ def of_the_first_layer(group, mode, *, lengths="equal", packed=False, length=60,
     rank = dist.get_rank(group)
     lengths = lengths_of(lengths, length, dist.get_world_size(group))
     mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
-    per_token = options.get("decay", "scalar") == "scalar"
+    per_token = options.get("decay", "scalar") == "scalar" if given is None else len(given) == 3
+    sizes = {"B": len(x), "T": length, "H": 4}
+    log_decay = None if given is None else -torch.rand([sizes[axis] for axis in given], dtype=torch.float64)
     resets = torch.rand(x.shape[:2]) < 0.05 if per_token else None
     cu_seqlens = torch.tensor([0, 20, 47]) if packed else None
 
-    def run(x, d_y, resets):
+    def run(x, d_y, resets, log_decay):
         x = x.clone().requires_grad_()
+        rates = None if log_decay is None else log_decay.clone().requires_grad_()
         layer.zero_grad()
-        y = layer(x, resets=resets, cu_seqlens=cu_seqlens)
+        y = layer(x, resets=resets, cu_seqlens=cu_seqlens, log_decay=rates)
         (y * d_y).sum().backward()
-        return {"y": y.detach(), "dx": x.grad} | {name: p.grad.clone() for name, p in layer.named_parameters()}
+        found = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+        found |= {} if rates is None else {"rates" if rates.ndim == 1 else "log_decay": rates.grad}
+        return {"y": y.detach(), "dx": x.grad} | found
 
-    expected = run(x, d_y, resets)
-    expected = expected | {name: expected[name][:, mine] for name in ("y", "dx")}
+    of_tokens = {"y", "dx", "log_decay"}
+    expected = run(x, d_y, resets, log_decay)
+    expected = {name: x[:, mine] if name in of_tokens else x for name, x in expected.items()}
     layer.context = ContextParallel(group, mode, lengths)
     layer = copy.deepcopy(layer)
-    found = run(x[:, mine], d_y[:, mine], None if resets is None else resets[:, mine])
+    log_decay = log_decay[:, mine] if given is not None and per_token else log_decay
+    found = run(x[:, mine], d_y[:, mine], None if resets is None else resets[:, mine], log_decay)
     for name, grad in found.items():
-        if name not in ("y", "dx"):
+        if name not in of_tokens:
             dist.all_reduce(grad, group=group)
     return {name: float((x - expected[name]).abs().max()) if x.numel() else 0.0 for name, x in found.items()}
 

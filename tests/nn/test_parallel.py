@@ -343,6 +343,30 @@ def test_a_sharded_layer_makes_its_cache_and_its_bound(ranks, decay, dtypes, exp
         assert found == {"alike": True, "evicted": (B, HEADS), "dtype": expected}
 
 
+def sharded_calls(device: str, given: str, policy: MixedPrecisionPolicy | None) -> dict[str, float]:
+    """Errors of a call with a memory or with a decay of its own, and of its gradients."""
+    single, model = (model_of("scalar", device, torch.float32, **EVERYTHING)[0].attention for _ in range(2))
+    options = {} if policy is None else {"mp_policy": policy}
+    fully_shard_attention(parent := nn.Sequential(model), mesh=init_device_mesh(device, (2,)), **options)
+    fully_shard(parent, mesh=init_device_mesh(device, (2,)))
+    x, memory = batch(device, torch.float32)
+    given = {"memory": memory} if given == "memory" else {"log_decay": -memory[..., :HEADS].abs()}
+    for one in (single, model):
+        one(x, **given).float().square().mean().backward()
+    found, expected = (
+        {name: whole(p.grad) for name, p in one.named_parameters() if p.grad is not None} for one in (model, single)
+    )
+    return worst(found, expected)
+
+
+@pytest.mark.parametrize("given", ["memory", "log_decay"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_sharded_layer_takes_a_memory_and_a_decay(ranks, given, dtype):
+    policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for errors in ranks(sharded_calls, ranks.device, given, policy):
+        assert max(errors.values()) < (1e-4 if dtype is None else 0.1), errors
+
+
 def rounded(device: str, decay: str) -> str:
     """The error of layers that torch's fully_shard gathers in bfloat16."""
     model = model_of(decay, device, torch.float32, **EVERYTHING)
@@ -593,7 +617,7 @@ def test_a_divided_layer_bounds_its_own_heads(ranks, options):
 
 
 def with_options(device: str) -> dict[str, float]:
-    """Padding, packed sequences, resets, a cache and norms that are sharded along the sequence."""
+    """Options of calls with their gradients, caches, and norms that are sharded along the sequence."""
     layer = model_of("scalar", device, **EVERYTHING)[0].attention
     divided = copy.deepcopy(layer)
     divide(divided, device)
@@ -604,15 +628,35 @@ def with_options(device: str) -> dict[str, float]:
         "padding": (x.masked_fill(~padding[..., None], torch.nan), {"padding_mask": padding}),
         "packed": (x[:1], {"cu_seqlens": torch.tensor([0, 7, T], device=device)}),
         "resets": (x, {"resets": torch.arange(T, device=device).expand(B, T) == 9}),
+        "log_decay": (x, {"log_decay": -torch.rand(B, T, HEADS, device=device, dtype=x.dtype)}),
+        "rates": (x, {"log_decay": -torch.rand(HEADS, device=device, dtype=x.dtype)}),
+        "memory": (x[:, 9:], {"memory": x.sin(), "memory_padding_mask": padding}),
+        "memory with rates": (x[:, 9:], {"memory": x.sin(), "log_decay": -torch.rand(HEADS, device=device).double()}),
     }
     errors = {}
     for name, (given, options) in cases.items():
-        real = padding if name == "padding" else slice(None)
-        errors[name] = float((divided(given, **options) - layer(given, **options)).detach()[real].abs().max())
+        inputs = [x for x in (given, *options.values()) if x.is_floating_point()]
+        leaves, results = [], []
+        for one in (divided, layer):
+            copies = {id(x): x.clone().requires_grad_() for x in inputs}
+            leaves.append([*copies.values()])
+            options_of_one = {key: copies.get(id(x), x) for key, x in options.items()}
+            results.append(one(copies[id(given)], **options_of_one)[padding if name == "padding" else slice(None)])
+            results[-1].sin().sum().backward()
+        errors[name] = float((results[0] - results[1]).detach().abs().max())
+        for mine, whole_one in zip(*leaves, strict=True):
+            gradients = [x.grad for x in (mine, whole_one)]
+            error = (gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max()
+            errors[name] = max(errors[name], float(error))
     with torch.no_grad():
         cache = divided.make_cache(B, T)
         steps = torch.cat([divided(x[:, :9], cache=cache), divided(x[:, 9:], cache=cache)], 1)
         errors["cache"] = float((steps - layer(x)).abs().max())
+        caches = divided.make_cache(B, 2 * T), layer.make_cache(B, 2 * T)
+        for log_decay in (-torch.rand(B, T, HEADS, device=device, dtype=x.dtype), None):
+            options = {"padding_mask": padding, "log_decay": log_decay}
+            pair = [one(x, cache=cache, **options) for one, cache in zip((divided, layer), caches, strict=True)]
+            errors["padded cache"] = max(errors.get("padded cache", 0), float((pair[0] - pair[1]).abs().max()))
 
     mesh = init_device_mesh(device, (2,))
     in_sequence = copy.deepcopy(layer)
@@ -633,7 +677,7 @@ def with_options(device: str) -> dict[str, float]:
 
 def test_tensor_parallelism_takes_the_options_of_the_layer(ranks):
     for errors in ranks(with_options, ranks.device):
-        assert len(errors) == 6
+        assert len(errors) == 11
         assert max(errors.values()) < 1e-11, errors
 
 

@@ -208,6 +208,16 @@ def test_half_lives_of_a_cache_are_those_of_the_text(padding, last):
     torch.testing.assert_close(found["blocks.0.attention"], half_life(layer.decay(x)[used].double().mean(0)).float())
 
 
+def test_half_lives_of_a_memory_are_those_of_its_tokens():
+    of, x, mask = model("scalar"), tokens(), torch.tensor([[1] * LENGTH, [0] * 4 + [1] * (LENGTH - 4)])
+    layer = of.blocks[0].attention
+    with record_half_lives(of) as found:
+        layer(x[:, :3], memory=x, memory_padding_mask=mask, padding_mask=mask[:, -3:])
+        layer(x, log_decay=torch.zeros(layer.num_heads))  # not recorded
+    used = only((0, slice(1, None)), (1, slice(5, None)))
+    torch.testing.assert_close(found["blocks.0.attention"], half_life(layer.decay(x)[used].double().mean(0)).float())
+
+
 @pytest.mark.parametrize("decay", ["learned", "frozen"])
 def test_half_lives_of_constant_decays_are_their_rates(decay):
     of = model(decay)
