@@ -169,8 +169,8 @@ class ContextParallel(NamedTuple):
     """Settings for attention over sequences that are sharded across ranks: `layer.context = ContextParallel(group)`.
 
     x is then this rank's slice (B, T_r, embed_dim), and so are resets; cu_seqlens counts on the axis of all slices. A
-    position module is called with start, the position (B,) int32 of the slice's first token. Padding masks and caches
-    are refused.
+    position module is called with start, the position (B,) int32 of the slice's first token. Padding masks, caches and
+    memories are refused.
     """
 
     group: dist.ProcessGroup | None

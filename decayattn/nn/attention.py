@@ -35,7 +35,7 @@ DECAYS: dict[str, Callable[..., nn.Module | None]] = {
 }
 
 
-class Given(NamedTuple):
+class _Given(NamedTuple):
     """Arguments of the layer's forward besides x."""
 
     padding_mask: Tensor | None
@@ -246,11 +246,12 @@ class DecayFlashAttention(Spared):
                 Under tensor parallelism it has all heads on every rank, with a context the tokens of the slice, with
                 memory those of memory.
             memory: (B, T_k, embed_dim), for cross-attention. Keys, values and decay come from it, queries and the
-                output gate from x. Distances, windows and `causal` are those of decay_attention: both sequences end at
-                the same position, so token i of x stands at token i + T_k − T of memory. That has a meaning if the two
-                have one clock. Otherwise build the layer with causal=False and decay="none". Causal, the tokens of x
-                before the first of memory see nothing. Not causal, a decay per token needs T ≤ T_k in every entry.
-                It takes no cache, cu_seqlens, resets, context or position module.
+                output gate from x. Distances, windows and `causal` are those of decay_attention. Both sequences end at
+                the same position: token i of x stands at token i + T_k − T of memory, and an x of one token at the
+                last. That has a meaning if the two have one clock. Otherwise build the layer with causal=False and
+                decay="none". Causal, the tokens of x before the first of memory see nothing. Not causal, a decay per
+                token needs T ≤ T_k in every entry. A memory excludes cache, cu_seqlens, resets, a context and a
+                position module.
             memory_padding_mask: (B, T_k), the padding_mask of memory.
 
         Raises:
@@ -259,7 +260,7 @@ class DecayFlashAttention(Spared):
                 an assertion on the device, without a synchronisation.
             RuntimeError: with a cache where a gradient would be needed.
         """
-        given = Given(
+        given = _Given(
             padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, log_decay, memory, memory_padding_mask
         )
         if self.context is None:
@@ -293,8 +294,8 @@ class DecayFlashAttention(Spared):
         return self.out_proj(out)
 
     def _prepare(
-        self, x: Tensor, given: Given, others: tuple, unknown: dict
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Given, dict[str, Any]]:
+        self, x: Tensor, given: _Given, others: tuple, unknown: dict
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, _Given, dict[str, Any]]:
         """All of the forward before its attention, checks included: q, k, v, gate, the arguments as the attention takes
         them, and its options."""
         begin = self._check_arguments(x, given, others, unknown)
@@ -432,7 +433,7 @@ class DecayFlashAttention(Spared):
         if not x.is_floating_point():
             raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
 
-    def _check_memory(self, x: Tensor, given: Given, memory: Tensor) -> None:
+    def _check_memory(self, x: Tensor, given: _Given, memory: Tensor) -> None:
         self._check_input("memory", memory)
         if memory.shape[0] != x.shape[0]:
             raise ValueError(f"memory: expected the batch size of x, {x.shape[0]}, got {memory.shape[0]}")
@@ -450,7 +451,7 @@ class DecayFlashAttention(Spared):
             if value is not None:
                 raise ValueError(f"{name}: expected None with memory; {remedy}")
 
-    def _check_arguments(self, x: Tensor, given: Given, others: tuple, unknown: dict) -> int:
+    def _check_arguments(self, x: Tensor, given: _Given, others: tuple, unknown: dict) -> int:
         """Refuse what decay_attention cannot know. Return the position of x's first token; with a cache it is 0."""
         if others or unknown:
             keywords.refuse(DecayFlashAttention.forward, unknown, others)
@@ -475,7 +476,7 @@ class DecayFlashAttention(Spared):
             _check_offsets(given.cu_seqlens, end)
         return begin
 
-    def _check_sequences(self, x: Tensor, given: Given) -> None:
+    def _check_sequences(self, x: Tensor, given: _Given) -> None:
         for name, mask, tokens in (
             ("padding_mask", given.padding_mask, x), ("resets", given.resets, x),
             ("memory_padding_mask", given.memory_padding_mask, given.memory),
@@ -491,9 +492,13 @@ class DecayFlashAttention(Spared):
                 "resets: expected 0 or 1, for the first token of a document, got other numbers; of document numbers "
                 "they are F.pad(numbers.diff() != 0, (1, 0))",
             )
-        for pair in (("cu_seqlens", "padding_mask"), ("cu_seqlens", "cache"), ("padding_mask", "new_lengths")):
-            if all(getattr(given, name) is not None for name in pair):
-                raise ValueError(f"{', '.join(pair)}: expected at most one of them")
+        for one, other, remedy in (
+            ("cu_seqlens", "padding_mask", "sequences are packed or padded"),
+            ("cu_seqlens", "cache", "pad the sequences, and pass padding_mask"),
+            ("new_lengths", "padding_mask", "a mask gives the lengths"),
+        ):
+            if getattr(given, one) is not None and getattr(given, other) is not None:
+                raise ValueError(f"{one}, {other}: expected at most one of them; {remedy}")
         if self.context is not None and (given.padding_mask is not None or given.cache is not None):
             name = "cache" if given.padding_mask is None else "padding_mask"
             raise ValueError(f"{name}: expected None where the layer has a context; cu_seqlens keeps sequences apart")
@@ -608,7 +613,7 @@ def _check_integers(name: str, numbers: Tensor, x: Tensor, or_bool: bool = False
 
 
 def _check_placed(placed: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """What a position module has returned, if it is q and k again."""
+    """Return the result of a position module if it is q and k again."""
     if not isinstance(placed, (tuple, list)) or len(placed) != 2:
         raise TypeError(f"position: expected a module that returns (q, k), got a {type(placed).__name__}")
     for name, got, given in zip("qk", placed, (q, k), strict=True):

@@ -571,7 +571,7 @@ def _decoder(backend: str, k: Tensor) -> registry.Decoder:
 
 
 def _counted(new_lengths: Tensor | None, tokens: int) -> Tensor | None:
-    """How many of the new tokens of each entry count, (B,) int32."""
+    """Number of new tokens that count in each entry, (B,) int32."""
     return None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
 
 

@@ -116,7 +116,7 @@ def test_a_cache_with_resets():
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("kind", ["plain", "padded", "reset", "packed"])
+@pytest.mark.parametrize("kind", ["plain", "padded", "reset", "packed", "memory"])
 def test_one_graph_for_every_length(kind, backend, device):
     layer = DecayFlashAttention(16, 4, window_size=(5, 0), sink=True, backend=backend, device=device)
     torch.compiler.reset()
@@ -130,6 +130,7 @@ def test_one_graph_for_every_length(kind, backend, device):
         options = {
             "plain": {}, "padded": dict(padding_mask=mask), "reset": dict(resets=~mask),
             "packed": dict(cu_seqlens=cu_seqlens, max_seqlen=length),
+            "memory": dict(memory=x[:, 2:] + 1, memory_padding_mask=mask[:, 2:], log_decay=-x[:, 2:, :4].abs()),
         }[kind]
         with torch.no_grad():
             expected = layer(x, **options)  # first, because einops learns of torch in its first call, and guards it
@@ -370,10 +371,10 @@ CACHE = DecayCache(2, 9, num_heads=4, head_dim=4)
         (dict(resets=MASK.float()), TypeError, "resets: expected a bool or an integer tensor, got torch.float32"),
         (dict(resets=MASK[:1]), ValueError, r"resets: expected shape \(B, T\) = \(2, 5\), got \(1, 5\)"),
         (dict(padding_mask=MASK, cu_seqlens=OFFSETS), ValueError, "cu_seqlens, padding_mask: expected at most one"),
-        (dict(cu_seqlens=OFFSETS, cache=CACHE), ValueError, "cu_seqlens, cache: expected at most one of them"),
+        (dict(cu_seqlens=OFFSETS, cache=CACHE), ValueError, "cu_seqlens, cache: expected .* one of them; pad the"),
         (
             dict(padding_mask=MASK, cache=CACHE, new_lengths=torch.tensor([1, 1])), ValueError,
-            "padding_mask, new_lengths: expected at most one of them",
+            "new_lengths, padding_mask: expected at most one of them",
         ),
         (dict(max_seqlen=3), ValueError, "max_seqlen: expected only with cu_seqlens"),
         (dict(cu_seqlens=OFFSETS), ValueError, r"x: expected shape \(1, total, embed_dim\) with cu_seqlens, got"),

@@ -689,7 +689,7 @@ def test_select_and_crop_are_what_they_say():
     BACKENDS, [None, (5, 0)], [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)]
 ))
 def test_drafts_of_every_entry_are_cropped_alone(backend, window, kind, slack):
-    """In a cache with room for the accepted tokens and one draft, also an entry that accepts none or loses all."""
+    """The cache has room for accepted tokens and one draft; an entry may accept none, or lose all it has."""
     layer = build(backend, decay=DECAYS["scalar"](), window_size=window, position=Rotary(), head_dim=6)
     cache, texts = layer.make_cache(3, 24), [torch.zeros(0, WIDTH).to(tokens()) for _ in range(3)]
     cache.crop(kind([0, 0, 0]))  # without buffers yet

@@ -42,7 +42,7 @@ def build(options: str, decay: str = "scalar", **more) -> DecayFlashAttention:
 
 
 def entries(new: str, lengths: list[int] = LENGTHS) -> list[dict[str, Tensor]]:
-    """What each entry of a batch is given by itself, without padding."""
+    """Arguments of each entry of a batch by itself, without padding."""
     torch.manual_seed(1)
     rates = -torch.rand(HEADS).double()
     found = []
