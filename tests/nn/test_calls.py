@@ -178,8 +178,11 @@ def expected_refusal(layer: DecayFlashAttention, call: str, new: str) -> str | N
     return None
 
 
-@pytest.mark.parametrize("new", NEW)
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize(("new", "decay"), [
+    *itertools.product(["own decay", "memory"], DECAYS),
+    # a given decay takes the place of any module
+    ("rates", "none"), ("per token", "learned"), ("memory, rates", "scalar"), ("memory, per token", "none"),
+])
 @pytest.mark.parametrize("options", LAYERS)
 def test_every_call_is_its_entries_or_refused(options, decay, new):
     """Outputs and gradients of parameters and of every input; NaN at padding."""
