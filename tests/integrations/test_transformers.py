@@ -711,15 +711,16 @@ def test_cropping_per_entry_keeps_the_columns(kind):
     model, (ids, mask) = build(), left_padded()
     cache, (drafts, last) = DecayModelCache(model.config), random_ids().split([TOKENS - 1, 1], 1)
     model(ids, attention_mask=mask, cache=cache)
-    for _ in range(3):
+    for step in range(6):
         mask = torch.cat([mask, torch.ones_like(drafts)], 1)
         model(drafts, attention_mask=mask, cache=cache)
-        removed = [4, *[2, 0, 5, 7][: len(ids) - 1]]
+        removed = [0 if b == step % len(ids) else TOKENS - 1 - b for b in range(len(ids))]
         cache.crop(kind([-count for count in removed]))
         for row, count in zip(mask, removed, strict=True):
             row[len(row) - count :] = 0
         ids = torch.cat([ids, drafts], 1)
         assert cache.get_seq_length() == ids.shape[1]
+        assert all(layer.cache.max_length <= 2 * (layer.cache.lengths.max() + TOKENS) for layer in cache.layers)
     for more in ({}, {"attention_mask": torch.cat([mask, torch.ones_like(last)], 1)}):
         found = model(last, cache=cache, **more).logits[:, 0]
         for b, row in enumerate(found):
