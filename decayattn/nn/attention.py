@@ -256,7 +256,7 @@ class DecayFlashAttention(Spared):
 
         Raises:
             TypeError, ValueError: for every bad argument, by name, and where the tokens do not fit in the cache. Bad
-                values in padding_mask, cu_seqlens and resets raise on a CPU. On a GPU, and in compiled code, they fail
+                values in masks, cu_seqlens and resets raise on a CPU. On a GPU, and in compiled code, they fail
                 an assertion on the device, without a synchronisation.
             RuntimeError: with a cache where a gradient would be needed.
         """
@@ -562,6 +562,7 @@ def _rolled(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _first(padding_mask: Tensor) -> Tensor:
+    """Padding on the left of the rows, (B,) int32."""
     return ((padding_mask != 0).cumsum(1) == 0).sum(1, dtype=torch.int32)
 
 
