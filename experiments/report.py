@@ -1,4 +1,4 @@
-"""Write the tables of README.md and experiments/README.md, and the pictures there, from the JSON in results/.
+"""Write the tables of README.md and experiments/README.md, and the picture of speeds, from the JSON in results/.
 
     python experiments/report.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
     python experiments/report.py --check    # changes nothing; exit status 1 and a diff where page and JSON disagree
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from readme_tables import evidence
 from readme_tables.results import Refused, Results
 from readme_tables.tables import BLOCKS, PICTURE, svg
 from shared.provenance import ROOT
@@ -51,17 +50,15 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Every page, and the pictures, as the JSON has it."""
+    """Every page, and the picture, as the JSON has it."""
     folder = root / "results"
     new = {root / name: rewritten(root / name, Results(folder, prefix)) for name, prefix in PAGES.items()}
     new[folder / PICTURE] = svg(Results(folder))
-    if Results(folder).has(evidence.EXTRAPOLATION_FILE):
-        new[folder / evidence.PICTURE] = evidence.svg(Results(folder))
     return new
 
 
 def rewritten(path: Path, results: Results) -> str:
-    """The page with all of its blocks made anew."""
+    """The page with all of its blocks written again."""
 
     def block(match: re.Match[str]) -> str:
         begin, name, end = match.groups()

@@ -109,8 +109,3 @@ def test_names_of_the_table_are_refused_with_ours():
         with pytest.raises(TypeError, match=f"{name}: unexpected keyword") as caught:
             decayattn.decay_attention(q, q, q, **{name: None})
         assert not re.search("it takes|did you mean", str(caught.value)), name
-
-
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", GUIDE.read_text(encoding="utf-8")):
-        assert (GUIDE.parent / target).exists(), target

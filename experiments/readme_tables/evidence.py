@@ -1,38 +1,11 @@
-"""The marked blocks of what decay buys a model, each a function of results/ to lines of Markdown."""
-
-from typing import Any
+"""The marked block of length extrapolation, a function of results/ to lines of Markdown."""
 
 from extrapolation.results import table
 from shared.plots import kilo
 
-from readme_tables import curves
 from readme_tables.results import Results
 
 EXTRAPOLATION_FILE = "length_extrapolation.json"
-PICTURE = "length_extrapolation.svg"
-
-
-def curve(results: Results) -> tuple[str, str]:
-    """(picture of losses over position, what it is of); raises Refused where nothing is known of its origin."""
-    report = results.load(EXTRAPOLATION_FILE)
-    size = next(run["parameters"] for run in report["runs"] if run["parameters"])
-    seeds = len({run["seed"] for run in report["runs"]})
-    pages = results.prefix.removesuffix("results/")
-    how = f"[how, and what it means]({pages}experiments/README.md#length-extrapolation)"
-    return f"![{_title(report)}]({results.prefix}{PICTURE})", (
-        f"{_title(report)}: {size / 1e6:.1f} M parameters, mean of {seeds} seeds, Python source of packages that they "
-        f"were not trained on ({how}, {results.link(EXTRAPOLATION_FILE)})."
-    )
-
-
-def svg(results: Results) -> str:
-    """The picture itself."""
-    report = results.load(EXTRAPOLATION_FILE)
-    return curves.draw(curves.curves_of(report), report["settings"]["context"], _title(report))
-
-
-def _title(report: dict[str, Any]) -> str:
-    return f"Loss over position of byte models that were trained on texts of {report['settings']['context']:,} bytes"
 
 
 def extrapolation(results: Results) -> list[str]:

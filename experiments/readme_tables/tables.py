@@ -5,12 +5,12 @@ from typing import Any
 
 from sequence_benchmark.decoding import PAGE, PAGED
 
-from readme_tables import evidence, learning, picture, several_gpus
+from readme_tables import evidence, front_page, learning, picture, several_gpus
+from readme_tables.front_page import SKIPPING_FILE, SPEED_FILE
 from readme_tables.learning import table
 from readme_tables.results import Results, Shape, Speeds, speeds
 
-# has the speeds; kernels of others that it lacks come from the other file
-SPEED_FILE = "benchmark_sustained.json"
+# has kernels of others that SPEED_FILE lacks
 OTHERS_FILE = "benchmark_sustained_flash_attn.json"
 # tables of their own: file, what is special, whether causal
 MORE_SPEEDS = (
@@ -22,7 +22,6 @@ MORE_SPEEDS = (
     ("benchmark_sustained_before.json", "In one process with an earlier commit", True),
     ("benchmark_sustained_before_triton.json", "The Triton kernels in one process with an earlier commit", True),
 )
-SKIPPING_FILE = "benchmark_skipping.json"
 PICTURE = "speed.svg"
 LABELS = {
     "ours": "decayattn, decay and its gradient",
@@ -110,25 +109,32 @@ def _alt(results: Results) -> str:
     said = []
     for direction in _DIRECTIONS:
         own = [ratio for (kernel, _, way), ratio in found.items() if kernel == "ours" and way == direction]
-        said.append(f"{min(own):.2f} to {max(own):.2f} {direction}")
-    return f"Speed as a multiple of cuDNN's without decay: decayattn with decay and its gradient {', '.join(said)}"
+        said.append(f"{direction} {min(own):.2f} to {max(own):.2f}")
+    return f"Speed of attention with a decay, relative to cuDNN without one: {', '.join(said)}"
 
 
 def pictures(results: Results) -> list[str]:
-    """The picture of speeds, that of losses over position where it was measured, and what they are of."""
+    """The picture of speeds, with one line on where they are from."""
     source = _of_files(results)[1]
-    shown = [f"![{_alt(results)}]({results.prefix}{PICTURE})"]
-    said = ["Speed as a multiple of cuDNN's, which has no decay:", *_sources(results, source)]
-    if results.has(evidence.EXTRAPOLATION_FILE):
-        for lines, new in zip((shown, said), evidence.curve(results), strict=True):
-            lines.append(new)
-    return [*shown, "", " ".join(said)]
+    on = f"on an {_card(results.load(source['ours']))}"
+    other = _card(results.load(OTHERS_FILE)) if source.get("flash_attn") == OTHERS_FILE else None
+    others = f" (FlashAttention-4: on an {other}, against cuDNN there)" if other else ""
+    return [
+        f"![{_alt(results)}]({results.prefix}{PICTURE})", "",
+        *front_page.wrapped(
+            f"Speed relative to cuDNN attention without a decay, {on}{others}. [How it was measured](#how-fast)"
+        ),
+    ]
+
+
+def _card(report: dict[str, Any]) -> str:
+    return report["gpu"].removeprefix("NVIDIA ").split()[0]
 
 
 def attention(results: Results) -> list[str]:
     """A row per kernel, a column per shape."""
     found, source = _of_files(results)
-    tables = _speed_table(found, source, True)
+    tables = [*_speed_table(found, source, True), "", " ".join(_sources(results, source))]
     for name, what, causal in MORE_SPEEDS:
         if results.has(name):
             report = results.load(name)
@@ -342,5 +348,5 @@ def files(results: Results) -> list[str]:
 BLOCKS = {
     "pictures": pictures, "attention": attention, "skipping": skipping, "planning": planning, "lengths": lengths,
     "sequences": sequences, "eviction": eviction, "overhead": overhead, "training": training, "files": files,
-    **evidence.BLOCKS, **learning.BLOCKS, **several_gpus.BLOCKS,
+    **evidence.BLOCKS, **front_page.BLOCKS, **learning.BLOCKS, **several_gpus.BLOCKS,
 }

@@ -1,6 +1,5 @@
 """README's tables and picture are what the JSON in results/ says, and JSON of unknown origin is refused."""
 
-import itertools
 import json
 import math
 import shutil
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import report
-from readme_tables import evidence, learning, tables
+from readme_tables import evidence, front_page, learning, tables
 from readme_tables.results import Refused, Results, Shape
 from repository_files import ROOT
 
@@ -114,7 +113,7 @@ def test_only_a_cpu_has_no_gpu(results):
 def test_the_table_has_a_row_per_kernel_and_a_column_per_shape(results):
     lines = tables.attention(results)
     assert lines[0] == "| forward / backward, H16 | D64 T2048 B16 | D128 T2048 B16 |"
-    rows = dict(line.strip("| ").split(" | ", 1) for line in lines[2:])
+    rows = dict(line.strip("| ").split(" | ", 1) for line in lines[2:-2])
     assert rows["**decayattn, decay and its gradient**"] == "**1.20 / 1.10** | **1.20 / 1.10**"
     assert rows["decayattn's Triton kernels, a constant per head and its gradient"] == "0.75 / 0.75 | 0.75 / 0.75"
     assert rows["cuDNN (PyTorch SDPA), no decay, TFLOP/s"] == "400 / 400 | 400 / 400"
@@ -141,12 +140,12 @@ def test_kernels_of_others_come_from_the_file_that_has_them(results):
     found = tables.ratios(results)
     assert found["fox", shape, "forward"] == 0.5
     assert found["ours", shape, "forward"] == 1.2
-    said = "\n".join(tables.pictures(results))
-    assert "1.20 to 1.20 forward, 1.10 to 1.10 backward" in said
+    assert "forward 1.20 to 1.20, backward 1.10 to 1.10" in "\n".join(tables.pictures(results))
+    said = "\n".join(tables.attention(results))
     assert "sustained: calls back to back, at the power limit ([JSON](results/benchmark_sustained.json))" in said
     (results.folder / tables.SPEED_FILE).write_text(json.dumps(sustained() | {"captured": True}))
-    assert "back to back, replayed by CUDA graphs, at" in "\n".join(tables.pictures(results))
-    assert "Forgetting Transformer: launched from Python, against" in "\n".join(tables.pictures(results))
+    assert "back to back, replayed by CUDA graphs, at" in "\n".join(tables.attention(results))
+    assert "Forgetting Transformer: launched from Python, against" in "\n".join(tables.attention(results))
     link = f"[JSON](results/{tables.OTHERS_FILE})"
     assert f"Forgetting Transformer: against cuDNN in a process of its own ({link})" in said
 
@@ -178,7 +177,6 @@ def extrapolation(results) -> Results:
 def test_length_extrapolation_is_not_measured_or_shown(results, request):
     """The table of the JSON beside its picture, and where its figures are from."""
     assert evidence.extrapolation(results) == ["Not measured yet."]
-    assert len([line for line in tables.pictures(results) if line.startswith("![")]) == 1
     request.getfixturevalue("extrapolation")
     lines = evidence.extrapolation(results)
     assert lines[0].endswith("](results/length_extrapolation.png)")
@@ -188,20 +186,6 @@ def test_length_extrapolation_is_not_measured_or_shown(results, request):
         "| ALiBi | 1.000 (1.000–1.000) | 0.750 (0.750–0.750) | 0.875 (0.875–0.875) |",
     ]
     assert "12.5 M parameters, 8 MB of Python source at 1k bytes; 7 texts of 4k bytes read" in lines[-1]
-
-
-def test_the_curves_are_svg_with_a_line_per_scheme_that_reads_any_length(extrapolation):
-    lines = tables.pictures(extrapolation)
-    assert lines[1].endswith("trained on texts of 1,024 bytes](results/length_extrapolation.svg)")
-    assert "12.5 M parameters, mean of 2 seeds" in lines[-1]
-    root = xml.etree.ElementTree.fromstring(evidence.svg(extrapolation))
-    [curve] = [element for element in root.iter() if element.tag.endswith("polyline")]
-    points = [tuple(map(float, point.split(","))) for point in curve.get("points").split()]
-    assert all(a < b for (a, _), (b, _) in itertools.pairwise(points))  # farther to the right,
-    assert all(a < b for (_, a), (_, b) in itertools.pairwise(points))  # and lower
-    # from 1.125 to 0.875 to 0.625 bits, the mean of the seeds
-    assert points[-1][1] - points[-2][1] == pytest.approx(points[-2][1] - points[-3][1], abs=0.2)
-    assert "ALiBi: 0.62 at the right" in [element.text for element in root.iter()]
 
 
 def test_the_picture_is_svg_with_a_bar_per_figure(results):
@@ -229,8 +213,29 @@ def test_a_short_call_in_one_thread_has_columns_where_it_was_measured(measured, 
 
 
 def test_what_is_not_measured_says_so(results):
-    for block in (learning.recall, learning.training_speed, learning.precision):
+    for block in (learning.recall, learning.training_speed, learning.precision, front_page.choice, front_page.speed):
         assert block(results) == ["Not measured yet."]
+
+
+def test_front_page_tells_ranges_of_its_tables():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    cells = {row[0]: row[1:] for line in page.splitlines() if line.startswith("| ")
+             for row in [line.strip("| ").split(" | ")]}
+
+    def ratios(start: str) -> list[list[float]]:
+        [row] = [row for name, row in cells.items() if name.startswith(start)]
+        return [list(map(float, cell.split(" / "))) for cell in row]
+
+    reasons = " ".join(page[page.index("- **Fast.**") : page.index("```sh")].split())
+    for direction in ("forward", "backward"):
+        both = [x for cell in ratios(f"attention, {direction}") for x in cell]
+        assert f"{min(both):.2f}–{max(both):.2f}× the {direction} speed" in reasons
+    steps = [f"{min(both):.2f}–{max(both):.2f}×" for both in ratios("training step, × cuDNN with rotary")]
+    assert steps[1] in reasons
+    assert f"At 32,768 tokens it is {steps[2]}" in reasons
+    assert all(round(x) == 4 for x in ratios("attention that skips")[2])
+    bits = [f"{float(cells[name][1].strip('*')):.2f}" for name in ('`decay="scalar"`, a forget gate', '`"alibi"`')]
+    assert f"at {bits[0]} bits per byte. With fixed ALiBi it is {bits[1]}" in reasons
 
 
 def test_recall_is_a_table_per_task(results):

@@ -89,7 +89,7 @@ from decayattn.integrations.checkpoints import from_fla
 
 package = Path(decayattn.__file__).parent
 assert package.parent == Path(sys.argv[1]), package
-assert {"DERIVATION.md", "MIGRATION.md", "py.typed"} <= {file.name for file in package.iterdir()}
+assert {"DERIVATION.md", "MIGRATION.md", "RECIPES.md", "py.typed"} <= {file.name for file in package.iterdir()}
 x = torch.randn(1, 9, 8, requires_grad=True)
 DecayFlashAttention(8, 2)(x).sum().backward()
 assert x.grad.isfinite().all()

@@ -1,13 +1,13 @@
 """The README: every Python block runs alone, as a reader would paste it; commands and links name what exists."""
 
 import re
+from pathlib import Path
 
 import pytest
-import torch
 from repository_files import EXPERIMENTS, ROOT, code_blocks
 
 README = ROOT / "README.md"
-PAGES = (README, EXPERIMENTS / "README.md", ROOT / "decayattn/DERIVATION.md", ROOT / "decayattn/MIGRATION.md")
+PAGES = (README, EXPERIMENTS / "README.md", *sorted((ROOT / "decayattn").glob("*.md")))
 
 
 def blocks(language: str) -> list[str]:
@@ -31,29 +31,44 @@ def test_every_example_runs_alone(number):
 
 
 def test_the_examples_give_what_they_say():
-    first, function, sequences, layer, generation = map(run, blocks("python"))
+    first, function, layer, generation, hugging_face = map(run, blocks("python"))
     assert first["out"].shape == (2, 1000, 8, 64)
     assert first["gate"].grad.shape == (2, 1000, 8)
     assert len([line for line in blocks("python")[0].splitlines() if line]) <= 10
     assert (function["out"].shape, function["lse"].shape) == ((2, 100, 8, 64), (2, 8, 100))
     assert all(function[name].grad.any() for name in ("bias", "sink", "scale"))
-    assert sequences["packed"].shape == (60, 8, 64)
-    assert layer["Block"](16, 2)(torch.zeros(1, 3, 16)).shape == (1, 3, 16)
-    assert layer["gate"].half_lives(layer["x"]).shape == (2, 100, 8)
+    assert layer["y"].shape == (2, 100, 512)
+    assert layer["half_lives"][""][[0, -1]].tolist() == pytest.approx([4, 1024], rel=1e-3)
     assert generation["y"].shape == (1, 1, 512)
     assert generation["lost"].shape == (1, 8)
     assert generation["lost"].max() <= 1e-6
+    assert hugging_face["llama"].config.added_decay["decay"] == "scalar"
 
 
-def test_the_first_screen_has_what_a_visitor_needs():
-    lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 200
-    assert any(line.startswith("![") for line in lines[:20])
-    assert any("git clone" in line for line in lines[:40])
-    assert any(line.startswith("Tested on") for line in lines[:40])
-    silent = "\n".join(lines[:45])
+def test_first_screen_has_reasons_commands_and_traps():
+    text = README.read_text(encoding="utf-8")
+    screen = text[: text.index("\n## ")]
+    assert "![" in screen[: screen.index("- **")]
+    assert len(re.findall(r"^- \*\*.*\.\*\*", screen, re.MULTILINE)) == 5
+    assert "\nTested on" in screen
     for mistake in ("λ is the LOGARITHM of a gate", "ALiBi's rates are negative", "tensors are (B, T, H, D)"):
-        assert f"**{mistake}**" in silent
+        assert f"**{mistake}**" in screen
+
+
+@pytest.mark.parametrize("name", ["README.md", "decayattn/MIGRATION.md", "decayattn/RECIPES.md"])
+def test_lines_of_prose_have_at_most_120_characters(name):
+    text = re.sub(r"(?s)<!-- table: .*?<!-- end -->", "", (ROOT / name).read_text(encoding="utf-8"))
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_readme_has_short_sentences():
+    """A mean of at most 14 words."""
+    text = README.read_text(encoding="utf-8")
+    text = re.sub(r"(?ms)^```.*?^```|<!-- table.*?<!-- end -->|^\|.*?$|^    .*?$|^#.*?$", "", text)
+    text = re.sub(r"`[^`]*`|\[([^\]]*)\]\([^)]*\)", r"\1 X", text)
+    counts = [len(re.findall(r"[\w'’]+", sentence)) for sentence in re.split(r"(?<=[.!?:;])\s+|\n\s*\n|\n- ", text)]
+    counts = [count for count in counts if count]
+    assert sum(counts) <= 14 * len(counts)
 
 
 def test_the_commands_name_what_exists():
@@ -62,9 +77,10 @@ def test_the_commands_name_what_exists():
     for page in PAGES:
         for script in re.findall(r"python (\S+\.py)", page.read_text(encoding="utf-8")):
             assert (ROOT / script).is_file(), script
+    assert "pip install ." in text
     assert "pip install -e '.[experiments]'" in text
     assert "pip install -e '.[test]'" in text
-    # of the clone: no index has the package
+    # from a checkout: no index has the package
     assert not re.search("pip install '?decayattn", README.read_text(encoding="utf-8"))
 
 
@@ -85,10 +101,18 @@ def test_every_script_has_its_line():
     assert set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)) == scripts
 
 
-def test_links_lead_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), target
+def anchors(page: Path) -> set[str]:
+    """Names of its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.name}")
+def test_links_lead_to_files_and_headings(page):
+    for file, heading in re.findall(r"\]\((?!https?://)([^)#\s]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        assert not heading or heading in anchors(target), f"{file}#{heading}"
 
 
 def test_continuous_integration_runs_the_commands_of_the_readme():
