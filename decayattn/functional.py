@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Options(TypedDict, total=False):
-    """The keywords that both functions have, besides return_lse, on which the type of their result depends."""
+    """Keywords of both functions, except return_lse, on which the type of the result depends."""
 
     scale: Tensor | float | None
     causal: bool
@@ -89,68 +89,78 @@ def decay_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Softmax attention whose scores decay with the distance between query and key.
 
-    Per batch entry and head, with log-decays λ_t (natural logarithm), α_t = λ_0 + … + λ_t and i the position of a query
-    on the keys' axis (the queries are the last T_q of the T_k positions: i = row + T_k − T_q)::
+    Per batch entry and head, with log-decays λ_t (natural logarithm) and α_t = λ_0 + … + λ_t::
 
         S_ij  = s_i · q_i·k_j + sign(i − j) · (α_i − α_j)     for the keys j that i sees, −inf elsewhere
         out_i = Σ_j softmax_j(S_ij) v_j                       lse_i = log Σ_j exp(S_ij)
 
-    The decay term is the sum of λ over the tokens after the earlier and up to the later of the two positions. With
-    λ = log of a forget gate this is the Forgetting Transformer (Lin et al., arXiv 2503.02130); with one constant per
-    head it is ALiBi (Press et al., arXiv 2108.12409) or a retention rate (Sun et al., arXiv 2307.08621) under a
-    softmax.
+    The decay term is the sum of λ over the tokens after the earlier and up to the later of the two positions. i is the
+    position of a query on the keys' axis. The queries are the last T_q of the T_k positions: i = row + T_k − T_q.
+
+    With λ = log of a forget gate this is the Forgetting Transformer (Lin et al., arXiv 2503.02130). With one constant
+    per head it is ALiBi (Press et al., arXiv 2108.12409), or a retention rate (Sun et al., arXiv 2307.08621) under a
+    softmax. Example::
+
+        log_decay = F.logsigmoid(gate_logits.float())               # (B, T, H)
+        out = decay_attention(q, k, v, log_decay)                   # (B, T, H, D_v)
 
     Args:
         q: queries (B, T_q, H, D), D up to 256. float16, bfloat16, float32 or float64. q, k and v may have any
-            strides; "triton" copies one whose D numbers of a token and head do not lie behind one another.
-        k: keys (B, T_k, H_kv, D), H_kv dividing H: query head h reads key head h // (H / H_kv).
+            strides. "triton" copies a tensor if the D numbers of a token and head are not consecutive in memory.
+        k: keys (B, T_k, H_kv, D). H_kv divides H, and query head h reads key head h // (H / H_kv).
         v: values (B, T_k, H_kv, D_v), D_v up to 256.
         log_decay: λ in natural logarithm, float32 (or float64 with float64 q).
-            None: no decay. A number or 0-d tensor: the same constant γ for every head. (H,): a constant γ_h per head,
-            S gets |i − j|·γ_h. (B, T_k, H): one λ per token and query head; −inf resets (nothing before that token is
-            visible from it on), values above 0 let scores grow. A sequence's first λ is never used. B and H may be 1,
-            for the same λ in all batch entries or heads; T_k is never broadcast. Every λ below −746, where e^λ is 0 in
-            float64, is a reset, whose gradient is 0; such a constant leaves a row its own key.
+            None: no decay.
+            A number or 0-d tensor: the same constant γ for every head. (H,): a constant γ_h per head; S gets
+            |i − j|·γ_h.
+            (B, T_k, H): one λ per token and query head. B and H may be 1, for the same λ in all batch entries or heads;
+            T_k is never broadcast. A sequence's first λ is never used.
+            −inf resets: nothing before that token is visible to it or to later tokens. Values above 0 let scores grow.
+            A λ below −746, where e^λ is 0 in float64, is a reset, too, and has gradient 0. Such a constant leaves a row
+            its own key.
         scale: s, a number, or a tensor broadcastable to (B, T_q, H): one finite scale of any sign per query row and
             head. Default 1/√D.
-        causal: query i sees the keys j ≤ i. Otherwise it sees all, and the decay acts in both directions.
-        window_size: (left, right): query i sees the keys i − left ≤ j ≤ i + right only; −1 is no limit. A causal query
+        causal: query i sees the keys j ≤ i. Otherwise it sees all keys, and the decay acts in both directions.
+        window_size: (left, right): query i sees only the keys i − left ≤ j ≤ i + right; −1 is no limit. A causal query
             sees nothing to its right in any case. Sliding windows as in Beltagy et al., arXiv 2004.05150.
         bias: added to the scores; broadcastable to (B, H, T_q, T_k), with a gradient of its own shape. Or boolean: True
-            where a query sees a key, as far as the other arguments let it.
-        sink: (H,) learned logits, finite or −inf for none: every row has one more key, of score sink_h and value 0. lse
-            includes it, and has its gradient (Xiao et al., arXiv 2309.17453).
-        seqused_q, seqused_k, leftpad_q, leftpad_k: (B,) int32 or int64, where the sequence lies in its batch entry: its
-            queries are the rows leftpad_q ≤ row < seqused_q, its keys the tokens leftpad_k ≤ j < seqused_k, and the
-            last query stands at the last key. Default 0 and T_q, 0 and T_k. Rows and tokens outside have out 0, lse
-            −inf (with a sink, the sink) and gradient 0, and what they hold does not matter. A batch padded on the right
-            has seqused_q = seqused_k = its lengths, one padded on the left leftpad_q = leftpad_k, a key cache has
-            seqused_k. Numbers outside the tensors are taken as their ends. Not causal with a decay per token, rows
-            before the first key of their sequence see nothing.
+            where a query may see a key, within the limits of the other arguments.
+        sink: (H,) learned logits, finite, or −inf for none. Every row has one more key, with score sink_h and value 0.
+            lse includes it. It has a gradient (Xiao et al., arXiv 2309.17453).
+        seqused_q, seqused_k, leftpad_q, leftpad_k: (B,) int32 or int64, the part of a batch entry that holds its
+            sequence. The queries are the rows leftpad_q ≤ row < seqused_q, the keys the tokens leftpad_k ≤ j <
+            seqused_k, and the last query is at the last key. Defaults: 0 and T_q, 0 and T_k. A batch padded on the
+            right has seqused_q = seqused_k = its lengths, one padded on the left has leftpad_q = leftpad_k, a key cache
+            has seqused_k. Padding may hold any values. Its rows have out 0, lse −inf (with a sink, the sink) and
+            gradient 0. Numbers outside a tensor count as its ends. Not causal, with a decay per token, rows before the
+            first key of their sequence see nothing.
         return_lse: also return lse.
-        skip_tolerance: causal calls with a decay and no bias do not visit far keys whose probability, all together, is
-            provably no more than this in any row; values of theirs are not read. "auto" is 2⁻²⁴, which float32
-            accumulators cannot resolve (float64: 2⁻⁵³), None visits every key that a row sees. The bound holds for any
-            inputs, growth and outliers included; visited_fraction tells what is left. The "reference" never skips.
-        backend: "auto" takes the fastest that accepts the problem. "reference" is eager PyTorch, differentiable to any
-            order; "triton" the Triton kernels, whose gradients repeat bit by bit (that of a broadcast bias only under
-            torch.use_deterministic_algorithms); "hopper" the Gluon kernels for sm_90, whose gradients add up in no
-            fixed order, and which copy gradients of out that are expanded or at no multiple of 16 bytes. A name is
-            taken literally or refused with the reason. Under torch.use_deterministic_algorithms "auto" takes the
-            backward of "triton", and "hopper" refuses, or with warn_only=True warns.
+        skip_tolerance: upper bound on the probability that a row may lose. Causal calls with a decay and no bias skip
+            far keys, and do not read their values, while every row's loss is provably within it. "auto" is 2⁻²⁴, which
+            float32 accumulators cannot resolve (float64: 2⁻⁵³). None visits every visible key. The bound holds for any
+            inputs, growth and outliers included. visited_fraction returns the fraction that is left. "reference" never
+            skips.
+        backend: "auto" takes the fastest that accepts the problem. An explicit name is never replaced: if it cannot
+            run, the error says why.
+            "reference": eager PyTorch, differentiable to any order.
+            "triton": Triton kernels. Gradients repeat bit by bit; that of a broadcast bias does only under
+            torch.use_deterministic_algorithms.
+            "hopper": Gluon kernels for sm_90. Gradients are summed in no fixed order. A gradient of out is copied if it
+            is expanded or not aligned to 16 bytes. Under torch.use_deterministic_algorithms "hopper" raises, or warns
+            with warn_only=True, and "auto" takes the backward of "triton".
 
     Returns:
         out (B, T_q, H, D_v) in the dtype of q, or (out, lse) with lse (B, H, T_q) in float32 (float64 for float64
         inputs). Both are differentiable with respect to q, k, v, log_decay, scale, bias and sink. A row that sees no
-        key gives out 0, lse −inf (with a sink, the sink) and contributes exactly 0 to every gradient but the sink's.
+        key has out 0 and lse −inf (with a sink, the sink). It contributes exactly 0 to every gradient but the sink's.
 
-    Under autocast q, k and v are cast to its dtype, log_decay and scale are left alone. The kernels have no second
-    derivative: a double backward raises. Tensors on the meta device give results there, whatever the backend.
+    Under autocast q, k and v are cast to its dtype; log_decay and scale are not. The kernels have no second derivative:
+    a double backward raises. Tensors on the meta device give results there, for every backend.
 
-    DTensors (torch.distributed.tensor) may be sharded by batch or by heads, as q is; the results are sharded alike, and
-    nothing is sent. Every tensor argument is a DTensor then, and those that are replicated where q is sharded are cut
-    up, or, where they have nothing to cut (a sink beside a sharded batch), get the sum of the ranks' gradients. Batch
-    and H_kv have to be multiples of the ranks that share them, and the sequence is not sharded.
+    DTensors (torch.distributed.tensor) may be sharded by batch or by heads, as q is. The results are sharded in the
+    same way, and nothing is sent. All tensor arguments are then DTensors. Replicated arguments are split as q is. An
+    argument without that dimension (a sink with a sharded batch) stays whole, and its gradient is summed over the
+    ranks. Batch and H_kv must be multiples of the ranks that share them. The sequence is not sharded.
 
     Raises:
         TypeError, ValueError: for every bad argument, by name, before any kernel starts.
@@ -226,21 +236,25 @@ def decay_attention_varlen(
     backend: BackendName = "auto",
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""decay_attention of sequences of different lengths that are packed behind one another, without padding.
+    r"""decay_attention of packed sequences: sequences of different lengths, consecutive, without padding.
 
     Sequence n has the queries cu_seqlens_q[n] ≤ row < cu_seqlens_q[n + 1] and the keys cu_seqlens_k[n] ≤ token <
-    cu_seqlens_k[n + 1]; either may be empty. Nothing crosses a boundary: the result is decay_attention of each sequence
-    alone, and the first λ of every sequence has gradient 0.
+    cu_seqlens_k[n + 1]; either may be empty. Nothing crosses a boundary. The result is decay_attention of each sequence
+    alone, and the first λ of every sequence has gradient 0. Example::
+
+        cu_seqlens = torch.tensor([0, 7, 7, 60], dtype=torch.int32)      # 7 tokens, none, and 53
+        tokens = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=53, max_seqlen_k=53)
+        out = decay_attention_varlen(q, k, v, log_decay, **tokens)       # (60, H, D_v)
 
     Args:
         q, k, v: (total_q, H, D), (total_k, H_kv, D) and (total_k, H_kv, D_v).
-        log_decay: as in decay_attention, one per token being (total_k, H), or (total_k, 1) for all heads.
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 or int64, non-decreasing. Read when the kernels run: changing
-            them in place and replaying a CUDA graph is fine.
-        max_seqlen_q, max_seqlen_k: no sequence is longer than these. They only size the launch; tokens of a sequence
-            beyond them are not computed (zeros, and not seen).
-        scale, causal, window_size, sink, return_lse, skip_tolerance, backend: as in decay_attention; a tensor scale
-            broadcasts to (total_q, H). Not causal with a decay per token, rows before a sequence's first key (T_q >
+        log_decay: as in decay_attention. One per token is (total_k, H), or (total_k, 1) for all heads.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 or int64, non-decreasing. They are read when the kernels run,
+            so a CUDA graph may be replayed after a change in place.
+        max_seqlen_q, max_seqlen_k: upper bounds on the sequence lengths; they size the launch. Tokens beyond them are
+            ignored: their outputs are 0, and no query sees them.
+        scale, causal, window_size, sink, return_lse, skip_tolerance, backend: as in decay_attention. A tensor scale
+            broadcasts to (total_q, H). Not causal, with a decay per token, rows before a sequence's first key (T_q >
             T_k) see nothing.
 
     Returns:
@@ -308,10 +322,10 @@ def visited_fraction(
     window_size: tuple[int, int] | None = None,
     skip_tolerance: SkipTolerance = "auto",
 ) -> Tensor:
-    r"""How much of its work the causal decay_attention of these arguments does: what skip_tolerance leaves of it.
+    r"""Fraction of tiles that causal decay_attention computes for these arguments.
 
-    Per batch entry and head, the tiles of 64 query rows × 128 keys that are visited over those in which a row sees a
-    key; 1 where nothing is skipped. The plan of "triton" is made for this, so it takes a GPU (or Triton's interpreter).
+    Per batch entry and head: visited tiles over tiles in which a row sees a key. Tiles have 64 query rows × 128 keys.
+    The fraction is 1 where nothing is skipped. "triton" makes the plan, so it needs a GPU or Triton's interpreter.
 
     Args:
         q, k, log_decay, scale, window_size, skip_tolerance: as in decay_attention.

@@ -100,19 +100,20 @@ class DecayFlashAttention(Spared):
             first tokens of a cache, because it has no kernels for them.
         device, dtype: of the parameters, as in torch.nn; those of the decay stay at least float32.
 
-    The projections start as nn.Linear does (variance 1/(3·fan_in), at width 768 the 0.02 of GPT-2) with zero biases;
-    shrinking out_proj with the depth is the business of the model, which knows the depth.
+    The projections start as nn.Linear does (variance 1/(3·fan_in), at width 768 the 0.02 of GPT-2) with zero biases. A
+    model that scales out_proj with its depth does so itself. An optimiser's groups come from
+    decayattn.nn.parameter_groups, which spares decays of weight decay.
 
     After `.bfloat16()` or `.half()`, and under autocast, a `Decay` stays float32 and everything else follows.
 
-    Generation keeps the past in a cache, and gives row for row what the layer gives for the whole sequence::
+    Generation keeps the past in a cache. Its rows are those of the layer for the whole sequence::
 
         with torch.no_grad():
             cache = layer.make_cache(batch_size, max_length)
             y = layer(prompt, cache=cache)        # (B, T, embed_dim)
             y = layer(next_token, cache=cache)    # (B, 1, embed_dim)
 
-    A model's step of one token waits for Python; decayattn.nn.CapturedStep makes it a CUDA graph.
+    decayattn.nn.CapturedStep makes a model's step of one token a CUDA graph.
 
     Cross-attention takes keys, values and decay from another sequence, the memory. A decoder usually sees all of it,
     and has no distance to its tokens::
