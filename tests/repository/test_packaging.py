@@ -78,6 +78,7 @@ def test_the_source_distribution_has_every_folder():
 
 
 IN_A_WHEEL = """
+import re
 import sys
 from pathlib import Path
 
@@ -90,6 +91,9 @@ from decayattn.integrations.checkpoints import from_fla
 package = Path(decayattn.__file__).parent
 assert package.parent == Path(sys.argv[1]), package
 assert {"DERIVATION.md", "MIGRATION.md", "RECIPES.md", "py.typed"} <= {file.name for file in package.iterdir()}
+for page in package.glob("*.md"):
+    for target in re.findall(r"\\]\\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (package / target).exists(), target
 x = torch.randn(1, 9, 8, requires_grad=True)
 DecayFlashAttention(8, 2)(x).sum().backward()
 assert x.grad.isfinite().all()
