@@ -80,7 +80,7 @@ def speed(results: Results) -> list[str]:
     ]
     for peer, label in (
         (BASELINE, "cuDNN with rotary embeddings"), ("cudnn", "cuDNN without position embeddings"),
-        ("fox-pruned", "Forgetting Transformer, pruned at e⁻¹⁰"),
+        ("fox-pruned", "FoX's kernel, pruned at e⁻¹⁰"),
     ):
         ratios = {("ours", *key): steps[("ours", *key)] / x for (name, *key), x in steps.items() if name == peer}
         rows.append([f"training step, × {label}", *(_pair(ratios, "ours", length) for length in _LENGTHS)])
