@@ -1,6 +1,6 @@
 """Write the tables of README.md and experiments/README.md, and the picture of speeds, from the JSON in results/.
 
-    python experiments/report.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
+    python experiments/report.py            # rewrites the blocks from <!-- table: NAME --> to <!-- end -->
     python experiments/report.py --check    # changes nothing; exit status 1 and a diff where page and JSON disagree
 
 JSON that does not say its commit, its GPU, the versions of torch and Triton, and the command is refused, and so is JSON

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from repository_files import code_blocks
 
 import decayattn
@@ -20,14 +19,16 @@ def name_of(block: str) -> str:
 
 
 @pytest.mark.parametrize("block", RECIPES, ids=name_of)
-def test_every_recipe_runs(block, tmp_path, monkeypatch):
+def test_every_recipe_runs(block, device, tmp_path):
     if "transformers" in block:
         pytest.importorskip("transformers")
+    if "testing" in block:
+        pytest.importorskip("triton")
     if "torchrun" not in block:
-        torch.manual_seed(0)
         names = {"__name__": "recipes"}
-        exec(compile(SHARED, "RECIPES.md, shared lines", "exec"), names)
-        exec(compile(block, f"RECIPES.md, {name_of(block)}", "exec"), names)
+        with device:
+            exec(compile(SHARED, "RECIPES.md, shared lines", "exec"), names)
+            exec(compile(block, f"RECIPES.md, {name_of(block)}", "exec"), names)
         return
     file = tmp_path / "this_file.py"
     file.write_text(SHARED + block)
