@@ -89,7 +89,7 @@ def decay_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Softmax attention whose scores decay with the distance between query and key.
 
-    Per batch entry and head, with log-decays λ_t (natural logarithm) and α_t = λ_0 + … + λ_t::
+    λ_t are log-decays (natural logarithm), and α_t = λ_0 + … + λ_t. Per batch entry and head::
 
         S_ij  = s_i · q_i·k_j + sign(i − j) · (α_i − α_j)     for the keys j that i sees, −inf elsewhere
         out_i = Σ_j softmax_j(S_ij) v_j                       lse_i = log Σ_j exp(S_ij)

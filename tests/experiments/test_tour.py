@@ -29,7 +29,7 @@ def test_tour_is_saved_with_its_pictures():
 
 
 @pytest.mark.slow
-def test_tour_runs_and_draws_what_it_saved(interpreter, monkeypatch):
+def test_tour_runs_and_repeats_its_outputs(interpreter, monkeypatch):
     for name, value in (("OMP_NUM_THREADS", "1"), ("TRITON_INTERPRET", "1"), ("CUDA_VISIBLE_DEVICES", "")):
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(EXPERIMENTS / "tour.ipynb", 4)

@@ -30,7 +30,7 @@ def test_every_example_runs_alone(number):
         pytest.fail(f"README.md, Python block {number + 1}: {error!r}\n{block}")
 
 
-def test_the_examples_give_what_they_say():
+def test_examples_give_documented_shapes():
     first, function, layer, generation, hugging_face = map(run, blocks("python"))
     assert first["out"].shape == (2, 1000, 8, 64)
     assert first["gate"].grad.shape == (2, 1000, 8)
@@ -71,7 +71,7 @@ def test_readme_has_short_sentences():
     assert sum(counts) <= 14 * len(counts)
 
 
-def test_the_commands_name_what_exists():
+def test_commands_name_existing_scripts():
     text = "\n".join(blocks("sh"))
     assert "experiments/train_toy_lm.py" in re.findall(r"python (\S+\.py)", text)
     for page in PAGES:
