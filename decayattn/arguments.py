@@ -7,6 +7,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from decayattn.compatibility import refuse_unless
 from decayattn.problem import MAX_HEAD_DIM, SUPPORTED_DTYPES, SkipTolerance
 
 _LARGEST_FLOAT32, _LARGEST_FLOAT64 = torch.finfo(torch.float32).max, torch.finfo(torch.float64).max
@@ -101,6 +102,12 @@ def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
     if isinstance(offsets, Tensor) and (offsets.ndim != 1 or offsets.shape[0] == 0):
         raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
     check_counts(name, offsets, q.device, "(sequences + 1,)", None)
+    if type(offsets) is Tensor and offsets.device.type == "cpu":  # on a GPU it would take longer than a small call
+        refuse_unless(
+            (offsets.diff() >= 0).all(),
+            f"{name}: expected offsets that never fall, got others; of lengths they are the running sum, "
+            "F.pad(lengths.cumsum(0), (1, 0))",
+        )
 
 
 def check_count(name: str, number: int) -> None:

@@ -249,8 +249,9 @@ def decay_attention_varlen(
     Args:
         q, k, v: (total_q, H, D), (total_k, H_kv, D) and (total_k, H_kv, D_v).
         log_decay: as in decay_attention. One per token is (total_k, H), or (total_k, 1) for all heads.
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 or int64, non-decreasing. They are read when the kernels run,
-            so a CUDA graph may be replayed after a change in place.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 or int64, non-decreasing. Falling offsets raise on a CPU. On
+            a GPU an offset below an earlier one counts as that one. They are read when the kernels run, so a CUDA graph
+            may be replayed after a change in place.
         max_seqlen_q, max_seqlen_k: upper bounds on the sequence lengths; they size the launch. Tokens beyond them are
             ignored: their outputs are 0, and no query sees them.
         scale, causal, window_size, sink, return_lse, skip_tolerance, backend: as in decay_attention. A tensor scale
