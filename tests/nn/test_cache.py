@@ -529,6 +529,26 @@ def test_crop_needs_the_window(slack):
         assert (cache.longest, cache.lengths.item()) == (6, 6)
 
 
+def test_crop_needs_the_window_of_each_entry(slack):
+    """Tokens of entry 0 were evicted, and never moved out of the window; reordering takes that along."""
+    q, k, v = torch.randn(3, 2, 40, HEADS, 8, device=DEVICE)
+    cache = DecayCache(2, 99, num_heads=HEADS, head_dim=8, window_size=(5, 0))
+
+    def attend(tokens: int, *counts: int) -> None:
+        counted = torch.tensor(counts, device=DEVICE)
+        cache.attend(*(x[:, :tokens] for x in (q, k, v)), -9.0, window_size=(5, 0), new_lengths=counted)
+
+    attend(8, 8, 8)
+    cache.evict(0.1, 0.0)
+    attend(5, 5, 5)
+    attend(20, 0, 20)
+    assert (cache.lengths.tolist(), cache.dropped.tolist()) == ([6, 9], [7, 24])
+    cache.crop(2)
+    cache.reorder(torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    cache.crop(2)
+    assert cache.lengths.tolist() == [2, 2]
+
+
 def test_window_of_a_call_is_within_that_of_the_cache():
     q = torch.randn(1, 9, HEADS, 8, device=DEVICE)
     cache = DecayCache(1, 99, num_heads=HEADS, head_dim=8, window_size=(5, 0))
