@@ -16,6 +16,7 @@ It needs the extra `transformers`, in a clone `pip install -e '.[transformers]'`
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
@@ -79,7 +80,13 @@ _OTHER_ARCHITECTURES: dict[str, tuple[tuple[str, ...], str]] = {
     r"(?<!grad_)norm|layernorm|ln": ((), "norms are RMSNorm, with rms_norm_eps and qk_norm"),
     r"\w*softcap\w*|logits?|multipliers?|scale|scaling": ((), "nothing is capped or scaled"),
     r"layers?": (("full_attention",), "num_hidden_layers is the number of layers, which are alike"),
-    r"heads|[dnv]_head|qkv?|q|kv|query": ((), "heads are num_attention_heads, num_key_value_heads and head_dim"),
+    r"heads|[dnv]_head|head_size|qkv?|q|kv|query": (
+        (), "heads are num_attention_heads, num_key_value_heads and head_dim"
+    ),
+    r"half_li(fe|ves)|forget|forget_gate|fgate|learned_decay|decay_rates?": (
+        (), "the decay is `decay`, with log_decay or initial_half_lives"
+    ),
+    r"bidirectional|prefix_lm": ((), "the model is causal"),
     r"attn|attention|residual|mlp|ffn?|dff|embd|inner|d_model|mamba|ssm|conv": (
         (), "a block is DecayFlashAttention and a SwiGLU, with hidden_size and intermediate_size"
     ),
@@ -113,8 +120,8 @@ class DecayConfig(PreTrainedConfig):
         max_position_embeddings: the length that the model is meant for, which other tools read. Nothing here depends
             on it: the model has no position embedding, knows order by its decay, and caches grow as needed.
         kwargs: transformers' own options, num_labels, classifier_dropout (0.1) and token_classification_bias (True)
-            among them, and keys of your own, which are stored and have no effect. Options of other architectures
-            raise unless their value changes nothing: None, False, 0, hidden_act="silu".
+            among them, and keys of your own, which are stored and have no effect. Misspelled options raise, and so do
+            options of other architectures unless their value changes nothing: None, False, 0, hidden_act="silu".
 
     Raises:
         TypeError, ValueError: for every bad value, by name.
@@ -190,6 +197,9 @@ class DecayConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
+_OWN_OPTIONS = set(inspect.signature(DecayConfig.__init__).parameters) - {"self", "kwargs"}
+
+
 def _refuse_other_architectures(options: dict) -> None:
     """Refuse options that would make a reader of the configuration believe in another model."""
     for name, value in sorted(options.items()):
@@ -198,6 +208,8 @@ def _refuse_other_architectures(options: dict) -> None:
         if name in _OF_EVERY_MODEL:
             _refuse_unknown({name: value})
         elif name not in _OF_TRANSFORMERS and not name.startswith("_"):
+            if value is not None and (similar := difflib.get_close_matches(name, _OWN_OPTIONS, n=1, cutoff=0.84)):
+                raise TypeError(f"{name}: no option of DecayConfig; did you mean {similar[0]}?")
             for words, (truth, remedy) in _OTHER_ARCHITECTURES.items():
                 values = value if isinstance(value, (list, tuple)) else [value]
                 if re.search(rf"(^|_)({words})(_|$)", name) and not all(v in (None, 0, {}, *truth) for v in values):

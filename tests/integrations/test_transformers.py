@@ -1060,7 +1060,9 @@ OTHER_ARCHITECTURES = {
     "no biases": {"attention_bias": True, "mlp_bias": True, "use_qkv_bias": True},
     "no experts": {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_layer_freq": 2, "router_jitter_noise": 0.1},
     "RMSNorm": {"layer_norm_eps": 1e-5, "use_qk_norm": True, "norm_type": "layernorm"},
-    "num_key_value_heads": {"n_head": 4, "kv_lora_rank": 8, "multi_query": True},
+    "num_key_value_heads": {"n_head": 4, "kv_lora_rank": 8, "multi_query": True, "head_size": 64},
+    "initial_half_lives": {"half_lives": (4, 64), "use_forget_gate": True, "learned_decay": True},
+    "causal": {"bidirectional": True},
     "DecayFlashAttention": {"add_cross_attention": True, "use_parallel_residual": True, "mamba_d_state": 16},
 }
 
@@ -1072,6 +1074,16 @@ def test_options_of_other_architectures_are_refused(remedy):
             DecayConfig(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("num_attention_head", "num_attention_heads"), ("sinks", "sink"), ("tie_embeddings", "tie_word_embeddings"),
+     ("window_sizes", "window_size"), ("initial_half_life", "initial_half_lives"), ("qk_norms", "qk_norm")],
+)
+def test_misspelled_options_are_refused(name, meant):
+    with pytest.raises(TypeError, match=f"^{name}: no option of DecayConfig; did you mean {meant}\\?"):
+        DecayConfig(**{name: 2})
+
+
 def test_neutral_and_own_options_are_kept(tmp_path):
     """Neutral values, options of transformers itself, and keys that mean nothing to any model."""
     neutral = {
@@ -1080,6 +1092,7 @@ def test_neutral_and_own_options_are_kept(tmp_path):
     }
     own = {
         "note": "x", "max_grad_norm": 1.0, "data": {"mix": [0.5, 0.5]}, "training_tokens": 10**9, "unsloth_fixed": True,
+        "lr_decay": 0.1,
         "auto_map": {"AutoConfig": "a.B"}, "quantization_config": {"quant_method": "own"}, "loss_type": "ForCausalLM",
     }
     of_transformers = {
