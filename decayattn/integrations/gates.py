@@ -22,6 +22,7 @@ NAME = "decayattn"  # of the attention function
 # bytes of which a key with its extra channels is a multiple, as TMA and vector loads need
 _ALIGNMENT = 16
 AddedDecay = Literal["scalar", "constant"]
+_USE_NO_CACHE = "use decay='constant', or use_cache=False"
 
 
 def add_decay(
@@ -36,7 +37,9 @@ def add_decay(
     Weights stay. With the default half-lives the model starts close to its own logits: after 1,000 tokens the decay
     alone has changed a weight by less than 1 %. Each layer has the decay as a module, `self_attn.decay` in Llama, in
     float32. The attention becomes attn_implementation="decayattn"; no other one applies the decay, and a forward with
-    another one raises. Generation works with every cache but quantised ones. Trainer spares the decays of weight
+    another one raises. Generation works with every cache but quantised ones. With a
+    cache, a "scalar" decay raises in layers that cache latents (MLA) or attend to the keys of other layers. Layers with
+    two attentions raise in the first forward. Trainer spares the decays of weight
     decay; for PEFT, name them in modules_to_save=["decay"].
 
     The configuration remembers the decay as `added_decay`, so save_pretrained and from_pretrained keep it if the
@@ -78,12 +81,19 @@ def split_key(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor | N
 
     A layer without an added decay has the rates of config.log_decay, one number per head, if there are any.
     """
-    log_decay = getattr(module, "_log_decay", None)
-    if log_decay is None:
+    if not hasattr(module, "_log_decay"):
         rates = getattr(getattr(module, "config", None), "log_decay", None)
         return None if rates is None else _rates(tuple(rates), query.dtype, query.device), key
+    log_decay: Any = module._log_decay
     module._log_decay = None  # type: ignore[assignment]  # it is applied
+    if log_decay is None:
+        raise RuntimeError(
+            f"decay: expected one attention in each call of {type(module).__name__}, got another, or a call of its "
+            "forward without hooks; add_decay does not support such a layer"
+        )
     width, heads = query.shape[-1], log_decay.shape[-1]
+    if key.shape[-1] > width and module._carried != (key.shape[1], width):
+        raise ValueError(f"cache: expected the keys of {type(module).__name__} itself, got others; {_USE_NO_CACHE}")
     if log_decay.ndim == 3 and log_decay.requires_grad and key.shape[2] != log_decay.shape[1]:
         raise RuntimeError(
             "cache: expected an empty one, because bits have no gradient; use torch.no_grad(), or use_cache=False"
@@ -111,14 +121,17 @@ def _rates_on_device(rates: tuple[float, ...], dtype: torch.dtype, device: torch
 class _CarryingCache:
     """A cache of transformers that appends the log-decay (B, T, H) of new tokens to their keys."""
 
-    def __init__(self, cache: Cache, log_decay: Tensor) -> None:
+    def __init__(self, cache: Cache, module: nn.Module, log_decay: Tensor) -> None:
         quantised = [type(layer).__name__ for layer in cache.layers if "Quantized" in type(layer).__name__]
         if quantised:
             raise ValueError(f"cache: expected one that keeps the bits of keys, for the decay, got {quantised[0]}")
-        self._cache, self._log_decay = cache, log_decay
+        vars(self).update(_cache=cache, _module=module, _log_decay=log_decay)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        heads = key_states.shape[1]
+        heads, width = key_states.shape[1], key_states.shape[3]
+        if width == getattr(self._module, "kv_lora_rank", None):
+            raise ValueError(f"cache: expected one of keys, got one of latents (kv_lora_rank); {_USE_NO_CACHE}")
+        self._module._carried = heads, width
         channels = self._log_decay.unflatten(2, (heads, -1)).transpose(1, 2).contiguous().view(key_states.dtype)
         missing = -channels.shape[-1] % (_ALIGNMENT // key_states.dtype.itemsize)
         padding = key_states.new_zeros(*key_states.shape[:3], missing)
@@ -126,6 +139,9 @@ class _CarryingCache:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._cache, name, value)
 
 
 def _decay(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -136,10 +152,10 @@ def _decay(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
             f"{module.config._attn_implementation!r}; call model.set_attn_implementation({NAME!r})"  # type: ignore[union-attr]
         )
     log_decay = module.decay(args[0] if args else kwargs["hidden_states"])  # type: ignore[operator]
-    module._log_decay = log_decay
+    module._log_decay, module._carried = log_decay, None  # type: ignore[assignment]
 
     def carrying(x: Any) -> Any:
-        return _CarryingCache(x, log_decay) if isinstance(x, Cache) and log_decay.ndim == 3 else x
+        return _CarryingCache(x, module, log_decay) if isinstance(x, Cache) and log_decay.ndim == 3 else x
 
     return tuple(map(carrying, args)), {name: carrying(x) for name, x in kwargs.items()}
 

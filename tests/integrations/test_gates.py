@@ -186,6 +186,42 @@ def test_other_attention_than_ours_raises():
         model(tokens())
 
 
+OTHER_KEYS = {
+    "deepseek_v3": dict(
+        num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=16,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
+    "gemma3n_text": dict(
+        num_hidden_layers=6, num_kv_shared_layers=3, head_dim=16, layer_types=["full_attention"] * 6, laurel_rank=8,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=64, altup_num_inputs=2,
+        activation_sparsity_pattern=None,
+    ),
+    "jetmoe": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, kv_channels=16),
+    "diffllama": {},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", OTHER_KEYS)
+def test_cached_latents_and_shared_keys_are_right_or_raise(kind):
+    """Their caches have no place for the decay of a token, and a second attention would have none."""
+    x = tokens()
+    try:
+        model = gated(kind, **OTHER_KEYS[kind])
+        whole = model(x, use_cache=False).logits
+        first = model(x[:, :12])
+        name = "cache" if "cache" in first else "past_key_values"
+        rest = model(x[:, 12:], **{name: first[name]})
+        raised = None
+    except (RuntimeError, ValueError) as error:
+        raised = str(error)
+    if raised is not None:
+        assert raised.startswith(("decay: expected one attention", "cache: expected ", "attn_implementation: "))
+    else:
+        torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole)
+
+
 def test_quantised_cache_raises():
     class QuantizedLayer(transformers.cache_utils.DynamicLayer):
         pass

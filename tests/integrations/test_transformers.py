@@ -286,6 +286,13 @@ def test_packed_sequences_are_those_sequences_alone(decay, which):
         assert cache_of(model(**batch)) is None
 
 
+@pytest.mark.parametrize("positions", [[3, 4, 5, 0, 1, 2, 3], [-1, 0, 1, -1, 0, 1, 2], [1, 2, 3, 1, 2, 3, 4]])
+def test_smallest_position_begins_a_sequence(positions):
+    model, ids = build(), random_ids(tokens=7)[:1]
+    out = model(ids, position_ids=torch.tensor([positions])).logits
+    torch.testing.assert_close(out, torch.cat([model(part).logits for part in ids.split([3, 4], 1)], 1))
+
+
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 def test_packed_sequences_are_recomputed_as_they_were():
     model, (batch, _) = build().train(), packed("all")
