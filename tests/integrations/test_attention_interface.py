@@ -41,18 +41,19 @@ from decayattn.integrations import attention_interface
 SIZES = dict(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, eos_token_id=None, pad_token_id=0,
+    initializer_range=0.4,  # attention counts
 )
 
 
 WIDTHS = dict(
     vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, dropout=0.0,
-    init_std=0.4,  # attention counts
+    init_std=0.4,
 )
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
-    "bert": lambda: BertForMaskedLM(BertConfig(**SIZES, initializer_range=0.4)),
+    "bert": lambda: BertForMaskedLM(BertConfig(**SIZES)),
     "bart": lambda: BartForConditionalGeneration(BartConfig(**WIDTHS)),
 }
 
@@ -134,6 +135,26 @@ def test_generation_writes_the_same_tokens(kind, side, cache):
         for model in pair(kind)
     ]
     assert torch.equal(*texts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", [None, "left"])
+def test_static_cache_is_read_as_far_as_it_is_written(side):
+    ids, (theirs, ours) = torch.randint(4, 64, (2, 12)), pair()
+    mask = torch.ones(2, 12, dtype=torch.long) if side is None else padding(side)
+    cache, found = transformers.StaticCache(config=ours.config, max_cache_len=30), []
+    for begin, end in ((0, 7), (7, 8), (8, 12)):
+        found.append(ours(ids[:, begin:end], attention_mask=mask[:, :end], **{integration._CACHE: cache}).logits)
+    expected = theirs(ids, attention_mask=mask).logits
+    assert torch.allclose(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], atol=1e-4)
+
+
+@torch.no_grad()
+def test_positions_cut_no_padded_row():
+    ids, mask = torch.randint(4, 64, (1, 12)), padding("left")[:1]
+    positions = torch.tensor([[0] * 4 + [*range(3), *range(5)]])
+    theirs, ours = (model(ids, attention_mask=mask, position_ids=positions).logits[0, 4:] for model in pair())
+    assert torch.allclose(ours, theirs, atol=1e-4)
 
 
 def test_a_mask_of_the_keys_hides_no_query():
