@@ -98,6 +98,10 @@ def test_gate_keeps_its_bits_in_every_cache(dtype, tmp_path):
     decays = {p.dtype for name, p in model.named_parameters() if "decay" in name}
     assert decays == {torch.float64 if dtype == torch.float64 else torch.float32}
     _check_generation(model)
+    with torch.no_grad():
+        first = model(tokens())
+    keys = first["cache" if "cache" in first else "past_key_values"].layers[0].keys
+    assert keys.stride(2) * keys.itemsize % 16 == 0  # kernels load vectors of it
 
 
 def test_constant_decay_is_alibi():
