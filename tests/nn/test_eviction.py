@@ -233,20 +233,37 @@ def test_a_layer_generates_far_beyond_its_cache(kind, backend):
         assert (torch.cat(out, 1)[b] - want).abs().max() <= 100 * tolerance * want.abs().max()
 
 
-@pytest.mark.parametrize("scale", [None, -0.7, "learned"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_score_bound_bounds_the_scores(scale, dtype, monkeypatch):
-    layer, seen = build(qk_norm=True, scale=scale, num_kv_heads=1, dtype=dtype), []
+def largest_scores(layer, x, monkeypatch):
+    """The largest |score| of every head, in float64; the layer has one key head."""
+    seen = []
     monkeypatch.setattr(
         decayattn.nn.attention, "decay_attention", lambda q, k, v, *_, scale, **__: seen.append((q, k, scale)) or q
     )
-    layer(100 * tokens(2, 50, dtype))
+    layer(x)
     [(q, k, scale)] = seen
     scale = layer.head_dim**-0.5 if scale is None else scale
     scores = torch.einsum("bihd,bjgd->bijh", q.double(), k.double()).abs() * torch.as_tensor(scale).double().abs()
-    largest = scores.amax((0, 1, 2))
+    return scores.amax((0, 1, 2))
+
+
+@pytest.mark.parametrize("scale", [None, -0.7, "learned"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_score_bound_bounds_the_scores(scale, dtype, monkeypatch):
+    layer = build(qk_norm=True, scale=scale, num_kv_heads=1, dtype=dtype)
+    largest = largest_scores(layer, 100 * tokens(2, 50, dtype), monkeypatch)
     assert (largest <= layer.score_bound()).all()
     assert (largest > 0.2 * layer.score_bound()).all()
+
+
+def test_score_bound_counts_rounding(monkeypatch):
+    """A norm rounded to bfloat16 may be longer than √D."""
+    layer = build(qk_norm=True, head_dim=2, num_kv_heads=1, dtype=torch.bfloat16)
+    layer.q_norm.weight.fill_(1), layer.k_norm.weight.fill_(1)
+    q, k = layer.in_proj.weight.split(layer.split_sizes)[:2]
+    k.copy_(q[:2])  # as the first head's queries
+    largest = largest_scores(layer, tokens(2, 200, torch.bfloat16), monkeypatch)
+    assert (largest > 2**0.5).any()
+    assert (largest <= layer.score_bound()).all()
 
 
 # Errors
