@@ -100,8 +100,9 @@ def context_parallel_attention(
 
     Raises:
         TypeError, ValueError: for every bad argument, by name, and where the ranks' options differ.
-        RuntimeError: on every other rank if a rank raises in its checks or in the plan; it names the rank. (On a GPU,
-            if an earlier call had these options, an assertion on the device fails.) An error in a rank's own kernels or
+        RuntimeError: under a transform of torch.func (vmap, grad); on every other rank if a rank raises in its checks
+            or in the plan, with the number of the rank. (On a GPU, if an earlier call had these options, an assertion
+            on the device fails.) An error in a rank's own kernels or
             in its backward is not reported: the other ranks wait until the group's timeout. Also in a CUDA graph for a
             planned halo and for options that no earlier call had; under torch.compile with fullgraph=True.
     """
@@ -113,6 +114,11 @@ def context_parallel_attention(
     with Handshake(group, q) as handshake:
         if unknown:
             keywords.refuse(context_parallel_attention, unknown)
+        if compatibility.is_transformed():
+            raise RuntimeError(
+                "context_parallel_attention: expected no transform of torch.func (vmap, grad), which cannot map its "
+                "exchanges; call it outside, with the samples as its batch"
+            )
         sharding.refuse(q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens=cu_seqlens, **only_heads)
         q, k, v = autocast(q, k, v)
         check_arguments(

@@ -356,6 +356,8 @@ ON_META = torch.zeros(2, 6, 4, 16, dtype=torch.float64, device="meta")
         (dict(scale=Unreadable()), "ZeroDivisionError"),
         (dict.fromkeys("qkv", ON_META) | dict(log_decay=-0.1), "ValueError: q: expected a device of the group"),
         (dict(k=ON_META), "ValueError: k: expected"),
+        (dict(cu_seqlens=torch.tensor([0, 30, 24])), "ValueError: cu_seqlens: expected offsets that never fall"),
+        (dict(mapped=True), "RuntimeError: context_parallel_attention: expected no transform of torch.func"),
     ],
 )
 def test_call_error_on_one_rank_ends_the_others(pool, of_last_rank, refused):

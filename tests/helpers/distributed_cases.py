@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import os
@@ -273,7 +274,10 @@ def call(group, options=None, of_last_rank=None, *, length=24, **inputs):
         arguments["log_decay"] = inputs["log_decay"][:, :part].half()
     if isinstance(arguments["k"], str):
         arguments |= {name: inputs[name][:, : part // 2] for name in ("k", "v")} | {"log_decay": -0.1}
-    context_parallel_attention(**{"group": group} | arguments)
+    call = functools.partial(context_parallel_attention, group=group)
+    if arguments.pop("mapped", False):
+        torch.vmap(lambda q: call(**arguments | {"q": q}))(arguments["q"][None])
+    call(**arguments)
 
 
 class Unreadable:
