@@ -1,2 +1,2 @@
-"""How attention runs: registry chooses a backend, tiles says what a tile means, planning finds out what kernels need
-to know, runtime gets them to the GPU; portable and hopper are the kernels."""
+"""Backends: registry chooses one, tiles defines the mathematics of a tile, planning computes the kernels' metadata,
+runtime launches them; portable and hopper hold the kernels."""

@@ -1,7 +1,7 @@
-"""A float32 number as three bfloat16 ones, in columns beside rows, or rows beside keys.
+"""A float32 value as three bfloat16 values, stored in extra columns (of rows) or extra rows (of keys).
 
-A product with ones adds the three up again: one matrix instruction more, and the number is added to a whole row, or
-column, of float32 scores without any other.
+A product with ones adds the three up again. One more matrix instruction then adds the value to a whole row, or column,
+of float32 scores, without further arithmetic.
 """
 
 import triton
@@ -9,15 +9,15 @@ import triton.language as tl
 
 # high, middle and low bits
 SPLITS = 3
-# columns in memory: 16 bytes, as few as the copy engine can fetch; it fills up with zeros what a tile has more
+# columns in memory: 16 bytes, the minimum of a TMA copy, which fills the rest of a tile with zeros
 COLUMNS = 8
-# columns or rows of a tile: a matrix instruction's depth
+# columns or rows of a tile: the depth of a matrix instruction
 DEPTH = 16
 
 
 @triton.jit
 def in_splits(value):
-    """High, middle and low bits."""
+    """Return the high, middle and low bits."""
     value = value.to(tl.float32)
     high = value.to(tl.bfloat16)
     rest = value - high.to(tl.float32)
@@ -27,7 +27,7 @@ def in_splits(value):
 
 @triton.jit
 def with_splits(columns, value, FIRST: tl.constexpr):
-    """bfloat16 columns (rows, COLUMNS) with the splits of value (rows,) in those from FIRST on."""
+    """Return the bfloat16 columns (rows, COLUMNS) with the splits of value (rows,) in columns FIRST to FIRST + 2."""
     high, middle, low = in_splits(value)
     column = tl.arange(0, columns.shape[1])[None, :]
     columns = tl.where(column == FIRST, high[:, None], columns)

@@ -1,8 +1,8 @@
-"""The decay of a tile's rows and keys, as plain Triton kernels read it from rates or from the prefix, in base 2.
+"""Decay of a tile's rows and keys in base 2; plain Triton kernels read it from rates or from the prefix.
 
-`*_alpha` is α relative to an anchor of the tile. A row tile's anchor is the first row of its block of DECAY_BLOCK
-rows, a key tile's is the start of its block of DECAY_BLOCK tokens (tiles never straddle those blocks, because their
-sizes divide DECAY_BLOCK).
+`*_alpha` is α relative to an anchor of the tile. A row tile's anchor is the first row of its block of DECAY_BLOCK rows.
+A key tile's anchor is the start of its block of DECAY_BLOCK tokens. Tiles never straddle those blocks, because their
+sizes divide DECAY_BLOCK.
 """
 
 import triton
@@ -12,19 +12,19 @@ from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
 from decayattn.problem import DECAY_BLOCK as _DECAY_BLOCK
 
 DECAY_BLOCK: tl.constexpr = tl.constexpr(_DECAY_BLOCK)
-# farther than any pair is apart, and no sum of it with a position leaves 32 bits
+# exceeds the distance of any pair, and its sum with a position fits 32 bits
 _FAR: tl.constexpr = tl.constexpr(2**30)
 
 
 @triton.jit
 def constant_rate(rates, rate_stride, head, PRODUCT: tl.constexpr):
-    """γ of a head in base 2, as base2_log_decay multiplies it; 0 where it resets at every token."""
+    """γ of a head in base 2, by base2_log_decay; 0 if it resets at every token."""
     return base2_log_decay(tl.load(rates + head * rate_stride), PRODUCT)
 
 
 @triton.jit
 def load_rate(rates, rate_stride, head, DECAY: tl.constexpr, ACCUMULATOR: tl.constexpr):
-    """constant_rate, rounded once; 0 where the decay is not constant."""
+    """constant_rate, rounded once; 0 for any other decay."""
     if DECAY == "constant":
         rate = constant_rate(rates, rate_stride, head, tl.float64).to(ACCUMULATOR)
     else:
@@ -34,8 +34,10 @@ def load_rate(rates, rate_stride, head, DECAY: tl.constexpr, ACCUMULATOR: tl.con
 
 @triton.jit
 def side_of_head(rates, rate_stride, head, side):
-    """How far the rows of a head with a constant decay see to a side (None: without a limit): where γ resets at every
-    token, each row has its own key only."""
+    """Distance to a side that the rows of a head with a constant decay see (side None: no limit).
+
+    If γ resets at every token, each row sees its own key only: 0.
+    """
     resets = tl.load(rates + head * rate_stride) < RESET_BELOW
     return tl.where(resets, 0, _FAR if side is None else side)
 

@@ -1,9 +1,8 @@
-"""Which tiles a tile visits.
+"""Key tiles that a row tile visits, and row tiles that a key tile visits.
 
 Visibility is an interval: the query at position i sees the keys first_i ≤ j < end_i, and both ends never decrease with
-i. Causality, windows, lengths that divide nothing and resets are all rules for the two ends, so the mirror question
-(which rows see key j) has an interval for an answer too. Positions are counted on a sequence's keys; query row r has
-position r + first_position.
+i. Causality, windows, resets and lengths that are no multiple of a tile are rules for the two ends. So the rows that
+see a key j are an interval too. Positions count a sequence's keys; query row r has position r + first_position.
 """
 
 import triton
@@ -11,7 +10,7 @@ import triton.language as tl
 
 from decayattn.problem import GRANULE as _GRANULE
 
-# query rows that skip the same keys: what a plan counts rows in (planning/skipping.py)
+# consecutive query rows that skip the same keys: the row unit of a plan (planning/skipping.py)
 GRANULE: tl.constexpr = tl.constexpr(_GRANULE)
 
 
@@ -21,9 +20,9 @@ def keys_seen(
 ):
     """[first, end) of the keys that a query at this position sees; the resets point at one head's tokens.
 
-    left, right: how far it sees to either side; None without a limit.
+    left, right: largest distance that it sees to either side; None: no limit.
     """
-    first = position * 0  # zeros_like, which does not keep a Gluon kernel's layout
+    first = position * 0  # zeros_like does not keep a Gluon kernel's layout
     end = first + key_length
     if HAS_RESETS:
         first = tl.load(last_reset + position, mask=position >= 0, other=0)
@@ -42,7 +41,7 @@ def rows_that_see(
     key, query_length, first_position, last_reset, next_reset, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr,
     left=None, right=None,
 ):
-    """The mirror: [first, end) of the query rows that see this key."""
+    """[first, end) of the query rows that see this key: the mirror of keys_seen."""
     first = key * 0
     end = first + query_length
     if HAS_RESETS:
@@ -61,15 +60,15 @@ def rows_that_see(
 def visited_tiles(first, end, BLOCK: tl.constexpr):
     """(begin, whole_begin, whole_end, end) in tiles of BLOCK indices, for a vector of intervals.
 
-    Tiles in [whole_begin, whole_end) are seen whole by every interval; the rest of [begin, end) are edge tiles, whose
-    entries must be compared with the intervals; no interval reaches outside.
+    Tiles in [whole_begin, whole_end) are full tiles, inside every interval. The rest of [begin, end) are edge tiles:
+    partial tiles, where the kernel compares every index with the intervals. No interval reaches outside [begin, end).
     """
     return tiles_between(tl.min(first, 0), tl.max(first, 0), tl.min(end, 0), tl.max(end, 0), BLOCK)
 
 
 @triton.jit
 def tiles_between(first_min, first_max, end_min, end_max, BLOCK: tl.constexpr):
-    """visited_tiles, from the smallest and the largest end of the intervals on either side."""
+    """visited_tiles, given the extremes of the intervals' first and end indices."""
     visited_begin = first_min // BLOCK
     visited_end = tl.maximum(tl.cdiv(end_max, BLOCK), visited_begin)
     whole_begin = tl.minimum(tl.cdiv(first_max, BLOCK), visited_end)
@@ -79,6 +78,6 @@ def tiles_between(first_min, first_max, end_min, end_max, BLOCK: tl.constexpr):
 
 @triton.jit
 def edge_tile(n, visited_begin, whole_begin, whole_end):
-    """The n-th edge tile: first those left of the whole ones, then those right of them."""
+    """Index of the n-th edge tile: first those left of the full tiles, then those right of them."""
     left = whole_begin - visited_begin
     return tl.where(n < left, visited_begin + n, whole_end + n - left)
