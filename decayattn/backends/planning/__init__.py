@@ -1,1 +1,1 @@
-"""What runs before and after an attention kernel: the decay's prefix, which tiles are skipped, where sequences lie."""
+"""Launches before and after an attention kernel: the decay's prefix, the plan of skipped tiles, sequence offsets."""

@@ -1,14 +1,14 @@
-"""The rows of a halo's exchange: packed, put where they belong, and what comes back for them added up.
+"""Rows of a halo's exchange: pack them, unpack them into the halo, and add up the gradients that come back.
 
-A row is what one token and key head have in k, v and λ per token, side by side in the dtype of the first of them that
-is there (distributed/exchange.py's pack has the same bits). Every rank fetches, of each batch entry and key head, the
-tokens from one on up to its slice. So rows are sent in this order, and received in the same:
+A row holds the values of one token and key head in k, v and λ per token, side by side. Its dtype is that of the first
+of them that is present (distributed/exchange.py's pack has the same bits). For each batch entry and key head a rank
+fetches all tokens from a first one up to its slice. Rows are sent and received in this order:
 
-    rank | batch entry | key head | token        rank: to which, or from which
+    rank | batch entry | key head | token        rank: the receiver when sending, the sender when receiving
 
-Of a token, its row is a sum over the segments before its own (rank, entry, head), whose lengths every program adds up
-itself: the host knows how many rows there are, and sends the GPU no list of them. Each of the four steps is one launch,
-of always as many programs, which share tiles of TOKENS tokens of one entry and head.
+The row index of a token is a sum over the lengths of the segments (rank, entry, head) before its own. Every program
+computes the sum itself: the host knows the number of rows and sends the GPU no list. Each of the four steps is one
+launch of a fixed number of programs, which share tiles of TOKENS tokens of one entry and head.
 """
 
 import functools
@@ -26,31 +26,31 @@ from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 
 TOKENS: tl.constexpr = tl.constexpr(16)
-# segments whose lengths are added up at once
+# segments that one step of a sum over their lengths reads
 _SEGMENTS: tl.constexpr = tl.constexpr(128)
-# programs on each multiprocessor, and warps of a program: with fewer or more, ptxas spills more (none is measured)
+# programs per multiprocessor, and warps per program: ptxas spills more with other numbers (run time not measured)
 _PROGRAMS, _WARPS = 4, 4
 
-# k, v and λ per token, or their gradients: (B, T, H_kv, D), (B, T, H_kv, D_v) and (B, T, H); None for what is not there
+# k, v and λ per token, or their gradients: (B, T, H_kv, D), (B, T, H_kv, D_v) and (B, T, H); None if absent
 Parts = Sequence[Tensor | None]
 
 
 class Segments(NamedTuple):
-    """Which rows a rank sends and receives."""
+    """Rows that a rank sends and receives."""
 
     begins: Tensor  # (ranks, B·H_kv) int64: the first token that a rank fetches, on the axis of all slices
-    offsets: Tensor  # (ranks + 1,) int64: where slices begin, and where the last one ends
+    offsets: Tensor  # (ranks + 1,) int64: starts of the slices, and the end of the last one
     rank: int
     heads: int  # key heads
     length: int  # tokens of the rank's slice
-    halo: int  # tokens before it that any of its heads fetches
-    kept: int  # tokens of it before the first one that another rank fetches
-    sent: int  # rows
+    halo: int  # tokens before the slice that any of its heads fetches
+    kept: int  # tokens of the slice before the first one that another rank fetches
+    sent: int  # rows to send
     received: int
 
 
 class _Where(NamedTuple):
-    """Segments as kernels take them, but for the numbers that differ from call to call: see launch_for."""
+    """Segments as kernel arguments, without the numbers that differ from call to call (see launch_for)."""
 
     begins: Strided
     offsets: Tensor
@@ -61,35 +61,36 @@ class _Where(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Of a row the numbers of one tensor."""
+    """Values of one tensor within a row."""
 
     begin: int
-    numbers: int  # of the tensor
+    numbers: int  # values of the tensor
     width: int  # columns of a tile
-    halves: bool  # they are twice as wide as a row's: each has two of those
+    halves: bool  # the tensor's values are twice as wide as the row's: each is stored as two
 
 
 def launch_for(segments: Segments, *tensors: Tensor | None) -> Launch:
-    """Numbers of tokens are arguments that no kernel is specialised for; the others follow from these."""
+    """Return the launch for these segments and tensors; kernels are not specialised for the numbers of tokens."""
     ranks, pairs = segments.begins.shape
     modes = segments.rank, ranks, pairs, segments.heads
     return launching.of_call(segments.begins.device, (segments.begins, *tensors), *modes)
 
 
 def pack_sent(segments: Segments, parts: Parts) -> Tensor:
-    """(rows, ·): what other ranks fetch of this one's slice."""
+    """Return (rows, ·): the part of this rank's slice that other ranks fetch."""
     return _packed(segments, parts, segments.sent, 0, segments.kept, segments.length, SENT=True)
 
 
 def pack_returned(segments: Segments, grads: Parts) -> Tensor:
-    """(rows, ·): the gradients of what this rank has fetched, on the axis of halo and slice."""
+    """Return (rows, ·): gradients of the rows that this rank fetched; grads are on the axis of halo and slice."""
     return _packed(segments, grads, segments.received, segments.halo, 0, segments.halo, SENT=False)
 
 
 def extend(segments: Segments, rows: Tensor, parts: Parts, tokens: int) -> list[Tensor | None]:
-    """Of each part, the halo and the first tokens of the slice.
+    """Return the halo and the first tokens of the slice, for each part.
 
-    What a head has not fetched is 0. The λ of its first key is −inf, unless nothing is before it: no row sees past it.
+    Tokens that a head did not fetch are 0. Its first key gets λ = −inf, so that no row sees past it, unless nothing
+    comes before that key.
     """
     extended = [None if x is None else x.new_empty(x.shape[0], segments.halo + tokens, *x.shape[2:]) for x in parts]
     if segments.begins.shape[1] and segments.halo + tokens:
@@ -101,8 +102,11 @@ def extend(segments: Segments, rows: Tensor, parts: Parts, tokens: int) -> list[
 
 
 def add_returned(segments: Segments, rows: Tensor, totals: Parts, grads: Parts, tokens: int) -> list[Tensor | None]:
-    """Gradients of the slice, in place, plus those of its first tokens on the axis of halo and slice, plus what every
-    rank sends back: in float32 at least and rank by rank, the same bits every time."""
+    """Add to the slice's gradients, in place, those that every rank sends back.
+
+    Also adds the gradients of the slice's first tokens on the axis of halo and slice. Sums are at least float32, rank
+    by rank, so that their bits are the same every time.
+    """
     if segments.begins.shape[1] and segments.length and (segments.sent or tokens):
         _launch(
             _add, segments, totals,
@@ -127,7 +131,7 @@ def _packed(
 def _launch(
     kernel: triton.runtime.JITFunction, segments: Segments, parts: Parts, *args, others: Parts = (), **constants
 ) -> None:
-    """parts: what a row has, and others: what else the kernel reads, of the caller's."""
+    """Launch a kernel. parts: tensors of a row; others: further tensors of the caller that the kernel reads."""
     device = segments.begins.device
     with launching.on_device(device):
         launch_for(segments, *parts, *others)(
@@ -143,7 +147,7 @@ def _where(segments: Segments) -> _Where:
 
 
 def _strided(segments: Segments, parts: Parts) -> list[Strided | None]:
-    """All of them as (B, T, H_kv, ·)."""
+    """Return all parts as (B, T, H_kv, ·)."""
     k, v, log_decay = (None if x is None else Strided(x, x.stride()) for x in parts)
     if log_decay is not None:
         entry, token, head = log_decay.strides
@@ -161,7 +165,7 @@ def _row(segments: Segments, parts: Parts) -> dict[str, _Part | int | None]:
 
 @functools.lru_cache(launching.REMEMBERED)
 def _row_of(numbers: tuple[int | None, ...], dtypes: tuple[torch.dtype | None, ...]) -> dict[str, _Part | int | None]:
-    """What kernels are compiled for."""
+    """Constants that the kernels are compiled for."""
     parts: list[_Part | None] = []
     carrier, row = next(dtype for dtype in dtypes if dtype is not None), 0
     for count, dtype in zip(numbers, dtypes, strict=True):
@@ -176,13 +180,15 @@ def _row_of(numbers: tuple[int | None, ...], dtypes: tuple[torch.dtype | None, .
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels. Tokens count on the axis of a tensor; positions, int64, on that of all slices
+# Kernels. Tokens count on the axis of a tensor; positions (int64) count on the axis of all slices
 
 
 @triton.jit
 def _segment(where, peer, pair, SENT: tl.constexpr):
-    """Of what a peer is sent (or sends) of an entry's key head: its first position and its end, the rows of others
-    before it, and all rows of the peer."""
+    """Segment of an entry's key head that a peer receives (SENT) or sends.
+
+    Returns its first position, its end, the peer's rows before it and the number of all the peer's rows.
+    """
     if SENT:
         fetching, owning = peer, where.rank
     else:
@@ -201,7 +207,7 @@ def _segment(where, peer, pair, SENT: tl.constexpr):
 
 @triton.jit
 def _numbers(x, entry, head, token, column):
-    """Pointers to numbers of a (B, T, H_kv, ·) tensor."""
+    """Pointers to values of a (B, T, H_kv, ·) tensor."""
     strides = x.strides
     of_head = x.data + entry * strides[0] + head * strides[2]
     return of_head + token.to(tl.int64)[:, None] * strides[1] + column.to(tl.int64)[None, :] * strides[3]
@@ -209,20 +215,20 @@ def _numbers(x, entry, head, token, column):
 
 @triton.jit
 def _contiguous_numbers(x, entry, head, token, column, length, heads, NUMBERS: tl.constexpr):
-    """The same of a contiguous one with `length` tokens."""
+    """Pointers to values of a contiguous (B, length, heads, NUMBERS) tensor."""
     of_token = (entry * length + token) * heads + head
     return x + of_token[:, None] * NUMBERS + column[None, :]
 
 
 @triton.jit
 def _store_in_rows(rows, row, there, x, entry, head, token, PART: tl.constexpr, ROW: tl.constexpr):
-    """A part of tokens into their rows, where there is one."""
+    """Store a part of tokens into their rows, for tokens that have one."""
     column = tl.arange(0, PART.width)
     inside = there[:, None] & (column < PART.numbers)[None, :]
     value = tl.load(_numbers(x, entry, head, token, column), mask=inside)
     here = rows + row[:, None] * ROW + PART.begin
     CARRIER: tl.constexpr = rows.dtype.element_ty
-    if PART.halves:  # the lower one first, as in memory
+    if PART.halves:  # the low half first, as in memory
         bits = value.to(tl.int32, bitcast=True)
         tl.store(here + 2 * column[None, :], bits.to(tl.int16).to(CARRIER, bitcast=True), mask=inside)
         tl.store(here + 2 * column[None, :] + 1, (bits >> 16).to(tl.int16).to(CARRIER, bitcast=True), mask=inside)
@@ -232,7 +238,7 @@ def _store_in_rows(rows, row, there, x, entry, head, token, PART: tl.constexpr, 
 
 @triton.jit
 def _load_of_rows(rows, row, there, column, PART: tl.constexpr, ROW: tl.constexpr):
-    """What _store_in_rows has stored, of two halves a float32; 0 where there is no row."""
+    """Load a part that _store_in_rows stored, two halves as one float32; 0 for a token without a row."""
     inside = there[:, None] & (column < PART.numbers)[None, :]
     here = rows + row[:, None] * ROW + PART.begin
     if PART.halves:
@@ -249,8 +255,10 @@ def _pack(
     rows, k, v, log_decay, where, before, begin, end,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, ROW: tl.constexpr, SENT: tl.constexpr,
 ):
-    """Tokens from begin to end into the rows of those who fetch them, or of whom they were fetched from; before: tokens
-    of the axis before the slice."""
+    """Pack tokens from begin to end into rows for the ranks that fetch them, or that they were fetched from.
+
+    before: tokens of the axis before the slice.
+    """
     tiles = tl.cdiv(end - begin, TOKENS)
     first = tl.load(where.offsets + where.rank) - before
     for tile in range(tl.program_id(0), where.pairs * tiles, tl.num_programs(0)):
@@ -277,7 +285,7 @@ def _extend(
     rows, k, v, log_decay, extended_k, extended_v, extended_log_decay, where, halo, tokens,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, ROW: tl.constexpr,
 ):
-    """`extend`: every token of halo and slice from its row, or from the slice, or 0."""
+    """`extend`: take every token of halo and slice from its row or from the slice, or write 0."""
     length = halo + tokens
     tiles = tl.cdiv(length, TOKENS)
     first = tl.load(where.offsets + where.rank) - halo
@@ -295,7 +303,7 @@ def _extend(
         if v is not None:
             _extend_part(rows, row, v, extended_v, where, pair, token, halo, length, None, V, ROW)
         if log_decay is not None:
-            # a head's first key needs no λ of its own, for no row sees past it; with nothing before it, it is left
+            # no row sees past a head's first key, so its λ is unused; with nothing before the key, λ stays as it was
             begins = where.begins
             key = tl.load(begins.data + where.rank * begins.strides[0] + pair * begins.strides[1])
             hides = (position == key) & (token > 0)
@@ -306,7 +314,7 @@ def _extend(
 def _extend_part(
     rows, row, x, extended, where, pair, token, halo, length, hides, PART: tl.constexpr, ROW: tl.constexpr,
 ):
-    """hides: where −inf is instead; None: nowhere."""
+    """Extend one part. hides: True for tokens that get −inf instead; None: no token."""
     entry, head = pair // where.heads, pair % where.heads
     column = tl.arange(0, PART.width)
     is_number = (column < PART.numbers)[None, :]
@@ -325,7 +333,7 @@ def _add(
     rows, total_k, total_v, total_log_decay, k, v, log_decay, where, halo, tokens, kept, length,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, ROW: tl.constexpr,
 ):
-    """`add_returned`: of every pair, the tiles that have one of the first tokens, and those from `kept` on."""
+    """`add_returned`: for every pair, the tiles with any of the first tokens, and those from `kept` on."""
     tiles = tl.cdiv(length, TOKENS)
     firsts = tl.minimum(tl.cdiv(tokens, TOKENS), tiles)
     begin = tl.maximum(kept // TOKENS, firsts)
@@ -358,6 +366,6 @@ def _add_part(rows, totals, x, where, pair, token, halo, tokens, length, PART: t
         begin, _, of_segment, number = _segment(where, peer, pair, True)
         there = (position >= begin) & (token < length)
         returned = _load_of_rows(rows, of_peer + of_segment + position - begin, there, column, PART, ROW)
-        total += returned.to(ACCUMULATOR)  # 0 where there is no row
+        total += returned.to(ACCUMULATOR)  # 0 for a token without a row
         of_peer += number
     tl.store(here, total.to(totals.data.dtype.element_ty), mask=inside)

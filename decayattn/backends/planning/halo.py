@@ -1,15 +1,16 @@
-"""The plan of a halo: which keys that come before all rows of a slice weigh enough to be fetched.
+"""The plan of a halo: the keys before all rows of a slice that weigh enough to be fetched.
 
-A slice is some of the tokens of a longer sequence. Of a row i of slice r and a key j of a slice s before it, with a the
-sum of λ within a slice, A its total, and the bound of skipping.py:
+A slice is a part of the tokens of a longer sequence. Take a row i of slice r and a key j of an earlier slice s. Let a
+be the sum of λ within a slice and A its total. The bound of skipping.py is then::
 
     log P_ij ≤ u_i |k_j| + e_i + (A_s + … + A_{r−1}) − a_j            u_i = |s_i| |q_i|     e_i = a_i − s_i q_i·k_i
 
-All that concerns the row is known in its slice, its own key included. Of the keys, K and W per block and the sums of λ
-are enough. α leaves out the first λ of a slice: it acts between the slices, and is exchanged beside the sum of others.
+The row's slice knows all terms of the row, its own key included. Of the keys, K and W per block and the sums of λ are
+enough. a leaves out the first λ of a slice: it acts between the slices, and ranks exchange it with the sum of the
+others.
 
-The host waits for this plan, so it is few launches: behind skipping.summaries one for what a slice exchanges, and then
-two for what a rank fetches.
+The host synchronises to read this plan, so it uses few launches: after skipping.summaries, one for the data that slices
+exchange and two for the keys that a rank fetches.
 """
 
 import math
@@ -40,35 +41,36 @@ from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, DecayPrefi
 
 
 class Place(NamedTuple):
-    """Where a slice lies in the whole sequence, and how far its rows see, besides decay and resets."""
+    """Position of a slice in the whole sequence, and the limits of its rows' view other than decay and resets."""
 
     lengths: tuple[int, ...]  # of all ranks' slices
     rank: int
-    offsets: Tensor  # (ranks + 1,) int64: where they begin, and where the last one ends
+    offsets: Tensor  # (ranks + 1,) int64: starts of the slices, and the end of the last one
     lowest: int  # no row sees a token before this one of the whole sequence
     rows: int  # the rows from this one on see nothing before their slice
     cu_seqlens: Tensor | None  # of packed sequences, on the axis of all slices
 
     @property
     def blocks(self) -> int:
-        """Of every slice, as many as the longest one has."""
+        """Blocks of the longest slice; every slice is given as many."""
         return cdiv(max(self.lengths), DECAY_BLOCK)
 
 
 class SliceSummary(NamedTuple):
-    """What the plan knows of a slice."""
+    """Data of a slice that the plan reads."""
 
-    # Float64, flat, for all slices: (B, H_kv, blocks) K, 0 where there is no key; (B, H, blocks) W, −inf where there is
-    # no key; and three times (B, H): α of the last token and what β may be too small by; the first token's λ, 0 for a
-    # reset; the last token whose λ resets, −1 without one, as a constant rate. In base 2; blocks count from the
-    # slice's first token, and those behind its last one have no key
+    # Float64, flat, the same layout for all slices, in base 2:
+    #   (B, H_kv, blocks) K, 0 without a key; (B, H, blocks) W, −inf without a key
+    #   (B, H) α of the last token plus the error bound of β; (B, H) the first token's λ, 0 for a reset
+    #   (B, H) index of the last token with a reset, −1 without one or for a constant rate
+    # Blocks count from the slice's first token; those after its last token have no key
     keys: Tensor
-    first_reset: Tensor  # (B, H) int64: the first token whose λ resets, or the number of tokens
+    first_reset: Tensor  # (B, H) int64: the first token with a reset, or the number of tokens
     terms: tuple[Tensor, Tensor]  # skipping.summaries of the slice
 
 
 def launch_for(problem: AttentionProblem, place: Place, *tensors: Tensor | None) -> Launch:
-    """The launch for the slice's summary and search; the tensors are the caller's."""
+    """Launch for the slice's summary and search, with the caller's tensors."""
     number = None if place.cu_seqlens is None else place.cu_seqlens.shape
     modes = problem, place.lengths, place.rank, place.lowest, place.rows, number
     return launching.of_call(problem.device, (*tensors, place.cu_seqlens), *modes)
@@ -78,9 +80,9 @@ def summarise(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor, scale: Tensor | float, blocks: int,
     launch: Launch = launching.uncached, prefix: DecayPrefix | None = None,
 ) -> SliceSummary:
-    """A slice's keys, in at least as many blocks as there are, and its rows.
+    """Summarise a slice's rows, and its keys in `blocks` blocks, at least as many as it has.
 
-    problem is the slice on its own: dense, causal, with as many rows as keys. prefix: of log_decay, if it is there.
+    problem: the slice alone: dense, causal, with as many rows as keys. prefix: that of log_decay, if already computed.
     """
     heads, length = problem.batch * problem.num_heads, problem.query_length
     with launching.on_device(problem.device):
@@ -110,13 +112,15 @@ def first_keys(
     problem: AttentionProblem, place: Place, everyone: Tensor, summary: SliceSummary, tolerance: float,
     launch: Launch = launching.uncached,
 ) -> Tensor:
-    """Flat int64: for every (B, H_kv) the first token that a rank which has others before it fetches, on the axis of
-    all slices, its own first one where it needs none; and a number of rows: those from it on see nothing before them.
+    """First tokens to fetch, for a rank that has others before it; flat int64.
+
+    For every (B, H_kv), the first token to fetch on the axis of all slices, or the rank's own first one if it needs
+    none. Then one number of rows: the rows from it on see nothing before their slice.
 
     Args:
         everyone: SliceSummary.keys of every rank, (ranks, ·), contiguous.
         summary: the rank's own.
-        tolerance: the probability that what is not fetched has in any row, at most.
+        tolerance: upper bound on the probability that the keys not fetched have in any row.
     """
     rank, blocks, heads = place.rank, place.blocks, problem.batch * problem.num_heads
     _, of_granules = summary.terms
@@ -144,8 +148,10 @@ def first_keys(
 
 @triton.jit
 def _of_head(keys, head, heads, blocks, GROUP: tl.constexpr):
-    """Pointers to K and W of a head in SliceSummary.keys, and to the first of its three numbers there, which are as far
-    from one another as there are heads. They need not be aligned, so no launch has them as arguments."""
+    """Pointers to K and W of a head in SliceSummary.keys, and to the first of its three (B, H) values there.
+
+    The three are `heads` values apart. The pointers may be unaligned, so no launch takes them as arguments.
+    """
     weight = keys + heads // GROUP * blocks
     return keys + head // GROUP * blocks, weight + head * blocks, weight + heads * blocks + head
 
@@ -155,7 +161,7 @@ def _complete(
     of_blocks, prefix, log_decay, keys, first_reset, own_blocks, blocks, length, heads,
     GROUP: tl.constexpr, DECAY: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """A head's part of SliceSummary; blocks from own_blocks on have no key."""
+    """Write a head's part of SliceSummary; blocks from own_blocks on have no key."""
     head, count = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # of all batch entries
     longest, weight, of_head = _of_head(keys, head, count, blocks, GROUP)
     for chunk in range(0, blocks, CHUNK):
@@ -175,7 +181,7 @@ def _complete(
         beta = tl.load(prefix.beta + head * length + last, mask=there, other=0.0).to(tl.float64)
         total = tl.load(prefix.base + head * own_blocks + own_blocks - 1, mask=there, other=0.0) + beta
         total += tl.abs(beta) * BETA_MARGIN
-        # the prefix has 0 for a reset of the first token, and where there is none
+        # the prefix stores 0 both for a reset of the first token and for no reset
         last_reset = tl.load(prefix.last_reset + head * length + last, mask=there, other=0)
         last_reset = tl.where((last_reset > 0) | begins_anew, last_reset, -1)
         next_reset = tl.load(prefix.next_reset + head * length, mask=there, other=0)
@@ -183,7 +189,7 @@ def _complete(
     else:
         first = tl.load(log_decay.data + head % heads * strides[0], mask=there, other=0.0)
         total = base2_log_decay(first, tl.float64) * last
-        # a rate that resets leaves a row its own key
+        # a rate that resets leaves each row its own key
         last_reset, next_reset = -1, tl.where(first < RESET_BELOW, 0, length)
     tl.store(of_head, total)
     tl.store(of_head + count, base2_log_decay(first, tl.float64))
@@ -196,8 +202,11 @@ def _join(
     everyone, stride, offsets, first_reset, cu_seqlens, number, lowest, rows, of_blocks, limits, found, rank, blocks,
     heads, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """K and W of a head in all slices before a rank's, W counted from its first row; and what its rows see of them: the
-    first token, how many rows see one, and the first token's block. Nothing is found yet."""
+    """Collect K and W of a head in all slices before a rank's, W relative to the rank's first row.
+
+    Also writes the limits of its rows' view of them: the first token, the number of rows that see one, and the first
+    token's block. Initialises the search's results to "nothing found".
+    """
     head = tl.program_id(0).to(tl.int64)  # of all batch entries
     longest, weight, of_head = _of_head(everyone, head, heads, blocks, GROUP)
     begin = tl.load(offsets + rank)
@@ -210,7 +219,7 @@ def _join(
         of_slice, step = tl.load(of_head + at), tl.load(of_head + heads + at + stride)
         last_reset = tl.load(of_head + 2 * heads + at).to(tl.int64)
         first = tl.maximum(first, tl.where(last_reset < 0, 0, last_reset + tl.load(offsets + slice_)))
-        # of the keys of a slice: to the first row
+        # the decay from the slice's keys to the rank's first row
         behind += of_slice + step + (tl.abs(of_slice) + tl.abs(step)) * ALPHA_MARGIN
         for chunk in range(0, blocks, CHUNK):
             block = chunk + tl.arange(0, CHUNK)
@@ -224,7 +233,7 @@ def _join(
         start, end = _sequence_at(cu_seqlens, number, begin, CHUNK)
         first, rows = tl.maximum(first, start), tl.minimum(rows, tl.maximum(end - begin, 0))
     first = tl.minimum(tl.where(rows > 0, first, begin), begin)
-    # slices may be empty: that of a token is the last one that begins at it or before
+    # slices may be empty: a token belongs to the last slice that begins at or before it
     slice_ = 0
     for other in range(1, rank + 1):
         slice_ = tl.where(tl.load(offsets + other) <= first, other, slice_)
@@ -240,9 +249,11 @@ def _join(
 
 @triton.jit
 def _sequence_at(cu_seqlens, number, token, CHUNK: tl.constexpr):
-    """Where the sequence of a token begins and ends; the token itself, twice, where it belongs to none. An offset
-    smaller than one before it counts as that one."""
-    # the first offset behind the token, and the largest one before that
+    """Start and end of the sequence of a token; the token itself, twice, if it belongs to none.
+
+    An offset smaller than an earlier one counts as that one.
+    """
+    # the first offset after the token, and the largest one before that
     end_at, start = number, tl.full([], -1, tl.int64)
     for chunk in range(0, number, CHUNK):
         at = chunk + tl.arange(0, CHUNK)
@@ -260,8 +271,10 @@ def _find_first_fetched(
     of_blocks, of_granules, limits, offsets, found, log_tolerance: tl.float64, rank, blocks, granules, heads,
     GROUP: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):
-    """Of the blocks that TOGETHER granules of a head visit, the first one, and of the granules that visit one, the end
-    of the last one. All of their rows come after all blocks."""
+    """Find the first block that TOGETHER granules of a head visit, and the end of the last granule that visits any.
+
+    All their rows come after all blocks.
+    """
     programs = tl.cdiv(granules, TOGETHER)
     head = (tl.program_id(0) // programs).to(tl.int64)  # of all batch entries
     # granules past the end repeat the last one
@@ -275,7 +288,7 @@ def _find_first_fetched(
     )
     block = tl.min(visited, 0)
     if block < end:
-        # a slice's blocks without a key begin where it ends
+        # blocks without a key begin at the end of their slice
         slice_ = block // blocks
         token = tl.load(offsets + slice_) + (block - slice_ * blocks).to(tl.int64) * BLOCK
         token = tl.maximum(tl.minimum(token, tl.load(offsets + slice_ + 1)), first)

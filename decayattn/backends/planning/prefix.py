@@ -1,15 +1,15 @@
 """The two-level decay prefix and its reverse.
 
 α_t = λ_0 + … + λ_t over a whole sequence cannot be stored in float32: at a million tokens of strong decay its spacing
-exceeds a whole λ. Blocks of DECAY_BLOCK tokens carry it instead: `base` (float64), α at the block's start, and `beta`
-(β), the sum from there. Inside a tile the difference of two bases is one scalar, formed in float64 and rounded once, or
-of the two halves of each in float32 (SplitPrefix), where only a large difference is rounded.
+exceeds a whole λ. Blocks of DECAY_BLOCK tokens store it in two levels: `base` (float64), α at the block's start, and
+`beta` (β), the sum from there. Inside a tile the difference of two bases is one scalar. It is formed in float64 and
+rounded once; or in float32 from the two halves of each base (SplitPrefix), which rounds large differences only.
 
-A reset (λ < RESET_BELOW, −inf above all) is visibility, not arithmetic: it counts as λ = 0, and every token records its
+A reset (λ < RESET_BELOW, −inf above all) acts through visibility: its λ counts as 0, and every token records its
 segment, the last reset at or before it (0 without one) and the next one after it (T_k without one).
 
-No block waits for another. Of a short sequence one program has all blocks; else a block reads what a launch before has
-summed per block. The reverse does the same.
+No block waits for another. One program scans all blocks of a short sequence. For longer ones, a block reads the sums
+per block of a launch before it. The reverse does the same.
 """
 
 import math
@@ -40,22 +40,22 @@ from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, DecayPrefix
 
 _SPLITS: tl.constexpr = tl.constexpr(SPLITS)
-# blocks that one step of a scan over block sums reads at once
+# block sums that one step of a scan over them reads
 _SCAN_CHUNK = 128
-# Of so many tokens at most one program has a whole sequence: a launch less. (B16 H16 T2048, for the Hopper forward: 7.7
-# µs; by two launches it took 3.6, a gap of 2.0 and 6.1)
+# Largest number of tokens for which one program has a whole sequence, which saves a launch (B16 H16 T2048, for the
+# Hopper forward: 7.7 µs; two launches took 3.6 µs, a gap of 2.0 and 6.1)
 _MOST_TOKENS = 2048
-# one warp scans a block of tokens without meeting others; a program has so many warps at most (with 8, B16 H16 T2048
-# takes 8.4 µs, with 2 of them 7.9)
+# one warp scans a block of tokens without synchronising with others; upper bound on the warps of a program (B16 H16
+# T2048 takes 8.4 µs with 8 warps, 7.9 with 2)
 _MOST_WARPS = 4
-# The λ of the heads lie side by side, and L2 gives 32 bytes at once, so many of them in float32: the launch that sums
-# blocks reads them together, and turns them on the way into what the scan can read without gaps.
+# λ of consecutive heads are adjacent in memory, and an L2 sector (32 bytes) holds this many in float32. The launch that
+# sums blocks reads them together and transposes them, so that the scan reads without gaps.
 _HEADS = 8
 
 
 @triton.jit
 def prefix_of_head(prefix, offsets):
-    """Pointers to the first token and block of a head that begins at these offsets."""
+    """Prefix of one head: pointers to its first token and block, at these offsets."""
     return DecayPrefix(
         prefix.beta + offsets.tokens, prefix.base + offsets.blocks,
         prefix.last_reset + offsets.tokens, prefix.next_reset + offsets.tokens,
@@ -63,9 +63,9 @@ def prefix_of_head(prefix, offsets):
 
 
 class SplitPrefix(NamedTuple):
-    """The prefix in numbers that products and float32 arithmetic add exactly: what the Hopper forward reads.
+    """The prefix in values that products and float32 arithmetic add exactly; the Hopper forward reads it.
 
-    Its float64 instructions would wait until the matrix products beside them have left the pipe.
+    float64 instructions in that kernel would wait until concurrent matrix products have left the pipe.
     """
 
     beta: Tensor  # (B, H, blocks, SPLITS, DECAY_BLOCK) bfloat16: the splits of factor · β
@@ -73,7 +73,7 @@ class SplitPrefix(NamedTuple):
 
 
 def allocate(problem: AttentionProblem, like: Tensor, flat_base: bool = False) -> DecayPrefix:
-    """Uninitialised buffers of the prefix's shapes (of size 0 where the decay is not per token); base may be flat."""
+    """Uninitialised buffers of the prefix's shapes (size 0 unless the decay is per token); base may be flat."""
     tokens, blocks = (problem.key_length, decay_blocks(problem)) if problem.decay == "scalar" else (0, 0)
     shape = (problem.batch, problem.num_heads)
     local_dtype = torch.float32 if problem.dtype.itemsize == 2 else torch.float64
@@ -97,10 +97,10 @@ def build(
     problem: AttentionProblem, log_decay: Tensor, split: SplitPrefix | None = None, factor: float = 1.0,
     counter: Tensor | None = None, sequences: Sequences | None = None, launch: Launch = launching.uncached,
 ) -> DecayPrefix:
-    """The prefix of log_decay (B, T_k, H): one launch or two. Tokens outside the sequences have none.
+    """Return the prefix of log_decay (B, T_k, H), by one launch or two. Tokens outside the sequences have none.
 
-    split, if given, is filled on the way, with factor times β.
-    counter, if given, is one int32 that is zeroed, which saves the attention that fetches work tiles by it a launch.
+    split: filled too, if given, with factor · β.
+    counter: one int32, zeroed if given, which saves a launch of the attention that fetches its work tiles with it.
     """
     prefix = allocate(problem, log_decay)
     sizes = (problem.key_length, problem.num_heads, sequences)
@@ -113,7 +113,7 @@ def build(
             _block_totals, token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads // together),
             strided(log_decay), prefix.beta, sums, *sizes, HEADS=together, num_warps=1, **modes,
         )
-        log_decay = prefix.beta.mT  # λ, which the scan replaces by β
+        log_decay = prefix.beta.mT  # λ, in the buffer in which the scan writes β
         programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
     launch(
         _scan_blocks, programs,
@@ -124,7 +124,7 @@ def build(
 
 
 def constant_split(rates: Tensor, factor: float, counter: Tensor, launch: Launch = launching.uncached) -> Tensor:
-    """(H, SPLITS, DECAY_BLOCK): the bf16 splits of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
+    """(H, SPLITS, DECAY_BLOCK): bf16 splits of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
     beta = rates.new_empty(rates.shape[0], SPLITS, DECAY_BLOCK, dtype=torch.bfloat16)
     launch(
         _constant_split, rates.shape[0],
@@ -139,7 +139,7 @@ def gradient(
 ) -> Tensor:
     """dλ_t = Σ dα_u over the rest of t's segment, with dα = row sums − column sums of dS; (B, T_k, H) in like's dtype.
 
-    row_sums is (B, H, T_q), column_sums (B, H, T_k), both float. The first λ of a segment acts on nothing: literal 0.
+    row_sums is (B, H, T_q), column_sums (B, H, T_k), both float. The first λ of a segment is unused: literal 0.
     """
     grad = contiguous_like(like)
     if sequences is not None:
@@ -161,12 +161,12 @@ def gradient(
 
 
 def _fits_a_program(problem: AttentionProblem) -> bool:
-    """Whether one program can have all tokens of a sequence."""
+    """True if one program can have all tokens of a sequence."""
     return problem.longest_key <= _MOST_TOKENS
 
 
 def _whole_sequences(problem: AttentionProblem) -> tuple[int, int]:
-    """Blocks of a program that has all tokens of a sequence, and such programs."""
+    """Number of blocks of a program that has all tokens of a sequence, and number of such programs."""
     return next_power_of_2(cdiv(problem.longest_key, DECAY_BLOCK)), problem.sequences * problem.num_heads
 
 
@@ -192,12 +192,12 @@ def _load_log_decay(log_decay, work, head, tokens):
     strides, tokens_there = log_decay.strides, (work.first_token + tokens).to(tl.int64)
     pointers = log_decay.data + work.entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
     value = tl.load(pointers + tokens_there * strides[1], mask=tokens < work.key_length, other=0.0)
-    return tl.where(tokens > 0, value, 0.0)  # not part of the mask, which would then let no read take several tokens
+    return tl.where(tokens > 0, value, 0.0)  # as a part of the mask it would prevent vectorised loads
 
 
 @triton.jit
 def _without_resets(value):
-    """λ in base 2 and float64, resets as 0, and where the resets are."""
+    """Return λ in base 2 and float64, with 0 for resets, and a mask of the resets."""
     return base2_log_decay(value, tl.float64), value < RESET_BELOW
 
 
@@ -206,7 +206,7 @@ def _block_totals(
     log_decay, turned, sums, length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """Per block: the sum of λ, its last reset (−1 without one) and its first one (T_k without one); λ as (B, H, T_k).
+    """Per block: the sum of λ, the last reset (−1 without one) and the first one (T_k without one); λ as (B, H, T_k).
 
     A program has the blocks of HEADS heads.
     """
@@ -230,8 +230,11 @@ def _block_totals(
 
 @triton.jit
 def _around_in_sequence(value, is_reset, tokens, length, BLOCKS: tl.constexpr):
-    """For every block of a sequence, of which a program has all: the sum of λ and the last reset before it (0 without
-    one), the first reset after it (T_k without one); (BLOCKS, 1)."""
+    """Surroundings of every block of a sequence, all in one program; each (BLOCKS, 1).
+
+    Returns the sum of λ before the block, the last reset before it (0 without one) and the first one after it (T_k
+    without one).
+    """
     own, other = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BLOCKS)[None, :]
     totals = tl.sum(value, 1)[None, :]
     lasts = tl.max(tl.where(is_reset, tokens, 0), 1)[None, :]
@@ -265,9 +268,9 @@ def _scan_blocks(
     log_decay, sums, prefix, split, factor: tl.float64, counter, length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """The prefix of all BLOCKS blocks of a sequence; or, given the three sums of `_block_totals`, of one block."""
+    """Write the prefix of all BLOCKS blocks of a sequence; or of one block, given the three sums of `_block_totals`."""
     if split is not None:
-        # the attention's programs wait until all of these have ended
+        # the attention's programs wait until all programs of this launch have ended
         let_next_start(heads)
     if counter is not None:
         tl.store(counter, 0, mask=tl.program_id(0) == 0)
@@ -280,7 +283,7 @@ def _scan_blocks(
     if sequences is not None:  # noqa: SIM102
         if start >= length:
             return
-    # (blocks, tokens of each); on its way while what lies around the block is read
+    # (blocks, tokens of each); these loads are in flight while the block's surroundings are read
     block = start // BLOCK + tl.arange(0, BLOCKS)[:, None]
     tokens = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     there, inside = block * BLOCK < length, tokens < length
@@ -301,11 +304,11 @@ def _scan_blocks(
         tl.store(split.bases + (block_row + block) * 2, high, mask=there)
         tl.store(split.bases + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32), mask=there)
     last, coming = tl.where(is_reset, tokens, before), tl.where(is_reset, tokens, after)
-    if tl.max(tl.max(is_reset.to(tl.int32), 1), 0) != 0:  # most have none, and two scans less
+    if tl.max(tl.max(is_reset.to(tl.int32), 1), 0) != 0:  # most blocks have no reset, which saves two scans
         last = tl.associative_scan(last, 1, _larger)
         coming = tl.associative_scan(coming, 1, _smaller, reverse=True)
     tl.store(prefix.last_reset + here, last, mask=inside)
-    # the next reset strictly after t: seen from t + 1, so the scan's result moves back by one token
+    # the next reset strictly after t is the scan's result at t + 1, so store it one token earlier
     tl.store(prefix.next_reset + here - 1, coming, mask=inside & (tokens > block * BLOCK))
     final = tl.minimum(block * BLOCK + BLOCK, length) - 1
     tl.store(prefix.next_reset + token_row + final, after, mask=there)
@@ -313,7 +316,7 @@ def _scan_blocks(
 
 @triton.jit
 def _store_splits(split, value, block, there, BLOCK: tl.constexpr):
-    """The splits of values (blocks, BLOCK) into (·, SPLITS, BLOCK), at the blocks (blocks, 1) that are there."""
+    """Store the splits of values (blocks, BLOCK) into (·, SPLITS, BLOCK), at the blocks (blocks, 1) that exist."""
     here = split + block * (_SPLITS * BLOCK) + tl.arange(0, BLOCK)[None, :]
     splits = in_splits(value)
     for i in tl.static_range(_SPLITS):
@@ -331,7 +334,7 @@ def _constant_split(rates, rate_stride, split, factor: tl.float64, counter, BLOC
 
 @triton.jit
 def _load_alpha_gradient(row_sums, column_sums, tokens, inside, first_position):
-    """dα_t = (signed) row sum − column sum of dS, float64; the tokens before the first query have no row."""
+    """dα_t = (signed) row sum − column sum of dS, float64; tokens before the first query have no row."""
     query = tokens - first_position
     rows = tl.load(row_sums + query, mask=inside & (query >= 0), other=0.0)
     columns = tl.load(column_sums + tokens, mask=inside, other=0.0)
@@ -343,7 +346,7 @@ def _segment_heads(
     row_sums, column_sums, last_reset, next_reset, heads_out, query_length, key_length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Per block: the sum of dα from its start up to its first reset, which is what earlier blocks take from it."""
+    """Per block: the sum of dα from its start up to its first reset, the part that earlier blocks add to theirs."""
     work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES)
     start, key_length = work.start, work.key_length
     query_row, token_row, block_row = offsets_of_head(sequences, work, work.head, heads, PACKED)
@@ -362,8 +365,10 @@ def _segment_heads(
 
 @triton.jit
 def _after_in_sequence(value, tokens, segment_start, end, key_length, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """For every block of a sequence, of which a program has all: the sum of dα from its end up to a segment's; both
-    (BLOCKS, 1)."""
+    """Sum of dα from the end of every block up to its last segment's `end`; both (BLOCKS, 1).
+
+    One program has all blocks of the sequence.
+    """
     own, other = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BLOCKS)[None, :]
     first_start = tl.min(tl.where(segment_start == tokens, tokens, key_length), 1)
     heads = tl.sum(tl.where(tokens < first_start[:, None], value, 0.0), 1)[None, :]
@@ -373,7 +378,7 @@ def _after_in_sequence(value, tokens, segment_start, end, key_length, BLOCK: tl.
 
 @triton.jit
 def _after_by_blocks(heads_in, begin, end, key_length, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """The same for one block, from the heads of those between its end, `begin`, and the segment's."""
+    """The same for one block, from the `_segment_heads` of the blocks between its end, `begin`, and the segment's."""
     last_block, blocks = end // BLOCK, tl.cdiv(key_length, BLOCK)
     total = tl.zeros([CHUNK], tl.float64)
     for first in range(begin // BLOCK, tl.minimum(last_block + 1, blocks), CHUNK):
@@ -388,8 +393,11 @@ def _reverse_sums(
     row_sums, column_sums, last_reset, next_reset, heads_in, grad, strides, query_length, key_length, heads, sequences,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """dλ of all BLOCKS blocks of a sequence; or, given the `_segment_heads` of all, of one block: its own later dα of
-    the segment, plus those in the blocks that its last segment reaches into."""
+    """dλ of all BLOCKS blocks of a sequence; or of one block, given the `_segment_heads` of all blocks.
+
+    dλ is the sum of later dα within the block's segment. The block's last segment adds the sums of the blocks that it
+    reaches into.
+    """
     if heads_in is None:
         work = sequence_of_program(sequences, heads, query_length, key_length, PACKED)
     else:
@@ -411,7 +419,7 @@ def _reverse_sums(
     segment_start = tl.load(last_reset + token_row + tokens, mask=inside, other=0)
     segment_end = tl.load(next_reset + token_row + tokens, mask=inside, other=0)
     if heads_in is None:
-        # segments end in their order
+        # a block's segments end in order, so the largest end is the last segment's
         end = tl.max(segment_end, 1)[:, None]
         carried = _after_in_sequence(value, tokens, segment_start, end, key_length, BLOCK, BLOCKS)
     total, _ = tl.associative_scan((value, (segment_end == tokens + 1).to(tl.int32)), 1, _add_in_segment, reverse=True)

@@ -1,9 +1,9 @@
-"""Packed and padded sequences: where they begin, the work tile of each program, and the rows outside all sequences.
+"""Packed and padded sequences: their starts, the work tile of each program, and the rows outside all sequences.
 
-A launch has programs for the blocks of DECAY_BLOCK rows (or tokens) that the sequences have, not for as many as the
-longest one would need in each: `ends` counts the blocks up to the end of every sequence, and a program finds its
-sequence by counting the ends that do not reach beyond its block. The lengths are on the device, so the host launches an
-upper bound of the blocks, and nothing waits.
+A launch has one program per block of DECAY_BLOCK rows (or tokens) of the sequences. A grid of sequences × blocks of the
+longest one would have many more. `ends` counts the blocks up to the end of every sequence; a program finds its sequence
+by counting the ends at or before its block. The lengths are on the device, so the host launches an upper bound of the
+blocks and does not synchronise.
 """
 
 from typing import NamedTuple
@@ -26,37 +26,37 @@ _COUNTED = 1024
 
 
 class Sequences(NamedTuple):
-    """What the kernels read of sequences that do not fill their batch entries; where they do, it is None.
+    """Sequences that do not fill their batch entries, as the kernels read them; None if they do.
 
-    Triton compiles anew for a number that is a multiple of 16 where one was not: those that differ from batch to batch
-    are rounded up to such multiples.
+    Triton compiles a kernel again if an integer argument changes between a multiple of 16 and any other value. Numbers
+    that differ from batch to batch are therefore rounded up to multiples of 16.
     """
 
     bounds: Tensor  # AttentionProblem's
     ends: Tensor  # (2, count) int32: blocks of rows, and blocks of tokens, up to the end of each sequence
-    count: int  # sequences, and empty ones behind them
-    query_axis: int  # rows, tokens and decay blocks of the axes on which they lie
+    count: int  # sequences, then empty ones
+    query_axis: int  # rows, tokens and decay blocks of the axes that hold the sequences
     key_axis: int
     block_axis: int
-    row_blocks: int  # blocks that are launched per head, no fewer than there are
+    row_blocks: int  # blocks that are launched per head: an upper bound of those that exist
     token_blocks: int
 
 
 class WorkTile(NamedTuple):
-    """What one program of a kernel works on: a tile of rows or of tokens of one head of a sequence."""
+    """Work of one program: a tile of rows or of tokens of one head of a sequence."""
 
-    start: tl.tensor  # where the tile begins in its sequence: a row or a token
+    start: tl.tensor  # first row or token of the tile, within its sequence
     sequence: tl.tensor
     head: tl.tensor
-    entry: tl.tensor  # of the batch, in which the sequence lies
-    first_row: tl.tensor  # where the sequence begins on the axis of queries, and how many rows it has
+    entry: tl.tensor  # batch entry of the sequence
+    first_row: tl.tensor  # start of the sequence on the axis of queries, and its number of rows
     query_length: tl.tensor
     first_token: tl.tensor  # the same on the axis of keys
     key_length: tl.tensor
 
 
 class HeadOffsets(NamedTuple):
-    """Where a head of a sequence begins in buffers (B, H, ·) of rows, of tokens and of decay blocks."""
+    """Offsets of a head of a sequence in buffers (B, H, ·) of rows, of tokens and of decay blocks."""
 
     rows: tl.tensor
     tokens: tl.tensor
@@ -64,7 +64,7 @@ class HeadOffsets(NamedTuple):
 
 
 def find(problem: AttentionProblem, bounds: Tensor | None, launch: Launch = launching.uncached) -> Sequences | None:
-    """The sequences at `bounds`: one launch. None without bounds."""
+    """Return the sequences at `bounds`, by one launch; None without bounds."""
     if bounds is None:
         return None
     count = _rounded_up(problem.sequences)
@@ -83,7 +83,7 @@ def find(problem: AttentionProblem, bounds: Tensor | None, launch: Launch = laun
 def decay_blocks(problem: AttentionProblem) -> int:
     """Blocks of the decay prefix per head and batch entry."""
     if problem.layout == "packed":
-        # every sequence may end in a block that is not full
+        # every sequence may end in a partial block
         return problem.key_length // DECAY_BLOCK + problem.sequences
     return (problem.key_length + DECAY_BLOCK - 1) // DECAY_BLOCK  # symbolic lengths too
 
@@ -112,9 +112,9 @@ def token_programs(problem: AttentionProblem, sequences: Sequences | None, tile:
 
 
 def constants(problem: AttentionProblem, sequences: Sequences | None) -> dict[str, bool | int]:
-    """What kernels that call `tile_of_program` are compiled for.
+    """Constants that kernels with `tile_of_program` are compiled for.
 
-    PACKED: all sequences lie in one batch entry. SEARCHES: how many searches find one sequence among all.
+    PACKED: all sequences are in one batch entry. SEARCHES: number of searches that find one sequence among all.
     """
     searches = 1
     while sequences is not None and _CHUNK**searches < sequences.count:
@@ -126,8 +126,10 @@ def fill_outside(
     problem: AttentionProblem, sequences: Sequences | None, fills: list[tuple[Tensor, float]], of_keys: bool = False,
     launch: Launch = launching.uncached,
 ) -> None:
-    """Fill the rows (or tokens) of tensors (B, T, H, D) or (B, H, T) that belong to no sequence; rows of one without a
-    key, too."""
+    """Fill the rows (or tokens) of tensors (B, T, H, D) or (B, H, T) that belong to no sequence.
+
+    Rows of a sequence without keys are filled too.
+    """
     if sequences is None:
         return
     axis = sequences.key_axis if of_keys else sequences.query_axis
@@ -142,8 +144,10 @@ def fill_outside(
 
 
 def _tokens_first(x: Tensor) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """The strides of a tensor (B, T, H, D) or (B, H, T) as one of (B, T, H, D), and its H and D; a view would take the
-    host longer."""
+    """Strides of a tensor (B, T, H, D) or (B, H, T) as one of (B, T, H, D), and its H and D.
+
+    A view would take more host time.
+    """
     if x.ndim == 4:
         return x.stride(), (x.shape[2], x.shape[3])
     entry, head, token = x.stride()
@@ -152,7 +156,7 @@ def _tokens_first(x: Tensor) -> tuple[tuple[int, ...], tuple[int, int]]:
 
 @triton.jit(do_not_specialize=["number"])
 def _count_blocks(bounds, ends, number, count, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Blocks of rows (program 0) or of tokens (program 1), of a number of sequences and of empty ones up to count."""
+    """Count the blocks of rows (program 0) or tokens (program 1) of `number` sequences, then of empty ones to count."""
     side = tl.program_id(0)
     before = side * 0
     for start in range(0, count, CHUNK):
@@ -168,12 +172,13 @@ def tile_of_program(
     sequences, heads, query_length, key_length, TILE: tl.constexpr, OF_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, HEADS_INNERMOST: tl.constexpr = False, program=None,
 ):
-    """The WorkTile of a program: TILE rows of a sequence (OF_KEYS: tokens).
+    """Return the WorkTile of a program: TILE rows of a sequence (OF_KEYS: tokens).
 
-    program is its number: this one's, unless another kernel shares the launch. A program with nothing to work on has a
-    start at or behind the sequence's end. Heads are outermost, so that neighbours share the keys that they read.
-    HEADS_INNERMOST, as memory has them, is for kernels that read tokens once. LAST_FIRST takes the tiles of a sequence
-    from its end. Where sequences fill their batch entries, `sequences` is None, and the lengths are those given.
+    program: its index; None: this program's. Given if another kernel shares the launch.
+    A program without work has a start at or after the sequence's end. Heads are outermost, so that consecutive programs
+    share the keys that they read. HEADS_INNERMOST, the order of memory, is for kernels that read tokens once.
+    LAST_FIRST takes the tiles of a sequence from its end. `sequences` is None if sequences fill their batch entries;
+    their lengths are then query_length and key_length.
     """
     if program is None:
         program = tl.program_id(0)
@@ -197,7 +202,7 @@ def tile_of_program(
             ends += sequences.count
         sequence, before = count_ends(ends, sequences.count, tile // (_BLOCK // TILE), SEARCHES)
         tile -= before * (_BLOCK // TILE)
-        # behind the last sequence there are programs without one
+        # the upper bound leaves programs without a sequence after the last one
         there = sequence < sequences.count
         own = sequences.bounds + sequence * 4
         first_row = tl.load(own, mask=there, other=0)
@@ -215,7 +220,7 @@ def tile_of_program(
 
 @triton.jit
 def sequence_of_program(sequences, heads, query_length, key_length, PACKED: tl.constexpr):
-    """The WorkTile of a program that works on all rows and tokens of one head of a sequence."""
+    """Return the WorkTile of a program that works on all rows and tokens of one head of a sequence."""
     head, sequence = tl.program_id(0) % heads, tl.program_id(0) // heads
     start, entry, first_row, first_token = sequence * 0, sequence, sequence * 0, sequence * 0
     if sequences is not None:
@@ -229,13 +234,13 @@ def sequence_of_program(sequences, heads, query_length, key_length, PACKED: tl.c
 
 @triton.jit
 def count_ends(ends, count, block, SEARCHES: tl.constexpr):
-    """How many ends are not behind a block, and the last of them, or 0.
+    """Return the number of ends at or before a block, and the last of them, or 0.
 
-    Ends never decrease, so a search compares the last ends of _SEARCHED groups, and the next one looks into one group.
+    Ends never decrease. So a search compares the last ends of _SEARCHED groups, and the next one looks into one group.
     """
     found, before = block * 0, block * 0
     for search in tl.static_range(SEARCHES):
-        group = _SEARCHED ** (SEARCHES - 1 - search)  # not annotated: a constexpr cannot be set anew
+        group = _SEARCHED ** (SEARCHES - 1 - search)  # without annotation: a constexpr cannot be assigned again
         index = found + tl.arange(0, _SEARCHED) * group + group - 1
         end = tl.load(ends + index, mask=index < count, other=2147483647)
         passed = end <= block
@@ -246,14 +251,16 @@ def count_ends(ends, count, block, SEARCHES: tl.constexpr):
 
 @triton.jit
 def parts_before(first, sequence, SIZE: tl.constexpr):
-    """How many parts of SIZE rows or tokens come before those of a packed sequence that begins at `first`: every
-    sequence before it has at most one part that is not full."""
+    """Index of the first part of SIZE rows or tokens of a packed sequence that begins at `first`.
+
+    Every sequence before it has at most one partial part, hence the spare one per sequence.
+    """
     return first // SIZE + sequence
 
 
 @triton.jit
 def row_pointers(source, entry, head, row):
-    """Where rows of a head of a Strided (B, T, H, …) begin."""
+    """Pointers to the starts of rows of a head of a Strided (B, T, H, …)."""
     strides = source.strides
     of_head = source.data + entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
     return of_head + row.to(tl.int64) * strides[1]
@@ -261,9 +268,9 @@ def row_pointers(source, entry, head, row):
 
 @triton.jit
 def start_of_head(head_row, axis, first, WIDE: tl.constexpr = True):
-    """Where a head of a sequence begins in a buffer (B, H, axis), on whose axis the sequence begins at `first`.
+    """Offset of a head of a sequence in a buffer (B, H, axis), if the sequence begins at `first` on that axis.
 
-    head_row is batch entry · H + head. Not WIDE, the buffer has fewer than 2^31 numbers.
+    head_row is batch entry · H + head. Without WIDE, the buffer has fewer than 2^31 values.
     """
     if WIDE:
         head_row = head_row.to(tl.int64)
@@ -272,7 +279,7 @@ def start_of_head(head_row, axis, first, WIDE: tl.constexpr = True):
 
 @triton.jit
 def offsets_of_head(sequences, work, head, heads, PACKED: tl.constexpr):
-    """The HeadOffsets of a head (work's own, or others of its group) of the sequence that work lies in."""
+    """HeadOffsets of a head of work's sequence: work's own head, or others of its group."""
     buffer_row = (work.sequence * heads + head).to(tl.int64)
     if sequences is None:
         rows, tokens = buffer_row * work.query_length, buffer_row * work.key_length
@@ -294,7 +301,7 @@ def _fill_outside(
     sequences, tensors, strides, shapes, values, number, axis, OF_KEYS: tl.constexpr, PACKED: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, TENSORS: tl.constexpr,
 ):
-    """One block of rows (OF_KEYS: tokens) of a batch entry; most lie inside sequences, with nothing to fill."""
+    """Fill one block of rows (OF_KEYS: tokens) of a batch entry; most blocks are inside sequences: nothing to fill."""
     blocks = tl.cdiv(axis, BLOCK)
     entry = tl.program_id(0) // blocks
     row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -1,24 +1,24 @@
-"""The plan of skipped tiles: causal attention with a decay need not visit keys whose total probability is negligible.
+"""The plan of skipped tiles: causal attention with a decay skips far keys with a negligible total probability.
 
-Query rows are taken in granules of GRANULE, keys in blocks of DECAY_BLOCK. With s_i the scale and i the position of a
-row, whose own key it sees, in natural logarithm:
+Query rows are taken in granules of GRANULE, keys in blocks of DECAY_BLOCK. A row at position i sees its own key i. Its
+scale is s_i. In natural logarithm::
 
     log P_ij ≤ S_ij − S_ii ≤ u_i |k_j| + e_i − α_j            u_i = |s_i| |q_i|     e_i = α_i − s_i q_i·k_i
 
-and so, with U and E the largest u_i and e_i of a granule, and K_J the longest key of a block J, the probability of all
-blocks up to J in any row of the granule is
+Let U and E be the largest u_i and e_i of a granule, and K_J the largest norm of a key of block J. Then the probability
+of all blocks up to J in any row of the granule is::
 
     Σ_{j ≤ end of J} P_ij ≤ Σ_{J' ≤ J} exp(U K_J' + E + W_J')              W_J = log Σ_{j in J} exp(−α_j)
 
-The sum grows with J whatever the signs of λ and s: a granule visits the keys from the first block on at which it
-exceeds the tolerance. Two launches make the plan; they read q and k only where α leaves anything to skip.
+The sum grows with J for any signs of λ and s: a granule visits the keys from the first block on at which it exceeds the
+tolerance. Two launches make the plan. They read q and k only where α alone allows skipping.
 
-Rounding: a sum of D ≤ 256 products is within 256·2⁻²⁴ = 2⁻¹⁶ of that of their sizes (float32, in any order), so a norm
-within 2⁻¹⁷, and |s||q||k| within 2⁻¹⁵: _MARGIN is twice that. Squares and products that underflow lose less than
-_MIN_SQUARE adds. β of 16-bit inputs is a float32, within 2⁻²⁴: BETA_MARGIN is twice that. α is a sum of float64 in
-two levels; for λ of one sign ALPHA_MARGIN is its error up to 8 million tokens. The rest is the rounding of powers
-whose exponents are between −200 and 10, and of their sums, within 1e-4: _ALLOWED is short of 1 by more. A NaN or an
-infinity compares as "visit".
+Rounding. A float32 sum of D ≤ 256 products, in any order, is within 256·2⁻²⁴ = 2⁻¹⁶ of the exact sum, relative to the
+sum of their absolute values. So a norm is within 2⁻¹⁷ and |s||q||k| within 2⁻¹⁵: _MARGIN is twice that. Squares and
+products that underflow lose less than _MIN_SQUARE adds. β of 16-bit inputs is a float32, within 2⁻²⁴: BETA_MARGIN is
+twice that. α is a sum of float64 in two levels; for λ of one sign ALPHA_MARGIN is its error up to 8 million tokens.
+The powers have exponents between −200 and 10; their rounding and that of their sums is within 1e-4, less than
+1 − _ALLOWED. A NaN or an infinity compares as "visit".
 """
 
 import math
@@ -48,20 +48,20 @@ from decayattn.backends.tiles.scores import LOG2E
 from decayattn.backends.tiles.visibility import keys_seen
 from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, DecayPrefix
 
-# fewer rows or keys than this attend in about the time that two launches take, and few rows read the keys hardly more
-# often than the plan does (not measured)
+# With fewer rows or keys attention takes about as long as two launches, and with few rows the plan reads the keys
+# almost as often as attention does (not measured)
 SHORTEST = 512
-# entries that one step of a sum over blocks, or of a search through granules, reads at once
+# entries that one step reads: of a sum over blocks, or of a search through granules
 CHUNK = 128
-# Neighbouring blocks of keys (or granules) of a head share a program. It asks α about all of them at once, for little
-# more than one of them costs, and reads the norms of those that need them one after the other. No more share one than
-# leave this many programs, about as many as a GPU holds at once (8 on each of 132 multiprocessors): a short problem
-# keeps its parallelism. Powers of two, so that there are few kernels to compile
+# Upper bound on the neighbouring blocks of keys (or granules) of a head that share a program. The program tests α of
+# all of them at once, at little more than the cost of one, and reads the norms of those that need them in turn. Sharing
+# leaves at least _PROGRAMS programs, about as many as a GPU holds at once (8 on each of 132 multiprocessors), so that a
+# short problem keeps its parallelism. Numbers that share are powers of two, for few kernels to compile
 MOST_TOGETHER = 4
 _PROGRAMS = 1024
-# columns of q and k whose squares are added up side by side: measured
+# columns of q and k for which one step adds up squares: measured
 _COLUMNS = 64
-# bytes of a row of q or k up to which the next rows are on their way, to shared memory, while these are added up
+# bytes of a row of q or k up to which the next rows are copied to shared memory while the current ones are added up
 _PREFETCHED_ROW = 256
 
 ROWS: tl.constexpr = tl.constexpr(GRANULE)
@@ -75,7 +75,7 @@ _LANES: tl.constexpr = tl.constexpr(32)
 
 
 class _Sizes(NamedTuple):
-    """Of sequences that fill their batch entries, the lengths; the heads; and the axes of a plan and of its mirror."""
+    """Lengths (of sequences that fill their batch entries), heads, and the axes of a plan and of its mirror."""
 
     query_length: int
     key_length: int
@@ -85,20 +85,20 @@ class _Sizes(NamedTuple):
 
 
 class _Traits(NamedTuple):
-    """What _summarise is compiled for."""
+    """Constants that _summarise is compiled for."""
 
-    d: int  # columns of q and k; with those that fill up a tile; and those that are added up side by side
+    d: int  # columns of q and k; of a tile, with padding; and of one step of a sum
     width: int
     part: int
     group: int  # query heads that share a key head
     together: int  # blocks of a program
-    aligned: bool  # granules begin where halves of blocks do
+    aligned: bool  # granules begin at halves of blocks
     stages: int
-    prunes: bool  # norms are read only where α leaves anything to skip among the keys of the problem
+    prunes: bool  # read norms only where α alone allows skipping among the keys of the problem
 
 
 def is_planned(problem: AttentionProblem) -> bool:
-    """Whether keys may be skipped, and it pays to look for them."""
+    """True if keys may be skipped and the problem is long enough for a plan to save time."""
     return _can_skip(problem) and min(problem.longest_query, problem.longest_key) >= SHORTEST
 
 
@@ -107,12 +107,12 @@ def _can_skip(problem: AttentionProblem) -> bool:
 
 
 def allocate(problem: AttentionProblem, like: Tensor) -> Tensor:
-    """The buffer of a plan: (B, H, at least all granules) int32, or (B, H, 0) where no key may be skipped.
+    """Allocate a plan: (B, H, at least all granules) int32, or (B, H, 0) if no key may be skipped.
 
-    It says for every granule of a sequence the first block of the sequence's keys to visit, unless the problem is not
-    planned: then it is not read. Packed, the granules of a sequence begin where sequences.parts_before says.
+    It holds, for every granule of a sequence, the first block of the sequence's keys to visit. If the problem is not
+    planned, nothing reads it. Packed, the granules of a sequence begin at sequences.parts_before.
     """
-    # two are never one: torch.compile need not compile short lengths, and long ones, on their own
+    # never a size of 1, which torch.compile would specialise: one graph for short and long lengths
     more = problem.sequences + 1 if problem.layout == "packed" else 2
     granules = problem.query_length // GRANULE + more if _can_skip(problem) else 0
     return like.new_empty(problem.batch, problem.num_heads, granules, dtype=torch.int32)
@@ -123,7 +123,8 @@ def plan(
     prefix: DecayPrefix, sequences: Sequences | None, launch: Launch = launching.uncached,
     terms: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`allocate`'s buffer, filled by two launches if the problem is planned; by one where its `summaries` are known."""
+    """Fill `allocate`'s buffer if the problem is planned, by two launches; by one if terms, its `summaries`, are given.
+    """
     first_block = allocate(problem, q)
     if not is_planned(problem):
         return first_block
@@ -132,7 +133,7 @@ def plan(
         of_blocks, of_granules = summaries(problem, q, k, log_decay, scale, prefix, sequences, granules, True, launch)
     else:
         of_blocks, of_granules = terms
-    # what lies in two blocks of a packed or padded problem need not belong to one sequence
+    # two blocks of a packed or padded problem may belong to two sequences
     most = MOST_TOGETHER if sequences is None else DECAY_BLOCK // GRANULE
     together = programs_together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most)
     launch(
@@ -150,15 +151,15 @@ def summaries(
 ) -> tuple[Tensor, Tensor]:
     """K and W of the blocks of keys, (B, H, blocks, 2), and U and E of the granules, (B, H, granules, 2): one launch.
 
-    float64, W and E in base 2. prunes: they are for this problem's own plan, and tell of what α alone keeps from being
-    skipped in it that it cannot be.
+    float64, W and E in base 2. prunes: for this problem's own plan only; K and U are then infinite where α alone
+    forbids skipping in it.
     """
     heads = problem.batch, problem.num_heads
     of_blocks = q.new_empty(*heads, packing.decay_blocks(problem), 2, dtype=torch.float64)
     of_granules = q.new_empty(*heads, granules, 2, dtype=torch.float64)
     width = max(16, next_power_of_2(problem.head_dim))
     row_bytes = width * q.element_size()
-    # packed and padded, what lies in one block belongs to one sequence
+    # packed or padded, the keys of one block belong to one sequence
     most = MOST_TOGETHER if sequences is None else 1
     together = programs_together(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads), most)
     traits = _Traits(
@@ -199,7 +200,7 @@ def _sizes(problem: AttentionProblem, granules: int) -> _Sizes:
 
 
 def programs_together(programs: int, most: int) -> int:
-    """How many share a program of a launch that would have this many programs of one."""
+    """Number of blocks or granules that share a program; programs: those of the launch with one each."""
     together = 1
     while 2 * together <= most and programs >= 2 * together * _PROGRAMS:
         together *= 2
@@ -211,7 +212,7 @@ def last_granules(
 ) -> Tensor:
     """The mirror of a plan: (B, H, blocks) int32, the last granule that visits a block of keys, −1 without one.
 
-    Granules between its own and the last one may not visit it: first_block need not increase.
+    Granules between the block's own and the last one may skip it, because first_block may decrease.
     """
     blocks = packing.decay_blocks(problem)
     last = torch.empty(problem.batch, problem.num_heads, blocks, dtype=torch.int32, device=first_block.device)
@@ -226,8 +227,10 @@ def last_granules(
 def visited_fraction(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float
 ) -> Tensor:
-    """(B, H): the tiles of GRANULE rows × DECAY_BLOCK keys that the plan of a dense problem visits, over those in which
-    a row sees a key."""
+    """Fraction of tiles (GRANULE rows × DECAY_BLOCK keys) that the plan of a dense problem visits, (B, H).
+
+    It is relative to the tiles in which a row sees a key.
+    """
     shape = (problem.batch, problem.num_heads)
     if 0 in (*shape, problem.query_length, problem.key_length):
         return torch.ones(shape, device=q.device)
@@ -237,7 +240,7 @@ def visited_fraction(
     row = torch.arange(0, problem.query_length, GRANULE, device=q.device)
     position = row + problem.first_position
     last_position = (row + GRANULE).clamp(max=problem.query_length) - 1 + problem.first_position
-    # both ends of what a row sees never decrease: the first row has the granule's first key, the last row its last one
+    # both ends of a row's visible keys never decrease: the first row has the granule's first key, the last row its last
     first_key = prefix.last_reset[..., position.clamp(min=0)] if scalar else torch.zeros_like(position)
     if problem.window[0] >= 0:
         first_key = torch.maximum(first_key, position - problem.window[0])
@@ -250,25 +253,25 @@ def visited_fraction(
 
 
 def as_argument(problem: AttentionProblem, plan: Tensor) -> tuple[Tensor, int] | None:
-    """A plan or its mirror as kernels take it; None, which compiles to nothing, where nothing is planned."""
+    """A plan or its mirror as a kernel argument; None, which compiles to nothing, if the problem is not planned."""
     return (plan, plan.shape[-1]) if is_planned(problem) else None
 
 
 @triton.jit
 def granules_of_head(axis, work, head, heads, PACKED: tl.constexpr):
-    """Where the granules of a head of work's sequence begin in a (B, H, axis) buffer of a plan."""
+    """Offset of the granules of a head of work's sequence in a (B, H, axis) buffer of a plan."""
     return _offset_of_head(axis, work.sequence, head, heads, work.first_row, PACKED, ROWS)
 
 
 @triton.jit
 def blocks_of_head(axis, work, head, heads, PACKED: tl.constexpr):
-    """Where its blocks of keys begin in such a buffer."""
+    """Offset of the blocks of keys of a head of work's sequence in such a buffer."""
     return _offset_of_head(axis, work.sequence, head, heads, work.first_token, PACKED, BLOCK)
 
 
 @triton.jit
 def _offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SIZE: tl.constexpr):
-    """The same for parts of SIZE rows or tokens, of a sequence that begins at `first`."""
+    """Offset of the parts of SIZE rows or tokens of a head of a sequence that begins at `first`."""
     if PACKED:
         offset = start_of_head(head, axis, parts_before(first, sequence, SIZE))
     else:
@@ -290,14 +293,14 @@ def first_planned_key(plan, work, heads, TILE: tl.constexpr, PACKED: tl.constexp
 
 @triton.jit
 def end_of_planned_rows(plan, work, head, heads, PACKED: tl.constexpr):
-    """The mirror: the end of a head's rows that visit a key tile; plan is `as_argument` of last_granules."""
+    """End of a head's rows that visit a key tile; plan is `as_argument` of last_granules."""
     last_granule = plan[0] + blocks_of_head(plan[1], work, head, heads, PACKED)
     return (tl.load(last_granule + work.start // BLOCK) + 1) * ROWS
 
 
 @triton.jit
 def _load_alpha(position, block, rates, head, prefix, DECAY: tl.constexpr, inside=None):
-    """α in base 2 and float64, and how far it may be off, at positions in these blocks; anything where not inside.
+    """Return α in base 2 and float64, and its error bound, at positions in these blocks; undefined outside `inside`.
 
     prefix points at one head's.
     """
@@ -313,7 +316,7 @@ def _load_alpha(position, block, rates, head, prefix, DECAY: tl.constexpr, insid
 
 @triton.jit
 def _load_columns(rows, stride, column, inside, D: tl.constexpr, ACCUMULATOR: tl.constexpr):
-    """(rows, columns); zeros in rows that are not inside, and beyond D."""
+    """Load (rows, columns); zeros in rows outside `inside`, and beyond D."""
     here = rows[:, None] + column.to(tl.int64)[None, :] * stride
     return tl.load(here, mask=inside[:, None] & (column < D)[None, :], other=0.0).to(ACCUMULATOR)
 
@@ -325,7 +328,7 @@ def _nan_is_infinite(x):
 
 @triton.jit
 def _longest(squares):
-    """The largest norm of those with these squares, too small by no more than _MARGIN says."""
+    """Largest norm of rows with these squares; too small by at most _MARGIN."""
     return tl.sqrt(tl.max(_nan_is_infinite(squares), 0) + _MIN_SQUARE)
 
 
@@ -335,14 +338,14 @@ def _summarise(
     log_tolerance: tl.float64, sizes, TRAITS: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
     SEARCHES: tl.constexpr,
 ):
-    """K_J and W_J of neighbouring blocks of keys, U and E of the granules whose first row has its own key in them.
+    """K_J and W_J of neighbouring blocks of keys, and U and E of granules.
 
-    W and E are in base 2.
+    A program has the granules with the own key of their first row in its blocks. W and E are in base 2.
 
-    K is +inf (never skip) where α keeps the last row from skipping the block, and U where it keeps a granule's first
-    row from skipping the first block that it sees. They speak for all: of λ ≤ 0 no row before the last one could skip
-    the block if that cannot, and no other row of a granule has an earlier first key or a higher α. Unless
-    TRAITS.prunes, all of them are read: rows and keys elsewhere are to be skipped.
+    K is +inf (never skip) if α keeps the last row from skipping the block; U is +inf if α keeps a granule's first row
+    from skipping the first block that it sees. These rows decide for all. With λ ≤ 0, if the last row cannot skip a
+    block, no earlier row can. No other row of a granule has an earlier first key or a higher α. Without TRAITS.prunes
+    all norms are read, because the summaries serve rows and keys of other slices.
     """
     TOGETHER: tl.constexpr = TRAITS.together
     ALIGNED: tl.constexpr = TRAITS.aligned
@@ -363,7 +366,7 @@ def _summarise(
     # blocks past the end repeat the last one
     own, last = tl.arange(0, TOGETHER), key_length - 1
     block = tl.minimum(start // BLOCK + own, last // BLOCK)
-    # (keys, blocks): this way round the sums over keys cross few lanes
+    # (keys, blocks): in this order the sums over keys cross few lanes
     key = block[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
     inside = key < key_length
     alpha, slack = _load_alpha(key, block[None, :], rates, head, prefix, DECAY, inside)
@@ -376,14 +379,14 @@ def _summarise(
     if not PRUNES:
         can_skip = block >= 0
     tl.store(of_blocks + 2 * block, float("inf"), mask=can_skip == 0)
-    # one bit for each block whose norms are needed, and one for each granule
+    # one bit for each block with norms to read, and one for each granule
     blocks = tl.sum((can_skip & (start // BLOCK + own <= last // BLOCK)).to(tl.int32) << own, 0)
 
-    # A lane asks for a granule, and lanes without one repeat the last one: a sum over all lanes of a warp is one
-    # instruction, and the compiler knows that branches on it are taken together
+    # Each lane tests one granule; lanes without one repeat the last one. A sum over all lanes of a warp is one
+    # instruction, and the compiler knows that the branches on it are uniform
     lane, first_position = tl.arange(0, _LANES), key_length - query_length
     if ALIGNED:
-        first_granule = (start - first_position) // ROWS  # exact; before the first row it is negative
+        first_granule = (start - first_position) // ROWS  # exact; negative before the first row
     else:
         first_granule = tl.cdiv(tl.maximum(start - first_position, 0), ROWS)
     granule = first_granule + tl.minimum(lane, 2 * TOGETHER - 1)
@@ -394,7 +397,7 @@ def _summarise(
         position, key_length, prefix.last_reset, prefix.next_reset, True, DECAY == "scalar", left, None
     )
     begin, end = first // BLOCK, position // BLOCK
-    # of all keys of the block one: no other program's W is known here
+    # one key's α instead of W of its block, because no other program's W is known here
     first_key = tl.minimum(begin * BLOCK + BLOCK - 1, last)
     first_alpha, _ = _load_alpha(position, end, rates, head, prefix, DECAY)
     key_alpha, _ = _load_alpha(first_key, begin, rates, head, prefix, DECAY)
@@ -407,14 +410,14 @@ def _summarise(
         return
 
     longest = tl.full([], 0.0, ACCUMULATOR)
-    # Half a block and a granule at a time, and what both read is on its way before anything waits for it. A granule's
-    # own keys are those of the half (ALIGNED), or the first ones behind it, too: in the cache, or soon wanted there
+    # Each step has half a block and one granule, and all its loads start before it uses any of them. The own keys of
+    # the granule's rows are those of the half (ALIGNED), or reach into the next half: in the cache, or read soon anyway
     for n in tl.range(0, 2 * TOGETHER, num_stages=TRAITS.stages):
         of_block, of_granule = ((blocks >> (n // 2)) & 1) != 0, ((granules >> n) & 1) != 0
         token = start + n * ROWS + tl.arange(0, ROWS)
         row = (first_granule + n) * ROWS + tl.arange(0, ROWS)
         own_key = row + first_position
-        # where it is no granule's turn, rows may lie before the first one
+        # a step without a granule may have rows before the first one
         is_row = tl.where(of_granule, row, query_length) < query_length
         is_key = token < tl.where(of_block | (of_granule & ALIGNED), key_length, 0)
         keys = row_pointers(k, entry, kv_head, work.first_token + token)
@@ -450,11 +453,13 @@ def _sums(
     keys, queries, own_keys, k_stride, q_stride, is_key, is_row,
     D: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATOR: tl.constexpr,
 ):
-    """Of rows of D columns: |k|², |q|², |own k|² and q·(own k); 0 where it is no key or row. ALIGNED: each k is its
-    row's own one."""
+    """|k|², |q|², |own k|² and q·(own k) of rows of D columns; 0 for rows that are no key or query.
+
+    ALIGNED: each k is its row's own key.
+    """
     nothing = tl.zeros([ROWS, PART], ACCUMULATOR)
     k_squares, q_squares, own_squares, products = nothing, nothing, nothing, nothing
-    # columns PART apart are added up first, so that few lanes have to add theirs
+    # columns PART apart are added up first, so that fewer lanes have to exchange sums
     for begin in tl.static_range(0, WIDTH, PART):
         column = begin + tl.arange(0, PART)
         k = _load_columns(keys, k_stride, column, is_key, D, ACCUMULATOR)
@@ -472,7 +477,7 @@ def _find_first_blocks(
     last_reset, next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance: tl.float64, sizes,
     DECAY: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):
-    """The first blocks of keys that TOGETHER granules visit; of_granules has an axis of its own, perhaps a longer one.
+    """Find the first block of keys that each of TOGETHER granules visits; of_granules has its own, maybe longer, axis.
     """
     heads = sizes.heads
     work = tile_of_program(
@@ -493,7 +498,7 @@ def _find_first_blocks(
     first, _ = keys_seen(
         position, key_length, last_reset + head_tokens, next_reset + head_tokens, True, DECAY == "scalar", left, None
     )
-    # the block of its first row's own key is always visited
+    # the block of the own key of the granule's first row is always visited
     begin, end = first // BLOCK, position // BLOCK
     found = first_visited(of_granules, granule, log_tolerance, of_blocks, begin, end, CHUNK, TOGETHER)
     tl.store(first_block + granule, found)
@@ -503,8 +508,10 @@ def _find_first_blocks(
 def first_visited(
     of_granules, granule, log_tolerance, of_blocks, begin, end, CHUNK: tl.constexpr, TOGETHER: tl.constexpr
 ):
-    """The first block from `begin` on, before `end`, with which a granule's sum exceeds the tolerance; `end` without
-    one. granule, begin and end are (TOGETHER,)."""
+    """First block in [begin, end) with which a granule's sum exceeds the tolerance; `end` without one.
+
+    granule, begin and end are (TOGETHER,).
+    """
     slope = tl.load(of_granules + 2 * granule, mask=begin < end, other=float("inf")) * (1 + _MARGIN)
     may_skip = slope < float("inf")
     offset = tl.load(of_granules + 2 * granule + 1, mask=may_skip, other=0.0) - log_tolerance
@@ -530,7 +537,7 @@ def _find_last_granules(
     first_block, last_granule, sequences, sizes,
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """The last granule that visits one block of keys."""
+    """Find the last granule that visits one block of keys."""
     heads = sizes.heads
     work = tile_of_program(
         sequences, heads, sizes.query_length, sizes.key_length, BLOCK, True, False, PACKED, SEARCHES
@@ -539,7 +546,7 @@ def _find_last_granules(
     if start >= key_length:
         return
     first_block += granules_of_head(sizes.granules, work, work.head, heads, PACKED)
-    # rows before the block see nothing of it
+    # the block is not visible to rows before it
     own = tl.maximum(start + query_length - key_length, 0) // ROWS
     last = tl.zeros([CHUNK], tl.int32) - 1
     for chunk in range(own, tl.cdiv(query_length, ROWS), CHUNK):
