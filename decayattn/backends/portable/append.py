@@ -1,7 +1,8 @@
-"""New tokens into a cache of keys and values: one launch for keys, values, α and resets.
+"""Append tokens to a cache: one launch for keys, values, α and resets.
 
-Some programs copy a tile of one key head's tokens, the others walk the new tokens of one query head: α of token t is
-that of the token before plus λ_t, in float64 and natural logarithm, where a reset and an entry's first token count 0.
+Some programs copy a tile of one key head's tokens. The others scan the new tokens of one query head: α of token t is α
+of the token before it plus λ_t, in float64 and natural logarithm. The λ of a reset and of an entry's first token count
+as 0.
 
 Tiles: k (BLOCK_T, D) · v (BLOCK_T, D_v) · λ, α (BLOCK_S)
 """
@@ -22,13 +23,13 @@ from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.tiles.scores import RESET_BELOW
 from decayattn.problem import Held
 
-# tokens that a program copies, and that it adds up at once: one where there is one
+# upper bound on the tokens that a program copies, and on those that one step scans; one for a single new token
 _MOST_COPIED = 16
 _MOST_SUMMED = 128
 
 
 def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None) -> Tensor | None:
-    """reference.append by one launch, with its arguments, which the caller has checked."""
+    """Implement reference.append by one launch; the caller has checked the arguments."""
     batch, tokens, kv_heads, dim = k.shape
     value_dim, page = v.shape[3], 0 if held.block_table is None else held.keys.shape[1]
     first = None if held.first is None else held.first[..., None].expand(-1, -1, tokens)
@@ -57,7 +58,10 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
 
 
 class HeldTokens(NamedTuple):
-    """What append_kernel writes, but for the lengths; as Held, whose `values` would hide that of Triton's tuples."""
+    """Held's fields for append_kernel, which writes all but the lengths.
+
+    A field named `values`, as Held has, would hide that of Triton's tuples.
+    """
 
     k: Strided
     v: Strided
@@ -69,7 +73,7 @@ class HeldTokens(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """What append_kernel reads, and the first keys that the tokens see, (B, H, T); None as log_decay is."""
+    """New tokens that append_kernel reads, and the first keys that they see, (B, H, T); None if log_decay is."""
 
     k: Strided
     v: Strided
@@ -79,7 +83,7 @@ class NewTokens(NamedTuple):
 
 
 class AppendTraits(NamedTuple):
-    """What append_kernel is compiled for, as in arguments.Traits."""
+    """Constants that append_kernel is compiled for, as in arguments.Traits."""
 
     d: int
     d_v: int
@@ -87,12 +91,12 @@ class AppendTraits(NamedTuple):
     block_s: int
     block_d: int
     block_dv: int
-    page: int  # tokens of a page; 0 without a block table
+    page: int  # tokens per page; 0 without a block table
 
 
 @triton.jit
 def append_kernel(held, new, tokens, kv_heads, heads, copies, blocks, TRAITS: tl.constexpr):
-    """The first `copies` programs write keys and values, the others α, the first keys and what of them was evicted.
+    """Write keys and values (the first `copies` programs), or α, the first keys and log_evicted (the others).
 
     held, new: HeldTokens, NewTokens
     """
@@ -105,13 +109,13 @@ def append_kernel(held, new, tokens, kv_heads, heads, copies, blocks, TRAITS: tl
 
 @triton.jit
 def _count(new, batch, tokens):
-    """How many of an entry's tokens count."""
+    """Number of an entry's new tokens that count."""
     return tokens if new.counted is None else tl.load(new.counted + batch)
 
 
 @triton.jit
 def _copy_tokens(held, new, tile, kv_heads, tokens, blocks, TRAITS: tl.constexpr):
-    """A tile of tokens of one key head."""
+    """Copy a tile of tokens of one key head."""
     BLOCK_T: tl.constexpr = TRAITS.block_t
     tiles = tl.cdiv(tokens, BLOCK_T)
     batch, head = tile // tiles // kv_heads, (tile // tiles % kv_heads).to(tl.int64)
@@ -129,12 +133,12 @@ def _copy_tokens(held, new, tile, kv_heads, tokens, blocks, TRAITS: tl.constexpr
 def _copy(
     held, buffer, new, batch, head, tokens, blocks, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Rows of one head into a buffer of the cache, 0 where they do not count.
+    """Copy rows of one head into a buffer of the cache; rows that do not count become 0.
 
-    tokens: where they go, their numbers, and which of them exist, count, and have a place
+    tokens: their places in the cache, their indices, and masks of those that exist, count, and have a place
     """
     there, token, inside, counts, fits = tokens
-    column = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # tokens may be neighbours in memory, and columns far apart
+    column = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # strides may put tokens side by side and columns far apart
     rows = new.data + batch.to(tl.int64) * new.strides[0] + head * new.strides[2]
     rows += token.to(tl.int64)[:, None] * new.strides[1] + column * new.strides[3]
     x = tl.load(rows, mask=(inside & counts)[:, None] & (column < WIDTH), other=0.0)
@@ -145,7 +149,7 @@ def _copy(
 
 @triton.jit
 def _continue_alpha(held, new, batch_head, heads, tokens, blocks, BLOCK: tl.constexpr, PAGE: tl.constexpr):
-    """α and the first keys of one query head over the new tokens."""
+    """Compute α and the first keys of one query head over the new tokens."""
     batch, head = batch_head // heads, (batch_head % heads).to(tl.int64)
     rate_strides = new.log_decay.strides
     rates = new.log_decay.data + batch.to(tl.int64) * rate_strides[0] + head * rate_strides[2]

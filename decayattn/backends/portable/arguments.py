@@ -1,7 +1,7 @@
-"""Arguments of the portable kernels that travel together, on the host and in the kernels.
+"""Groups of arguments of the portable kernels, for the host and for the kernels.
 
-Triton passes (named) tuples to kernels, except for TMA descriptors, which are arguments of their own. A field that is
-None compiles to nothing. Integers in a tuple are compiled for as others are: that they are 1, or multiples of 16.
+Triton passes (named) tuples to kernels, except for TMA descriptors, which are separate arguments. A field that is None
+compiles to nothing. Integers in a tuple are specialised as others are: for 1 and for multiples of 16.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from decayattn.problem import DecayName, DecayPrefix
 
 
 class Tiled(NamedTuple):
-    """The inputs, which are read in tiles."""
+    """Inputs that the kernels read in tiles."""
 
     q: Strided  # (B, T_q, H, D)
     k: Strided  # (B, T_k, H_kv, D)
@@ -24,7 +24,7 @@ class Tiled(NamedTuple):
 
 
 class NoPrefix(NamedTuple):
-    """DecayPrefix's fields for decays without one: kernels name them in branches that they do not compile."""
+    """DecayPrefix's fields for decays without one: kernels name them in branches that are not compiled."""
 
     local: None = None
     base: None = None
@@ -39,40 +39,40 @@ class Decay(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of sequences that fill their batch entries; of others, only the heads are read."""
+    """Lengths of sequences that fill their batch entries, and heads; for other sequences, only the heads are read."""
 
     query_length: int
     key_length: int
-    heads: int  # of the tiles that the programs own: H, or H_kv
+    heads: int  # heads of the tiles that the programs own: H, or H_kv
 
 
 class Window(NamedTuple):
-    """How far a row sees to either side; None without a limit."""
+    """Largest distance that a row sees to either side; None: no limit."""
 
     left: int | None
     right: int | None
 
 
 class RowTerms(NamedTuple):
-    """What the gradients read per query row."""
+    """Values per query row that the gradients read."""
 
     row_lse2: Tensor  # (B, H, T_q), of the forward
     delta: Tensor  # (B, H, T_q)
-    scales: Strided | None  # (B, T_q, H), where every row has a scale of its own
-    score_sums: Tensor | None  # (B, H, T_q): what Σ_j dS_ij is, for the gradient of a constant decay in 16 bits
+    scales: Strided | None  # (B, T_q, H), if every row has its own scale
+    score_sums: Tensor | None  # (B, H, T_q): exact Σ_j dS_ij, for the gradient of a constant decay in 16 bits
 
 
 class QueryGradients(NamedTuple):
-    """What a tile of query rows writes."""
+    """Outputs of a tile of query rows."""
 
     dq: Strided  # (B, T_q, H, D)
-    decay_sums: Tensor | None  # (B, H, T_q); None where the decay's gradient is not asked for
+    decay_sums: Tensor | None  # (B, H, T_q); None without a gradient of the decay
     scales: Tensor | None  # (B, H, T_q); None for one scale
-    bias: Strided | None  # (B, H, T_q, T_k) or smaller, strides 0 where it broadcasts
+    bias: Strided | None  # (B, H, T_q, T_k) or smaller, with strides 0 in broadcast dimensions
 
 
 class KeyGradients(NamedTuple):
-    """What a tile of keys writes."""
+    """Outputs of a tile of keys."""
 
     dk: Strided  # (B, T_k, H_kv, D)
     dv: Strided  # (B, T_k, H_kv, D_v)
@@ -80,14 +80,14 @@ class KeyGradients(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What an attention kernel is compiled for."""
+    """Constants that an attention kernel is compiled for."""
 
     packed: bool  # sequences.constants
     searches: int
     group: int  # query heads that share a key head
     d: int  # head dimensions of q and k, and of v
     d_v: int
-    block_m: int  # tiles: rows of queries, keys, and columns for d and d_v
+    block_m: int  # tile sizes: query rows, keys, and columns for d and d_v
     block_n: int
     block_d: int
     block_dv: int
@@ -95,7 +95,7 @@ class Traits(NamedTuple):
     causal: bool
     row_cancels: bool  # tiles.scores.decayed_score
     precision: str  # of products
-    shared_bias: bool = False  # whether several scores have one entry of the bias's gradient, to which all are added
+    shared_bias: bool = False  # several scores share one entry of the bias's gradient, which is their sum
 
 
 def broadcast(x: Tensor | None) -> Strided | None:
@@ -111,11 +111,11 @@ def broadcast(x: Tensor | None) -> Strided | None:
 
 
 class TileSource(NamedTuple):
-    """A (B, T, H, D) tensor that load_tile reads: a TMA descriptor, or None, and the tensor itself.
+    """A (B, T, H, D) tensor that load_tile reads: a TMA descriptor or None, and the tensor itself.
 
     A descriptor ends at the end of the tensor, not of a sequence: tiles at a sequence's end contain rows of the next
-    one. That is harmless for rows that enter no sum. Where rows enter a sum, the tensor's pointer is given as well, and
-    tiles at a sequence's end are read through it.
+    one. That is harmless if those rows enter no sum. If they would, the tensor's pointer is given too, and load_tile
+    reads tiles at a sequence's end through it.
     """
 
     descriptor: tl.tensor_descriptor | None
@@ -130,10 +130,10 @@ class HeadDecay(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """A tile of query rows, without q itself; (BLOCK_M,) but for the anchor and one scale."""
+    """A tile of query rows, without q itself; every field is (BLOCK_M,) except the anchor and a single scale."""
 
     index: tl.tensor  # in the sequence
-    row: tl.tensor  # the same, but rows past the end repeat the last one: they widen no interval, and are never stored
+    row: tl.tensor  # index, but rows past the end repeat the last one: they widen no interval, and are never stored
     position: tl.tensor  # among the sequence's keys
     anchor: tl.tensor  # the position that alpha is relative to
     alpha: tl.tensor

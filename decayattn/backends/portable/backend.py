@@ -14,12 +14,12 @@ __all__ = [
     "unsupported",
 ]
 
-# only the gradient of a bias is ever added up by atomics, and under deterministic algorithms it is not
+# only the gradient of a bias uses atomics, and not under deterministic algorithms
 DETERMINISTIC = True
 
 
 def unavailable(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why these kernels cannot run for this dtype on this device; None if they can."""
+    """Reason why these kernels cannot run for this dtype on this device, or None."""
     if device.type == "cuda":
         return None
     if device.type != "cpu":
@@ -34,10 +34,10 @@ def unavailable(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def unsupported(problem: AttentionProblem, inputs: Inputs) -> None:
-    """They take every problem."""
+    """None: these kernels support every problem."""
     return None
 
 
 def is_profitable(problem: AttentionProblem) -> bool:
-    """They come last, and take what the others leave."""
+    """True: this backend comes last and takes the problems that the others leave."""
     return True

@@ -1,13 +1,14 @@
-"""Backward: the scores are recomputed tile by tile from the saved log-sum-exp (FlashAttention 2, Dao, arXiv
-2307.08691).
+"""Backward: recompute the scores tile by tile from the saved log-sum-exp (FlashAttention 2, Dao, arXiv 2307.08691).
 
-Three kernels, without atomics but for a broadcast bias, so every other gradient is bitwise repeatable: `row_terms`
-prepares one Δ per query row; `key_gradients` owns a key tile and walks the rows that see it (dk, dv, column sums of
-dS); `query_gradients` owns a query tile and walks the keys that it sees (dq, row sums of dS, the gradients of a
-constant decay and of the scale).
+Three kernels. Only the gradient of a broadcast bias uses atomics; all others are bitwise repeatable.
 
-Tiles: q, d_out (BLOCK_M, D or D_v) · k, v (BLOCK_N, D or D_v) · score, p, dp, ds (BLOCK_M, BLOCK_N); a T suffix says
-transposed.
+    row_terms         one Δ per query row
+    key_gradients     owns a key tile and walks the rows that see it: dk, dv, column sums of dS
+    query_gradients   owns a query tile and walks the keys that it sees: dq, row sums of dS, the gradients of a constant
+                      decay and of the scale
+
+Tiles: q, d_out (BLOCK_M, D or D_v) · k, v (BLOCK_N, D or D_v) · score, p, dp, ds (BLOCK_M, BLOCK_N). A T suffix marks
+a transposed tile.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,7 @@ class KeyTile(NamedTuple):
 
 
 class KeySums(NamedTuple):
-    """What is summed over the rows that see a tile of keys."""
+    """Sums over the rows that see a tile of keys."""
 
     dk: tl.tensor  # (BLOCK_N, D)
     dv: tl.tensor  # (BLOCK_N, D_v)
@@ -62,7 +63,7 @@ class QueryTile(NamedTuple):
     q: tl.tensor  # (BLOCK_M, D)
     d_out: tl.tensor  # (BLOCK_M, D_v)
     rows: QueryRows
-    scale: tl.tensor  # s: a number, or (BLOCK_M, 1)
+    scale: tl.tensor  # s: a scalar, or (BLOCK_M, 1)
     lse2: tl.tensor
     delta: tl.tensor
     first: tl.tensor
@@ -70,12 +71,12 @@ class QueryTile(NamedTuple):
 
 
 class QuerySums(NamedTuple):
-    """What is summed over the keys that a tile of rows sees."""
+    """Sums over the keys that a tile of rows sees."""
 
     dq: tl.tensor  # (BLOCK_M, D)
     decay: tl.tensor  # (BLOCK_M,): Σ σ dS of a decay per token, Σ dS |i − j| of a constant one
-    score: tl.tensor  # (BLOCK_M,), of a constant decay in 16 bits: Σ dS
-    distance: tl.tensor  # (BLOCK_M,), likewise: Σ P |i − j|
+    score: tl.tensor  # (BLOCK_M,): Σ dS; only for a constant decay in 16 bits
+    distance: tl.tensor  # (BLOCK_M,): Σ P |i − j|; likewise
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def row_terms_kernel(
     out, d_out, d_lse, row_lse2, sink_probability, delta, score_sums, query_length, heads,
     D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):
-    """Δ = Σ dO·O − dLSE of every query row, and Σ_j dS_ij = dLSE + P_sink Δ, where there is a place for it."""
+    """Compute Δ = Σ dO·O − dLSE of every query row and, if score_sums is given, Σ_j dS_ij = dLSE + P_sink Δ."""
     ACCUMULATOR: tl.constexpr = delta.dtype.element_ty
     row_tiles = tl.cdiv(query_length, BLOCK_M)
     head_row = tl.program_id(0) // row_tiles
@@ -101,7 +102,7 @@ def row_terms_kernel(
         offset = batch.to(tl.int64) * d_lse.strides[0] + head.to(tl.int64) * d_lse.strides[1]
         row_sum += tl.load(d_lse.data + offset + row.to(tl.int64) * d_lse.strides[2], mask=inside, other=0.0)
         row_delta -= row_sum
-    # a row that saw nothing (row_lse2 +inf) has no gradient, whatever dLSE is
+    # a row without a visible key (row_lse2 +inf) has no gradient, for any dLSE
     seen = tl.load(row_lse2 + here, mask=inside, other=0.0) < float("inf")
     tl.store(delta + here, tl.where(seen, row_delta, 0.0), mask=inside)
     if score_sums is not None:
@@ -115,7 +116,7 @@ def _add_rows(
     sums, keys, q_source, d_out_source, head, tile, work, row_lse2, delta, scale, row_scales, decay, bias,
     DECAY_GRADIENT: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
 ):
-    """One tile of query rows into a key tile's KeySums; scores are transposed, keys × rows."""
+    """Add one tile of query rows to a key tile's KeySums; scores are transposed, keys × rows."""
     BLOCK_M: tl.constexpr = TRAITS.block_m
     DECAY: tl.constexpr = TRAITS.decay
     PRECISION: tl.constexpr = TRAITS.precision
@@ -180,7 +181,7 @@ def key_gradients_kernel(
     DECAY: tl.constexpr = TRAITS.decay
     PACKED: tl.constexpr = TRAITS.packed
     ACCUMULATOR: tl.constexpr = row_terms.delta.dtype.element_ty
-    # causal: the first key tiles are seen by the most rows, and come first
+    # causal: the first key tiles are visible to the most rows, and come first
     work = tile_of_program(
         sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_N, True, False, PACKED, TRAITS.searches,
         program=program,
@@ -231,7 +232,7 @@ def key_gradients_kernel(
         tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_m)
         edge_tiles = tile_end - tile_begin - (whole_end - whole_begin)
         sums = KeySums(dk, dv, tl.zeros([BLOCK_N], ACCUMULATOR))
-        for whole in tl.static_range(2):  # edge tiles, then whole ones
+        for whole in tl.static_range(2):  # partial tiles, then full ones
             for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
                 tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
                 sums = _add_rows(
@@ -253,7 +254,7 @@ def _add_keys(
     sums, queries, k_source, v_source, kv_head, tile, work, decay, bias, d_bias,
     DECAY_GRADIENT: tl.constexpr, SCORE_SUMS: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
 ):
-    """One key tile into a query tile's QuerySums; SCORE_SUMS: those that tell the error of Δ, too."""
+    """Add one key tile to a query tile's QuerySums; SCORE_SUMS: also to the two sums that correct the error of Δ."""
     BLOCK_N: tl.constexpr = TRAITS.block_n
     DECAY: tl.constexpr = TRAITS.decay
     PRECISION: tl.constexpr = TRAITS.precision
@@ -276,7 +277,7 @@ def _add_keys(
     decay_sum, score_sum, distance_sum = sums.decay, sums.score, sums.distance
     if DECAY_GRADIENT:
         if DECAY == "constant":
-            # relative to the rows' anchor, where they are exact for near pairs: converted per row and key, not per pair
+            # relative to the rows' anchor, exact for near pairs; one conversion per row and key instead of per pair
             row_offset, key_offset = (rows.position - rows.anchor).to(ACCUMULATOR), (key - rows.anchor).to(ACCUMULATOR)
             distance = tl.abs(row_offset[:, None] - key_offset[None, :])
             decay_sum += tl.sum(ds * distance, 1)
@@ -344,7 +345,7 @@ def query_gradients_kernel(
     nothing = tl.zeros([BLOCK_M], ACCUMULATOR)
     sums = QuerySums(tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR), nothing, nothing, nothing)
     edge_tiles = tile_end - tile_begin - (whole_end - whole_begin)
-    for whole in tl.static_range(2):  # edge tiles, then whole ones
+    for whole in tl.static_range(2):  # partial tiles, then full ones
         for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
             tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
             sums = _add_keys(
@@ -355,9 +356,10 @@ def query_gradients_kernel(
     here, inside = offsets.rows + rows.index, rows.index < query_length
     decay_sum = sums.decay
     if SCORE_SUMS:
-        # every dS is short of P times the error of Δ, which comes from rounding the output to 16 bits. It is what Σ dS
-        # lacks, and is made up for here. The rounding of large scores makes all P of a row wrong by one factor: that is
-        # little in Σ dS, which is small where one key has the row, and much in Σ P dP, which would tell the error, too
+        # Correct the error of Δ, which comes from rounding the output to 16 bits: every dS is too small by P times it.
+        # The error is the exact Σ dS minus the computed one. The rounding of large scores scales all P of a row by one
+        # factor. Its effect on Σ dS is small, because Σ dS is small where one key dominates the row. Σ P dP would give
+        # the error of Δ too, but the factor's effect on it is large
         decay_sum += (tl.load(row_terms.score_sums + offsets.rows + rows.row) - sums.score) * sums.distance
     if DECAY_GRADIENT:
         tl.store(gradients.decay_sums + here, decay_sum, mask=inside)
@@ -371,8 +373,11 @@ def gradients_kernel(
     inputs, row_terms, decay, of_queries, of_keys, plan, mirror, window, scale: tl.float64, sizes, key_programs,
     TRAITS: tl.constexpr,
 ):
-    """Both gradients in one launch, of sequences that fill their batch entries and without a bias: key_programs
-    programs of key tiles, then those of query tiles, which would otherwise wait for them. sizes.heads is H_kv."""
+    """Compute both gradients in one launch, for sequences that fill their batch entries, without a bias.
+
+    The first key_programs programs have key tiles. Those of query tiles, in a launch of their own, would wait for them.
+    sizes.heads is H_kv.
+    """
     program = tl.program_id(0)
     if program < key_programs:
         key_gradients_kernel(

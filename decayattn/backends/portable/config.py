@@ -1,10 +1,11 @@
-"""Tile shapes, warps, pipeline stages and memory path of the portable kernels: pure functions of (arch, head dimension,
-dtype, alignment). Nothing is tuned at run time: no stall on a first call, no rank that chooses differently from
-another.
+"""Tile shapes, warps, pipeline stages and memory path of the portable kernels.
 
-Every size divides DECAY_BLOCK, so that a tile never straddles two blocks of the decay prefix. The milliseconds beside
-the entries are one H200 (torch 2.11, Triton 3.6), bfloat16, causal, per-token decay, H16 T8192, B4; "ptr" loads
-through pointers, "TMA" through descriptors. `python experiments/sweep_tiles.py` measures them again.
+All are pure functions of (arch, head dimension, dtype, alignment). Nothing is tuned at run time, so no first call
+stalls, and all ranks choose the same.
+
+Every size divides DECAY_BLOCK, so that a tile never straddles two blocks of the decay prefix. The milliseconds at the
+entries were measured on one H200 (torch 2.11, Triton 3.6), bfloat16, causal, per-token decay, H16 T8192, B4. "ptr"
+loads through pointers, "TMA" through descriptors. `python experiments/sweep_tiles.py` measures them again.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ import torch
 class TileConfig:
     """block_m query rows × block_n keys per tile; warps and pipeline stages of the launch; TMA descriptors or not.
 
-    spill_bytes is what such a kernel may spill of its registers (`python experiments/compile_kernels.py` counts): each
-    was measured, spills included, against tiles that spill less.
+    spill_bytes: upper bound on the register spills of such a kernel (`python experiments/compile_kernels.py` counts
+    them). Each entry was measured, spills included, against tiles that spill less.
     """
 
     block_m: int
@@ -30,34 +31,34 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The tiles of one kernel by head dimension: (up to 64, up to 128, up to 256)."""
+    """Tiles of one kernel by head dimension: (up to 64, up to 128, up to 256)."""
 
     sm90_descriptors: tuple[TileConfig, TileConfig, TileConfig]
     sm90_pointers: tuple[TileConfig, TileConfig, TileConfig]
-    # packed or padded sequences in tensors that descriptors can address. Edge tiles come through pointers all the same,
-    # and what TMA tiles spill is spilt there, not in the loop over whole tiles. None of them has been timed
+    # Packed or padded sequences in tensors that descriptors can address. Partial tiles are read through pointers even
+    # so. TMA tiles spill in the loop over partial tiles, not in that over full ones. None of them has been timed
     sm90_sequences: tuple[TileConfig, TileConfig, TileConfig]
-    # other GPUs: compiled, and not run on hardware. Sized to the 99 KB of shared memory that the smallest of NVIDIA's
-    # have from Ampere on; AMD's compiler needs less, and they fit in 64 KB there
+    # Other GPUs: compiled, not run on hardware. They fit in 99 KB of shared memory, the smallest of NVIDIA's GPUs from
+    # Ampere on. AMD's compiler needs less, and they fit in 64 KB there
     other: tuple[TileConfig, TileConfig, TileConfig]
     float32: tuple[TileConfig, TileConfig, TileConfig]
     float64: tuple[TileConfig, TileConfig, TileConfig]
-    # float64 on those: gradients above D = 128 need more than 99 KB with any tile
+    # float64 on other GPUs: gradients above D = 128 need more than 99 KB with any tile
     other_float64: tuple[TileConfig, TileConfig, TileConfig]
 
 
-# what a block can have on the smallest GPUs that take the tiles called other
+# shared memory of a block on the smallest GPUs that use `other`
 _OTHER_SHARED_MEMORY = 99 << 10
 
-# Plain FMA instructions on fully unrolled tiles: above 32 × 32 they spill much more (float32, D128, forward: 2.1 ms at
-# 32 × 32, 15 ms at 64 × 32; gradients of keys 4.3 ms against 43 ms at 32 × 64; B1 H16 T2048; the two large numbers are
-# from before a tile's products were added up on their own), and compile for tens of seconds. Those that spill nothing
+# Plain FMA instructions on fully unrolled tiles. Above 32 × 32 they spill much more and compile for tens of seconds.
+# Measured for float32, D128, B1 H16 T2048: forward 2.1 ms at 32 × 32, 15 ms at 64 × 32; gradients of keys 4.3 ms,
+# 43 ms at 32 × 64. The two large figures are from before a tile's products had a sum of their own. Tiles without spills
 # are slower (forward 2.9 ms at 16 × 32, 3.4 ms at 32 × 16; gradients of keys 5.6 ms at 32 × 16), and so are 8 warps
 # (6.7 ms).
 _FLOAT32 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1))
 _FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
 _OTHER_FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1))
-# Triton's interpreter runs a program as numpy calls: tiles small enough that short sequences have several of each kind
+# Triton's interpreter runs a program as numpy calls: small tiles, so that short sequences have several of each kind
 _INTERPRETER = TileConfig(32, 32, 4, 1)
 
 FORWARD = Kernel(
@@ -71,7 +72,7 @@ FORWARD = Kernel(
     sm90_pointers=(
         TileConfig(128, 64, 4, 3, spill_bytes=32),  # 1.59 ms; 64 × 128 1.61
         TileConfig(64, 64, 4, 3, spill_bytes=16),  # 2.71 ms; 128 × 64 with 8 warps 2.79, 128 × 128 2.97
-        # 4.40 ms; 64 × 32 6.47. 60 B of the spills are of a constant decay alone, which was not timed
+        # 4.40 ms; 64 × 32 6.47. 60 B of the spills are for a constant decay only, which was not timed
         TileConfig(128, 64, 8, 2, spill_bytes=208),
     ),
     sm90_sequences=(
@@ -112,7 +113,7 @@ QUERY_GRADIENTS = Kernel(
     sm90_descriptors=(
         TileConfig(64, 128, 4, 2, spill_bytes=272),  # ptr 1.76 ms; TMA 1.81, 64 × 64 2.02
         TileConfig(64, 64, 4, 3, True),  # 2.78 ms; ptr 3.23
-        # ptr 7.72 ms; TMA 12.1, 64 × 32 11.4. The spills are of a constant decay's gradient alone, which was not timed
+        # ptr 7.72 ms; TMA 12.1, 64 × 32 11.4. The spills are for a constant decay's gradient only, which was not timed
         TileConfig(128, 32, 8, 2, spill_bytes=64),
     ),
     sm90_pointers=(
@@ -122,7 +123,7 @@ QUERY_GRADIENTS = Kernel(
     ),
     sm90_sequences=(
         TileConfig(64, 128, 4, 2, spill_bytes=256),
-        # with what a constant decay's gradient spills: without it 160 and 16
+        # 160 B and 16 B without a constant decay's gradient
         TileConfig(64, 64, 4, 3, True, 196),
         TileConfig(128, 32, 8, 2, spill_bytes=64),
     ),
@@ -134,7 +135,7 @@ QUERY_GRADIENTS = Kernel(
 
 
 def arch(capability: tuple[int, int], hip: bool, shared_memory: int) -> str:
-    """Whose tiles a GPU takes: "sm90", or, by the bytes of shared memory that a block can have, "other" or "small".
+    """Name of a GPU's tiles: "sm90", or by the shared memory of a block (in bytes) "other" or "small".
 
     A gfx90a reports capability 9.0, too.
     """
@@ -146,10 +147,11 @@ def arch(capability: tuple[int, int], hip: bool, shared_memory: int) -> str:
 def choose(
     kernel: Kernel, arch: str, dim: int, dtype: torch.dtype, aligned: bool, sequences: bool = False
 ) -> TileConfig:
-    """The kernel's tiles.
+    """Choose the kernel's tiles.
 
-    arch is "interpreter" or what `arch` says; dim the larger of the padded head and value dimensions; aligned says that
-    TMA descriptors can address every tensor that the kernel reads in tiles; sequences, that they do not fill them.
+    arch: "interpreter", or a result of `arch`. dim: the larger of the padded head and value dimensions.
+    aligned: TMA descriptors can address every tensor that the kernel reads in tiles.
+    sequences: they do not fill their batch entries.
     """
     if arch == "interpreter":
         return _INTERPRETER
@@ -166,12 +168,12 @@ def choose(
     return tiles[0 if dim <= 64 else 1 if dim <= 128 else 2]
 
 
-# Of small problems: the tiles up to D = 64 and up to D = 128.
+# Small problems: tiles up to D = 64 and up to D = 128.
 
-# The forward of few programs, through pointers: the GPU takes as long, and the host launches it 15 to 20 µs faster than
-# with three descriptors. B1 H8, prefix and forward as a CUDA graph, µs at T256, 512, 1024: D64 10.2, 17.2, 22.4 (with
+# A forward of few programs, through pointers: the GPU takes as long as with three descriptors, and the host launches it
+# 15 to 20 µs faster. B1 H8, prefix and forward as a CUDA graph, µs at T256, 512, 1024: D64 10.2, 17.2, 22.4 (with
 # descriptors 10.4, 17.2, 21.7; 64 × 64 9.6, 17.7, 25.3); D128 12.2, 19.9, 27.8 (12.0, 19.9, 27.6; 64 × 128 12.4, 19.9,
-# 26.1, where more is spilled)
+# 26.1, with more spills)
 _FORWARD_OF_FEW = (TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 3, spill_bytes=16))
 # One launch of both gradients, through pointers. B1 H8, forward and backward as a CUDA graph, µs at T256, 1024, 2048:
 # D64 29.0, 60.1, 121 (8 warps 31.0, 79.6, 182; two launches 36.3, 67.3, 130); D128 38.7, 84.5, 176 (64 × 32 34.9, 95.4,
@@ -180,12 +182,12 @@ _BOTH_GRADIENTS = (TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2, spill_byte
 
 
 def forward_of_few(arch: str, dim: int, dtype: torch.dtype) -> TileConfig | None:
-    """The tiles of a forward of few programs; None where it has none of its own."""
+    """Tiles of a forward of few programs; None if it has no tiles of its own."""
     return _of_small(_FORWARD_OF_FEW, arch, dim, dtype)
 
 
 def both_gradients(arch: str, dim: int, dtype: torch.dtype) -> TileConfig | None:
-    """The tiles of the gradients of keys and of queries where one launch makes both; None where none does."""
+    """Tiles for one launch of the gradients of keys and of queries; None if they take two launches."""
     return _INTERPRETER if arch == "interpreter" else _of_small(_BOTH_GRADIENTS, arch, dim, dtype)
 
 

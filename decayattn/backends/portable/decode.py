@@ -1,13 +1,13 @@
-"""Decoding: a few new query rows per batch entry over a long cache of keys, split over the keys (FlashDecoding; Dao,
-Haziza, Massa, Sizov, 2023). Forward only.
+"""Decoding: a few new query rows per batch entry over a long cache of keys. Forward only.
 
-One program has few rows, so the keys are divided: split_kernel lets each program walk its part of the keys that a tile
-of rows sees, and writes what an online softmax knows then; combine_kernel joins the parts of a row. The heads that read
-one key head are rows of the same tile, so a key is loaded once for all of them.
+The rows of an entry are few, so the work is split over the keys (FlashDecoding; Dao, Haziza, Massa, Sizov, 2023). A
+program of split_kernel walks its part of the keys that a tile of rows sees, and writes the state of its online softmax.
+combine_kernel joins the parts of a row. The query heads of one key head are rows of the same tile, so that all of them
+share each load of a key.
 
-With α the running sum of λ, which the cache holds in float64 (natural logarithm), i the position of a row and s its
-scale, the score of key j is s q·k_j + (α_i − α_j), or + γ (i − j) for a constant decay. A row sees first_i ≤ j ≤ i,
-and only its own token where γ is a reset.
+Let α be the running sum of λ, which the cache holds in float64 (natural logarithm), i the position of a row and s its
+scale. The score of key j is s q·k_j + (α_i − α_j), or s q·k_j + γ (i − j) for a constant decay. A row sees
+first_i ≤ j ≤ i; if γ is a reset, only its own token.
 
 Tiles: q (BLOCK_M, D) · k (BLOCK_N, D) · v (BLOCK_N, D_v) · score, p (BLOCK_M, BLOCK_N) · acc (BLOCK_M, D_v)
 """
@@ -42,20 +42,20 @@ from decayattn.backends.tiles.scores import (
 from decayattn.backends.tiles.visibility import keys_seen, visited_tiles
 from decayattn.problem import DecayName, Inputs
 
-# Times below: one H200, bfloat16, H32 H_kv8 D128 over 32,768 tokens, a decay per token; from a sweep made once.
-# `python experiments/benchmark_sequences.py --what decode` measures what was chosen.
+# Times below: one H200, bfloat16, H32 H_kv8 D128 over 32,768 tokens, a decay per token; from a single sweep.
+# `python experiments/benchmark_sequences.py --what decode` measures the chosen values.
 # Programs to aim for, per multiprocessor: they wait for memory in turn, and the last round is not left half empty (B64:
 # 2.78 ms with one split, 2.10 with three; B1: 0.20 ms with 32 splits, 0.12 with 64).
 _PROGRAMS_PER_MULTIPROCESSOR = 8
-# A split has at least so many key tiles, or joining the splits costs more than they save.
+# Minimum of key tiles per split: below it, joining the splits costs more than they save.
 _TILES_PER_SPLIT = 2
-# combine_kernel holds the parts of a row at once.
+# combine_kernel holds all parts of a row at once.
 _MAX_SPLITS = 64
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Keys per tile, the most query rows per tile, and the launch."""
+    """Keys per tile, upper bound on the query rows per tile, and the launch's warps and stages."""
 
     block_n: int
     max_block_m: int
@@ -64,18 +64,18 @@ class DecodeTile:
 
 
 def choose(gpu: str, dim: int, dtype: torch.dtype) -> DecodeTile:
-    """Pure function of what config.py calls the GPU, the larger padded head dimension and the dtype."""
+    """Choose the tile from config.arch's name of the GPU, the larger padded head dimension and the dtype."""
     if dtype.itemsize == 2:
-        # with 64 rows ptxas makes the products wait for one another (sm_90, D = 64, a decay per token); B64: 2.10 ms,
-        # with 32 keys 2.14, with 128 keys 2.22
+        # with 64 rows ptxas serialises the products (sm_90, D = 64, a decay per token); B64: 2.10 ms, with 32 keys
+        # 2.14, with 128 keys 2.22
         stages = 2 if gpu == "small" else 3  # three take 68 KB (gfx942, D = 128)
         return DecodeTile(64 if dim <= 128 else 32, 32, 4, stages)
-    # products of 32 and 64 bits are unrolled instructions: with 32 rows they spill registers (sm_90, D = 128)
+    # products of float32 and float64 are unrolled instructions: with 32 rows they spill registers (sm_90, D = 128)
     return DecodeTile(32 if dim <= 128 else 16, 16, 4, 1)
 
 
 def number_of_splits(programs: int, key_tiles: int, multiprocessors: int) -> int:
-    """The parts that the keys are divided into; programs: how many there are without a division."""
+    """Number of parts of the keys; programs: their number with one part."""
     wanted = cdiv(_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, programs)
     return max(1, min(wanted, cdiv(key_tiles, _TILES_PER_SPLIT), _MAX_SPLITS))
 
@@ -90,15 +90,15 @@ def decode(
     longest: int | None = None,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """reference.decode by two launches, with its arguments, which the caller has checked.
+    """Implement reference.decode by two launches; the caller has checked the arguments.
 
-    T_q is meant to be small, and may be any number: row r is at position lengths − T_q + r, and rows at negative
-    positions see nothing. Nothing is read beyond an entry's length; longest only sizes the launch. lengths and first
-    are int32. Tensors may have any strides; alpha is read fastest where the tokens of a head lie behind one another.
+    T_q is any number, meant to be small: row r is at position lengths − T_q + r, and rows at negative positions see
+    nothing. Nothing is read beyond an entry's length; longest only sizes the launch. lengths and first are int32.
+    Tensors may have any strides; alpha is read fastest if the tokens of a head are consecutive in memory.
 
     Returns:
         out (B, T_q, H, D_v) in the dtype of q, and lse (B, H, T_q) in float32 (float64 for float64 inputs). A row that
-        sees no key has out 0 and lse −inf, sink or not.
+        sees no key has out 0 and lse −inf, with or without a sink.
     """
     q, keys, values, log_decay, row_scale = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.row_scale
     batch, query_length, heads, head_dim = q.shape
@@ -120,7 +120,7 @@ def decode(
         programs = row_tiles * batch * kv_heads
         most_keys = max_length if longest is None else longest
         if left is not None:
-            left = min(left, max_length)  # positions minus it stay in 32 bits
+            left = min(left, max_length)  # positions minus it fit 32 bits
             most_keys = min(most_keys, left + query_length)
         splits = number_of_splits(programs, cdiv(most_keys, tile.block_n), launching.multiprocessors(q.device))
         parts = Parts(
@@ -154,15 +154,15 @@ def decode(
 
 
 class Parts(NamedTuple):
-    """The online softmax of every row and split, (B · H_kv · T_q · group, splits)."""
+    """State of the online softmax of every row and split, (B · H_kv · T_q · group, splits)."""
 
-    acc: Tensor  # and D_v; unwritten where row_sum is 0
+    acc: Tensor  # (…, splits, D_v); unwritten where row_sum is 0
     row_max: Tensor
     row_sum: Tensor
 
 
 class DecodeTraits(NamedTuple):
-    """What split_kernel is compiled for, as in arguments.Traits."""
+    """Constants that split_kernel is compiled for, as in arguments.Traits."""
 
     group: int
     d: int
@@ -173,7 +173,7 @@ class DecodeTraits(NamedTuple):
     block_dv: int
     decay: DecayName
     precision: str
-    page: int  # tokens of a page; 0 without a block table
+    page: int  # tokens per page; 0 without a block table
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def split_kernel(
     queries, cache, lengths, first_keys, rates, row_scales, parts, scale: tl.float64, left, query_length, kv_heads,
     row_tiles, splits, blocks, TRAITS: tl.constexpr,
 ):
-    """One split of the keys of a CachedTokens into (acc, row_max, row_sum) of one tile of rows of one key head.
+    """Attend to one split of the keys of a CachedTokens: (acc, row_max, row_sum) of a tile of rows of one key head.
 
     Row m of a key head is query row m // GROUP of the group's head m % GROUP.
     """
@@ -218,7 +218,7 @@ def split_kernel(
         first_key = tl.load(first_keys.data + entry * strides[0] + head * strides[1] + row * strides[2])
         first = tl.maximum(first, first_key)
     tile_begin, _, _, tile_end = visited_tiles(first, end, BLOCK_N)
-    # the tiles of this entry, and not of the longest one, are what is divided: splits of one entry are equally long
+    # divide this entry's tiles, not those of the longest entry, so that its splits are equally long
     tiles = tl.cdiv(tile_end - tile_begin, splits)
     tile_begin += split * tiles
     tile_end = tl.minimum(tile_begin + tiles, tile_end)
@@ -247,20 +247,20 @@ def split_kernel(
     for tile in range(tile_begin, tile_end):
         start = tile * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
-        # masked by the entry's length: beyond it may lie anything, and 0 · NaN is NaN
+        # masked by the entry's length: values beyond it may be NaN, and 0 · NaN is NaN
         k = _load_cached(keys, batch, kv_head, start, length, table, blocks, PAGE, BLOCK_N, TRAITS.d, BLOCK_D)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACCUMULATOR) * row_scale
         key_alpha = 0.0
         if DECAY == "scalar":
             token = key[None, :]
             if queries.data.dtype.element_ty.primitive_bitwidth > 16:
-                # so that the compiler does not know which tokens lie side by side: it chooses by that how threads share
-                # a row, and p of pages would be added up in another order than that of a contiguous cache
+                # Hides from the compiler which tokens are adjacent. It would choose the layout by that, and add up p of
+                # pages in another order than p of a contiguous cache
                 token = tl.where(token < length, token, 0)
             offset = token_offset(alpha, batch, token, key[None, :] < length, table, blocks, PAGE)
             used = has_alpha[:, None] & (key[None, :] < length)
             key_alpha = tl.load(head_alpha[:, None] + offset, mask=used, other=0.0) * LOG2E
-        # α is whole and in float64 here: there is no second level of the prefix, and nothing cancels
+        # α is a whole float64 here: there is no second level of the prefix, and no term cancels
         score = decayed_score(
             score, query_alpha, key_alpha, 0.0, rate, position[:, None], key[None, :], DECAY, True, False
         )
@@ -278,7 +278,7 @@ def split_kernel(
     inside = index < rows
     tl.store(parts.row_max + here, row_max, mask=inside)
     tl.store(parts.row_sum + here, row_sum, mask=inside)
-    # a split without keys leaves its sums at 0, by which combine_kernel knows that there is nothing else to read
+    # a split without keys stores row_sum 0, so combine_kernel reads nothing else of it
     value_column = tl.arange(0, BLOCK_DV)[None, :]
     written = (inside & (row_sum != 0))[:, None] & (value_column < TRAITS.d_v)
     tl.store(parts.acc + here[:, None] * TRAITS.d_v + value_column, acc, mask=written)
@@ -289,7 +289,7 @@ def _load_cached(
     buffer, batch, head, start, length, table, blocks, PAGE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """(TOKENS, COLUMNS) of an entry's head from token `start` on, 0 beyond its length."""
+    """Load (TOKENS, COLUMNS) of an entry's head from token `start` on, 0 beyond its length."""
     if table is None:
         tile = load_tile(TileSource(None, buffer), batch, head, 0, start, length, TOKENS, DIM, COLUMNS, True)
     else:
@@ -307,7 +307,7 @@ def combine_kernel(
     parts, out, lse, sink, query_length, kv_heads, splits,
     GROUP: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
-    """out and lse of one row, from the Parts of its splits, and from the sink (H,) if there is one."""
+    """Compute out and lse of one row from the Parts of its splits, and from the sink (H,) if there is one."""
     rows = query_length * GROUP
     batch_head, m = tl.program_id(0) // rows, tl.program_id(0) % rows
     batch, row = batch_head // kv_heads, m // GROUP

@@ -1,5 +1,6 @@
-"""Forward: one program per query tile walks the keys that its rows see, with an online softmax (FlashAttention 2's loop
-order, Dao, arXiv 2307.08691). See DERIVATION.md for every step.
+"""Forward: one program per query tile walks the keys that its rows see, with an online softmax.
+
+The loop order is FlashAttention 2's (Dao, arXiv 2307.08691). DERIVATION.md has every step.
 
 Tiles: q (BLOCK_M, D) · k (BLOCK_N, D) · v (BLOCK_N, D_v) · score, p (BLOCK_M, BLOCK_N) · acc (BLOCK_M, D_v)
 """
@@ -39,7 +40,7 @@ class QueryTile(NamedTuple):
 
     q: tl.tensor  # (BLOCK_M, D)
     rows: QueryRows
-    scale: tl.tensor  # s·log2(e): a number, or (BLOCK_M, 1)
+    scale: tl.tensor  # s·log2(e): a scalar, or (BLOCK_M, 1)
     first: tl.tensor
     end: tl.tensor
 
@@ -56,7 +57,7 @@ class Softmax(NamedTuple):
 def _attend(
     state, queries, k_source, v_source, kv_head, tile, work, decay, bias, EDGE: tl.constexpr, TRAITS: tl.constexpr
 ):
-    """One key tile into the running Softmax."""
+    """Add one key tile to the running Softmax."""
     BLOCK_N: tl.constexpr = TRAITS.block_n
     PRECISION: tl.constexpr = TRAITS.precision
     ACCUMULATOR: tl.constexpr = state.acc.dtype
@@ -88,9 +89,9 @@ def forward_kernel(
 ):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence.
 
-    arguments.py says what out (a Strided), inputs, decay, window, bias, sizes and TRAITS are.
+    arguments.py defines inputs, decay, window, bias, sizes and TRAITS; out is a Strided.
 
-    row_outputs: pointers to row_lse2, what the backward reads, and to lse, or None
+    row_outputs: pointers to row_lse2, which the backward reads, and to lse, or None
     sink: (H,), or None
     """
     row_lse2, lse = row_outputs
@@ -106,7 +107,7 @@ def forward_kernel(
     kv_head = head // TRAITS.group
     offsets = offsets_of_head(sequences, work, head, sizes.heads, PACKED)
     if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
-        # out of a sequence there is nothing to write, and fill_outside writes to one without a key
+        # nothing to write outside a sequence; fill_outside writes the rows of a sequence without keys
         if (start >= query_length) | (work.key_length == 0):
             return
     out = Strided(from_token(out, work.first_row), out.strides)
@@ -133,14 +134,14 @@ def forward_kernel(
         tl.full([BLOCK_M], float("-inf"), ACCUMULATOR),
     )
     edge_tiles = tile_end - tile_begin - (whole_end - whole_begin)
-    for whole in tl.static_range(2):  # edge tiles, then whole ones
+    for whole in tl.static_range(2):  # partial tiles, then full ones
         for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
             tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
             state = _attend(
                 state, queries, k_source, v_source, kv_head, tile, work, head_decay, bias, not whole, TRAITS
             )
 
-    # a row that saw no key: row_sum 0 gives out 0 and lse −inf
+    # a row without a visible key: row_sum 0 gives out 0 and lse −inf
     seen = state.row_sum > 0
     row_max, total = state.row_max, tl.where(seen, state.row_sum, 1.0)
     if sink is None:
@@ -151,8 +152,8 @@ def forward_kernel(
         factor, row_max, total, whole_max = with_sink(row_max, total, row_sink, lacking)
         acc = state.acc * factor[:, None]
     store_tile(out, work.entry, head, start, query_length, acc, BLOCK_M, TRAITS.d_v, BLOCK_DV)
-    # what the backward subtracts from a score to get log2 P: the log-sum-exp as tiles count it, and still in base 2,
-    # where it is exact for a row that one key dominates
+    # The backward subtracts this from a score to get log2 P. It is in base 2 and lacks row_alpha if the scores lack it,
+    # so it is exact for a row that one key dominates
     own_lse2 = row_max + tl.log2(total)
     here = offsets.rows + rows.index
     inside = rows.index < query_length

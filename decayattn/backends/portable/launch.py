@@ -38,17 +38,17 @@ from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, KeyDecay, Prepared, Saved
 
 _ROW_TERMS_BLOCK = 64
-# numbers of 16 bits in the longest line that a product reads from shared memory
+# 16-bit values in the longest line that a product reads from shared memory
 _LINE = 64
-# one launch makes the gradients of keys and queries up to so many programs per multiprocessor: measured at 8 heads up
-# to T2048, where it is still faster, by 6 % at D = 64 and 9 % at D = 128
+# upper bound on the programs per multiprocessor for which one launch makes both gradients: measured at 8 heads up to
+# T2048, where it is still faster, by 6 % at D = 64 and 9 % at D = 128
 _MOST_PROGRAMS_OF_BOTH = 4
-# a forward has tiles of its own up to so many: measured at 8 heads up to T1024
+# the same for a forward with tiles of its own: measured at 8 heads up to T1024
 _MOST_PROGRAMS_OF_FEW = 1
 
 
 def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
-    """What `forward` makes of log_decay, for one with the same dense keys."""
+    """Part of `forward` that depends on log_decay alone, for other forwards with the same dense keys."""
     if inputs.log_decay is None or problem.decay != "scalar" or problem.is_empty:
         return KeyDecay(decay_prefix.allocate(problem, inputs.q))
     with launching.on_device(problem.device):
@@ -59,7 +59,7 @@ def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
 def forward(
     problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None
 ) -> tuple[Tensor, Tensor | None, Saved]:
-    """out (B, T_q, H, D_v), lse (B, H, T_q) or None, and what the backward reads."""
+    """Return out (B, T_q, H, D_v), lse (B, H, T_q) or None, and the tensors that the backward reads."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
     scale, bounds, bias = inputs.any_scale, inputs.bounds, _bias_to_read(inputs)
     with launching.on_device(problem.device):
@@ -107,10 +107,10 @@ def backward(
     bias_gradient: bool,
     dq: Tensor | None = None,
 ) -> Gradients:
-    """Of q, k, v and a scale per row, and as asked for of log_decay and bias."""
+    """Return the gradients of q, k, v and a scale per row, and as requested of log_decay and bias."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
     scale, bounds, bias = inputs.any_scale, inputs.bounds, _bias_to_read(inputs)
-    # None where no gradient of theirs is asked for
+    # None if their gradient is not requested
     decay_leaf, bias_leaf = log_decay if decay_gradient else None, bias if bias_gradient else None
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
@@ -131,7 +131,7 @@ def backward(
         column_sums = None
         if decay_gradient and problem.decay == "scalar":
             column_sums = torch.empty_like(prefix.beta, dtype=delta.dtype)
-        # in 16 bits, the gradient of a constant decay reads what the sums of dS are
+        # in 16 bits, the gradient of a constant decay reads the exact sums of dS
         score_sums = sink_probability = None
         if decay_gradient and problem.decay == "constant" and q.dtype.itemsize == 2:
             score_sums = torch.empty_like(row_lse2)
@@ -206,7 +206,7 @@ def backward(
 
 
 def _window(problem: AttentionProblem) -> Window:
-    """How far a query sees. None compiles to nothing: a plain call does not pay for it."""
+    """Largest distances that a query sees; None compiles to nothing, so a call without a window costs nothing."""
     left, right = (side if side >= 0 else None for side in problem.window)
     return Window(left, right)
 
@@ -220,9 +220,9 @@ def _decay(problem: AttentionProblem, log_decay: Tensor | None, prefix: DecayPre
 
 
 def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor, deterministic: bool) -> tuple[Tensor, bool]:
-    """A zero buffer for dbias in like's dtype, and whether scores share entries of it, which are added up then.
+    """Return a zero buffer for dbias in like's dtype, and True if several scores add to one entry of it.
 
-    Atomics add in no fixed order: deterministic algorithms have every score's own entry, and sum afterwards.
+    Atomics add in no fixed order. Deterministic algorithms give every score its own entry, and sum afterwards.
     """
     full = (problem.batch, problem.num_heads, problem.query_length, problem.key_length)
     shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
@@ -233,26 +233,25 @@ def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor, determ
 
 @functools.cache
 def arch(device: torch.device) -> str:
-    """What config.py calls the GPU; the interpreter on a CPU."""
+    """config.py's name of the GPU; "interpreter" on a CPU."""
     if device.type != "cuda":
         return "interpreter"
     gpu = torch.cuda.get_device_properties(device)
-    # what a block can ask for beyond 48 KB; ROCm has no such limit
+    # a block may ask for more than 48 KB up to this limit, which ROCm does not have
     shared_memory = getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block)
     return config.arch((gpu.major, gpu.minor), torch.version.hip is not None, shared_memory)
 
 
 def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> TileConfig:
-    """The tiles of a kernel that reads these tensors in tiles."""
+    """Tiles of a kernel that reads these tensors in tiles."""
     gpu, dim = arch(problem.device), max(padded(problem.head_dim), padded(problem.value_dim))
-    # with a bias, the tiles that were chosen for descriptors have their matrix products serialised (compiled, not
-    # measured)
+    # with a bias, ptxas serialises the matrix products of the tiles for descriptors (compiled, not measured)
     descriptors = gpu == "sm90" and not problem.bias and not any(map(tma.unsupported, tiled))
     return config.choose(kernel, gpu, dim, problem.dtype, descriptors, problem.layout != "dense")
 
 
 def _tile_of_few(problem: AttentionProblem) -> TileConfig | None:
-    """The tile of a forward that has few programs; None where there are more."""
+    """Tile of a forward with few programs; None if it has more."""
     tile = _own_tile(problem, config.forward_of_few)
     if tile is None:
         return None
@@ -262,9 +261,9 @@ def _tile_of_few(problem: AttentionProblem) -> TileConfig | None:
 
 
 def _tile_of_both(problem: AttentionProblem) -> TileConfig | None:
-    """The tile with which one launch makes the gradients of keys and of queries side by side.
+    """Tile for one launch that makes the gradients of keys and of queries side by side.
 
-    None where either fills the GPU alone: there they are launched one after the other, each with its own tiles.
+    None if either fills the GPU alone: two launches then follow one another, each with its own tiles.
     """
     tile = _own_tile(problem, config.both_gradients)
     if tile is None:
@@ -278,23 +277,23 @@ def _tile_of_both(problem: AttentionProblem) -> TileConfig | None:
 def _own_tile(
     problem: AttentionProblem, choose: Callable[[str, int, torch.dtype], TileConfig | None]
 ) -> TileConfig | None:
-    """The tile of a small problem, which needs sequences that fill their batch entries, and no bias."""
+    """Tile of a small problem without a bias, with sequences that fill their batch entries."""
     if problem.layout != "dense" or problem.bias:
         return None
     return choose(arch(problem.device), max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype)
 
 
 def padded(dim: int) -> int:
-    """Tile width of a head dimension: a power of two, and no narrower than a matrix instruction."""
+    """Tile width of a head dimension: a power of two, at least a matrix instruction's width."""
     return max(16, next_power_of_2(dim))
 
 
 def _widths(problem: AttentionProblem) -> tuple[int, int]:
     """Tile widths of the head and of the value dimension.
 
-    Where products read them from shared memory (16 bits), both have lines of one length, of up to 128 bytes: k and v
-    may follow one another in the same place there, and ptxas (12.8 and 12.9: Triton 3.6 to 3.8) takes the addresses of
-    both from one register, wrong ones where the lengths differ. That lines are along D is `_in_lines`'s.
+    If products read them from shared memory (16 bits), both have lines of the same length, of up to 128 bytes. k and v
+    may use the same shared memory in turn, and ptxas (12.8 and 12.9: Triton 3.6 to 3.8) takes the addresses of both
+    from one register, which are wrong if the lengths differ. `_in_lines` ensures that lines are along D.
     """
     head, value = padded(problem.head_dim), padded(problem.value_dim)
     line = min(max(head, value), _LINE) if problem.dtype.itemsize == 2 else 0
@@ -302,10 +301,10 @@ def _widths(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _in_lines(x: Tensor) -> Tensor:
-    """A (B, T, H, D) tensor whose D numbers lie behind one another, and not those of tokens: x, or a copy.
+    """Return a (B, T, H, D) tensor with consecutive values along D instead of along tokens: x, or a copy.
 
-    Triton lays a tile out in shared memory as it lies in the tensor, so tiles of other tensors would have lines along
-    tokens, of another length than those along D (`_widths`). With D = 1, room for two keeps tokens apart.
+    Triton lays out a tile in shared memory in the order of the tensor. So tiles of other tensors would have lines along
+    tokens, of another length than those along D (`_widths`). With D = 1, memory for two values separates the tokens.
     """
     if x.stride(3) == 1 and x.stride(1) != 1:
         return x
@@ -314,7 +313,7 @@ def _in_lines(x: Tensor) -> Tensor:
 
 
 def dot_precision() -> str:
-    """How products of float32 are computed: PyTorch's setting; AMD's GPUs do not have TF32, but for one generation."""
+    """Precision of float32 products: PyTorch's setting. Only one generation of AMD's GPUs has TF32."""
     exact = torch.get_float32_matmul_precision() == "highest" or torch.version.hip is not None
     return "ieee" if exact else "tf32"
 
@@ -322,7 +321,7 @@ def dot_precision() -> str:
 def _constants(
     problem: AttentionProblem, sequences: Sequences | None, tile: TileConfig, shared_bias: bool = False
 ) -> dict:
-    """What an attention kernel is compiled for, and how it is launched."""
+    """Constants that an attention kernel is compiled for, and options of its launch."""
     of_sequences = sequence_blocks.constants(problem, sequences).items()
     return _constants_of(problem, tile, dot_precision(), shared_bias, *of_sequences)
 
@@ -360,7 +359,7 @@ def _constants_of(
 def _descriptors(
     problem: AttentionProblem, tile: TileConfig, q: Tensor, k: Tensor, v: Tensor, *d_out: Tensor
 ) -> list[TensorDescriptor | None]:
-    """What load_tile reads tiles from, in this order; None where it reads them through pointers."""
+    """Descriptors for load_tile, in this order; None for tensors that it reads through pointers."""
     if not tile.descriptors:
         return [None for _ in (q, k, v, *d_out)]
     width, value_width = _widths(problem)
@@ -382,8 +381,11 @@ def _descriptor(
 def _tiled(
     tile: TileConfig, sequences: Sequences | None, edges: tuple[Tensor, ...], *tensors: Tensor
 ) -> Tiled:
-    """q, k, v and perhaps dO; where descriptors read them, only those of which a descriptor would read beyond a
-    sequence's end what a product must not meet: the edges."""
+    """Return q, k, v and perhaps dO as load_tile reads them through pointers.
+
+    With descriptors, only the edges: the tensors for which a descriptor would read values beyond a sequence's end that
+    must not enter a product.
+    """
     needed = edges if sequences is not None else ()
     return Tiled(
         *(Strided(None if tile.descriptors and all(x is not y for y in needed) else x, x.stride()) for x in tensors)
@@ -395,12 +397,15 @@ def _tensor(scale: Tensor | float) -> Tensor | None:
 
 
 def _bias_to_read(inputs: Inputs) -> Tensor | None:
-    """The bias; in float64 a mask in 32 bits. Triton lays the operands of a product out for the narrowest number that
-    was loaded for them, and there is no such layout of float64 for bytes: Triton 3.6 does not compile it."""
+    """Return the bias; with float64 inputs a mask as 32-bit integers.
+
+    Triton lays out the operands of a product for the narrowest value that was loaded for them. Triton 3.6 has no such
+    layout of float64 for bytes and does not compile it.
+    """
     bias = inputs.bias
     if bias is None or bias.dtype != torch.bool or inputs.q.dtype != torch.float64:
         return bias
-    # only what differs: a mask may be a view that repeats
+    # convert each stored value once: a mask may be a view that repeats them
     once = bias[tuple(slice(1 if stride == 0 else None) for stride in bias.stride())]
     return once.int().expand(bias.shape)
 

@@ -1,7 +1,7 @@
-"""Where the tokens of a cache are: behind one another in an entry, or in the pages that a block table names.
+"""Addresses of the tokens of a cache: consecutive in an entry, or in the pages that a block table names.
 
-A block table is (B, blocks) int32, contiguous, or None; PAGE is how many tokens a page has. Table and blocks are no
-tuple, for Triton 3.6 cannot ask everywhere whether a tuple with a 1 in it is None.
+A block table is (B, blocks) int32, contiguous, or None; PAGE is the number of tokens per page. Table and blocks are
+separate arguments: Triton 3.6 cannot test everywhere if a tuple with a 1 in it is None.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from decayattn.backends.runtime.arguments import Strided
 
 
 class CachedTokens(NamedTuple):
-    """The tokens of a cache as split_kernel reads them."""
+    """Tokens of a cache as split_kernel reads them."""
 
     k: Strided  # (B, T_max, H_kv, D); with a table (pages, page, H_kv, D)
     v: Strided
@@ -23,13 +23,13 @@ class CachedTokens(NamedTuple):
 
 
 def table_and_blocks(block_table: Tensor | None) -> tuple[Tensor | None, int]:
-    """As arguments of a kernel."""
+    """Return a block table and its number of blocks as arguments of a kernel."""
     return (None, 0) if block_table is None else (block_table.contiguous(), block_table.shape[1])
 
 
 @triton.jit
 def entry_start(buffer, batch, table):
-    """Where an entry begins in a buffer of the cache, or, with a table, its first page."""
+    """Start of an entry in a buffer of the cache; with a table, the start of the buffer."""
     start = buffer.data
     if table is None:
         start += batch.to(tl.int64) * buffer.strides[0]
@@ -38,7 +38,7 @@ def entry_start(buffer, batch, table):
 
 @triton.jit
 def token_offset(buffer, batch, token, used, table, blocks, PAGE: tl.constexpr):
-    """From there to tokens of the entry. The table is read for those that are used only."""
+    """Offsets of an entry's tokens from entry_start. The table is read for used tokens only."""
     strides = buffer.strides
     if table is None:
         offset = token.to(tl.int64) * strides[1]
@@ -50,7 +50,7 @@ def token_offset(buffer, batch, token, used, table, blocks, PAGE: tl.constexpr):
 
 @triton.jit
 def has_place(token, table, blocks, PAGE: tl.constexpr):
-    """Whether there is a page for a token; without a table the host has seen to it."""
+    """True if a token has a page; without a table always, because the host has checked the capacity."""
     there = token == token
     if table is not None:
         there = token < blocks * PAGE

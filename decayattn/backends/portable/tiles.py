@@ -1,4 +1,4 @@
-"""Tiles of the portable kernels: rows of queries and the keys that they see, q, k, v and dO, scales and biases."""
+"""Tiles of the portable kernels: query rows and the keys that they see, q, k, v and dO, scales and biases."""
 
 import triton
 import triton.language as tl
@@ -17,14 +17,14 @@ from decayattn.problem import DecayPrefix
 
 @triton.jit
 def add_product(a, b, sums, PRECISION: tl.constexpr):
-    """sums + a b.
+    """Return sums + a b.
 
-    In IEEE float32 a tile's products are added up on their own: in one chain, each would be rounded as the whole sum
-    is, so that a large term leaves as many roundings of its size as there are rows or keys behind it. float64 has bits
-    to spare, and for a second sum the kernels would spill.
+    In IEEE float32 a tile's products have a sum of their own. In one chain, every addition is rounded relative to the
+    whole sum: a large term would cause as many roundings of its size as rows or keys follow it. float64 has bits to
+    spare, and with a second sum the kernels would spill.
     """
     if PRECISION == "ieee" and a.dtype == tl.float32:
-        # with the default, 0, Triton would make that one chain; nothing else reads it where products are exact
+        # the default, 0, makes Triton emit one chain; the option has no other effect on exact products
         sums += tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1)
     else:
         sums = tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
@@ -37,7 +37,7 @@ def add_product(a, b, sums, PRECISION: tl.constexpr):
 
 @triton.jit
 def decay_of_head(decay, head, offsets, ACCUMULATOR: tl.constexpr, TRAITS: tl.constexpr):
-    """The HeadDecay of a head that begins at these offsets."""
+    """Return the HeadDecay of a head that begins at these offsets."""
     DECAY: tl.constexpr = TRAITS.decay
     rate = load_rate(decay.rates, decay.rate_stride, head, DECAY, ACCUMULATOR)
     if DECAY == "scalar":
@@ -51,7 +51,7 @@ def decay_of_head(decay, head, offsets, ACCUMULATOR: tl.constexpr, TRAITS: tl.co
 def load_rows(
     start, head, work, scale, row_scales, decay, CLAMPED: tl.constexpr, ACCUMULATOR: tl.constexpr, TRAITS: tl.constexpr
 ):
-    """The QueryRows from `start` on of a head of work's sequence; all are inside it, unless CLAMPED."""
+    """Return the QueryRows from `start` on of a head of work's sequence; all are inside it, unless CLAMPED."""
     BLOCK_M: tl.constexpr = TRAITS.block_m
     DECAY: tl.constexpr = TRAITS.decay
     first_position = work.key_length - work.query_length
@@ -68,7 +68,7 @@ def load_rows(
 
 @triton.jit
 def keys_of_rows(rows, work, heads, decay, prefix, window, plan, TRAITS: tl.constexpr):
-    """[first, end) of the keys that rows of work's head see, without those that the plan skips for all of them."""
+    """[first, end) of the keys that rows of work's head see, without keys that the plan skips for all of them."""
     left, right = window.left, window.right
     if TRAITS.decay == "constant":
         left = side_of_head(decay.rates, decay.rate_stride, work.head, left)
@@ -85,7 +85,7 @@ def keys_of_rows(rows, work, heads, decay, prefix, window, plan, TRAITS: tl.cons
 
 @triton.jit
 def load_scale(scale, row_scales, entry, head, first, row, ACCUMULATOR: tl.constexpr):
-    """s of rows of a sequence that begins at row `first`: a vector like `row` if every row has its own, or a number."""
+    """s of rows of a sequence that begins at row `first`: a vector like `row` if every row has its own, or a scalar."""
     if row_scales is not None:
         strides = row_scales.strides
         offset = entry.to(tl.int64) * strides[0] + row.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
@@ -104,9 +104,9 @@ def load_tile(
     source, entry, head, first, start, length,
     ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """(ROWS, COLUMNS) of a TileSource from token `start` of a sequence on, which begins at token `first`.
+    """Load (ROWS, COLUMNS) of a TileSource from token `start` on of the sequence that begins at token `first`.
 
-    MASKED: beyond the sequence's length it is 0; where only a descriptor reads the tensor, it is what follows there.
+    MASKED: zeros beyond the sequence's length; or the values that follow there, if only a descriptor reads the tensor.
     """
     if source.descriptor is not None and (source.tensor.data is None or not MASKED):
         tile = source.descriptor.load([entry, start + first, head, 0]).reshape([ROWS, COLUMNS])
@@ -123,7 +123,7 @@ def load_tile(
 
 @triton.jit
 def from_token(tensor, first):
-    """The pointer of a (B, T, H, ·) tensor, moved to the token where a sequence begins."""
+    """Move the pointer of a (B, T, H, ·) tensor to the first token of a sequence."""
     return tensor.data + first.to(tl.int64) * tensor.strides[1]
 
 
@@ -131,8 +131,8 @@ def from_token(tensor, first):
 def store_tile(
     target, entry, head, start, length, tile, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Write (ROWS, COLUMNS) to a (B, T, H, DIM) tensor, moved to a sequence, from its token `start` on, nothing beyond
-    its length."""
+    """Store (ROWS, COLUMNS) to a (B, T, H, DIM) tensor, moved to a sequence, from its token `start` up to its length.
+    """
     pointers, row, column = _pointers(target, entry, head, start, ROWS, COLUMNS)
     tl.store(pointers, tile.to(target.data.dtype.element_ty), mask=(start + row < length) & (column < DIM))
 
@@ -158,10 +158,10 @@ def scores_of_rows(
     queries, scale2, k_source, kv_head, start, work, decay, bias,
     EDGE: tl.constexpr, ACCUMULATOR: tl.constexpr, TRAITS: tl.constexpr,
 ):
-    """Decayed scores in base 2 of a tile of queries (q, rows, first, end) and of the keys from `start` on; the
-    difference of their bases, which rows lack where it cancels; and the keys.
+    """Decayed scores in base 2 of a tile of queries (q, rows, first, end) and of the keys from `start` on.
 
-    scale2: s·log2(e), a number or (BLOCK_M, 1). Pairs that do not see each other have −inf in an EDGE tile.
+    Also returns the difference of their bases, which the scores lack if it cancels in a row, and the keys.
+    scale2: s·log2(e), a scalar or (BLOCK_M, 1). In an EDGE (partial) tile, pairs that do not see each other have −inf.
     """
     BLOCK_N: tl.constexpr = TRAITS.block_n
     DECAY: tl.constexpr = TRAITS.decay
@@ -190,7 +190,7 @@ def scores_of_rows(
 
 @triton.jit
 def bias_of_head(bias, work, head):
-    """The pointer of a bias, moved to a head and to the first row and token of work's sequence."""
+    """Move the pointer of a bias to a head and to the first row and token of work's sequence."""
     strides = bias.strides
     data = bias.data + work.entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     return data + work.first_row.to(tl.int64) * strides[2] + work.first_token.to(tl.int64) * strides[3]
@@ -198,7 +198,8 @@ def bias_of_head(bias, work, head):
 
 @triton.jit
 def load_bias(bias, row, key, work, ACCUMULATOR: tl.constexpr):
-    """A tile of a head's bias in base 2, for rows (·, 1) and keys (1, ·) in either order; a mask's False is −inf."""
+    """Load a tile of a head's bias in base 2, for rows (·, 1) and keys (1, ·) in either order; a mask's False is −inf.
+    """
     inside = (row < work.query_length) & (key < work.key_length)
     tile = tl.load(_pairs(bias, row, key), mask=inside, other=0)
     if bias.data.dtype.element_ty.is_int():
@@ -210,7 +211,7 @@ def load_bias(bias, row, key, work, ACCUMULATOR: tl.constexpr):
 
 @triton.jit
 def add_bias_gradient(d_bias, row, key, work, ds, SHARED: tl.constexpr):
-    """dS into a head's bias gradient; SHARED: other rows or heads have the same entries."""
+    """Add dS to a head's bias gradient; SHARED: other rows or heads have the same entries."""
     inside = (row < work.query_length) & (key < work.key_length)
     if SHARED:
         tl.atomic_add(_pairs(d_bias, row, key), ds, mask=inside, sem="relaxed")
