@@ -1,4 +1,4 @@
-"""Which backend takes a problem. A backend refuses one with a reason, or launches; no more."""
+"""Choice of the backend for a problem. A backend only launches kernels or returns a reason why it cannot."""
 
 import functools
 import importlib
@@ -11,9 +11,9 @@ from torch import Tensor
 from decayattn.compatibility import assume_constant_result
 from decayattn.problem import AttentionProblem, BackendName, Gradients, Held, Inputs, KeyDecay, Prepared, Saved
 
-# kernel backends, modules that fulfil Backend
+# kernel backends: modules that implement Backend
 KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn.backends.hopper.backend"}
-# those that "auto" considers, fastest first where they are profitable
+# candidates of "auto", the fastest first among those that are profitable
 AUTOMATIC: tuple[BackendName, ...] = ("hopper", "triton")
 NAMES = get_args(BackendName)
 _NOT_DETERMINISTIC = (
@@ -22,7 +22,7 @@ _NOT_DETERMINISTIC = (
 
 
 class Append(Protocol):
-    """New tokens into a cache. reference.append says what the arguments are."""
+    """Append tokens to a cache. reference.append documents the arguments."""
 
     def __call__(
         self, held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
@@ -30,8 +30,7 @@ class Append(Protocol):
 
 
 class Decode(Protocol):
-    """Attention of the last T_q tokens of every cache entry: out and lse. reference.decode says what the arguments are.
-    """
+    """Attention of the last T_q tokens of every cache entry: out and lse. reference.decode documents the arguments."""
 
     def __call__(
         self,
@@ -47,7 +46,7 @@ class Decode(Protocol):
 
 
 class Decoder(Protocol):
-    """What a cache is written and read by: reference, or a backend with kernels for it."""
+    """Backend that writes and reads a cache: reference, or one with kernels for it."""
 
     @property
     def append(self) -> Append: ...
@@ -57,38 +56,42 @@ class Decoder(Protocol):
 
 
 class Backend(Protocol):
-    """What a kernel backend is. It only launches: autograd, the gradient of a sink and the checks of arguments are
-    the library's."""
+    """Interface of a kernel backend, which only launches.
+
+    Autograd, the gradient of a sink and argument checks belong to the library.
+    """
 
     @property
     def DETERMINISTIC(self) -> bool:
-        """Whether the backward repeats bit by bit."""
+        """True if the backward is bitwise repeatable."""
 
     @property
     def append(self) -> Append | None:
-        """New tokens into a cache; None as decode."""
+        """Append tokens to a cache; None as for decode."""
 
     @property
     def decode(self) -> Decode | None:
-        """A few new rows over a cache of keys; None where it has no kernels for them."""
+        """Attend with a few new rows to a cache of keys; None without kernels for it."""
 
     def unavailable(self, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why these kernels cannot run for this dtype on this device; None if they can."""
+        """Reason why these kernels cannot run for this dtype on this device, or None."""
 
     def unsupported(self, problem: AttentionProblem, inputs: Inputs) -> str | None:
-        """Why these kernels cannot take this problem with these very tensors; None if they can."""
+        """Reason why these kernels cannot compute this problem with these very tensors, or None."""
 
     def is_profitable(self, problem: AttentionProblem) -> bool:
-        """Whether no other backend is known to be faster."""
+        """True if no other backend is known to be faster."""
 
     def decay_of_keys(self, problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
-        """For `forward`s of the same dense keys, with any queries."""
+        """Compute the decay's part of `forward`s with the same dense keys and any queries."""
 
     def forward(
         self, problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None
     ) -> tuple[Tensor, Tensor | None, Saved]:
-        """out (B, T_q, H, D_v); lse (B, H, T_q), at least where it is asked for, −inf in a row without a key, sink or
-        not; and what any backend's backward reads. With a sink, lse is asked for. What is prepared need not be made.
+        """Return out, lse, and the tensors that any backend's backward reads.
+
+        out is (B, T_q, H, D_v). lse is (B, H, T_q), and may be None if not requested; a row without a key has −inf,
+        with or without a sink. With a sink, lse is always requested. Parts in `prepared` need not be computed again.
         """
 
     def backward(
@@ -103,13 +106,15 @@ class Backend(Protocol):
         bias_gradient: bool,
         dq: Tensor | None = None,
     ) -> Gradients:
-        """Of q, k, v and a scale per row, and as asked for of log_decay and bias. dq: where that of q goes, with any
-        strides but in the last dimension."""
+        """Return the gradients of q, k, v and a scale per row, and as requested of log_decay and bias.
+
+        dq: buffer for the gradient of q, with a contiguous last dimension and any other strides.
+        """
 
 
 @functools.cache
 def load(name: str) -> Backend | str:
-    """The backend, or why it cannot be imported here. Triton is imported on this first use, not before."""
+    """Return the backend, or the reason why it cannot be imported here. This first use imports Triton."""
     try:
         return cast(Backend, importlib.import_module(KERNELS[name]))
     except ImportError as error:
@@ -119,12 +124,12 @@ def load(name: str) -> Backend | str:
 
 
 def loaded(name: str) -> Backend:
-    """A backend that was found to be there."""
+    """Return a backend that is known to be importable."""
     return load(name)  # type: ignore[return-value]  # a cast would be a call more
 
 
 def unavailable(problem: AttentionProblem, name: str) -> str | None:
-    """Why the kernel backend cannot run for this problem's dtype on its device; None if it can."""
+    """Reason why the kernel backend cannot run for this problem's dtype on its device, or None."""
     return _unavailable(name, problem.dtype, problem.device)
 
 
@@ -142,23 +147,23 @@ def _decodes(name: str) -> bool:
 
 
 def check_name(name: str) -> BackendName:
-    """Refuse what is no backend's name."""
+    """Raise for a name that is not a backend's."""
     if name not in NAMES:
         raise ValueError(f"backend: expected one of {', '.join(map(repr, NAMES))}, got {name!r}")
     return cast(BackendName, name)
 
 
 def select(problem: AttentionProblem, name: str) -> BackendName:
-    """What runs: "reference", or the name to give to `resolve`; a kernel backend that cannot run here is a ValueError.
+    """Return "reference" or the name to give to `resolve`; ValueError if a named kernel backend cannot run here.
 
-    Only what is known of a call before its tensors have addresses is asked: torch.compile traces through this.
+    The choice uses only properties that are known before tensors have addresses: torch.compile traces through this.
     """
     name = check_name(name)
     if name == "reference" or problem.device.type == "meta":
-        # meta tensors hold no numbers: what every backend returns has the same shapes and dtypes, and nothing runs
+        # meta tensors hold no values: every backend returns the same shapes and dtypes, and nothing runs
         return "reference"
     if name == "auto":
-        # on a CPU the kernels can only be interpreted, which is for debugging: it has to be named
+        # on a CPU kernels run only in the interpreter, for debugging: that backend must be named
         candidates = AUTOMATIC if problem.device.type == "cuda" else ()
         return name if any(unavailable(problem, kernel) is None for kernel in candidates) else "reference"
     _refuse(name, unavailable(problem, name))
@@ -166,7 +171,7 @@ def select(problem: AttentionProblem, name: str) -> BackendName:
 
 
 def decoder(name: str, dtype: torch.dtype, device: torch.device) -> Decoder | None:
-    """Who writes and reads a cache under this name, as `select` chooses; None is the reference."""
+    """Backend that appends to and reads caches for `name`, as `select` chooses; None for the reference."""
     name = check_name(name)
     if name == "reference" or device.type == "meta":
         return None
@@ -192,11 +197,12 @@ def _decoding() -> tuple[str, ...]:
 
 
 def resolve(problem: AttentionProblem, name: str, inputs: Inputs, deterministic: bool = False) -> str:
-    """The kernel backend that launches: the named one or an error; for "auto" the first that is profitable and takes
-    these very tensors.
+    """Return the kernel backend that launches: the named one, or for "auto" the first suitable one.
 
-    deterministic asks for a backward that repeats bit by bit. Where PyTorch shall only warn of one that does not, a
-    named backend runs, and warns.
+    A suitable backend is profitable and takes these very tensors. A named backend that does not take them raises.
+
+    deterministic: require a bitwise repeatable backward. If PyTorch is only to warn about others, a named backend runs,
+    and warns.
     """
     if name == "auto":
         for kernel in AUTOMATIC:

@@ -1,1 +1,1 @@
-"""How a kernel gets to the GPU: launches, addresses that the copy engine takes, the buffers of results."""
+"""Kernel launches: launch caching, tensor arguments, TMA requirements, the buffers of results."""

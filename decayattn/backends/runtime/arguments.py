@@ -1,4 +1,4 @@
-"""What kernels take a tensor as, and what they write to."""
+"""Tensors as kernel arguments, and output buffers."""
 
 from typing import NamedTuple, overload
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 class Strided(NamedTuple):
-    """A tensor and its strides; Triton passes (named) tuples to kernels, and what is None compiles to nothing."""
+    """A tensor and its strides; Triton passes (named) tuples to kernels, and a field that is None compiles to nothing.
+    """
 
-    data: Tensor | None  # None where a descriptor reads all of it
+    data: Tensor | None  # None if a descriptor reads all of it
     strides: tuple[int, ...]
 
 
@@ -22,5 +23,5 @@ def strided(x: Tensor | None) -> Strided | None:
 
 
 def contiguous_like(x: Tensor) -> Tensor:
-    """Uninitialised, in the shape of x. x.new_empty(x.shape) takes the host twice as long, most of it for the shape."""
+    """Uninitialised tensor of x's shape. x.new_empty(x.shape) takes twice the host time, mostly to read the shape."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)

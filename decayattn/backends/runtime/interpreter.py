@@ -1,4 +1,4 @@
-"""What Triton's interpreter, in which kernels run on a CPU, needs besides Triton. Nothing here imports Triton."""
+"""Requirements of Triton's interpreter, which runs kernels on a CPU. Nothing here imports Triton."""
 
 import functools
 import importlib.metadata
@@ -7,11 +7,11 @@ import importlib.util
 
 @functools.cache
 def fails() -> str | None:
-    """Why it cannot run kernels with what is installed; None if it can."""
+    """Reason why it cannot run kernels with the installed packages, or None."""
     if importlib.util.find_spec("numpy") is None:
         return "Triton's interpreter needs numpy, which is not installed"
     triton, numpy = _installed("triton"), _installed("numpy")
-    # it reads an integer as int(array of one element), which numpy 2.4 refuses
+    # it converts an array of one element by int(array), which raises from numpy 2.4 on
     if triton is not None and numpy is not None and _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
         return f"the interpreter of Triton {triton} needs numpy below 2.4, not {numpy}: pip install 'numpy<2.4'"
     return None
@@ -25,5 +25,5 @@ def _installed(package: str) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Major and minor."""
+    """Return the major and the minor version."""
     return tuple(int(number) for number in version.split(".")[:2] if number.isdigit())

@@ -1,12 +1,14 @@
-"""Launching kernels, the second time without asking Triton which compiled kernel is meant.
+"""Kernel launches that skip Triton's look-up of the compiled kernel after the first one.
 
-`kernel[grid](...)` works that out from the kind of every argument in every launch, which takes an attention kernel five
-times as long as the launch. What the kinds depend on is the same for all launches of one call of ours, so it is looked
-up once per call, and what was compiled for it is launched from then on (compatibility.DirectLaunch). A call on other
-lengths, as packed batches have in every step, is another call, but mostly of the same kinds: there each kernel's
-arguments are looked at once more (kinds_of), and Triton is asked where they are of new kinds only. Triton tells a
-launch to a profiler's hooks, and gets it ready for them even where there is none: where there is one, every launch goes
-through Triton.
+`kernel[grid](...)` derives the compiled kernel from the kind of every argument, in every launch. For an attention
+kernel that takes five times as long as the launch itself. The kinds follow from properties that all launches of one
+call of ours share. So they are looked up once per call, and later launches reuse the compiled kernel directly
+(compatibility.DirectLaunch).
+
+A call with other lengths, as packed batches have in every step, is another call, but mostly has the same kinds. Then
+each kernel's arguments are examined once more (kinds_of), and Triton is asked for new kinds only. Triton reports each
+launch to a profiler's hooks, and prepares the report even without a hook. Direct launches skip both, so if a hook is
+set, every launch goes through Triton.
 """
 
 import contextlib
@@ -23,42 +25,43 @@ from decayattn import compatibility
 # launch(kernel, programs, *args, **constants) is kernel[(programs,)](*args, **constants)
 Launch = Callable[..., None]
 
-# how every kernel is compiled, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
+# compile every kernel with this, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
-# kernels are compiled for pointers, and for integers, that are multiples of this
+# kernels are specialised for pointers, and for integers, that are multiples of this
 _ALIGNMENT = 16
-# what is divided among multiprocessors is divided in the interpreter too: so few that short problems already have
-# programs with several parts of the work
+# multiprocessors that the interpreter pretends to have: few, so that programs have several parts of the work even in
+# short problems
 _OF_A_CPU = 8
-# kinds of calls that are remembered: training has one or two, of packed sequences one for every total length
+# kinds of calls to keep: training has one or two; packed sequences have one for every total length
 REMEMBERED = 256
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a device has; a CPU, which interprets, has one program at a time and gets a few."""
+    """Number of multiprocessors of a device; 8 for a CPU, where the interpreter runs one program at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _OF_A_CPU
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """Launches go to the current GPU: make it the inputs' one, unless it is."""
+    """Make the inputs' GPU the current one, to which launches go, unless it already is."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
 def uncached(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
-    """A launch that remembers nothing."""
+    """Launch a kernel through Triton and cache nothing."""
     compatibility.launch(kernel, programs, args, constants)
 
 
 def of_call(
     device: torch.device, tensors: Sequence[Tensor | None], *modes: Hashable, saved: Sequence[Tensor] = ()
 ) -> Launch:
-    """The launch for a call on these tensors.
+    """Return the launch for a call on these tensors.
 
-    For launches whose arguments are of kinds (dtypes, strides, integers that are 1 or multiples of 16, what is None)
-    that follow from the dtypes and strides of the tensors and from the modes. Those that a forward of ours saved have
-    no other kinds than it gave them, but may have been moved. The caller's own buffers are aligned.
+    It caches by the dtypes and strides of the tensors and by the modes. These must determine the kinds of all
+    arguments: dtypes, strides, integers that are 1 or multiples of 16, and which arguments are None. `saved` holds
+    tensors from a forward of ours: their kinds follow from its own, but their addresses may have changed. The caller's
+    own buffers are aligned.
     """
     hooks = triton.knobs.runtime
     if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
@@ -79,7 +82,7 @@ def of_call(
 
 
 class _Remembering:
-    """A launch on one GPU that remembers, by kernel and constants, what it has launched."""
+    """A launch on one GPU that caches its compiled kernels by kernel and constants."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device.index
@@ -100,16 +103,16 @@ def _remembering(kinds: tuple) -> _Remembering:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kinds of arguments, which calls on other lengths share
+# Kinds of arguments, which calls with other lengths share
 
-# by device, kernel, constants and kinds of arguments; as many as there are compiled kernels, which Triton keeps, too
+# by device, kernel, constants and kinds of arguments; one entry per compiled kernel, which Triton keeps too
 _by_kinds: dict[tuple, compatibility.DirectLaunch] = {}
 
 
 def _launch_by_kinds(
     kernel: triton.runtime.JITFunction, programs: int, device: int, args: tuple, constants: dict[str, Any]
 ) -> compatibility.DirectLaunch | None:
-    """Launched, and how to launch it again; None where Triton has to be asked again."""
+    """Launch a kernel and return its DirectLaunch; None if the next launch must go through Triton."""
     kinds = kinds_of(args)
     if kinds is None:
         return compatibility.first_launch(kernel, programs, device, args, constants)
@@ -123,19 +126,19 @@ def _launch_by_kinds(
 
 
 def kinds_of(args: tuple) -> tuple | None:
-    """What of a launch's arguments Triton compiles a kernel for; None where that is not known.
+    """Return the kinds of a launch's arguments, for which Triton compiles a kernel; None if one is unknown.
 
-    It distinguishes what Triton does, or more: integers that are 1, that are multiples of 16, their width; dtypes, and
-    what else there is to a descriptor but place and size. Tensors are aligned (of_call).
+    The kinds are as fine as Triton's or finer: integers that are 1, that are multiples of 16, their width; dtypes; all
+    of a descriptor but its address and shape. Tensors are aligned (of_call).
     """
-    if torch.version.hip is not None:  # where tensors of 2 GB are another kind
+    if torch.version.hip is not None:  # ROCm specialises for tensors of 2 GB
         return None
     found: list[Hashable] = []
     return tuple(found) if _add_kinds(args, found) else None
 
 
 def _add_kinds(args: tuple, found: list[Hashable]) -> bool:
-    """Whether all of them are known. What is in a tuple stands between its type and its length."""
+    """Append the kinds of args to found; True if all are known. A tuple's type and length enclose its entries."""
     add = found.append
     for x in args:
         kind: Any = type(x)
@@ -168,5 +171,5 @@ def _add_kinds(args: tuple, found: list[Hashable]) -> bool:
 
 @functools.cache
 def _traits(kind: Hashable, *names: str) -> tuple[str, ...]:
-    """What a descriptor has besides place and size."""
+    """Properties of a descriptor other than address and shape."""
     return tuple(name for name in names if name not in ("base", "shape", "strides"))

@@ -1,4 +1,4 @@
-"""What a forward writes per row, in either backend."""
+"""Outputs per row of a forward, for both backends."""
 
 from typing import NamedTuple
 
@@ -10,22 +10,22 @@ from decayattn.problem import AttentionProblem, Prepared
 
 class Outputs(NamedTuple):
     out: Tensor  # (B, T_q, H, D_v)
-    row_lse2: Tensor  # (B, H, T_q): the log-sum-exp as tiles count it, in base 2, for the backward
-    lse: Tensor | None  # (B, H, T_q), where it is asked for
+    row_lse2: Tensor  # (B, H, T_q): log-sum-exp of the tiles' scores, in base 2, for the backward
+    lse: Tensor | None  # (B, H, T_q), if requested
 
     def of_no_key(self) -> list[tuple[Tensor, float]]:
-        """The tensors, and what rows that see no key have in them."""
+        """Return the tensors, each with its value for rows that see no key."""
         fills = [(self.out, 0.0), (self.row_lse2, torch.inf)]
         return fills if self.lse is None else [*fills, (self.lse, -torch.inf)]
 
     def fill(self) -> None:
-        """No row sees a key."""
+        """Fill all tensors as if no row sees a key."""
         for x, value in self.of_no_key():
             x.fill_(value)
 
 
 def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool, prepared: Prepared | None = None) -> Outputs:
-    """Uninitialised; out is the prepared one, if there is one."""
+    """Allocate the outputs, uninitialised; out is the prepared one, if there is one."""
     rows = problem.batch, problem.num_heads, problem.query_length
     row_lse2 = q.new_empty(rows, dtype=problem.accumulator_dtype)
     if prepared is None:

@@ -1,4 +1,4 @@
-"""What the tensor memory accelerator, Hopper's copy engine, needs of a tensor that a descriptor shall address."""
+"""Requirements of TMA, Hopper's tensor memory accelerator, on a tensor that a descriptor is to address."""
 
 import functools
 from typing import NamedTuple
@@ -8,12 +8,12 @@ from torch import Tensor
 
 # of addresses and strides, in bytes
 ALIGNMENT = 16
-# descriptors of one kind that are kept, by value
+# descriptors of one kind to keep, by value
 CACHED_DESCRIPTORS = 4096
 
 
 class Memory(NamedTuple):
-    """What a launch reads of a descriptor's tensor: descriptors are cached by value, and must keep no tensor alive."""
+    """Address of a descriptor's tensor for a launch: descriptors are cached by value and must keep no tensor alive."""
 
     address: int
     dtype: torch.dtype
@@ -23,7 +23,7 @@ class Memory(NamedTuple):
 
 
 def unsupported(x: Tensor) -> str | None:
-    """Why the copy engine cannot address a (B, T, H, D) tensor; None if it can."""
+    """Reason why TMA cannot address a (B, T, H, D) tensor, or None."""
     if x.data_ptr() % ALIGNMENT:
         return f"its address is not a multiple of {ALIGNMENT} bytes"
     return _strides_unsupported(x.shape, x.stride(), x.dtype)
@@ -40,6 +40,6 @@ def _strides_unsupported(shape: torch.Size, strides: tuple[int, ...], dtype: tor
 
 
 def usable_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """Strides for a descriptor. That of a dimension of size 1 is never used, but must be one that could be."""
+    """Strides for a descriptor. The stride of a dimension of size 1 is never used, but must be valid."""
     usable = [stride if size > 1 else shape[-1] * ALIGNMENT for size, stride in zip(shape, strides, strict=True)]
     return [*usable[:-1], 1]
