@@ -17,18 +17,18 @@ __all__ = [
     "unsupported",
 ]
 
-# dq and the row sums of dS are added up in no fixed order
+# atomics add up dq and the row sums of dS in no fixed order
 DETERMINISTIC = False
-# a few new rows do not fill the tiles of a warpgroup
+# no kernels for decoding: a few new rows do not fill the tiles of a warpgroup
 append = decode = None
 
-# the bias of a key is divided by the scale and must stay a bfloat16
+# key biases are divided by the scale and must stay in bfloat16's range
 _MIN_SCALE = 1e-6
 
 
 @functools.cache
 def unavailable(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why these kernels cannot run for this dtype on this device; None if they can."""
+    """Reason why these kernels cannot run for this dtype on this device, or None."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device}"
     if torch.version.hip is not None:  # a gfx90a reports capability 9.0, too
@@ -41,7 +41,7 @@ def unavailable(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def unsupported(problem: AttentionProblem, inputs: Inputs) -> str | None:
-    """Why these kernels cannot take this problem; None if they can."""
+    """Reason why these kernels cannot compute this problem, or None."""
     step = tma.ALIGNMENT // problem.dtype.itemsize
     for name, dim in (("D", problem.head_dim), ("D_v", problem.value_dim)):
         if dim % step:
@@ -59,10 +59,17 @@ def unsupported(problem: AttentionProblem, inputs: Inputs) -> str | None:
 
 
 def is_profitable(problem: AttentionProblem) -> bool:
-    """Whether these kernels are faster than the Triton kernels, which have more and smaller tiles for few tokens.
+    """True if these kernels are faster than the Triton kernels, which have more and smaller tiles for few tokens.
 
-    Measured (B1 H8, forward and backward as a CUDA graph): T1024 76 µs against 60 at D = 64, 90 against 85 at D = 128;
-    T2048 120 against 122, and 148 against 176; D = 256, T64 27 against 38, T1024 136 against 200.
+    Measured for B1 H8, forward and backward as a CUDA graph, in µs::
+
+        D     T      here   Triton
+        64    1024   76     60
+        64    2048   120    122
+        128   1024   90     85
+        128   2048   148    176
+        256   64     27     38
+        256   1024   136    200
     """
     if problem.layout != "dense" or config.is_wide(max(problem.head_dim, problem.value_dim)):
         return True

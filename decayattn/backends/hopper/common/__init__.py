@@ -1,1 +1,1 @@
-"""What both directions share: pipelines through shared memory, fragments, tables of tiles, descriptors."""
+"""Code of both directions: pipelines through shared memory, fragments, tables of tiles, descriptors."""

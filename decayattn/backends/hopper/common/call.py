@@ -1,5 +1,7 @@
-"""What launches ask of a call (how tensors are addressed, how far rows see, which heads are computed together), and how
-kernels read the tuples that they are compiled for."""
+"""Properties of a call that launches need: descriptors of its tensors, limits of a row's view, heads per chunk.
+
+Also reads fields of the tuples that kernels are compiled for.
+"""
 
 from collections.abc import Callable
 
@@ -15,27 +17,28 @@ from decayattn.problem import AttentionProblem
 
 @gluon.constexpr_function
 def field(of_call, name):
-    """A field of a NamedTuple that a kernel is compiled for."""
+    """Return a field of a NamedTuple that a kernel is compiled for."""
     return getattr(of_call, name)
 
 
 def limits_of(problem: AttentionProblem) -> tuple[int, int]:
-    """How many keys before its own a query sees at most, and how many behind it; without a limit, as many as there may
-    be."""
+    """Upper bounds on the keys that a query sees before and after its own; the lengths if the window has no limit."""
     left, right = problem.window
     keys, rows = problem.key_length, problem.query_length
-    # the last row stands at the last key, so it is at most so many rows behind another one
+    # the last row is at the last key, so no row is more than query_length before another one
     return keys if left < 0 else min(left, keys), rows if right < 0 else min(right, rows)
 
 
 def source_of(problem: AttentionProblem) -> Callable[[Tensor, int, int], TensorDescriptor]:
-    """How the copy engine addresses tokens where the problem's sequences lie."""
+    """Return the function that makes descriptors of tokens for the problem's layout."""
     return descriptors.tokens if problem.layout == "dense" else descriptors.slices
 
 
 def heads_together(heads: int, size: int, sharing: int = 1, minimum: int = 1) -> int:
-    """So many heads that what they read again and again, `size` bytes for `sharing` of them, fits the L2, or `minimum`
-    heads, if that is more; but no more than it takes for as few chunks of them, of which the last one may be smaller.
+    """Number of heads to compute together, so that their repeatedly read data stays in L2.
+
+    size: bytes for `sharing` heads. The heads read up to CACHE_BYTES, or are `minimum` heads if that is more. Chunks
+    are then made as equal as their number allows; the last one may be smaller.
     """
     groups = heads // sharing
     chunks = cdiv(groups, max(1, config.CACHE_BYTES // max(size, 1), cdiv(minimum, sharing)))

@@ -1,6 +1,7 @@
-"""What changed of Gluon between Triton 3.6 and later versions, once.
+"""Gluon API differences between Triton 3.6 and later versions.
 
-`load`, `store` and `reduce_add` start asynchronous copies of a tile between device and shared memory.
+`load`, `store` and `reduce_add` start asynchronous copies of a tile between device and shared memory (by TMA, the copy
+engine).
 """
 
 import triton
@@ -24,14 +25,14 @@ else:
 
     @builtin
     def reduce_add(tensor_desc, coord, src, _semantic=None):
-        """The instruction is in this version's builder, but not in its Python layer."""
+        """Emit the instruction, which this version's builder has, but not its Python layer."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
-# renamed before the others, in 3.7
+# renamed earlier than the others, in 3.7
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-# of shared memory: what else it can hold
+# shared memory with another type, shape and layout
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 __all__ = ["aggregate", "load", "reduce_add", "reinterpret", "store", "thread_barrier"]

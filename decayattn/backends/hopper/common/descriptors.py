@@ -1,7 +1,7 @@
-"""TMA descriptors: how the copy engine addresses a tensor, cached by value.
+"""TMA descriptors of tensors, cached by value.
 
-A descriptor is a function of an address, a shape, strides and a tile shape; it holds no tensor, so that the cache keeps
-no memory alive and a new tensor at an old address finds the right descriptor.
+A descriptor is a function of an address, a shape, strides and a tile shape, and holds no tensor. So the cache keeps no
+memory alive, and a new tensor at an old address gets the right descriptor.
 """
 
 import functools
@@ -14,19 +14,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from decayattn.backends.runtime.tma import CACHED_DESCRIPTORS, Memory, usable_strides
 from decayattn.backends.tiles.bf16_splits import COLUMNS, DEPTH
 
-# where every slice of `slices` ends, on an axis of its own; tensors have fewer rows
+# end of every slice of `slices` on the slice's own axis; larger than the rows of any tensor
 SLICE_END = 2**30
-# keys whose splits, in eight rows, lie together in the shared memory that a product reads: 128 bytes of bfloat16
+# keys with their splits (in eight rows) adjacent in the shared memory that a product reads: 128 bytes of bfloat16
 PART_KEYS = 64
-# more than any coordinate
+# larger than any coordinate
 _FAR = 0x7FFF0000
 
 
 def tokens(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Tiles of `rows` tokens of one head of a (B, T, H, D) tensor, `width` ≥ D columns wide; coordinates are (batch,
-    head, token, 0).
+    """Describe tiles of `rows` tokens of one head of a (B, T, H, D) tensor, `width` ≥ D columns wide.
 
-    The descriptor knows the true T and D: what is past an end reads as zeros and is never written.
+    Coordinates are (batch, head, token, 0). The descriptor knows the true T and D: elements past an end read as zeros
+    and are never written.
     """
     (batch, length, heads, dim), (batch_stride, token_stride, head_stride, _) = x.shape, x.stride()
     return _describe(
@@ -36,7 +36,7 @@ def tokens(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 
 def slices_unsupported(x: Tensor) -> str | None:
-    """Why the token axes of a (B, T, H, D) tensor are not one that `slices` can take; None if they are."""
+    """Reason why `slices` cannot take a (B, T, H, D) tensor's batch and token axes as one axis, or None."""
     if x.shape[0] * x.shape[1] >= SLICE_END:
         return f"it has {x.shape[0] * x.shape[1]} tokens, and {SLICE_END} or more are too many"
     if x.shape[0] > 1 and x.shape[1] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
@@ -45,13 +45,12 @@ def slices_unsupported(x: Tensor) -> str | None:
 
 
 def slices(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Tiles of `rows` tokens of one head of a (B, T, H, D) tensor, `width` ≥ D columns wide, in a slice of its B·T
-    tokens that the kernel names.
+    """Describe tiles of `rows` tokens of one head in a slice of B·T tokens, which the kernel chooses.
 
-    Coordinates are (SLICE_END, slice's end, head, SLICE_END − slice's length + token, 0), the token counted in the
-    slice: tokens past its end read as zeros and are never written, because an axis ends there. The second and the
-    fourth coordinate count tokens, and the first takes SLICE_END of them away again, by a stride of −1 token modulo
-    2^64 bytes (the trick of triton.tools.ragged_tma).
+    The tensor is (B, T, H, D); a tile is `width` ≥ D columns wide. Coordinates are (SLICE_END, slice's end, head,
+    SLICE_END − slice's length + token, 0), with the token counted in the slice. An axis ends at the slice's end, so
+    tokens past it read as zeros and are never written. The second and the fourth coordinate count tokens. The first
+    subtracts SLICE_END of them, by a stride of −1 token modulo 2^64 bytes (the trick of triton.tools.ragged_tma).
     """
     (batch, length, heads, dim), (batch_stride, token_stride, head_stride, _) = x.shape, x.stride()
     if length == 1:
@@ -64,22 +63,27 @@ def slices(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 
 def columns(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of a contiguous tensor, seen as (all other dimensions, last dimension), filled up with zeros
-    to the depth of a matrix instruction."""
+    """Describe tiles of `rows` rows of a contiguous tensor, seen as (all other dimensions, last dimension).
+
+    Zeros fill up their columns to the depth of a matrix instruction.
+    """
     width = x.shape[-1]
     return _describe(x.data_ptr(), x.dtype, (x.numel() // width, width), (width, 1), (rows, DEPTH))
 
 
 def key_splits(x: Tensor) -> TensorDescriptor:
-    """Tiles of the splits of PART_KEYS of one block's keys, of a contiguous tensor (…, splits, keys) seen as (blocks,
-    splits, keys), filled up with zeros to COLUMNS rows; coordinates are (block, 0, key)."""
+    """Describe tiles of the splits of PART_KEYS of one block's keys.
+
+    The contiguous tensor (…, splits, keys) is seen as (blocks, splits, keys). Zeros fill up its splits to COLUMNS rows;
+    coordinates are (block, 0, key).
+    """
     splits, keys = x.shape[-2:]
     blocks = x.numel() // (splits * keys)
     return _describe(x.data_ptr(), x.dtype, (blocks, splits, keys), (splits * keys, keys, 1), (1, COLUMNS, PART_KEYS))
 
 
 def plain(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` whole rows, which lie one after the other in shared memory: no matrix product reads them."""
+    """Describe tiles of `rows` whole rows, consecutive in shared memory (unswizzled): no matrix product reads them."""
     width = x.shape[-1]
     return _describe(x.data_ptr(), x.dtype, (x.numel() // width, width), (width, 1), (rows, width), swizzled=False)
 
@@ -95,7 +99,7 @@ def _describe(
 
 @functools.cache
 def _layout(dtype: torch.dtype, tile: tuple[int, ...], swizzled: bool) -> gl.NVMMASharedLayout:
-    """Of a tile in shared memory: there are few, and addresses are new in most calls on other lengths."""
+    """Layout of a tile in shared memory; cached by itself, because calls with other lengths share it."""
     if swizzled:
         return gl.NVMMASharedLayout.get_default_for(list(tile), getattr(gl, str(dtype).removeprefix("torch.")))
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(tile))

@@ -1,6 +1,6 @@
-"""Products as the registers of a warpgroup hold them: the layouts, and what may be done without moving anything.
+"""Fragments: products as the registers of a warpgroup hold them, their layouts, and operations that move no data.
 
-Four threads share a row of a result, and have every fourth pair of its columns.
+Four threads share a row of a result. Each has one of every four pairs of its columns.
 """
 
 import triton
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
 from decayattn.backends.tiles import bf16_splits
 
-# rows of a product of one warpgroup: query rows in the forward, keys in the backward
+# rows of one warpgroup's product: query rows in the forward, keys in the backward
 ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
 # warps of a warpgroup
 WARPS: gl.constexpr = gl.constexpr(4)
@@ -20,16 +20,16 @@ KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
 SPLITS: gl.constexpr = gl.constexpr(bf16_splits.SPLITS)
 DEPTH: gl.constexpr = gl.constexpr(bf16_splits.DEPTH)
 
-# of a warpgroup's rows, a number for each of the four threads that share one
+# layout (64 rows, 4): one value for each of the four threads that share a row
 SHARES: gl.constexpr = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [WARPGROUP_ROWS, 4]
     )
 )
 
-# columns of the narrowest product; where it is with ones, so many copies of a row's sum
+# columns of the narrowest product; in a product with ones, copies of a row's sum
 COPIES: gl.constexpr = gl.constexpr(8)
-# a part of dq: what a warpgroup multiplies of a tile, 64 rows × 64 columns, and its shape as fragments (to_fragments)
+# part of dq: the 64 rows × 64 columns of a tile that one warpgroup multiplies, and its shape as fragments
 PART: gl.constexpr = gl.constexpr(64)
 FRAGMENT_ROWS: gl.constexpr = gl.constexpr(16)
 FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
@@ -37,38 +37,40 @@ FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
 
 @gluon.constexpr_function
 def product_layout(columns):
-    """The layout of a warpgroup's product, (ROWS, columns)."""
+    """Layout of a warpgroup's product, (ROWS, columns)."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def operand_layout(product):
-    """The layout of a left operand in registers, 16 bits a number, of a product with this layout."""
+    """Layout of a 16-bit left operand in registers, for a product with this layout."""
     return gl.DotOperandLayout(0, product, 2)
 
 
 @gluon.jit
 def by_threads(x):
-    """(rows, columns) as (rows, blocks of 8 columns, 4 threads that share a row, 2 columns)."""
+    """View (rows, columns) by threads: (rows, blocks of 8 columns, 4 threads that share a row, 2 columns)."""
     return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
 def shares(x):
-    """(64 rows, 4), in the layout SHARES: of x by threads, the sum of what each has of a row."""
+    """Sum each thread's values of a row of x (by threads): (64 rows, 4), in the layout SHARES."""
     return gl.convert_layout(gl.sum(gl.sum(x, 3), 1), SHARES, assert_trivial=True)
 
 
 @gluon.jit
 def from_threads(x, LAYOUT: gl.constexpr):
-    """x by threads as it was, in the layout of the product."""
+    """View x by threads as (rows, columns) again, in the layout of the product."""
     return gl.convert_layout(x.reshape([x.shape[0], x.shape[1] * 8]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def common_columns(x):
-    """Of x by threads, a column's number less 2 · thread: it is the same in all of them, a constant in an instruction
-    where the number would need a register."""
+    """Column index minus 2 · thread, for x by threads.
+
+    All threads have the same values, so they are constants in instructions; the index itself would need a register.
+    """
     UNSHARED: gl.constexpr = gl.SliceLayout(2, x.type.layout)
     block = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, UNSHARED)))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, UNSHARED)))
@@ -78,28 +80,30 @@ def common_columns(x):
 
 @gluon.jit
 def less_own(column, LAYOUT: gl.constexpr):
-    """(rows, 4): a column's number, one per row, less 2 · thread."""
+    """(rows, 4): a column index per row, minus 2 · thread."""
     column = gl.convert_layout(column, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     return gl.expand_dims(column, 1) - gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)) * 2, 0)
 
 
 @gluon.jit
 def among_columns(column, x):
-    """A column's number, one per row, to be compared with common_columns(x)."""
+    """A column index per row, in the form to compare with common_columns(x)."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
     return gl.expand_dims(gl.expand_dims(less_own(column, LAYOUT), 1), 3)
 
 
 @gluon.jit
 def ones_of_splits(FIRST: gl.constexpr, RESULT: gl.constexpr):
-    """Ones (64, DEPTH) where the splits of a number are, in columns from FIRST on: as left operand of a product with
-    such columns, whose result has the layout RESULT, they add the number (bf16_splits.py)."""
+    """Ones (64, DEPTH) at the splits of a value, in columns from FIRST on.
+
+    As left operand of a product with columns of splits, in the layout RESULT, they add the value (bf16_splits.py).
+    """
     return ones_of_columns(FIRST, operand_layout(RESULT))
 
 
 @gluon.jit
 def ones_of_columns(FIRST: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same in a layout that need not be an operand's."""
+    """Ones (64, DEPTH) at the splits of a value, in any layout."""
     column = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT)), 0)
     ones = ((column >= FIRST) & (column < FIRST + SPLITS)).to(gl.bfloat16)
     ones, _ = gl.broadcast(ones, gl.full([ROWS, DEPTH], 0.0, gl.bfloat16, LAYOUT))
@@ -108,8 +112,10 @@ def ones_of_columns(FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def bits_before(column, x):
-    """(rows, 4): which of its up to 32 columns of a row of x, by threads, a thread has before a column, one per row, as
-    bits for where_bits."""
+    """Bits for where_bits, (rows, 4): set for the thread's columns of x (by threads, up to 32 per row) before a column.
+
+    column: one index per row.
+    """
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
     column = less_own(column, LAYOUT)
     count = gl.maximum(2 * (column >> 3) + gl.minimum(column & 7, 2), 0)
@@ -118,14 +124,14 @@ def bits_before(column, x):
 
 @gluon.jit
 def where_bits(bits, x):
-    """x by threads where the bits of its columns are set, −inf elsewhere."""
+    """Keep x by threads at columns with a set bit; −inf elsewhere."""
     UNSHARED: gl.constexpr = gl.SliceLayout(2, x.type.layout)
     block = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, UNSHARED)))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, UNSHARED)))
     bit = 1 << (gl.expand_dims(gl.expand_dims(2 * block, 0), 2) + gl.expand_dims(gl.expand_dims(pair, 0), 1))
     _, bit = gl.broadcast(x, gl.expand_dims(bit, 2))
     _, bits = gl.broadcast(x, gl.expand_dims(gl.expand_dims(bits, 1), 3))
-    # not as an expression: LLVM gathers the outcomes in integers, and takes them apart again
+    # not an expression: LLVM would pack the results of the tests into integers and unpack them again
     return gl.inline_asm_elementwise(
         "{ .reg .b32 own; .reg .pred set; and.b32 own, $2, $3; setp.ne.b32 set, own, 0; "
         "selp.f32 $0, $1, 0fFF800000, set; }",
@@ -135,7 +141,7 @@ def where_bits(bits, x):
 
 @gluon.jit
 def to_fragments(part):
-    """A product (PART, PART) as (FRAGMENT_ROWS, FRAGMENT_COLUMNS): every thread's registers side by side."""
+    """Reorder a product (PART, PART) to (FRAGMENT_ROWS, FRAGMENT_COLUMNS): every thread's registers side by side."""
     # (warp, row / 8, row % 8, column / 8, column % 8 / 2, column % 2)
     fragments = gl.permute(gl.reshape(part, [4, 2, 8, 8, 4, 2]), [3, 0, 2, 4, 1, 5])
     return gl.reshape(fragments, [FRAGMENT_ROWS, FRAGMENT_COLUMNS])
@@ -143,6 +149,6 @@ def to_fragments(part):
 
 @triton.jit
 def from_fragments(fragments):
-    """The inverse for plain Triton: PART · PART numbers as they lie in memory, as (PART, PART)."""
+    """Inverse of to_fragments, for plain Triton: PART · PART values as in memory, to (PART, PART)."""
     part = tl.permute(tl.reshape(fragments, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     return tl.reshape(part, (PART, PART))

@@ -15,38 +15,38 @@ def _exponent(power):
 
 @gluon.jit
 def stage(n, STAGES: gl.constexpr):
-    """n % STAGES, a power of two, of an n that is not negative, which the compiler does not know: one instruction."""
+    """Return n % STAGES, a power of two, in one instruction: the compiler does not know that n is not negative."""
     return n & (STAGES - 1)
 
 
 @gluon.jit
 def phase(n, STAGES: gl.constexpr):
-    """n // STAGES % 2: what a barrier of the stage waits for."""
+    """Return n // STAGES % 2: the phase of a stage's barrier to wait for."""
     return (n >> _exponent(STAGES)) & 1
 
 
 @gluon.jit
 def signal(barrier, pred=True):
-    """Arrive at a barrier for a warpgroup, whose warps are not synchronised first. Expecting 0 bytes is an arrival.
+    """Arrive at a barrier for a warpgroup, without synchronising its warps first. Expecting 0 bytes is an arrival.
 
-    mbarrier.arrive has a barrier of the warpgroup on either side, because Triton takes it for an access to all shared
-    memory, and warps that wait for each other let the matrix products wait.
+    Triton puts a barrier of the warpgroup before and after mbarrier.arrive, because it treats that as an access to all
+    shared memory. Warps that wait for each other would delay the matrix products.
     """
     mbarrier.expect(barrier, 0, pred)
 
 
 @gluon.jit
 def arrive(barrier, pred=True):
-    """Arrive at a barrier for a warpgroup, when all its warps have reached this point."""
+    """Arrive at a barrier for a warpgroup, once all its warps have reached this point."""
     copy_engine.thread_barrier()
     signal(barrier, pred)
 
 
 @aggregate
 class Pipeline:
-    """Buffers that the producer fills in turn and every consumer releases after it has read them; n counts all fills.
+    """Buffers that the producer fills in turn and every consumer releases after reading them; n counts all fills.
 
-    A buffer is full when the copies (or the commit) that its `full` barrier counts are complete, and empty again when
+    A buffer is full once the copies (or the commit) that its `full` barrier counts are complete. It is empty again once
     all consumers have arrived at its `empty` barrier.
     """
 
@@ -68,7 +68,7 @@ class Pipeline:
 
     @gluon.jit
     def full_barrier(self, n):
-        """The barrier on which the n-th fill's copies complete."""
+        """Return the barrier on which the n-th fill's copies complete."""
         return self.full.index(stage(n, self.STAGES))
 
     @gluon.jit
@@ -77,7 +77,7 @@ class Pipeline:
 
     @gluon.jit
     def producer_commit(self, n):
-        """The producer's own stores of the n-th fill are done: for buffers that the copy engine does not fill."""
+        """Mark the producer's own stores of the n-th fill as complete: for buffers that TMA does not fill."""
         mbarrier.arrive(self.full_barrier(n), count=1)
 
     @gluon.jit
@@ -90,17 +90,17 @@ class Pipeline:
 
     @gluon.jit
     def consumer_skip(self, n):
-        """Release a tile unread, once it has arrived: an earlier release would count for the tile before it."""
+        """Release a tile unread, after its arrival: an earlier release would count for the previous tile."""
         self.consumer_wait(n)
         self.consumer_release(n)
 
 
 @gluon.jit
 def make_pipeline(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A pipeline that so many consumers release; with 0, its buffers are free when another pipeline's are.
+    """Make a pipeline with CONSUMERS releases per buffer; with 0, another pipeline's releases free its buffers.
 
-    No barrier is made for which nothing waits: Triton would reuse its memory, while to the GPU it still is a barrier.
-    Where processes share the GPU's time, an H200 has written the barrier's state over what was there.
+    It makes no barrier without waiters: Triton would reuse its memory, which the GPU still treats as a barrier. When
+    processes shared the GPU's time, an H200 wrote the barrier's state over the new contents.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = full
@@ -115,7 +115,7 @@ def make_pipeline(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def allocate_words(COUNT: gl.constexpr, DTYPE: gl.constexpr = gl.int32):
-    """Shared memory for COUNT numbers."""
+    """Allocate shared memory for COUNT values."""
     return gl.allocate_shared_memory(DTYPE, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
 
@@ -131,9 +131,9 @@ def load_word(words, n, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def fetch_next(counter, work_tiles):
-    """The number of the program's next work tile; `work_tiles` after the last. Not read where every program has one."""
+    """Index of the program's next work tile; `work_tiles` after the last. Unused if every program has one work tile."""
     index = work_tiles
     if gl.num_programs(0) < work_tiles:
-        # relaxed: the number orders nothing else in memory
+        # relaxed: the index orders no other memory access
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
     return index

@@ -1,8 +1,8 @@
-"""Which tiles the sequences have that do not fill their batch entries: a table, made on the device in every call.
+"""Tables of the tiles of sequences that do not fill their batch entries, made on the device in every call.
 
-A program fetches tiles, and sequences have different numbers of them. One launch writes down for every tile of rows,
-and of keys, where it begins and in which sequence: no program searches, and nothing waits for the host, which only
-knows an upper bound of the tiles. A table is int32: first (number of tiles, …), then WORDS numbers per tile.
+A program fetches tiles, and sequences have different numbers of them. One launch lists every tile of rows, and of keys,
+with its start and its sequence. So no program searches, and the host, which knows an upper bound of the tiles only,
+does not synchronise. A table is int32: first (number of tiles, …), then a line of WORDS values per tile.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
-# the words of a line: _list_tiles writes them; load_bounds and row_terms.py read them
+# words of a line: _list_tiles writes them; load_bounds and row_terms.py read them
 START: gl.constexpr = gl.constexpr(0)  # the first row or key of the tile in its sequence
 QUERY_LENGTH: gl.constexpr = gl.constexpr(1)
 KEY_LENGTH: gl.constexpr = gl.constexpr(2)
@@ -37,11 +37,11 @@ _CHUNK = 128
 
 
 class Tiles(NamedTuple):
-    """The tiles of a call. Dense, there are no tables, and the numbers of tiles are those of a batch entry."""
+    """Tiles of a call. Dense calls have no tables, and the numbers of tiles are those of a batch entry."""
 
     rows: Tensor | None
     keys: Tensor | None
-    row_tiles: int  # per head, of all sequences, and no fewer than there are
+    row_tiles: int  # per head, of all sequences: an upper bound
     key_tiles: int
 
 
@@ -49,11 +49,11 @@ def build(
     problem: AttentionProblem, bounds: Tensor | None, rows: int, keys: int, last_first: bool, of_keys: bool,
     launch: Launch = launching.uncached,
 ) -> Tiles:
-    """Tables of the tiles of `rows` rows, and, of_keys, of `keys` keys; last_first: a sequence's last rows come first.
+    """List the tiles of `rows` rows, and with of_keys those of `keys` keys.
 
-    Sequences are in them by their number of keys, the longest first.
+    The longest sequences, by their number of keys, come first. last_first: the last rows of a sequence come first.
 
-    A sequence without a key has no tiles of rows. Offsets that are not in order, which are not allowed, give no tiles.
+    A sequence without a key has no tiles of rows. Offsets out of order, which are not allowed, give no tiles.
     """
     row_tiles = _most_tiles(problem, rows, problem.query_length, problem.longest_query)
     key_tiles = _most_tiles(problem, keys, problem.key_length, problem.longest_key)
@@ -79,7 +79,7 @@ def _most_tiles(problem: AttentionProblem, tile: int, axis: int, longest: int) -
 
 @triton.jit
 def line_of_tile(table, tile):
-    """A tile's line; the number of tiles comes before the first one."""
+    """Pointer to a tile's line; the number of tiles comes before the first one."""
     return table + (1 + tile) * LINE
 
 
@@ -88,7 +88,8 @@ def _list_tiles(
     bounds, count, row_table, key_table, most_rows, most_keys, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LAST_FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """The lines of one sequence. The longest come first, so that the last programs to finish have little to do."""
+    """Write the lines of one sequence. The longest come first, so that the last programs to finish have little to do.
+    """
     sequence = tl.program_id(0)
     first_row, rows = tl.load(bounds + sequence * 4), tl.load(bounds + sequence * 4 + 1)
     first_token, tokens = tl.load(bounds + sequence * 4 + 2), tl.load(bounds + sequence * 4 + 3)
@@ -141,7 +142,7 @@ def _write_lines(
 
 @aggregate
 class TileBounds:
-    """A line of a table: where a tile begins, and the bounds of its sequence."""
+    """A line of a table: the start of a tile, and the bounds of its sequence."""
 
     start: gl.tensor
     query_length: gl.tensor
@@ -176,17 +177,17 @@ def load_bounds(table, tile):
 
 @gluon.jit
 def dense_bounds(start, query_length, key_length, batch):
-    """The same for a sequence that fills its batch entry."""
+    """TileBounds of a tile of a sequence that fills its batch entry."""
     zero = start * 0
     return TileBounds(start, query_length, key_length, batch, zero, zero, zero, zero)
 
 
 @gluon.jit
 def coordinates(entry, head, row, first, length, axis, RAGGED: gl.constexpr, COLUMN: gl.constexpr = 0):
-    """A tile for the copy engine: rows of a head, from `row` of a sequence that has `length` rows from `first` on, and
-    its columns from COLUMN on.
+    """TMA coordinates of a tile: rows of a head from `row` of a sequence on, and its columns from COLUMN on.
 
-    For descriptors.tokens, or, RAGGED, for descriptors.slices, to which all batch entries are one axis.
+    The sequence has `length` rows from `first` on. RAGGED: for descriptors.slices, where all batch entries are one
+    axis; otherwise for descriptors.tokens.
     """
     if RAGGED:
         at = (_SLICE_END, entry * axis + first + length, head, _SLICE_END - length + row, COLUMN)
@@ -202,7 +203,7 @@ def stacked(count, shape):
 
 @gluon.jit
 def allocate_tiles(desc, COUNT: gl.constexpr):
-    """Shared memory for COUNT tiles of a descriptor."""
+    """Allocate shared memory for COUNT tiles of a descriptor."""
     return gl.allocate_shared_memory(desc.dtype, stacked(COUNT, desc.block_shape), desc.layout)
 
 
@@ -213,5 +214,5 @@ def _matrix(shape):
 
 @gluon.jit
 def flat(tile):
-    """A (1, …, rows, D) tile of shared memory as (rows, D)."""
+    """View a (1, …, rows, D) tile of shared memory as (rows, D)."""
     return tile.reshape(_matrix(tile.shape))
