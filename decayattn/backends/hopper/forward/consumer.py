@@ -43,18 +43,18 @@ from decayattn.backends.hopper.forward.work import Walk
 from decayattn.backends.planning.sequences import row_pointers
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
 
-# columns of q and k that a product takes at a time where tiles have more than 128: no others than hold numbers, and the
-# matrix descriptors of all would spill 100 bytes
+# columns of q and k per product, for tiles with more than 128: skips columns without values, and the matrix descriptors
+# of all columns would spill 100 bytes
 READ_STEP: gl.constexpr = gl.constexpr(64)
 
 
 @gluon.jit
 def _ones(shared, is_right, SCORE: gl.constexpr, CAUSAL: gl.constexpr):
-    """The left operand that adds β to the scores: ones, or, right of the diagonal, minus ones."""
+    """Return the left operand that adds β to the scores: ones, or minus ones right of the diagonal."""
     if CAUSAL:
         ones = ones_of_splits(0, SCORE)
     else:
-        # from shared memory: there are not enough registers for two operands
+        # from shared memory: two operands do not fit in registers
         ones = shared.signs.index(is_right.to(gl.int32))
     return ones
 
@@ -63,7 +63,8 @@ def _ones(shared, is_right, SCORE: gl.constexpr, CAUSAL: gl.constexpr):
 def _start_scores(q, shared, n, count, zero, is_right, row_scale, KIND: gl.constexpr, CAUSAL: gl.constexpr):
     """Issue q·kᵀ + β of the n-th tile: the scores divided by the scale.
 
-    A scale per row may be 0, and β is not divided by it: the products are waited for, and scaled before β is added.
+    A scale per row may be 0, so β is not divided by it. Instead the warpgroup waits for q·kᵀ and scales it before it
+    adds β.
     """
     SCORE: gl.constexpr = zero.type.layout
     k = flat(shared.keys.tile(n))
@@ -76,7 +77,7 @@ def _start_scores(q, shared, n, count, zero, is_right, row_scale, KIND: gl.const
             score = warpgroup_mma(q.slice(begin, READ_STEP, 1), kT, score, use_acc=begin > 0, is_async=True)
     if row_scale is not None:
         score = warpgroup_mma_wait(0, (score,)) * gl.expand_dims(row_scale, 1)
-    # β comes last: where it is large, every product added after it would be rounded to its precision
+    # β comes last: a large β would round every product that is added after it to its own precision
     if KIND == "scalar":
         beta = shared.beta.index(stage(n, shared.keys.STAGES))
         score = warpgroup_mma(_ones(shared, is_right, SCORE, CAUSAL), beta, score, is_async=True)
@@ -88,7 +89,7 @@ def _start_scores(q, shared, n, count, zero, is_right, row_scale, KIND: gl.const
 
 @gluon.jit
 def _base_difference(shared, n, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
-    """α at the warpgroup's anchor minus α at the start of the n-th tile: one number."""
+    """α at the warpgroup's anchor minus α at the start of the n-th tile: one value."""
     difference = 0.0
     if KIND != "none":
         difference = select(shared.differences.index(stage(n, shared.keys.STAGES)), WARPGROUP)
@@ -97,7 +98,7 @@ def _base_difference(shared, n, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def _whole_begin(shared, rows, is_right, WARPGROUP: gl.constexpr):
-    """The first tile that all rows of a warpgroup see whole, on that side of the diagonal."""
+    """Index of the first full tile on that side of the diagonal: no row of the warpgroup has its first key in it."""
     whole_begin = seen_tile(shared.left, rows.count, WHOLE_BEGIN, WARPGROUP)
     if not rows.decay.CAUSAL:
         whole_begin = gl.where(is_right, seen_tile(shared.right, rows.count, WHOLE_BEGIN, WARPGROUP), whole_begin)
@@ -109,7 +110,10 @@ def _next_tile(
     shared, rows, n, acc, p, row_max, row_sum, scale, row_scale, zero, WARPGROUP: gl.constexpr, EDGE: gl.constexpr,
     WIDE: gl.constexpr,
 ):
-    """One tile: the scores of the n-th while P V of the tile before is added to acc; (acc, p, row_max, row_sum)."""
+    """Issue and use the scores of the n-th tile while P V of the previous tile is added to acc.
+
+    Returns (acc, p, row_max, row_sum).
+    """
     SCORE: gl.constexpr = zero.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     P: gl.constexpr = p.type.layout
@@ -120,8 +124,8 @@ def _next_tile(
     score = _start_scores(rows.q, shared, n, rows.count, zero, is_right, row_scale, KIND, CAUSAL)
     difference = _base_difference(shared, n, WARPGROUP, KIND)
     if not CAUSAL and KIND != "none":
-        # right of the diagonal the sign is the other one. The row maximum leaves α of the row out as if all its keys
-        # were on the left, so that it counts twice on the right
+        # Right of the diagonal the sign is reversed. The row maximum leaves out α of the row as if all its keys were on
+        # the left, so α counts twice on the right
         row_alpha = shared.row_alphas.index(WARPGROUP).load(ROW)
         difference = gl.where(is_right, -(difference + 2 * row_alpha), difference)
     values.consumer_wait(n - 1)
@@ -144,16 +148,16 @@ def _next_tile(
 
 @gluon.jit
 def _load_scales(row_scales, work, row):
-    """s·log2(e) of rows of a work tile's sequence and head."""
+    """Load s·log2(e) of rows of a work tile's sequence and head."""
     return gl.load(row_pointers(row_scales, work.bounds.entry, work.head, work.bounds.first_row + row)) * LOG2E
 
 
 @gluon.jit
 def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.constexpr, D: gl.constexpr):
-    """One consumer warpgroup: 64 query rows of every work tile through the keys that they see.
+    """Run one consumer warpgroup: 64 query rows of every work tile, through the keys that they see.
 
-    outputs: the descriptor of out, and pointers to lse and row_lse2; scales: scale and row_scales (forward_kernel). A
-    sink needs lse
+    outputs: the descriptor of out, and pointers to lse and row_lse2; scales: scale and row_scales (forward_kernel).
+    With a sink, lse must be given.
     """
     KEYS: gl.constexpr = schedule.KEYS
     SCORE: gl.constexpr = product_layout(KEYS)
@@ -167,9 +171,9 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
     scale, row_scales = scales
     queries, keys, values = shared.queries, shared.keys, shared.values
     WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
-    # one is in use while the next one is on its way; with one slot, that waits until out has left
+    # two slots: one in use while TMA fills the other; with one slot, TMA waits until out has left
     TWO_SLOTS: gl.constexpr = queries.STAGES == 2
-    # whether α of the rows is needed
+    # α of the rows is needed
     ROW_ALPHA: gl.constexpr = KIND != "none" and (lse is not None or not CAUSAL)
     zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
     row_alphas = shared.row_alphas.index(WARPGROUP)
@@ -199,7 +203,7 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             if not CAUSAL:
                 left_visits = key_tile_end - first_seen(shared.left, count)
                 walk = Walk(key_tile_end, left_visits, work.first_right_key() // KEYS, False, KEYS)
-                # tiles that only other warpgroups see are visited, and masked, up to this one's last tile
+                # also visit tiles that only other warpgroups see, fully masked, up to this warpgroup's last tile
                 right_end = seen_tile(shared.right, count, VISITED_END, WARPGROUP)
                 visits = left_visits + gl.maximum(right_end - walk.right_begin, 0)
             n_end = sent + visits
@@ -216,7 +220,7 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             score = _start_scores(q, shared, n, count, zero, walk.is_right(n_begin), row_scale, KIND, CAUSAL)
             difference = _base_difference(shared, n, WARPGROUP, KIND)
             if TWO_SLOTS:
-                # out of the last work tile has left from where its q was
+                # out of the last work tile has left the slot of its q
                 tma.store_wait(0)
                 queries.consumer_release(count - 1, count > 0)
             score = warpgroup_mma_wait(0, (score,))
@@ -230,13 +234,13 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
                 ahead = gl.where(state == CAREFUL, 0.0, AHEAD)
             p, row_max, row_sum, _ = softmax(score, row_max, row_sum, difference, scale, ahead, True, WIDE)
             if ROW_ALPHA:
-                # read at the end: until then it needs no registers
+                # stored until the end, so that it takes no registers in the loop
                 row_alphas.store(row_alpha.sum())
             p = as_operand(p, shared, count, True, P)
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
             keys.consumer_wait(n + 1, n + 1 < n_end)
             n += 1
-            # edge tiles, then whole ones, left of the diagonal; not causal, the same right of it; then edge tiles
+            # partial tiles, then full ones, left of the diagonal; not causal, the same on its right; then partial tiles
             whole = gl.maximum(sent + key_tile_end - seen_tile(shared.left, count, WHOLE_END, WARPGROUP), n)
             edge = gl.maximum(sent + key_tile_end - seen_tile(shared.left, count, WHOLE_BEGIN, WARPGROUP), whole)
             right_follows = not CAUSAL
@@ -251,7 +255,7 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
                 whole, edge = n_end, n_end
                 if not CAUSAL:
                     if right_follows:
-                        # the visit that tile 0 would have on that side
+                        # index that a visit of tile 0 on that side would have
                         right_n = sent + walk.left_visits - walk.right_begin
                         whole = gl.maximum(right_n + seen_tile(shared.right, count, WHOLE_BEGIN, WARPGROUP), n)
                         edge = gl.maximum(right_n + seen_tile(shared.right, count, WHOLE_END, WARPGROUP), whole)
@@ -260,9 +264,9 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
 
             total = gl.convert_layout(gl.sum(row_sum, 1), ROW, assert_trivial=True)
-            # a row that saw no key has total 0; it gets out 0 and lse −inf
+            # a row without a visible key has total 0; it gets out 0 and lse −inf
             seen = total > 0
-            # a sum above SUM_LIMIT may be wrong; NaN is an overflow that a later tile multiplied by 0
+            # a sum above SUM_LIMIT may be wrong; NaN: a tile overflowed, and a later tile multiplied that by 0
             fits = total < SUM_LIMIT
             total = gl.where(seen, total, 1.0)
             factor = reciprocal(total)
@@ -271,18 +275,19 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
                 lacking = gl.zeros([ROWS], gl.float32, ROW)
                 if ROW_ALPHA:
                     lacking = row_alphas.load(ROW)
-                # beside the sum of all keys: row_max may be larger than any of them (softmax.AHEAD), and than the sink
+                # combine the sink with the log-sum of all keys instead of row_max, which may exceed every score
+                # (softmax.AHEAD) and the sink
                 row_max += log2_of_sum(total)
                 one = gl.full([ROWS], 1.0, gl.float32, ROW)
                 sink_factor, row_max, total, whole_max = with_sink(row_max, one, row_sink, lacking)
                 factor *= sink_factor
             if WIDE:
-                # out is wrong if its sum is: it becomes NaN, which are_finite finds
+                # a wrong sum makes out wrong: set out to NaN, which are_finite finds
                 factor = gl.where(fits, factor, float("nan"))
                 factor *= gl.where(shared.is_careful(count), HEADROOM, 1.0)
             lse2 = row_max + log2_of_sum(total)
             if ROW_ALPHA and not CAUSAL:
-                # α of a row has another sign on either side, so it does not cancel in the backward's scores either
+                # the sign of a row's α differs between the sides, so α does not cancel in the backward's scores either
                 lse2 += row_alphas.load(ROW)
             row = start + gl.arange(0, ROWS, ROW)
             here = schedule.rows(work) + row
@@ -300,10 +305,10 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             values.consumer_release(n_end - 1)
             acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC)), 1)
             if WIDE:
-                # per warp, whether out is wrong in any row
+                # per warp, 1 if any row of out is wrong
                 wrong = gl.max(gl.where(are_finite(acc), 0, 1).reshape([WARPS, ROWS // WARPS * 4]), 1)
                 overflow.store(gl.where(shared.is_careful(count), 0, wrong))
-            # out takes the place of q, which has been read
+            # q has been read: store out to its slot
             out = shared.out_tile(count, out_desc, WARPGROUP)
             flat(out).store(acc.to(q.dtype))
             fence_async_shared()
@@ -313,7 +318,7 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
                 keys.consumer_skip(n)
                 values.consumer_skip(n)
         else:
-            # this warpgroup has no rows: it releases the tiles that the others read
+            # this warpgroup has no rows: release the tiles that the others read
             overflow.store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
             if TWO_SLOTS:
                 tma.store_wait(0)

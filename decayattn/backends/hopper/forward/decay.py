@@ -1,4 +1,4 @@
-"""The decay as the forward reads it: α of rows, bases of key blocks, and visibility by resets and windows."""
+"""Decay of the forward: α of rows, bases of key blocks, and visibility by resets and windows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,7 @@ from decayattn.backends.tiles.visibility import GRANULE, keys_seen
 
 @aggregate
 class Base:
-    """α at the start of a block, as the sum of two float32 numbers."""
+    """α at the start of a block, as the sum of two float32 values."""
 
     high: gl.tensor
     low: gl.tensor
@@ -22,13 +22,13 @@ class Base:
 
     @gluon.jit
     def minus(self, other):
-        """The difference as one float32 number."""
+        """Return the difference as one float32 value."""
         return (self.high - other.high) + (self.low - other.low)
 
 
 @aggregate
 class RowAlpha:
-    """α of rows relative to their anchor, as its loaded terms: only `sum` waits for the loads."""
+    """α of rows relative to their anchor, as loaded terms: only `sum` waits for the loads."""
 
     base: Base
     anchor_base: Base
@@ -47,11 +47,11 @@ class RowAlpha:
 
 @aggregate
 class Decay:
-    """Pointers to the decay: rates of a constant one, the prefix of one per token; and which keys rows see.
+    """Pointers to the decay (rates of a constant one, the prefix of one per token), and rules for the visible keys.
 
-    CAUSAL: no keys after the row's own. WINDOW: at most `left` keys before it and, not causal, `right` behind it
-    (LIMITED: a head may have limits, since its rate may reset at every token). PLANNED: the plan has the first block
-    that a granule of rows visits (skipping.py).
+    CAUSAL: no keys after the row's own. WINDOW: at most `left` keys before it and, not causal, `right` after it.
+    LIMITED: some head may have such limits, because of a window or of a rate that resets at every token. PLANNED: the
+    plan has the first block that a granule of rows visits (skipping.py).
     """
 
     rates: gl.tensor
@@ -88,7 +88,7 @@ class Decay:
 
     @gluon.jit
     def of(self, schedule, work):
-        """The same decay with pointers to the sequence and head of a work tile, and with the window of the head."""
+        """Return the same decay, with pointers to the sequence and head of a work tile and with the head's window."""
         tokens = schedule.tokens(work)
         left, right = self.left, self.right
         if self.KIND == "constant":
@@ -103,7 +103,7 @@ class Decay:
 
     @gluon.jit
     def first_key(self, position):
-        """The first key that a position sees: its last reset, or where its window begins."""
+        """First key that a position sees: its last reset, or the start of its window."""
         HAS_RESETS: gl.constexpr = self.KIND == "scalar"
         if self.LIMITED:
             first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS, self.left)
@@ -113,7 +113,7 @@ class Decay:
 
     @gluon.jit
     def keys_end(self, position, key_length):
-        """Where the keys end that a position sees, not causal: its next reset, its window, or the sequence."""
+        """End of the keys that a position sees, not causal: its next reset, its window's end or the sequence's."""
         HAS_RESETS: gl.constexpr = self.KIND == "scalar"
         if self.LIMITED:
             _, end = keys_seen(
@@ -125,7 +125,7 @@ class Decay:
 
     @gluon.jit
     def first_visited(self, position, row):
-        """The first key that a row at this position sees, or that its granule's plan visits, if that is later."""
+        """First key that a row at this position visits: the first one that it sees, or the plan's, if that is later."""
         first = self.first_key(position)
         if self.PLANNED:
             first = gl.maximum(first, gl.load(self.plan + row // GRANULE) * DECAY_BLOCK)

@@ -1,50 +1,54 @@
 """Forward for sm_90: out = softmax(s q·kᵀ + decay) v, warp-specialised and persistent.
 
-A work tile is 64 query rows per consumer warpgroup of one head. Programs stay, and their producer fetches work tiles
-from a counter. Loads of the next work tile overlap the stores of this one. Three warpgroups and four stages at D = 64,
-two and two at D = 128 (config.py). Above, a tile has half as many keys, so that its scores fit beside a larger acc, and
-one place for q: the next one is loaded when out has left it.
+A work tile is 64 query rows per consumer warpgroup, of one head. Programs are persistent, and their producer fetches
+work tiles from a counter. Loads of the next work tile overlap the stores of this one. At D = 64 there are three
+consumer warpgroups and four stages, at D = 128 two and two (config.py). Above, a tile has half as many keys, so that
+its scores fit in registers with a larger acc. There is then one slot for q, and the next q is loaded once out has left
+it.
+
+Timeline and barriers::
 
     producer (1 warp)    q0 → record 0 → k0 | k1 v0 | k2 v1 | … | q1 → record 1 → …            TMA
                           │ queries.full        ↑ keys.empty, values.empty (all warpgroups)
                           │ published.full      │
                           ↓ keys.full, values.full
-    consumer 0            S0, P0 | S1 ∥ O += P0 V0, P1 | S2 ∥ O += P1 V1, P2 | … | O → q's place → TMA store
-    consumer 1 (and 2)    the same with the next 64 rows; none waits for another one but through `empty`
+    consumer 0            S0, P0 | S1 ∥ O += P0 V0, P1 | S2 ∥ O += P1 V1, P2 | … | O → q's slot → TMA store
+    consumer 1 (and 2)    the same with the next 64 rows; they wait for each other only through `empty`
 
-    pipeline     stages   full: who arrives                        empty: who arrives
+    pipeline     stages   full: arrivals by                        empty: arrivals by
     queries      SLOTS    TMA: q of all warpgroups                 consumers, when out of the last work tile has left
     published    SLOTS    the producer, its record is written      (with queries)
     keys         STAGES   TMA: k, and β if the decay is per token  consumers, after S
     values       STAGES   TMA: v                                   consumers, after P V
 
-The softmax is online, from the tile of the rows' own keys down to the first key, and, not causal, then from there up to
-the last (work.Walk). The exponentials of a tile overlap the product P V of the tile before (FlashAttention 3's order,
-Shah et al., arXiv 2407.08608).
+A full tile of keys is visible to all rows of a warpgroup. A partial tile (EDGE, "edge tile") is masked key by key.
 
-A row's maximum is that of its edge tiles, one of which has its own key. bfloat16 has the exponents of float32, so whole
-tiles do not look for another maximum: their exponentials begin as soon as the scores are there, with a fifth fewer
-instructions. A row that sees few keys of its first tile begins with the maximum of another one, where that is much
-larger (softmax.AHEAD): so large may its own scores become. At the end of a work tile its sums show whether that was
-right. It was not if a far key outweighs a row's maximum by 2^120 (2^96 where an edge tile follows), or if P V
-overflowed. Then the producer sends the work tile again (CAREFUL): every tile is an edge tile, with P so small that
-nothing overflows.
+The softmax is online. It starts at the tile of the rows' own keys and goes down to the first key; not causal, it then
+goes up from there to the last key (work.Walk). The exponentials of a tile overlap the product P V of the previous tile
+(FlashAttention 3's order, Shah et al., arXiv 2407.08608).
 
-Every warpgroup runs its own copy of the code, and short work tiles wait for instructions to be fetched. So whole tiles
-have a loop of their own, half as long as that of edge tiles and without a branch. What few rows need stays outside of
-it: their α, for a log-sum-exp that the caller asked for, and their first key, where it is in the tile.
+A row's maximum is that of its partial tiles, one of which has its own key. bfloat16 has the exponents of float32, so
+full tiles look for no other maximum. Their exponentials begin once the scores are there, with a fifth fewer
+instructions. A row that sees few keys of its first tile starts with the maximum of another row, if that is much larger
+(softmax.AHEAD): the row's own scores may become as large. At the end of a work tile its sums show if the maximum
+sufficed. It did not if a far key outweighs it by 2^120 (2^96 if a partial tile follows), or if P V overflowed. Then the
+producer sends the work tile again (CAREFUL): every tile is treated as partial, with P so small that nothing overflows.
 
-The decay costs no instruction per score. β, which is −α_j of a key relative to its block and divided by the scale, is
-stored as three bfloat16 rows beside the keys (high, middle and low bits), and one more matrix instruction adds ones × β
-to Q Kᵀ. What a row and a tile share, α_i and the difference of two block bases, joins the row maximum and the
-log-sum-exp. Right of the diagonal all this has the other sign, and the α_i that the row maximum leaves out counts
-twice.
+Every warpgroup runs its own copy of the code, and short work tiles wait for instruction fetches. So full tiles have a
+loop of their own, half as long as that of partial tiles and without a branch. Values that few rows need stay outside of
+it: a row's α, for a requested log-sum-exp, and its first key, if it is in the tile.
 
-Rows with scales of their own have their products multiplied before β, undivided, is added: a multiplication per score,
-and a tile's scores are waited for before P V of the tile before is begun.
+The decay costs no instruction per score. β, which is −α_j of a key relative to its block, divided by the scale, is
+stored as three bfloat16 rows next to the keys (high, middle and low bits). One more matrix instruction adds ones × β to
+Q Kᵀ. The terms that a row and a tile share, α_i and the difference of two block bases, are added to the row maximum and
+the log-sum-exp. Right of the diagonal all this has the reversed sign, and the α_i that the row maximum leaves out
+counts twice.
+
+With a scale per row, products are multiplied before β, undivided, is added. This costs a multiplication per score, and
+P V of the previous tile starts only after the tile's scores.
 
 Tiles, per warpgroup: q (64, D) · k (KEYS, D) · v (KEYS, D_v) · beta (16, KEYS) · score, p (64, KEYS) ·
-acc, out (64, D_v) · row_sum (64, 4), the partial sums of the four threads that share a row.
+acc, out (64, D_v) · row_sum (64, 4). row_sum has the partial sums of the four threads that share a row.
 """
 
 from typing import NamedTuple
@@ -75,18 +79,18 @@ from decayattn.problem import DecayName
 
 
 class ForwardDecay(NamedTuple):
-    """The tensors of the decay. All are there, as an aggregate needs them; each is read only where the modes say so."""
+    """Tensors of the decay. All are present, as an aggregate requires; the modes decide which are read."""
 
-    rates: Tensor  # (H,): of a constant decay
+    rates: Tensor  # (H,), of a constant decay
     beta: Tensor  # of a decay per token: α in its block
-    bases: Tensor  # and at the blocks' beginnings, as pairs of float32
+    bases: Tensor  # and at the blocks' starts, as pairs of float32
     last_reset: Tensor
     next_reset: Tensor  # not causal
-    plan: Tensor  # the first block of keys that every granule of rows visits; PLANNED, which needs CAUSAL
+    plan: Tensor  # for every granule of rows, the first block of keys that it visits; PLANNED, which needs CAUSAL
 
 
 class ForwardModes(NamedTuple):
-    """What the kernel is compiled for, besides its tile."""
+    """Constants that the kernel is compiled for, apart from its tile."""
 
     decay: DecayName
     ragged: bool
@@ -97,9 +101,9 @@ class ForwardModes(NamedTuple):
 
 
 class ForwardTile(NamedTuple):
-    """config.ForwardConfig, as far as the kernel needs it."""
+    """The fields of config.ForwardConfig that the kernel needs."""
 
-    read: int  # columns of q and k that hold numbers
+    read: int  # columns of q and k that hold values
     value_dim: int
     keys: int
     warpgroups: int
@@ -109,7 +113,7 @@ class ForwardTile(NamedTuple):
     producer_registers: int
 
 
-# not in a tuple: of those Triton compiles for integers that are 1 or multiples of 16, do_not_specialize or not
+# separate arguments: Triton specialises integers in a tuple (for 1 and multiples of 16) despite do_not_specialize
 _INTEGERS = [
     "left", "right", "work_tiles", "row_tiles", "heads", "group", "together", "query_length", "key_length", "blocks",
     "granules",
@@ -122,17 +126,18 @@ def forward_kernel(
     work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules,
     MODES: gl.constexpr, TILE: gl.constexpr,
 ):
-    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. It may be launched before the launch before it has ended.
+    """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. Launched by programmatic dependent launch.
 
-    beta_desc: −α_j / scale of the keys (not divided, if rows have scales of their own), or None without a decay
-    row_outputs: lse, or None if nobody asked for it, and row_lse2, what the backward reads
+    beta_desc: −α_j / scale of the keys (undivided with a scale per row), or None without a decay
+    row_outputs: lse, or None if not requested, and row_lse2, which the backward reads
     sink: (H,), or None
-    counter: the scheduler's, 0; not read where every program has one work tile
-    table: tiles of rows; not read unless RAGGED
+    counter: the scheduler's, 0; not read if every program has one work tile
+    table: tiles of rows; read only if RAGGED
     scales: s·log2(e), positive, and None; or 1, and the s of every row, Strided (B, T_q, H)
-    left, right: keys that a row sees at most before its own and behind it; not read unless WINDOW, right not if CAUSAL
+    left, right: upper bounds on the keys that a row sees before and after its own; read only if WINDOW, right not if
+        CAUSAL
     group: query heads per head of keys; together: heads that are computed at the same time (QuerySchedule)
-    query_length, key_length, blocks (of the decay prefix), granules: lengths of the axes on which the sequences lie
+    query_length, key_length, blocks (of the decay prefix), granules: lengths of the axes that hold the sequences
     """
     KIND: gl.constexpr = field(MODES, "decay")
     RAGGED: gl.constexpr = field(MODES, "ragged")

@@ -1,4 +1,4 @@
-"""From tensors to the forward's launches: buffers, descriptors, grid."""
+"""Launches of the forward: buffers, descriptors, grid."""
 
 import math
 
@@ -20,11 +20,11 @@ from decayattn.problem import AttentionProblem, Inputs, KeyDecay, Prepared, Save
 
 
 def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
-    """What `forward` makes of log_decay, for one with the same dense keys."""
+    """Part of `forward` that depends on log_decay alone, for other forwards with the same dense keys."""
     if problem.is_empty:
         return KeyDecay(decay_prefix.allocate(problem, inputs.q))
     with launching.on_device(problem.device):
-        # beside launches of a scan that makes no splits
+        # without "splits" the call would share its cached launches with scans that make no splits
         launch = launching.of_call(problem.device, (inputs.log_decay,), problem, "splits")
         return _decay(problem, inputs.q, inputs.log_decay, _score_scale(inputs), None, launch)
 
@@ -32,7 +32,7 @@ def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
 def forward(
     problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None
 ) -> tuple[Tensor, Tensor | None, Saved]:
-    """out (B, T_q, H, D_v), lse (B, H, T_q) or None, and what the backward reads."""
+    """Return out (B, T_q, H, D_v), lse (B, H, T_q) or None, and the tensors that the backward reads."""
     q, k, v, log_decay, row_scale, bounds = inputs[:6]
     with launching.on_device(problem.device):
         results = outputs.allocate(problem, q, with_lse, prepared)
@@ -50,7 +50,7 @@ def forward(
         widths = config.widths(problem.head_dim, problem.value_dim)
         schedule = config.forward(widths.qk)
         score_scale = _score_scale(inputs)
-        if key_decay is None or key_decay.counter is None:  # it may be another backend's
+        if key_decay is None or key_decay.counter is None:  # it may come from another backend
             key_decay = _decay(problem, q, log_decay, score_scale, sequences, launch)
         prefix, splits, bases, counter = key_decay
         first_block = skipping.plan(problem, q, k, log_decay, inputs.any_scale, prefix, sequences, launch, terms)
@@ -90,7 +90,7 @@ def forward(
 
 
 def _score_scale(inputs: Inputs) -> float:
-    """Of all scores, in base 2; where rows have scales of their own, the kernel's begin with those."""
+    """Scale of all scores, in base 2; 1 with a scale per row, which the kernel applies to its products."""
     return 1.0 if inputs.row_scale is not None else inputs.scale / math.log(2)
 
 
@@ -98,8 +98,10 @@ def _decay(
     problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, sequences: Sequences | None,
     launch: Launch,
 ) -> KeyDecay:
-    """The prefix, the decay of the keys split for the products: −α_j / scale, relative to the key's block, and the
-    bases of the blocks, not read unless the decay is per token. The counter is zeroed on the way."""
+    """Prepare the decay: the prefix, −α_j / scale of the keys, split for the products, and the bases of the blocks.
+
+    α_j is relative to the key's block. The bases are read only if the decay is per token. Also zeroes the counter.
+    """
     counter = q.new_empty(1, dtype=torch.int32)
     if problem.decay == "scalar":
         split = decay_prefix.allocate_split(problem, q)

@@ -25,16 +25,16 @@ from decayattn.backends.tiles.visibility import tiles_between
 
 @gluon.jit
 def produce(shared, schedule, decay, counter, sources):
-    """Fetch work tiles and stream them, until all of them are known to be right.
+    """Fetch work tiles and stream them, until the sums of all of them are known to be right.
 
-    The slot of a work tile says whether its sums overflowed when the slot is used again, one or two work tiles later.
-    So the last ones are followed by empty ones. sources are the descriptors of q, k, v and beta.
+    The slot of a work tile shows if its sums overflowed once it is used again, one or two work tiles later. So empty
+    work tiles follow the last ones. sources: the descriptors of q, k, v and beta.
     """
     next_index = gl.program_id(0)
     count = next_index * 0
     sent = next_index * 0
     state = next_index * 0
-    # after so many work tiles, it is known of all first passes whether their sums overflowed
+    # count of work tiles after which the overflows of all first passes are known
     known = next_index * 0
     while state != END:
         shared.queries.producer_acquire(count)
@@ -55,16 +55,16 @@ def produce(shared, schedule, decay, counter, sources):
 
 @gluon.jit
 def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, next_index, counter, sources):
-    """q of a work tile, its record, then k and v of its key tiles in the order of its Walk.
+    """Stream a work tile: its q, its record, then k and v of its key tiles in the order of its Walk.
 
-    Returns the number of visits (0 for a number beyond the last work tile), and the number of the next work tile, which
-    is fetched meanwhile if this is the first pass over this one.
+    Returns the number of visits (0 for an index beyond the last work tile) and the index of the next work tile. The
+    first pass over a work tile fetches that index while its last tiles are in flight.
     """
     q_desc, k_desc, v_desc, beta_desc = sources
     WARPGROUPS: gl.constexpr = shared.WARPGROUPS
     KEYS: gl.constexpr = schedule.KEYS
-    # what the loop depends on is loaded by every thread: the compiler knows then that it is the same in all of them,
-    # and keeps it in registers that a warp has once. It would not know of numbers that went through a shuffle
+    # Every thread loads the values that the loop depends on. So the compiler knows that they are the same in all
+    # threads, and keeps them in uniform registers. It would not know that of values that a shuffle returned
     EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [1], [0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     values = shared.values
@@ -73,7 +73,7 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
     start = bounds.start
     kv_head = head // schedule.group
     if index < schedule.work_tiles:
-        # before anything that waits for memory
+        # before any wait for memory
         _load_queries(shared, schedule, decay, work, count, q_desc, beta_desc)
 
     head_decay = decay.of(schedule, work)
@@ -89,7 +89,7 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
         anchor_bases = 0.0
         difference = (anchor - key).to(gl.float32) * rate
     if index < schedule.work_tiles:
-        # before what waits for memory again: with few stages, consumers would wait for it
+        # before the next wait for memory: with few stages, consumers would wait for it
         _load_keys(shared, schedule, decay, work, sent, key, kv_head, difference, k_desc, beta_desc)
 
     left, right = _seen_tiles(head_decay, work, WARPGROUPS, LANES)
@@ -109,20 +109,20 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
     next_base = 0.0
     if decay.KIND == "scalar":
         next_base = head_decay.base(_block_of(walk.tile_or_last(1, bounds), KEYS))
-    # k of a tile comes before v of the tile before it: the order in which consumers release them
+    # k of a tile precedes v of the previous tile: the order in which consumers release them
     for n in range(sent + 1, sent + tiles + 1):
         key_before = key
         key = walk.tile(n - sent) * KEYS
         if decay.KIND == "scalar":
             difference = anchor_bases.minus(next_base)
-            # loaded one tile early
+            # one tile early
             next_base = head_decay.base(_block_of(walk.tile_or_last(n + 1 - sent, bounds), KEYS))
         elif decay.KIND == "constant":
             difference = (anchor - key).to(gl.float32) * rate
         if n < sent + tiles:
             _load_keys(shared, schedule, decay, work, n, key, kv_head, difference, k_desc, beta_desc)
         if is_first_pass & (n == sent + gl.maximum(tiles - 1, 1)):
-            # while the last tiles are on their way
+            # while the last tiles are in flight
             next_index = fetch_next(counter, schedule.work_tiles)
         values.producer_acquire(n - 1)
         mbarrier.expect(values.full_barrier(n - 1), v_desc.block_type.nbytes)
@@ -133,35 +133,35 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
 
 @gluon.jit
 def _block_of(tile, KEYS: gl.constexpr):
-    """The block of the decay prefix that a tile of keys lies in."""
+    """Block of the decay prefix that has a tile of keys."""
     return tile // (DECAY_BLOCK // KEYS)
 
 
 @gluon.jit
 def _first_rows(work, WARPGROUPS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The first row of each warpgroup, or the last one of the sequence."""
+    """First row of each warpgroup; the last row of the sequence for a warpgroup after it."""
     start = work.bounds.start + gl.minimum(gl.arange(0, WARPGROUPS_PADDED, LAYOUT), WARPGROUPS - 1) * ROWS
     return gl.minimum(start, work.bounds.query_length - 1)
 
 
 @gluon.jit
 def _seen_tiles(decay, work, WARPGROUPS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The key tiles that each warpgroup's rows see left and right of the diagonal, for the record (publish)."""
+    """Key tiles that each warpgroup's rows see left and right of the diagonal, for the record (publish)."""
     first_rows = _first_rows(work, WARPGROUPS, LAYOUT)
     first_position = first_rows + work.first_position()
     final_position = gl.minimum(first_rows + ROWS, work.bounds.query_length) - 1 + work.first_position()
     KEYS: gl.constexpr = work.KEYS
-    # both ends of what a row sees grow with the row: the first and the last row of a warpgroup have the extremes
+    # both ends of a row's visible keys grow with the row: a warpgroup's first and last row have the extremes
     first_min = decay.first_visited(first_position, first_rows)
     first_max = decay.first_visited(final_position, first_rows)
-    # a tile that ends with the first row's own key is an edge tile too: after it every row has a maximum
+    # a tile that ends with the first row's own key counts as partial too: after it every row has a maximum
     own = gl.maximum(first_position, 0)
     left = tiles_between(first_min, first_max, own, work.tile_end(first_rows, ROWS) * KEYS, KEYS)
     right = left
     if not decay.CAUSAL:
         end_min = decay.keys_end(first_position, work.bounds.key_length)
         end_max = decay.keys_end(final_position, work.bounds.key_length)
-        # the first tile is an edge tile too: rows before all keys have no other
+        # the first tile counts as partial too: rows before all keys have no other
         right_first = gl.maximum(final_position, 0) + 1
         right = tiles_between(right_first * 0, right_first, end_min, end_max, KEYS)
     return left, right
@@ -169,8 +169,10 @@ def _seen_tiles(decay, work, WARPGROUPS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load_queries(shared, schedule, decay, work, count, q_desc, beta_desc):
-    """q of every warpgroup; and β of a constant decay, which is the same for all key tiles of a head, relative to the
-    first key of a tile."""
+    """Load q of every warpgroup, and β of a constant decay.
+
+    That β is relative to the first key of a tile, so all key tiles of a head share it.
+    """
     WARPGROUPS: gl.constexpr = shared.WARPGROUPS
     BETA_PARTS: gl.constexpr = schedule.KEYS // PART_KEYS
     barrier = shared.queries.full_barrier(count)
@@ -186,7 +188,7 @@ def _load_queries(shared, schedule, decay, work, count, q_desc, beta_desc):
 
 @gluon.jit
 def _load_keys(shared, schedule, decay, work, n, key, kv_head, difference, k_desc, beta_desc):
-    """k of the n-th tile, with its β and the difference of bases."""
+    """Load k of the n-th tile, with its β and the difference of bases."""
     keys = shared.keys
     BETA_PARTS: gl.constexpr = schedule.KEYS // PART_KEYS
     keys.producer_acquire(n)

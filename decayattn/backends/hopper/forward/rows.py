@@ -1,4 +1,4 @@
-"""The rows of a consumer warpgroup: which keys they see, and the mask of edge tiles."""
+"""Rows of a consumer warpgroup: the keys that they see, and the mask of partial tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,8 +21,8 @@ from decayattn.backends.hopper.forward.work import Walk
 class Rows:
     """A warpgroup's rows of a work tile, and the key tiles that they visit.
 
-    Visits are counted through all work tiles of the program: this one's first is `sent`, and n_end is behind the last
-    one that these rows need.
+    Visits are counted over all work tiles of the program: this work tile's first visit is `sent`, and the last one that
+    these rows need is n_end − 1.
     """
 
     q: gl.shared_memory_descriptor
@@ -45,12 +45,12 @@ class Rows:
         self.position = position
         self.bounds = bounds
         self.decay = decay
-        # whether a row can have a first key other than 0
+        # a row can have a first key other than 0
         self.HAS_FIRST = gl.constexpr(decay.KIND == "scalar" or decay.LIMITED or not decay.CAUSAL)
 
     @gluon.jit
     def first_key(self, is_right):
-        """The first key that each row sees on one side of the diagonal."""
+        """First key that each row sees on one side of the diagonal."""
         first = self.decay.first_key(self.position)
         if not self.decay.CAUSAL:
             first = gl.where(is_right, self.position + 1, first)
@@ -58,7 +58,7 @@ class Rows:
 
     @gluon.jit
     def keys_end(self, is_right):
-        """Where the keys end that each row sees on one side of the diagonal."""
+        """End of the keys that each row sees on one side of the diagonal."""
         end = self.position + 1
         if not self.decay.CAUSAL:
             end = gl.where(is_right, self.decay.keys_end(self.position, self.bounds.key_length), end)
@@ -67,11 +67,11 @@ class Rows:
 
 @gluon.jit
 def masked(score, rows, tile, is_right, whole_begin, BITS: gl.constexpr):
-    """The scores of an edge tile, −inf where a row does not see the key.
+    """Scores of a partial tile, with −inf where a row does not see the key.
 
-    whole_begin: the first tile on that side of the diagonal that has no row's first key
-    BITS: by bit tests. ptxas compares eight columns at once with them and makes no branch; but in the loop over tiles
-    they need registers that P has.
+    whole_begin: the first tile on that side of the diagonal without any row's first key
+    BITS: mask by bit tests. With them ptxas compares eight columns at once and makes no branch; but in the loop over
+    tiles they would take registers that P needs.
     """
     SCORE: gl.constexpr = score.type.layout
     KEYS: gl.constexpr = score.shape[1]

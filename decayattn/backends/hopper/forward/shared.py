@@ -11,18 +11,18 @@ from decayattn.backends.hopper.common.tile_table import TileBounds, dense_bounds
 from decayattn.backends.hopper.forward.work import QueryWork
 from decayattn.backends.tiles import bf16_splits
 
-# consumer warpgroups, as a width that a tensor can have
+# consumer warpgroups, as a size that a tensor can have
 WARPGROUPS_PADDED: gl.constexpr = gl.constexpr(4)
-# rows of β that the copy engine fetches, and keys of a tile that it fetches
+# rows of β that TMA fetches, and keys of a tile that it fetches
 COLUMNS: gl.constexpr = gl.constexpr(bf16_splits.COLUMNS)
 PART_KEYS: gl.constexpr = gl.constexpr(descriptors.PART_KEYS)
 
-# the states of a record: a first pass, a second one in which every tile is an edge tile, and no work tile any more
+# states of a record: first pass; second pass, which treats every tile as partial; no work tile left
 NORMAL: gl.constexpr = gl.constexpr(0)
 CAREFUL: gl.constexpr = gl.constexpr(1)
 END: gl.constexpr = gl.constexpr(2)
 
-# the words of a record (publish, published_work); those from QUERY_LENGTH on are written for RAGGED calls only
+# words of a record (publish, published_work); those from QUERY_LENGTH on are written for RAGGED calls only
 STATE: gl.constexpr = gl.constexpr(0)
 INDEX: gl.constexpr = gl.constexpr(1)
 TILES: gl.constexpr = gl.constexpr(2)
@@ -36,7 +36,7 @@ FIRST_ROW: gl.constexpr = gl.constexpr(9)
 FIRST_TOKEN: gl.constexpr = gl.constexpr(10)
 FIRST_BLOCK: gl.constexpr = gl.constexpr(11)
 WORDS: gl.constexpr = gl.constexpr(12)
-# of the key tiles that each warpgroup's rows see on a side of the diagonal (visibility.tiles_between)
+# bounds of the key tiles that each warpgroup's rows see on a side of the diagonal (visibility.tiles_between)
 VISITED_BEGIN: gl.constexpr = gl.constexpr(0)
 WHOLE_BEGIN: gl.constexpr = gl.constexpr(1)
 WHOLE_END: gl.constexpr = gl.constexpr(2)
@@ -48,20 +48,20 @@ BOUNDS: gl.constexpr = gl.constexpr(4)
 class ForwardShared:
     """All shared memory of the forward.
 
-    Three pipelines have barriers of their own: queries (SLOTS work tiles: one in use, and, of two, one on its way),
-    keys and values (STAGES key tiles). The others follow one of them:
+    Three pipelines have barriers of their own: queries (SLOTS work tiles: one in use and, of two, one being loaded),
+    keys and values (STAGES key tiles). The other buffers follow one of them::
 
-    with queries  published   the record of the work tile; its own barrier says that it is there
-                  left        the key tiles that each warpgroup's rows see left of the diagonal (seen_tile)
-                  right       the same, right of it; not read if causal
-                  overflows   whether the sums of each warp overflowed: written by consumers, read by the producer
-                  beta        −α_j / scale of a tile's keys, if the decay is constant
-    with keys     beta        the same, if the decay is per token
-                  differences α at each warpgroup's anchor minus α where β is 0: at the start of the tile's block,
-                              or of the tile, if the decay is constant
-    constant      signs       ones and minus ones: what multiplies beta left and right of the diagonal; not causal only
-    a warpgroup's row_alphas  α of its rows, from the first tile of a work tile to its end
-                  fences      see consumer.next_tile
+        with queries  published   the record of the work tile; its own barrier signals that it is written
+                      left        the key tiles that each warpgroup's rows see left of the diagonal (seen_tile)
+                      right       the same, right of it; not read if causal
+                      overflows   1 if sums of a warp overflowed: written by consumers, read by the producer
+                      beta        −α_j / scale of a tile's keys, if the decay is constant
+        with keys     beta        the same, if the decay is per token
+                      differences α at each warpgroup's anchor minus α where β is 0: at the start of the tile's block,
+                                  or of the tile, if the decay is constant
+        constant      signs       ones and minus ones: factors of beta left and right of the diagonal; not causal only
+        a warpgroup's row_alphas  α of its rows, from the first tile of a work tile to its end
+                      fences      see consumer._next_tile
     """
 
     queries: Pipeline
@@ -77,7 +77,7 @@ class ForwardShared:
     fences: gl.shared_memory_descriptor
     row_alphas: gl.shared_memory_descriptor
     WARPGROUPS: gl.constexpr
-    READ: gl.constexpr  # columns of q and k that hold numbers
+    READ: gl.constexpr  # columns of q and k that hold values
 
     @gluon.constexpr_function
     def __init__(
@@ -101,12 +101,12 @@ class ForwardShared:
 
     @gluon.jit
     def query_tile(self, count, WARPGROUP: gl.constexpr):
-        """A warpgroup's q of the count-th work tile."""
+        """Buffer of a warpgroup's q of the count-th work tile."""
         return self.queries.tiles.index(stage(count, self.queries.STAGES) * self.WARPGROUPS + WARPGROUP)
 
     @gluon.jit
     def out_tile(self, count, desc, WARPGROUP: gl.constexpr):
-        """The same place for its out, a tile of the descriptor, which is as large or smaller."""
+        """The same memory for the warpgroup's out, as a tile of desc, which is as large or smaller."""
         tile = self.query_tile(count, WARPGROUP)
         COUNT: gl.constexpr = tile.shape[-1] // desc.block_shape[-1]
         if COUNT > 1:
@@ -115,17 +115,17 @@ class ForwardShared:
 
     @gluon.jit
     def is_careful(self, count):
-        """Whether this is the second pass over the count-th work tile; until its queries are released."""
+        """True in the second pass over the count-th work tile; valid until its queries are released."""
         return published_state(self, count) == CAREFUL
 
     @gluon.jit
     def overflow(self, count, WARPGROUP: gl.constexpr):
-        """Whether sums of a warpgroup overflowed in the count-th work tile: (WARPS,)."""
+        """Flags (WARPS,) of a warpgroup for the count-th work tile: 1 if sums of the warp overflowed."""
         return self.overflows.index(stage(count, self.queries.STAGES) * WARPGROUPS_PADDED + WARPGROUP)
 
     @gluon.jit
     def overflowed(self, count):
-        """Whether any sum overflowed in the work tile that last used the slot of the count-th one."""
+        """True if any sum overflowed in the work tile that last used the slot of the count-th one."""
         EVERY: gl.constexpr = gl.BlockedLayout([WARPS], [32], [1], [0])
         some = 0
         for w in gl.static_range(self.WARPGROUPS):
@@ -135,7 +135,7 @@ class ForwardShared:
 
 @gluon.jit
 def allocate_beta(desc, COUNT: gl.constexpr, KEYS: gl.constexpr):
-    """(COUNT, DEPTH, KEYS): what products add to the scores of tiles; zeros but for the rows that load_beta fetches."""
+    """Allocate (COUNT, DEPTH, KEYS), which products add to the scores; zeros except in rows that load_beta fetches."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DEPTH, KEYS], gl.bfloat16)
     ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     beta = gl.allocate_shared_memory(gl.bfloat16, [COUNT, DEPTH, KEYS], LAYOUT)
@@ -146,8 +146,10 @@ def allocate_beta(desc, COUNT: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def load_beta(desc, block, key, barrier, beta, n):
-    """Fetch the splits of a tile's keys, from `key` of a block on, as tiles of the descriptor. The other rows of beta
-    stay zeros."""
+    """Fetch the splits of a tile's keys, from `key` of a block on, as tiles of the descriptor.
+
+    The other rows of beta stay zeros.
+    """
     PARTS: gl.constexpr = beta.shape[2] // PART_KEYS
     COUNT: gl.constexpr = beta.shape[0] * PARTS * (DEPTH // COLUMNS)
     tiles = copy_engine.reinterpret(beta, gl.bfloat16, stacked(COUNT, desc.block_shape), desc.layout)
@@ -191,33 +193,33 @@ def publish(
 
 @gluon.jit
 def publish_end(shared, count):
-    """Publish that there is no work tile any more."""
+    """Publish that no work tile is left."""
     store_word(shared.published.tiles, stage(count, shared.published.STAGES) * WORDS + STATE, END)
     shared.published.producer_commit(count)
 
 
 @gluon.jit
 def published_index(shared, count):
-    """The number of the work tile that last used the slot of the count-th one; for the producer."""
+    """Index of the work tile that last used the slot of the count-th one; for the producer."""
     return load_word(shared.published.tiles, stage(count, shared.published.STAGES) * WORDS + INDEX, 1)
 
 
 @gluon.jit
 def published_state(shared, count):
-    """The state of the count-th work tile, from when it is published until its queries are released."""
+    """State of the count-th work tile, from its publication until its queries are released."""
     return load_word(shared.published.tiles, stage(count, shared.published.STAGES) * WORDS + STATE)
 
 
 @gluon.jit
 def wait_for_work(shared, count):
-    """The state of the count-th work tile, once it is published."""
+    """Wait until the count-th work tile is published, and return its state."""
     shared.published.consumer_wait(count)
     return published_state(shared, count)
 
 
 @gluon.jit
 def published_work(shared, count, schedule):
-    """(work, tiles, tile_end) of a published work tile, until its queries are released."""
+    """(work, tiles, tile_end) of a published work tile, valid until its queries are released."""
     words, word = shared.published.tiles, stage(count, shared.published.STAGES) * WORDS
     start = load_word(words, word + START)
     entry, head_row = load_word(words, word + ENTRY), load_word(words, word + HEAD_ROW)
@@ -244,26 +246,26 @@ def _store_seen(side, count, tiles, state):
     begin, whole_begin, whole_end, end = tiles
     _seen(side, count, VISITED_BEGIN).store(begin)
     _seen(side, count, WHOLE_BEGIN).store(whole_begin)
-    # no tile is whole in a second pass
+    # a second pass treats every tile as partial
     _seen(side, count, WHOLE_END).store(gl.where(state == CAREFUL, whole_begin, whole_end))
     _seen(side, count, VISITED_END).store(end)
 
 
 @gluon.jit
 def seen_tile(side, count, BOUND: gl.constexpr, WARPGROUP: gl.constexpr):
-    """One bound of a warpgroup's key tiles, until the queries of the work tile are released."""
+    """One bound of a warpgroup's key tiles, valid until the queries of the work tile are released."""
     return select(_seen(side, count, BOUND), WARPGROUP)
 
 
 @gluon.jit
 def first_seen(side, count):
-    """The first key tile that any warpgroup's rows see on a side."""
+    """First key tile that any warpgroup's rows see on a side."""
     return minimum(_seen(side, count, VISITED_BEGIN))
 
 
 @gluon.jit
 def select(values, WARPGROUP: gl.constexpr):
-    """One warpgroup's number, of one number per warpgroup in shared memory."""
+    """Return one warpgroup's value, of one value per warpgroup in shared memory."""
     # every thread reads all of them and keeps one
     EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0])
     every = values.load(EVERY)
@@ -273,5 +275,5 @@ def select(values, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def minimum(values):
-    """The smallest of one number per warpgroup in shared memory."""
+    """Return the smallest of one value per warpgroup in shared memory."""
     return gl.min(values.load(gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0])), 0)

@@ -6,23 +6,23 @@ from triton.experimental.gluon import language as gl
 from decayattn.backends.hopper.common.fragments import ROWS, SHARES, WARPS, by_threads, shares
 from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
 
-# powers of two by which scores may outgrow a row's maximum before it moves: p stays far from float16's 2^16
+# powers of two by which scores may exceed a row's maximum before it moves: p stays far below float16's 2^16
 LAG: gl.constexpr = gl.constexpr(8.0)
-# the largest sum of a row that is trusted where its maximum did not move: below float32's 2^128
+# largest trusted sum of a row with an unmoved maximum: below float32's 2^128
 SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**120)
-# the same before an edge tile, of each of the four threads that share a row: the tile may move the maximum so far that
-# the factor for the sum, below 2^-126, becomes 0. What is lost then is at most 2^-28 of what the tile adds
+# The same before a partial tile, for each of the four threads that share a row. The tile may move the maximum so far
+# that the factor for the sum, below 2^-126, becomes 0. The loss is then at most 2^-28 of what the tile adds
 EDGE_SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**96)
-# powers of two by which a row's first maximum may be taken larger than it is, because that of another row is: in a tile
-# of which it sees few keys, a row's own says little of the scores to come. What its keys add to sums still counts
+# Powers of two by which a row's first maximum may exceed its own, if another row's does. In a tile of which a row sees
+# few keys, its own maximum says little about later scores. The row's keys still count in its sums
 AHEAD: gl.constexpr = gl.constexpr(64.0)
-# the operand P is divided by this where all tiles are edges: of 2^24 keys, each of up to 2^LAG, P V is no more than the
-# largest value then. The exponents keep their bits: relative to a larger maximum, they would lose five of them
+# Divisor of the operand P when all tiles are treated as partial: P V of 2^24 keys, each p up to 2^LAG, is then at most
+# the largest |v|. The exponents keep their bits; relative to a larger maximum they would lose five
 HEADROOM: gl.constexpr = gl.constexpr(2.0**32)
 
 
 def _rescale_assembly(width):
-    """acc · correction for the `width` accumulators of a thread, skipped where no thread of the warp has a correction.
+    """Assembly of acc · correction for the `width` accumulators of a thread, skipped if no thread of the warp needs it.
 
     Operands: the results; the accumulators, in the results' registers; the correction of each. A thread has two rows,
     which alternate every two accumulators.
@@ -49,7 +49,7 @@ RESCALE_64: gl.constexpr = gl.constexpr(_rescale_assembly(64))
 
 @gluon.jit
 def rescale_accumulator(acc, correction, D: gl.constexpr):
-    """acc · correction; the multiplications are skipped where every correction of a warp is 1."""
+    """Return acc · correction; a warp skips the multiplications if all its corrections are 1."""
     correction = gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout)), 1)
     _, factors = gl.broadcast(acc, correction)
     RESCALE: gl.constexpr = RESCALE_32 if D == 64 else RESCALE_64
@@ -60,10 +60,10 @@ def rescale_accumulator(acc, correction, D: gl.constexpr):
 
 @gluon.jit
 def _of_both_rows(tile_max, ahead):
-    """The larger maximum of the two rows that a thread has, 8 apart; at most `ahead` above a row's own.
+    """Return the larger maximum of the two rows of a thread, 8 apart; at most `ahead` above a row's own.
 
-    The own one where they differ by no more than LAG, and a whole number above it elsewhere: p of a row's largest score
-    has no bits to round then, and of a row that sees one key nothing is rounded.
+    A row keeps its own maximum if they differ by no more than LAG. Otherwise the result is a whole number above its
+    own: p of the row's largest score then needs no rounding, so a row that sees one key is exact.
     """
     pairs = tile_max.reshape([WARPS, 2, 8])
     _, larger = gl.broadcast(pairs, gl.expand_dims(gl.max(pairs, 1), 1))
@@ -74,10 +74,10 @@ def _of_both_rows(tile_max, ahead):
 
 @gluon.jit
 def _anchored(score, row_max, difference, scale, ahead):
-    """(row_max, anchor): the new row_max, and the finite number that scores are taken relative to.
+    """Return (row_max, anchor): the new row_max, and the finite value that is subtracted from scores.
 
-    row_max lags behind the true maximum: it moves only when a row's scores grow by more than LAG, so that most tiles
-    correct nothing. p is at most 2^LAG then. ahead: see _of_both_rows; None leaves each row its own maximum.
+    row_max lags behind the true maximum: it moves only when a row's scores exceed it by more than LAG, so that most
+    tiles correct nothing. p is at most 2^LAG then. ahead: as in _of_both_rows; None leaves each row its own maximum.
     """
     tile_max = gl.max(score, 1) * scale + difference
     if ahead is not None:
@@ -88,10 +88,10 @@ def _anchored(score, row_max, difference, scale, ahead):
 
 @gluon.jit
 def softmax(score, row_max, row_sum, difference, scale, ahead, EDGE: gl.constexpr, WIDE: gl.constexpr):
-    """(p, row_max, row_sum, correction): p of a tile, unnormalised, and the factor for earlier sums.
+    """Return (p, row_max, row_sum, correction): unnormalised p of a tile, and the factor for earlier sums.
 
-    WIDE: p has the exponents of float32, so that only edge tiles look for a maximum; the correction of the others is
-    not read. A row that has no maximum yet gets p = inf, an overflow. ahead: of a first tile only (_of_both_rows).
+    WIDE: p has the exponents of float32, so that only partial tiles (EDGE) look for a maximum; the correction of full
+    tiles is not read. A row without a maximum gets p = inf, an overflow. ahead: for a first tile only (_of_both_rows).
     """
     if EDGE and WIDE:
         # an overflow stays one, however far this tile moves the maximum
@@ -109,12 +109,12 @@ def softmax(score, row_max, row_sum, difference, scale, ahead, EDGE: gl.constexp
 
 @gluon.jit
 def as_operand(p, shared, count, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
-    """P of a tile as left operand of P V, in 16 bits; in a second pass divided by HEADROOM."""
+    """Convert P of a tile to a 16-bit left operand of P V; a second pass divides it by HEADROOM."""
     p = p.to(shared.queries.tiles.dtype)
     if EDGE and p.dtype == gl.bfloat16:
-        # read again for every edge tile, which are few: it would need a register otherwise
+        # read again for every partial tile, because keeping it would take a register; partial tiles are few
         factor = gl.where(shared.is_careful(count), 1.0 / HEADROOM, 1.0).to(gl.bfloat16)
-        # one instruction for a pair; Triton would take one for each
+        # one instruction per pair; Triton would use one per value
         p = gl.inline_asm_elementwise(
             "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [p, factor], dtype=gl.bfloat16, is_pure=True, pack=2
         )
@@ -123,7 +123,7 @@ def as_operand(p, shared, count, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def log2_of_sum(total):
-    """log2 of normal numbers to within 2^-22, the rounding of a float32 between 4 and 8. inf and NaN stay.
+    """log2 of normal values to within 2^-22, the rounding of a float32 between 4 and 8. inf and NaN stay.
 
     The hardware's log2 is that exact for the mantissa, in [1, 2). gl.log2 takes five times as many instructions.
     """
@@ -137,7 +137,7 @@ def log2_of_sum(total):
 
 @gluon.jit
 def reciprocal(total):
-    """1 / total to within 2^-23, relatively, in one instruction: a division takes seven."""
+    """1 / total to a relative error of 2^-23, in one instruction: a division takes seven."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [total], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -145,7 +145,7 @@ def reciprocal(total):
 
 @gluon.jit
 def are_finite(out):
-    """(rows, 4): whether the numbers that a thread has of a row are finite and at most about 2^64.
+    """(rows, 4): True if all of a thread's values of a row are finite and at most about 2^64.
 
     One instruction tests two of them: it adds their product to a sum.
     """

@@ -1,4 +1,4 @@
-"""The forward's work tiles, their order, and the order in which each visits its key tiles.
+"""Work tiles of the forward, their order, and the order in which each visits its key tiles.
 
 A work tile is a tile of query rows of one sequence and one head: 64 rows for every consumer warpgroup.
 """
@@ -15,10 +15,10 @@ from decayattn.backends.tiles.visibility import GRANULE
 
 @aggregate
 class QuerySchedule:
-    """The lengths and heads of a call, and the order of its work tiles.
+    """Lengths and heads of a call, and the order of its work tiles.
 
-    Dense, every batch entry is one sequence, and row_tiles counts the tiles of one entry. RAGGED, the tiles of all
-    sequences are in a table, and row_tiles counts all of them. The axes are those of the tensors in memory. A tile has
+    Dense, every batch entry is one sequence, and row_tiles counts the tiles of one entry. RAGGED, a table lists the
+    tiles of all sequences, and row_tiles counts all of them. The axes are those of the tensors in memory. A tile has
     KEYS keys: a block of the decay prefix, or half of one.
     """
 
@@ -57,8 +57,10 @@ class QuerySchedule:
 
     @gluon.jit
     def head_and_tile(self, index):
-        """(head_row, tile) of a work tile. `together` heads, whose keys fit the cache, take turns tile by tile; the
-        last chunk may have fewer heads."""
+        """(head_row, tile) of a work tile.
+
+        `together` heads, with keys that fit the cache, take turns tile by tile; the last chunk may have fewer heads.
+        """
         chunk = self.together * self.row_tiles
         first, rest = index // chunk * self.together, index % chunk
         heads = gl.minimum(self.together, self.work_tiles // self.row_tiles - first)
@@ -66,7 +68,7 @@ class QuerySchedule:
 
     @gluon.jit
     def dense_work(self, index, TILE: gl.constexpr):
-        """The tiles that see the most keys come first."""
+        """Work tile of a dense call; tiles that see the most keys come first."""
         head_row, tile = self.head_and_tile(index)
         start = (self.row_tiles - 1 - tile) * TILE
         bounds = dense_bounds(start, self.query_axis, self.key_axis, head_row // self.heads)
@@ -79,7 +81,7 @@ class QuerySchedule:
 
     @gluon.jit
     def find(self, index, TILE: gl.constexpr):
-        """The work tile of this number."""
+        """Return the work tile with this index."""
         if self.RAGGED:
             _, tile = self.head_and_tile(index)
             work = self.ragged_work(index, load_bounds(self.table, tile))
@@ -89,7 +91,7 @@ class QuerySchedule:
 
     @gluon.jit
     def rows(self, work):
-        """Where the rows of a work tile's sequence and head begin in a buffer (B, H, T_q)."""
+        """Offset of the rows of a work tile's sequence and head in a buffer (B, H, T_q)."""
         return start_of_head(work.head_row, self.query_axis, work.bounds.first_row)
 
     @gluon.jit
@@ -102,17 +104,17 @@ class QuerySchedule:
 
     @gluon.jit
     def granules(self, work):
-        """Where the granules of a work tile's sequence and head begin in a plan (skipping.offset_of_head)."""
+        """Offset of the granules of a work tile's sequence and head in a plan (as skipping.granules_of_head)."""
         bounds, first_granule = work.bounds, 0
         if self.PACKED:
-            # the sequence's number, of which the table has this much
+            # the sequence's index, which follows from two offsets of the table (sequences.parts_before)
             sequence = bounds.first_block - bounds.first_token // DECAY_BLOCK
             first_granule = parts_before(bounds.first_row, sequence, GRANULE)
         return start_of_head(work.head_row, self.granule_axis, first_granule, False)
 
     @gluon.jit
     def rows_at(self, work, row):
-        """Rows of a work tile's head from `row` of its sequence on, for the copy engine."""
+        """TMA coordinates of rows of a work tile's head from `row` of its sequence on."""
         bounds = work.bounds
         return coordinates(
             bounds.entry, work.head, row, bounds.first_row, bounds.query_length, self.query_axis, self.RAGGED
@@ -120,7 +122,7 @@ class QuerySchedule:
 
     @gluon.jit
     def keys_at(self, work, kv_head, key):
-        """Keys of a head of keys from `key` of a work tile's sequence on, for the copy engine."""
+        """TMA coordinates of keys of a head of keys from `key` of a work tile's sequence on."""
         bounds = work.bounds
         return coordinates(
             bounds.entry, kv_head, key, bounds.first_token, bounds.key_length, self.key_axis, self.RAGGED
@@ -149,28 +151,31 @@ class QueryWork:
 
     @gluon.jit
     def anchor(self, start):
-        """The position from which α of rows is counted, in every backend: that of the first row of a block of rows."""
+        """Anchor of α of rows, the same in every backend: the position of the first row of a block of rows."""
         return start // DECAY_BLOCK * DECAY_BLOCK + self.first_position()
 
     @gluon.jit
     def tile_end(self, start, ROWS_: gl.constexpr):
-        """End of the key tiles of the rows from `start`. It is at least 1: rows that see no key visit one tile, in
-        which every score is masked."""
+        """End of the key tiles of the rows from `start` on, at least 1.
+
+        Rows that see no key visit one tile, in which every score is masked.
+        """
         final_row = gl.minimum(start + ROWS_, self.bounds.query_length) - 1
         return gl.maximum(gl.cdiv(final_row + 1 + self.first_position(), self.KEYS), 1)
 
     @gluon.jit
     def first_right_key(self):
-        """The first key to the right of the diagonal, for the first row."""
+        """First key to the right of the diagonal, for the first row."""
         return gl.maximum(self.bounds.start + self.first_position() + 1, 0)
 
 
 @aggregate
 class Walk:
-    """The order in which a work tile visits key tiles.
+    """Order in which a work tile visits key tiles.
 
     The first left_visits go down from left_end, left of the diagonal, so that softmax begins where decayed scores are
-    largest. Not CAUSAL, the others go up from right_begin, right of the diagonal. Tiles on the diagonal come twice.
+    largest. Not CAUSAL, the others go up from right_begin, right of the diagonal. Tiles on the diagonal are visited
+    twice.
     """
 
     left_end: gl.tensor
@@ -200,5 +205,5 @@ class Walk:
 
     @gluon.jit
     def tile_or_last(self, visit, bounds):
-        """tile, for a visit that may be beyond the last one."""
+        """Like `tile`, for a visit that may be beyond the last one."""
         return gl.minimum(self.tile(visit), (bounds.key_length - 1) // self.KEYS)
