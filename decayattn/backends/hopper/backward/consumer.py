@@ -43,9 +43,9 @@ from decayattn.backends.tiles.scores import LOG2E, decayed_score, probability, s
 
 @gluon.jit
 def _widened(x):
-    """16-bit values as float32."""
+    """Convert 16-bit values to float32."""
     if x.dtype == gl.bfloat16:
-        # two instructions for a pair, where the conversion takes more
+        # two instructions per pair, fewer than the conversion takes
         x = gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
         )
@@ -59,11 +59,11 @@ def _next_tile(
     n, tile, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
     D: gl.constexpr, EDGE: gl.constexpr,
 ):
-    """Add the n-th query tile to gradients, (dk, dv, key_sum), and dq of the visit before it to its target.
+    """Add the n-th query tile to gradients, (dk, dv, key_sum), and dq of the previous visit to its target.
 
     keys: (key, α of it, first and end of the rows that see it), one per key of the warpgroup
     dq_target: (descriptor of the fragments, first part of the head, row sums, first row of the head)
-    previous: the visit before it as tile · SIDES + side; −1 if there is none in this head
+    previous: the previous visit as tile · SIDES + side; −1 if there is none in this head
     """
     dk, dv, key_sum = gradients
     _, key_alpha, first, end = keys
@@ -85,8 +85,8 @@ def _next_tile(
     LOADED: gl.constexpr = is_loaded(D, ROW_SUMS, ROW_SCALES)
     KEY_SUMS: gl.constexpr = 1 if work.schedule.DECAY_GRADIENT else 0
 
-    # in step with the first warpgroup, the second is 1 to 3 % slower. With a constant decay and D = 64 they stay apart
-    # without waiting at every tile, which costs 1 to 5 % there: edge tiles, which come first, set them apart
+    # In step with the first warpgroup, the second is 1 to 3 % slower. With a constant decay and D = 64, waiting at
+    # every tile costs 1 to 5 %; waiting at partial tiles, which come first, is enough to keep them apart
     if WARPGROUP == 1 and (EDGE or D == 128 or DECAY != "constant"):
         mbarrier.wait(shared.barriers.first_scores.index(stage), phase)
     mbarrier.wait(shared.barriers.queries_ready.index(stage), phase)
@@ -102,15 +102,15 @@ def _next_tile(
     scoreT = warpgroup_mma_wait(2, (scoreT,))
     if WARPGROUP == 0:
         signal(shared.barriers.first_scores.index(stage))
-    # tile_probability of keys.py, in place: as a call ptxas has other registers for it, and that has not been timed
+    # inlined tile_probability of keys.py: with the call ptxas allocates other registers, which has not been timed
     if DECAY != "none":
-        # what the tile's rows share joins what a key has
+        # the term that the tile's rows share is added to the key's
         key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
     scoreT = scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES)
     scoreT = decayed_score(scoreT, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none")
     if EDGE:
-        # the tile's first row is read here: were it known before, the compiler would compare before the scores are
-        # there
+        # read the tile's first row here: if it were known earlier, the compiler would compare before the scores are
+        # ready
         here = shared.starts.index(stage).load(key_alpha.type.layout)
         x = by_threads(scoreT)
         seen = bits_before(end - here, x) & ~bits_before(first - here, x)
@@ -119,35 +119,35 @@ def _next_tile(
     pT = p.to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
-    # float16 is coarse below 6e-5, and under strong rates the gradient of a rate comes from such P alone
+    # float16 is coarse below 6e-5, and under strong rates the gradient of a rate comes from such P only
     FINE: gl.constexpr = work.schedule.DECAY_GRADIENT and DECAY == "constant" and shared.queries.dtype == gl.float16
     if D == 64 and not FINE:
-        # rounded to 16 bits: in float32, P would take 64 registers beside the 64 of dP, and 100 bytes would spill
+        # rounded to 16 bits: in float32, P would take 64 registers in addition to the 64 of dP, and spill 100 bytes
         p = _widened(pT)
     d_scores = score_gradient(p, dpT, 0)
     dsT = d_scores.to(DTYPE)
 
-    # waited for here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
+    # wait here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
     shared.wait_d_scores(n - 1, pred=n > 0)
     before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
     if shared.SLOTS == 2:
-        # both have read the slot, for dq of tile n − 2; of three slots, they had before q of this tile could come
+        # both have read the slot, for dq of tile n − 2; with three slots, they did so before q of this tile could come
         mbarrier.wait(shared.barriers.d_scores_read, (n - 1) & 1, pred=n > 0)
         if LOADED:
             arrive(shared.barriers.d_scores_read)
     shared.d_scores.index(shared.slot(n) * 2 + WARPGROUP).store(dsT)
     if not LOADED:
         fence_async_shared()
-    tma.store_wait(0)  # the copy engine has read what stage_dq_part stored a tile ago
+    tma.store_wait(0)  # TMA has read the part that stage_dq_part stored a tile ago
     arrive(shared.barriers.d_scores_ready.index(shared.slot(n)))
-    # dv is done by now. Were its operand kept in registers, ptxas would have too few at D = 128 and serialise the
+    # dv is done by now. Keeping its operand in registers would leave ptxas too few at D = 128, and serialise the
     # products below
     dv = warpgroup_mma_wait(0, (dv,))
     dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, D, ROW_SUMS, LOADED)
     left = gl.convert_layout(dsT, OPERAND)
     left_of_dk = operand_of_dk(left, d_scores, shared, stage, ROW_SCALES)
     dk = warpgroup_mma(left_of_dk, query, dk, is_async=True)
-    # a product beside dk (key_sums.py)
+    # a product issued with dk (key_sums.py)
     weights = shared.constants.weights
     if DECAY == "constant" and EDGE:
         weights = shared.constants.bits
@@ -174,10 +174,12 @@ def _next_tile(
 
 @gluon.jit
 def _dk_staging(dk_desc, shared, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr):
-    """A slot of dSᵀ that stages 64 columns of this warpgroup's dk, for a work tile whose query tiles end with the n-th:
-    not the last one's slot, which the other warpgroup reads once more at the first tile of its next work tile."""
+    """Return a slot of dSᵀ that stages 64 columns of this warpgroup's dk, after a work tile's last query tile, n − 1.
+
+    It is not the last tile's slot, which the other warpgroup reads once more at the first tile of its next work tile.
+    """
     staging = shared.d_scores.index(shared.slot(n + HALF) * 2 + WARPGROUP)
-    # all of it as tiles of dk, of which the first is used: at D = 64 it is twice as large as a tile, and Triton
+    # view the whole slot as tiles of dk and use the first: at D = 64 the slot is twice as large as a tile, and Triton
     # 3.8 reinterprets a buffer only as one of the same size
     COUNT: gl.constexpr = staging.shape[0] * staging.shape[1] // (WARPGROUP_KEYS * PART)
     tiles = copy_engine.reinterpret(staging, dk_desc.dtype, stacked(COUNT, dk_desc.block_shape), dk_desc.layout)
@@ -186,7 +188,7 @@ def _dk_staging(dk_desc, shared, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr)
 
 @gluon.jit
 def _store_dk(dk_desc, dk, n, work, shared, WARPGROUP: gl.constexpr, D: gl.constexpr):
-    """Begin to store dk, 64 columns at a time."""
+    """Start to store dk, 64 columns at a time."""
     halves = (dk, dk)
     if D == 128:
         halves = gl.split(gl.permute(gl.reshape(dk, [WARPGROUP_KEYS, 2, PART]), [0, 2, 1]))
@@ -202,7 +204,7 @@ def _store_dk(dk_desc, dk, n, work, shared, WARPGROUP: gl.constexpr, D: gl.const
 
 @gluon.jit
 def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
-    """One consumer warpgroup: its 64 keys of every work tile through the query tiles that see the work tile's keys."""
+    """Run one consumer warpgroup: its 64 keys of every work tile, through the query tiles that see the tile's keys."""
     ROWS: gl.constexpr = schedule.ROWS
     DECAY: gl.constexpr = schedule.DECAY
     SCORE: gl.constexpr = product_layout(ROWS)
@@ -226,15 +228,16 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.cons
             dq_target = (dq_desc, first_part, decay.sums.rows, first_row)
             key_alpha, rows, ends = keys_of_head(work, member, tokens, key, inside, decay)
             key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
-            # the last visit, tile · SIDES + side
+            # the previous visit, as tile · SIDES + side
             previous = -1
             for side in range(schedule.SIDES):
                 first, end = work.rows_of_side(rows, side)
                 visited = work.visited(ends, side)
 
-                # waited for only now: the loads above run while the keys arrive
+                # wait late, so that the loads above run while the keys arrive
                 mbarrier.wait(shared.barriers.keys_ready, count & 1)
-                # dk of the last work tile has left the slots of dSᵀ: one thread knows, and all will write there
+                # One thread waits until dk of the last work tile has left the slots of dSᵀ. The barrier holds back the
+                # others, which write there too
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
                 for EDGE in gl.static_range(1, -1, -1):
@@ -248,11 +251,11 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.cons
                         previous = tile * schedule.SIDES + side
                         n += 1
                 if schedule.SIDES == 2:
-                    # right of the diagonal the sign is the other one: with a change of sign after each side, sums are
+                    # right of the diagonal the sign is reversed: with a change of sign after each side, sums are
                     # left − right
                     key_alpha, key_sum = -key_alpha, -key_sum
             if member == schedule.GROUP - 1:
-                # dv takes the place of this warpgroup's values
+                # store dv to the buffer of this warpgroup's values
                 flat(shared.values.index(WARPGROUP)).store(dv.to(shared.values.dtype))
                 fence_async_shared()
                 arrive(shared.barriers.dv_ready)
@@ -272,7 +275,8 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.cons
                 if schedule.ROW_SUMS:
                     add_row_sums(row_sum, decay.sums.rows, first_row, previous, work, WARPGROUP, D)
             if schedule.DECAY_GRADIENT:
-                # found again: the bounds would need registers in the loop. store_key_sums in place, as tile_probability
+                # Find the work tile again: its bounds would take registers in the loop. store_key_sums is inlined for
+                # the same reason as tile_probability
                 done = find_work(schedule, index)
                 tokens, own_start = done.first_token(member), done.bounds.start + WARPGROUP * WARPGROUP_KEYS
                 total = gl.sum(key_sum, 1)

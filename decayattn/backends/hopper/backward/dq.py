@@ -1,8 +1,8 @@
-"""dq of the backward: products of dS and k, as fragments that are added up in memory; and the row sums of dS.
+"""dq of the backward: products of dS and k, added up in memory as fragments; and the row sums of dS.
 
 dq needs all keys of a tile, so each of the two consumer warpgroups multiplies one half of it: rows (D = 64) or columns
-(D = 128). "Fragments" are dq in the order in which registers hold a product. The copy engine adds them from shared
-memory, or the threads of a wide kernel do (add_from_registers).
+(D = 128). "Fragments" are dq in the order in which registers hold a product. TMA adds them from shared memory; in
+kernels beyond 128 columns the threads add them (add_from_registers).
 """
 
 from triton.experimental import gluon
@@ -24,37 +24,48 @@ from decayattn.backends.hopper.common.fragments import (
 from decayattn.backends.hopper.common.tile_table import flat
 from decayattn.backends.hopper.config import WARPGROUP_ROWS
 
-# a part of dq, and copies of a sum of dS
+# layouts of a part of dq, and of copies of a sum of dS
 DQ: gl.constexpr = gl.constexpr(product_layout(PART.value))
 SUMS: gl.constexpr = gl.constexpr(product_layout(COPIES.value))
 
 
 @gluon.jit
 def opaque_zero(n):
-    """0 for the number of a tile, but the compiler does not know: where it stands in an address, matrix descriptors are
-    made anew for every tile, and do not stay in 20 registers, which makes the loop spill."""
+    """Return 0 for the index of a tile, in a way that the compiler cannot see.
+
+    With it in an address, the compiler makes matrix descriptors again for every tile. Otherwise it would keep them in
+    20 registers, and the loop would spill.
+    """
     return n >> 31
 
 
 @gluon.constexpr_function
 def is_loaded(D, ROW_SUMS, ROW_SCALES):
-    """Whether the products for dq take dS from registers. It pays where row sums are another product with the same
-    operand: if both read shared memory, the kernel is 6 % slower. Without them registers are 4 % slower, and D = 128
-    has none left, nor has D = 64 where dS times the scales of rows is an operand, too."""
+    """True if the products for dq take dS from registers.
+
+    This is faster if row sums are another product with the same operand: if both read shared memory, the kernel is 6 %
+    slower. Without row sums, registers are 4 % slower. D = 128 has no registers left for it, nor has D = 64 with a
+    scale per row, where dS times the scales is an operand too.
+    """
     return D == 64 and ROW_SUMS and not ROW_SCALES
 
 
 @gluon.constexpr_function
 def product_keys(LOADED):
-    """How many keys a product for dq has. Those of a few take turns with the row sums, whose products are small and
-    wait for each other one after the other (2 to 3 %)."""
+    """Number of keys of a product for dq.
+
+    Products of few keys alternate with those for the row sums. These are small, and each waits for the one before it (2
+    to 3 %).
+    """
     return 32 if LOADED else WARPGROUP_ROWS
 
 
 @gluon.jit
 def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, LOADED: gl.constexpr):
-    """dS of the tile in a slot, some keys at a time, as left operands of this warpgroup's part of dq: all 64 rows
-    (D = 128), or one half of them (D = 64)."""
+    """dS of the tile in a slot, some keys at a time, as left operands of this warpgroup's part of dq.
+
+    The operands have all 64 rows (D = 128), or one half of the tile's rows (D = 64).
+    """
     STEP: gl.constexpr = product_keys(LOADED)
     d_scores = ()
     for key in gl.static_range(0, KEYS, STEP):
@@ -72,8 +83,10 @@ def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, LOADED
 def start_dq_part(
     shared, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr, LOADED: gl.constexpr
 ):
-    """Issue dS k of a tile: columns (D = 128) or rows (D = 64) of one half of dq; and the sums of rows of dS (64, 8
-    copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both."""
+    """Issue dS k of a tile for one half of dq, its columns (D = 128) or rows (D = 64); and the row sums of dS.
+
+    Row sums are (64, 8 copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both.
+    """
     STEP: gl.constexpr = product_keys(LOADED)
     dq = gl.zeros([PART, PART], gl.float32, DQ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
@@ -97,19 +110,19 @@ def start_dq_part(
 
 @gluon.jit
 def stage_dq_part(shared, dq, WARPGROUP: gl.constexpr):
-    """A part as fragments to shared memory, where the copy engine adds it from."""
+    """Store a part as fragments to shared memory, from which TMA adds it."""
     shared.dq_parts.index(WARPGROUP).store(to_fragments(dq))
 
 
 @gluon.jit
 def add_dq_part(dq_desc, part, shared, WARPGROUP: gl.constexpr):
-    """Add what stage_dq_part stored, a fence and a barrier ago, to its bounds in the fragments."""
+    """Add the part that stage_dq_part stored to the fragments in memory; a fence and a barrier must come between."""
     copy_engine.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], shared.dq_parts.index(WARPGROUP))
 
 
 @gluon.jit
 def add_from_registers(dq_fragments, part, dq):
-    """Add a part to its place in the fragments: four registers of a thread are 16 bytes there, and one instruction."""
+    """Add a part to the fragments in memory, from registers: one instruction adds four of a thread's, 16 bytes."""
     x = to_fragments(dq)
     row = gl.expand_dims(gl.arange(0, FRAGMENT_ROWS, gl.SliceLayout(1, x.type.layout)), 1)
     column = gl.expand_dims(gl.arange(0, FRAGMENT_COLUMNS, gl.SliceLayout(0, x.type.layout)), 0)
@@ -119,7 +132,7 @@ def add_from_registers(dq_fragments, part, dq):
 
 @gluon.jit
 def _axis(x, AXIS: gl.constexpr):
-    """Of a tensor of three dimensions, the index along one."""
+    """Index along one axis of a tensor of three dimensions."""
     ROWS: gl.constexpr = gl.SliceLayout(2 if AXIS < 2 else 1, x.type.layout)
     COLUMNS: gl.constexpr = gl.SliceLayout(1 if AXIS == 0 else 0, ROWS)
     index = gl.expand_dims(gl.arange(0, x.shape[AXIS], COLUMNS), 1 if AXIS == 0 else 0)
@@ -128,7 +141,7 @@ def _axis(x, AXIS: gl.constexpr):
 
 @gluon.jit
 def add_row_sums(row_sum, row_sums, first_row, visit, work, WARPGROUP: gl.constexpr, D: gl.constexpr):
-    """Add what start_dq_part summed of the rows of a visit's tile to the sums in memory."""
+    """Add the row sums of start_dq_part for a visit's tile to those in memory."""
     # (warp, row / 8, row % 8, copy / 2, copy % 2): four threads have the same two rows, and the first two add one each
     row_sum, _ = gl.split(gl.reshape(row_sum, [4, 2, 8, COPIES // 2, 2]))
     first_rows, others = gl.split(gl.permute(row_sum, [0, 2, 3, 1]))

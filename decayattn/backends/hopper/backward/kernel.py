@@ -1,56 +1,59 @@
 """Backward for sm_90: dq, dk, dv and the sums for the decay's gradient, in one pass over the scores with five products.
 
+Formulas::
+
     P = exp2(s log2(e) q·kᵀ + decay − LSE₂)     dP = dO·vᵀ      dS = P (dP − Δ)
     dv = Σ_i Pᵀ dO     dk = Σ_i dSᵀ q     dq = Σ_j dS k         (transposed: scoreT, pT, dpT, dsT)
 
-A work tile is 128 keys, with the query tiles that see them, over the query heads of the group. Programs stay, and their
-producer fetches work tiles from a counter. The two consumer warpgroups own 64 keys each and keep dk and dv in
+A work tile is 128 keys, with the query tiles that see them, over the query heads of the group. Programs are persistent,
+and their producer fetches work tiles from a counter. The two consumer warpgroups own 64 keys each and keep dk and dv in
 registers.
+
+Timeline and barriers::
 
     producer (1 warp)  record → k v → | q0 terms0 | dO0 | q1 terms1 | dO1 | …     TMA; dv of the last tile → TMA store
                           │ published.full, keys_ready       ↑ keys_read, dv_ready
                           ↓ queries_ready, d_outs_ready      │ empty
     consumer 0         S0 dP0 P0 dV0 dS0 | dq₋₁ part, dK0 | S1 dP1 P1 dV1 dS1 | dq0 part, dK1 | …      TMA adds dq parts
                           │ first_scores         ↕ d_scores_ready, d_scores_read
-    consumer 1                  S0 dP0 P0 dV0 dS0 | dq₋₁ part, dK0 | …            (begins when 0 has its scores)
+    consumer 1                  S0 dP0 P0 dV0 dS0 | dq₋₁ part, dK0 | …            (starts once 0 has its scores)
 
-    barrier          stages   who arrives                          who waits
-    published        1        producer: the work tile's number     consumers
+    barrier          stages   arrivals by                          waited for by
+    published        1        producer: index of the work tile     consumers
     keys_ready       1        TMA: k and v of the work tile        consumers
     queries_ready    STAGES   TMA: q and row terms                 consumers, before S
     d_outs_ready     STAGES   TMA: dO                              consumers, before dP
     first_scores     STAGES   consumer 0, after S                  consumer 1: one multiplies while the other computes
     d_scores_ready   SLOTS    both consumers: dSᵀ is stored        both, for dq of that tile, one tile later
-    d_scores_read    1        both: dSᵀ of the tile before is read both, before they store to its slot (two SLOTS only)
+    d_scores_read    1        both: dSᵀ of the previous tile read  both, before they store to its slot (two SLOTS only)
     empty            STAGES   both consumers, after dK             producer, before the next q, terms and dO
     dv_ready         1        both: dv is where v was              producer, before it stores dv
     keys_read        1        both, after dq of the last tile      producer, before the next k; both, before dk leaves
 
-dq needs all keys of a tile, so dSᵀ goes through shared memory, and each warpgroup multiplies one half of dq, a tile
-later, when neither has to wait for the other. The copy engine adds dq in float32 to a buffer that has the order in
-which registers hold a product (fragments.py). If both warpgroups worked in step, both would multiply, and then both
-compute.
+dq needs all keys of a tile, so dSᵀ goes through shared memory. Each warpgroup multiplies one half of dq one tile later,
+when neither has to wait for the other. TMA adds dq in float32 to a buffer, in the order in which registers hold a
+product (fragments.py). The warpgroups run out of step, so that one multiplies while the other computes.
 
-Shared memory is reused as soon as it is free. At the end of a work tile, dv goes to the place of the values while dq of
-the last tile is multiplied. The next keys are loaded when that has read these, and dk leaves from a slot of dSᵀ.
+Shared memory is reused at once. At the end of a work tile, dv goes to the buffer of the values while dq of the last
+tile is multiplied. The next keys are loaded once that product has read the current ones. dk leaves from a slot of dSᵀ.
 
-What is one number per row, its LSE₂ and Δ, costs no instruction per score: three bfloat16 columns each (bf16_splits.py)
-come with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ and to V dOᵀ (row_terms.py). Where rows
-have scales of their own, a scale and LSE₂ come as float32: one multiplication and addition per score. dk is made of dS
-times the scale then; dq and the sums are made of dS alone, and the gradient of a scale of q and what dq is made of.
+LSE₂ and Δ are one value per row and cost no instruction per score. Each is three bfloat16 columns (bf16_splits.py) that
+come with q, and one more matrix instruction of ones × columns adds them to Q Kᵀ and to V dOᵀ (row_terms.py). With a
+scale per row, the scale and LSE₂ come as float32, for one multiplication and addition per score. dk is then made of dS
+times the scale; dq and the sums are made of dS alone. The gradient of a scale is made of q and the sum Σ_j dS k.
 
-Row and column sums of dS are taken of the same rounded dSᵀ that the products read: where the gradient of a decay
-cancels, so do they. Both are products with few columns: sums of keys beside dk (key_sums.py), and sums of rows beside
-dq. Edge tiles, which come first, and whole tiles have a loop each: in one for both, whole tiles would jump over a third
-of the instructions or more (D = 64).
+Row and column sums of dS read the same rounded dSᵀ as the products, so both cancel wherever the gradient of a decay
+cancels. Both are products with few columns: sums of keys are issued with dk (key_sums.py), sums of rows with dq.
+Partial tiles (EDGE, "edge tiles"), which are masked, come first. They and full tiles have a loop each: in a common
+loop, full tiles would jump over a third of the instructions or more (D = 64).
 
-Not causal, a decay has another sign on either side of the diagonal, and the loops run once per side (work.py). A row
-has an LSE₂ for each side, with ∓α_i; the producer sends that of the side, and the difference of two bases with its
-sign. So the loops do not depend on the side, except where it adds row sums. α_j and the sums of keys change sign
+Not causal, the sign of a decay differs between the sides of the diagonal, and the loops run once per side (work.py). A
+row has an LSE₂ for each side, with ∓α_i. The producer sends the side's LSE₂, and the difference of two bases with the
+side's sign. So the loops do not depend on the side, except for adding row sums. α_j and the sums of keys change sign
 between sides.
 
-Beyond 128 columns the consumers add dq themselves. Those of three_blocks.py, up to 192 columns with a D_v of up to 128,
-have 64 keys each; those of wide.py have 64 keys together.
+Beyond 128 columns the consumers' threads add dq themselves. Those of three_blocks.py, up to 192 columns with a D_v of
+up to 128, have 64 keys each; those of wide.py have 64 keys together.
 
 zeroing.py zeroes the memory that dq is added to. row_terms.py prepares the row terms before this kernel and unpacks dq
 after it.
@@ -87,27 +90,27 @@ from decayattn.problem import DecayName
 
 
 class BackwardSums(NamedTuple):
-    """What the gradient of the decay is made of; None where it has no such sums."""
+    """Sums for the gradient of the decay; None if it does not need them."""
 
-    rows: Tensor | None  # (B, H, T_q): Σ_j dS of a row, added up; of a decay per token
+    rows: Tensor | None  # (B, H, T_q): Σ_j dS of a row, added up in memory; of a decay per token
     columns: Tensor | None  # (B, H, T_k): Σ_i dS of a key; of a decay per token
     rates: Tensor | None  # (B, H, blocks, 2): Σ dS (i − j) of a consumer's keys; of a constant decay
 
 
 class BackwardDecay(NamedTuple):
-    """The tensors of the decay; each is read only where the modes say so."""
+    """Tensors of the decay; the modes decide which are read."""
 
-    rates: Tensor | None  # (H,): of a constant decay; None without one
+    rates: Tensor | None  # (H,), of a constant decay; None without one
     beta: Tensor  # of a decay per token: α in its block
-    base: Tensor  # and at the blocks' beginnings, float64
+    base: Tensor  # and at the blocks' starts, float64
     last_reset: Tensor
     next_reset: Tensor
-    mirror: Tensor  # the last granule of rows that visits every block of keys (skipping.last_granules); PLANNED
+    mirror: Tensor  # for every block of keys, the last granule of rows that visits it (skipping.last_granules); PLANNED
     sums: BackwardSums
 
 
 class BackwardModes(NamedTuple):
-    """What the kernel is compiled for, besides its tile."""
+    """Constants that the kernel is compiled for, apart from its tile."""
 
     group: int  # query heads per head of keys
     decay: DecayName
@@ -116,15 +119,15 @@ class BackwardModes(NamedTuple):
     window: bool
     planned: bool
     causal: bool
-    row_scales: bool  # whether rows have scales of their own
+    row_scales: bool  # a scale per row
 
 
 class BackwardTile(NamedTuple):
-    """config.BackwardConfig, as far as the kernel needs it."""
+    """The fields of config.BackwardConfig that the kernel needs."""
 
     consumers: config.Consumers
     dim: int
-    read: int  # columns of q and k that hold numbers
+    read: int  # columns of q and k that hold values
     keys: int
     rows: int
     stages: int
@@ -132,7 +135,7 @@ class BackwardTile(NamedTuple):
     registers: int
 
 
-# not in a tuple: of those Triton compiles for integers that are 1 or multiples of 16, do_not_specialize or not
+# separate arguments: Triton specialises integers in a tuple (for 1 and multiples of 16) despite do_not_specialize
 _INTEGERS = [
     "left", "right", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "entries", "heads", "together",
 ]
@@ -144,14 +147,16 @@ def gradients_kernel(
     scale, left, right, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
     MODES: gl.constexpr, TILE: gl.constexpr,
 ):
-    """dk and dv of all key tiles over their groups of query heads; added up: dq, row sums, and the sums of a rate. It
-    may be launched before the launch before it has ended.
+    """Compute dk and dv of all key tiles over their groups of query heads; add up dq, row sums, and sums of a rate.
 
-    dq_fragments: a descriptor of parts; where threads add to them, the tensor
-    scale: s; or, where rows have scales of their own, a descriptor of their factors (row_terms.py)
-    scheduler: key_table, the tiles of keys, which is not read unless RAGGED; and counters, 0 (zeroing.py)
-    left, right: keys that a row sees at most before its own and behind it; not read unless WINDOW, right not if CAUSAL
-    query_length, key_length, blocks (of the decay prefix): lengths of the axes on which the sequences lie
+    Launched by programmatic dependent launch.
+
+    dq_fragments: a descriptor of parts; the tensor itself if threads add to it
+    scale: s; or, with a scale per row, a descriptor of the rows' factors (row_terms.py)
+    scheduler: key_table, the tiles of keys, read only if RAGGED; and counters, 0 (zeroing.py)
+    left, right: upper bounds on the keys that a row sees before and after its own; read only if WINDOW, right not if
+        CAUSAL
+    query_length, key_length, blocks (of the decay prefix): lengths of the axes that hold the sequences
     key_tiles: those of an entry; together: heads of keys that are computed at the same time (KeySchedule)
     """
     GROUP: gl.constexpr = field(MODES, "group")
@@ -173,7 +178,7 @@ def gradients_kernel(
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
     WIDE: gl.constexpr = CONSUMERS == "wide"
     BLOCKED: gl.constexpr = CONSUMERS == "three_blocks"
-    # what is stored or read one half at a time: no pattern may cross the halves
+    # columns that are stored or read one half at a time: no swizzle pattern may cross the halves
     STORED: gl.constexpr = ROWS if CONSUMERS == "consumer" else ROWS // 2
     MULTIPLIED: gl.constexpr = ROWS // 2 if BLOCKED else ROWS
     D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_KEYS, STORED], DTYPE)
@@ -273,5 +278,5 @@ def gradients_kernel(
             [4, 1],
             [REGISTERS, 24],
         )
-    # a barrier to the end: Triton reuses its memory where nothing waits for it (pipelines.make_pipeline)
+    # keeps the barrier's memory to the end: Triton reuses it if nothing waits for it (pipelines.make_pipeline)
     mbarrier.invalidate(shared.barriers.d_scores_read)

@@ -1,14 +1,14 @@
 """Sums of dS over the rows of a tile, per key: Σ dS for a decay per token, Σ dS (i − j) for a constant one.
 
-A product of dSᵀ with ones and with the rows' numbers r, issued beside dk, has Σ dS and Σ dS r. With i₀ the tile's first
-row, Σ dS (i − j) = Σ dS r + (i₀ − j) Σ dS, which is exact enough where the tile does not have the key's own row. There
-the own pair has distance 0 and no part in the gradient, but it would leave the rounding of r dS and −r dS, and under a
-strong decay all other pairs are less than that.
+A product of dSᵀ with ones and with the rows' indices r in the tile, issued with dk, gives Σ dS and Σ dS r. With i₀ the
+tile's first row, Σ dS (i − j) = Σ dS r + (i₀ − j) Σ dS. This is exact enough if the tile does not have the key's own
+row. If it does, the own pair is a problem: its distance is 0, so it must not count in the gradient, but it would leave
+the rounding of r dS and −r dS. Under a strong decay all other pairs are smaller than that.
 
-So in edge tiles rows are summed by the bits of their numbers: for every bit, those that have it and those without it.
-With o the number of the key's own row, r − o = Σ 2^bit (bit of r − bit of o). Where o has the bit, that is −2^bit for
-the rows without it, elsewhere 2^bit for those with it: the own pair is in none of the sums that count. If o is outside
-of the tile, its bits beyond those of the tile's rows count for all rows alike.
+So partial tiles sum rows by the bits of their indices: for every bit, the rows with it and the rows without it. With o
+the index of the key's own row, r − o = Σ 2^bit (bit of r − bit of o). If o has the bit, the term is −2^bit for rows
+without it; otherwise it is 2^bit for rows with it. The own pair is in none of the sums that count. If o is outside of
+the tile, its bits beyond those of the tile's rows count for all rows alike.
 """
 
 from triton.experimental import gluon
@@ -17,21 +17,25 @@ from triton.experimental.gluon import language as gl
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common.fragments import COPIES, SHARES, by_threads
 
-# columns of bit_weights: two for each bit of a row's number, and for the one beyond
+# columns of bit_weights: two for each bit of a row's index, and for the first bit beyond
 BIT_COLUMNS: gl.constexpr = gl.constexpr(16)
 
 
 @gluon.jit
 def rate_weights(column, row):
-    """What a row of a tile counts for in the columns of a constant decay's product: 1 in the first, its number in the
-    second. The others are there because no product has fewer than 8; 0 in them makes the sums shares."""
+    """Weight of a row of a tile in the columns of a constant decay's product: 1 in the first, its index in the second.
+
+    No product has fewer than 8 columns; 0 in the others makes the sums shares.
+    """
     return gl.where(column == 0, 1, gl.where(column == 1, row, 0))
 
 
 @gluon.jit
 def bit_weights(column, row, ROWS: gl.constexpr):
-    """1 where a row's number has the bit column // 2; in odd columns, where it has not. The first bit that no row of
-    the tile has makes a column of ones, and those after it count for nothing."""
+    """1 if a row's index has the bit column // 2; in odd columns, if it does not.
+
+    The first bit that no row of the tile has gives a column of ones; later bits have weight 0.
+    """
     bit = column // 2
     has_bit = (row >> bit) & 1
     return gl.where(bit > _row_bits(ROWS), 0, gl.where(column % 2 == 0, has_bit, 1 - has_bit))
@@ -44,7 +48,7 @@ def _row_bits(rows):
 
 @gluon.jit
 def _sum_and_moment(of_keys):
-    """The two columns of the product that a thread has, (64 keys, 4 threads) each."""
+    """Return the two columns of the product that a thread has, (64 keys, 4 threads) each."""
     return gl.split(gl.reshape(of_keys, [WARPGROUP_KEYS, COPIES // 2, 2]))
 
 
@@ -57,8 +61,10 @@ def copies_of_sum(of_keys):
 
 @gluon.jit
 def distance_sum(of_keys, own_row):
-    """Σ dS (i − j) of the rows of a whole tile, (64 keys, 4 shares), from dSᵀ times rate_weights, and what number the
-    key's own row has in the tile or would have."""
+    """Σ dS (i − j) of the rows of a full tile, (64 keys, 4 shares), from dSᵀ times rate_weights.
+
+    own_row: index that the key's own row has in the tile, or would have.
+    """
     total, moment = _sum_and_moment(of_keys)
     own_row = gl.convert_layout(own_row.to(gl.float32), gl.SliceLayout(1, total.type.layout), assert_trivial=True)
     return gl.convert_layout(moment - total * gl.expand_dims(own_row, 1), SHARES, assert_trivial=True)
@@ -66,7 +72,7 @@ def distance_sum(of_keys, own_row):
 
 @gluon.jit
 def edge_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
-    """The same of an edge tile, from dSᵀ times bit_weights."""
+    """The same for a partial tile, from dSᵀ times bit_weights."""
     with_bit, without_bit = gl.split(by_threads(of_bits))
     BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, with_bit.type.layout))
     THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, with_bit.type.layout))
@@ -74,7 +80,7 @@ def edge_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
     block = gl.expand_dims(gl.expand_dims(gl.arange(0, with_bit.shape[1], BLOCK), 0), 2)
     bit = block * 4 + gl.expand_dims(gl.expand_dims(gl.arange(0, 4, THREAD), 0), 1)
     own = gl.convert_layout(own_row, KEY, assert_trivial=True)
-    # a shift rounds down: own_row may be negative, or behind the tile
+    # a shift rounds down, as needed: own_row may be negative, or after the tile
     own_bits = gl.expand_dims(gl.expand_dims(own, 1), 2) >> bit
     own_bit = own_bits & 1
     without = gl.where(bit == _row_bits(ROWS), own_bits, own_bit)
@@ -85,7 +91,7 @@ def edge_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
 
 @gluon.jit
 def key_sum_of_tile(of_keys, work, tile, key, EDGE: gl.constexpr):
-    """What a query tile adds to the sums of keys, from the product beside dk."""
+    """Return a query tile's contribution to the sums of keys, from the product issued with dk."""
     ROWS: gl.constexpr = work.schedule.ROWS
     own_row = key - work.first_position() - tile * ROWS
     if work.schedule.DECAY == "scalar":

@@ -1,4 +1,4 @@
-"""What the backward's consumers do with keys whatever their products are: the rows that see them, and P of a tile."""
+"""Per-key code of all consumers of the backward: α of keys, the rows that see them, and P of a tile."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,9 +11,11 @@ from decayattn.backends.tiles.scores import decayed_score, probability
 
 @gluon.jit
 def keys_of_head(work, member, tokens, key, inside, decay):
-    """Of keys, one per row of a product, and a query head of the group: α relative to the work tile's first key, the
-    rows that see them (KeyWork.rows_of), and those that see the work tile's ends. tokens: the head's first one; inside:
-    keys, or the last one."""
+    """Return data of keys, one per row of a product, for a query head of the group.
+
+    These are α relative to the work tile's first key, the rows that see the keys (KeyWork.rows_of), and the rows that
+    see the work tile's first and last key. tokens: the head's first one; inside: keys, clipped to the last one.
+    """
     DECAY: gl.constexpr = work.schedule.DECAY
     alpha = inside.to(gl.float32)
     if DECAY == "scalar":
@@ -29,14 +31,14 @@ def keys_of_head(work, member, tokens, key, inside, decay):
 
 @gluon.jit
 def _row_factors(shared, stage, FACTOR: gl.constexpr, like, ROW: gl.constexpr = 0):
-    """A factor (row_terms.py) of the query tile's rows from ROW on, one per column of like: (1, columns)."""
+    """Load a factor (row_terms.py) of the query tile's rows from ROW on, one per column of like: (1, columns)."""
     factors = shared.factors.index(stage * FACTORS + FACTOR).slice(ROW, like.shape[1], 1)
     return factors.load(like.type.layout)
 
 
 @gluon.jit
 def scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES: gl.constexpr, ROW: gl.constexpr = 0):
-    """Products with keys times the scale; where rows have scales of their own, less LSE₂, too."""
+    """Return products with keys times the scale; with a scale per row, also minus LSE₂."""
     if ROW_SCALES:
         scoreT *= _row_factors(shared, stage, SCALE, scoreT, ROW)
         scoreT += _row_factors(shared, stage, MINUS_LSE2, scoreT, ROW)
@@ -47,7 +49,7 @@ def scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES: gl.constexpr, 
 
 @gluon.jit
 def operand_of_dk(left, d_scores, shared, stage, ROW_SCALES: gl.constexpr, ROW: gl.constexpr = 0):
-    """The left operand of dk: that of dSᵀ, or, where rows have scales of their own, of dSᵀ times those."""
+    """Return the left operand of dk: `left`, that of dSᵀ; with a scale per row, that of dSᵀ times the scales."""
     if ROW_SCALES:
         d_scores *= _row_factors(shared, stage, SCALE, d_scores, ROW)
         left = gl.convert_layout(d_scores.to(left.dtype), left.type.layout)
@@ -63,13 +65,13 @@ def tile_probability(
     _, key_alpha, first, end = keys
     SCORE: gl.constexpr = scoreT.type.layout
     if DECAY != "none":
-        # what the tile's rows share joins what a key has
+        # the term that the tile's rows share is added to the key's
         key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
     scoreT = scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES, ROW)
     scoreT = decayed_score(scoreT, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none")
     if EDGE:
-        # the tile's first row is read here: were it known before, the compiler would compare before the scores are
-        # there
+        # read the tile's first row here: if it were known earlier, the compiler would compare before the scores are
+        # ready
         here = shared.starts.index(stage).load(key_alpha.type.layout)
         if ROW > 0:
             here += ROW

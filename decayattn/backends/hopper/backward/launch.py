@@ -1,4 +1,4 @@
-"""From tensors to the launches of the backward: buffers, descriptors, grids."""
+"""Launches of the backward: buffers, descriptors, grids."""
 
 import math
 
@@ -49,8 +49,10 @@ def backward(
     bias_gradient: bool,
     dq: Tensor | None = None,
 ) -> Gradients:
-    """Of q, k, v and a scale per row, and, as asked for, log_decay; the forward refuses a bias, which has no gradient
-    here."""
+    """Return the gradients of q, k, v and a scale per row, and as requested of log_decay.
+
+    The forward does not support a bias, so there is no gradient of one.
+    """
     q, k, v, log_decay, row_scale, bounds = inputs[:6]
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
@@ -64,8 +66,8 @@ def backward(
                 d_row_scale.zero_()
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, d_row_scale, None)
         if tma.unsupported(d_out) or (bounds is not None and descriptors.slices_unsupported(d_out)):
-            # autograd may hand over any strides, such as an expanded sum's, and any address, such as that of a slice of
-            # a concatenation's gradient: `contiguous` would leave that where it is
+            # autograd may pass any strides (such as an expanded sum's) and any address (such as a slice's of a
+            # concatenation's gradient): `contiguous` would keep the address
             d_out = d_out.clone(memory_format=torch.contiguous_format)
 
         given = (q, k, v, log_decay, row_scale, bounds, d_out, d_lse, out, dq)
@@ -82,7 +84,7 @@ def backward(
         tiles = tile_table.build(
             problem, bounds, tile.rows, tile.keys, last_first=False, of_keys=True, launch=launch
         )
-        entries = problem.batch if bounds is None else 1  # whose tiles are counted apart
+        entries = problem.batch if bounds is None else 1  # entries with tile numbers of their own
         head_rows = entries * problem.num_heads
         row_blocks = tiles.row_tiles * tile.rows // _ROW_TERMS_BLOCK
         scalar = problem.decay == "scalar"
@@ -97,14 +99,14 @@ def backward(
         if row_scale is not None:
             row_factors = strided(row_scale), new(head_rows, tiles.row_tiles, sides, FACTORS.value, tile.rows)
             of_scales = strided(q), strided(row_scale), row_scale_grad
-        # LSE₂ is divided by the scale that products are multiplied by
+        # terms have LSE₂ divided by this scale, which products are multiplied by
         score_scale = 1.0 if row_scale is not None else scale / math.log(2)
         columns = FRAGMENT_COLUMNS.value
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
         row_sums = torch.empty_like(row_lse2) if decay_gradient and scalar else None
         kv_heads = entries * problem.num_kv_heads
         group = problem.num_heads // problem.num_kv_heads
-        # of a head of keys: q and dO of its group, and dq in float32
+        # bytes of a head of keys: q and dO of its group, and dq in float32
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size, minimum=cdiv(config.MIN_CHUNK_TILES, tiles.key_tiles))
         counters = new(cdiv(kv_heads, together), dtype=torch.int32)

@@ -1,5 +1,7 @@
-"""The backward's producer: one warp that fetches work tiles from the scheduler, streams their tiles and stores what
-consumers leave in the place of keys and values."""
+"""The backward's producer: one warp that fetches work tiles from the scheduler and streams their tiles.
+
+It also stores the gradients that consumers leave in the buffers of keys and values.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,8 +33,10 @@ def _base_difference(work, tile, side, bases, key_base, rate):
 
 @gluon.jit
 def _store_gradients(schedule, index, shared, count, results):
-    """Begin to store dv of the count-th work tile from where its values were, once both warpgroups have put it
-    there; and WIDE dk from where its keys were."""
+    """Start to store dv of the count-th work tile from the buffer of its values, once both warpgroups have written it.
+
+    WIDE: also dk, from the buffer of its keys.
+    """
     dk_desc, dv_desc = results
     mbarrier.wait(shared.barriers.dv_ready, count & 1)
     work = find_work(schedule, index)
@@ -44,7 +48,7 @@ def _store_gradients(schedule, index, shared, count, results):
 
 @gluon.jit
 def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, results):
-    """Store gradients of the last work tile, and load keys and values of the count-th one in the place of its own."""
+    """Store gradients of the last work tile, and load keys and values of the count-th one into their buffers."""
     if count > 0:
         _store_gradients(schedule, previous, shared, count - 1, results)
         if shared.WIDE:
@@ -66,25 +70,24 @@ def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, resul
 
 @gluon.jit
 def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: gl.constexpr):
-    """The producer warp: keys and values of every work tile, and the query tiles of each of its heads, edge tiles
-    first.
+    """Run the producer warp: keys and values of every work tile, and the query tiles of each head, partial ones first.
 
-    Meanwhile it zeros dq of the next chunk's heads (zeroing.py). Keys are loaded when those of the last work tile have
-    been read, and values when its dv has left. sources are the descriptors of q, k, v, d_out, the row terms and the
-    rows' factors, results those of dk and dv.
+    Meanwhile it zeroes dq of the next chunk's heads (zeroing.py). It loads keys once those of the last work tile have
+    been read, and values once its dv has left. sources: the descriptors of q, k, v, d_out, the row terms and the rows'
+    factors; results: those of dk and dv.
     """
     q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc = sources
     Q_BYTES: gl.constexpr = shared.BLOCKS * q_desc.block_type.nbytes
     FACTOR_BYTES: gl.constexpr = FACTORS * factors_desc.block_type.nbytes if schedule.ROW_SCALES else 0
     ROWS: gl.constexpr = schedule.ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    # fetched, too, not program_id: waiting for zeros (zeroing.py) is safe only for work tiles that running programs
-    # hold
+    # the first index is fetched too, instead of program_id: waiting for zeros (zeroing.py) is safe only for work tiles
+    # of running programs
     index = gl.atomic_add(counters, 1)
-    previous = index * 0  # not index itself: Triton would take the assignment below for no change
+    previous = index * 0  # not index itself: Triton would not see the assignment below as a change
     count = index * 0
     n = index * 0
-    zeroed = index * 0  # the last chunk whose zeros have been waited for
+    zeroed = index * 0  # the last chunk with zeros that this program has waited for
     while index < schedule.work_tiles:
         work = find_work(schedule, index)
         shared.publish(count, index)
@@ -133,7 +136,7 @@ def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: 
                     copy_engine.load(d_out_desc, at, ready, shared.d_outs.index(stage))
                     n += 1
                     if is_zeroing & (n == n_begin + 2):
-                        # the zeros have been in memory for long by now, and other programs wait for them
+                        # by now the zeros have been in memory for long, and other programs wait for them
                         publish_zeroed(schedule, counters, index)
                         is_zeroing = False
         if is_zeroing:

@@ -1,19 +1,23 @@
 """Row terms of the gradients, before the backward's kernel, and dq unpacked from fragments, after it; in plain Triton.
 
+Formulas::
+
     Δ_i = Σ_c dO_ic O_ic − dLSE_i        P_ij = exp2(S_ij − LSE₂_i)        dS_ij = P_ij (dP_ij − Δ_i)
 
-row_terms_kernel has a program per BLOCK_M rows of a head and writes terms (ROWS, COLUMNS) of a query tile, bfloat16::
+row_terms_kernel has a program per BLOCK_M rows of a head. It writes bfloat16 terms (ROWS, COLUMNS) of a query tile.
+Layout::
 
     column    0   1   2           |  3   4   5  |  6   7
               score_factor · LSE₂ |     −Δ      |    0       three splits of each, high to low
 
-The backward adds either to all scores of a row by a product of depth 16: ones (64, 16) · termsᵀ (16, ROWS). Rows with
-scales of their own have factors besides, float32, and no LSE₂ among their terms: it cannot be divided by a scale of 0::
+The backward adds either to all scores of a row by a product of depth 16: ones (64, 16) · termsᵀ (16, ROWS). With a
+scale per row, LSE₂ is not among the terms, because it cannot be divided by a scale of 0. Such rows have float32 factors
+in addition::
 
     factors (2, ROWS) of a query tile      s_i log2(e), and −LSE₂
 
-unpack_dq_kernel has a program per PART × PART numbers of dq: in (fragments, as registers hold a product) and out
-(rows, D), float32 to the inputs' dtype.
+unpack_dq_kernel has a program per PART × PART values of dq. It reads fragments (in the order in which registers hold a
+product) and writes (rows, D), float32 to the inputs' dtype.
 """
 
 from typing import NamedTuple
@@ -44,26 +48,26 @@ from decayattn.problem import DecayName
 COLUMNS: tl.constexpr = tl.constexpr(bf16_splits.COLUMNS)
 # the first column of Δ, after those of LSE₂
 DELTA: tl.constexpr = tl.constexpr(bf16_splits.SPLITS)
-# the factors of rows that have scales of their own: s·log2(e), and −LSE₂
+# factors of rows, with a scale per row: s·log2(e), and −LSE₂
 SCALE: tl.constexpr = tl.constexpr(0)
 MINUS_LSE2: tl.constexpr = tl.constexpr(1)
 FACTORS: tl.constexpr = tl.constexpr(2)
-# a score below all others whatever the scale; finite, because a product multiplies it by 0, too
+# a score below all others for any scale; finite, because a product multiplies it by 0 too
 NEVER: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 class RowDecay(NamedTuple):
-    """What α of rows is read from: rates of a constant decay, the prefix of one per token."""
+    """Sources of α of rows: rates of a constant decay, the prefix of one per token."""
 
     rates: Tensor | None
     beta: Tensor
     base: Tensor
-    key_length: int  # of the axes on which tokens and decay blocks lie
+    key_length: int  # of the axes of tokens and of decay blocks
     blocks: int
 
 
 class RowTermsTraits(NamedTuple):
-    """What row_terms_kernel is compiled for."""
+    """Constants that row_terms_kernel is compiled for."""
 
     dim: int  # the kernels' D; and D_v
     value_dim: int
@@ -102,7 +106,7 @@ def _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length,
 
 @triton.jit
 def terms_row_of_tile(tile, side, SIDES: tl.constexpr, ROWS: tl.constexpr):
-    """The first row of a query tile's terms; tiles are counted through all heads."""
+    """First row of a query tile's terms; tiles are counted through all heads."""
     return (tile * SIDES + side) * ROWS
 
 
@@ -118,17 +122,17 @@ def row_terms_kernel(
     out, d_out, d_lse, row_lse2, terms, row_factors, zeroed, table, decay, score_factor, query_length, row_tiles, heads,
     first_zeroed, counters_end, TRAITS: tl.constexpr,
 ):
-    """The row terms: what is added to a row's scores, its LSE₂ from the forward, and to its dP, −Δ = dLSE − Σ dO·O.
+    """Write the row terms that the backward adds to scores and to dP: LSE₂ of the forward, and −Δ = dLSE − Σ dO·O.
 
-    terms is (head rows, row tiles, SIDES, ROWS, COLUMNS), or (heads, tiles of the table, …): first the splits of
-    score_factor · LSE₂, which is divided by the scale like everything that is added to products of q and k, then the
-    splits of −Δ. Rows past the end and rows that see no key get an LSE₂ with which their P is 0 without a mask, and no
-    gradient, whatever dLSE is. With two sides (work.py) the forward saves the whole LSE₂, and α_i is added here with
-    the sign of the side; decay is a RowDecay, None with one side.
+    terms is (head rows, row tiles, SIDES, ROWS, COLUMNS), or (heads, tiles of the table, …). First come the splits of
+    score_factor · LSE₂, divided by the scale like everything that is added to products of q and k; then the splits of
+    −Δ. Rows past the end and rows that see no key get an LSE₂ for which P is 0 without a mask, and no gradient for any
+    dLSE. With two sides (work.py) the forward saves the whole LSE₂, and this kernel adds α_i with the sign of the side;
+    decay is a RowDecay, None with one side.
 
-    This kernel also zeroes what the next one adds to first: the row sums, dq of the head rows from first_zeroed on, and
-    the counters, of which there are no more than programs here: (row sums, dq fragments, counters) are `zeroed`.
-    row_factors are the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None; with them,
+    zeroed: (row sums, dq fragments, counters), which the next kernel adds to and this one zeroes first. Of dq, these
+    are the head rows from first_zeroed on. There are no more counters than programs here.
+    row_factors: the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None; with them,
     score_factor is −1.
     out, d_out, d_lse and the scales are Strided; d_lse is None if lse has no gradient.
     """
@@ -202,15 +206,16 @@ def unpack_dq_kernel(
     dq_fragments, dq, table, dq_strides, scale, of_scales, query_length, row_tiles, heads, D: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """dq = s · fragments, one part of 64 rows × 64 columns per program; or, where rows have scales of their own, 64
-    whole rows, and the gradient of their scales: q · fragments. It may be launched before the launch before it has
-    ended.
+    """Write dq = s · fragments, one part of 64 rows × 64 columns per program.
+
+    With a scale per row, a program has 64 whole rows, and also writes the gradient of their scales: q · fragments.
+    Launched by programmatic dependent launch.
 
     of_scales: (q, the scales, both Strided, and their gradient, float32 (B, H, T_q)), or None
     """
     wait_for_launch_before(heads)
     WIDTH: tl.constexpr = 1 if of_scales is None else D // PART  # parts of a program
-    PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # of a tile
+    PARTS: tl.constexpr = (ROWS // PART) * (D // PART)  # parts of a tile
     parts = row_tiles * PARTS
     tile_row, head, part = _of_program(heads, parts // WIDTH)
     part *= WIDTH

@@ -1,4 +1,4 @@
-"""Shared memory of the backward: tiles, numbers, and the barriers between producer and consumers."""
+"""Shared memory of the backward: tiles, values, and the barriers between producer and consumers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,13 +13,13 @@ DK_BLOCKS: gl.constexpr = gl.constexpr(3)
 
 @aggregate
 class BackwardConstants:
-    """What is stored once, before all work tiles."""
+    """Buffers that are written once, before all work tiles."""
 
-    zeros: gl.shared_memory_descriptor  # (8, 256): what dq begins with
+    zeros: gl.shared_memory_descriptor  # (8, 256): initial values of dq
     ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
-    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): what rows count for in the sums of keys
-    bits: gl.shared_memory_descriptor  # (1, 16, ROWS): the same in edge tiles of a constant decay (key_sums.py)
-    # of three_blocks.py, (2, 64, 16): the ones of ones_of_splits of the rows' LSE₂, and of their Δ
+    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): weights of rows in the sums of keys
+    bits: gl.shared_memory_descriptor  # (1, 16, ROWS): the same in partial tiles of a constant decay (key_sums.py)
+    # three_blocks.py only, (2, 64, 16): ones_of_splits for the rows' LSE₂, and for their Δ
     splits: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
@@ -33,19 +33,19 @@ class BackwardConstants:
 
 @aggregate
 class BackwardBarriers:
-    """Who arrives at each, and who waits for it, is in kernel.py."""
+    """Barriers of the backward; kernel.py lists arrivals and waits of each."""
 
     queries_ready: gl.shared_memory_descriptor
     d_outs_ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     first_scores: gl.shared_memory_descriptor  # warpgroup 0 has its scores of the tile: warpgroup 1 begins
     d_scores_ready: gl.shared_memory_descriptor
-    d_scores_read: gl.shared_memory_descriptor  # both have read dSᵀ of the tile before; with two slots only
+    d_scores_read: gl.shared_memory_descriptor  # both have read dSᵀ of the previous tile; with two slots only
     keys_ready: gl.shared_memory_descriptor
-    keys_read: gl.shared_memory_descriptor  # both have read the keys, and dSᵀ of the last tile; not of wide kernels
-    dv_ready: gl.shared_memory_descriptor  # both have stored it where the values were; and dk where the keys were, wide
-    # of wide kernels (wide.py)
-    p_read: gl.shared_memory_descriptor  # both have read P of the tile before, and dS of the one before that
+    keys_read: gl.shared_memory_descriptor  # both have read the keys, and dSᵀ of the last tile; not in wide kernels
+    dv_ready: gl.shared_memory_descriptor  # both have stored dv to the values' buffer; wide: also dk to the keys'
+    # wide kernels only (wide.py)
+    p_read: gl.shared_memory_descriptor  # both have read P of the previous tile, and dS of the one before that
     scaled_ready: gl.shared_memory_descriptor  # both have stored dS times scales of rows
 
     @gluon.constexpr_function
@@ -67,7 +67,7 @@ class BackwardBarriers:
 
     @gluon.jit
     def init(self, STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr):
-        """Each for as many arrivals as a phase of it has."""
+        """Initialise each barrier for the number of arrivals in a phase of it."""
         for stage in gl.static_range(STAGES):
             mbarrier.init(self.queries_ready.index(stage), count=1)
             mbarrier.init(self.d_outs_ready.index(stage), count=1)
@@ -87,7 +87,10 @@ class BackwardBarriers:
 
 @gluon.jit
 def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr):
-    """Those for which nothing waits are others (pipelines.make_pipeline). SCALED: scaled_ready is waited for."""
+    """Allocate the barriers. SCALED: including scaled_ready.
+
+    A field without waiters is another field's barrier (pipelines.make_pipeline has the reason).
+    """
     LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
     queries_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     d_outs_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
@@ -107,14 +110,14 @@ def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.conste
 
 @aggregate
 class BackwardShared:
-    """All shared memory of the backward, with the barriers that say which part may be read or written (kernel.py)."""
+    """All shared memory of the backward, with the barriers that guard each part (kernel.py)."""
 
     keys: gl.shared_memory_descriptor  # (2 · BLOCKS, 1, …, 64, D / BLOCKS)
-    values: gl.shared_memory_descriptor  # (2, 1, …, 64, D_v); then dv, from where it is stored
+    values: gl.shared_memory_descriptor  # (2, 1, …, 64, D_v); at the end dv, which is stored from here
     queries: gl.shared_memory_descriptor  # (STAGES · BLOCKS, 1, …, ROWS, D / BLOCKS)
     d_outs: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D_v)
     terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
-    factors: gl.shared_memory_descriptor  # (STAGES · FACTORS, 1, ROWS), where rows have scales of their own
+    factors: gl.shared_memory_descriptor  # (STAGES · FACTORS, 1, ROWS), with a scale per row
     differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the anchor of the rows minus α at the key tile's
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
     d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS), then dk; wide: (SLOTS, …)
@@ -122,11 +125,11 @@ class BackwardShared:
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256), of consumer.py only
     constants: BackwardConstants
     barriers: BackwardBarriers
-    published: Pipeline  # the number of the work tile: one word
+    published: Pipeline  # index of the work tile: one word
     STAGES: gl.constexpr
     SLOTS: gl.constexpr
-    BLOCKS: gl.constexpr  # tiles that make up one of q or k
-    WIDE: gl.constexpr  # whether the consumers are those of wide.py
+    BLOCKS: gl.constexpr  # buffers that make up one tile of q or k
+    WIDE: gl.constexpr  # consumers of wide.py
 
     @gluon.constexpr_function
     def __init__(
@@ -162,7 +165,7 @@ class BackwardShared:
 
     @gluon.jit
     def slot(self, n):
-        """The slot of dSᵀ of the n-th tile; n may be −1."""
+        """Slot of dSᵀ of the n-th tile; n may be −1."""
         return (n + self.SLOTS) % self.SLOTS
 
     @gluon.jit
@@ -172,14 +175,14 @@ class BackwardShared:
 
     @gluon.jit
     def publish(self, count, index):
-        """Publish the number of the count-th work tile, for the producer."""
+        """Publish the index of the count-th work tile, for the producer."""
         self.published.producer_acquire(count)
         store_word(self.published.tiles, 0, index)
         self.published.producer_commit(count)
 
     @gluon.jit
     def published_index(self, count):
-        """The number of the count-th work tile, once it is published, for the consumers."""
+        """Index of the count-th work tile, once it is published, for the consumers."""
         self.published.consumer_wait(count)
         index = load_word(self.published.tiles, 0)
         self.published.consumer_release(count)

@@ -1,14 +1,14 @@
 """The backward's consumers for up to 192 columns of q and k with up to 128 of v: 64 keys each, as in consumer.py.
 
-dk and dv of 64 keys take 160 registers of a thread, and what is left has room for the scores of 32 rows. So a query
-tile is two halves. q, k and dk are three blocks of 64 columns. Of dq, which is multiplied a tile later, each warpgroup
-has one block in every tile, and they take turns: the middle block is one's, and the row sums of dS are the other's.
-Threads add dq up from their registers (wide.py)::
+dk and dv of 64 keys take 160 registers of a thread, and the scores of 32 rows fit in the rest. So a query tile is
+processed in two halves. q, k and dk are three blocks of 64 columns. dq is multiplied one tile later. Each warpgroup has
+one outer block of it in every tile. In turns, one has the middle block and the other the row sums of dS. Threads add dq
+up from their registers (wide.py)::
 
     half 0   S, dP | P | dV | dS → shared memory | dq₋₁ of an outer block | dK
     half 1   S, dP | P | dV | dS → shared memory | dq₋₁ of the middle block, or row sums₋₁ | dK
 
-Additions to memory limit it: with 64 keys per work tile there would be twice as many (wide.py).
+Additions to memory limit this kernel: with 64 keys per work tile (wide.py) there would be twice as many.
 
 The barriers are those of kernel.py, with three slots of dSᵀ.
 
@@ -37,15 +37,15 @@ from decayattn.backends.hopper.common.pipelines import arrive, signal
 from decayattn.backends.hopper.common.tile_table import flat, stacked
 from decayattn.backends.tiles.scores import LOG2E, score_gradient
 
-# blocks that dq has room for in memory
+# blocks of dq that are allocated in memory
 DQ_BLOCKS: gl.constexpr = gl.constexpr(4)
-# a block of dk
+# layout of a block of dk
 DK: gl.constexpr = gl.constexpr(product_layout(PART.value))
 
 
 @gluon.jit
 def _add_dq(shared, n, visit, work, dq_target, zero, BLOCK: gl.constexpr):
-    """Multiply and add a block of dq of the tile before the n-th, a visit."""
+    """Multiply a block of dq of the tile before the n-th, and add it to memory; visit: that tile's."""
     dq_fragments, first_part, _, _ = dq_target
     slot = shared.slot(n - 1)
     dq = gl.zeros([PART, PART], gl.float32, DQ)
@@ -59,7 +59,7 @@ def _add_dq(shared, n, visit, work, dq_target, zero, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _take_turn(shared, n, visit, work, dq_target, zero, WARPGROUP: gl.constexpr):
-    """The same of the middle block of dq, or of the row sums of dS, which is the other warpgroup's turn then."""
+    """Do the same for the middle block of dq, or for the row sums of dS, while the other warpgroup does the other."""
     _, _, row_sums, first_row = dq_target
     if (n & 1) == WARPGROUP:
         _add_dq(shared, n, visit, work, dq_target, zero, 1)
@@ -79,8 +79,10 @@ def _next_tile(
     n, tile, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
     EDGE: gl.constexpr,
 ):
-    """Add the n-th query tile to gradients, (the blocks of dk, dv, key_sum), and dq of the visit before it to its
-    target (consumer.py)."""
+    """Add the n-th query tile to gradients, (dk's blocks, dv, key_sum), and dq of the previous visit to its target.
+
+    The arguments are those of consumer._next_tile.
+    """
     dk0, dk1, dk2, dv, key_sum = gradients
     HALF: gl.constexpr = work.schedule.ROWS // 2
     DECAY: gl.constexpr = work.schedule.DECAY
@@ -99,7 +101,7 @@ def _next_tile(
         mbarrier.wait(shared.barriers.first_scores.index(stage), phase)
     mbarrier.wait(shared.barriers.queries_ready.index(stage), phase)
     for half in gl.static_range(2):
-        # another 0 in each half: a half would keep 24 registers of matrix descriptors for the other one
+        # another 0 in each half: with the same one, 24 registers of matrix descriptors would live through both halves
         zero = opaque_zero(n + half)
         own = WARPGROUP + zero
         first_block = (stage + zero) * DK_BLOCKS
@@ -129,7 +131,7 @@ def _next_tile(
         d_scores = score_gradient(p, dpT, 0)
         dsT = d_scores.to(DTYPE)
 
-        # waited for here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
+        # wait here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
         if half == 0:
             shared.wait_d_scores(n - 1, pred=n > 0)
         shared.d_scores.index(shared.slot(n) * 2 + WARPGROUP).slice(half * HALF, HALF, 1).store(dsT)
@@ -137,7 +139,7 @@ def _next_tile(
             fence_async_shared()
             arrive(shared.barriers.d_scores_ready.index(shared.slot(n)))
         dv = warpgroup_mma_wait(0, (dv,))
-        # waited for before dk is issued: for both, ptxas would have too few registers, and serialise all products
+        # finish dq before issuing dk: for both, ptxas would have too few registers, and serialise all products
         if previous >= 0:
             if half == 0:
                 _add_dq(shared, n, previous, work, dq_target, zero, 2 * WARPGROUP)
@@ -163,7 +165,7 @@ def _next_tile(
 
 @gluon.jit
 def _store_dk(dk_desc, blocks, n, work, shared, WARPGROUP: gl.constexpr):
-    """Begin to store dk, block after block, from the two slots of dSᵀ that are not the last tile's (consumer.py)."""
+    """Start to store dk, block after block, from the two slots of dSᵀ that are not the last tile's (consumer.py)."""
     for block in gl.static_range(DK_BLOCKS):
         if block >= 2:
             tma.store_wait(0)
@@ -178,7 +180,7 @@ def _store_dk(dk_desc, blocks, n, work, shared, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def consume_three_blocks(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
-    """One consumer warpgroup: its 64 keys of every work tile through the query tiles that see the work tile's keys."""
+    """Run one consumer warpgroup: its 64 keys of every work tile, through the query tiles that see the tile's keys."""
     KEY: gl.constexpr = gl.SliceLayout(1, product_layout(schedule.ROWS // 2))
     D_V: gl.constexpr = shared.values.shape[-1]
     index = shared.published_index(0)
@@ -198,14 +200,15 @@ def consume_three_blocks(schedule, shared, dq_fragments, dk_desc, decay, scale, 
             first_part = work.first_tile(member) * DQ_BLOCKS
             dq_target = (dq_fragments, first_part, decay.sums.rows, work.first_row(member))
             key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
-            # the last visit, tile · SIDES + side
+            # the previous visit, as tile · SIDES + side
             previous = -1
             for side in range(schedule.SIDES):
                 first, end = work.rows_of_side(rows, side)
                 visited = work.visited(ends, side)
-                # waited for only now: the loads above run while the keys arrive
+                # wait late, so that the loads above run while the keys arrive
                 mbarrier.wait(shared.barriers.keys_ready, count & 1)
-                # dk of the last work tile has left the slots of dSᵀ: one thread knows, and all will write there
+                # One thread waits until dk of the last work tile has left the slots of dSᵀ. The barrier holds back the
+                # others, which write there too
                 tma.store_wait(0)
                 copy_engine.thread_barrier()
                 for EDGE in gl.static_range(1, -1, -1):
@@ -219,11 +222,11 @@ def consume_three_blocks(schedule, shared, dq_fragments, dk_desc, decay, scale, 
                         previous = tile * schedule.SIDES + side
                         n += 1
                 if schedule.SIDES == 2:
-                    # right of the diagonal the sign is the other one: with a change of sign after each side, sums are
+                    # right of the diagonal the sign is reversed: with a change of sign after each side, sums are
                     # left − right
                     key_alpha, key_sum = -key_alpha, -key_sum
             if member == schedule.GROUP - 1:
-                # dv takes the place of this warpgroup's values
+                # store dv to the buffer of this warpgroup's values
                 flat(shared.values.index(WARPGROUP)).store(dv.to(shared.values.dtype))
                 fence_async_shared()
                 arrive(shared.barriers.dv_ready)
@@ -234,7 +237,7 @@ def consume_three_blocks(schedule, shared, dq_fragments, dk_desc, decay, scale, 
                 _take_turn(shared, n, previous, work, dq_target, opaque_zero(n), WARPGROUP)
             arrive(shared.barriers.keys_read, member == schedule.GROUP - 1)
             if schedule.DECAY_GRADIENT:
-                # found again: the bounds would need registers in the loop
+                # find the work tile again: its bounds would take registers in the loop
                 store_key_sums(find_work(schedule, index), member, key_sum, decay, WARPGROUP)
 
         # both warpgroups have read dSᵀ of the last tile, too

@@ -1,28 +1,29 @@
 """The backward's consumers beyond 128 columns, where dk and dv of a warpgroup's own keys would take all registers.
 
-The two warpgroups share the 64 keys of a work tile. Each has half of the columns of dk, dv and dq, for which it needs
-all rows of a query tile, and half of the rows of the scores, for which it needs all columns. So P and dS go through
-shared memory. dq of a tile is multiplied beside the next one, in two parts of 64 columns, which threads add up from
-their registers: by way of shared memory, as in narrower kernels, dq would be a quarter of what that moves::
+The two warpgroups share the 64 keys of a work tile. Each has half of the columns of dk, dv and dq, which need all rows
+of a query tile. Each has half of the rows of the scores, which need all columns. So P and dS go through shared memory.
+dq of a tile is multiplied during the next one, in two parts of 64 columns, and threads add it up from their registers.
+Through shared memory, as in narrower kernels, dq would be a quarter of the shared memory traffic::
 
     each     S, dq₋₁ (1), dP | P | dq₋₁ (2) ∥ dS | P, dS → shared memory | dV, dK | S …
              its rows                               waits for the other's   its columns
 
-    barrier          stages         who arrives                      who waits
+    barrier          stages         arrivals by                      waited for by
     d_scores_ready   SLOTS          both: P and dS are stored        both, before dV
     scaled_ready     1              both: dS times the scales of     both, before dK
-                                    its rows is stored, where rows
-                                    have scales of their own
+                                    its rows is stored, with a
+                                    scale per row
     p_read           1              both, after dq of the last tile  both, before they store the next P and dS
                                     and dV; with such scales, and dK
     dv_ready         1              both: dv and dk are where v      producer, before it stores them
                                     and k were
 
-Such scales multiply dS for dK alone. The product is stored where dS of the tile before was, once both have read it for
-dq₋₁: they have by the time they have stored P and dS, for which part 2 is waited for earlier.
+A scale per row multiplies dS for dK alone. The product is stored where dS of the previous tile was, after both
+warpgroups have read that for dq₋₁. They have done so by the time they have stored P and dS; for this, they wait for
+part 2 earlier than without such scales.
 
-The others are those of kernel.py, but for keys_read. What a work tile leaves takes the place of its keys and values,
-and the next ones are loaded when it has left: one pause in as many query tiles as a key has.
+The other barriers are those of kernel.py, without keys_read. dk and dv of a work tile are stored to the buffers of its
+keys and values, and the next keys and values are loaded once they have left: one pause per work tile.
 
 Tiles, per warpgroup: dk (64, D / 2) · dv (64, D_v / 2) · scoreT, pT, dpT, dsT (64, 32) · dq part (64, 64).
 """
@@ -53,26 +54,28 @@ from decayattn.backends.hopper.common.pipelines import arrive
 from decayattn.backends.hopper.common.tile_table import flat
 from decayattn.backends.tiles.scores import LOG2E, score_gradient
 
-# parts of dq, of 64 columns, that a warpgroup multiplies of a tile
+# parts of dq, of 64 columns, that a warpgroup multiplies for a tile
 PARTS: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.constexpr_function
 def _parts(warpgroup, read):
-    """How many of a warpgroup's parts have columns that hold numbers."""
+    """Number of a warpgroup's parts with columns that hold values."""
     return max(0, min(2, read // 64 - 2 * warpgroup))
 
 
 @gluon.constexpr_function
 def _dk_columns(warpgroup, read):
-    """A warpgroup's columns of dk: all of its half, or the first 64 if the others hold no numbers."""
+    """Number of a warpgroup's columns of dk: its half, or only the first 64 if the others hold no values."""
     return 128 if read - 128 * warpgroup > 64 else 64
 
 
 @gluon.jit
 def _start_scores(keys, rows, terms, FIRST: gl.constexpr, READ: gl.constexpr):
-    """Issue keys · rowsᵀ, with what is added to every row's scores, the splits in the columns of terms from FIRST on:
-    (64, 32). FIRST < 0: nothing is added."""
+    """Issue keys · rowsᵀ plus a term per row: (64, 32).
+
+    The term's splits are in the columns of `terms` from FIRST on; FIRST < 0: no term.
+    """
     ROWS: gl.constexpr = rows.shape[0]
     SCORE: gl.constexpr = product_layout(ROWS)
     score = gl.zeros([WARPGROUP_KEYS, ROWS], gl.float32, SCORE)
@@ -86,7 +89,7 @@ def _start_scores(keys, rows, terms, FIRST: gl.constexpr, READ: gl.constexpr):
 
 @gluon.jit
 def _start_dq_part(shared, n, slot, COLUMN: gl.constexpr):
-    """Issue dS k of the tile in a slot for the 64 columns from COLUMN on."""
+    """Issue dS k of the tile in a slot, for the 64 columns from COLUMN on."""
     key = flat(shared.keys.index(opaque_zero(n))).slice(COLUMN, PART, 1)
     left = shared.d_scores.index(slot).permute((1, 0))
     return warpgroup_mma(left, key, gl.zeros([PART, PART], gl.float32, DQ), use_acc=False, is_async=True)
@@ -97,8 +100,10 @@ def _next_tile(
     n, tile, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
     READ: gl.constexpr, EDGE: gl.constexpr,
 ):
-    """Add the n-th query tile to gradients, (dk, dv, key_sum), and dq of the visit before it to its target
-    (consumer.py)."""
+    """Add the n-th query tile to gradients, (dk, dv, key_sum), and dq of the previous visit to its target.
+
+    The arguments are those of consumer._next_tile.
+    """
     dk, dv, key_sum = gradients
     dq_fragments, first_part, row_sums, first_row = dq_target
     ROWS: gl.constexpr = work.schedule.ROWS
@@ -107,7 +112,7 @@ def _next_tile(
     DTYPE: gl.constexpr = shared.queries.dtype
     DQ_PARTS: gl.constexpr = _parts(WARPGROUP, READ)
     ROW_SCALES: gl.constexpr = work.schedule.ROW_SCALES
-    # each warpgroup makes one kind of sums
+    # warpgroup 0 makes the row sums, the other one the sums of keys
     ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS and WARPGROUP == 0
     KEY_SUMS: gl.constexpr = work.schedule.DECAY_GRADIENT and WARPGROUP == 1
     D_V: gl.constexpr = shared.values.shape[-1]
@@ -120,7 +125,7 @@ def _next_tile(
     mbarrier.wait(shared.barriers.queries_ready.index(stage), phase)
     own_terms = shared.terms.index(stage).slice(WARPGROUP * OWN, OWN, 0).permute((1, 0))
     own_query = query.slice(WARPGROUP * OWN, OWN, 0)
-    # the terms have LSE₂ divided by the one scale of all scores; of rows with their own, tile_probability subtracts it
+    # the terms have LSE₂ divided by the scale of all scores; with a scale per row, tile_probability subtracts LSE₂
     LSE2: gl.constexpr = -1 if ROW_SCALES else 0
     scoreT = _start_scores(flat(shared.keys.index(own)), own_query, own_terms, LSE2, READ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
@@ -134,7 +139,7 @@ def _next_tile(
     mbarrier.wait(shared.barriers.d_outs_ready.index(stage), phase)
     own_d_out = d_out.slice(WARPGROUP * OWN, OWN, 0)
     dpT = _start_scores(flat(shared.values.index(own)), own_d_out, own_terms, DELTA, D_V)
-    # products that follow those for the scores, and those for dq
+    # numbers of products issued for dP, and for dq with the row sums
     OF_DP: gl.constexpr = D_V // 64 + 1
     OF_DQ: gl.constexpr = (1 if DQ_PARTS > 0 else 0) + (1 if ROW_SUMS else 0)
     scoreT = warpgroup_mma_wait(OF_DP + OF_DQ, (scoreT,))
@@ -147,7 +152,7 @@ def _next_tile(
         add_row_sums(row_sum, row_sums, first_row, previous, work, 0, D)
     dpT = warpgroup_mma_wait(0, (dpT,))
     if DQ_PARTS > 1:
-        # not before dP is there: ptxas would have too few registers, and serialise all products
+        # issued only after dP is ready: earlier, ptxas would have too few registers, and serialise all products
         second_dq = _start_dq_part(shared, n, before, WARPGROUP * D // 2 + PART)
     d_scores = score_gradient(p, dpT, 0)
     dsT = d_scores.to(DTYPE)
@@ -156,7 +161,7 @@ def _next_tile(
     pT.slice(WARPGROUP * OWN, OWN, 1).store(p.to(DTYPE))
     shared.d_scores.index(shared.slot(n)).slice(WARPGROUP * OWN, OWN, 1).store(dsT)
     if ROW_SCALES and DQ_PARTS > 1:
-        # what it reads is overwritten once both have arrived
+        # once both have arrived, its operand is overwritten
         second_dq = warpgroup_mma_wait(0, (second_dq,))
         if previous >= 0:
             add_from_registers(dq_fragments, previous_part + 1, second_dq)
@@ -181,7 +186,7 @@ def _next_tile(
     of_keys = gl.zeros([WARPGROUP_KEYS, COLUMNS], gl.float32, product_layout(COLUMNS))
     if KEY_SUMS:
         of_keys = warpgroup_mma(left, weights.index(own).permute((1, 0)), of_keys, use_acc=False, is_async=True)
-    # products that follow dv
+    # number of products issued after dv
     LATER: gl.constexpr = 2 if KEY_SUMS else 1
     if DQ_PARTS > 1 and not ROW_SCALES:
         second_dq = warpgroup_mma_wait(LATER + 1, (second_dq,))
@@ -201,7 +206,7 @@ def _next_tile(
 
 @gluon.jit
 def consume_wide(schedule, shared, dq_fragments, decay, scale, WARPGROUP: gl.constexpr, READ: gl.constexpr):
-    """One consumer warpgroup: its columns of every work tile, through the query tiles that see the work tile's keys."""
+    """Run one consumer warpgroup: its columns of every work tile, through the query tiles that see the tile's keys."""
     ROWS: gl.constexpr = schedule.ROWS
     SCORE: gl.constexpr = product_layout(ROWS // 2)
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
@@ -226,12 +231,12 @@ def consume_wide(schedule, shared, dq_fragments, decay, scale, WARPGROUP: gl.con
             first_row = work.first_row(member)
             dq_target = (dq_fragments, first_part, decay.sums.rows, first_row)
             key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
-            # the last visit, tile · SIDES + side
+            # the previous visit, as tile · SIDES + side
             previous = -1
             for side in range(schedule.SIDES):
                 first, end = work.rows_of_side(rows, side)
                 visited = work.visited(ends, side)
-                # waited for only now: the loads above run while the keys arrive
+                # wait late, so that the loads above run while the keys arrive
                 mbarrier.wait(shared.barriers.keys_ready, count & 1)
                 for EDGE in gl.static_range(1, -1, -1):
                     first_visit, end_visit = visits(visited, EDGE)
@@ -244,7 +249,7 @@ def consume_wide(schedule, shared, dq_fragments, decay, scale, WARPGROUP: gl.con
                         previous = tile * schedule.SIDES + side
                         n += 1
                 if schedule.SIDES == 2:
-                    # right of the diagonal the sign is the other one: with a change of sign after each side, sums are
+                    # right of the diagonal the sign is reversed: with a change of sign after each side, sums are
                     # left − right
                     key_alpha, key_sum = -key_alpha, -key_sum
             # dq of the head's last tile
@@ -263,12 +268,12 @@ def consume_wide(schedule, shared, dq_fragments, decay, scale, WARPGROUP: gl.con
                 if previous >= 0:
                     add_row_sums(row_sum, decay.sums.rows, first_row, previous, work, 0, D)
             if KEY_SUMS:
-                # found again: the bounds would need registers in the loop
+                # find the work tile again: its bounds would take registers in the loop
                 store_key_sums(find_work(schedule, index), member, key_sum, decay, 0)
 
-        # dv takes the place of the values, and dk that of the keys. The other warpgroup had its last scores before it
-        # stored dS of the last tile, and for dq it reads columns of the keys that are its own: only warps of this one
-        # may still read what is overwritten
+        # Store dv to the buffer of the values, and dk to that of the keys. The other warpgroup had its last scores
+        # before it stored dS of the last tile, and for dq it reads its own columns of the keys only. So only warps of
+        # this warpgroup may still read the overwritten columns
         copy_engine.thread_barrier()
         values, keys = flat(shared.values.index(0)), flat(shared.keys.index(0))
         values.slice(WARPGROUP * D_V // 2, D_V // 2, 1).store(dv.to(values.dtype))

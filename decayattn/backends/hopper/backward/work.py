@@ -1,10 +1,10 @@
-"""The backward's work tiles, their order, and the query tiles that each visits.
+"""Work tiles of the backward, their order, and the query tiles that each visits.
 
-A work tile is a tile of keys of one sequence and one head of keys. It visits the rows of all query heads of its
-group.
+A work tile is a tile of keys of one sequence and one head of keys. It visits the rows of all query heads of its group.
 
-Not causal, a decay has one sign for rows i ≥ j, left of which is key j, and the other for rows i < j, right of which it
-is. So query tiles are visited side by side of the diagonal, those on the diagonal twice: a visit has one sign.
+Not causal, a decay has one sign for rows i ≥ j (key j is left of the diagonal) and the other for rows i < j (it is
+right of it). So a work tile visits first the query tiles of one side, then those of the other. It visits tiles on the
+diagonal twice: a visit has one sign.
 """
 
 from triton.experimental import gluon
@@ -23,25 +23,26 @@ WARPGROUP_KEYS: gl.constexpr = ROWS
 
 @gluon.constexpr_function
 def has_row_sums(DECAY, DECAY_GRADIENT):
-    """Whether row sums of dS are needed: by the gradient of a decay per token. A constant rate's has sums of keys
-    only."""
+    """True if the decay's gradient needs row sums of dS: that of a decay per token.
+
+    A constant rate's gradient needs sums of keys only.
+    """
     return DECAY_GRADIENT and DECAY == "scalar"
 
 
 @gluon.constexpr_function
 def side_count(DECAY, CAUSAL):
-    """How many sides of the diagonal are visited one after the other: 2 where a decay has another sign on each."""
+    """Number of sides of the diagonal that are visited in turn: 2 if a decay's sign differs between them."""
     return 1 if CAUSAL or DECAY == "none" else 2
 
 
 @aggregate
 class KeySchedule:
-    """The lengths and heads of a call, what it is compiled for (kernel.BackwardTile and BackwardModes), and the order
-    of its work tiles.
+    """Lengths and heads of a call, constants of the kernel (kernel.BackwardTile and BackwardModes), and the work order.
 
-    A chunk of `together` heads, whose rows fit the cache, takes turns tile by tile. Causal, the first key tiles are
-    seen by the most rows and come first, so the last ones of several heads end at the same time. The last heads come
-    first: ALiBi and RetNet give them the longest memory, so they have the most to do where keys are skipped.
+    A chunk of `together` heads, with rows that fit the cache, takes turns tile by tile. Causal, the first key tiles are
+    visible to the most rows and come first, so the last tiles of several heads end at the same time. The last heads
+    come first: ALiBi and RetNet give them the longest memory, so they have the most work if keys are skipped.
     """
 
     work_tiles: gl.tensor
@@ -68,7 +69,7 @@ class KeySchedule:
     WINDOW: gl.constexpr
     PLANNED: gl.constexpr
     CAUSAL: gl.constexpr
-    SIDES: gl.constexpr  # 2 where they differ, else 1: side 0 has all rows
+    SIDES: gl.constexpr  # 2 if their signs differ, else 1: side 0 has all rows
 
     @gluon.constexpr_function
     def __init__(
@@ -103,13 +104,15 @@ class KeySchedule:
 
     @gluon.jit
     def chunks(self):
-        """The number of chunks. The first chunk has the last heads; the last one has the first heads and may be
-        smaller."""
+        """Number of chunks.
+
+        The first chunk has the last heads; the last one has the first heads and may be smaller.
+        """
         return gl.cdiv(self.kv_heads, self.together)
 
     @gluon.jit
     def chunk_work_tiles(self):
-        """The number of work tiles of every chunk but the last one."""
+        """Number of work tiles of every chunk but the last one."""
         return self.together * self.key_tiles
 
     @gluon.jit
@@ -162,7 +165,7 @@ class KeyWork:
 
     @gluon.jit
     def first_row(self, member):
-        """Where the rows of a query head begin in a buffer (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
+        """Offset of the rows of a query head in a buffer (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
         return start_of_head(self.head_row(member), self.schedule.query_axis, self.bounds.first_row, False)
 
     @gluon.jit
@@ -175,7 +178,7 @@ class KeyWork:
 
     @gluon.jit
     def first_tile(self, member):
-        """A head's first query tile, counted through all heads."""
+        """First query tile of a head, counted through all heads."""
         if self.schedule.RAGGED:
             first = self.head(member) * self.schedule.row_tiles + self.bounds.first_tile
         else:
@@ -184,7 +187,7 @@ class KeyWork:
 
     @gluon.jit
     def query_at(self, member, row, COLUMN: gl.constexpr = 0):
-        """The rows of a head from `row` on, and from a column on, for the copy engine."""
+        """TMA coordinates of the rows of a head from `row` on, from a column on."""
         bounds = self.bounds
         return coordinates(
             bounds.entry, self.head(member), row, bounds.first_row, bounds.query_length, self.schedule.query_axis,
@@ -193,7 +196,7 @@ class KeyWork:
 
     @gluon.jit
     def key_at(self, PART: gl.constexpr, COLUMN: gl.constexpr = 0):
-        """WARPGROUP_KEYS keys, from a column on, for the copy engine."""
+        """TMA coordinates of WARPGROUP_KEYS keys, from a column on."""
         bounds = self.bounds
         return coordinates(
             bounds.entry, self.kv_head, bounds.start + PART * WARPGROUP_KEYS, bounds.first_token,
@@ -202,8 +205,10 @@ class KeyWork:
 
     @gluon.jit
     def limits(self, member, rates):
-        """How many keys a row of a head sees at most before its own and, not causal, behind it; not read without a
-        window or a constant decay."""
+        """Upper bounds on the keys that a row of a head sees before its own and, not causal, after it.
+
+        Not read without a window or a constant decay.
+        """
         left, right = self.schedule.left, self.schedule.right
         if self.schedule.DECAY == "constant":
             left = side_of_head(rates, 1, self.head(member), left if self.schedule.WINDOW else None)
@@ -244,25 +249,24 @@ class KeyWork:
 
     @gluon.jit
     def rows_of_ends(self, member, last_reset, next_reset, limits):
-        """rows_of the first and the last key of the tile, between which those of all others are (they grow with the
-        key).
+        """rows_of the first and the last key of the tile, which bound those of all its keys (they grow with the key).
 
-        PLANNED: rows behind the last granule that visits the tile do not see it (skipping.py).
+        PLANNED: rows after the last granule that visits the tile do not count (skipping.py).
         """
         first_min, own_min, end_min = self.rows_of(self.bounds.start, last_reset, next_reset, limits)
         last_key = self.bounds.start + self.schedule.KEYS - 1
         first_max, own_max, end_max = self.rows_of(last_key, last_reset, next_reset, limits)
         if self.schedule.PLANNED:
             last_granule = gl.load(self.schedule.mirror + self.first_block(member) + self.bounds.start // DECAY_BLOCK)
-            # rounded up to whole tiles, which need no mask: the rows that this adds do see the keys
+            # rounded up to full tiles, which need no mask: the additional rows do see the keys
             planned = gl.cdiv((last_granule + 1) * GRANULE, self.schedule.ROWS) * self.schedule.ROWS
             end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
         return (first_min, own_min, end_min), (first_max, own_max, end_max)
 
     @gluon.jit
     def visited(self, ends, side):
-        """(begin, whole_begin, whole_end, end) of the query tiles on a side that see a key of the tile
-        (tiles_between)."""
+        """(begin, whole_begin, whole_end, end) of the query tiles on a side that see a key of the tile (tiles_between).
+        """
         first_min, end_min = self.rows_of_side(ends[0], side)
         first_max, end_max = self.rows_of_side(ends[1], side)
         return tiles_between(first_min, first_max, end_min, end_max, self.schedule.ROWS)
@@ -270,21 +274,21 @@ class KeyWork:
 
 @gluon.jit
 def visit_count(visited):
-    """How many query tiles a side has, from its KeyWork.visited."""
+    """Number of query tiles of a side, from its KeyWork.visited."""
     begin, _, _, end = visited
     return end - begin
 
 
 @gluon.jit
 def edge_count(visited):
-    """How many of them are edge tiles."""
+    """Number of partial tiles among them."""
     begin, whole_begin, whole_end, end = visited
     return end - begin - (whole_end - whole_begin)
 
 
 @gluon.jit
 def visits(visited, EDGE: gl.constexpr):
-    """[first, end) of the visits to edge tiles, or to whole ones."""
+    """[first, end) of the visits to partial tiles, or to full ones."""
     first, end = edge_count(visited), visit_count(visited)
     if EDGE:
         first, end = first * 0, first
@@ -293,7 +297,7 @@ def visits(visited, EDGE: gl.constexpr):
 
 @gluon.jit
 def query_tile(visit, visited):
-    """The tile of a visit, for the producer and the consumers: edge tiles come first, then whole ones."""
+    """Tile of a visit, for the producer and the consumers: partial tiles come first, then full ones."""
     begin, whole_begin, whole_end, _ = visited
     edges = edge_count(visited)
     edge = edge_tile(visit, begin, whole_begin, whole_end)
@@ -302,7 +306,7 @@ def query_tile(visit, visited):
 
 @gluon.jit
 def find_work(schedule, index):
-    """The work tile of this number."""
+    """Return the work tile with this index."""
     rest = index % schedule.chunk_work_tiles()
     first, end = schedule.heads_of_chunk(schedule.chunk(index))
     tile = rest // (end - first)

@@ -1,9 +1,9 @@
-"""Zeroing dq of the backward, before it is added up: by the copy engine, while other heads are computed.
+"""Zeroing of dq before the backward adds it up: by TMA, while other heads are computed.
 
-Heads are computed in chunks of KeySchedule.together. With every work tile of a chunk, its producer zeroes a share of
-the next chunk's dq; the first chunk's is zeroed before (row_terms.py). A launch that zeroed all of it would write twice
-the bytes of dq while nothing is computed. counters[0] is the number of work tiles that were fetched. counters[chunk],
-for all chunks but the first, is the number of shares whose zeros are in memory::
+Heads are computed in chunks of KeySchedule.together. With every work tile of a chunk, the producer zeroes a share of
+the next chunk's dq; row_terms.py zeroes the first chunk's before. A launch that zeroed all of it would write twice the
+bytes of dq while nothing is computed. counters[0] is the number of work tiles that were fetched. counters[chunk], for
+all chunks but the first, is the number of shares with zeros in memory. Timeline::
 
     program 0    tile 0 of chunk 0, zeros share 0 of chunk 1 | counters[1] += 1 | … | tile 0 of chunk 1
     program 1    tile 1 of chunk 0, zeros share 1 of chunk 1 | counters[1] += 1 | … | tile 1 of chunk 1
@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common import copy_engine
 
-# dq is seen as lines of so many columns
+# columns of dq, seen as lines of consecutive values
 COLUMNS: gl.constexpr = gl.constexpr(256)
 
 
@@ -33,8 +33,8 @@ def allocate_zeros(zeros_desc):
 
 @gluon.jit
 def start_zeroing(schedule, zeros, zeros_desc, index, D: gl.constexpr):
-    """Begin to zero a work tile's share of the next chunk's dq; returns whether there is a next chunk."""
-    # that are zeroed at once
+    """Start to zero a work tile's share of the next chunk's dq; return True if there is a next chunk."""
+    # lines that one copy zeroes
     LINES: gl.constexpr = zeros_desc.block_shape[0]
     OF_A_TILE: gl.constexpr = schedule.ROWS * D // (LINES * COLUMNS)
     work_tiles = schedule.chunk_work_tiles()
@@ -55,7 +55,7 @@ def publish_zeroed(schedule, counters, index):
         "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;", "=r,r", [index], dtype=gl.int32, is_pure=False,
         pack=1,
     )
-    # one thread has stored them, and another one may count
+    # one thread has stored the zeros, and another one may count them
     copy_engine.thread_barrier()
     gl.atomic_add(counters + schedule.chunk(index) + 1, 1, sem="release")
 
@@ -67,8 +67,7 @@ def wait_zeroed(schedule, counters, index):
     zeroed = gl.atomic_add(counter, 0, sem="acquire")
     while zeroed < schedule.chunk_work_tiles():
         zeroed = gl.atomic_add(counter, 0, sem="acquire")
-    # the copy engine adds to them only after this. Threads that add themselves have waited for keys, which are loaded
-    # later
+    # TMA adds to dq only after this fence. Threads that add themselves have waited for keys, which are loaded later
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, 0;", "=r,r", [zeroed], dtype=gl.int32, is_pure=False, pack=1
     )
