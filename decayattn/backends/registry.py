@@ -120,7 +120,7 @@ def load(name: str) -> Backend | str:
     except ImportError as error:
         if error.name is None or not error.name.startswith("triton"):
             raise
-        return f"{error}; PyTorch's builds for GPUs bring it, and for a CPU there is `pip install triton`"
+        return f"{error}; install Triton: PyTorch's GPU builds include it, for a CPU run `pip install triton`"
 
 
 def loaded(name: str) -> Backend:
@@ -182,7 +182,7 @@ def decoder(name: str, dtype: torch.dtype, device: torch.device) -> Decoder | No
     reason = _unavailable(name, dtype, device)
     if reason is None and not _decodes(name):
         others = " and ".join(map(repr, _decoding()))
-        reason = f"it has no kernels for new tokens over those in a cache; {others} has, and 'auto' takes them"
+        reason = f"it has no kernels for new tokens over a cache; pass 'auto' or {others}"
     _refuse(name, reason)
     return cast(Decoder, loaded(name))
 

@@ -38,9 +38,9 @@ def tokens(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 def slices_unsupported(x: Tensor) -> str | None:
     """Reason why `slices` cannot take a (B, T, H, D) tensor's batch and token axes as one axis, or None."""
     if x.shape[0] * x.shape[1] >= SLICE_END:
-        return f"it has {x.shape[0] * x.shape[1]} tokens, and {SLICE_END} or more are too many"
+        return f"it has {x.shape[0] * x.shape[1]} tokens, expected fewer than {SLICE_END}"
     if x.shape[0] > 1 and x.shape[1] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
-        return f"its batch entries do not lie behind one another (stride {x.stride(0)})"
+        return f"its batch entries are not consecutive in memory (stride {x.stride(0)})"
     return None
 
 
