@@ -38,7 +38,7 @@ EXPERIMENTS = "{python} experiments/"
 # what the suite and the scripts import, peers of the benchmarks aside
 PACKAGES = (
     "torch", "triton", "einops", "pytest", "xdist", "hypothesis", "lightning", "jsonargparse", "matplotlib", "numpy",
-    "yaml", "transformers", "accelerate",
+    "yaml", "transformers", "accelerate", "tqdm",
 )
 GRACE = 10.0  # seconds between asking a command to end and ending it
 
@@ -67,43 +67,41 @@ class Step:
 
 STEPS = (
     Step("suite", "whole", 10, "{python} -m pytest -q -n {cores} -p no:cacheprovider"),
-    Step("fuzz", "whole", 8, EXPERIMENTS + "fuzz_kernels.py --seed {seed} --family 200 --backends triton hopper"
-         " --calls {calls} --processes {share} --minutes 7 --output {out}/fuzz_{gpu}.json", each=True),
-    Step("slices", "whole", 6, EXPERIMENTS + "fuzz_context.py --ranks {gpus} --seed {seed} --family 100 --calls {calls}"
-         " --minutes 5", least=2),
-    Step("sustained", "timed", 9, EXPERIMENTS + "benchmark_sustained.py --peers cudnn flash_attn flex fla fox"
+    Step("fuzz", "whole", 8, EXPERIMENTS + "tools/fuzz_kernels.py --seed {seed} --family 200 --backends triton hopper"
+         " --calls {calls} --processes {share} --minutes 7", each=True),
+    Step("slices", "whole", 6, EXPERIMENTS + "tools/fuzz_context.py --ranks {gpus} --seed {seed} --family 100"
+         " --calls {calls} --minutes 5", least=2),
+    Step("sustained", "timed", 9, EXPERIMENTS + "benchmarks/attention.py --peers cudnn flash_attn flex fla fox"
          " --decays scalar none constant --output {out}/benchmark_sustained.json"),
-    Step("memcheck", "check", 6, EXPERIMENTS + "sanitize_kernels.py --tools memcheck --what hopper triton"),
+    Step("memcheck", "check", 6, EXPERIMENTS + "tools/sanitize_kernels.py --tools memcheck --what hopper triton"),
     Step("toy", "check", 5, EXPERIMENTS + "train_toy_lm.py --devices 1 --run {out}/toy"),
     Step("triton", "check", 9, "{python} -m pytest -q -n {half} -p no:cacheprovider tests/backends/hopper"
          " tests/backends/runtime tests/backends/test_registry.py tests/test_autograd.py tests/test_compatibility.py",
          path="{triton}"),
-    Step("before", "timed", 9, EXPERIMENTS + "benchmark_sustained.py --captured --before {before} --peers cudnn"
+    Step("before", "timed", 9, EXPERIMENTS + "benchmarks/attention.py --regime captured --before {before} --peers cudnn"
          " --decays scalar constant none --rounds 5 --seconds 0.2 --output {out}/before.json"),
-    Step("before_triton", "timed", 6, EXPERIMENTS + "benchmark_sustained.py --captured --before {before} --peers cudnn"
-         " --backends triton --decays scalar constant none --rounds 5 --seconds 0.15"
+    Step("before_triton", "timed", 6, EXPERIMENTS + "benchmarks/attention.py --regime captured --before {before}"
+         " --peers cudnn --backends triton --decays scalar constant none --rounds 5 --seconds 0.15"
          " --shapes 16,2048,16,64 4,8192,16,64 16,2048,16,128 4,8192,16,128 --output {out}/before_triton.json"),
-    Step("sequences", "timed", 4, EXPERIMENTS + "benchmark_sequences.py --rounds 3 --generate-stream 2000"
+    Step("sequences", "timed", 4, EXPERIMENTS + "benchmarks/sequences.py --rounds 3 --generate-stream 2000"
          " --output {out}/benchmark_sequences.json"),
-    Step("overhead", "timed", 3, EXPERIMENTS + "benchmark_overhead.py --rounds 9 --packed --profile"
+    Step("overhead", "timed", 3, EXPERIMENTS + "benchmarks/overhead.py --rounds 9 --packed"
          " --output {out}/benchmark_overhead.json"),
-    Step("logits", "timed", 2, EXPERIMENTS + "benchmark_sustained.py --deviation 16 --peers cudnn --decays scalar none"
+    Step("logits", "timed", 2, EXPERIMENTS + "benchmarks/attention.py --deviation 16 --peers cudnn --decays scalar none"
          " --shapes 4,8192,16,64 4,8192,16,128 --output {out}/large_logits.json"),
-    Step("skipping", "timed", 4, EXPERIMENTS + "benchmark_skipping.py --head-dims 64 128 --rounds 3"
+    Step("skipping", "timed", 4, EXPERIMENTS + "benchmarks/skipping.py --head-dims 64 128 --rounds 3"
          " --output {out}/benchmark_skipping.json"),
-    Step("context", "whole", 6, EXPERIMENTS + "benchmark_context.py --ranks {gpus} --rounds 2"
+    Step("context", "whole", 6, EXPERIMENTS + "benchmarks/context.py --ranks {gpus} --rounds 2"
          " --lengths 32768 131072 262144 524288 --decays -0.01 -0.1 alibi none --output {out}/benchmark_context.json",
          least=2),
-    Step("strategies", "whole", 7, EXPERIMENTS + "benchmark_strategies.py --devices {gpus} --minutes 6.5"
-         " --output {out}/benchmark_strategies.json", least=2, goes_on=True),
-    Step("training", "timed", 8, EXPERIMENTS + "benchmark_training.py --minutes 7.5"
+    Step("strategies", "whole", 7, EXPERIMENTS + "benchmarks/training.py --strategies all --devices {gpus}"
+         " --minutes 6.5 --output {out}/benchmark_strategies.json", least=2, goes_on=True),
+    Step("training", "timed", 8, EXPERIMENTS + "benchmarks/training.py --minutes 7.5"
          " --output {out}/benchmark_training.json", goes_on=True),
-    Step("recall", "whole", 9, EXPERIMENTS + "recall.py --devices {gpus} --minutes 8.5 --output {out}/recall.json",
-         goes_on=True),
-    Step("precision", "check", 9, EXPERIMENTS + "training_precision.py --minutes 8.5"
-         " --output {out}/training_precision.json", goes_on=True),
-    Step("extrapolation", "whole", 9, EXPERIMENTS + "length_extrapolation.py --compile --devices {gpus} --minutes 8.5"
-         " --folder {out}/extrapolation --output {out}/length_extrapolation.json", goes_on=True),
+    Step("recall", "whole", 9, EXPERIMENTS + "studies/recall.py --devices {gpus} --processes 2"
+         " --minutes 8.5 --output {out}/recall.json", goes_on=True),
+    Step("extrapolation", "whole", 9, EXPERIMENTS + "studies/length_extrapolation.py --compile --devices {gpus}"
+         " --minutes 8.5 --folder {out}/extrapolation --output {out}/length_extrapolation.json", goes_on=True),
 )
 
 

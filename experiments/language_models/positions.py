@@ -43,6 +43,7 @@ class PerChannelDecay(nn.Module):
         self.longest_half_life = longest_half_life
         self.weight = nn.Parameter(torch.empty(num_heads * head_dim, embed_dim))
         self.bias = nn.Parameter(torch.empty(num_heads * head_dim))
+        self.weight._no_weight_decay = True  # decayattn.nn.parameter_groups spares it
         self.reset_parameters()
         self._x: Tensor | None = None
 

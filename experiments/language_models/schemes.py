@@ -6,13 +6,13 @@ from typing import Literal
 from torch import nn
 
 from decayattn import DecayFlashAttention
-from decayattn.nn import ConstantDecay, Rotary
+from decayattn.nn import Rotary
 from language_models.positions import PerChannelDecay
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A decay of the scores, by the name that make_decay takes, and what is done to queries and keys."""
+    """A decay of the scores, by DecayFlashAttention's name, and a position module for queries and keys."""
 
     label: str
     decay: str = "none"
@@ -59,18 +59,7 @@ def attention_layer(
         if context is None:
             raise ValueError(f"context: expected a length with scheme {scheme!r}, got None")
         position = PerChannelDecay(width, heads, width // heads, context=context)
-    layer = DecayFlashAttention(
-        width, heads, decay=make_decay(chosen.decay, heads), position=position, backend=backend
-    )
+    layer = DecayFlashAttention(width, heads, decay=chosen.decay, position=position, backend=backend)
     if isinstance(position, PerChannelDecay):
         position.attach(layer)
     return layer
-
-
-def make_decay(name: str, heads: int) -> str | nn.Module:
-    """What the name of a decay means to DecayFlashAttention: "scalar", "none", or ALiBi's or RetNet's rates, frozen or
-    learned ("alibi", "alibi-learned", "retnet", "retnet-learned")."""
-    if name in ("scalar", "none"):
-        return name
-    preset, _, learned = name.partition("-")
-    return getattr(ConstantDecay, preset)(heads, learned=bool(learned))

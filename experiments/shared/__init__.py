@@ -1,1 +1,1 @@
-"""What several scripts share: options, cases, peers, checks, timing, plots, progress, reports, provenance."""
+"""Modules that all scripts share: options, plots, provenance, reports, worker processes."""

@@ -1,7 +1,6 @@
-"""How plots look, whatever they show."""
+"""Looks that all plots share."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 
@@ -12,28 +11,21 @@ def frame(panel: Any) -> None:
 
 
 def length_axis(panel: Any, lengths: Sequence[int]) -> None:
-    """A logarithmic x axis that has these lengths of sequences for ticks."""
+    """A logarithmic x axis with these sequence lengths as ticks."""
     panel.set_xscale("log", base=2)
     panel.set_xticks(lengths, list(map(kilo, lengths)))
     panel.minorticks_off()
 
 
 def kilo(length: int) -> str:
-    """1024 as 1k, which is how lengths are said."""
+    """1024 as 1k."""
     return f"{length // 1024}k" if length and length % 1024 == 0 else str(length)
 
 
 def legend_entries(panels: Iterable[Any]) -> dict[str, Any]:
     """Label → handle of everything that the panels show, each once."""
-    handles: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    return handles
-
-
-def save_beside(figure: Any, output: Path) -> None:
-    """The figure of a report as PNG beside its JSON file."""
-    plot = output.with_suffix(".png")
-    figure.savefig(plot)
-    print(f"wrote {output} and {plot.name}")
+            found.setdefault(label, handle)
+    return found

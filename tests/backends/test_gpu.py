@@ -1,8 +1,8 @@
 """What only a GPU can show: launches, addresses past 2^31, grids past 65,535, a million tokens, graphs, two devices."""
 
 import pytest
-import stress_kernels
 import torch
+from tools import stress_kernels
 from torch import Tensor
 
 from decayattn import decay_attention

@@ -1,26 +1,20 @@
-"""The benchmark: its arithmetic, its peers' layouts, refusals and report, on any machine; a real run on a GPU."""
+"""Base of the benchmarks, peers, and the benchmark of attention: arithmetic, layouts, refusals, reports, clocks."""
 
-import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
-import statistics
+import shutil
 import subprocess
 import sys
 import types
-from pathlib import Path
 
-import benchmark_attention
 import pytest
 import torch
-from attention_benchmark import figure, report
-from attention_benchmark.launches import launches_in_trace
-from repository_files import EXPERIMENTS
-from shared import checks, peers, provenance, timing
-from shared.calls import Prepared, prepare
-from shared.cases import Case, cases, random_inputs
-from shared.report import write
+from benchmarks import attention, harness, peers
+from benchmarks.harness import Case, Prepared
+from repository_files import EXPERIMENTS, ROOT
 from torch.nn.attention import SDPBackend
 
 from decayattn import decay_attention
@@ -30,92 +24,55 @@ CPU = torch.device("cpu")
 SMALL = Case(batch=2, heads=3, length=40, head_dim=8, dtype="float32", decay="scalar", mean_log_decay=-0.1)
 # rounding of a float32 evaluation against float64, relative: far below any mistake, far above eps of 40 tokens
 FLOAT32_ERROR = 40 * torch.finfo(torch.float32).eps
+ARGUMENTS = ["--shapes", "2,20,2,8", "1,40,2,8", "--dtype", "float32", "--backends", "reference", "--rounds", "2"]
 
 
 def with_decay(decay: str) -> Case:
-    return Case(**{**vars(SMALL), "decay": decay})
-
-
-def reference_peer(**changes) -> peers.Peer:
-    return peers.Peer(**{**vars(peers.ours("reference")), **changes})
-
-
-# ---------------------------------------------------------------------------------------------------------------- cases
-
-
-def test_the_default_shapes_hold_the_same_tokens_at_every_length():
-    made = cases([64, 128], [2048, 8192, 32768], 32768, 16, "bfloat16", "none", 0.0)
-    assert [(c.batch, c.length, c.head_dim) for c in made] == [
-        (16, 2048, 64), (4, 8192, 64), (1, 32768, 64), (16, 2048, 128), (4, 8192, 128), (1, 32768, 128),
-    ]
-    assert cases([64], [100], 10, 1, "float32", "none", 0)[0].batch == 1
-
-
-def test_work_is_that_of_the_matrix_products_over_half_of_the_pairs():
-    # two products forward, five backward, 2·D operations each per visible pair
-    pairs = SMALL.batch * SMALL.heads * SMALL.length**2 / 2
-    assert SMALL.flops("forward") == 2 * 2 * SMALL.head_dim * pairs
-    assert SMALL.flops("backward") == 5 * 2 * SMALL.head_dim * pairs
-    assert dataclasses.replace(SMALL, causal=False).flops("backward") == 2 * SMALL.flops("backward")
-    wide = dataclasses.replace(SMALL, head_dim=192, value_dim=128)
-    assert wide.flops("forward") == 2 * (192 + 128) * pairs
-    assert wide.flops("backward") == 2 * (3 * 192 + 2 * 128) * pairs
-    # B4 H16 T8192 D128: 550e9 operations, so one millisecond is 550 TFLOP/s
-    big = Case(4, 16, 8192, 128, "bfloat16", "scalar", -0.01)
-    assert big.tflops("forward", 1.0) == pytest.approx(4 * 4 * 16 * 8192**2 * 128 / 2 / 1e9)
-    assert big.tflops("forward", 2.0) == big.tflops("forward", 1.0) / 2
-
-
-@pytest.mark.parametrize("decay", ["scalar", "constant", "none"])
-def test_inputs_are_what_decay_attention_takes(decay):
-    case = with_decay(decay)
-    inputs = random_inputs(case, "cpu", seed=1)
-    again = random_inputs(case, "cpu", seed=1)
-    assert all(torch.equal(inputs[name], again[name]) for name in inputs)
-    assert {x.shape for name, x in inputs.items() if name != "log_decay"} == {(2, 40, 3, 8)}
-    if decay == "none":
-        assert "log_decay" not in inputs
-        return
-    log_decay = inputs["log_decay"]
-    assert log_decay.shape == ((2, 40, 3) if decay == "scalar" else (3,))
-    assert log_decay.dtype == torch.float32
-    assert log_decay.max() < 0
-    assert log_decay.min() > 2 * case.mean_log_decay
-
-
-def test_inputs_with_large_logits():
-    case = dataclasses.replace(SMALL, length=400, deviation=16.0)
-    inputs, ordinary = (random_inputs(c, "cpu", seed=1) for c in (case, dataclasses.replace(case, deviation=1.0)))
-    logits = torch.einsum("bihd,bjhd->bhij", inputs["q"], inputs["k"]) / case.head_dim**0.5
-    assert logits.std().item() == pytest.approx(16, rel=0.1)
-    assert torch.equal(inputs["q"], 4 * ordinary["q"])
-    assert torch.equal(inputs["v"], ordinary["v"])
-    assert str(case).endswith("decay scalar, logits of deviation 16")
-
-
-# ---------------------------------------------------------------------------------------------------------------- peers
+    return dataclasses.replace(SMALL, decay=decay)
 
 
 def errors_of(peer: peers.Peer, case: Case) -> dict[str, float]:
-    inputs = random_inputs(case, "cpu", seed=0)
-    return checks.relative_errors(
-        case, prepare(peer, case, inputs), checks.oracle(case, inputs, peer.decay != "none")
-    )
+    inputs = case.inputs("cpu", seed=0)
+    expected = harness.oracle(case, inputs, peer.decay != "none")
+    return harness.relative_errors(case, peer.prepare(case, inputs), expected)
+
+
+def test_work_is_that_of_the_products_over_visible_pairs():
+    pairs = SMALL.batch * SMALL.heads * SMALL.length**2 / 2
+    # two products forward, five backward, 2·D operations each per visible pair
+    assert SMALL.tflops("forward", 1.0) == pytest.approx(2 * 2 * 8 * pairs / 1e9)
+    assert SMALL.tflops("backward", 2.0) == pytest.approx(5 * 2 * 8 * pairs / 2e9)
+    assert dataclasses.replace(SMALL, causal=False).tflops("backward", 1.0) == 2 * SMALL.tflops("backward", 1.0)
+    wide = dataclasses.replace(SMALL, head_dim=192, value_dim=128)
+    assert wide.tflops("backward", 1.0) == pytest.approx(2 * (3 * 192 + 2 * 128) * pairs / 1e9)
 
 
 @pytest.mark.parametrize("decay", ["scalar", "constant", "none"])
-@pytest.mark.parametrize("oracle_scores", [checks.ORACLE_SCORES, 7 * SMALL.length])
-def test_errors_of_the_reference_are_rounding(decay, oracle_scores, monkeypatch):
-    monkeypatch.setattr(checks, "ORACLE_SCORES", oracle_scores)
+def test_inputs_fit_decay_attention(decay):
     case = with_decay(decay)
-    assert checks.oracle_rows(case) == min(case.length, oracle_scores // case.length)
-    errors = errors_of(peers.ours("reference"), case)
+    inputs, again = case.inputs("cpu", seed=1), case.inputs("cpu", seed=1)
+    assert all(torch.equal(inputs[name], again[name]) for name in inputs)
+    assert {x.shape for name, x in inputs.items() if name != "log_decay"} == {(2, 40, 3, 8)}
+    assert ("log_decay" in inputs) == (decay != "none")
+    if decay != "none":
+        assert inputs["log_decay"].shape == ((2, 40, 3) if decay == "scalar" else (3,))
+        assert 2 * case.mean_log_decay < inputs["log_decay"].min() <= inputs["log_decay"].max() < 0
+    loud = dataclasses.replace(case, deviation=16.0).inputs("cpu", seed=1)
+    assert torch.equal(loud["q"], 4 * inputs["q"])
+    assert torch.equal(loud["v"], inputs["v"])
+
+
+@pytest.mark.parametrize("decay", ["scalar", "constant", "none"])
+@pytest.mark.parametrize("oracle_scores", [harness.ORACLE_SCORES, 7 * SMALL.length])
+def test_errors_of_the_reference_are_rounding(decay, oracle_scores, monkeypatch):
+    monkeypatch.setattr(harness, "ORACLE_SCORES", oracle_scores)
+    errors = errors_of(peers.ours("reference"), with_decay(decay))
     assert set(errors) == {"out", "dq", "dk", "dv"} | ({"dlog_decay"} if decay != "none" else set())
     assert max(errors.values()) < FLOAT32_ERROR
 
 
 @pytest.mark.parametrize("spoilt", ["out", "dq", "dk", "dv", "dlog_decay"])
-def test_an_error_of_one_percent_is_seen_as_one_percent(spoilt):
+def test_an_error_of_one_percent_shows(spoilt):
     class Spoil(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -131,17 +88,8 @@ def test_an_error_of_one_percent_is_seen_as_one_percent(spoilt):
         out = decay_attention(*tensors, backend="reference")
         return Spoil.apply(out) if spoilt == "out" else out
 
-    errors = errors_of(reference_peer(build=lambda case, device: attend), SMALL)
+    errors = errors_of(dataclasses.replace(peers.ours("reference"), build=lambda case, device: attend), SMALL)
     assert errors.pop(spoilt) == pytest.approx(0.01, abs=FLOAT32_ERROR)
-    assert max(errors.values()) < FLOAT32_ERROR
-
-
-@pytest.mark.parametrize("peer", [
-    peers.Peer("math", "SDPA", "BHTD", "none", peers.sdpa(SDPBackend.MATH)), peers.ours("reference", decay=False),
-], ids=lambda peer: peer.name)
-def test_a_peer_without_decay_is_measured_against_attention_without_decay(peer):
-    errors = errors_of(peer, SMALL)
-    assert set(errors) == {"out", "dq", "dk", "dv"}
     assert max(errors.values()) < FLOAT32_ERROR
 
 
@@ -156,7 +104,7 @@ def test_flex_computes_the_same_attention(name, decay, monkeypatch):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     peer, case = peers.OTHERS[name], with_decay(decay)
     if (name, decay) == ("flex-grad", "none"):
-        with pytest.raises(peers.Absent, match="same as flex"):
+        with pytest.raises(harness.Absent, match="same as flex"):
             peer.build(case, CPU)
         return
     errors = errors_of(peer, case)
@@ -183,38 +131,50 @@ def fox_stand_in(q, k, v, log_fgate, *, head_first=False, seq_start=None, sm_sca
     return decay_attention(*tensors, backend="reference").transpose(1, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "function", "stand_in"),
-    [
-        ("fla", "fla.ops.forgetting_attn.parallel", "parallel_forgetting_attn", fla_stand_in),
-        ("fox", "forgetting_transformer.ops.forgetting_attention", "forgetting_attention", fox_stand_in),
-    ],
-)
+def flash_stand_in(q, k, v, causal=False):
+    """FlashAttention-4's signature, in a release that returns the log-sum-exp, too."""
+    tensors = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=causal).transpose(1, 2), None
+
+
+@pytest.mark.parametrize(("name", "module", "function", "stand_in"), [
+    ("fla", "fla.ops.forgetting_attn.parallel", "parallel_forgetting_attn", fla_stand_in),
+    ("fox", "forgetting_transformer.ops.forgetting_attention", "forgetting_attention", fox_stand_in),
+    ("flash_attn", "flash_attn.cute", "flash_attn_func", flash_stand_in),
+])
 def test_external_peers_get_their_own_layout(name, module, function, stand_in, monkeypatch):
+    monkeypatch.setitem(sys.modules, module.split(".")[0], None)  # makes the import fail also where it is installed
+    with pytest.raises(harness.Absent, match="cannot be imported: ModuleNotFoundError"):
+        peers.OTHERS[name].build(SMALL, CPU)
     parts = module.split(".")
     for end in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
     setattr(sys.modules[module], function, stand_in)
     errors = errors_of(peers.OTHERS[name], SMALL)
-    assert "dlog_decay" in errors
+    assert ("dlog_decay" in errors) == (name != "flash_attn")
     assert max(errors.values()) < FLOAT32_ERROR
-    with pytest.raises(peers.Absent, match="scalar decay only, not constant"):
-        peers.OTHERS[name].build(with_decay("constant"), CPU)
+    if name != "flash_attn":
+        with pytest.raises(harness.Absent, match="scalar decay only, not constant"):
+            peers.OTHERS[name].build(with_decay("constant"), CPU)
 
 
-@pytest.mark.parametrize("name", ["fla", "fox"])
-def test_a_peer_that_cannot_be_imported_says_so(name, monkeypatch):
-    for package in ("fla", "forgetting_transformer"):
-        monkeypatch.setitem(sys.modules, package, None)  # makes the import fail also where the package is installed
-    with pytest.raises(peers.Absent, match="cannot be imported: ModuleNotFoundError"):
-        peers.OTHERS[name].build(SMALL, CPU)
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_ours_is_held_to_the_error_budget(factor, monkeypatch):
+    def planted(*tensors, backend, **options):
+        out, lse = decay_attention(*tensors, backend="reference", **options)
+        return (out * factor, lse) if backend == "triton" else (out, lse)
+
+    monkeypatch.setattr(call, "decay_attention", planted)
+    comparisons = harness.verify_ours(SMALL, SMALL.inputs("cpu", seed=0), "triton")
+    assert {c.name for c in comparisons} == {"out", "lse", "dq", "dk", "dv", "dlog_decay"}
+    assert all(c.passed for c in comparisons) == (factor == 1.0)
 
 
-# ------------------------------------------------------------------------------------------------- rounds and launches
+# --------------------------------------------------------------------------------------------------------------- clocks
 
 
-def test_rounds_interleave_the_peers_and_a_failing_one_leaves_the_others_alone():
-    inputs = random_inputs(SMALL, "cpu", seed=0)
+def test_rounds_interleave_the_peers_and_survive_one_that_fails():
+    inputs = SMALL.inputs("cpu", seed=0)
     called = []
 
     def spy(name: str, fails_at: int = 10**9) -> Prepared:
@@ -226,134 +186,26 @@ def test_rounds_interleave_the_peers_and_a_failing_one_leaves_the_others_alone()
                 raise RuntimeError("out of memory\nand a long story")
             return decay_attention(*tensors, backend="reference")
 
-        return prepare(reference_peer(name=name, build=lambda case, device: attend), SMALL, inputs)
+        own = dataclasses.replace(peers.ours("reference"), build=lambda case, device: attend)
+        return own.prepare(SMALL, inputs)
 
     clock = itertools.count(1)
-
-    def timer(call):
-        call()
-        return float(next(clock))
-
-    timings, failed = timing.time_rounds({"a": spy("a"), "b": spy("b", fails_at=2), "c": spy("c")}, 3, timer)
+    timings, failed = harness.time_rounds(
+        {"a": spy("a"), "b": spy("b", fails_at=2), "c": spy("c")}, 3, lambda call: (call(), float(next(clock)))[1]
+    )
     # two forwards per peer and round: one timed, one whose graph the backward uses; b dies in the second round
     assert called == [*"aabbcc", *"ccb", *"aa", *"aacc"]
     assert failed == {"b": "RuntimeError: out of memory"}
     assert set(timings) == {(name, direction) for name in "ac" for direction in ("forward", "backward")}
-    assert timings["a", "forward"].rounds == [1, 9, 11]
-    assert timings["a", "backward"].rounds == [2, 10, 12]
-    assert timings["c", "backward"].median == statistics.median([6, 8, 14])
-
-
-def test_only_what_runs_on_the_device_counts_as_a_launch():
-    def event(cat, name, ts, ph="X"):
-        return {"cat": cat, "name": name, "ts": ts, "ph": ph}
-
-    trace = {
-        "traceEvents": [
-            event("kernel", "_backward", 30), event("gpu_memset", "Memset (Device)", 20), event("kernel", "_delta", 10),
-            event("gpu_memcpy", "Memcpy DtoD", 40), event("cpu_op", "aten::empty", 5),
-            event("cuda_runtime", "cudaLaunchKernel", 6), event("gpu_user_annotation", "step", 7),
-            event("ac2g", "ac2g", 30, ph="f"), {"ph": "M", "name": "process_name"},
-        ]
-    }
-    assert launches_in_trace(trace) == ["_delta", "Memset (Device)", "_backward", "Memcpy DtoD"]
-
-
-# --------------------------------------------------------------------------------------------------------------- report
-
-
-def synthetic_report() -> dict:
-    """Rows as a GPU run makes them, with made-up times."""
-    rows = []
-    speeds = {"cudnn": (400, 330), "flex": (300, 250), "fox": (220, 150), "decayattn triton": (380, 300)}
-    for case in cases([64, 128], [2048, 8192, 32768], 32768, 16, "bfloat16", "scalar", -0.01):
-        timings = {}
-        for (name, pair), (direction, at) in itertools.product(speeds.items(), (("forward", 0), ("backward", 1))):
-            tflops = pair[at] * (0.8 + 0.1 * (case.length > 2048) + 0.2 * (case.head_dim == 128))
-            ms = case.flops(direction) / tflops / 1e9
-            timings[name, direction] = timing.Timing([ms * f for f in (1.0, 0.97, 1.02, 1.05, 0.99)])
-        errors = {name: {"out": 2e-3, "dq": float("nan")} for name in speeds}
-        launches = {("decayattn triton", "forward"): ["_prefix", "_forward"]}
-        rows += report.rows(case, timings, errors, launches)
-    labels = {name: peer.label for name, peer in peers.OTHERS.items()} | {"decayattn triton": "decayattn (triton)"}
-    return {"gpu": "a GPU", "torch": "2", "triton": "3", "peers": labels, "rows": rows}
-
-
-def test_rows_have_median_range_speed_and_ratio():
-    timings = {
-        ("cudnn", "forward"): timing.Timing([2.0, 4.0, 3.0]),
-        ("mine", "forward"): timing.Timing([1.5, 1.0, 9.0]),
-    }
-    errors = {"cudnn": {"out": 1.0}, "mine": {"out": 2.0}}
-    baseline, mine = report.rows(SMALL, timings, errors, {("mine", "forward"): ["_a", "_b"]})
-    assert (mine["ms"], mine["ms_range"], mine["ratio_to_cudnn"]) == (1.5, [1.0, 9.0], 2.0)
-    assert mine["tflops"] == SMALL.tflops("forward", 1.5)
-    assert mine["tflops_range"] == [SMALL.tflops("forward", 9.0), SMALL.tflops("forward", 1.0)]
-    assert (mine["length"], mine["decay"], mine["peer"], mine["relative_error"]) == (40, "scalar", "mine", {"out": 2.0})
-    assert mine["launches"] == ["_a", "_b"]
-    assert "launches" not in baseline
-    assert baseline["ratio_to_cudnn"] == 1.0
-    (alone,) = report.rows(SMALL, {("mine", "forward"): timings["mine", "forward"]}, errors, {})
-    assert alone["ratio_to_cudnn"] is None
-
-
-def test_the_cost_of_a_decay_is_that_of_the_same_rounds():
-    name, bare = (peers.ours("triton", decay).name for decay in (True, False))
-    rounds = {name: [3.0, 2.2, 9.0], bare: [2.0, 2.0, 3.0]}
-    timings = {(who, way): timing.Timing(times) for who, times in rounds.items() for way in ("forward", "backward")}
-    rows = report.rows(SMALL, timings, {who: {"out": 1.0} for who in rounds}, {})
-    assert [row.get("time_over_no_decay") for row in rows] == [1.5, 1.5, None, None]
-    assert f"{name}: the decay costs 50.0% forward, 50.0% backward" in report.table(rows)
-
-
-def test_table_has_an_aligned_line_per_peer_and_names_the_worst_error():
-    rows = [row for row in synthetic_report()["rows"] if (row["length"], row["head_dim"]) == (8192, 64)]
-    lines = report.table(rows).splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["cudnn", "flex", "fox", "decayattn"]
-    assert len({line.index("nan (dq)") for line in lines[2:]}) == 1
-    assert " 342 " in lines[-1]  # 380 · 0.9 TFLOP/s
-    for row in rows:
-        row["ratio_to_cudnn"] = None
-    assert "–" in report.table(rows).splitlines()[-1].split()
-
-
-def test_json_is_strict_and_complete(tmp_path):
-    path = tmp_path / "new folder" / "results.json"
-    write(synthetic_report(), path)
-    read = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"not strict JSON: {name}"))
-    assert len(read["rows"]) == 6 * 4 * 2
-    assert read["rows"][0]["relative_error"] == {"out": 2e-3, "dq": "nan"}
-
-
-def test_figure_shows_every_row(tmp_path):
-    data = synthetic_report()
-    drawn = figure.draw(data)
-    titles = ["forward, head dimension 64", "backward, head dimension 64"]
-    titles += [title.replace("64", "128") for title in titles]
-    assert [panel.get_title() for panel in drawn.axes] == titles
-    for panel in drawn.axes:
-        direction, head_dim = panel.get_title().split(", head dimension ")
-        shown = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in panel.containers}
-        for name in ("cudnn", "flex", "fox", "decayattn triton"):
-            assert shown[name] == [
-                [row["length"], row["tflops"]]
-                for row in data["rows"]
-                if (row["peer"], row["direction"], row["head_dim"]) == (name, direction, int(head_dim))
-            ]
-    drawn.savefig(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-    with pytest.raises(ValueError, match="has no rows"):
-        figure.draw({**data, "rows": []})
-
-
-# ------------------------------------------------------------------------------------------------------------ the timer
+    assert timings["a", "forward"] == [1, 9, 11]
+    assert timings["a", "backward"] == [2, 10, 12]
 
 
 class Device:
-    """A device that stands in for torch.cuda: it does in order what it was asked for, at times that a test reads."""
+    """The part of torch.cuda that timing needs. It does in order what it was asked for; a clock times calls."""
 
     def __init__(self):
-        self.asked, self.clock = [], 0.0
+        self.asked, self.clock, self.series = [], 0.0, []
 
     def Event(self, enable_timing):
         device = self
@@ -362,6 +214,7 @@ class Device:
             def record(self):
                 device.asked.append("event")
                 self.at = device.clock
+                device.series.append(0)
 
             def elapsed_time(self, later):
                 return later.at - self.at
@@ -375,178 +228,200 @@ class Device:
         self.asked.append("wait")
 
 
-def test_the_timer_lets_the_host_get_ahead(monkeypatch):
-    """A median of as many calls as fill the time, each with a cleared cache, behind a sleep that nothing waits for."""
+@pytest.fixture
+def stand_in(monkeypatch):
     device = Device()
-    monkeypatch.setattr(timing.torch, "cuda", device)
-    cache = types.SimpleNamespace(zero_=lambda: device.asked.append("zero"))
-    monkeypatch.setattr(timing.torch, "empty", lambda *_, **__: cache)
+    monkeypatch.setattr(harness.torch, "cuda", device)
+    return device
+
+
+def test_bursts_let_the_host_get_ahead(stand_in, monkeypatch):
+    """A median of as many calls as fill the time, each with a cleared cache, after a sleep that nothing waits for."""
+    cache = types.SimpleNamespace(zero_=lambda: stand_in.asked.append("zero"))
+    monkeypatch.setattr(harness.torch, "empty", lambda *_, **__: cache)
     took = itertools.chain([2.0] * 5 + [3.0] * 2, itertools.cycle([1.0, 9.0, 4.0]))
 
     def call():
-        device.asked.append("call")
-        device.clock += next(took)
+        stand_in.asked.append("call")
+        stand_in.clock += next(took)
 
-    assert timing.cuda_timer(warmup=4, duration=6)(call) == 4.0
+    assert harness.burst_timer(0.0121)(call) == 4.0
     expected = []
-    for count, cycles in ((5, 0), (2, 0), (3, timing._HEAD_START)):
+    for count, cycles in ((5, 0), (2, 0), (6, harness._HEAD_START)):
         expected += ["wait", f"sleep {cycles}", *["zero", "event", "call", "event"] * count, "wait"]
-    assert device.asked == expected
+    assert stand_in.asked == expected
+
+
+def test_sustained_calls_fill_the_time(stand_in):
+    """0.06 s of calls of 2 ms: 3 to see how long one takes, 7 to warm up, 30 that count, nothing between them."""
+    took = itertools.chain([2.0] * 3, [9.0] * 7, [2.5] * 15, [1.5] * 15)
+
+    def call():
+        stand_in.series[-1] += 1
+        stand_in.clock += next(took)
+
+    assert harness.sustained_timer(0.06)(call) == 2.0
+    assert stand_in.series == [3, 0, 7, 0, 30, 0]
+
+
+def test_graphs_replay_several_calls(stand_in):
+    """1 call before the capture, 8 in it; a call's time is an eighth of the graph's."""
+    made = []
+
+    class Graph:
+        def replay(self):
+            stand_in.clock += 2.0 * self.calls
+
+    @contextlib.contextmanager
+    def capture(graph, stream):
+        assert stream == "current"
+        before = len(made)
+        yield
+        graph.calls = len(made) - before
+
+    stand_in.CUDAGraph, stand_in.graph, stand_in.current_stream = Graph, capture, lambda: "current"
+    assert harness.captured_timer(0.06)(lambda: made.append(None)) == 2.0
+    assert len(made) == 9
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
 
 
 @pytest.fixture
-def without_gpu(monkeypatch):
-    """A counting clock for the CUDA timer, one launch per call."""
+def timed(monkeypatch):
+    """Runs on the CPU as on a GPU, by a counting clock, cuDNN's place taken by what runs here."""
     clock = itertools.count(1)
-    monkeypatch.setattr(benchmark_attention, "cuda_timer", lambda **_: lambda call: (call(), float(next(clock)))[1])
-    monkeypatch.setattr(benchmark_attention, "count_launches", lambda call: ["_kernel"] if call() is not None else [])
 
+    def timer(call):
+        call()
+        return float(next(clock))
 
-def run_benchmark(chosen: list[peers.Peer]) -> dict:
-    options = argparse.Namespace(seed=0, rounds=2, round_ms=1.0)
-    result = {"rows": [], "missing": [], "checks": []}
-    benchmark_attention.benchmark(SMALL, chosen, options, result, "cpu")
-    return result
-
-
-def failing_build(case: Case, device: torch.device) -> peers.Attend:
-    raise torch.OutOfMemoryError("too big")
-
-
-def absent_build(case: Case, device: torch.device) -> peers.Attend:
-    raise peers.Absent("not installed")
-
-
-@pytest.mark.usefixtures("without_gpu")
-def test_a_case_measures_what_it_can_and_lists_what_it_cannot(capsys):
+    monkeypatch.setattr(harness, "machine", lambda: ("cpu", True))
+    monkeypatch.setattr(attention, "REGIMES", dict.fromkeys(attention.REGIMES, (lambda seconds: timer, 0.3)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     cudnn = peers.Peer("cudnn", "stand-in", "BHTD", "none", peers.sdpa(SDPBackend.MATH))
-    broken = peers.Peer("broken", "", "BHTD", "none", failing_build)
-    absent = peers.Peer("absent", "", "BHTD", "none", absent_build)
-    result = run_benchmark([cudnn, broken, absent, peers.ours("reference")])
-    measured = [(row["peer"], row["direction"], row.get("launches")) for row in result["rows"]]
-    assert measured == [
-        ("cudnn", "forward", None), ("cudnn", "backward", None),
-        ("decayattn reference", "forward", ["_kernel"]), ("decayattn reference", "backward", ["_kernel"]),
-    ]
-    assert [(entry["peer"], entry["kind"], entry["reason"], entry["ours"]) for entry in result["missing"]] == [
-        ("broken", "failed", "OutOfMemoryError: too big", False), ("absent", "absent", "not installed", False),
-    ]
-    assert result["checks"][0]["peer"] == "decayattn reference"
-    printed = capsys.readouterr().out
-    assert "broken: failed: OutOfMemoryError: too big" in printed
-    assert "decayattn reference: 1 launches backward: _kernel" in printed
+    monkeypatch.setitem(peers.OTHERS, "cudnn", cudnn)
 
 
-@pytest.mark.usefixtures("without_gpu")
-def test_a_wrong_kernel_of_ours_gets_no_speed(monkeypatch, capsys):
-    wrong = [Comparison("dk", (0, 0), 1.0, 0.1, 0.5, "frobenius", "wrong")]
-    monkeypatch.setattr(checks, "verify_ours", lambda *_: wrong)
-    result = run_benchmark([peers.ours("reference")])
-    assert result["rows"] == []
-    assert [(entry["kind"], entry["ours"]) for entry in result["missing"]] == [("wrong", True)]
-    assert "VIOLATED" in capsys.readouterr().out
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert benchmark_attention.main(["--backends", "reference", "--lengths", "8", "--head-dims", "8"]) == 1
+def run(tmp_path, *more: str) -> tuple[int, dict]:
+    output = tmp_path / "new" / "results.json"
+    status = harness.main(attention, [*ARGUMENTS, *more, "--output", str(output)])
+    return status, json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(f"not strict JSON: {name}"))
 
 
-@pytest.mark.usefixtures("without_gpu")
-@pytest.mark.parametrize(("decay", "causal"), [("scalar", True), ("scalar", False), ("none", True)])
-def test_a_run_leaves_json_and_plot(decay, causal, tmp_path, capsys):
-    output, plot = tmp_path / "new" / "results.json", tmp_path / "other" / "results.png"
-    argv = ["--lengths", "8", "16", "--head-dims", "8", "--tokens", "16", "--heads", "2", "--dtype", "float32"]
-    argv += ["--backends", "reference", "--peers", "fox", "--decay", decay]
-    argv += ["--output", str(output), "--plot", str(plot), *["--not-causal"] * (not causal)]
-    options = benchmark_attention.parse(argv, cuda=True)
-    assert options.not_causal != causal
-    measured = cases([8], [8, 16], 16, 2, "float32", decay, -0.01, causal)
-    assert benchmark_attention.run(measured, options, argv, "cpu") == 0
-    read = json.loads(output.read_text())
+@pytest.mark.usefixtures("timed")
+def test_a_run_leaves_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "forgetting_transformer", None)  # absent, whatever is installed
+    status, read = run(tmp_path, "--peers", "fox", "cudnn", "--decays", "scalar", "none", "constant")
+    assert status == 0
+    keys = {"gpu", "driver", "torch", "triton", "cudnn", "python", "commit", "dirty", "command", "date"}
+    assert keys <= set(read)
+    assert str(tmp_path) not in json.dumps(read)
+    assert (read["regime"], read["captured"], read["rounds"]) == ("sustained", False, 2)
     assert [(row["batch"], row["length"], row["direction"]) for row in read["rows"]] == [
-        (2, 8, "forward"), (2, 8, "backward"), (1, 16, "forward"), (1, 16, "backward"),
+        (2, 20, "forward"), (2, 20, "backward"), (1, 40, "forward"), (1, 40, "backward"),
     ]
-    assert {row["causal"] for row in read["rows"]} == {causal}
-    assert {entry["peer"] for entry in read["missing"]} == {"fox"}
-    assert {"gpu", "driver", "torch", "triton", "cudnn", "python", "commit", "dirty", "command", "date"} <= set(read)
-    assert str(tmp_path) not in output.read_text()
-    assert ("decay" in read["peers"]["fox"]) == (decay != "none")
-    assert plot.stat().st_size > 10_000
-    assert "decayattn reference" in capsys.readouterr().out
+    for row in read["rows"]:
+        assert list(row["kernels"]) == ["cudnn", "reference", "reference, no decay", "reference, constant"]
+        for figures in row["kernels"].values():
+            assert {"ms", "ms_range", "tflops", "ratio_to_cudnn"} <= set(figures)
+            assert max(figures["relative_error"].values()) < 1e-5
+    assert {(entry["kernel"], entry["kind"], entry["ours"]) for entry in read["missing"]} == {("fox", "absent", False)}
+    assert len(read["checks"]) == 2 * 3
+    assert "/cuDNN" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("decay", ["scalar", "constant", "none"])
-def test_peers_are_the_asked_ones_with_the_baseline_first(decay):
-    options = benchmark_attention.parse(
-        ["--peers", "fox", "flash", "cudnn", "fox", "--backends", "auto", "reference"], cuda=True
-    )
-    chosen = benchmark_attention.choose_peers(options, with_decay(decay), "cpu")
-    # on a CPU "auto" is the reference, which is then asked for twice and measured once
-    assert [peer.name for peer in chosen] == ["cudnn", "fox", "flash", "decayattn reference"]
+def test_ratios_are_medians_of_rounds():
+    rounds = {"cudnn": [4.0, 2.0, 3.0], "ours": [2.0, 2.0, 1.0]}
+    timings = {(name, way): times for name, times in rounds.items() for way in ("forward", "backward")}
+    errors = {name: {"out": 1e-3} for name in rounds}
+    forward, backward = attention.rows(SMALL, timings, errors)
+    ours = forward["kernels"]["ours"]
+    assert (ours["ms"], ours["ms_range"], ours["ratio_to_cudnn"]) == (2.0, [1.0, 2.0], 2.0)  # of 2, 1, 3
+    assert backward["kernels"]["ours"]["tflops"] == pytest.approx(SMALL.tflops("backward", 2.0))
+    alone = {key: times for key, times in timings.items() if key[0] == "ours"}
+    assert next(attention.rows(SMALL, alone, errors))["kernels"]["ours"]["ratio_to_cudnn"] is None
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.001])
-def test_ours_is_held_to_the_error_budget(factor, monkeypatch):
-    def planted(*tensors, backend, **options):
-        out, lse = decay_attention(*tensors, backend="reference", **options)
-        return (out * factor, lse) if backend == "triton" else (out, lse)
+@pytest.mark.usefixtures("timed")
+def test_a_wrong_kernel_of_ours_gets_no_speed(tmp_path, monkeypatch, capsys):
+    verify, judged = harness.verify_ours, []
 
-    monkeypatch.setattr(call, "decay_attention", planted)
-    comparisons = checks.verify_ours(SMALL, random_inputs(SMALL, "cpu", seed=0), "triton")
-    assert {c.name for c in comparisons} == {"out", "lse", "dq", "dk", "dv", "dlog_decay"}
-    assert all(c.passed for c in comparisons) == (factor == 1.0)
+    def plant(case, inputs, backend, heads):
+        judged.append(heads)
+        if case.decay == "none":
+            return [Comparison("dk", (0, 0), 1.0, 0.1, 0.5, "frobenius", "wrong")]
+        return verify(case, inputs, backend, heads)
+
+    def too_big(case, device):
+        raise torch.OutOfMemoryError("too big")
+
+    monkeypatch.setattr(harness, "verify_ours", plant)
+    monkeypatch.setattr(attention, "_TWO_HEADS_UP_TO", 20)
+    monkeypatch.setitem(peers.OTHERS, "fla", peers.Peer("fla", "", "BTHD", "learned", too_big))
+    status, read = run(tmp_path, "--peers", "cudnn", "fla")
+    assert status == 1
+    assert {(entry["kernel"], entry["kind"], entry["reason"]) for entry in read["missing"]} == {
+        ("reference, no decay", "wrong", "dk outside the error budget: no speed is reported"),
+        ("fla", "failed", "OutOfMemoryError: too big"),
+    }
+    assert all(list(row["kernels"]) == ["cudnn", "reference"] for row in read["rows"])
+    assert judged == [[(0, 0), (1, 1)]] * 2 + [[(0, 1)]] * 2  # long heads one at a time
+    assert "VIOLATED" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("argv", "cuda", "message"),
-    [
-        (["--lengths", "0"], True, "positive integer, got 0"),
-        (["--decay", "linear"], True, "invalid choice: 'linear'"),
-        (["--peers", "nobody"], True, "invalid choice: 'nobody'"),
-        (["--dtype", "bfloat16"], False, "expected float16 or float32, got bfloat16"),
-        (["--output", "x.json"], False, "no GPU here"),
-    ],
-)
-def test_bad_options_are_refused(argv, cuda, message, capsys):
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--shapes", "1,2,3"], "expected B,T,H,D or B,T,H,D,D_v, got 1,2,3"),
+    (["--shapes", "1,2,0,3"], "positive integer, got 0"),
+    (["--decays", "linear"], "invalid choice: 'linear'"),
+    (["--seconds", "0"], "expected a positive number, got 0"),
+    (["--dtype", "bfloat16"], "expected float16 or float32, got bfloat16"),
+    (["--before", "nowhere"], "nowhere holds no decayattn/__init__.py"),
+])
+def test_bad_options_are_refused(argv, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        benchmark_attention.parse(argv, cuda)
+        harness.main(attention, argv)
     assert message in capsys.readouterr().err
 
 
-def test_defaults_are_the_machine_s():
-    gpu, cpu = (benchmark_attention.parse([], cuda) for cuda in (True, False))
-    assert (gpu.lengths, gpu.dtype, gpu.backends) == ([2048, 8192, 32768], "bfloat16", ["auto"])
-    assert gpu.output.is_relative_to(provenance.ROOT / "results")
-    assert gpu.plot == gpu.output.with_suffix(".png")
-    assert benchmark_attention.parse(["--output", "a/b.json"], cuda=True).plot == Path("a/b.png")
-    assert (cpu.dtype, cpu.backends, cpu.output, cpu.plot) == ("float32", ["triton"], None, None)
-
-
-def test_the_script_checks_the_interpreted_kernels_where_there_is_no_gpu(interpreter):
-    """As a user runs it, on a machine whose GPU is hidden; it sets TRITON_INTERPRET itself."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def test_the_script_checks_interpreted_kernels_without_a_gpu(interpreter):
+    """Run as a user runs it, on a machine whose GPU is hidden; it sets TRITON_INTERPRET itself."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    script = [sys.executable, str(EXPERIMENTS / "benchmarks/attention.py"), "--shapes", "1,33,1,16"]
     run = subprocess.run(
-        [sys.executable, str(EXPERIMENTS / "benchmark_attention.py"), "--head-dims", "16", "--lengths", "33"],
-        env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300, check=False,
+        script, env=environment | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=300, check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "backend triton" in run.stdout
-    assert "all within the error budget" in run.stdout
+    assert "triton, no decay: within the error budget" in run.stdout
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels with CUDA events: needs a GPU")
-def test_a_small_run_on_the_gpu(tmp_path, monkeypatch):
-    monkeypatch.undo()  # filling fresh memory with NaN is the suite's, and would count as launches
-    output, plot = tmp_path / "results.json", tmp_path / "results.png"
-    options = "--lengths 512 --head-dims 64 --tokens 1024 --heads 4 --rounds 2 --round-ms 3 --backends triton"
-    options += " --peers cudnn flash fla fox"
-    status = benchmark_attention.main([*options.split(), "--output", str(output), "--plot", str(plot)])
+@pytest.mark.parametrize("regime", attention.REGIMES)
+def test_a_small_run_on_the_gpu(regime, tmp_path, monkeypatch):
+    monkeypatch.undo()  # filling fresh memory with NaN is the suite's, and would be timed
+    output = tmp_path / "results.json"
+    argv = ["--shapes", "2,512,4,64", "--rounds", "2", "--seconds", "0.02", "--backends", "triton", "--peers", "cudnn"]
+    status = harness.main(attention, [*argv, "--regime", regime, "--output", str(output)])
     read = json.loads(output.read_text())
     assert status == 0, read["missing"]
-    assert plot.stat().st_size > 10_000
-    ours = {row["direction"]: row for row in read["rows"] if row["peer"] == "decayattn triton"}
-    assert set(ours) == {"forward", "backward"}
-    assert 1 <= len(ours["forward"]["launches"]) <= 3
-    assert 1 <= len(ours["backward"]["launches"]) <= 6
-    assert {entry["peer"] for entry in read["missing"]} <= {"fla", "fox"}
+    for row in read["rows"]:
+        assert set(row["kernels"]) == {"cudnn", "triton", "triton, no decay"}
+        assert row["kernels"]["triton"]["ms"] > 0
+
+
+@pytest.mark.usefixtures("timed")
+def test_another_version_is_measured_in_the_same_rounds(tmp_path):
+    """A copy that gives twice what it should: an error of 1, reported and not judged, and nothing of it is ours."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "decayattn", tree / "decayattn", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tree / "decayattn/__init__.py").open("a") as file:
+        file.write("\n_ours = decay_attention\ndef decay_attention(*a, **b): return 2 * _ours(*a, **b)\n")
+    status, read = run(tmp_path, "--before", str(tree), "--before-commit", "abc", "--decays", "scalar", "--peers")
+    assert (status, read["before"], read["missing"]) == (0, "abc", [])
+    for row in read["rows"]:
+        ours, before = row["kernels"]["reference"], row["kernels"]["reference before"]
+        assert ours["relative_error"]["out"] < 1e-5 < 0.9 < before["relative_error"]["out"]
+    assert {entry["kernel"] for entry in read["checks"]} == {"reference"}

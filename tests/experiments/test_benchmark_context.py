@@ -1,109 +1,120 @@
-"""experiments/benchmark_context.py: right before fast, honest bytes, what is written down."""
+"""The benchmark of several ranks: right before fast, honest bytes, reports that go on, the calculation."""
 
 import json
-import os
-import subprocess
-import sys
+from dataclasses import replace
 
-import benchmark_context
 import pytest
 import torch
-from context_benchmark import checks, figure, report
-from context_benchmark.measure import ALONE, DIRECTIONS
-from context_benchmark.workloads import Workload
-from repository_files import EXPERIMENTS
+from benchmarks import context, harness
+from benchmarks.context import ALONE, TIMED, Measured, Workload
 
-SCRIPT = EXPERIMENTS / "benchmark_context.py"
 WORKLOAD = Workload(1024, 4, 2, 64, "bfloat16", "-0.1")
+MB = 10**6
+
+
+def measured(mode: str, ms: list[float], received: list[int], alone: list[float]) -> Measured:
+    """Two ranks at 100 and 200 tokens, 2 MB of each token's row in all."""
+    about = {"decay": "none", "direction": "forward", "ranks": 2, "heads": 32}
+    own = [about | {"mode": mode, "length": n, "ms": x, "received": [0, y], "everything": n * MB // 2}
+           for n, x, y in zip((100, 200), ms, received, strict=True)]
+    return Measured(own, [about | {"length": n, "ms": x} for n, x in zip((100, 200), alone, strict=True)])
+
+
+# 100 ms at 100 tokens, four times as much at 200
+QUADRATIC = measured("halo", [80.0, 310.0], [50 * MB, 100 * MB], [100.0, 400.0])
+LINEAR = measured("halo", [52.0, 102.0], [2 * MB, 2 * MB], [100.0, 200.0])
 
 
 @pytest.mark.slow
-def test_the_script_runs_where_there_is_no_gpu(interpreter, tmp_path):
-    """As a user runs it, on a machine whose GPU is hidden, but for the kernels, which tests/distributed interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    argv = ["--check-length", "24", "--lengths", "40", "--decays", "-1", "--backend", "reference"]
-    argv += ["--output", str(tmp_path / "context.json")]
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), *argv], env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True,
-        text=True, timeout=300, check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+@pytest.mark.usefixtures("interpreter", "processes_that_meet")
+def test_the_script_runs_without_a_gpu(tmp_path, monkeypatch, capfd):
+    """But for the kernels, which tests/distributed interprets. A second call does what the first one lacks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    argv = ["--check-length", "24", "--decays", "-1", "--backend", "reference"]
+    argv += ["--output", str(tmp_path / "context.json"), "--lengths", "40"]
+    assert context.main(argv) == 0
     read = json.loads((tmp_path / "context.json").read_text())
-    assert {(row["mode"], row["direction"]) for row in read["rows"]} == {
-        (mode, direction) for mode in checks.MODES for direction in DIRECTIONS
-    }
+    modes = {(row["mode"], row["direction"]) for row in read["rows"]}
+    assert modes == {(mode, direction) for mode in context.MODES for direction in TIMED}
     # 20 tokens of one key head: k, v and the log-decays of two heads, forward
     assert read["rows"][0]["received"] == [0, 20 * 4 * (2 * 16 + 2)] == [0, read["rows"][0]["everything"]]
     assert all(row["ms"] is None for row in read["rows"])
-    assert len(read["checks"]) == len(checks.CASES) * len(checks.MODES)
+    assert len(read["checks"]) == len(context.CASES) * len(context.MODES)
     assert (tmp_path / "context.png").stat().st_size > 5000
-
-    # one more length is all that is left to do
-    argv.insert(argv.index("40") + 1, "24")
-    again = subprocess.run(
-        [sys.executable, str(SCRIPT), *argv, "--resume"], env=environment | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=300, check=False,
-    )
-    assert again.returncode == 0, again.stdout + again.stderr
+    capfd.readouterr()
+    assert context.main([*argv, "24"]) == 0
     longer = json.loads((tmp_path / "context.json").read_text())
     assert longer["checks"] == read["checks"]
     assert longer["rows"][: len(read["rows"])] == read["rows"]
     assert [row["length"] for row in longer["rows"]] == [40] * len(read["rows"]) + [24] * len(read["rows"])
-    assert "one process, T24" not in again.stdout
-
-
-def test_reports_that_were_measured_side_by_side_are_joined():
-    """A length and decay that two have is the first one's."""
-    def measured(command, ms, *cells):
-        rows = [{"length": length, "decay": decay, "ms": ms} for length, decay in cells]
-        return {"command": command, "rows": rows, "wrong": [], "checks": [command]}
-
-    reports = measured("a", 1, (2, "none"), (4, "none")), measured("b", 2, (4, "none"), (4, "-1"))
-    found = benchmark_context.joined(reports, "c")
-    assert found["command"] == "a; b; c"
-    assert found["checks"] == ["a"]
-    assert [(row["length"], row["decay"], row["ms"]) for row in found["rows"]] == [
-        (2, "none", 1), (4, "none", 1), (4, "-1", 2),
-    ]
+    assert "error over budget" not in capfd.readouterr().out
 
 
 def test_bytes_of_everything():
     assert WORKLOAD.everything(4) == 768 * (2 * 2 * 64 * 2 + 4 * 4)
-    assert Workload(1024, 4, 2, 64, "bfloat16", "alibi").everything(2) == 512 * 2 * 2 * 64 * 2
+    assert replace(WORKLOAD, decay="alibi").everything(2) == 512 * 2 * 2 * 64 * 2
 
 
 def test_speeds_are_over_one_gpu():
-    timings = {(name, way): [ms, ms] for name, ms in (("halo", 2.0), (ALONE, 3.6)) for way in DIRECTIONS}
+    timings = {(name, way): [ms, ms] for name, ms in (("halo", 2.0), (ALONE, 3.6)) for way in TIMED}
     received = {"halo": {"forward": [0, 5], "backward": [5, 0]}}
-    found = report.rows(WORKLOAD, 2, received, {"halo": {"out": 1e-3}}, timings)
+    found = list(context.rows(WORKLOAD, 2, received, {"halo": {"out": 1e-3}}, timings))
     assert [(row["mode"], row["ranks"], row["speed_over_alone"]) for row in found] == [
         *[("halo", 2, 1.8)] * 3, *[(ALONE, 1, 1.0)] * 3,
     ]
-    assert "1.80" in report.table(found)
-    drawn = figure.draw({"rows": found, "gpu": "X", "torch": "1", "triton": "2"})
-    assert len(drawn.axes) == 2
-    with pytest.raises(ValueError, match="no rows"):
-        figure.draw({"rows": []})
+    assert len(context.draw({"rows": found, "gpu": "X", "torch": "1", "triton": "2"}).axes) == 2
 
 
 def test_wrong_results_are_objected_to():
     eps = torch.finfo(torch.bfloat16).eps
-    assert checks.objection({"out": eps, "dq": 0.0}, "bfloat16") is None
-    assert "dq by" in checks.objection({"out": eps, "dq": 3 * eps}, "bfloat16")
-    assert "dk by nan" in checks.objection({"dk": float("nan")}, "float32")
+    assert context.objection({"out": eps, "dq": 0.0}, "bfloat16") == ""
+    assert "dq by" in context.objection({"out": eps, "dq": 3 * eps}, "bfloat16")
+    assert "dk by nan" in context.objection({"dk": float("nan")}, "float32")
 
 
-@pytest.mark.parametrize(
-    ("argv", "cuda", "message"),
-    [
-        (["--decays", "fast"], True, "expected none, alibi or a number, got 'fast'"),
-        (["--lengths", "0"], True, "positive integer, got 0"),
-        (["--dtype", "bfloat16"], False, "expected float16 or float32, got bfloat16"),
-        (["--modes", "ring"], False, "invalid choice: 'ring'"),
-        (["--resume", "--output", "nowhere.json"], True, "there is no report in nowhere.json"),
-    ],
-)
-def test_bad_options_are_refused(argv, cuda, message, capsys):
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--decays", "fast"], "expected none, alibi or a number, got 'fast'"),
+    (["--dtype", "bfloat16"], "expected float16 or float32, got bfloat16"),
+    (["--modes", "ring"], "invalid choice: 'ring'"),
+])
+def test_bad_options_are_refused(argv, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        benchmark_context.parse(argv, cuda)
+        harness.parse(context, argv)
     assert message in capsys.readouterr().err
+
+
+def test_without_a_decay_the_last_slice_sees_everything():
+    row = QUADRATIC.row(400, 4, bandwidth=1e9, network=1e8, node=8)
+    assert row["exponent"] == pytest.approx(2)
+    assert row["one_gpu_ms"] == pytest.approx(1600)
+    assert row["compute_ms"] == pytest.approx(1600 * 7 / 16)
+    assert row["bytes"] == pytest.approx(300 * MB)
+    assert row["transfer_ms"] == pytest.approx(300)
+    assert row["rest_ms"] == 0.0  # 80 ms are less than 75 of computing and 50 of transfer
+    assert row["speed_over_one"] == pytest.approx(1600 / 1000)
+
+
+def test_a_decay_divides_work_and_heads_are_dealt_out():
+    row = LINEAR.row(400, 4, bandwidth=1e9, network=1e8, node=2)
+    assert row["compute_ms"] == pytest.approx(100)
+    assert row["bytes"] == 2 * MB
+    assert row["transfer_ms"] == pytest.approx(20)  # by the network
+    assert row["rest_ms"] == pytest.approx(0.0)  # 52 ms: 50 of computing, 2 of transfer
+    assert measured("halo", [55.0, 105.0], [2 * MB, 2 * MB], [100.0, 200.0]).rest_ms(1e9) == pytest.approx(3)
+    heads = measured("heads", [80.0, 310.0], [25 * MB, 50 * MB], [100.0, 400.0])
+    row = heads.row(400, 4, bandwidth=1e9, network=1e8, node=8)
+    assert row["compute_ms"] == pytest.approx(400)
+    assert row["bytes"] == pytest.approx(50 * MB / (200 / 4) * 400 * 3 / 16)
+    assert heads.row(400, 64, bandwidth=1e9, network=1e8, node=8)["ms"] is None
+
+
+def test_the_calculation_of_the_page_is_made_again(tmp_path):
+    from repository_files import ROOT
+
+    argv = ["--simulate", str(ROOT / "results/benchmark_context.json"), "--output", str(tmp_path / "x.json")]
+    assert context.main(argv) == 0
+    found, expected = (json.loads(path.read_text()) for path in
+                       (tmp_path / "x.json", ROOT / "results/simulate_context.json"))
+    assert {key for key in expected if found[key] != expected[key]} <= {"command", "method"}

@@ -1,16 +1,14 @@
-"""The benchmark of training steps: checks that can fail, one set of weights for all, rounds, rows, resuming."""
+"""The benchmark of training steps: checks that can fail, one set of weights for all, rounds, rows; strategies."""
 
 import dataclasses
+import itertools
 import json
-import sys
+from pathlib import Path
 
-import benchmark_training
 import pytest
 import torch
-from training_benchmark import measure, report, variants
-from training_benchmark.measure import Models, Setting, Timed
-from training_benchmark.model import OtherAttention, Size
-from training_benchmark.variants import BASELINE, IDENTITY, VARIANTS, Absent, trained_half_lives
+from benchmarks import harness, training
+from benchmarks.training import BASELINE, IDENTITY, VARIANTS, Models, OtherAttention, Setting, Size, Timed
 
 SIZE = Size(layers=2, width=16, head_dim=8, vocabulary=20)
 SETTING = Setting(SIZE, batch=2, length=12, compiled=False)
@@ -20,8 +18,9 @@ NAMES = ["ours", "cudnn", IDENTITY]
 
 @pytest.fixture
 def without_gpu(monkeypatch):
-    """What a script does where there is none. It also keeps a test from writing where a GPU's results go."""
+    """Machine without a GPU. It also keeps a test from writing where a GPU's results go."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture
@@ -30,13 +29,13 @@ def models():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels on a CPU: needs Triton's interpreter")
-def test_without_a_gpu_first_steps_are_checked(capsys):
-    assert benchmark_training.main([*SMALL, "--backend", "triton"]) == 0
+def test_first_steps_are_checked_without_a_gpu(capsys):
+    assert harness.main(training, [*SMALL, "--backend", "triton"]) == 0
     said = capsys.readouterr().out
     for name in ("ours", "ours-trained", "ours-whole", "ours-rotary", "cudnn", BASELINE):
         assert f"  {name}: relative errors loss" in said
     for name in ("flex", "fla", "fox", "fox-pruned"):
-        assert f"  {name}: absent: needs a GPU" in said
+        assert f"{name}: absent: needs a GPU" in said
 
 
 @pytest.mark.usefixtures("without_gpu")
@@ -53,12 +52,12 @@ def test_a_wrong_variant_is_named_and_gets_no_speed(is_ours, monkeypatch, capsys
         VARIANTS["cudnn"], ours=is_ours, layer=lambda size, backend, length: OtherAttention(size, attend)
     )
     monkeypatch.setitem(VARIANTS, "cudnn", wrong)
-    assert benchmark_training.main([*SMALL, "--variants", "cudnn", "--backend", "reference"]) == int(is_ours)
+    assert harness.main(training, [*SMALL, "--variants", "cudnn", "--backend", "reference"]) == int(is_ours)
     assert "cudnn: wrong: first step outside its error budget" in capsys.readouterr().out
 
 
 def test_all_variants_have_the_same_weights(models):
-    for name in ("ours", "cudnn", IDENTITY):
+    for name in NAMES:
         model = models.decoder(VARIANTS[name], SETTING.length)
         shared = dict(models.base.named_parameters())
         assert all(parameter is shared[key] for key, parameter in model.named_parameters())
@@ -67,7 +66,7 @@ def test_all_variants_have_the_same_weights(models):
     assert own == {f"blocks.{n}.attention.decay.{part}" for n in range(2) for part in ("weight", "bias")}
     decays = [block.attention.decay for block in trained.blocks]
     lives = torch.stack([decay.half_lives(torch.randn(1, decay.embed_dim))[0] for decay in decays])
-    torch.testing.assert_close(lives, torch.tensor(trained_half_lives(2, 2)), rtol=1e-4, atol=0)
+    torch.testing.assert_close(lives, torch.tensor(training.trained_half_lives(2, 2)), rtol=1e-4, atol=0)
 
 
 def test_a_step_leaves_the_weights_as_they_are(models):
@@ -81,19 +80,15 @@ def test_a_step_leaves_the_weights_as_they_are(models):
 
 
 def test_trained_half_lives_are_those_of_the_toy_model():
-    source = json.loads(variants.TRAINED.read_text())["layers"]
-    assert trained_half_lives(8, 8) == [
-        pytest.approx(sorted(head["mean"] for head in layer)) for layer in source
-    ]
-    stretched = trained_half_lives(12, 12)
+    source = json.loads(training.TRAINED.read_text())["layers"]
+    assert training.trained_half_lives(8, 8) == [pytest.approx(sorted(x["mean"] for x in layer)) for layer in source]
+    stretched = training.trained_half_lives(12, 12)
     assert [len(layer) for layer in stretched] == [12] * 12
     assert all(layer == sorted(layer) for layer in stretched)
-    assert stretched[0][0] == pytest.approx(min(head["mean"] for head in source[0]))
     assert stretched[11][-1] == pytest.approx(max(head["mean"] for head in source[7]))
-    assert len(trained_half_lives(1, 1)[0]) == 1
 
 
-def test_rounds_go_there_and_back_and_one_that_fails_takes_no_other(models, monkeypatch):
+def test_timed_steps_interleave_and_survive_one_that_fails(models, monkeypatch):
     steps, real = [], Models.step
 
     def step(self, model, variant):
@@ -102,32 +97,27 @@ def test_rounds_go_there_and_back_and_one_that_fails_takes_no_other(models, monk
             raise torch.OutOfMemoryError("too much")
         return real(self, model, variant)
 
-    def timer(seconds):
-        assert seconds == 0.25
-
-        def timed(call):
-            call()
-            return float(len(steps))
-
-        return timed
+    def timed(call):
+        call()
+        return float(len(steps))
 
     monkeypatch.setattr(Models, "step", step)
-    monkeypatch.setattr(measure, "sustained_timer", timer)
-    monkeypatch.setattr(measure.torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(measure.torch.cuda, "max_memory_allocated", lambda: 7)
-    done = []
-    timed, failed = measure.time_rounds(models, [VARIANTS[name] for name in NAMES], 2, 0.25, done.append)
-    assert failed == {"cudnn": "OutOfMemoryError: too much"}
+    monkeypatch.setattr(harness, "sustained_timer", lambda seconds: timed)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    options = harness.parse(training, [*SMALL, "--rounds", "2"])
+    run = harness.Run("x.py", options, [], {})
+    found = training.time_rounds(models, [VARIANTS[name] for name in NAMES], run)
+    assert [entry["reason"] for entry in run.report["missing"]] == ["OutOfMemoryError: too much"]
     assert steps == ["ours", "ours", "cudnn", IDENTITY, IDENTITY, "ours", IDENTITY, IDENTITY, "ours"]
-    assert timed["ours"].rounds == [6.0, 9.0]
-    assert (timed["ours"].peak_bytes, timed["ours"].loss > 0) == (7, True)
+    assert found["ours"].rounds == [6.0, 9.0]
+    assert (found["ours"].peak_bytes, found["ours"].loss > 0) == (7, True)
 
 
-def made_up(length: int = 12, compiled: bool = False, head_dim: int = 8) -> list[dict]:
-    setting = Setting(dataclasses.replace(SIZE, head_dim=head_dim), 2, length, compiled)
+def made_up(length: int = 12) -> list[dict]:
     timed = {"ours": Timed([4.0, 2.0, 3.0], 10**9, 3.0), BASELINE: Timed([6.0, 6.0, 6.0], 10**9, 3.0),
              IDENTITY: Timed([1.0, 1.0, 1.0], 10**9, 3.0)}
-    return measure.rows(setting, timed)
+    return list(training.rows(dataclasses.replace(SETTING, length=length), timed))
 
 
 def test_rows_have_speed_and_the_share_of_attention():
@@ -135,48 +125,73 @@ def test_rows_have_speed_and_the_share_of_attention():
     assert (ours["ms"], ours["ms_range"], ours["tokens_per_second"]) == (3.0, [2.0, 4.0], 8000.0)
     assert ours["attention_share"] == pytest.approx(2 / 3)  # of 3/4, 1/2, 2/3
     assert (baseline["attention_share"], identity["attention_share"]) == (pytest.approx(5 / 6), 0.0)
-    assert [line.split()[-3] for line in report.table(made_up()).splitlines()[1:]] == ["2.00", "1.00", "6.00"]
 
 
-def test_a_report_is_drawn(tmp_path):
-    rows = [row for length in (12, 24) for how in (False, True) for row in made_up(length, how)]
-    path = tmp_path / "x.png"
-    report.draw({"rows": rows, "gpu": "NVIDIA H200", "torch": "2.11.0"}).savefig(path)
-    assert path.stat().st_size > 10_000
-
-
-def test_settings_that_are_known_are_not_measured_again(tmp_path, monkeypatch):
-    output = tmp_path / "training.json"
-    options = benchmark_training.parse([*SMALL, "--lengths", "20", "24", "--variants", *NAMES], cuda=False)
-    options.output, options.commit = output, "abc"
-    measured = []
-
-    def measure_one(setting, options, result, progress, device):
-        measured.append(setting.length)
-        result["rows"] += made_up(setting.length)
-        result["missing"].append({"setting": str(setting), "variant": "fla", "ours": False, "kind": "absent",
-                                  "reason": "no"})
-
-    monkeypatch.setattr(benchmark_training, "measure_one", measure_one)
-    for lengths in ([20], [20, 24]):
-        options.lengths = lengths
-        benchmark_training.run(options, benchmark_training.begin(options, []), "cpu")
+@pytest.mark.usefixtures("without_gpu")
+def test_known_settings_are_not_measured_again(tmp_path, monkeypatch):
+    measured, found = [], {length: made_up(length) for length in (20, 24)}
+    monkeypatch.setattr(harness, "machine", lambda: ("cpu", True))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(training, "time_rounds", lambda models, *_: measured.append(models.setting.length))
+    monkeypatch.setattr(training, "rows", lambda setting, _: found[setting.length])
+    argv = [*SMALL, "--commit", "abc", "--output", str(tmp_path / "x.json"), "--variants", IDENTITY, "--lengths", "20"]
+    for more in ([], ["24"]):
+        assert harness.main(training, [*argv, *more]) == 0
     assert measured == [20, 24]
-    assert len(json.loads(output.read_text())["missing"]) == 2
-    options.seconds = 9.0
+    assert (tmp_path / "x.png").stat().st_size > 10_000
     with pytest.raises(SystemExit, match="has setup"):
-        benchmark_training.begin(options, [])
+        harness.main(training, [*argv, "--seconds", "9"])
 
 
-def test_options_that_cannot_be_are_refused(capsys):
-    for name, wrong in (("--head-dims", "5"), ("--seconds", "0"), ("--output", "x.json")):
-        with pytest.raises(SystemExit):
-            benchmark_training.parse([*SMALL, name, wrong], cuda=False)
-        assert f"error: {name}" in capsys.readouterr().err
+# ----------------------------------------------------------------------------------------------------------- strategies
 
 
-def test_a_peer_that_is_not_there_says_so(models, monkeypatch):
-    monkeypatch.setattr(variants, "_needs_gpu", lambda: None)
-    monkeypatch.setitem(sys.modules, "fla.ops.forgetting_attn.parallel", None)
-    with pytest.raises(Absent, match="cannot be imported"):
-        models.decoder(VARIANTS["fla"], SETTING.length)
+def run_folder(folder: Path, bits: list[float], milliseconds: list[float]) -> Path:
+    """Folder that train_toy_lm.py leaves, with made-up figures and a validation of 5 s after the second step."""
+    (folder / "logs/from_step_0").mkdir(parents=True)
+    seconds = [0.0, *itertools.accumulate([x / 1e3 for x in milliseconds])]
+    lines = [f"{n},{x},,{seconds[n - 1] + 5 * (n > 2)}" for n, x in enumerate(bits, start=1)]
+    lines = ["step,train_bits,val_bits,seconds", *lines, f"2,,{bits[1]},", f"{len(bits)},,{bits[-1]},"]
+    (folder / "logs/from_step_0/metrics.csv").write_text("\n".join(lines) + "\n")
+    (folder / "summary.json").write_text(json.dumps({"parameters": 1000, "strategy": "ddp", "devices": 2}))
+    return folder
+
+
+def test_strategies_are_compared_step_by_step(tmp_path):
+    setup = {"devices": 2, "layers": 1, "width": 8, "context": 10, "batch_size": 4, "steps": 3}
+    folders = {"one": run_folder(tmp_path / "one", [8.0, 4.0, 4.0, 4.0, 2.0], [900.0, 10.0, 11.0, 11.0]),
+               "ddp": run_folder(tmp_path / "two", [8.0, 4.3, 4.2, 4.0, 2.0], [900.0, 5.0, 5.5, 5.5])}
+    result = {"setup": setup, "gpu": "X", "torch": "2",
+              "rows": [{"run": name} | training.read_run(at) for name, at in folders.items()]}
+    training.compare(result)
+    one, two = result["rows"]
+    assert one["milliseconds_per_step"] == 11.0  # the first stretch left out
+    assert one["tokens_per_second"] == pytest.approx(40 / 0.011)
+    assert (two["speed_over_one"], two["difference"]) == (2.0, pytest.approx(0.1))
+    assert two["largest_difference"] == pytest.approx(0.3)
+    assert len(training.draw(result).axes) == 2
+
+
+def strategies(tmp_path: Path, more: str, *names: str) -> list[str]:
+    (tmp_path / "text").write_bytes(b"abracadabra, " * 200)
+    of_toy = f"--data {tmp_path / 'text'} --gradient_check 0 {more}"
+    return ["--commit", "abc", "--output", str(tmp_path / "found.json"), f"--more={of_toy}", "--strategies", *names]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_gpu", "interpreter", "processes_that_meet")
+def test_strategies_are_run_once(tmp_path, capsys):
+    argv = strategies(tmp_path, "", "one", "context, heads")
+    assert harness.main(training, argv) == 0
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [(row["run"], row["devices"]) for row in rows] == [("one", 1), ("context, heads", 2)]
+    assert abs(rows[1]["difference"]) < 1e-4
+    assert harness.main(training, argv) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["rows"] == rows
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_strategy_that_fails_is_told_and_not_kept(tmp_path, capsys):
+    assert harness.main(training, strategies(tmp_path, "--heads 3", "one")) == 1
+    assert "one: failed: RuntimeError: train_toy_lm.py ended with status 2" in capsys.readouterr().out
+    assert json.loads((tmp_path / "found.json").read_text())["rows"] == []

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import compile_matrix
 import pytest
 from repository_files import EXPERIMENTS
+from tools import compile_matrix
 
-SCRIPT = EXPERIMENTS / "compile_kernels.py"
+SCRIPT = EXPERIMENTS / "tools/compile_kernels.py"
 KERNELS = {
     "hopper": ["forward_kernel", "gradients_kernel"],
     "triton": ["forward_kernel", "key_gradients_kernel", "query_gradients_kernel", "gradients_kernel", "split_kernel"],
@@ -65,7 +65,7 @@ def test_decoding_fits_where_a_block_has_less_shared_memory(tmp_path):
 
 
 def test_descriptors_of_two_layouts_from_one_register_are_a_fault():
-    from compile_kernels import shares_an_address  # which imports the backends
+    from tools.compile_kernels import shares_an_address  # which imports the backends
 
     one = "add.s64 \t%rd260, %rd223, -9223371899415822334;\nadd.s64 \t%rd261, %rd224, -9223371899415822334;\n"
     same = "add.s64 \t%rd262, %rd224, -9223371899415822332;\nadd.s64 \t%rd263, %rd224, 64;\n"
@@ -76,7 +76,7 @@ def test_descriptors_of_two_layouts_from_one_register_are_a_fault():
 
 
 def test_memory_of_a_barrier_is_for_nothing_else():
-    from compile_kernels import reuses_a_barrier
+    from tools.compile_kernels import reuses_a_barrier
 
     made = "add.s32 \t%r5, %r1, 200448;\n@%p4 mbarrier.init.shared::cta.b64 [%r5], 3;\nadd.s32 \t%r6, %r1, 200448;\n"
     waited = "add.s32 \t%r7, %r1, 200448;\nmbarrier.try_wait.parity.shared.b64 complete, [%r7], %r8;\n"

@@ -1,10 +1,10 @@
 """Random calls on several ranks: a short run, that it notices what is wrong, and that every call can be repeated."""
 
-import fuzz_context
 import fuzzed_slices
 import pytest
 from distributed_pool import Pool
-from fuzzing.slices import CALLS, draw_slices
+from tools import fuzz_context
+from tools.fuzzing.slices import CALLS, draw_slices
 
 SHORT = ["--longest", "40", "--backend", "reference", "--family", "1", "--device", "cpu"]
 
@@ -40,7 +40,7 @@ def test_what_is_wrong_is_told_and_can_be_repeated(pool, wrong, said):
     assert [status for status, _ in found] == [1, 1]
     line = next(line for line in found[0][1].splitlines() if line.startswith("FAILED"))
     assert said in line
-    again = line.removeprefix("FAILED python experiments/fuzz_context.py ").split(":")[0].split()
+    again = line.removeprefix("FAILED python experiments/tools/fuzz_context.py ").split(":")[0].split()
     assert again[:2] == ["--ranks", "2"]
     again, printed = pool.run("fuzzed_slices.fuzzed", again[2:], getattr(fuzzed_slices, wrong))[0]
     assert again == 1

@@ -1,4 +1,4 @@
-"""Where a figure is from: versions, commit and command, and git's ids of the code, computed without git."""
+"""Origin of a figure: versions, commit and command, and git's ids of the code, also without a repository."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from readme_tables.results import Refused, Results
+from report import Refused, Results
 from shared import provenance
 from shared.report import resumed
 from test_report import ORIGIN
@@ -17,7 +17,7 @@ import decayattn
 
 
 def git(folder, *arguments):
-    """What git prints there."""
+    """Output of git there."""
     command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

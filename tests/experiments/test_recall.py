@@ -1,27 +1,24 @@
-"""Associative recall: the task beside a dictionary, models side by side beside one model, resuming, the report."""
+"""Associative recall: the task and a dictionary, models side by side and alone, the grid that goes on, the report."""
 
 import contextlib
-import dataclasses
 import json
 import re
 import types
 
 import pytest
-import recall
 import torch
 import torch.nn.functional as F
-from associative_recall import report, training
-from associative_recall.model import MODES, Gates, SideBySide
-from associative_recall.task import FILLER, Task
+from studies import grid, recall
+from studies.recall import FILLER, MODES, AdamW, Gates, Run, Setup, Shape, SideBySide, Task
 
 from decayattn.nn import ScalarDecay
 
 TINY = [
     "--shapes", "16,2,2", "16,4,2", "--widths", "8", "--vocabulary", "16", "--steps", "4",
-    "--queries", "8", "--backend", "reference", "--processes", "1", "--seeds", "2", "--learning-rates", "0.01", "0.1",
+    "--queries", "8", "--backend", "reference", "--seeds", "2", "--learning-rates", "0.01", "0.1",
 ]
-SETUP = training.Setup(
-    shapes=(training.Shape(16, 2, 2), training.Shape(16, 4, 2)), heads=2, vocabulary=16, learning_rates=(1e-2, 2e-2),
+SETUP = Setup(
+    shapes=(Shape(16, 2, 2), Shape(16, 4, 2)), heads=2, vocabulary=16, learning_rates=(1e-2, 2e-2),
     seeds=(0, 1), steps=4, queries=8, weight_decay=0.1, backend="reference", graph=False,
 )
 
@@ -36,26 +33,20 @@ def test_answers_are_what_a_dictionary_holds(name, count):
     """Written anew: read the pairs from the left into a dictionary, the later ones over the earlier ones."""
     task = Task(name, 40, count, rows=7, vocabulary=50, device="cpu")
     batch = task.draw(3, generator())
-    overwritten = 0
     for draw in range(3):
         answers = dict(zip(batch.positions[draw].tolist(), batch.answers[draw].tolist(), strict=True))
-        stale = dict(zip(batch.positions[draw].tolist(), batch.stale[draw].tolist(), strict=True))
         for row in range(7):
             tokens = batch.tokens[draw, row].tolist()
-            first, last = {}, {}
+            last = {}
             for key, value in zip(tokens[: 2 * count : 2], tokens[1 : 2 * count : 2], strict=True):
                 assert 1 <= key < 25 <= value < 50
-                first.setdefault(key, value)
                 last[key] = value
             assert len(last) == (count if name == "recall" else count // 2)
             behind = {place: token for place, token in enumerate(tokens) if place >= 2 * count and token != FILLER}
             assert sorted(behind.values()) == sorted(last)  # every key is asked for once
             for place, key in behind.items():
                 assert answers.pop(40 * row + place) == last[key]
-                assert stale.pop(40 * row + place) == first[key]
-                overwritten += first[key] != last[key]
         assert not answers
-    assert (overwritten > 0) == (name == "forgetting")
 
 
 def test_sequences_come_from_the_seed_alone():
@@ -140,12 +131,12 @@ def test_the_same_seed_starts_alike_in_every_mode():
 
 
 def test_the_optimiser_is_adamw_for_every_row():
-    """Beside torch's own, with its clipping and the same schedule."""
+    """The same as torch's own, with its clipping and the same schedule."""
     steps, rates = 25, [0.1, 0.01]
     start, targets = torch.randn(2, 6), torch.randn(2, 6) * 3
     decayed = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0, 0.0])
     values = start.clone()
-    ours = training.AdamW(values, torch.tensor(rates), steps, decayed)
+    ours = AdamW(values, torch.tensor(rates), steps, decayed)
     for _ in range(steps):
         ours.step(values - targets)
     for row, rate in enumerate(rates):
@@ -164,19 +155,19 @@ def test_the_optimiser_is_adamw_for_every_row():
 
 def test_a_run_learns():
     """Two pairs of keys and values: better than one of the values at random, and the loss falls."""
-    shapes = (training.Shape(8, 2, 32),)
-    setup = dataclasses.replace(SETUP, steps=150, queries=100, shapes=shapes, seeds=(0,), vocabulary=8)
-    row = training.train(training.Cell("recall", "alibi-learned", 16), setup, "cpu")
+    shapes = (Shape(8, 2, 32),)
+    setup = SETUP._replace(steps=150, queries=100, shapes=shapes, seeds=(0,), vocabulary=8)
+    row = recall.train(("recall", "alibi-learned", 16), setup, "cpu")
     losses = row["loss"][1][0]
     assert losses[-1] < 0.7 * losses[0]
     assert max(x[0][0] for x in row["test"]) > 0.45  # 4 values; 2 of them were seen
 
 
 def test_a_model_that_diverges_does_not_touch_the_others():
-    setup = dataclasses.replace(SETUP, learning_rates=(1e-2, 1e30))
-    with_it = training.train(training.Cell("recall", "scalar", 8), setup, "cpu")
-    setup = dataclasses.replace(SETUP, learning_rates=(1e-2,))
-    without = training.train(training.Cell("recall", "scalar", 8), setup, "cpu")
+    setup = SETUP._replace(learning_rates=(1e-2, 1e30))
+    with_it = recall.train(("recall", "scalar", 8), setup, "cpu")
+    setup = SETUP._replace(learning_rates=(1e-2,))
+    without = recall.train(("recall", "scalar", 8), setup, "cpu")
     torch.testing.assert_close(torch.tensor(with_it["loss"][0]), torch.tensor(without["loss"][0]))
     assert not torch.tensor(with_it["loss"][1]).isfinite().all()
 
@@ -185,7 +176,7 @@ def test_the_rate_is_chosen_by_validation():
     row = {"learning_rates": [0.1, 0.2], "shapes": [[8, 2, 1], [16, 4, 1]],
            "validation": [[[0.5, 0.1], [0.7, 0.1]], [[0.3, 0.3]] * 2],
            "test": [[[0.4, 0.2], [0.6, 0.1]], [[1.0, 1.0]] * 2]}
-    chosen = report.selected(row)
+    chosen = recall.selected(row)
     assert (chosen.rate, chosen.shapes) == (0.1, [(8, 2, 1), (16, 4, 1)])
     assert chosen.mean == pytest.approx([0.5, 0.15])
     assert (chosen.least, chosen.most) == ([0.4, 0.1], [0.6, 0.2])
@@ -194,46 +185,45 @@ def test_the_rate_is_chosen_by_validation():
 def test_a_run_is_resumed_cell_by_cell(tmp_path, capsys, monkeypatch):
     output = tmp_path / "recall.json"
     arguments = [*TINY, "--tasks", "forgetting", "--commit", "abc", "--output", str(output)]
-    assert recall.main([*arguments, "--modes", "scalar"]) == 0
+    assert grid.main(recall, [*arguments, "--modes", "scalar"]) == 0
     first = json.loads(output.read_text())
     assert (first["commit"], [row["mode"] for row in first["rows"]]) == ("abc", ["scalar"])
     row = first["rows"][0]
     assert [len(row["test"]), len(row["test"][0]), len(row["test"][0][0])] == [2, 2, 2]
-    assert row["test_overwritten"][0][0][0] + row["test"][0][0][0] <= 1
     assert (tmp_path / "recall.png").stat().st_size > 10_000
-    assert recall.main([*arguments, "--modes", "scalar", "none", "--minutes", "1e-9"]) == 0
-    assert "1 left" in capsys.readouterr().out
-    assert recall.main([*arguments, "--modes", "scalar", "none"]) == 0
+    assert grid.main(recall, [*arguments, "--modes", "scalar", "none", "--minutes", "1e-9"]) == 0
+    assert "1 cells are left" in capsys.readouterr().out
+    assert grid.main(recall, [*arguments, "--modes", "scalar", "none"]) == 0
     second = json.loads(output.read_text())
     assert [row["mode"] for row in second["rows"]] == ["scalar", "none"]
     assert second["rows"][0] == row
     with pytest.raises(SystemExit, match="has setup"):
-        recall.main([*arguments, "--steps", "5"])
+        grid.main(recall, [*arguments, "--steps", "5"])
     with pytest.raises(SystemExit, match="has commit abc, expected other"):
-        recall.main([*arguments, "--commit", "other"])
+        grid.main(recall, [*arguments, "--commit", "other"])
 
 
 def test_a_cell_that_fails_fails_the_run_and_no_other(tmp_path, capsys, monkeypatch):
-    real = training.train
+    real = recall.train
 
     def fails(cell, setup, device):
-        if cell.mode == "retnet":
+        if cell[1] == "retnet":
             raise RuntimeError("no such rates")
         return real(cell, setup, device)
 
     monkeypatch.setattr(recall, "train", fails)
     output = tmp_path / "recall.json"
     modes = ["--tasks", "recall", "--modes", "retnet", "none"]
-    assert recall.main([*TINY, *modes, "--output", str(output)]) == 1
+    assert grid.main(recall, [*TINY, *modes, "--output", str(output)]) == 1
     assert "no such rates" in capsys.readouterr().out
     assert [row["mode"] for row in json.loads(output.read_text())["rows"]] == ["none"]
 
 
 def test_options_that_cannot_be_are_refused(capsys):
     for name, wrong in (("--widths", "10"), ("--shapes", "16,5,1"), ("--shapes", "12,4,1"), ("--shapes", "16,4"),
-                        ("--devices", "2"), ("--minutes", "0"), ("--learning-rates", "-1")):
+                        ("--minutes", "0"), ("--learning-rates", "-1")):
         with pytest.raises(SystemExit):
-            recall.parse([*TINY, name, wrong], cuda=False)
+            grid.parse(recall, [*TINY, name, wrong])
         assert re.search(f"error: (argument )?{name}: expected", capsys.readouterr().err)
 
 
@@ -243,7 +233,7 @@ def test_several_processes_train_what_one_does(tmp_path):
     for processes in ("1", "2"):
         output = tmp_path / f"{processes}.json"
         modes = ["--tasks", "recall", "--modes", "scalar", "none"]
-        assert recall.main([*TINY, *modes, "--output", str(output), "--processes", processes]) == 0
+        assert grid.main(recall, [*TINY, *modes, "--output", str(output), "--processes", processes]) == 0
         found = sorted(json.loads(output.read_text())["rows"], key=lambda row: row["mode"])
         rows.append([{key: x for key, x in row.items() if key != "seconds"} for row in found])
     assert rows[0] == rows[1]
@@ -251,8 +241,8 @@ def test_several_processes_train_what_one_does(tmp_path):
 
 def test_every_sequence_counts_the_same_in_the_loss():
     """The mean over sequences of the mean over their queries, of every model."""
-    setup = dataclasses.replace(SETUP, shapes=(training.Shape(8, 2, 3), training.Shape(16, 4, 1)))
-    run = training.Run(training.Cell("recall", "none", 8), setup, "cpu")
+    setup = SETUP._replace(shapes=(Shape(8, 2, 3), Shape(16, 4, 1)))
+    run = Run(("recall", "none", 8), setup, "cpu")
     state = run.generator.get_state()
     expected = torch.zeros(len(run.flat))
     for task in run.tasks:
@@ -298,9 +288,9 @@ def test_a_graph_takes_as_many_steps(count, monkeypatch):
         CUDAGraph=Graph, Stream=Stream, current_stream=Stream, stream=lambda stream: contextlib.nullcontext(),
         graph=graph, synchronize=lambda: None,
     )
-    run = training.Run(training.Cell("recall", "none", 8), dataclasses.replace(SETUP, graph=True, steps=7), "cpu")
-    monkeypatch.setattr(training.torch, "cuda", cuda)
-    monkeypatch.setattr(training.Run, "step", step)
+    run = Run(("recall", "none", 8), SETUP._replace(graph=True, steps=7), "cpu")
+    monkeypatch.setattr(recall.torch, "cuda", cuda)
+    monkeypatch.setattr(Run, "step", step)
     run.steps(count)
     assert taken == ["launched"] * min(count, 3) + ["replayed"] * max(0, count - 3)
     assert captured[:1] == [run.generator] * (count > 3)
@@ -310,7 +300,7 @@ def test_a_graph_takes_as_many_steps(count, monkeypatch):
 def test_a_graph_learns_what_launches_learn():
     found = []
     for graph in (False, True):
-        setup = dataclasses.replace(SETUP, graph=graph, steps=20, backend="auto")
-        found.append(training.train(training.Cell("recall", "scalar", 64), setup, "cuda"))
+        setup = SETUP._replace(graph=graph, steps=20, backend="auto")
+        found.append(recall.train(("recall", "scalar", 64), setup, "cuda"))
     losses = [torch.tensor(row["loss"]) for row in found]
     torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import report
-from readme_tables import evidence, front_page, learning, tables
-from readme_tables.results import Refused, Results, Shape
+from report import Refused, Results
 from repository_files import ROOT
 
 PAGE = "experiments/README.md"
@@ -20,7 +19,7 @@ ORIGIN = {
 
 
 def sustained(causal: bool = True) -> dict:
-    """A report of benchmark_sustained.py, with made-up figures."""
+    """A report of benchmarks/attention.py, with made-up figures."""
     rows = []
     for head_dim, length in ((64, 2048), (128, 2048)):
         for at, direction in enumerate(("forward", "backward")):
@@ -67,7 +66,7 @@ def test_a_figure_that_changed_is_seen_and_written(copy, capsys):
 
 
 def test_a_table_edited_by_hand_and_an_old_picture_are_seen(copy):
-    page, picture = copy / PAGE, copy / "results" / tables.PICTURE
+    page, picture = copy / PAGE, copy / "results" / "speed.svg"
     text = page.read_text()
     page.write_text(text.replace("bits per byte", "bits per bite"))
     assert report.main(["--check"], copy) == 1
@@ -86,19 +85,19 @@ def test_a_table_that_nobody_knows_is_refused(copy, capsys):
 
 @pytest.mark.parametrize("key", ["commit", "gpu", "torch", "triton", "command"])
 def test_json_without_its_origin_is_refused(key, results):
-    path = results.folder / "benchmark_sustained.json"
+    path = results.folder / report.SPEED_FILE
     path.write_text(json.dumps(sustained() | {key: None}))
     with pytest.raises(Refused, match=rf"results/benchmark_sustained\.json: lacks {key};"):
-        tables.attention(results)
+        report.attention(results)
 
 
 def test_json_of_code_that_is_in_no_commit_is_refused(results):
-    path = results.folder / "benchmark_sustained.json"
+    path = results.folder / report.SPEED_FILE
     path.write_text(json.dumps(sustained() | {"dirty": True}))
     with pytest.raises(Refused, match="differed from commit abc"):
-        tables.attention(results)
+        report.attention(results)
     path.write_text(json.dumps(sustained() | {"dirty": None}))  # a copy without git, whose commit was given
-    tables.attention(results)
+    report.attention(results)
 
 
 def test_only_a_cpu_has_no_gpu(results):
@@ -111,7 +110,7 @@ def test_only_a_cpu_has_no_gpu(results):
 
 
 def test_the_table_has_a_row_per_kernel_and_a_column_per_shape(results):
-    lines = tables.attention(results)
+    lines = report.attention(results)
     assert lines[0] == "| forward / backward, H16 | D64 T2048 B16 | D128 T2048 B16 |"
     rows = dict(line.strip("| ").split(" | ", 1) for line in lines[2:-2])
     assert rows["**decayattn, decay and its gradient**"] == "**1.20 / 1.10** | **1.20 / 1.10**"
@@ -120,11 +119,11 @@ def test_the_table_has_a_row_per_kernel_and_a_column_per_shape(results):
 
 
 @pytest.mark.parametrize(("before", "said"), [(None, ""), ("0123456789", ", 0123456")])
-@pytest.mark.parametrize(("name", "what", "causal"), tables.MORE_SPEEDS)
+@pytest.mark.parametrize(("name", "what", "causal"), report.MORE_SPEEDS)
 def test_speeds_of_other_calls_have_tables_of_their_own(results, name, what, causal, before, said):
-    first = tables.attention(results)
+    first = report.attention(results)
     (results.folder / name).write_text(json.dumps(sustained(causal=causal) | {"before": before}))
-    found = tables.attention(results)
+    found = report.attention(results)
     assert found[: len(first)] == first
     assert found[len(first) + 1] == f"{what}{said} ([JSON](results/{name})):"
     assert found[len(first) + 3].startswith("| forward / backward, H16 |")
@@ -135,24 +134,23 @@ def test_kernels_of_others_come_from_the_file_that_has_them(results):
     others = sustained()
     for row in others["rows"]:
         row["kernels"] |= {"fox": {"ratio_to_cudnn": 0.5}, "ours": {"ratio_to_cudnn": 9.0}}
-    (results.folder / tables.OTHERS_FILE).write_text(json.dumps(others))
-    shape = Shape(64, 64, 2048, 16, 16, True)
-    found = tables.ratios(results)
-    assert found["fox", shape, "forward"] == 0.5
-    assert found["ours", shape, "forward"] == 1.2
-    assert "forward 1.20 to 1.20, backward 1.10 to 1.10" in "\n".join(tables.pictures(results))
-    said = "\n".join(tables.attention(results))
+    (results.folder / report.OTHERS_FILE).write_text(json.dumps(others))
+    found = {(kernel, way): x for kernel, _, way, x in report.speed_picture(results).figures}
+    assert found["fox", "forward"] == 0.5
+    assert found["ours", "forward"] == 1.2
+    assert "forward 1.20 to 1.20, backward 1.10 to 1.10" in "\n".join(report.pictures(results))
+    said = "\n".join(report.attention(results))
     assert "sustained: calls back to back, at the power limit ([JSON](results/benchmark_sustained.json))" in said
-    (results.folder / tables.SPEED_FILE).write_text(json.dumps(sustained() | {"captured": True}))
-    assert "back to back, replayed by CUDA graphs, at" in "\n".join(tables.attention(results))
-    assert "Forgetting Transformer: launched from Python, against" in "\n".join(tables.attention(results))
-    link = f"[JSON](results/{tables.OTHERS_FILE})"
+    (results.folder / report.SPEED_FILE).write_text(json.dumps(sustained() | {"captured": True}))
+    assert "back to back, replayed by CUDA graphs, at" in "\n".join(report.attention(results))
+    assert "Forgetting Transformer: launched from Python, against" in "\n".join(report.attention(results))
+    link = f"[JSON](results/{report.OTHERS_FILE})"
     assert f"Forgetting Transformer: against cuDNN in a process of its own ({link})" in said
 
 
-@pytest.fixture
-def extrapolation(results) -> Results:
-    """With a length_extrapolation.json of one scheme and one of a decay per channel."""
+@pytest.fixture(params=["runs", "rows"])
+def extrapolation(results, request) -> Results:
+    """With a length_extrapolation.json of one scheme and one of a decay per channel, as older calls wrote it or now."""
     columns = [
         {"begin": 0, "end": 1024, "bits": 1.0, "in_windows": 1.0, "standard_error": 0.0},
         {"begin": 1024, "end": 4096, "bits": 0.75, "in_windows": 0.875, "standard_error": 0.01},
@@ -168,17 +166,15 @@ def extrapolation(results) -> Results:
         for scheme, seeds in (("alibi", (0, 1)), ("per-channel", (0,))) for seed in seeds
     ]
     side = {"packages": 3, "bytes": 10, "files": 1}
-    report = {"settings": settings, "runs": runs, "corpus": {"training": side, "held out": side}}
-    report |= {"edges": {"4096": [0, 512, 1024, 2048, 4096]}}
-    (results.folder / evidence.EXTRAPOLATION_FILE).write_text(json.dumps(ORIGIN | report))
+    found = {"settings": settings, request.param: runs, "corpus": {"training": side, "held out": side}}
+    found |= {"edges": {"4096": [0, 512, 1024, 2048, 4096]}}
+    (results.folder / report.EXTRAPOLATION_FILE).write_text(json.dumps(ORIGIN | found))
     return results
 
 
-def test_length_extrapolation_is_not_measured_or_shown(results, request):
-    """The table of the JSON beside its picture, and where its figures are from."""
-    assert evidence.extrapolation(results) == ["Not measured yet."]
-    request.getfixturevalue("extrapolation")
-    lines = evidence.extrapolation(results)
+def test_length_extrapolation_is_shown_where_measured(extrapolation):
+    """The table of the JSON with its picture, and the source of its figures."""
+    lines = report.extrapolation(extrapolation)
     assert lines[0].endswith("](results/length_extrapolation.png)")
     assert lines[2:5] == [
         "| bits per byte | 0–1k | 1k–4k | 1k–4k, ≤ 1k before |",
@@ -188,16 +184,19 @@ def test_length_extrapolation_is_not_measured_or_shown(results, request):
     assert "12.5 M parameters, 8 MB of Python source at 1k bytes; 7 texts of 4k bytes read" in lines[-1]
 
 
-def test_the_picture_is_svg_with_a_bar_per_figure(results):
-    root = xml.etree.ElementTree.fromstring(tables.svg(results))
-    bars = [element for element in root.iter() if element.tag.endswith("rect") and len(element)]
-    assert sorted(bar[0].text for bar in bars) == sorted(["1.20"] * 2 + ["1.10"] * 2 + ["1.25"] * 4)
-    heights = {bar[0].text: float(bar.get("height")) for bar in bars}
-    assert heights["1.20"] / heights["1.10"] == pytest.approx(1.2 / 1.1, rel=1e-2)
+def test_picture_shows_figures_and_names_their_digest(results):
+    picture = report.speed_picture(results)
+    assert sorted({x for _, _, _, x in picture.figures}) == [1.1, 1.2, 1.25]
+    text = picture.svg()
+    assert text == picture.svg()
+    assert picture.digest in text
+    assert "1.20" in [(element.text or "").strip() for element in xml.etree.ElementTree.fromstring(text).iter()]
+    other = report.Picture(picture.title, [*picture.figures[:-1], [*picture.figures[-1][:3], 1.26]], picture.draw)
+    assert other.digest not in text
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_a_short_call_in_one_thread_has_columns_where_it_was_measured(measured, results):
+def test_one_thread_has_columns_where_it_was_measured(measured, results):
     one_thread = {"one_thread_us": 400.0, "one_thread_us_range": [390.0, 410.0]} if measured else {}
     rows = [
         {"head_dim": 64, "peer": peer, "host_us": 800.0, "host_us_range": [700.0, 900.0]}
@@ -205,16 +204,18 @@ def test_a_short_call_in_one_thread_has_columns_where_it_was_measured(measured, 
     ]
     rows[0] |= one_thread | {"graph_us": 26.4, "graph_us_range": [26.0, 27.0]}
     (results.folder / "benchmark_overhead.json").write_text(json.dumps(ORIGIN | {"rows": rows}))
-    head, _, dense, packed, *_ = tables.overhead(results)
+    head, _, dense, packed, *_ = report.overhead(results)
     more = (" host, all in one thread, D64 (range) |", " 400 (390 to 410) |", " – |") if measured else ("", "", "")
     assert head == f"| µs per forward and backward | host, D64 (range) |{more[0]} GPU in a CUDA graph, D64 |"
     assert dense == f"| decayattn | 800 (700 to 900) |{more[1]} 26 |"
     assert packed == f"| decayattn, two packed sequences | 800 (700 to 900) |{more[2]} – |"
 
 
-def test_what_is_not_measured_says_so(results):
-    for block in (learning.recall, learning.training_speed, learning.precision, front_page.choice, front_page.speed):
-        assert block(results) == ["Not measured yet."]
+def test_a_page_says_that_nothing_is_measured_yet(copy):
+    for name in ("recall.json", "benchmark_training.json", "benchmark_strategies.json"):
+        (copy / "results" / name).unlink()
+    assert report.main([], copy) == 0
+    assert (copy / PAGE).read_text().count(report.NOT_MEASURED) == 3
 
 
 def test_front_page_tells_ranges_of_its_tables():
@@ -245,7 +246,7 @@ def test_recall_is_a_table_per_task(results):
         for task in ("forgetting", "recall") for mode in ("none", "scalar")
     ]
     (results.folder / "recall.json").write_text(json.dumps(ORIGIN | {"rows": rows, "setup": {"seeds": [0, 1]}}))
-    lines = learning.recall(results)
+    lines = report.recall(results)
     assert lines[2] == "| recall: queries answered rightly, % | T64, 4 pairs | T64, 8 pairs |"
     assert lines[4] == "| d64, scalar decay (forget gate) | 100 | 60 (50–70) |"
     assert lines[5].startswith("| d64, no position")
@@ -253,7 +254,7 @@ def test_recall_is_a_table_per_task(results):
     assert lines[-1].startswith("Mean of 2 seeds (range), NVIDIA H200, torch 2.11.0 (")
 
 
-def test_training_speed_is_relative_to_cudnn_and_names_who_is_absent(results):
+def test_training_speed_is_relative_to_cudnn(results):
     about = {"head_dim": 64, "length": 8192, "compiled": False}
     rows = [
         about | {"variant": name, "tokens_per_second": speed, "attention_share": share}
@@ -262,7 +263,7 @@ def test_training_speed_is_relative_to_cudnn_and_names_who_is_absent(results):
     missing = [{"variant": "fla", "setting": "D64", "kind": "absent"},
                {"variant": "fox", "setting": "D64 B4 T8192 eager", "kind": "failed"}]
     (results.folder / "benchmark_training.json").write_text(json.dumps(ORIGIN | {"rows": rows, "missing": missing}))
-    said = learning.training_speed(results)
+    said = report.training_speed(results)
     assert "| decayattn, decay | 300, 1.50 (25%) |" in said
     assert "| no attention (its output is v) | 400, 2.00 |" in said
     assert said[-1].endswith("Absent: fla. No speed: fox, D64 B4 T8192 eager: failed.")
@@ -274,9 +275,32 @@ def test_precision_shows_differences_and_gradients(results):
     summary = [{"run": "float32", "loss": math.log(2), "difference": 0.0, "largest_difference": 0.0},
                {"run": "bfloat16", "loss": 2 * math.log(2), "difference": math.log(2), "largest_difference": 1.0}]
     labels = {"float32": "ours 32", "bfloat16": "ours 16", "fla": "theirs"}
-    report = {"rows": rows, "summary": summary, "labels": labels, "missing": [{"run": "fla", "kind": "absent"}]}
-    (results.folder / "training_precision.json").write_text(json.dumps(ORIGIN | report))
-    said = learning.precision(results)
+    found = {"rows": rows, "summary": summary, "labels": labels, "missing": [{"run": "fla", "kind": "absent"}]}
+    (results.folder / "training_precision.json").write_text(json.dumps(ORIGIN | found))
+    said = report.precision(results)
     assert "| ours 32 | 1.0000 | 0.0000 | 0.0000 | – |" in said
     assert "| ours 16 | 2.0000 | 1.0000 | 1.4427 | 2.0e-03 / 3.0e-03 |" in said
     assert said[-1].endswith("Not there: theirs (absent).")
+
+
+def test_several_gpus_have_tables(results):
+    ways = ("forward", "backward")
+    row = {"ranks": 4, "one_gpu_ms": 1600.0, "ms": 1000.0, "speed_over_one": 1.6}
+    rows = [row | {"decay": decay, "mode": "halo", "direction": way} for decay in ("none", "-0.1") for way in ways]
+    about = {"length": 400, "bandwidth": 1e9, "network": 1e8, "node": 8, "measured_ranks": 2, "rows": rows}
+    (results.folder / "simulate_context.json").write_text(json.dumps(ORIGIN | about))
+    text = report.simulation(results)
+    assert "| no decay, halo | 1,600 / 1,600 | 1,000 / 1,000 (2 / 2) |" in text
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "length": 128, "decay": "-0.1"}
+    rows = [shape | {"mode": "halo", "direction": way, "speed_over_alone": 1.8, "received": [0, 5_000_000]}
+            for way in ways]
+    checks = [{"errors": {"dq": {"over_budget": 0.5}, "dk": {"over_budget": None}}}]
+    (results.folder / report.CONTEXT_FILE).write_text(json.dumps(ORIGIN | {"ranks": 2, "rows": rows, "checks": checks}))
+    text = report.context(results)
+    assert "| mean λ −0.1, halo | 1.80 / 1.80 (5 / 5) |" in text
+    assert "of 1 checked cases over its budget: 0.50" in text[-1]
+    run = {"run": "ddp", "tokens_per_second": 7000.0, "speed_over_one": 2.0, "validation_bits": {"bits": [2.0]},
+           "difference": 0.1, "largest_difference": 0.3}
+    setup = {"devices": 2, "layers": 1, "width": 8, "context": 10, "batch_size": 4, "steps": 3}
+    (results.folder / "benchmark_strategies.json").write_text(json.dumps(ORIGIN | {"setup": setup, "rows": [run]}))
+    assert "| ddp | 7 | 2.00 | 2.0000 | +0.1000 | 0.3000 |" in report.strategies(results)

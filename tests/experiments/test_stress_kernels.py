@@ -1,7 +1,7 @@
 """The stress test: it passes on kernels that repeat, and notices those that do not."""
 
-import stress_kernels
 import torch
+from tools import stress_kernels
 
 
 def test_kernels_repeat(capsys):

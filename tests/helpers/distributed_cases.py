@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from context_benchmark import checks
+from benchmarks import context
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -538,7 +538,7 @@ def whole_lse(inputs, options):
 def equality(group, length, dtype):
     """What is outside of the error budget on this rank's device, in both modes."""
     wrong = []
-    for mode, case, comparisons in checks.equality(group, length, 4, 2, 64, dtype, "auto", 0):
+    for mode, case, comparisons in context.equality(group, length, 4, 2, 64, dtype, "auto", 0):
         wrong += [f"{mode}, {case}: {c}" for c in comparisons if not c.passed]
     return wrong
 

@@ -21,10 +21,10 @@ if __name__ == "__main__":  # before anything imports triton
     sys.path.append(os.path.join(os.path.dirname(__file__), "..", "..", "experiments"))
 
 import torch
-from fuzzing import judge
-from fuzzing.draws import draw
-from fuzzing.tensors import build
 from gluon_on_cpu import Kernel
+from tools.fuzzing import judge
+from tools.fuzzing.draws import draw
+from tools.fuzzing.tensors import build
 
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper.backward import launch as launch_backward

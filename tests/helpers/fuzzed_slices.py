@@ -3,11 +3,11 @@
 import contextlib
 import io
 
-import fuzz_context
 import pytest
 import torch
 import torch.distributed as dist
-from fuzzing import slices
+from tools import fuzz_context
+from tools.fuzzing import slices
 
 from decayattn.distributed import fetching
 

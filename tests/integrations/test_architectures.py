@@ -8,8 +8,8 @@ from repository_files import ROOT
 
 pytest.importorskip("transformers")
 
-import sweep_architectures
 import transformers
+from tools import sweep_architectures
 
 PARTS = 4
 

@@ -17,8 +17,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-import sweep_architectures
 import transformers
+from tools import sweep_architectures
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,

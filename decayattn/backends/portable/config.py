@@ -5,7 +5,7 @@ stalls, and all ranks choose the same.
 
 Every size divides DECAY_BLOCK, so that a tile never straddles two blocks of the decay prefix. The milliseconds at the
 entries were measured on one H200 (torch 2.11, Triton 3.6), bfloat16, causal, per-token decay, H16 T8192, B4. "ptr"
-loads through pointers, "TMA" through descriptors. `python experiments/sweep_tiles.py` measures them again.
+loads through pointers, "TMA" through descriptors. `python experiments/tools/sweep_tiles.py` measures them again.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ import torch
 class TileConfig:
     """block_m query rows × block_n keys per tile; warps and pipeline stages of the launch; TMA descriptors or not.
 
-    spill_bytes: upper bound on the register spills of such a kernel (`python experiments/compile_kernels.py` counts
-    them). Each entry was measured, spills included, against tiles that spill less.
+    spill_bytes: upper bound on the register spills of such a kernel. `python experiments/tools/compile_kernels.py`
+    counts them. Each entry was measured, spills included, against tiles that spill less.
     """
 
     block_m: int

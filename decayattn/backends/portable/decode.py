@@ -43,7 +43,7 @@ from decayattn.backends.tiles.visibility import keys_seen, visited_tiles
 from decayattn.problem import DecayName, Inputs
 
 # Times below: one H200, bfloat16, H32 H_kv8 D128 over 32,768 tokens, a decay per token; from a single sweep.
-# `python experiments/benchmark_sequences.py --what decode` measures the chosen values.
+# `python experiments/benchmarks/sequences.py --what decode` measures the chosen values.
 # Programs to aim for, per multiprocessor: they wait for memory in turn, and the last round is not left half empty (B64:
 # 2.78 ms with one split, 2.10 with three; B1: 0.20 ms with 32 splits, 0.12 with 64).
 _PROGRAMS_PER_MULTIPROCESSOR = 8

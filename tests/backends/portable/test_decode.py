@@ -305,7 +305,7 @@ def test_a_nan_in_a_query_shows():
 COMPILE = """
 import sys
 import torch
-from compile_kernels import TARGETS, CompilingDriver, collecting, resources
+from tools.compile_kernels import TARGETS, CompilingDriver, collecting, resources
 from triton.runtime import driver
 from decayattn.backends.portable.decode import decode
 from decayattn.problem import Inputs

@@ -8,7 +8,7 @@ when somebody waits for them (machine.py). Shared memory keeps, of every place, 
 access is an error where nothing orders it behind those before (shared_memory.py): a race is found though it did no
 harm this time.
 
-Not here: layouts in registers, which the compiler checks (experiments/compile_kernels.py); what single warps of a
+Not here: layouts in registers, which the compiler checks (experiments/tools/compile_kernels.py); what single warps of a
 warpgroup do to each other in shared memory, where the compiler inserts barriers; races in global memory.
 """
 

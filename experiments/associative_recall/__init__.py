@@ -1,1 +1,0 @@
-"""Modules of recall.py: the task, the models, their training, the report."""

@@ -1,1 +1,0 @@
-"""Modules of benchmark_attention.py: launches, report, figure."""

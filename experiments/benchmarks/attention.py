@@ -1,0 +1,204 @@
+"""Speed of attention with a decay beside cuDNN and others; correct first.
+
+    python experiments/benchmarks/attention.py                         # on a GPU: six shapes, some minutes; JSON
+    python experiments/benchmarks/attention.py --shapes 4,8192,16,128 --peers cudnn --decays scalar none constant
+    python experiments/benchmarks/attention.py --row-scales --decays scalar none constant --peers cudnn  # of ours
+    python experiments/benchmarks/attention.py --deviation 16 --shapes 4,8192,16,64 4,8192,16,128  # large logits
+    python experiments/benchmarks/attention.py --regime captured --peers cudnn   # on a host too slow for T = 2,048
+    git worktree add ../before COMMIT
+    python experiments/benchmarks/attention.py --before ../before --peers cudnn  # two versions, in one process
+
+Regimes: "sustained" times whole calls back to back, the power limit reached, as in training; "captured" replays them
+from CUDA graphs, without the host; "burst" times single calls with a cleared L2 cache. A GPU at its limit is slower,
+and ratios of bursts and of sustained calls differ by up to 0.1. All kernels run in one process, in interleaved rounds;
+a number is the median over the rounds, with its range (ratio_to_cudnn: of the rounds' ratios). forward is a call on
+tensors that require gradients, backward torch.autograd.grad for all of them, both with their preparation kernels and
+allocations. TFLOP/s count 2·B·H·T²·(D + D_v) forward, 2·B·H·T²·(3 D + 2 D_v) backward, half of that if causal.
+relative_error is ‖x − x64‖ / ‖x64‖ on the timed inputs: last head of the last batch entry; of sequences over 8,192
+tokens the last 2²⁶ / T query rows.
+
+Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name: "ours", "ours, no
+decay", "triton, constant". They skip nothing. A kernel of ours that leaves the error budget of decayattn.testing gets
+no speed, and the exit status is 1. --before adds the same of another version of the package, "ours before", whose
+errors are reported only. Peers that cannot be imported are left out, and named. Without a GPU there are no speeds: our
+kernels run in Triton's interpreter on small shapes, for their errors alone.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from shared.options import above_zero, positive
+from shared.provenance import ROOT
+
+from benchmarks import harness, peers
+from benchmarks.harness import DECAYS, DIRECTIONS, Case, Prepared, Run, Timings
+from decayattn.backends import registry
+
+# each with its clock, and the seconds that a figure takes by default
+REGIMES: dict[str, tuple[Callable[[float], harness.Timer], float]] = {
+    "sustained": (harness.sustained_timer, 0.3), "captured": (harness.captured_timer, 0.3),
+    "burst": (harness.burst_timer, 0.015),
+}
+OPTIONS = {
+    "shapes": ([(16, 2048, 16, 64), (4, 8192, 16, 64), (1, 32768, 16, 64), (16, 2048, 16, 128), (4, 8192, 16, 128),
+                (1, 32768, 16, 128)], [(1, 65, 2, 16), (1, 130, 1, 16)],
+               "B,T,H,D: batch, tokens, heads, head dimension; and D_v if it is another", lambda text: shape(text)),
+    "regime": ("sustained", "sustained", "how calls are timed", REGIMES),
+    "dtype": harness.DTYPE,
+    "not_causal": (False, False, "queries see the keys after their own, too"),
+    "deviation": (1.0, 1.0, "standard deviation of the logits q·k / √D"),
+    "row_scales": (False, False, "every row of ours has a scale of its own"),
+    "mean_log_decay": (-0.01, -0.01, "mean log-decay per token, natural log (drawn from [2m, 0])", float),
+    "backends": (["auto"], ["triton"], "our backends", registry.NAMES),
+    "decays": (["scalar", "none"], ["scalar", "none"], "decays of ours", DECAYS),
+    "peers": (["cudnn", "flash_attn", "fla", "fox"], [], "kernels to compare with", peers.OTHERS),
+    "seconds": (None, None, "time of one figure; None: 0.3, of a burst 0.015", above_zero),
+    "rounds": (3, 3, "interleaved rounds"),
+    "output": harness.output("benchmark_sustained.json"),
+} | harness.BEFORE
+# above this length one head is judged, not two: a matrix of a head's float64 scores takes seconds per evaluation
+_TWO_HEADS_UP_TO = 8192
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A peer that is timed under a name, ours with a decay or somebody else's, on the inputs of its case."""
+
+    name: str
+    case: Case
+    peer: peers.Peer
+
+    @property
+    def where(self) -> dict[str, str]:
+        """Its place in a report."""
+        return {"case": str(self.case), "kernel": self.name}
+
+
+def check_options(options: argparse.Namespace, cuda: bool) -> tuple[str, ...]:
+    """No option is refused; bursts have a file of their own."""
+    if options.regime == "burst" and options.output == OPTIONS["output"][0]:
+        options.output = ROOT / "results/benchmark_bursts.json"
+    return ()
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Type of an option that is B,T,H,D or B,T,H,D,D_v."""
+    numbers = tuple(map(positive, text.split(",")))
+    if len(numbers) not in (4, 5):
+        raise argparse.ArgumentTypeError(f"expected B,T,H,D or B,T,H,D,D_v, got {text}")
+    return numbers
+
+
+def measure(run: Run) -> None:
+    """Check all kernels on every shape, then time those that passed."""
+    options = run.options
+    clock, seconds = REGIMES[options.regime]
+    seconds = options.seconds or seconds
+    run.report |= {
+        "before": harness.before_commit(options), "regime": options.regime, "captured": options.regime == "captured",
+        "seconds": seconds, "kernels": {},
+    }
+    for size in options.shapes:
+        kernels = kernels_of(size, options)
+        print(f"\n{kernels[0].case}", flush=True)
+        prepared, errors = check(kernels, run)
+        if run.timed:
+            torch.cuda.empty_cache()
+            # a backward runs on its forward's stream, and a graph is not captured on the default one
+            aside = options.regime == "captured"
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()) if aside else contextlib.nullcontext():
+                timings, failed = harness.time_rounds(prepared, options.rounds, clock(seconds))
+            for kernel in kernels:
+                if kernel.name in failed:
+                    run.missing(kernel.peer.backend is not None, "failed", failed[kernel.name], **kernel.where)
+            found = list(rows(kernels[0].case, timings, errors))
+            run.report["rows"] += found
+            print(table(found), flush=True)
+            run.save()
+        torch._dynamo.reset()  # the next shape compiles anew, without the cache of this one
+
+
+def kernels_of(size: tuple[int, ...], options: argparse.Namespace) -> list[Kernel]:
+    """cuDNN first, the measure; then the other peers, and ours with every decay that was asked for."""
+    batch, length, heads, head_dim, *value_dim = size
+    case = Case(
+        batch, heads, length, head_dim, options.dtype, "scalar", options.mean_log_decay, not options.not_causal,
+        options.deviation, *(value_dim or [None]), options.row_scales,
+    )
+    others = sorted(dict.fromkeys(options.peers), key=lambda name: name != peers.BASELINE)
+    kernels = [Kernel(name, case, peers.OTHERS[name]) for name in others]
+    for backend in dict.fromkeys(options.backends):
+        for decay in dict.fromkeys(options.decays):
+            own, has = dataclasses.replace(case, decay=decay), decay != "none"
+            what = {"scalar": "", "constant": ", constant", "none": ", no decay"}[decay]
+            name = ("ours" if backend == "auto" else backend) + what
+            kernels.append(Kernel(name, own, peers.ours(backend, has)))
+            if options.before:
+                peer = peers.ours(backend, has, version=peers.other_version(options.before))
+                kernels.append(Kernel(f"{name} before", own, peer))
+    return kernels
+
+
+def check(kernels: Sequence[Kernel], run: Run) -> tuple[dict[str, Prepared], dict[str, dict[str, float]]]:
+    """(calls to time, their relative errors), by name; ours are held to the error budget, and what fails is missing."""
+    prepared, errors = {}, {}
+    for decay in dict.fromkeys(kernel.case.decay for kernel in kernels):
+        same = [kernel for kernel in kernels if kernel.case.decay == decay]
+        inputs = same[0].case.inputs(run.device, run.options.seed)
+        expected = harness.oracles(same[0].case, inputs)
+        for kernel in same:
+            case, peer = kernel.case, kernel.peer
+            with run.attempt(peer.backend is not None, **kernel.where):
+                if peer.backend:
+                    heads = [(0, 0)] * (case.length <= _TWO_HEADS_UP_TO) + [(case.batch - 1, case.heads - 1)]
+                    if not run.passed(harness.verify_ours(case, inputs, peer.backend, heads), **kernel.where):
+                        continue
+                call = peer.prepare(case, inputs)
+                own = case.decay != "none" and peer.decay != "none"
+                errors[kernel.name] = harness.relative_errors(case, call, expected(own, peer.row_scales))
+                prepared[kernel.name] = call
+                run.report["kernels"][kernel.name] = peer.label
+    return {kernel.name: prepared[kernel.name] for kernel in kernels if kernel.name in prepared}, errors
+
+
+def rows(case: Case, timings: Timings, errors: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
+    """One row per direction: the shape, and of every kernel time, speed, and speed relative to cuDNN's."""
+    about = dataclasses.asdict(case)
+    del about["decay"]  # the kernels' names tell
+    for direction in DIRECTIONS:
+        baseline = timings.get((peers.BASELINE, direction))
+        figures = {}
+        for (name, way), times in timings.items():
+            if way == direction:
+                ratios = [b / t for b, t in zip(baseline, times, strict=True)] if baseline else []
+                ms, ms_range = harness.spread(times)
+                figures[name] = {
+                    "ms": ms, "ms_range": ms_range, "tflops": case.tflops(direction, ms),
+                    "ratio_to_cudnn": statistics.median(ratios) if ratios else None, "relative_error": errors[name],
+                }
+        if figures:
+            yield about | {"direction": direction, "kernels": figures}
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """The rows of one shape: a line per kernel, forward and backward."""
+    head = ["", *(f"{row['direction']} {what}" for row in found for what in ("ms", "TFLOP/s", "/cuDNN"))]
+    names = found[0]["kernels"] if found else ()
+    keys = ("ms", "tflops", "ratio_to_cudnn")
+    cells = {name: [row["kernels"][name][key] for row in found for key in keys] for name in names}
+    return harness.table(head, ([name, *row] for name, row in cells.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main(sys.modules[__name__]))

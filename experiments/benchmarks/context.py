@@ -1,0 +1,690 @@
+"""Speed and bytes of sequences over several GPUs, in both modes; correct first. And a calculation for more GPUs.
+
+    python experiments/benchmarks/context.py                           # on all GPUs of a machine: tables, JSON, a plot
+    python experiments/benchmarks/context.py --check                   # equality with one process alone, no speeds
+    torchrun --nproc-per-node 2 experiments/benchmarks/context.py      # the same, started by torchrun
+    python experiments/benchmarks/context.py --simulate results/benchmark_context.json    # 8, 64 and 512 GPUs, on paper
+
+A causal layer's attention, forward and backward, over T tokens: "halo" and "heads" on all ranks compared with one GPU
+alone, without a decay, with one per token of a mean log-decay, and with ALiBi slopes. Results that leave their error
+budget get no speed, and the exit status is 1: first the equality cases, every tensor within the error budget, then out
+and every gradient of the timed inputs within 2 eps of one GPU's. ms is the median over interleaved rounds of the
+slowest rank's mean of calls back to back (one call where that is longer than a round); "both" is a forward and its
+backward in turns. received counts the bytes that all_to_all_single brings from others, not the gathered summaries of
+the plan; everything is what the last rank would receive if it fetched all keys before its slice; bandwidth is that of
+an all-to-all of 256 MiB for the slowest rank. A call goes on with what its --output lacks. Without a GPU there are no
+speeds: two processes with gloo run the kernels in Triton's interpreter on small shapes, for their errors and for the
+bytes that they send.
+
+--simulate reckons one layer at --simulated tokens, forward and backward. Nothing is run; the model is:
+
+    time of P ranks = compute + transfer + rest, one after the other, as the library runs them
+    compute  = time of one GPU at T, which grows as T^e between the two longest lengths that were measured, times the
+               share of the rank with the most to do: 1 − ((P − 1) / P)^e of a halo, whose last slice sees the most, and
+               1 / P of heads
+    transfer = bytes / bandwidth. A halo has as many tokens as at the longest length measured, or all before the last
+               slice if that was so there; heads send a token's numbers in proportion to (P − 1) / P² of T. Up to
+               --node ranks the bandwidth is taken to be that between those measured, beyond them --network for each GPU
+    rest     = what the measured ranks took beyond compute and transfer at the shortest length: plans, launches, waits
+
+Left out: that a halo grows with log T, congestion, and ranks that are slower than others.
+"""
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from shared.plots import frame, length_axis
+from shared.provenance import ROOT, command_line
+from shared.report import write
+
+from benchmarks import harness
+from benchmarks.harness import DTYPES, Prepared, Run, spread
+from decayattn import decay_attention
+from decayattn.backends import registry
+from decayattn.distributed import context_parallel_attention
+from decayattn.nn.decay import alibi_log_decay
+from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
+
+MODES = ("halo", "heads")
+OPTIONS = {
+    "check": (False, False, "the equality tables alone"),
+    "ranks": (max(1, torch.cuda.device_count()), 2, "processes, one for each GPU; torchrun has its own number"),
+    "lengths": ([32768, 65536, 131072, 262144, 524288], [320], "sequence lengths T over all ranks"),
+    "heads": (32, 2, "query heads H"),
+    "kv_heads": (8, 1, "key and value heads H_kv"),
+    "head_dim": (128, 16, "head dimension D = D_v"),
+    "dtype": harness.DTYPE,
+    "decays": (["none", "-0.01", "-0.1", "alibi"], ["-2"], "none, alibi, or mean log-decays per token, natural log"),
+    "modes": (list(MODES), list(MODES), "halo, heads", MODES),
+    "backend": ("auto", "triton", "our backend", registry.NAMES),
+    "check_length": (4096, 40, "tokens of the equality cases, judged in float64"),
+    "alone_up_to": (524288, 0, "longest sequence that one GPU runs alone, too", int),
+    "seconds": (0.3, 0.3, "time that a round gives every call"),
+    "limit": (300, 300, "seconds after which ranks that wait for another one end"),
+    "rounds": (3, 3, "interleaved rounds"),
+    "output": harness.output("benchmark_context.json"),
+    "simulate": (None, None, "a report to reckon from, and nothing is run", Path),
+    "simulated": (2**20, 2**20, "of the calculation: tokens T"),
+    "gpus": ([8, 64, 512], [8, 64, 512], "of the calculation: numbers of GPUs"),
+    "node": (8, 8, "of the calculation: GPUs that the measured bandwidth is taken to be between"),
+    "network": (50.0, 50.0, "of the calculation: GB/s that a GPU receives from other machines; 50 is 400 Gb/s"),
+}
+# options that all rows of a report share
+SAME = ("ranks", "heads", "kv_heads", "head_dim", "dtype", "modes", "backend", "check_length", "alone_up_to", "rounds",
+        "seconds")
+CASES = ("none", "scalar", "scalar, strong", "constant", "resets", "window", "packed")
+RATES = ("none", "alibi")
+ALONE = "one GPU"
+FORWARD, BACKWARD, BOTH = TIMED = ("forward", "backward", "both")
+
+
+def check_options(options: argparse.Namespace, cuda: bool) -> Iterator[str]:
+    for decay in options.decays:
+        if decay not in RATES:
+            try:
+                float(decay)
+            except ValueError:
+                yield f"--decays: expected none, alibi or a number, got {decay!r}"
+    if cuda and "RANK" not in os.environ and not options.simulate and torch.cuda.device_count() < options.ranks:
+        yield f"--ranks: expected at most {torch.cuda.device_count()}, the GPUs that are here, got {options.ranks}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit status is 1 if anything is wrong."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    own = sys.modules[__name__]
+    options = harness.parse(own, argv)
+    if options.draw or options.simulate:
+        report = json.loads((options.draw or options.simulate).read_text(encoding="utf-8"))
+        return harness.draw(own, report, options.draw) if options.draw else simulate(report, options, argv)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, options.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return work(rank, int(os.environ.get("LOCAL_RANK", rank)), "env://", options, argv)
+    with tempfile.TemporaryDirectory() as folder:
+        statuses = mp.get_context("spawn").Array("i", [1] * options.ranks)
+        mp.spawn(_spawned, (f"file://{Path(folder, 'store')}", options, argv, statuses), nprocs=options.ranks)
+        return max(statuses)
+
+
+def _spawned(rank: int, store: str, options: argparse.Namespace, argv: list[str], statuses: Any) -> None:
+    statuses[rank] = work(rank, rank, store, options, argv)
+
+
+def work(rank: int, device: int, store: str, options: argparse.Namespace, argv: list[str]) -> int:
+    """Run one rank; the first one prints and writes."""
+    cuda = harness.machine()[0] == "cuda"
+    torch.set_num_threads(1)
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=options.ranks,
+        timeout=timedelta(seconds=options.limit),
+    )
+    quiet = contextlib.nullcontext()
+    if rank:
+        options.output, quiet = None, contextlib.redirect_stdout(io.StringIO())
+    try:
+        with quiet:
+            return harness.run_all(sys.modules[__name__], options, argv)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(run: Run) -> None:
+    """The equality tables, then every workload that the report lacks."""
+    options, group = run.options, dist.group.WORLD
+    # every rank goes on with the report of the first one, which may have written it
+    everyone: list[Any] = [None]
+    if dist.get_rank() == 0:
+        run.resume(**{name: getattr(options, name) for name in SAME})
+        everyone = [run.report]
+    dist.broadcast_object_list(everyone)
+    run.report = everyone[0]
+    run.report["ranks"] = options.ranks
+    if run.timed and "bandwidth" not in run.report:
+        run.report["bandwidth"] = bandwidth(group)
+        print(f"all-to-all: a rank receives {run.report['bandwidth'] / 1e9:.0f} GB/s")
+    checked = {check["dtype"] for check in run.report["checks"]}
+    for dtype in dict.fromkeys([options.dtype, "float32"]):
+        if dtype not in checked:
+            print(f"\n{options.ranks} ranks and one process, T{options.check_length}, {dtype}: error over budget")
+            sizes = options.check_length, options.heads, options.kv_heads, options.head_dim
+            for mode, case, comparisons in equality(group, *sizes, dtype, options.backend, options.seed):
+                ratios = {c.name: c.error / c.budget if c.budget else None for c in comparisons}
+                errors = {c.name: {"over_budget": ratios[c.name], "relative": c.relative_error} for c in comparisons}
+                run.report["checks"].append({"mode": mode, "case": case, "dtype": dtype, "errors": errors})
+                said = "  ".join(f"{name} {x or math.nan:.2f}" for name, x in ratios.items())
+                print(f"  {mode:6}{case:16}{said}", flush=True)
+                for c in comparisons:
+                    if not c.passed:
+                        run.missing(True, "wrong", f"{c.name} {c.verdict}", case=f"{mode}, {case}, {dtype}")
+    measured = {(row["length"], row["decay"]) for row in run.report["rows"]}
+    if not options.check and not run.report["missing"]:
+        shape = options.heads, options.kv_heads, options.head_dim, options.dtype
+        for length in options.lengths:
+            for decay in options.decays:
+                if (length, decay) not in measured:
+                    measure_one(Workload(length, *shape, decay), run, group)
+                    run.save()
+
+
+# ------------------------------------------------------------------------------------------------------------ workloads
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One causal sequence; decay is "none", "alibi" (constant slopes) or a mean log-decay per token, as text."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    decay: str
+
+    def __str__(self) -> str:
+        decay = self.decay if self.decay in RATES else f"λ̄ {self.decay}"
+        return f"T{self.length} H{self.heads}/{self.kv_heads} D{self.head_dim} {self.dtype}, decay {decay}"
+
+    def everything(self, ranks: int) -> int:
+        """Bytes that the last rank receives in a forward if it fetches all keys, values and log-decays before its
+        slice."""
+        decays = 4 * self.heads if self.decay not in RATES else 0
+        row = 2 * self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize + decays
+        return self.length // ranks * (ranks - 1) * row
+
+    def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
+        """q, k, v, grad_out (1, T, heads, D), normal, and log_decay, uniform in [2m, 0] around a mean m; the same on
+        every rank."""
+        generator = torch.Generator(device).manual_seed(seed)
+        heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "grad_out": self.heads}
+        found = {
+            name: torch.randn(1, self.length, number, self.head_dim, generator=generator, device=device).to(
+                DTYPES[self.dtype]
+            )
+            for name, number in heads.items()
+        }
+        if self.decay == "alibi":
+            found["log_decay"] = torch.tensor(alibi_log_decay(self.heads), device=device)
+        elif self.decay != "none":
+            uniform = torch.rand(1, self.length, self.heads, generator=generator, device=device)
+            found["log_decay"] = 2 * float(self.decay) * uniform
+        return found
+
+
+def slice_of(length: int, group: dist.ProcessGroup) -> slice:
+    """This rank's tokens."""
+    part = length // dist.get_world_size(group)
+    return slice(dist.get_rank(group) * part, (dist.get_rank(group) + 1) * part)
+
+
+def prepare(mode: str, inputs: dict[str, Tensor], group: dist.ProcessGroup, backend: str) -> Prepared:
+    """A call on leaves of its own; ALONE has whole tensors, a mode this rank's slice."""
+    attend, mine = functools.partial(decay_attention, backend=backend), slice(None)
+    if mode != ALONE:
+        attend = functools.partial(context_parallel_attention, group=group, mode=mode, backend=backend)
+        mine = slice_of(inputs["q"].shape[1], group)
+    leaves = {name: (x[:, mine] if x.ndim > 1 else x).detach().clone() for name, x in inputs.items()}
+    grad_out = leaves.pop("grad_out")
+    for x in leaves.values():
+        x.requires_grad_()
+    return Prepared(attend, leaves, leaves, grad_out)
+
+
+def results(call: Prepared) -> dict[str, Tensor]:
+    """out and every gradient of a call."""
+    out = call.forward()
+    return {"out": out.detach(), **{f"d{name}": x for name, x in zip(call.wanted, call.backward(out), strict=True)}}
+
+
+def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
+    """Check one workload against one GPU, count what is sent, then time it; wrong modes get no speed."""
+    options, ranks = run.options, dist.get_world_size(group)
+    print(f"\n{workload}", flush=True)
+    inputs = workload.inputs(run.device, options.seed)
+    whole = None
+    if workload.length <= options.alone_up_to or run.device == "cpu":
+        whole = results(prepare(ALONE, inputs, group, options.backend))
+    calls, received, found = {}, {}, {}
+    for mode in options.modes:
+        if workload.length % ranks or (mode == "heads" and workload.heads % ranks):
+            print(f"  {mode}: {ranks} ranks do not divide this")
+            continue
+        calls[mode] = prepare(mode, inputs, group, options.backend)
+        # counted is the second call: the first one may have exchanged what calls before it had in common
+        if whole is None:
+            calls[mode].forward()
+        else:
+            found[mode] = differences(calls[mode], whole, group)
+            wrong = objection(found[mode], workload.dtype)
+            if wrong:
+                run.missing(True, "wrong", f"differs from one GPU alone: {wrong}", case=f"{workload}: {mode}")
+                del calls[mode]
+                continue
+        received[mode] = received_bytes(calls[mode], group)
+    del whole
+    timings = {}
+    if run.timed:
+        if workload.length <= options.alone_up_to:
+            calls[ALONE] = prepare(ALONE, inputs, group, options.backend)
+        del inputs
+        timings = time_rounds(calls, options.rounds, options.seconds, group)
+    new = list(rows(workload, ranks, received, found, timings))
+    run.report["rows"] += new
+    lines = []
+    for row in new:
+        most, everything = max(row["received"] or [0]), row["everything"] or 1  # of one rank nothing
+        lines.append([f"{row['mode']} {row['direction']}", row["ms"], row["speed_over_alone"], most / 1e6,
+                      most / everything])
+    print(harness.table(["", "ms", "/one GPU", "MB received", "of all"], lines), flush=True)
+    del calls
+    if run.timed:
+        torch.cuda.empty_cache()
+
+
+def rows(
+    workload: Workload, ranks: int, received: dict[str, dict[str, list[int]]], found: dict[str, dict[str, float]],
+    timings: dict[tuple[str, str], list[float]],
+) -> Iterator[dict[str, Any]]:
+    """One row per mode and direction."""
+    for name in [*received, ALONE]:
+        for direction in TIMED:
+            times, alone = timings.get((name, direction)), timings.get((ALONE, direction))
+            ms, ms_range = spread(times) if times else (None, None)
+            if name == ALONE and ms is None:
+                continue
+            yield asdict(workload) | {
+                "ranks": 1 if name == ALONE else ranks, "mode": name, "direction": direction, "ms": ms,
+                "ms_range": ms_range, "speed_over_alone": spread(alone)[0] / ms if alone and ms else None,
+                "received": received.get(name, {}).get(direction), "everything": workload.everything(ranks),
+                "difference": found.get(name),
+            }
+
+
+def received_bytes(call: Prepared, group: dist.ProcessGroup) -> dict[str, list[int]]:
+    """direction → bytes that each rank receives from others in the exchanges of one call."""
+    received: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
+    exchange, direction = dist.all_to_all_single, FORWARD
+
+    def counting(
+        output: Tensor, rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup, **options: bool
+    ) -> object:
+        others = sum(receive) - receive[dist.get_rank(group)]
+        received[direction] += others * (output.nbytes // max(1, len(output)))
+        return exchange(output, rows, receive, send, group=group, **options)
+
+    dist.all_to_all_single = counting
+    try:
+        out = call.forward()
+        direction = BACKWARD
+        call.backward(out)
+    finally:
+        dist.all_to_all_single = exchange
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, received, group=group)
+    return {direction: [of_rank[direction] for of_rank in everyone] for direction in received}
+
+
+def time_rounds(
+    calls: dict[str, Prepared], rounds: int, seconds: float, group: dist.ProcessGroup
+) -> dict[tuple[str, str], list[float]]:
+    """(call, direction) → milliseconds of the slowest rank, a mean of calls back to back for every round.
+
+    Both are a forward and its backward in turns, as in a step of training. No rank begins before the others are ready.
+    """
+    found: dict[tuple[str, str], list[float]] = {}
+    for name in harness.interleaved(calls, rounds):
+        call = calls[name]
+        out = call.forward()
+        timed = {
+            FORWARD: call.forward,
+            BACKWARD: lambda call=call, out=out: call.backward(out),
+            BOTH: lambda call=call: call.backward(call.forward()),
+        }
+        for direction, function in timed.items():
+            found.setdefault((name, direction), []).append(_milliseconds(function, seconds, group))
+        del out, timed
+    return found
+
+
+def _milliseconds(call: Callable[[], object], seconds: float, group: dist.ProcessGroup) -> float:
+    each = _slowest(call, 1, group)
+    if each >= seconds * 1e3:
+        return each  # seconds are minutes of a whole table
+    each = _slowest(call, 2, group)  # the first one may have had something to prepare
+    return _slowest(call, min(200, max(1, int(seconds * 1e3 / each))), group)
+
+
+def _slowest(call: Callable[[], object], count: int, group: dist.ProcessGroup) -> float:
+    """Milliseconds per call of the slowest rank; the ranks wait for one another."""
+    torch.cuda.synchronize()
+    found = torch.tensor([harness.back_to_back(call, count)], device="cuda", dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return float(found)
+
+
+def bandwidth(group: dist.ProcessGroup, megabytes: int = 256, calls: int = 10) -> float:
+    """Bytes per second that the slowest rank receives from others in an all-to-all of so many megabytes."""
+    ranks = dist.get_world_size(group)
+    rows = torch.empty(ranks, megabytes * 2**20 // ranks, dtype=torch.uint8, device="cuda")
+    received = torch.empty_like(rows)
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, rows, group=group)
+
+    for _ in range(2):
+        exchange()
+    return (ranks - 1) * rows[0].nbytes / _slowest(exchange, calls, group) * 1e3
+
+
+# -------------------------------------------------------------------------------------------- checks: right before fast
+
+
+def equality(
+    group: dist.ProcessGroup, length: int, heads: int, kv_heads: int, head_dim: int, dtype: str, backend: str, seed: int
+) -> Iterator[tuple[str, str, list[Comparison]]]:
+    """(mode, case, comparisons): out, lse and every gradient of a sequence over all ranks within the budget of one
+    process."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    ranks = dist.get_world_size(group)
+    for case in CASES:
+        for mode in MODES:
+            generator = torch.Generator(device).manual_seed(seed)
+            q, k, v = (
+                torch.randn(1, length, number, head_dim, generator=generator, device=device).to(DTYPES[dtype])
+                for number in (heads, kv_heads, kv_heads)
+            )
+            uniform = torch.rand(1, length, heads, generator=generator, device=device)
+            log_decay: Tensor | None = -2 * uniform * (1.0 if case == "scalar, strong" else 0.02)
+            options: dict[str, Any] = {}
+            if case == "none":
+                log_decay = None
+            elif case == "constant":
+                log_decay = torch.linspace(-0.5, 0.0, heads, device=device)
+            elif case == "resets":
+                log_decay = log_decay.masked_fill(uniform < 3 / length, -math.inf)
+            elif case == "window":
+                options["window_size"] = (length // 3, 0)
+            lengths = [length // ranks] * (ranks - 1)
+            attend = whole_attention(group, mode, [*lengths, length - sum(lengths)])
+            given = {"backend": backend, "attend": attend, "heads": [(0, 0), (0, heads - 1)], **options}
+            if case == "packed":
+                third = length // 3
+                offsets = torch.tensor([0, third, third, 2 * third + 5, length - 1], device=device, dtype=torch.int32)
+                given["heads"] = [(0, 0), (2, heads - 1), (3, 1)]
+                found = verify_attention_varlen(
+                    q[0], k[0], v[0], log_decay[0], cu_seqlens_q=offsets, cu_seqlens_k=offsets, **given
+                )
+            else:
+                found = verify_attention(q, k, v, log_decay, **given)
+            yield mode, case, found
+
+
+def differences(call: Prepared, whole: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, float]:
+    """‖x − one GPU's‖ / ‖one GPU's‖ of the tensors of a mode, over the parts of all ranks."""
+    result, mine = {}, slice_of(whole["out"].shape[1], group)
+    for name, x in results(call).items():
+        if x.ndim == 1:  # rates, which all ranks share
+            dist.all_reduce(x, group=group)
+        theirs = (whole[name][:, mine] if x.ndim > 1 else whole[name]).float()
+        squares = torch.stack([(x.float() - theirs).square().sum(), theirs.square().sum()]).double()
+        if x.ndim > 1:
+            dist.all_reduce(squares, group=group)
+        result[name] = math.sqrt(float(squares[0]) / max(float(squares[1]), 1e-300))
+    return result
+
+
+def objection(errors: dict[str, float], dtype: str) -> str:
+    """Both results are within eps of the truth, or nearly: they may differ by 2 eps of their dtype, and in float32 by
+    what sums that cancel, as those of dλ, lose in any order."""
+    allowed = 2 * max(torch.finfo(DTYPES[dtype]).eps, 16 * torch.finfo(torch.float32).eps)
+    return ", ".join(f"{name} by {error:.1e}" for name, error in errors.items() if not error <= allowed)
+
+
+def whole_attention(group: dist.ProcessGroup, mode: str, lengths: Sequence[int]) -> Callable:
+    """Function of whole tensors as decay_attention and decay_attention_varlen; every rank attends to its slice.
+
+    Its first derivatives are those of one loss of the whole results, and all ranks get them.
+    """
+    rank = dist.get_rank(group)
+    mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+
+    def attend(q, k, v, log_decay=None, *, scale=None, bias=None, sink=None, cu_seqlens_q=None, **given: Any):
+        packed = cu_seqlens_q is not None
+        given = {name: x for name, x in given.items() if x is not None}
+        if packed:
+            given.pop("cu_seqlens_k")
+            given["cu_seqlens"] = cu_seqlens_q
+            given["max_seqlen"] = max(given.pop("max_seqlen_q"), given.pop("max_seqlen_k"))
+        assert given.pop("return_lse")
+
+        def run(*parts: Tensor | float | None) -> tuple[Tensor, Tensor]:
+            q, k, v, log_decay, scale, sink = parts
+            return context_parallel_attention(
+                q, k, v, log_decay, scale=scale, sink=sink, bias=bias, group=group, mode=mode, lengths=lengths,
+                return_lse=True, **given,
+            )
+
+        tensors = [q, k, v, log_decay, scale, sink]
+        if packed:
+            tensors = [x[None] if isinstance(x, Tensor) and x.ndim > 1 else x for x in tensors]
+        out, lse = _Whole.apply(run, group, mine, sum(lengths), *tensors)
+        return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+
+    return attend
+
+
+class _Whole(torch.autograd.Function):
+    """Each rank runs its slice, and all get all results and gradients."""
+
+    @staticmethod
+    def forward(ctx, run, group, mine, length, *tensors):
+        ctx.group, ctx.mine = group, mine
+        ctx.by_token = [isinstance(x, Tensor) and x.ndim > 2 and x.shape[1] == length for x in tensors]
+        ctx.leaves = []
+        for x, by_token in zip(tensors, ctx.by_token, strict=True):
+            x = x.detach() if isinstance(x, Tensor) else x
+            x = x[:, mine] if by_token else x
+            ctx.leaves.append(x.requires_grad_() if isinstance(x, Tensor) else x)
+        with torch.enable_grad():
+            ctx.results = run(*ctx.leaves)
+        out, lse = (x.detach() for x in ctx.results)
+        return _joined(out, 1, group), _joined(lse, 2, group)
+
+    @staticmethod
+    def backward(ctx, d_out, d_lse):
+        leaves = [x for x in ctx.leaves if isinstance(x, Tensor)]
+        mine = (d_out[:, ctx.mine], d_lse[:, :, ctx.mine])
+        grads = iter(torch.autograd.grad(ctx.results, leaves, mine, materialize_grads=True))
+        found: list[Tensor | None] = []
+        for x, by_token in zip(ctx.leaves, ctx.by_token, strict=True):
+            grad = next(grads) if isinstance(x, Tensor) else None
+            if by_token:
+                grad = _joined(grad, 1, ctx.group)
+            elif grad is not None:
+                dist.all_reduce(grad, group=ctx.group)
+            found.append(grad)
+        return None, None, None, None, *found
+
+
+def _joined(part: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' consecutive parts, of any lengths, as one tensor."""
+    pieces: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(pieces, part.cpu(), group=group)
+    return torch.cat([piece.to(part.device) for piece in pieces], axis)
+
+
+# ---------------------------------------------------------------------------------------------------------- calculation
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rows of one mode with one decay in one direction, and of one GPU alone, both by increasing length."""
+
+    own: list[dict[str, Any]]
+    alone: list[dict[str, Any]]
+
+    def exponent(self) -> float:
+        """e of T^e for the time of one GPU."""
+        before, last = self.alone[-2:]
+        return math.log(last["ms"] / before["ms"]) / math.log(last["length"] / before["length"])
+
+    def alone_ms(self, length: int) -> float:
+        """Measured, or beyond what was measured by the exponent."""
+        last = self.alone[-1]
+        measured = next((row["ms"] for row in self.alone if row["length"] == length), None)
+        return measured or last["ms"] * (length / last["length"]) ** self.exponent()
+
+    def share(self, ranks: int) -> float:
+        """Share of the work that the busiest rank has."""
+        heads = self.own[0]["mode"] == "heads"
+        return 1 / ranks if heads else 1 - ((ranks - 1) / ranks) ** self.exponent()
+
+    def bytes_received(self, length: int, ranks: int) -> float:
+        """By the rank that receives the most."""
+        last = self.own[-1]
+        received, own = max(last["received"]), last["ranks"]
+        if last["mode"] == "heads":
+            measured = last["length"] * (own - 1) / own**2
+            return received / measured * length * (ranks - 1) / ranks**2
+        per_token = last["everything"] / (last["length"] * (own - 1) / own)
+        before = per_token * length * (ranks - 1) / ranks
+        return before if received > 0.99 * last["everything"] else min(before, received)
+
+    def rest_ms(self, bandwidth: float) -> float:
+        first = self.own[0]
+        compute = self.share(first["ranks"]) * self.alone_ms(first["length"])
+        return max(0.0, first["ms"] - compute - 1e3 * max(first["received"]) / bandwidth)
+
+    def row(self, length: int, ranks: int, bandwidth: float, network: float, node: int) -> dict[str, Any]:
+        """A calculation; its times are None where the heads cannot be dealt out."""
+        first = self.own[0]
+        row = {key: first[key] for key in ("decay", "mode", "direction")} | {
+            "ranks": ranks, "length": length, "exponent": self.exponent(), "one_gpu_ms": self.alone_ms(length)}
+        if first["mode"] == "heads" and first["heads"] % ranks:
+            return row | dict.fromkeys(("bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one"))
+        received = self.bytes_received(length, ranks)
+        compute = self.share(ranks) * self.alone_ms(length)
+        transfer = 1e3 * received / (bandwidth if ranks <= node else network)
+        rest = self.rest_ms(bandwidth)
+        total = compute + transfer + rest
+        return row | {"bytes": received, "compute_ms": compute, "transfer_ms": transfer, "rest_ms": rest, "ms": total,
+                      "speed_over_one": self.alone_ms(length) / total}
+
+
+def measured_in(report: dict[str, Any]) -> Iterator[Measured]:
+    """Everything that was measured at two lengths or more, also on one GPU."""
+    found: dict[tuple, list[dict[str, Any]]] = {}
+    for row in sorted(report["rows"], key=lambda row: row["length"]):
+        if row["ms"] and row["direction"] != BOTH:
+            found.setdefault((row["decay"], row["mode"], row["direction"]), []).append(row)
+    keys = dict.fromkeys((row["decay"], row["mode"], row["direction"]) for row in report["rows"])
+    for decay, mode, direction in keys:
+        own, alone = found.get((decay, mode, direction)), found.get((decay, ALONE, direction), [])
+        if own and mode != ALONE and len(alone) > 1:
+            yield Measured(own, alone)
+
+
+def simulate(report: dict[str, Any], options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Times on more GPUs than were measured, to results/simulate_context.json or --output."""
+    network = options.network * 1e9
+    found = [
+        measured.row(options.simulated, ranks, report["bandwidth"], network, options.node)
+        for measured in measured_in(report) for ranks in options.gpus
+    ]
+    keys = ("ranks", "bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one")
+    names = ("{decay}, {mode}, {direction}".format(**row) for row in found)
+    print(harness.table(["", *keys], ([name, *map(row.get, keys)] for name, row in zip(names, found, strict=True))))
+    # the default of --output is the measured report's, which stays
+    output = options.output if "--output" in argv else ROOT / "results/simulate_context.json"
+    origin = {key: report[key] for key in ("gpu", "torch", "triton", "cudnn", "commit", "dirty", "date")}
+    write({
+        **origin, "command": command_line("experiments/benchmarks/context.py", list(argv)), "method": __doc__,
+        "measured": options.simulate.name, "bandwidth": report["bandwidth"], "network": network, "node": options.node,
+        "measured_ranks": report["ranks"], "length": options.simulated, "rows": found,
+    }, output)
+    print(f"wrote {output}")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------------- figure
+
+# colour-blind safe (Okabe and Ito)
+_COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
+_NAMES = {"alibi": "ALiBi", "none": "no decay"}
+
+
+def draw(report: dict[str, Any]) -> Any:
+    """A panel of bytes that a rank receives in a forward over T, and one of speeds of both where there are any."""
+    from matplotlib.figure import Figure  # not for the processes of tests, which check
+
+    forward = [row for row in report["rows"] if row["direction"] == FORWARD and row["received"] is not None]
+    if not forward:
+        raise ValueError("report: has no rows to draw")
+    both = [row for row in report["rows"] if row["direction"] == BOTH and row["mode"] != ALONE]
+    timed = [row for row in both if row["speed_over_alone"] is not None]
+    panels = [(_bytes, forward), *([(_speeds, timed)] if timed else [])]
+    figure = Figure(figsize=(1.0 + 7.0 * len(panels), 4.8), dpi=150, layout="constrained")
+    for (panel, rows), axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        panel(axes, rows)
+        length_axis(axes, sorted({row["length"] for row in rows}))
+        axes.set_xlabel("sequence length")
+        frame(axes)
+        axes.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    first = forward[0]
+    figure.suptitle(
+        f"{first['ranks']} × {report['gpu'] or 'CPU process'}, H{first['heads']} H_kv{first['kv_heads']} "
+        f"D{first['head_dim']} {first['dtype']}, torch {report['torch']}, triton {report['triton']}", fontsize="medium",
+    )
+    return figure
+
+
+def _lines(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, list[dict[str, Any]]]]:
+    decays = list(dict.fromkeys(row["decay"] for row in rows))
+    for mode, style in (("halo", "-"), ("heads", ":")):
+        for decay, colour in zip(decays, _COLOURS, strict=False):
+            own = sorted((r for r in rows if (r["mode"], r["decay"]) == (mode, decay)), key=lambda row: row["length"])
+            if own:
+                yield f"{mode}, {_NAMES.get(decay, f'mean λ {decay}')}", style, colour, own
+
+
+def _bytes(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for label, style, colour, own in _lines(rows):
+        if style == "-" or own[0]["decay"] == rows[0]["decay"]:  # heads mode sends the same whatever the decay is
+            label = label if style == "-" else "heads"
+            axes.plot([r["length"] for r in own], [max(r["received"]) for r in own], style, marker="o", color=colour,
+                      label=label)
+    whole = {row["length"]: row["everything"] for row in rows}
+    axes.plot(sorted(whole), [whole[n] for n in sorted(whole)], "--", color="#999999", label="everything")
+    axes.set_yscale("log")
+    axes.set_ylabel("bytes that a rank receives, forward")
+
+
+def _speeds(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for label, style, colour, own in _lines(rows):
+        axes.plot([r["length"] for r in own], [r["speed_over_alone"] for r in own], style, marker="o", color=colour,
+                  label=label)
+    axes.axhline(rows[0]["ranks"], color="#999999", linewidth=0.8)
+    axes.set_ylabel("speed over one GPU, forward and backward")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,472 @@
+"""Base of the benchmarks: cases and inputs, checks against float64, clocks, and a run from options to JSON and plot.
+
+A benchmark is a module with a table of OPTIONS and with measure(run). Its docstring says what its figures mean, and is
+part of its report. With draw(report) it has a figure; check_options(options, cuda) yields errors.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import statistics
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from shared.options import REPORT, parser_of
+from shared.provenance import ROOT, commit_of, provenance
+from shared.report import resumed, write
+from torch import Tensor
+
+from decayattn import decay_attention
+from decayattn.testing import Comparison, format_table, verify_attention
+
+DECAYS = ("scalar", "constant", "none")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DIRECTIONS = ("forward", "backward")
+# a backward has five matrix products per pair of query and key where a forward has two, all alike if D_v = D
+BACKWARD_WORK = 2.5
+# float64 scores of the oracle (0.5 GB): of longer sequences it takes the last rows only
+ORACLE_SCORES = 2**26
+
+class Absent(Exception):
+    """A peer cannot run a case here; the message says why."""
+
+
+def reason(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+# ----------------------------------------------------------------------------------------------------- cases and inputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """One self-attention problem; decay is "scalar", "constant" or "none" as in decay_attention.
+
+    deviation: the standard deviation of the logits, q·k / √D. value_dim: D_v; None for D. row_scales: every row has a
+    scale of its own, which only ours take.
+    """
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    dtype: str
+    decay: str
+    mean_log_decay: float
+    causal: bool = True
+    deviation: float = 1.0
+    value_dim: int | None = None
+    row_scales: bool = False
+
+    def __str__(self) -> str:
+        more = "" if self.value_dim is None else f" D_v{self.value_dim}"
+        more += "" if self.causal else ", not causal"
+        more += ", a scale per row" if self.row_scales else ""
+        more += "" if self.deviation == 1 else f", logits of deviation {self.deviation:g}"
+        return f"B{self.batch} H{self.heads} T{self.length} D{self.head_dim} {self.dtype}, decay {self.decay}{more}"
+
+    def tflops(self, direction: str, milliseconds: float) -> float:
+        """TFLOP/s of 2·B·H·T²·(D + D_v) operations forward, 2·B·H·T²·(3 D + 2 D_v) backward, half of that if causal."""
+        pairs = self.length**2 / 2 if self.causal else self.length**2
+        value_dim = self.value_dim or self.head_dim
+        products = 3 * self.head_dim + 2 * value_dim if direction == "backward" else self.head_dim + value_dim
+        return 2 * self.batch * self.heads * pairs * products / milliseconds / 1e9
+
+    def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
+        """q, k (B, T, H, D), v, grad_out (B, T, H, D_v), normal, and log_decay unless the case has none.
+
+        q and k are as large as the logits ask. Scalar log-decays (B, T, H) are uniform in [2m, 0], m the case's mean
+        log-decay; constant ones (H,) spread evenly over that interval. Scales of rows (B, T, H) are uniform in
+        [½, 1½] / √D.
+        """
+        generator = torch.Generator(device).manual_seed(seed)
+        shape = (self.batch, self.length, self.heads)
+        keys, values = (self.deviation**0.5, self.head_dim), (1.0, self.value_dim or self.head_dim)
+        found = {
+            name: (size * torch.randn(*shape, dim, generator=generator, device=device)).to(DTYPES[self.dtype])
+            for name, (size, dim) in {"q": keys, "k": keys, "v": values, "grad_out": values}.items()
+        }
+        if self.decay == "scalar":
+            found["log_decay"] = 2 * self.mean_log_decay * torch.rand(shape, generator=generator, device=device)
+        elif self.decay == "constant":
+            spread = (torch.arange(self.heads, device=device) + 0.5) / self.heads
+            found["log_decay"] = 2 * self.mean_log_decay * spread
+        if self.row_scales:
+            found["scale"] = (torch.rand(shape, generator=generator, device=device) + 0.5) / self.head_dim**0.5
+        return found
+
+
+@dataclass
+class Prepared:
+    """A call for one case with its tensors in its own layout; those in `wanted` require a gradient."""
+
+    attend: Callable[..., Tensor]
+    tensors: dict[str, Tensor]
+    wanted: dict[str, Tensor]
+    grad_out: Tensor
+    layout: str = "BTHD"
+
+    def forward(self) -> Tensor:
+        """One forward call as in training: the graph is built, outputs are allocated."""
+        scale = {"scale": self.tensors["scale"]} if "scale" in self.tensors else {}
+        return self.attend(*(self.tensors.get(name) for name in ("q", "k", "v", "log_decay")), **scale)
+
+    def backward(self, out: Tensor, grad_out: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Every gradient of that call, fresh tensors; the graph stays for the next one."""
+        grad_out = self.grad_out if grad_out is None else grad_out
+        return torch.autograd.grad(out, list(self.wanted.values()), grad_out, retain_graph=True)
+
+
+def in_layout(x: Tensor, layout: str) -> Tensor:
+    """A tensor of the contract's layout (B, T, H, …) as a view in `layout`, and back: the two are their own inverse."""
+    return x.transpose(1, 2) if layout == "BHTD" and x.ndim > 1 else x
+
+
+# -------------------------------------------------------------------------------------------- checks: right before fast
+
+
+def verify_ours(
+    case: Case, inputs: dict[str, Tensor], backend: str, heads: Sequence[tuple[int, int]] | None = None
+) -> list[Comparison]:
+    """decay_attention on the very inputs that are timed: these (batch entry, head) pairs against the budget, the first
+    and the last one by default."""
+    return verify_attention(
+        inputs["q"], inputs["k"], inputs["v"], inputs.get("log_decay"), scale=inputs.get("scale"),
+        grad_out=inputs["grad_out"], backend=backend, causal=case.causal, skip_tolerance=None,
+        heads=[(0, 0), (case.batch - 1, case.heads - 1)] if heads is None else heads,
+    )
+
+
+def oracle_rows(case: Case) -> int:
+    """Number of last rows of a sequence that the oracle evaluates."""
+    return min(case.length, max(1, ORACLE_SCORES // case.length))
+
+
+def oracle(case: Case, inputs: dict[str, Tensor], decay: bool, row_scales: bool = True) -> dict[str, Tensor]:
+    """out and every gradient in float64 for the last rows of the last head of the last batch entry.
+
+    The other rows have output gradient 0, which makes the gradients of k, v and log_decay exact for all keys.
+    """
+    rows = oracle_rows(case)
+    names = ["q", "k", "v", *["log_decay"] * decay, *["scale"] * row_scales]
+    leaves = {}
+    for name in (name for name in names if name in inputs):
+        x = inputs[name].double()
+        leaves[name] = (x[-1:] if x.ndim == 1 else x[-1:, :, -1:]).requires_grad_()
+    scale = leaves.get("scale")
+    out = decay_attention(
+        leaves["q"][:, -rows:], leaves["k"], leaves["v"], leaves.get("log_decay"), causal=case.causal,
+        scale=None if scale is None else scale[:, -rows:], backend="reference",
+    )
+    gradients = torch.autograd.grad(out, list(leaves.values()), inputs["grad_out"][-1:, -rows:, -1:].double())
+    result = {f"d{name}": gradient.flatten() for name, gradient in zip(leaves, gradients, strict=True)}
+    return {"out": out.detach().flatten()} | result
+
+
+def oracles(case: Case, inputs: dict[str, Tensor]) -> Callable[..., dict[str, Tensor]]:
+    """The oracle with and without decay and row scales, each computed when it is first asked for."""
+    return functools.cache(lambda decay, row_scales=True: oracle(case, inputs, decay, row_scales))
+
+
+def relative_errors(case: Case, prepared: Prepared, expected: dict[str, Tensor]) -> dict[str, float]:
+    """‖x − x64‖ / ‖x64‖ of out and of every gradient that the peer has, where the oracle has looked."""
+    rows = oracle_rows(case)
+    out = prepared.forward()
+    grad_out = torch.zeros_like(prepared.grad_out)
+    checked = in_layout(grad_out, prepared.layout)[-1:, -rows:]
+    checked.copy_(in_layout(prepared.grad_out, prepared.layout)[-1:, -rows:])
+    gradients = prepared.backward(out, grad_out)
+    results = {"out": in_layout(out.detach(), prepared.layout)[-1, -rows:, -1]}
+    for name, gradient in zip(prepared.wanted, gradients, strict=True):
+        gradient = in_layout(gradient, prepared.layout)
+        results[f"d{name}"] = gradient[-1:] if gradient.ndim == 1 else gradient[-1, :, -1]
+    return {
+        name: float((x.double().flatten() - expected[name]).norm() / expected[name].norm())
+        for name, x in results.items()
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- clocks
+
+# milliseconds of a call
+Timer = Callable[[Callable[[], object]], float]
+_CACHE = 1 << 28  # bytes, more than any L2 cache has
+_CAPTURED = 8  # calls of a graph: between two graphs the device waits a few microseconds
+_HEAD_START = 30_000_000  # clock cycles: 15 ms of an H200
+
+
+def burst_timer(seconds: float) -> Timer:
+    """Median of calls that together take `seconds`, by CUDA events, the L2 cache cleared before each.
+
+    It measures the device, even of calls that keep a slow host busy for longer: the device sleeps first, for all peers
+    alike, and the host is ahead of it. overhead.py measures the host.
+    """
+
+    def timer(call: Callable[[], object]) -> float:
+        each = statistics.median(_milliseconds(call, 5, asleep=0))
+        _milliseconds(call, max(1, int(seconds * 1e3 / 3 / each)), asleep=0)
+        return statistics.median(_milliseconds(call, max(1, int(seconds * 1e3 / each)), asleep=_HEAD_START))
+
+    return timer
+
+
+def sustained_timer(seconds: float) -> Timer:
+    """Mean of calls back to back, as in training: as many as fill `seconds`, after a quarter of them.
+
+    The host only launches, so it stays ahead of the device wherever a call takes the device longer than the host.
+    """
+
+    def timer(call: Callable[[], object]) -> float:
+        each = back_to_back(call, 3)
+        count = max(3, int(seconds * 1e3 / each))
+        back_to_back(call, max(2, count // 4))
+        return back_to_back(call, count)
+
+    return timer
+
+
+def captured_timer(seconds: float) -> Timer:
+    """The same of CUDA graphs that replay calls: the device alone, also where a slow host could not keep it busy.
+
+    It captures on the current stream, which may not be the default one.
+    """
+    sustained = sustained_timer(seconds)
+
+    def timer(call: Callable[[], object]) -> float:
+        call()  # compiled, and its workspaces allocated, before the capture
+        return sustained(captured(call, _CAPTURED, torch.cuda.current_stream()).replay) / _CAPTURED
+
+    return timer
+
+
+def captured(call: Callable[[], object], copies: int = 1, stream: Any = None) -> Any:
+    """A CUDA graph of so many calls."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(copies):
+            call()
+    return graph
+
+
+def back_to_back(call: Callable[[], object], count: int) -> float:
+    """Milliseconds per call of `count` calls, between two events."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def _milliseconds(call: Callable[[], object], count: int, asleep: int) -> list[float]:
+    """Times of `count` calls, after the device has slept for so many of its clock cycles."""
+    cache = torch.empty(_CACHE, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(asleep)
+    for begin, end in events:
+        cache.zero_()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events]
+
+
+def interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """The names, round by round, so that a drifting clock meets all alike; every second round is in reverse."""
+    order = list(names)
+    for number in range(rounds):
+        yield from order[:: -1 if number % 2 else 1]
+
+
+# by name and direction, milliseconds of every round
+Timings = dict[tuple[str, str], list[float]]
+
+
+def time_rounds(prepared: dict[str, Prepared], rounds: int, timer: Timer) -> tuple[Timings, dict[str, str]]:
+    """(timings, reasons of the peers that failed). Only one peer's graph is alive at a time."""
+    timings: Timings = {(name, direction): [] for name in prepared for direction in DIRECTIONS}
+    failed: dict[str, str] = {}
+    for name in interleaved(prepared, rounds):
+        if name in failed:
+            continue
+        call = prepared[name]
+        try:
+            timings[name, "forward"].append(timer(call.forward))
+            out = call.forward()
+            timings[name, "backward"].append(timer(lambda call=call, out=out: call.backward(out)))
+            del out
+        except Exception as error:  # out of memory, say: the other peers go on
+            failed[name] = reason(error)
+    return {key: times for key, times in timings.items() if key[0] not in failed}, failed
+
+
+def spread(values: Sequence[float]) -> tuple[float, list[float]]:
+    """Median, and [least, largest]."""
+    return statistics.median(values), [min(values), max(values)]
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+def machine() -> tuple[str, bool]:
+    """(device, True where kernels are timed). Without a GPU they run in Triton's interpreter, for their errors."""
+    if torch.cuda.is_available():
+        return "cuda", True
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # in time: decayattn imports Triton when a kernel is first asked for
+    return "cpu", False
+
+
+class Run:
+    """A benchmark at work: its options, where it runs, and the report that it fills, which is written as it grows."""
+
+    def __init__(self, script: str, options: Namespace, argv: list[str], method: str | None):
+        self.options = options
+        self.device, self.timed = machine()
+        self.report: dict[str, Any] = provenance(script, argv, options.commit)
+        self.report |= {"method": method, "rounds": options.rounds, "checks": [], "missing": [], "rows": []}
+
+    def resume(self, **setup: Any) -> None:
+        """Go on with the report of an earlier call with the same code, machine and setup, if there is one."""
+        self.report = resumed(self.report | {"setup": setup}, self.options.output)
+
+    def missing(self, ours: bool, kind: str, why: str, **where: str) -> None:
+        """Record what has no figure, and why; kind is "wrong", "failed" or "absent"."""
+        self.report["missing"].append(where | {"ours": ours, "kind": kind, "reason": why})
+        print(f"  {', '.join(where.values())}: {kind}: {why}", flush=True)
+
+    @contextlib.contextmanager
+    def attempt(self, ours: bool = True, **where: str) -> Iterator[None]:
+        """Record what is raised here: the others go on, and one of ours fails the run."""
+        try:
+            yield
+        except Absent as error:
+            self.missing(ours, "absent", str(error), **where)
+        except Exception as error:
+            self.missing(ours, "failed", reason(error), **where)
+
+    def passed(self, comparisons: Sequence[Comparison], **where: str) -> bool:
+        """Record a check; what leaves the error budget gets no speed."""
+        outside = [c.name for c in comparisons if not c.passed]
+        return self.right(outside, format_table(comparisons).splitlines(), **where)
+
+    def right(self, outside: Sequence[str], table: list[str], **where: str) -> bool:
+        """The same of what was found to be outside."""
+        self.report["checks"].append(where | {"table": table})
+        if outside:
+            print("\n".join(table))
+            why = f"{', '.join(outside)} outside the error budget: no speed is reported"
+            self.missing(True, "wrong", why, **where)
+        else:
+            print(f"  {', '.join(where.values())}: within the error budget", flush=True)
+        return not outside
+
+    def save(self) -> None:
+        """Write the report as far as it is: a run that is cut off keeps what it has."""
+        if self.options.output:
+            write(self.report, self.options.output)
+
+
+def parse(module: Any, argv: Sequence[str]) -> Namespace:
+    """The options of a benchmark, defaults filled in for this machine."""
+    cuda = machine()[0] == "cuda"
+    options = module.OPTIONS | {name: option for name, option in REPORT.items() if name != "draw" or draws(module)}
+    parser = parser_of(module.__doc__, options, cuda)
+    options = parser.parse_args(argv)
+    if getattr(options, "dtype", None) == "bfloat16" and not cuda:
+        parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
+    for wrong in getattr(module, "check_options", lambda *_: ())(options, cuda):
+        parser.error(wrong)
+    return options
+
+
+def main(module: Any, argv: Sequence[str] | None = None) -> int:
+    """Run a benchmark. The exit status is 1 if anything of ours is wrong or fails, 2 for a bad option."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = parse(module, argv)
+    if getattr(options, "draw", None):
+        return draw(module, json.loads(options.draw.read_text(encoding="utf-8")), options.draw)
+    return run_all(module, options, argv)
+
+
+def run_all(module: Any, options: Namespace, argv: list[str]) -> int:
+    """The measurement, its report and its figure; the exit status."""
+    run = Run(str(Path(module.__file__).resolve().relative_to(ROOT)), options, argv, module.__doc__)
+    if not run.timed:
+        print("No GPU, so no speeds of kernels: their errors in Triton's interpreter.")
+    print(" · ".join(f"{key} {run.report[key]}" for key in ("gpu", "driver", "torch", "triton", "commit")), flush=True)
+    module.measure(run)
+    run.save()
+    if options.output:
+        print(f"\nwrote {options.output}")
+        if draws(module):
+            draw(module, run.report, options.output)
+    failed = any(entry["ours"] for entry in run.report["missing"])
+    print("FAILED" if failed else "nothing of ours is wrong")
+    return int(failed)
+
+
+def draws(module: Any) -> bool:
+    return hasattr(module, "draw")
+
+
+def draw(module: Any, report: dict[str, Any], output: Path) -> int:
+    """The figure of a report as PNG beside its JSON file; none without rows."""
+    try:
+        module.draw(report).savefig(output.with_suffix(".png"))
+    except ValueError as error:
+        print(f"no figure: {error}")
+    else:
+        print(f"wrote {output.with_suffix('.png')}")
+    return 0
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Aligned columns for a terminal; numbers that are None are dashes, others have four digits."""
+
+    def said(x: Any) -> str:
+        return "–" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x)
+
+    lines = [list(head), *([said(x) for x in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  " + "  ".join(cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in
+                         enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )
+
+
+def before_commit(options: Namespace) -> str | None:
+    """For the report; None without another version, and where it is not known."""
+    return options.before and (options.before_commit or commit_of(options.before))
+
+
+def tree(text: str) -> Path:
+    """Type of an option that is a checkout."""
+    if not Path(text, "decayattn/__init__.py").is_file():
+        raise ArgumentTypeError(f"{text} holds no decayattn/__init__.py")
+    return Path(text)
+
+
+# another version of the package, measured in the same rounds
+BEFORE = {
+    "before": (None, None, "a checkout of another commit, to measure in the same rounds", tree),
+    "before_commit": (None, None, "its commit, for a copy whose git does not know", str),
+}
+
+
+DTYPE = ("bfloat16", "float32", "dtype of q, k, v", DTYPES)
+
+
+def output(name: str) -> tuple:
+    """Option of the JSON file, in results/ on a GPU."""
+    return ROOT / "results" / name, None, "JSON file; None: printed only", Path

@@ -1,0 +1,218 @@
+"""Kernels that are measured. A peer builds, for a case, a call on tensors in the layout that suits it best.
+
+Every preparation that depends on the log-decay (a cumulative sum, say) is part of the call, so that it is timed; what
+depends on the shape alone (a compiled kernel, a block mask) is not.
+"""
+
+import dataclasses
+import functools
+import importlib
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import decayattn
+from benchmarks.harness import Absent, Case, Prepared, in_layout, reason
+
+BASELINE = "cudnn"
+Attend = Callable[..., Tensor]
+_BEFORE = "decayattn_before"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A kernel to compare.
+
+    build(case, device) returns attend(q, k, v, log_decay) -> out, or raises Absent. `layout`: "BTHD" as
+    decay_attention's, or "BHTD" with heads before time (log_decay then is (B, H, T)). `decay` is "none" (it gets no
+    log_decay), "fixed" (one that wants no gradient) or "learned". `backend` names one of ours. With row_scales, attend
+    takes the case's scale per row, too, as `scale`.
+    """
+
+    name: str
+    label: str
+    layout: str
+    decay: str
+    build: Callable[[Case, torch.device], Attend]
+    backend: str | None = None
+    row_scales: bool = False
+
+    def prepare(self, case: Case, inputs: dict[str, Tensor]) -> Prepared:
+        """The call on these inputs; raises Absent where the peer cannot be had."""
+        # the graph is kept to time one backward many times, so no buffer of it may be given away
+        functorch_config.donated_buffer = False
+        attend = self.build(case, inputs["q"].device)
+        tensors = {name: in_layout(x, self.layout).contiguous() for name, x in inputs.items()}
+        grad_out = tensors.pop("grad_out")
+        if self.decay == "none":
+            tensors.pop("log_decay", None)
+        if not self.row_scales:
+            tensors.pop("scale", None)
+        tensors = {name: x.detach() for name, x in tensors.items()}
+        wanted = {name: x for name, x in tensors.items() if name != "log_decay" or self.decay == "learned"}
+        for x in wanted.values():
+            x.requires_grad_()
+        return Prepared(attend, tensors, wanted, grad_out, self.layout)
+
+
+def ours(backend: str, decay: bool = True, *, version: ModuleType | None = None, **options: object) -> Peer:
+    """decay_attention with one of its backends, taken literally, and these options. By default it skips nothing: all
+    work that is counted is done. Another version of the package is a peer: its errors are reported, not judged."""
+    options = {"skip_tolerance": None} | options
+    package = version or decayattn
+    return Peer(
+        f"decayattn {backend}{' before' if version else ''}",
+        f"decayattn ({backend}), {'decay and its gradient' if decay else 'no decay'}{', before' if version else ''}",
+        "BTHD", "learned" if decay else "none", backend=None if version else backend, row_scales=True,
+        build=lambda case, device: lambda q, k, v, log_decay, scale=None: package.decay_attention(
+            q, k, v, log_decay, scale=scale, causal=case.causal, backend=backend, **options
+        ),
+    )
+
+
+@functools.cache
+def other_version(tree: Path) -> ModuleType:
+    """The package of `tree`, a checkout of another commit (git worktree add TREE COMMIT), under a name of its own.
+
+    A copy with the name replaced in every source: two versions may share neither modules nor PyTorch operators. One
+    tree per process.
+    """
+    assert _BEFORE not in sys.modules, "another tree is loaded"
+    # not removed: Triton reads a kernel's source when it is first launched
+    folder = Path(tempfile.mkdtemp(prefix=_BEFORE))
+    shutil.copytree(tree / "decayattn", folder / _BEFORE, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (folder / _BEFORE).rglob("*.py"):
+        path.write_text(re.sub(r"\bdecayattn\b", _BEFORE, path.read_text()))
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(_BEFORE)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def sdpa(backend: SDPBackend) -> Callable[[Case, torch.device], Attend]:
+    """torch's own attention on one backend, or an error if that one cannot take the tensors."""
+
+    def build(case: Case, device: torch.device) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+
+        return attend
+
+    return build
+
+
+def flex(case: Case, device: torch.device) -> Attend:
+    """FlexAttention, compiled for the shape, the decay in its score_mod.
+
+    It has no gradient for one captured tensor that is indexed both by query and by key: α is captured twice, as two
+    tensors, each indexed once.
+    """
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+    if not case.causal:
+        raise Absent("written here for causal cases only")
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=device)
+
+    def scalar(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, alpha_rows: Tensor, alpha_columns: Tensor):
+        def score_mod(score, b, h, i, j):
+            return score + (alpha_rows[b, h, i] - alpha_columns[b, h, j])
+
+        return flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
+
+    def constant(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, log_decay: Tensor):
+        def score_mod(score, b, h, i, j):
+            return score + log_decay[h] * (i - j)
+
+        return flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask):
+        return flex_attention(q, k, v, block_mask=mask)
+
+    function = {"scalar": scalar, "constant": constant, "none": plain}[case.decay]
+    compiled = torch.compile(function, dynamic=False, fullgraph=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
+        if case.decay == "scalar":
+            alpha = log_decay.cumsum(-1)
+            return compiled(q, k, v, mask, alpha, alpha.clone())
+        return compiled(q, k, v, mask) if case.decay == "none" else compiled(q, k, v, mask, log_decay)
+
+    return attend
+
+
+def _flex_with_gradient(case: Case, device: torch.device) -> Attend:
+    if case.decay == "none":
+        raise Absent("without a decay it is the same as flex")
+    return flex(case, device)
+
+
+def fla(case: Case, device: torch.device) -> Attend:
+    """flash-linear-attention's forgetting attention (github.com/fla-org/flash-linear-attention)."""
+    kernel = _per_token(case, "fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
+    return lambda q, k, v, log_decay: kernel(q, k, v, log_decay)
+
+
+def fox(case: Case, device: torch.device, **options: object) -> Attend:
+    """The Forgetting Transformer's own kernel (github.com/zhixuan-lin/forgetting-transformer); it prunes with
+    adaptive_threshold="auto", at its own tolerance of e⁻¹⁰."""
+    kernel = _per_token(case, "forgetting_transformer.ops.forgetting_attention").forgetting_attention
+    return lambda q, k, v, log_decay: kernel(q, k, v, log_decay, head_first=True, **options)
+
+
+def _flash_attn(case: Case, device: torch.device) -> Attend:
+    """FlashAttention-4, the kernels in CuTe (github.com/Dao-AILab/flash-attention, flash_attn.cute)."""
+    kernel = _imported("flash_attn.cute").flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
+        out = kernel(q, k, v, causal=case.causal)
+        return out[0] if isinstance(out, tuple) else out  # some releases return the log-sum-exp, too
+
+    return attend
+
+
+def _per_token(case: Case, module: str) -> ModuleType:
+    """The module of a peer that takes one decay per token and nothing else."""
+    if case.decay != "scalar":
+        raise Absent(f"takes a scalar decay only, not {case.decay}")
+    if not case.causal:
+        raise Absent("takes causal cases only")
+    return _imported(module)
+
+
+def _imported(module: str) -> ModuleType:
+    """A peer's module, or Absent with the reason."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a package that breaks while it is imported is as absent as one that is not installed
+        raise Absent(f"cannot be imported: {reason(error)}") from error
+
+
+OTHERS = {
+    peer.name: peer
+    for peer in (
+        Peer(BASELINE, "SDPA cuDNN, no decay", "BHTD", "none", sdpa(SDPBackend.CUDNN_ATTENTION)),
+        Peer("flash", "SDPA FlashAttention, no decay", "BHTD", "none", sdpa(SDPBackend.FLASH_ATTENTION)),
+        Peer("flash_attn", "FlashAttention-4, no decay", "BTHD", "none", _flash_attn),
+        Peer("flex", "FlexAttention, decay without its gradient", "BHTD", "fixed", flex),
+        Peer("flex-grad", "FlexAttention, decay and its gradient", "BHTD", "learned", _flex_with_gradient),
+        Peer("fla", "flash-linear-attention, decay and its gradient", "BTHD", "learned", fla),
+        Peer("fox", "official Forgetting Transformer, decay and its gradient", "BHTD", "learned", fox),
+    )
+}
+PRUNED = dataclasses.replace(
+    OTHERS["fox"], name="fox pruned", label="official Forgetting Transformer, pruned, decay and its gradient",
+    build=functools.partial(fox, adaptive_threshold="auto"),
+)

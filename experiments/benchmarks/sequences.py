@@ -1,0 +1,699 @@
+"""Speed of packed sequences, sliding windows, decoding and generation; correct first.
+
+    python experiments/benchmarks/sequences.py                              # on a GPU: all of it
+    python experiments/benchmarks/sequences.py --what decode --decode-batch 16       # part of it, smaller
+
+* packed: decay_attention_varlen on documents of mixed length, and decay_attention with a sliding window, compared with
+  decay_attention on a dense batch, and on one of as many tokens and visible pairs as the documents ("dense alike").
+  TFLOP/s count 4·D·H operations forward per visible pair, 2.5 times that backward; nothing is skipped.
+* decode: one new token over a long cache; bytes of keys, values and α read per second, compared with those of a copy of
+  the keys on the same device. paged: in pages of 64 tokens, in random order.
+* generate: tokens (bytes) per second that a small language model writes without a cache, with one, with its step
+  captured in a CUDA graph, and so with a cache that evicts; and the length of the latter while it writes a long text.
+
+Whatever leaves its error budget gets no speed, and the exit status is 1; that of generate's logits is twice the error
+of the model without a cache, plus one rounding. stream: held_bound is the upper bound of the cache after an eviction,
+by arithmetic from the model's decays; the caches have room for it and the tokens until the next one, and no more.
+Without a GPU the kernels run in Triton's interpreter on small shapes: packed and decode are checked and not timed, and
+generate, which is timed by the clock, is that CPU's. The JSON is written after every part, so that a run cut short
+keeps what it has.
+"""
+
+import argparse
+import copy
+import functools
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from toy_lm.model import BYTES, ByteLM
+
+from benchmarks import harness
+from benchmarks.harness import BACKWARD_WORK, DECAYS, DIRECTIONS, DTYPES, Case, Prepared, Run, Timings, spread
+from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen
+from decayattn.backends import registry
+from decayattn.nn import CapturedStep, DecayCache, ScalarDecay
+from decayattn.problem import AttentionProblem, Inputs
+from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
+from decayattn.testing.attention import Budget
+from decayattn.testing.call import Arguments, Call, bounds_of
+
+OPTIONS = {
+    "what": (["packed", "decode", "generate"],) * 2 + ("parts to run", ("packed", "decode", "generate")),
+    "dtype": harness.DTYPE,
+    "mean_log_decay": (-0.01, -0.01, "mean log-decay per token, natural log (drawn from [2m, 0])", float),
+    "seconds": (0.03, 0.03, "time of one figure of a kernel"),
+    "rounds": (5, 2, "interleaved rounds"),
+    "backend": ("auto", "triton", "our backend in the packed part", registry.NAMES),
+    "packed_head_dims": ([64, 128], [16], "head dimensions D = D_v"),
+    "packed_heads": (16, 2, "heads H"),
+    "packed_documents": (64, 5, "documents"),
+    "packed_document_lengths": ([64, 4096], [3, 70], "least and largest length, drawn uniformly in the logarithm"),
+    "packed_batch": (4, 1, "sequences of the dense batch"),
+    "packed_length": (8192, 140, "their length"),
+    "packed_window": (1024, 40, "tokens to the left that the sliding window shows"),
+    "decode_batch": (64, 2, "cache entries B"),
+    "decode_heads": (32, 4, "query heads H"),
+    "decode_kv_heads": (8, 2, "key heads H_kv"),
+    "decode_head_dim": (128, 16, "head dimension D = D_v"),
+    "decode_tokens": (32768, 150, "tokens in the cache, the new one among them"),
+    "generate_layers": (4, 2, "blocks of the model"),
+    "generate_width": (256, 32, "width of the model"),
+    "generate_heads": (4, 2, "heads of the model"),
+    "generate_half_lives": ([4.0, 64.0], [1.0, 2.0], "half-lives in tokens, of the fastest and the slowest head"),
+    "generate_tolerance": (2.0**-24, 2.0**-24, "probability that evictions may cost a row"),
+    "generate_evict_every": (128, 16, "tokens between two evictions"),
+    "generate_prompt": (8192, 128, "tokens (bytes) of the prompt"),
+    "generate_timed": (512, 32, "tokens written per mode and round"),
+    "generate_stream": (100_000, 400, "tokens of the long text, written with evictions"),
+    "output": harness.output("benchmark_sequences.json"),
+}
+
+
+def measure(run: Run) -> None:
+    """Every part that was asked for."""
+    cuda = run.device == "cuda"
+    run.report |= {
+        "device": torch.cuda.get_device_name() if cuda else f"CPU {platform.processor() or platform.machine()}",
+        "packed": [], "decode": [], "generate": [], "stream": None,
+    }
+    for part in dict.fromkeys(run.options.what):
+        PARTS[part](run)
+        if cuda:
+            torch.cuda.empty_cache()
+        run.save()
+
+
+# --------------------------------------------------------------------------------------------------------------- packed
+
+# what the others are compared with: a dense batch of long sequences, and one of as many tokens with as many visible
+# pairs as the packed documents have
+DENSE, ALIKE = "dense", "dense alike"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Causal self-attention of sequences of the given lengths, with D_v = D and one log-decay per token and head.
+
+    Packed sequences are consecutive, (total, H, D). The others have one length, and lie in a batch (B, T, H, D). left
+    is window_size's; −1 is no limit.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: int
+    head_dim: int
+    dtype: str
+    mean_log_decay: float
+    left: int = -1
+    packed: bool = False
+
+    def __str__(self) -> str:
+        shape = f"{len(self.lengths)} sequences of {min(self.lengths)} to {max(self.lengths)}"
+        if not self.packed:
+            shape = f"B{len(self.lengths)} T{self.lengths[0]}"
+        window = "" if self.left < 0 else f", window ({self.left}, 0)"
+        return f"{self.name}: {shape}, H{self.heads} D{self.head_dim} {self.dtype}{window}"
+
+    def flops(self, direction: str) -> float:
+        """4·D·H operations forward per visible pair of query and key, 2.5 times that backward."""
+        forward = 4.0 * self.head_dim * self.heads * sum(visible_pairs(length, self.left) for length in self.lengths)
+        return forward * BACKWARD_WORK if direction == "backward" else forward
+
+    def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
+        """q, k, v, grad_out and log_decay, as Case draws them."""
+        batch, length = (1, sum(self.lengths)) if self.packed else (len(self.lengths), self.lengths[0])
+        case = Case(batch, self.heads, length, self.head_dim, self.dtype, "scalar", self.mean_log_decay)
+        inputs = case.inputs(device, seed)
+        return {name: x[0] for name, x in inputs.items()} if self.packed else inputs
+
+    def options(self, backend: str, device: str) -> dict[str, Any]:
+        """Arguments of the call, those that say where packed sequences are among them."""
+        window = None if self.left < 0 else (self.left, 0)
+        found: dict[str, Any] = {"window_size": window, "skip_tolerance": None, "backend": backend}
+        if self.packed:
+            ends, longest = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32), max(self.lengths)
+            found |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return found
+
+    def verify(self, inputs: dict[str, Tensor], backend: str) -> list[Comparison]:
+        """Three (sequence, head) pairs against the error budget, the longest and the shortest sequence among them."""
+        by_length = sorted(range(len(self.lengths)), key=lambda n: self.lengths[n])
+        judged = {(by_length[-1], 0), (by_length[0], self.heads - 1), (len(self.lengths) - 1, self.heads // 2)}
+        verify = verify_attention_varlen if self.packed else verify_attention
+        return verify(
+            *(inputs[name] for name in ("q", "k", "v", "log_decay")), grad_out=inputs["grad_out"],
+            heads=sorted(judged), **self.options(backend, inputs["q"].device.type),
+        )
+
+    def prepare(self, inputs: dict[str, Tensor], backend: str, device: str) -> Prepared:
+        """The call with its tensors, those that require gradients."""
+        wanted = {name: inputs[name].detach().requires_grad_() for name in ("q", "k", "v", "log_decay")}
+        attend = decay_attention_varlen if self.packed else decay_attention
+        return Prepared(functools.partial(attend, **self.options(backend, device)), wanted, wanted, inputs["grad_out"])
+
+
+def visible_pairs(length: int, left: int = -1) -> int:
+    """Pairs of query i and key j of a sequence with i − left ≤ j ≤ i; left −1 is no limit."""
+    full = length if left < 0 else min(length, left + 1)  # rows that see everything up to themselves
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+def document_lengths(count: int, shortest: int, longest: int, seed: int) -> tuple[int, ...]:
+    """Random lengths, uniform in their logarithm, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    lengths = (math.log(shortest) + uniform * math.log(longest / shortest)).exp().round()
+    return tuple(int(length) for length in lengths.clamp(shortest, longest))
+
+
+def workloads(options: argparse.Namespace, head_dim: int) -> list[Workload]:
+    """The dense call, the packed one and a dense one of the same work, and the one with a window."""
+    shape = (options.packed_heads, head_dim, options.dtype, options.mean_log_decay)
+    dense = (options.packed_length,) * options.packed_batch
+    documents = document_lengths(options.packed_documents, *options.packed_document_lengths, options.seed)
+    length = round(sum(length**2 for length in documents) / sum(documents))
+    alike = (length,) * max(1, round(sum(documents) / length))
+    return [
+        Workload(DENSE, dense, *shape), Workload("packed", documents, *shape, packed=True),
+        Workload(ALIKE, alike, *shape), Workload("window", dense, *shape, left=options.packed_window),
+    ]
+
+
+def packed(run: Run) -> None:
+    """Check every workload, then time those that are right."""
+    options = run.options
+    for head_dim in options.packed_head_dims:
+        print(f"\npacked sequences and a sliding window, D {head_dim}", flush=True)
+        chosen = {workload.name: workload for workload in workloads(options, head_dim)}
+        prepared: dict[str, Prepared] = {}
+        for name, workload in chosen.items():
+            where = {"section": "packed", "case": str(workload)}
+            with run.attempt(**where):
+                inputs = workload.inputs(run.device, options.seed)
+                if run.passed(workload.verify(inputs, options.backend), **where):
+                    prepared[name] = workload.prepare(inputs, options.backend, run.device)
+        if run.timed:
+            timings, failed = harness.time_rounds(prepared, options.rounds, harness.burst_timer(options.seconds))
+            for name, why in failed.items():
+                run.missing(True, "failed", why, section="packed", case=str(chosen[name]))
+            found = list(packed_rows(chosen, timings))
+            run.report["packed"] += found
+            keys = ("ms", "tflops", "ratio_to_dense", "ratio_to_alike")
+            lines = ([f"{row['workload']} {row['direction']}", *map(row.get, keys)] for row in found)
+            print(harness.table(["", *keys], lines))
+
+
+def packed_rows(chosen: dict[str, Workload], timings: Timings) -> Iterator[dict[str, Any]]:
+    """One row per workload and direction; ratios compare TFLOP/s, above 1 is faster than the dense call."""
+    speeds = {(name, way): chosen[name].flops(way) / spread(times)[0] / 1e9 for (name, way), times in timings.items()}
+    for (name, direction), times in timings.items():
+        workload, (ms, ms_range), speed = chosen[name], spread(times), speeds[name, direction]
+        flops = workload.flops(direction)
+        dense, alike = speeds.get((DENSE, direction)), speeds.get((ALIKE, direction))
+        yield {
+            "workload": name, "case": str(workload), "direction": direction, "heads": workload.heads,
+            "head_dim": workload.head_dim, "dtype": workload.dtype, "sequences": len(workload.lengths),
+            "tokens": sum(workload.lengths), "left": workload.left, "flops": flops, "ms": ms, "ms_range": ms_range,
+            "tflops": speed, "tflops_range": [flops / bound / 1e9 for bound in reversed(ms_range)],
+            "ratio_to_dense": speed / dense if dense else None,
+            "ratio_to_alike": speed / alike if alike and workload.packed else None,
+        }
+
+
+# --------------------------------------------------------------------------------------------------------------- decode
+
+COPY = "copy"  # what the steps are compared with
+PAGED = ", paged"  # after the name of a decay: the cache is in pages of PAGE tokens, in random order
+PAGE = 64
+ALPHA_BYTES = 8  # the cache holds the running sum of the log-decays in float64
+
+
+@dataclass(frozen=True)
+class Step:
+    """One new token in each of `batch` entries, whose caches hold `tokens` tokens, the new one among them; D_v = D."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    dtype: str
+
+    def __str__(self) -> str:
+        heads = f"H{self.heads} H_kv{self.kv_heads}"
+        return f"B{self.batch} {heads} D{self.head_dim} {self.dtype}, {self.tokens} tokens"
+
+    def bytes_read(self, decay: str) -> int:
+        """Keys and values, and α with a decay per token; other reads and writes of a step are no part of it."""
+        cached = self.batch * self.tokens
+        read = cached * self.kv_heads * 2 * self.head_dim * DTYPES[self.dtype].itemsize
+        return read + cached * self.heads * ALPHA_BYTES if decay == "scalar" else read
+
+    def inputs(self, device: str, seed: int, mean_log_decay: float) -> dict[str, Tensor]:
+        """q (B, 1, H, D); keys, values (B, T, H_kv, D); log-decays, negative: rates (H,), log_decay (B, T, H), alpha.
+
+        alpha (B, T, H) is the running sum of log_decay in float64, in memory (B, H, T), as a DecayCache has it.
+        """
+        generator = torch.Generator(device).manual_seed(seed)
+        options: dict[str, Any] = {"generator": generator, "device": device}
+        cache = (self.batch, self.tokens, self.kv_heads, self.head_dim)
+        inputs = {"q": torch.randn(self.batch, 1, self.heads, self.head_dim, dtype=DTYPES[self.dtype], **options)}
+        for name in ("keys", "values"):
+            inputs[name] = torch.randn(cache, dtype=DTYPES[self.dtype], **options)
+        inputs["rates"] = 2 * mean_log_decay * torch.rand(self.heads, **options)
+        inputs["log_decay"] = 2 * mean_log_decay * torch.rand(self.batch, self.tokens, self.heads, **options)
+        inputs["alpha"] = inputs["log_decay"].cumsum(1, dtype=torch.float64).mT.contiguous().mT
+        return inputs
+
+    def paged(self, inputs: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+        """The same, keys, values and alpha in pages; block_table (B, blocks) int32."""
+        blocks = -(-self.tokens // PAGE)
+        order = torch.randperm(self.batch * blocks, generator=torch.Generator().manual_seed(seed))
+        table = order.argsort().reshape(self.batch, blocks).to(inputs["q"].device, torch.int32)
+        in_pages = {
+            name: F.pad(inputs[name], (0, 0) * (inputs[name].ndim - 2) + (0, blocks * PAGE - self.tokens))
+            .unflatten(1, (blocks, PAGE)).flatten(0, 1)[order.to(table.device)]
+            for name in ("keys", "values", "alpha")
+        }
+        return inputs | in_pages | {"block_table": table}
+
+    def call(self, inputs: dict[str, Tensor], decay: str) -> Callable[[], tuple[Tensor, Tensor]]:
+        """The call that is timed: (out, lse) of the new tokens."""
+        from decayattn.backends.portable.decode import decode  # imports Triton
+
+        lengths = inputs["q"].new_full((self.batch,), self.tokens, dtype=torch.int32)
+        rates = inputs["rates"] if decay == "constant" else None
+        alpha = inputs["alpha"] if decay == "scalar" else None
+        given = Inputs(inputs["q"], inputs["keys"], inputs["values"], rates, scale=self.head_dim**-0.5)
+        return lambda: decode(given, lengths, alpha=alpha, block_table=inputs.get("block_table"))
+
+
+@torch.no_grad()
+def verify_step(step: Step, inputs: dict[str, Tensor], decay: str, results: tuple[Tensor, Tensor]) -> list[Comparison]:
+    """out and lse of two key heads' queries against the error budget of decayattn.testing around float64.
+
+    They are those of the first key head of the first entry, and of the last one of the last entry.
+    """
+    comparisons = []
+    group = step.heads // step.kv_heads
+    for entry, kv_head in dict.fromkeys([(0, 0), (step.batch - 1, step.kv_heads - 1)]):
+        own, heads = slice(entry, entry + 1), slice(kv_head * group, (kv_head + 1) * group)
+        q = inputs["q"][own, :, heads]
+        k, v = (inputs[name][own, :, kv_head : kv_head + 1] for name in ("keys", "values"))
+        log_decay = None
+        if decay == "constant":
+            log_decay = inputs["rates"][heads]
+        elif decay == "scalar":
+            log_decay = inputs["log_decay"][own, :, heads]
+        problem = AttentionProblem.of(q, v, log_decay, row_scale=None, causal=True)
+        all_bounds = bounds_of(problem, None)
+        pairs = tuple((bounds, head) for bounds in all_bounds for head in range(group))
+        # a step has no gradients: they are evaluated for zeros, and left aside
+        grad_lse = q.new_zeros(1, group, 1, dtype=problem.accumulator_dtype)
+        arguments = Arguments(q, k, v, log_decay, None, None, None)
+        call = Call(arguments, torch.zeros_like(q), grad_lse, all_bounds, pairs, problem)
+        with torch.enable_grad():
+            x64 = call.oracle()
+        out, lse = results
+        tested = {"out": out[own, :, heads], "lse": lse[own, heads]}
+        for found in Budget(call, {name: x64[name] for name in tested}).judge(tested):
+            comparisons.append(replace(found, head=(entry, kv_head * group + found.head[1])))
+    return comparisons
+
+
+def decode(run: Run) -> None:
+    """Check the step with every decay, then time those that are right."""
+    options = run.options
+    step = Step(
+        options.decode_batch, options.decode_heads, options.decode_kv_heads, options.decode_head_dim,
+        options.decode_tokens, options.dtype,
+    )
+    print(f"\none new token over a cache: {step}", flush=True)
+    calls: dict[str, Callable[[], object]] = {}
+    with run.attempt(section="decode", case=str(step)):
+        inputs = step.inputs(run.device, options.seed, options.mean_log_decay)
+        paged = step.paged(inputs, options.seed)
+        for decay, cached in ((decay, cached) for cached in (inputs, paged) for decay in DECAYS):
+            name = decay + PAGED * (cached is paged)
+            where = {"section": "decode", "case": f"{step}, decay {name}"}
+            with run.attempt(**where):
+                call = step.call(cached, decay)
+                if run.passed(verify_step(step, inputs, decay, call()), **where):
+                    calls[name] = call
+        if run.timed and calls:
+            target, timer = torch.empty_like(inputs["keys"]), harness.burst_timer(options.seconds)
+            calls = {COPY: lambda: target.copy_(inputs["keys"]), **calls}
+            times: dict[str, list[float]] = {name: [] for name in calls}
+            for name in harness.interleaved(calls, options.rounds):
+                times[name].append(timer(calls[name]))
+            found = decode_rows(step, 2 * inputs["keys"].nbytes, times)
+            run.report["decode"] += found
+            keys = ("ms", "gigabytes_per_second", "ratio_to_copy")
+            print(harness.table(["", *keys], ([row["decay"], *map(row.get, keys)] for row in found)))
+
+
+def decode_rows(step: Step, copied: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """The copy and every decay; ratio_to_copy compares bytes per second. copied: bytes that the copy reads and writes.
+    times: milliseconds per round, by decay or "copy"."""
+    copy_speed, found = copied / spread(times[COPY])[0] / 1e6, []
+    for name, values in times.items():
+        ms, ms_range = spread(values)
+        moved = copied if name == COPY else step.bytes_read(name.removesuffix(PAGED))
+        found.append(asdict(step) | {
+            "decay": name, "bytes": moved, "ms": ms, "ms_range": ms_range, "gigabytes_per_second": moved / ms / 1e6,
+            "gigabytes_per_second_range": [moved / bound / 1e6 for bound in reversed(ms_range)],
+            "ratio_to_copy": moved / ms / 1e6 / copy_speed,
+        })
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- generate
+
+MODES = ("recompute", "cache", "captured", "evict")
+# The check's oracle holds the scores of this many tokens in float64. Evictions that come later are not in the check.
+MOST_CHECKED_TOKENS = 8192
+# of the checked tokens, those that come one by one, and whose logits are compared
+CHECKED_STEPS = 16
+
+
+def build_model(
+    layers: int, width: int, heads: int, half_lives: Sequence[float], dtype: torch.dtype, device: str, seed: int
+) -> ByteLM:
+    """ByteLM with random weights, whose scores are bounded (qk_norm), as evict needs it.
+
+    The weight of a new ScalarDecay is 0: a head's decay is one per token, and has the same value at every token.
+    """
+    with torch.random.fork_rng(devices=[]):  # built on the CPU: the same weights on every device
+        torch.manual_seed(seed)
+        model = ByteLM(layers=layers, width=width, heads=heads, decay="scalar")
+        for block in model.blocks:
+            decay = ScalarDecay(width, heads, initial_half_lives=tuple(half_lives))
+            block.attention = DecayFlashAttention(width, heads, decay=decay, qk_norm=True)
+    return model.to(device, dtype).requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """DecayCache.evict after every so many new tokens, at a tolerance."""
+
+    every: int
+    tolerance: float
+
+    def __call__(self, model: ByteLM, caches: Sequence[DecayCache]) -> None:
+        for block, cache in zip(model.blocks, caches, strict=True):
+            cache.evict(self.tolerance, block.attention.score_bound())
+
+
+def held_bound(model: ByteLM, eviction: Eviction) -> int:
+    r"""No layer's cache holds more tokens after an eviction, however long the text.
+
+    With the rate r of the slowest head and its score bound S, a token that is n tokens old can go as soon as that token
+    and all before it have at most the tolerance::
+
+        exp(2 S) Σ_{m ≥ n} exp(−r m)  =  exp(2 S − r n) / (1 − exp(−r))  ≤  tolerance
+    """
+    bounds = []
+    for block in model.blocks:
+        rate = -F.logsigmoid(block.attention.decay.bias).double()
+        nats = 2 * block.attention.score_bound() - math.log(eviction.tolerance) - torch.log(-torch.expm1(-rate))
+        bounds.append(math.ceil(float((nats / rate).max())))
+    return max(bounds) + 1  # 1 for roundings
+
+
+class Recompute:
+    """Writes text without a cache: every step is a call on the whole text so far."""
+
+    def __init__(self, model: ByteLM, prompt: Tensor):
+        self.model, self.text = model, prompt
+        self.new = greedy(model(prompt))
+
+    def step(self) -> None:
+        self.text = torch.cat([self.text, self.new], 1)
+        self.new = greedy(self.model(self.text))
+
+
+class Cached:
+    """Writes text with a cache per layer that holds `room` tokens.
+
+    Evictions begin after the prompt. `lengths`: of each later one the longest cache's tokens before and after it.
+    captured: the steps are a CUDA graph's.
+    """
+
+    def __init__(
+        self, model: ByteLM, prompt: Tensor, room: int, eviction: Eviction | None = None, captured: bool = False
+    ):
+        self.model, self.eviction = model, eviction
+        self.caches = model.make_caches(len(prompt), room)
+        self.new = greedy(model(prompt, self.caches))
+        self.steps = 0
+        self.lengths: list[tuple[int, int]] = []
+        if eviction:
+            eviction(model, self.caches)
+        self.next: Callable[[Tensor], Tensor] = self._next
+        if captured:
+            self.next = CapturedStep(self._next, self.caches, self.new)
+
+    def _next(self, new: Tensor) -> Tensor:
+        return greedy(self.model(new, self.caches))
+
+    def step(self) -> None:
+        self.new = self.next(self.new)
+        self.steps += 1
+        if self.eviction and self.steps % self.eviction.every == 0:
+            before = longest(self.caches)
+            self.eviction(self.model, self.caches)
+            self.lengths.append((before, longest(self.caches)))
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest next tokens (B, 1), without a synchronisation."""
+    return logits[:, -1:].argmax(-1)
+
+
+def longest(caches: Sequence[DecayCache]) -> int:
+    return max(cache.longest for cache in caches)
+
+
+def logits_over_budget(model: ByteLM, tokens: Tensor, eviction: Eviction) -> dict[str, float]:
+    """By mode, error over its budget of the logits of the last CHECKED_STEPS tokens of a given text with caches.
+
+    They may be as far from x64 (a float64 copy of the model on the reference, the whole text at once) as twice what
+    the model without a cache is, and one rounding.
+    """
+    exact = copy.deepcopy(model).double()
+    for block in exact.blocks:
+        block.attention.backend = "reference"
+    x64 = exact(tokens)[:, -CHECKED_STEPS:]
+    plain = model(tokens)[:, -CHECKED_STEPS:]
+    budget = 2 * (plain.double() - x64).norm() + torch.finfo(plain.dtype).eps * x64.norm()
+    found = {mode: last_logits(model, tokens, eviction, mode).double() for mode in MODES[1:]}
+    return {mode: float((x - x64).norm() / budget) for mode, x in found.items()}
+
+
+def last_logits(model: ByteLM, tokens: Tensor, eviction: Eviction, mode: str) -> Tensor:
+    """The logits of the last CHECKED_STEPS tokens, which come one by one, through caches.
+
+    Those before them come in parts of eviction.every tokens; evicting, there is an eviction after each part, and the
+    later steps are captured, too.
+    """
+    caches = model.make_caches(*tokens.shape)
+    early, late = tokens[:, :-CHECKED_STEPS], tokens[:, -CHECKED_STEPS:]
+    for part in early.split(eviction.every, 1):
+        model(part, caches)
+        if mode == "evict":
+            eviction(model, caches)
+
+    def step(token: Tensor) -> Tensor:
+        return model(token, caches)
+
+    captured = step if mode == "cache" else CapturedStep(step, caches, late[:, :1])
+    return torch.cat([captured(token).clone() for token in late.split(1, 1)], 1)
+
+
+@torch.no_grad()
+def generate(run: Run) -> None:
+    """Check the logits, time every mode, and write a long text with evictions; on a CPU, too, for text is timed by the
+    clock."""
+    options, device = run.options, run.report["device"]
+    shape = options.generate_layers, options.generate_width, options.generate_heads
+    case = "{} layers, width {}, {} heads, {}, half-lives {:g} to {:g}, tolerance {:.1e}".format(
+        *shape, options.dtype, *options.generate_half_lives, options.generate_tolerance
+    )
+    print(f"\ntext from a model with random weights, on {device}: {case}", flush=True)
+    with run.attempt(section="generate", case=case):
+        model = build_model(*shape, options.generate_half_lives, DTYPES[options.dtype], run.device, options.seed)
+        eviction = Eviction(options.generate_evict_every, options.generate_tolerance)
+        generator = torch.Generator().manual_seed(options.seed)
+        text = torch.randint(BYTES, (1, MOST_CHECKED_TOKENS), generator=generator).to(run.device)
+        checked = min(held_bound(model, eviction) + 2 * eviction.every + CHECKED_STEPS, MOST_CHECKED_TOKENS)
+        ratios = logits_over_budget(model, text[:, :checked], eviction)
+        outside = [mode for mode, x in ratios.items() if not x <= 1]
+        if not run.right(outside, [f"{mode}: {x:.3f}" for mode, x in ratios.items()], section="generate", case=case):
+            return
+        prompt = torch.randint(BYTES, (1, options.generate_prompt), generator=generator).to(run.device)
+        seconds = time_modes(model, prompt, options.generate_timed, options.rounds, eviction)
+        found = generate_rows(case, device, prompt.shape[1], options.generate_timed, seconds)
+        run.report["generate"] += found
+        keys = ("tokens_per_second", "ratio_to_recompute")
+        print(harness.table(["", *keys], ([row["mode"], *map(row.get, keys)] for row in found)), flush=True)
+        run.report["stream"] = stream(model, options.generate_stream, eviction)
+
+
+def time_modes(model: ByteLM, prompt: Tensor, count: int, rounds: int, eviction: Eviction) -> dict[str, list[float]]:
+    """Seconds for `count` tokens after the prompt, one number per mode and round.
+
+    One more round before them compiles, and is not counted.
+    """
+    length = prompt.shape[1]
+    room = max(length, held_bound(model, eviction)) + eviction.every
+    start: dict[str, Callable[[], Recompute | Cached]] = {
+        "recompute": lambda: Recompute(model, prompt),
+        "cache": lambda: Cached(model, prompt, length + count),
+        "captured": lambda: Cached(model, prompt, length + count, captured=True),
+        "evict": lambda: Cached(model, prompt, room, eviction, captured=True),
+    }
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for mode in harness.interleaved(MODES, rounds + 1):
+        writer = start[mode]()
+        began = clock(prompt)
+        for _ in range(count):
+            writer.step()
+        seconds[mode].append(clock(prompt) - began)
+    return {mode: found[1:] for mode, found in seconds.items()}
+
+
+def clock(x: Tensor) -> float:
+    """Seconds, once the device has nothing left to do."""
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
+    """Write `count` tokens with evictions, and record the length of the longest cache before and after each.
+
+    The caches have room for what an eviction may leave (held_bound) and for the tokens until the next one, however many
+    are written. Where evictions leave more, the next tokens do not fit, which raises.
+    """
+    held = held_bound(model, eviction)
+    prompt = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
+    writer = Cached(model, prompt, held + eviction.every, eviction, captured=True)
+    began = clock(prompt)
+    for number in range(1, count + 1):
+        writer.step()
+        if number % max(1, count // 10) == 0:
+            print(f"  {number} tokens written, {longest(writer.caches)} in the longest cache", flush=True)
+    seconds = clock(prompt) - began
+    before, after = zip(*writer.lengths, strict=True)
+    return {
+        "count": count, "evict_every": eviction.every, "tolerance": eviction.tolerance, "held_bound": held,
+        "tokens_per_second": count / seconds, "tokens": [eviction.every * (n + 1) for n in range(len(before))],
+        "before": list(before), "after": list(after),
+    }
+
+
+def generate_rows(
+    case: str, device: str, prompt: int, count: int, seconds: dict[str, list[float]]
+) -> list[dict[str, Any]]:
+    """One row per mode; ratio_to_recompute above 1 is faster than without a cache."""
+    rates = {mode: spread([count / value for value in values]) for mode, values in seconds.items()}
+    return [
+        {
+            "mode": mode, "case": case, "device": device, "prompt": prompt, "count": count, "tokens_per_second": rate,
+            "tokens_per_second_range": rate_range, "ratio_to_recompute": rate / rates["recompute"][0],
+        }
+        for mode, (rate, rate_range) in rates.items()
+    ]
+
+
+PARTS = {"packed": packed, "decode": decode, "generate": generate}
+
+# --------------------------------------------------------------------------------------------------------------- figure
+
+# colour-blind safe (Okabe and Ito)
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+
+
+def draw(report: dict[str, Any]) -> Figure:
+    """A panel for each part: bars with the range over the rounds, and the cache's length over the tokens of a text."""
+    parts = (("packed", _packed), ("decode", _decode), ("generate", _generate), ("stream", _stream))
+    panels = [panel for key, panel in parts if report[key]]
+    if not panels:
+        raise ValueError("report: has no results to draw")
+    figure = Figure(figsize=(1.0 + 4.8 * len(panels), 4.4), dpi=150, layout="constrained")
+    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        panel(axes, report)
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{report['device']}, torch {report['torch']}, triton {report['triton']}", fontsize="medium")
+    return figure
+
+
+def _packed(axes: Any, report: dict[str, Any]) -> None:
+    rows = report["packed"]
+    groups = list(dict.fromkeys((direction, row["head_dim"]) for direction in DIRECTIONS for row in rows))
+    names = list(dict.fromkeys(row["workload"] for row in rows))
+    width = 0.8 / len(names)
+    for at, name in enumerate(names):
+        own = [row for row in rows if row["workload"] == name]
+        offset = (at - (len(names) - 1) / 2) * width
+        places = [groups.index((row["direction"], row["head_dim"])) + offset for row in own]
+        _bars(axes, places, own, "tflops", width, name, _COLOURS[at])
+    axes.set_xticks(range(len(groups)), [f"{direction}\nD {head_dim}" for direction, head_dim in groups])
+    axes.set_ylabel("TFLOP/s of the visible pairs")
+    axes.set_title("packed sequences, sliding window", fontsize="medium")
+    axes.legend(frameon=False)
+
+
+def _decode(axes: Any, report: dict[str, Any]) -> None:
+    rows = report["decode"]
+    _bars(axes, list(range(len(rows))), rows, "gigabytes_per_second")
+    axes.set_xticks(range(len(rows)), [row["decay"].replace(", ", "\n") for row in rows])
+    axes.set_ylabel("GB/s")
+    first = rows[0]
+    axes.set_title(f"one new token, B {first['batch']}, {first['tokens']:,} tokens cached", fontsize="medium")
+
+
+def _generate(axes: Any, report: dict[str, Any]) -> None:
+    rows = report["generate"]
+    _bars(axes, list(range(len(rows))), rows, "tokens_per_second")
+    axes.set_xticks(range(len(rows)), [row["mode"] for row in rows])
+    axes.set_ylabel("tokens per second")
+    axes.set_title(f"text after a prompt of {rows[0]['prompt']:,} tokens", fontsize="medium")
+
+
+def _stream(axes: Any, report: dict[str, Any]) -> None:
+    stream = report["stream"]
+    axes.plot(stream["tokens"], stream["before"], color=_COLOURS[0], label="before an eviction")
+    axes.plot(stream["tokens"], stream["after"], color=_COLOURS[1], label="after it")
+    axes.axhline(stream["held_bound"], color="#000000", linestyle="--", linewidth=1, label="bound after it")
+    axes.set(xlabel="tokens written", ylabel="tokens in the longest cache")
+    axes.set_title(f"an eviction every {stream['evict_every']} tokens", fontsize="medium")
+    axes.legend(frameon=False)
+
+
+def _bars(
+    axes: Any, places: list[float], rows: list[dict[str, Any]], value: str, width: float = 0.6,
+    label: str | None = None, colour: str = _COLOURS[0],
+) -> None:
+    speed = [row[value] for row in rows]
+    below = [row[value] - row[f"{value}_range"][0] for row in rows]
+    above = [row[f"{value}_range"][1] - row[value] for row in rows]
+    axes.bar(places, speed, width, yerr=[below, above], capsize=3, label=label, color=colour)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main(sys.modules[__name__]))

@@ -1,0 +1,679 @@
+"""Tokens per second of training a 124 M decoder with one attention or the other, or on several GPUs; correct first.
+
+    python experiments/benchmarks/training.py                        # all of it on a GPU: about 20 minutes
+    python experiments/benchmarks/training.py --minutes 9 --compiled-lengths         # eager alone, as much as fits
+    python experiments/benchmarks/training.py --lengths --head-dims 64               # then the rest, into the same file
+    python experiments/benchmarks/training.py --lengths 8192 --compiled-lengths --variants ours cudnn-rotary identity
+    python experiments/benchmarks/training.py --strategies all       # on two GPUs: 7 runs of the toy LM, 18 minutes
+
+Every variant steps on the same parameters and the same tokens; its first step is held against float64 before it is
+timed. Steps follow one another for --seconds, in interleaved rounds, so that all meet the power limit. Eager at every
+length, compiled at --compiled-lengths, which cost most of the time: each variant is compiled again for each of them. A
+setting (head dimension, length, eager or compiled) is done or not: --output keeps those that are. Peers that cannot be
+imported are named as absent. attention_share is 1 − the time of the same step whose attention and decay are replaced by
+v, over that of the step. A first step's loss and gradients may be off by twice the error of the eager reference in the
+same precision, plus eps. Gates "as trained" have the half-lives of the trained toy LM. The exit status is 1 if a
+variant of ours is wrong or fails. Without a GPU there are no speeds: the checks run on a tiny model, ours in Triton's
+interpreter.
+
+--strategies runs train_toy_lm.py as a user starts it, once per strategy: the same weights, bytes and total batch, its
+gradients checked against one process first and last. "one" is one device; "one again" repeats it, because the atomic
+additions of a gradient have no fixed order: the difference of the two is noise. Speeds are of the median step between
+validations, without the first stretch; differences of the mean training loss to that of one device. Without a GPU a
+tiny model takes a few steps in two processes.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# in this process: the pool of processes that compiles for FlexAttention has hung for good (torch 2.11)
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from shared.options import above_zero
+from shared.plots import frame, legend_entries, length_axis
+from shared.provenance import ROOT
+from shared.workers import in_time
+
+from benchmarks import harness, peers
+from benchmarks.harness import Absent, Case, Run, in_layout, reason, spread
+from decayattn import DecayFlashAttention
+from decayattn.backends import registry
+from decayattn.nn import Rotary
+
+OPTIONS = {
+    "variants": (["all"], ["all"], "attentions", str),
+    "head_dims": ([64, 128], [16], "head dimensions"),
+    "lengths": ([8192, 2048, 32768], [70], "tokens of context, eager"),
+    "compiled_lengths": ([8192], [], "tokens of context, compiled"),
+    "tokens": (32768, 70, "tokens of a step: B = max(1, tokens // T)"),
+    "layers": (12, 2, "layers"),
+    "width": (768, 32, "width"),
+    "vocabulary": (50_304, 64, "tokens"),
+    "check_length": (1024, 70, "tokens of the first step that is held against float64"),
+    "backend": ("auto", "triton", "our backend", registry.NAMES),
+    "seconds": (0.5, 0.5, "time of one figure"),
+    "minutes": (None, None, "begin no setting that would end later; None: all of them", above_zero),
+    "rounds": (3, 3, "interleaved rounds"),
+    "strategies": ([], [], "instead, the toy LM on several devices: all, or names of strategies", str),
+    "devices": (2, 2, "GPUs, or processes on a CPU, of the strategies"),
+    "more": (None, None, "further options of train_toy_lm.py, as in --more='--decay alibi'", str.split),
+    "output": harness.output("benchmark_training.json"),
+}
+# options that all settings of a report share
+SETUP = ("tokens", "layers", "width", "vocabulary", "check_length", "backend", "rounds", "seconds", "seed")
+# trained gates: mean half-lives of every head of the toy language model
+TRAINED = ROOT / "results/train_h200/half_lives.json"
+IDENTITY, BASELINE = "identity", "cudnn-rotary"
+
+
+def check_options(options: argparse.Namespace, cuda: bool) -> Iterator[str]:
+    for head_dim in options.head_dims:
+        if options.width % head_dim or head_dim % 2:
+            yield f"--head-dims: expected even divisors of the width, {options.width}, got {head_dim}"
+    for option, known in (("variants", VARIANTS), ("strategies", STRATEGIES)):
+        if getattr(options, option) == ["all"]:
+            setattr(options, option, list(known))
+        for name in set(getattr(options, option)) - known.keys():
+            yield f"--{option}: expected all, or some of {', '.join(known)}, got {name}"
+    if options.strategies:
+        if cuda and torch.cuda.device_count() < options.devices:
+            yield f"--devices: expected at most {torch.cuda.device_count()}, the GPUs that are here"
+        if options.output == OPTIONS["output"][0]:
+            options.output = ROOT / "results/benchmark_strategies.json"
+
+
+def measure(run: Run) -> None:
+    """Every setting that is not in the report yet, as far as the minutes reach."""
+    options = run.options
+    if options.strategies:
+        return measure_strategies(run)
+    run.report["variants"] = {name: VARIANTS[name].label for name in options.variants}
+    run.resume(**{name: getattr(options, name) for name in SETUP})
+    settings = [
+        Setting(Size(options.layers, options.width, head_dim, options.vocabulary), max(1, options.tokens // length),
+                length, compiled)
+        for compiled, lengths in ((False, options.lengths), (True, options.compiled_lengths))
+        for length in lengths for head_dim in options.head_dims
+    ]
+    known = {setting_of(row) for row in run.report["rows"]}
+    todo = [s for s in settings if (s.size.head_dim, s.length, s.compiled) not in known]
+    for setting in in_time(todo, options.minutes):
+        print(f"\n{setting}", flush=True)
+        for part in ("missing", "checks"):  # of an earlier call that was cut off
+            run.report[part] = [entry for entry in run.report[part] if entry["setting"] != str(setting)]
+        models = Models(setting, options.backend, run.device, options.seed)
+        passed = list(check(models, run))
+        if run.timed:
+            torch.cuda.empty_cache()
+            with compiler(setting.compiled):
+                found = list(rows(setting, time_rounds(models, passed, run)))
+            run.report["rows"] += found
+            keys = ("tokens_per_second", "ms", "attention_share", "peak_bytes")
+            print(harness.table(["", *keys], ([row["variant"], *map(row.get, keys)] for row in found)), flush=True)
+        run.save()
+
+
+def setting_of(row: dict[str, Any]) -> tuple[int, int, bool]:
+    return row["head_dim"], row["length"], row["compiled"]
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True)
+class Size:
+    """The default has 124 M parameters, 85 M of them in the layers."""
+
+    layers: int = 12
+    width: int = 768
+    head_dim: int = 64
+    vocabulary: int = 50_304
+
+    @property
+    def heads(self) -> int:
+        return self.width // self.head_dim
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training step: batch · length tokens, eager or compiled."""
+
+    size: Size
+    batch: int
+    length: int
+    compiled: bool
+
+    def __str__(self) -> str:
+        how = "compiled" if self.compiled else "eager"
+        return f"D{self.size.head_dim} B{self.batch} T{self.length} {how}"
+
+
+class Decoder(nn.Module):
+    """Pre-norm blocks with an MLP of four times the width, tied embeddings, no position embedding of its own.
+
+    attention(size) makes the layer of a block; all of them have the parameters of a DecayFlashAttention.
+    """
+
+    def __init__(self, size: Size, attention: Callable[[Size], nn.Module]):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, attention(size)) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width, eps=1e-6)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy, in nats, of every next token of (B, T + 1)."""
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(x, tokens[:, 1:])
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def compile_parts(self) -> None:
+        """torch.compile the block, once for all layers, and what follows the last one."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
+        self.loss = torch.compile(self.loss, dynamic=False)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, attention: nn.Module):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, eps=1e-6)
+        self.attention = attention
+        self.mlp_norm = nn.RMSNorm(width, eps=1e-6)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class OtherAttention(nn.Module):
+    """Projections and decay as DecayFlashAttention has them, with somebody else's kernel between them.
+
+    attend(q, k, v, log_decay): q, k, v (B, T, H, D), log_decay (B, T, H) or None -> (B, T, H, D).
+    """
+
+    def __init__(
+        self, size: Size, attend: Callable[..., Tensor], *, decay: bool = False, position: nn.Module | None = None
+    ):
+        super().__init__()
+        own = DecayFlashAttention(size.width, size.heads, decay="scalar" if decay else "none", position=position)
+        self.in_proj, self.out_proj, self.decay, self.position = own.in_proj, own.out_proj, own.decay, own.position
+        self.shape, self.attend = (size.heads, size.head_dim), attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, self.shape) for part in self.in_proj(x).chunk(3, dim=-1))
+        if self.position is not None:
+            q, k = self.position(q, k)
+        out = self.attend(q, k, v, None if self.decay is None else self.decay(x))
+        return self.out_proj(out.flatten(-2))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One attention. `kind`: "decay", "rotary", "none", or "identity" for what is no attention and not checked.
+
+    layer(size, backend, length) makes it for one length, backend being that of ours, or raises Absent; `gates` says
+    whose half-lives its decay has; around() is entered around every step.
+    """
+
+    name: str
+    label: str
+    kind: str
+    layer: Callable[[Size, str, int], nn.Module]
+    gates: str = "initial"
+    ours: bool = False
+    around: Callable[[], Any] = contextlib.nullcontext
+
+
+def ours(size: Size, backend: str, length: int, *, kind: str, skip_tolerance: str | None = "auto") -> nn.Module:
+    return DecayFlashAttention(
+        size.width, size.heads, decay="scalar" if kind == "decay" else "none", skip_tolerance=skip_tolerance,
+        position=Rotary() if kind == "rotary" else None, backend=backend,
+    )
+
+
+def _sdpa(size: Size, backend: str, length: int, *, rotary: bool) -> nn.Module:
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return OtherAttention(size, attend, position=Rotary() if rotary else None)
+
+
+def _cudnn() -> Any:
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION if torch.cuda.is_available() else SDPBackend.MATH)
+
+
+def _peer(size: Size, backend: str, length: int, *, peer: peers.Peer) -> nn.Module:
+    if not torch.cuda.is_available():
+        raise Absent("needs a GPU")
+    return OtherAttention(size, _attend(peer, size.heads, size.head_dim, length), decay=True)
+
+
+@functools.lru_cache(maxsize=1)  # one for all layers
+def _attend(peer: peers.Peer, heads: int, head_dim: int, length: int) -> Callable[..., Tensor]:
+    case = Case(1, heads, length, head_dim, "bfloat16", "scalar", -0.01)
+    kernel = peer.build(case, torch.device("cuda"))
+    if peer.name.startswith("fox"):  # not traced: Inductor compiles its Triton kernels again, and fails
+        kernel = torch.compiler.disable(kernel)
+    return lambda *tensors: in_layout(kernel(*(in_layout(x, peer.layout) for x in tensors)), peer.layout)
+
+
+def _both_gates(name: str, label: str, layer: Callable[..., nn.Module], is_ours: bool = False) -> list[Variant]:
+    return [
+        Variant(name, label, "decay", layer, ours=is_ours),
+        Variant(f"{name}-trained", f"{label}, gates as trained", "decay", layer, "trained", is_ours),
+    ]
+
+
+def _variants() -> Iterator[Variant]:
+    part = functools.partial
+    yield from _both_gates("ours", "decayattn, decay", part(ours, kind="decay"), True)
+    yield Variant("ours-whole", "decayattn, decay, nothing skipped", "decay",
+                  part(ours, kind="decay", skip_tolerance=None), ours=True)
+    yield Variant("ours-rotary", "decayattn, rotary, no decay", "rotary", part(ours, kind="rotary"), ours=True)
+    yield Variant(BASELINE, "cuDNN (SDPA), rotary, no decay", "rotary", part(_sdpa, rotary=True), around=_cudnn)
+    yield Variant("cudnn", "cuDNN (SDPA), no position, no decay", "none", part(_sdpa, rotary=False), around=_cudnn)
+    yield Variant("flex", "FlexAttention, decay", "decay", part(_peer, peer=peers.OTHERS["flex-grad"]))
+    yield Variant("fla", "flash-linear-attention, decay", "decay", part(_peer, peer=peers.OTHERS["fla"]))
+    yield Variant("fox", "Forgetting Transformer, decay", "decay", part(_peer, peer=peers.OTHERS["fox"]))
+    yield from _both_gates("fox-pruned", "Forgetting Transformer, decay, pruned", part(_peer, peer=peers.PRUNED))
+    yield Variant(IDENTITY, "no attention (its output is v)", IDENTITY,
+                  lambda size, backend, length: OtherAttention(size, lambda q, k, v, log_decay: v))
+
+
+VARIANTS = {variant.name: variant for variant in _variants()}
+
+
+def trained_half_lives(layers: int, heads: int) -> list[list[float]]:
+    """Mean half-lives of the toy model's heads [layer][head], in tokens, stretched to so many layers and heads.
+
+    Layer and rank of a head among the half-lives of its layer are kept, in between it is geometric.
+    """
+    found = [sorted(head["mean"] for head in layer) for layer in json.loads(TRAINED.read_text())["layers"]]
+    result = []
+    for layer in range(layers):
+        source = [math.log(x) for x in found[layer * len(found) // layers]]
+        at = [head * (len(source) - 1) / max(1, heads - 1) for head in range(heads)]
+        low = [min(int(x), len(source) - 2) for x in at]
+        result.append([
+            math.exp(source[i] + (x - i) * (source[i + 1] - source[i])) for i, x in zip(low, at, strict=True)
+        ])
+    return result
+
+
+class Models:
+    """A decoder per variant, all of them on one set of parameters, and one optimiser; the rate is 0, so that every step
+    of every variant does the same work on the same weights."""
+
+    def __init__(self, setting: Setting, backend: str, device: str, seed: int):
+        self.setting, self.backend, self.device = setting, backend, device
+        torch.manual_seed(seed)
+        self.base = Decoder(setting.size, lambda size: ours(size, "reference", 0, kind="decay")).to(device)
+        generator = torch.Generator(device).manual_seed(seed)
+        shape = (setting.batch, setting.length + 1)
+        self.tokens = torch.randint(setting.size.vocabulary, shape, generator=generator, device=device)
+        self.optimizer = torch.optim.AdamW(self.base.parameters(), lr=0.0, fused=device == "cuda")
+
+    def decoder(self, variant: Variant, length: int) -> Decoder:
+        """The variant's own modules on the common parameters; raises Absent."""
+        return self.tied(lambda size: variant.layer(size, self.backend, length), variant.gates)
+
+    def tied(self, attention: Callable[[Size], nn.Module], gates: str) -> Decoder:
+        with torch.device(self.device):
+            model = Decoder(self.setting.size, attention)
+        model.load_state_dict(self.base.state_dict(keep_vars=True), strict=False, assign=True)
+        if gates == "trained":
+            half_lives = trained_half_lives(self.setting.size.layers, self.setting.size.heads)
+            for block, lives in zip(model.blocks, half_lives, strict=True):
+                decay = block.attention.decay = copy.deepcopy(block.attention.decay)
+                log_decay = -math.log(2) / torch.tensor(lives, dtype=torch.float64)
+                with torch.no_grad():
+                    decay.weight.zero_()
+                    decay.bias.copy_(log_decay - (-torch.expm1(log_decay)).log())
+        return model
+
+    def step(self, model: Decoder, variant: Variant) -> Tensor:
+        """Forward, backward and the optimiser's step; the loss."""
+        with variant.around():
+            with mixed(self.device):
+                loss = model(self.tokens)
+            loss.backward()
+        self.optimizer.step()
+        model.zero_grad()
+        return loss.detach()
+
+
+def mixed(device: str) -> Any:
+    """bfloat16 autocast on a GPU; float32 elsewhere, where kernels are interpreted."""
+    return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
+
+
+# -------------------------------------------------------------------------------------------- checks: right before fast
+
+# loss and gradients by parameter
+Step = tuple[Tensor, dict[str, Tensor]]
+_GROUPS = ("in_proj", "decay", "")  # of parameters, by what their names contain
+
+
+def check(models: Models, run: Run) -> Iterator[Variant]:
+    """The variants whose loss and gradients of the first step on the first tokens are right against float64.
+
+    The errors of gradients are ‖g − g64‖ / ‖g64‖ over groups of parameters. The budget is that of the library: twice
+    the error of the eager reference in the same precision, plus eps of that precision.
+    """
+    length = min(run.options.check_length, models.setting.length)
+    tokens = models.tokens[:1, : length + 1]
+    eps = torch.finfo(torch.bfloat16 if models.device == "cuda" else torch.float32).eps
+    known: dict[tuple[str, str], tuple[Step, Step]] = {}
+    for variant in (VARIANTS[name] for name in run.options.variants):
+        if variant.kind == IDENTITY:
+            yield variant
+            continue
+        key, where = (variant.kind, variant.gates), {"setting": str(models.setting), "variant": variant.name}
+        if key not in known:
+            reference = functools.partial(ours, backend="reference", length=0, kind=variant.kind)
+            eager = models.tied(reference, variant.gates)
+            exact = first_step(copy.deepcopy(eager).double(), tokens, contextlib.nullcontext())
+            known[key] = exact, first_step(eager, tokens, mixed(models.device))
+        exact, of_eager = known[key]
+        with run.attempt(variant.ours, **where):
+            with variant.around():
+                found = first_step(models.decoder(variant, length), tokens, mixed(models.device))
+            errors = relative_errors(found, exact)
+            budget = {name: 2 * x + eps for name, x in relative_errors(of_eager, exact).items()}
+            said = ", ".join(f"{name} {x:.1e} of {budget[name]:.1e}" for name, x in errors.items())
+            if all(x <= budget[name] for name, x in errors.items()):
+                print(f"  {variant.name}: relative errors {said}", flush=True)
+                run.report["checks"].append(where | {"passed": True, "errors": errors, "budget": budget})
+                yield variant
+            else:
+                run.missing(variant.ours, "wrong", f"first step outside its error budget: {said}", **where)
+
+
+def first_step(model: Decoder, tokens: Tensor, precision: Any) -> Step:
+    """(loss, gradients by parameter), in float64."""
+    parameters = dict(model.named_parameters())
+    with precision:
+        loss = model(tokens)
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    return loss.detach().double(), {name: x.double() for name, x in zip(parameters, gradients, strict=True)}
+
+
+def relative_errors(found: Step, exact: Step) -> dict[str, float]:
+    """|loss − loss64| / loss64, and of every group of gradients ‖g − g64‖ / ‖g64‖."""
+    errors = {"loss": float((found[0] - exact[0]).abs() / exact[0])}
+    for group in _GROUPS:
+        names = [name for name in exact[1] if group in name]
+        if names:
+            off = torch.stack([(found[1][name] - exact[1][name]).norm() for name in names]).norm()
+            errors[group or "all"] = float(off / torch.stack([exact[1][name].norm() for name in names]).norm())
+    return errors
+
+
+# --------------------------------------------------------------------------------------------------------------- clocks
+
+
+@contextlib.contextmanager
+def compiler(compiled: bool) -> Iterator[None]:
+    """All variants share the code of a block, and each compiles it again: more often than the compiler expects. It must
+    not give up without a word, and afterwards forgets."""
+    import torch._dynamo  # it imports Triton, which reads its environment then
+
+    limits = {"recompile_limit": 256, "accumulated_recompile_limit": 4096, "fail_on_recompile_limit_hit": compiled}
+    try:
+        with torch._dynamo.config.patch(**limits):
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
+@dataclass
+class Timed:
+    """A variant in a setting: milliseconds of a step in every round, the most memory, the loss of its step."""
+
+    rounds: list[float]
+    peak_bytes: int
+    loss: float
+
+
+def time_rounds(models: Models, variants: Sequence[Variant], run: Run) -> dict[str, Timed]:
+    """Timings of the variants that do not fail."""
+    prepared: dict[str, tuple[Variant, Decoder]] = {}
+    timed: dict[str, Timed] = {}
+    timer = harness.sustained_timer(run.options.seconds)
+    for variant in variants:
+        try:
+            model = models.decoder(variant, models.setting.length)
+            if models.setting.compiled:
+                model.compile_parts()
+            models.step(model, variant)  # compiles
+            torch.cuda.reset_peak_memory_stats()
+            loss = float(models.step(model, variant))
+            timed[variant.name] = Timed([], torch.cuda.max_memory_allocated(), loss)
+            prepared[variant.name] = variant, model
+        except Exception as error:  # out of memory, say: the others go on
+            run.missing(variant.ours, "failed", reason(error), setting=str(models.setting), variant=variant.name)
+            models.base.zero_grad()
+            torch.cuda.empty_cache()
+    for name in harness.interleaved(prepared, run.options.rounds):
+        variant, model = prepared[name]
+        timed[name].rounds.append(timer(lambda model=model, variant=variant: models.step(model, variant)))
+    return timed
+
+
+def rows(setting: Setting, timed: dict[str, Timed]) -> Iterator[dict[str, Any]]:
+    """A row per variant: speed, memory, and the share of the step that is gone without attention."""
+    without = timed.get(IDENTITY)
+    for name, entry in timed.items():
+        ms, ms_range = spread(entry.rounds)
+        shares = [1 - a / b for a, b in zip(without.rounds, entry.rounds, strict=True)] if without else []
+        yield {
+            "head_dim": setting.size.head_dim, "batch": setting.batch, "length": setting.length,
+            "compiled": setting.compiled, "variant": name, "ms": ms, "ms_range": ms_range,
+            "tokens_per_second": setting.batch * setting.length / ms * 1e3,
+            "attention_share": statistics.median(shares) if shares else None, "peak_bytes": entry.peak_bytes,
+            "loss": entry.loss,
+        }
+
+
+# ----------------------------------------------------------------------------------------------------------- strategies
+
+# options of train_toy_lm.py for each run; "one" runs have one device
+STRATEGIES = {
+    "one": [],
+    "one again": [],
+    "ddp": ["--strategy", "ddp"],
+    "fsdp": ["--strategy", "fsdp"],
+    "tensor": ["--strategy", "tensor"],
+    "context, halo": ["--strategy", "context", "--context_mode", "halo"],
+    "context, heads": ["--strategy", "context", "--context_mode", "heads"],
+}
+# so large that a step waits for the GPU and not for Python: with a batch of 16 and width 512, a step took 60 ms on one
+# GPU, and 58 on two
+TOY_ON_GPU = {"layers": 8, "width": 768, "heads": 12, "context": 2048, "batch_size": 64, "steps": 160}
+TOY_ON_CPU = {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch_size": 4, "steps": 12}
+# bytes of the gradient check: the script's own 512 take a minute at either end of a run on a GPU
+_CHECKED = 256
+_LIMIT = 600  # seconds of a run
+
+
+def measure_strategies(run: Run) -> None:
+    """Every run that is not in the report yet, as far as the minutes reach."""
+    options = run.options
+    sizes = TOY_ON_GPU if run.device == "cuda" else TOY_ON_CPU
+    setup = {"devices": options.devices, **sizes, "more": options.more or []}
+    run.resume(**setup)
+    done = {row["run"] for row in run.report["rows"]}
+    todo = [name for name in options.strategies if name not in done]
+    for name in in_time(todo, options.minutes):
+        begun = time.monotonic()
+        run.report["missing"] = [entry for entry in run.report["missing"] if entry["run"] != name]
+        with tempfile.TemporaryDirectory() as folder, run.attempt(run=name):
+            train(name, setup, Path(folder, "run"))
+            found = read_run(Path(folder, "run"))
+            run.report["rows"].append({"run": name, "seconds": round(time.monotonic() - begun, 1)} | found)
+        compare(run.report)
+        run.save()
+    keys = ("tokens_per_second", "speed_over_one", "difference", "largest_difference")
+    print(harness.table(["", *keys], ([row["run"], *map(row.get, keys)] for row in run.report["rows"])))
+
+
+def train(name: str, setup: dict[str, Any], folder: Path) -> None:
+    """One training; raises if it fails."""
+    sizes = [word for size in TOY_ON_GPU for word in (f"--{size}", str(setup[size]))]
+    devices = 1 if name.startswith("one") else setup["devices"]
+    command = [
+        sys.executable, str(ROOT / "experiments/train_toy_lm.py"), "--run", str(folder), "--devices", str(devices),
+        *STRATEGIES[name], *sizes, "--validate_every", str(max(1, setup["steps"] // 6)),
+        "--gradient_check", str(_CHECKED), *setup["more"],
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_LIMIT, check=False
+    )
+    if done.returncode:
+        print(done.stdout[-3000:])
+        raise RuntimeError(f"train_toy_lm.py ended with status {done.returncode}")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Figures of a run's folder."""
+    from toy_lm.figures import read_log
+
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    validations, starts = read_log(folder, "val_bits")[0], zip(*read_log(folder, "seconds"), strict=True)
+    stretches = [
+        round(1e3 * (end - begin) / (last - first), 3)
+        for (first, begin), (last, end) in itertools.pairwise(starts)
+        if not any(first <= step < last for step in validations)
+    ]
+    found = {"parameters": summary["parameters"], "strategy": summary["strategy"], "devices": summary["devices"]}
+    for key, metric in (("train_bits", "train_bits"), ("validation_bits", "val_bits")):
+        steps, bits = read_log(folder, metric)
+        found[key] = {"steps": list(steps), "bits": list(bits)}
+    milliseconds = statistics.median(stretches[1:] or stretches)
+    return found | {"milliseconds_per_step": milliseconds, "stretches": stretches}
+
+
+def compare(result: dict[str, Any]) -> None:
+    """Add speeds, and differences to one device, to all rows."""
+    setup, rows = result["setup"], result["rows"]
+    one = next((row for row in rows if row["run"] == "one"), None)
+    for row in rows:
+        row["tokens_per_second"] = setup["batch_size"] * setup["context"] / (row["milliseconds_per_step"] / 1e3)
+        if one is not None:
+            row["speed_over_one"] = one["milliseconds_per_step"] / row["milliseconds_per_step"]
+            pairs = zip(row["train_bits"]["bits"], one["train_bits"]["bits"], strict=True)
+            apart = [own - other for own, other in pairs]
+            row["difference"] = statistics.fmean(apart)
+            row["largest_difference"] = max(map(abs, apart))
+
+
+# --------------------------------------------------------------------------------------------------------------- figure
+
+# colour-blind safe (Okabe and Ito)
+_COLOURS = {"ours": "#d55e00", "cudnn": "#000000", "flex": "#56b4e9", "fla": "#009e73", "fox": "#cc79a7",
+            "identity": "#bbbbbb"}
+_MARKERS = {"trained": "s", "whole": "^", "rotary": "D", "pruned": "v"}
+_OF_RUNS = dict(zip(STRATEGIES, ("#000000", "#999999", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00"),
+                    strict=True))
+
+
+def draw(report: dict[str, Any]) -> Figure:
+    """Tokens per second over the context, a panel per head dimension, eager and compiled; dashed: without a decay."""
+    rows = report["rows"]
+    if not rows:
+        raise ValueError("report: has no rows to draw")
+    if "run" in rows[0]:
+        return _draw_strategies(report)
+    panels_of = sorted({(row["compiled"], row["head_dim"]) for row in rows})
+    figure = Figure(figsize=(1.5 + 4.2 * len(panels_of), 5.6), dpi=150, layout="constrained")
+    panels = figure.subplots(1, len(panels_of), squeeze=False, sharey=True)[0]
+    for panel, (compiled, head_dim) in zip(panels, panels_of, strict=True):
+        same = [row for row in rows if (row["compiled"], row["head_dim"]) == (compiled, head_dim)]
+        for name in dict.fromkeys(row["variant"] for row in same):
+            _draw_variant(panel, name, sorted((r for r in same if r["variant"] == name), key=lambda r: r["length"]))
+        lengths = sorted({row["length"] for row in same})
+        panel.set_title(f"D = {head_dim}, {'torch.compile' if compiled else 'eager'}", fontsize="medium")
+        length_axis(panel, lengths)
+        panel.set_ylim(bottom=0)
+        frame(panel)
+        panel.set_xlabel("tokens of context")
+    panels[0].set_ylabel("tokens per second")
+    handles = legend_entries(panels)
+    figure.legend(handles.values(), [VARIANTS[name].label for name in handles], loc="outside lower center", ncols=2,
+                  frameon=False, fontsize="small")
+    figure.suptitle(f"A training step of a 124 M model, {report['gpu']}, torch {report['torch']}", fontsize="medium")
+    return figure
+
+
+def _draw_variant(panel: Any, name: str, rows: list[dict[str, Any]]) -> None:
+    tokens = [row["tokens_per_second"] for row in rows]
+    limits = [[row["batch"] * row["length"] / ms * 1e3 for ms in row["ms_range"]] for row in rows]
+    bars = [[t - low for t, (_, low) in zip(tokens, limits, strict=True)],
+            [high - t for t, (high, _) in zip(tokens, limits, strict=True)]]
+    without = VARIANTS[name].kind != "decay" and name != IDENTITY
+    panel.errorbar(
+        [row["length"] for row in rows], tokens, yerr=bars, label=name, capsize=3,
+        color=_COLOURS[name.split("-")[0]], linestyle="--" if without else ":" if name == IDENTITY else "-",
+        marker=_MARKERS.get(name.split("-")[-1], "o"), markersize=5,
+        linewidth=2.4 if name.startswith("ours") else 1.4,
+    )
+
+
+def _draw_strategies(result: dict[str, Any]) -> Figure:
+    """Left the losses, right tokens per second."""
+    rows = result["rows"]
+    figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for row in rows:
+        left.plot(row["train_bits"]["steps"], row["train_bits"]["bits"], color=_OF_RUNS[row["run"]], linewidth=1.2,
+                  label=row["run"])
+    left.set(xlabel="step", ylabel="bits per byte", title="training loss, the same total batch")
+    left.legend(frameon=False, fontsize="small")
+    names = [row["run"] for row in rows]
+    right.barh(names, [row["tokens_per_second"] / 1e3 for row in rows], color=[_OF_RUNS[name] for name in names])
+    right.invert_yaxis()
+    right.set(xlabel="thousand tokens per second", title=f"speed, {result['setup']['devices']} devices")
+    for panel in (left, right):
+        frame(panel)
+    sizes = "{layers} layers, width {width}, context {context}, batch {batch_size}".format(**result["setup"])
+    figure.suptitle(f"{sizes}; {result['gpu'] or 'CPU'}, torch {result['torch']}", fontsize="medium")
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main(sys.modules[__name__]))

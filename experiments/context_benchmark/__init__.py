@@ -1,1 +1,0 @@
-"""Modules of benchmark_context.py: workloads, checks, measuring, report, figure."""

@@ -1,1 +1,0 @@
-"""Modules of length_extrapolation.py: options, training, reading, processes, results, figure."""

@@ -1,1 +1,0 @@
-"""Modules of benchmark_sequences.py: packed sequences, decoding, generation, report, figure."""

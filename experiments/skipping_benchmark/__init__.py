@@ -1,1 +1,0 @@
-"""Modules of benchmark_skipping.py: workloads, checks, report, figure."""

@@ -1,0 +1,1 @@
+"""Studies: models that are trained to answer a question about decays."""

@@ -1,0 +1,385 @@
+"""Loss over position, far beyond the trained length: decays, rotary embeddings and neither, in one and the same model.
+
+    python experiments/studies/length_extrapolation.py                      # 9 schemes, 3 seeds; on a CPU in miniature
+    python experiments/studies/length_extrapolation.py --minutes 9          # stops in time; the same command goes on
+    python experiments/studies/length_extrapolation.py --devices 2          # a process for each GPU
+    python experiments/studies/length_extrapolation.py --draw results/length_extrapolation.json
+
+Byte-level models of one shape are trained on texts of one length, on the same bytes from the same initial weights, and
+read at every position of longer texts, which come from packages that are not in the training text. What is read is
+Python source: by default all that is installed, the standard library and every distribution; a package is on one side
+alone, without copies of files and of other packages. The cells of a seed have the same initial weights, but for what
+only one scheme has, and the same bytes at every step. bits: mean bits per byte of stretches of positions (edges: of
+each length) with the whole crop before them; columns: of the stretches of the table, also with at most the trained
+length before each byte (in_windows, half a window apart). Each cell (a scheme and a seed) is added to the output as
+soon as it is read, and a call goes on with what the output lacks.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from language_models import corpus as corpora
+from language_models.corpus import Corpus, TrainingCrops, crops, held_out_starts
+from language_models.schemes import SCHEMES, attention_layer
+from shared.options import positive
+from shared.plots import frame, kilo, length_axis
+from shared.provenance import ROOT
+from toy_lm.model import ByteLM, learning_rate_factor, next_byte_loss, parameter_groups
+
+from studies import grid
+
+CELL = ("scheme", "seed")
+# learned RetNet rates are learned ALiBi with another start
+DEFAULT_SCHEMES = [name for name in SCHEMES if name != "retnet-learned"]
+OPTIONS = {
+    "schemes": (DEFAULT_SCHEMES, DEFAULT_SCHEMES, "what to compare", SCHEMES),
+    "seeds": ([0, 1, 2], [0], "a model of each scheme for every seed", int),
+    "data": (None, None, "folder of your own; each file or folder in it is a package; None: installed Python", Path),
+    "corpus_bytes": (None, 4_000_000, "take packages until there are so many bytes; None: all", positive),
+    "layers": (4, 2, "transformer blocks"),
+    "width": (512, 64, "channels of the residual stream"),
+    "heads": (8, 4, "attention heads"),
+    "context": (1024, 32, "bytes of a training text"),
+    "batch_size": (64, 32, "texts of a step"),
+    "steps": (1200, 60, "steps of a training"),
+    "learning_rate": (2e-3, 3e-3, "its peak, the same in every scheme"),
+    "precision": ("bfloat16", "float32", "of products", ("bfloat16", "float32")),
+    "lengths": ([16_384, 65_536], [128, 512], "of the texts that are read, multiples of the context"),
+    "crops": ([128, 32], [32, 8], "texts of each length, at most"),
+    "without_decay_up_to": (16_384, 128, "the longest text for schemes without decay"),
+    "compile": (False, False, "compile the MLPs with torch.compile"),
+    "folder": (ROOT / "runs/length_extrapolation",) * 2 + ("of the texts", Path),
+    "output": (ROOT / "results/length_extrapolation.json", ROOT / "runs/length_extrapolation/cpu.json", "JSON file",
+               Path),
+}
+
+
+class Settings(NamedTuple):
+    """Sizes of the model, its training and its reading; results with other ones are not put together."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch_size: int
+    steps: int
+    learning_rate: float
+    lengths: tuple[int, ...]
+    crops: tuple[int, ...]
+    without_decay_up_to: int
+    precision: str
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    held_out: float = 0.15
+    crops_per_file: int = 4
+    corpus_bytes: int | None = None
+
+
+def check_options(options: Namespace) -> Iterator[str]:
+    if len(options.lengths) != len(options.crops):
+        yield "--crops: expected as many numbers as --lengths"
+    if any(length % options.context for length in options.lengths) or options.context % 2:
+        yield "--lengths: expected multiples of --context, which is even"
+    if options.width % options.heads:
+        yield f"--heads: expected a divisor of the width, {options.width}"
+
+
+def begin(options: Namespace) -> tuple[dict[str, Any], list[tuple[str, int]], tuple]:
+    """Read the texts. Raises ValueError where they are too few."""
+    given = {name: getattr(options, name) for name in Settings._fields if hasattr(options, name)}
+    settings = Settings(**{name: tuple(x) if isinstance(x, list) else x for name, x in given.items()})
+    packages = corpora.installed() if options.data is None else corpora.in_folder(options.data)
+    held_out, most = settings.held_out, settings.corpus_bytes
+    corpus = corpora.build(packages, options.folder, held_out=held_out, most_bytes=most)
+    said = corpus.description
+    for side in (corpora.TRAINING, corpora.HELD_OUT):
+        print(f"{said[side]['bytes']:,} bytes of {said[side]['packages']} packages {side}", flush=True)
+    for length, count in zip(settings.lengths, settings.crops, strict=True):
+        found = len(held_out_starts(corpus, length + 1, count, settings.crops_per_file))
+        print(f"{found} held-out texts of {length:,} bytes", flush=True)
+    setup = {
+        "setup": settings._asdict() | {"sha256": said["sha256"]}, "settings": settings._asdict(), "corpus": said,
+        "edges": {str(length): bins(settings.context, length) for length in settings.lengths},
+    }
+    cells = [(scheme, seed) for seed in options.seeds for scheme in options.schemes]
+    return setup, cells, (settings, options.folder, options.compile)
+
+
+def bins(context: int, length: int) -> list[int]:
+    """Edges of the stretches of positions whose mean loss is kept: finer where the loss changes faster."""
+    edges, position = [0], 0
+    for end, width in ((1, 1 / 64), (16, 1 / 8), (float("inf"), 1)):
+        step = max(1, int(width * context))
+        while position < min(end * context, length):
+            position = min(position + step, length)
+            edges.append(position)
+    return edges
+
+
+def columns(context: int, longest: int) -> list[tuple[int, int]]:
+    """The stretches of positions of the table, [begin, end): to the context, 4, 16 and 64 times it."""
+    edges = [0, *(context * factor for factor in (1, 4, 16, 64))]
+    return [(begin, end) for begin, end in itertools.pairwise(edges) if end <= longest]
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+# steps whose losses are looked at together: each look waits for the GPU
+LOOK = 10
+
+
+@functools.lru_cache(maxsize=1)  # one for all cells of a process
+def _text(folder: Path, device: str) -> tuple[Corpus, Tensor]:
+    corpus = corpora.load(folder)
+    return corpus, corpus.text.to(device)
+
+
+def train(cell: tuple[str, int], settings: Settings, folder: Path, compiled: bool, device: str) -> dict[str, Any]:
+    """The row of one cell: its training, and its reading unless a loss was not finite."""
+    (scheme, seed), (corpus, text) = cell, _text(folder, device)
+    model = build_model(settings, scheme, seed).to(device)
+    batches = TrainingCrops(corpus, text, settings.context, settings.batch_size, seed)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, settings.weight_decay), lr=settings.learning_rate, betas=(0.9, 0.95),
+        fused=text.is_cuda,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
+    if compiled:
+        for block in model.blocks:
+            block.feed_forward = torch.compile(block.feed_forward)
+    losses, bits, begun = [], [], time.monotonic()
+    for step in range(1, settings.steps + 1):
+        with autocast(settings, text.device):
+            loss = next_byte_loss(model, batches.batch(step - 1))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+        if step % LOOK == 0 or step == settings.steps:
+            bits.append([step, float(torch.stack(losses).mean()) / math.log(2)])
+            losses.clear()
+            if not bits[-1][1] < math.inf:
+                return {"diverged": step, "parameters": None, "training": None, "reading": []}
+    seconds = time.monotonic() - begun
+    for block in model.blocks:
+        block.__dict__.pop("feed_forward", None)
+    every = -(-len(bits) // 100)
+    rate = settings.steps * settings.batch_size * settings.context / seconds
+    said = {"seconds": round(seconds, 2), "bytes_per_second": round(rate), "bits": bits[every - 1 :: every]}
+    return {"diverged": None, "training": said, "parameters": sum(p.numel() for p in model.parameters()),
+            "reading": list(read(model, scheme, settings, corpus, text))}
+
+
+def build_model(settings: Settings, scheme: str, seed: int) -> ByteLM:
+    """The model with its initial weights: those of a seed are the same in every scheme, and on every device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        sizes = settings.width, settings.heads
+        make = functools.partial(attention_layer, scheme, *sizes, context=settings.context)
+        return ByteLM(settings.layers, *sizes, make_attention=make)
+
+
+def autocast(settings: Settings, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.precision == "bfloat16")
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+# tokens of a call: of the memory that it takes, the most is for the products of the MLP
+_TOKENS = {"cuda": 2**18, "cpu": 2**13}
+
+
+@torch.no_grad()
+def read(model: ByteLM, scheme: str, settings: Settings, corpus: Corpus, text: Tensor) -> Iterator[dict[str, Any]]:
+    """For every length that the scheme takes part in, mean bits per byte over crops of held-out files, twice: with the
+    whole crop before each byte, and in windows of the trained length, each half a window after the one before, whose
+    second halves count. Both are of the same bytes, so their difference is what the longer context does.
+
+    bits: of every stretch of `bins`; None beyond the trained length for a scheme that takes no longer text. columns: of
+    every stretch of the table.
+    """
+    model.eval()
+    chosen, context = SCHEMES[scheme], settings.context
+    for length, count in zip(settings.lengths, settings.crops, strict=True):
+        if length > settings.without_decay_up_to and not chosen.decays:
+            continue
+        if length > min(settings.lengths) and not chosen.any_length:
+            continue
+        starts = held_out_starts(corpus, length + 1, count, settings.crops_per_file)
+        tokens = crops(text, starts, length + 1)
+        in_windows = losses_in_windows(model, tokens, settings)
+        whole = losses(model, tokens, settings) if chosen.any_length else in_windows[:, :context]
+        found, of_crops = whole.double().mean(0), (whole.double(), in_windows.double())
+        shorter = [other for other in settings.lengths if other < length]
+        yield {
+            "length": length, "crops": len(starts),
+            "bits": [round(float(found[a:b].mean()), 5) if b <= len(found) else None
+                     for a, b in itertools.pairwise(bins(context, length))],
+            "columns": [
+                {"begin": a, "end": b} | {
+                    key: float(x[:, a:b].mean(1).mean()) if b <= x.shape[1] else None
+                    for key, x in zip(("bits", "in_windows"), of_crops, strict=True)
+                }
+                for a, b in columns(context, length) if all(b > other for other in shorter)
+            ],
+        }
+
+
+def losses(model: ByteLM, tokens: Tensor, settings: Settings) -> Tensor:
+    """Bits of every byte after the first of tokens (B, T + 1), (B, T) float32; byte t + 1 has t + 1 bytes before it."""
+    parts = []
+    for part in tokens.split(max(1, _TOKENS[tokens.device.type] // tokens.shape[1])):
+        with autocast(settings, tokens.device):
+            logits = model(part[:, :-1])
+        target = part[:, 1:].long()
+        loss = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
+        parts.append(loss.view(target.shape) * (1 / math.log(2)))
+    return torch.cat(parts)
+
+
+def losses_in_windows(model: ByteLM, tokens: Tensor, settings: Settings) -> Tensor:
+    """The same with at most `context` bytes before each, at least half as many but at the beginning."""
+    size, half = settings.context, settings.context // 2
+    windows = tokens.unfold(1, size + 1, half)  # (B, number, size + 1)
+    of_windows = losses(model, windows.flatten(0, 1), settings).unflatten(0, windows.shape[:2])
+    return torch.cat([of_windows[:, 0, :half], of_windows[:, :, half:].flatten(1)], dim=1)
+
+
+# --------------------------------------------------------------------------------------------------- tables and figure
+
+
+def runs_of(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cells of a report, which older ones call runs."""
+    return report["runs"] if "runs" in report else report["rows"]
+
+
+def said(row: dict[str, Any]) -> str:
+    if row["diverged"] is not None:
+        return f"diverged by step {row['diverged']}"
+    known = [column for reading in row["reading"] for column in reading["columns"] if column["bits"] is not None]
+    return "bits per byte " + ", ".join(f"{column['bits']:.3f} to {kilo(column['end'])}" for column in known)
+
+
+def cells_of_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(heading, a row per scheme): mean bits per byte over the seeds, and their range; a column "≤ C before" has the
+    same bytes with no more than the trained length before each."""
+    context = report["settings"]["context"]
+    stretches = [(a, b, key) for a, b in columns(context, max(report["settings"]["lengths"]))
+                 for key in ("bits", *["in_windows"] * (a >= context))]
+    head = ["bits per byte"]
+    for a, b, key in stretches:
+        head.append(f"{kilo(a)}–{kilo(b)}" + (f", ≤ {kilo(context)} before" if key == "in_windows" else ""))
+    rows = []
+    for name in SCHEMES:
+        own = [run for run in runs_of(report) if run["scheme"] == name]
+        if own:
+            diverged = sum(run["diverged"] is not None for run in own)
+            rows.append([SCHEMES[name].label + (f" ({diverged} of {len(own)} diverged)" if diverged else "")])
+            for a, b, key in stretches:
+                values = [column[key] for run in own for row in run["reading"] for column in row["columns"]
+                          if (column["begin"], column["end"]) == (a, b) and column[key] is not None]
+                mean = f"{statistics.fmean(values):.3f}" if values else "–"
+                spread = f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else ""
+                rows[-1].append(mean + spread)
+    return head, rows
+
+
+def table(report: dict[str, Any]) -> str:
+    head, rows = cells_of_table(report)
+    return "\n".join(" | ".join(row) for row in [head, *rows])
+
+
+# colour-blind safe (Okabe and Ito); the broken lines are schemes that have no decay that the kernels know
+COLOURS = {
+    "scalar": "#d55e00", "rotary-scalar": "#cc79a7", "alibi-learned": "#0072b2", "alibi": "#56b4e9",
+    "retnet": "#009e73", "retnet-learned": "#007a5a", "rotary": "#000000", "none": "#999999",
+    "per-channel": "#e69f00", "per-channel-scalar": "#b8860b",
+}
+
+
+def draw(report: dict[str, Any]) -> Figure:
+    """A panel per length that was read, as in the paper of the Forgetting Transformer (arXiv 2503.02130): mean over the
+    seeds, their range shaded, the trained length marked."""
+    runs = runs_of(report)
+    lengths = sorted({row["length"] for run in runs for row in run["reading"]})
+    if not lengths:
+        raise ValueError("report: no cell has been read")
+    figure = Figure(figsize=(1.5 + 6.5 * len(lengths), 5.2), dpi=150, layout="constrained")
+    for axes, length in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths, strict=True):
+        _panel(axes, report, length)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(5, len(labels)))
+    size = next(run["parameters"] for run in runs if run["parameters"])
+    seeds = len({run["seed"] for run in runs})
+    figure.suptitle(
+        f"Python source, {size / 1e6:.1f} M parameters, {seeds} seed{'s' * (seeds > 1)}: mean and range; "
+        f"{report['gpu'] or 'CPU'}", fontsize="medium",
+    )
+    return figure
+
+
+def curves_of(report: dict[str, Any], scheme: str, length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """(positions, bits (seeds, positions)) of a scheme in texts of a length; None where it did not read them."""
+    curves = [row["bits"] for run in runs_of(report) if run["scheme"] == scheme for row in run["reading"]
+              if row["length"] == length]
+    return coarser(np.array(report["edges"][str(length)]), np.array(curves, dtype=float)) if curves else None
+
+
+def _panel(axes: Any, report: dict[str, Any], length: int) -> None:
+    context = report["settings"]["context"]
+    within, lowest = [], np.inf
+    for name, scheme in SCHEMES.items():
+        found = curves_of(report, name, length)
+        if found is None:
+            continue
+        positions, of_seeds = found
+        mean = of_seeds.mean(0)
+        style = "-" if scheme.decays else "--"
+        axes.plot(positions, mean, style, color=COLOURS[name], label=scheme.label, linewidth=1.6)
+        axes.fill_between(positions, of_seeds.min(0), of_seeds.max(0), color=COLOURS[name], alpha=0.2, linewidth=0)
+        within += mean[(positions > context / 4) & (positions <= context)].tolist()
+        lowest = min(lowest, np.nanmin(mean))
+    axes.axvline(context, color="#1f2328", linewidth=1, linestyle=":")
+    axes.annotate(f"trained length, {kilo(context)}", (context, 1), xycoords=("data", "axes fraction"),
+                  xytext=(4, -12), textcoords="offset points", fontsize="small")
+    length_axis(axes, [int(context * 2.0**power) for power in range(-4, 10) if 1 <= context * 2.0**power <= length])
+    middle = float(np.median(within))
+    # what loses its way leaves the panel upwards; where it goes is in the table
+    axes.set_ylim(min(0.8 * middle, 0.97 * lowest), 2.2 * middle)
+    crops = max(row["crops"] for run in runs_of(report) for row in run["reading"] if row["length"] == length)
+    axes.set(xlabel="position (bytes before)", ylabel="bits per byte", title=f"{crops} texts of {kilo(length)} bytes")
+    frame(axes)
+
+
+def coarser(edges: np.ndarray, curves: np.ndarray, per_octave: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    """Means over stretches that grow with the position: (their middles, (seeds, stretches))."""
+    widths = np.diff(edges)
+    # the first stretch begins at 0, and is alone
+    groups = [-1, *np.floor(per_octave * np.log2(edges[1:-1] / edges[1]))]
+    positions, means = [], []
+    for group in np.unique(groups):
+        own = groups == group
+        positions.append(np.sqrt(max(edges[:-1][own][0], edges[1] / 4) * edges[1:][own][-1]))
+        means.append(curves[:, own] @ (widths[own] / widths[own].sum()))
+    return np.array(positions), np.array(means).T
+
+
+if __name__ == "__main__":
+    sys.exit(grid.main(sys.modules[__name__]))

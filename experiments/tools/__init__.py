@@ -1,0 +1,1 @@
+"""Tools for work on the kernels: fuzzers, compilers' reports, sanitizers, sweeps."""

@@ -1,0 +1,254 @@
+"""One call on every backend that takes it, held to the error budget of decayattn.testing around this package's oracle.
+
+Eager and A are explicit_attention's (decayattn.testing), which has a float64 prefix of its own; resets that are finite
+numbers are −inf there already, so nothing large is in that prefix, and it can hide no error of a kernel.
+"""
+
+import contextlib
+import math
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from decayattn import decay_attention, decay_attention_varlen
+from decayattn.problem import AttentionProblem
+from decayattn.testing.attention import DRAWS, MORE_DRAWS, Budget
+from decayattn.testing.call import Arguments, Call, bounds_of
+from decayattn.testing.table import ratio
+from tools.fuzzing import oracle
+from tools.fuzzing.tensors import Case
+
+BACKENDS = ("triton", "hopper", "auto", "reference")
+# More roundings are evaluated only for a call that comes as close to its budget with one of them.
+ENOUGH = 0.5
+
+
+@dataclass
+class Verdict:
+    """Outcome of a call: by backend and tensor its error over its budget; failures as (what failed, how)."""
+
+    ratios: dict[str, dict[str, float]] = field(default_factory=dict)
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    cannot_tell: list[str] = field(default_factory=list)  # tensors that eager cannot hold, or below their budget
+
+
+def judge(case: Case, backends: list[str]) -> Verdict:
+    """Run the call and compare."""
+    verdict, results = Verdict(), {}
+    for backend in backends:
+        try:
+            results[backend] = run(case, backend)
+        except ValueError as error:
+            if is_refused(backend, error):
+                verdict.refused[backend] = str(error).partition("problem: ")[2]
+            else:
+                verdict.failures.append(_error(backend, error))
+        except Exception as error:
+            verdict.failures.append(_error(backend, error))
+            if case.tensors["q"].is_cuda:
+                torch.cuda.synchronize()  # raises where the context is lost: the process must be another one then
+    if results:
+        compare(case, results, verdict)
+    return verdict
+
+
+def is_refused(backend: str, error: Exception) -> bool:
+    """True if a backend that does not take every problem refused this one."""
+    return backend == "hopper" and str(error).startswith("backend: 'hopper' cannot take this problem")
+
+
+def _error(backend: str, error: Exception) -> tuple[str, str]:
+    return f"{backend} {type(error).__name__}", described(error)
+
+
+def described(error: Exception) -> str:
+    """Place and message of an exception, in one line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:300]
+    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno}: {text}"
+
+
+def run(case: Case, backend: str) -> dict[str, Tensor]:
+    """The results and gradients of one backend; what it allocates holds NaN at first."""
+    needs_grad = case.draw.family.needs_grad
+    inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in case.tensors.items()}
+    leaves = {
+        name: x.requires_grad_() for name, x in inputs.items()
+        if isinstance(x, Tensor) and x.is_floating_point() and (needs_grad is None or name in needs_grad)
+    }
+    attend = decay_attention_varlen if case.packed else decay_attention
+    if case.packed:
+        del inputs["bias"]
+    with poisoned_allocations():
+        returned = attend(**inputs, **case.options, backend=backend)
+        results = outputs(returned, case.options["return_lse"])
+        results |= gradients(results, leaves, case.grad_out, case.grad_lse)
+    return {name: x.detach() for name, x in results.items()}
+
+
+def outputs(returned: Any, with_lse: bool) -> dict[str, Tensor]:
+    """Results of a call, by name."""
+    return dict(zip(("out", "lse"), returned if with_lse else (returned,), strict=False))
+
+
+def gradients(
+    results: dict[str, Tensor], leaves: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor | None
+) -> dict[str, Tensor]:
+    """Gradients of the leaves; none where no output has one."""
+    # of v alone lse has no gradient
+    given = zip(results.values(), (grad_out, grad_lse), strict=False)
+    given = [(output, gradient) for output, gradient in given if output.requires_grad]
+    found = {}
+    if given:
+        differentiated, of_them = zip(*given, strict=True)
+        grads = torch.autograd.grad(differentiated, list(leaves.values()), of_them, materialize_grads=True)
+        found = {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+    if grad_out.is_cuda:
+        torch.cuda.synchronize()  # a fault belongs to the call that made it
+    return found
+
+
+@contextlib.contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Fresh buffers hold NaN (integers: a huge number), so that whatever reads or returns an unwritten entry shows."""
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                tensor.detach().fill_(math.nan)
+            elif isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64):
+                tensor.fill_(torch.iinfo(tensor.dtype).max // 2)
+            return tensor
+
+        return wrapper
+
+    with (
+        mock.patch.object(torch, "empty", poisoned(torch.empty)),
+        mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),
+        mock.patch.object(Tensor, "new_empty", poisoned(Tensor.new_empty)),
+    ):
+        yield
+
+
+class FuzzedCall(Call):
+    """decayattn.testing's Call, for which every λ that is a reset is −inf, or hides what lies beyond it."""
+
+    def heads(self, place: Any, pairs: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        found = super().heads(place, pairs, dtype)
+        log_decay, bias = found["log_decay"], found["bias"]
+        if log_decay is None:
+            return found
+        reset = oracle.is_reset(log_decay)
+        if log_decay.ndim == 2:
+            found["log_decay"] = log_decay.masked_fill(reset, -math.inf)
+        elif bool(reset.any()):
+            found["log_decay"] = log_decay.masked_fill(reset, 0.0)
+            rows, keys = found["q"].shape[1], found["k"].shape[1]
+            own = torch.eye(rows, keys, dtype=torch.bool, device=reset.device) if rows == keys else None
+            if own is None:
+                i = torch.arange(rows, device=reset.device) + keys - rows
+                own = i[:, None] == torch.arange(keys, device=reset.device)
+            beyond = reset[:, None, None] & ~own
+            if bias is None:
+                found["bias"] = ~beyond
+            else:
+                found["bias"] = bias & ~beyond if bias.dtype == torch.bool else bias.masked_fill(beyond, -math.inf)
+        return found
+
+
+def call_of(case: Case) -> FuzzedCall:
+    """The case as decayattn.testing evaluates it: packed sequences in one batch entry, windows within the lengths."""
+
+    def batched(x: Tensor | None, packed: bool = case.packed) -> Tensor | None:
+        return x[None] if packed and isinstance(x, Tensor) else x
+
+    tensors = case.tensors
+    log_decay = tensors["log_decay"]
+    per_token = case.draw.family.decay == "token"
+    q, k, v = (batched(tensors[name]) for name in "qkv")
+    log_decay = batched(log_decay) if per_token else log_decay
+    inputs = Arguments(q, k, v, log_decay, tensors["scale"], tensors["bias"], tensors["sink"])
+    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+    grad_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator)
+    if case.grad_lse is not None:
+        grad_lse = batched(case.grad_lse)
+    furthest = q.shape[1] + k.shape[1]
+    left, right = case.draw.window or (-1, -1)
+    window = min(left, furthest), -1 if case.options["causal"] else min(right, furthest)
+    shaped = log_decay
+    if shaped is not None and not (isinstance(shaped, Tensor) and shaped.ndim):
+        shaped = q.new_zeros(q.shape[2])  # its shape counts
+    bounds = None if case.sequences is None else torch.tensor(case.sequences, dtype=torch.int32).reshape(-1, 4)
+    longest = (case.options["max_seqlen_q"], case.options["max_seqlen_k"]) if case.packed else None
+    row_scale = inputs.scale if isinstance(inputs.scale, Tensor) else None
+    problem = AttentionProblem.of(
+        q, v, shaped, row_scale, case.options["causal"], window, bounds, longest, inputs.bias
+    )
+    found = bounds_of(problem, case.sequences)
+    pairs = tuple((place, head) for place in found for head in range(problem.num_heads))
+    return FuzzedCall(inputs, batched(case.grad_out), grad_lse, found, pairs, problem)
+
+
+def compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict) -> None:
+    """Add every backend's errors over their budgets, and those that exceed them."""
+    call = call_of(case)
+    for tensors in results.values():
+        if case.packed:
+            batched = [name for name in ("out", "lse", "dq", "dk", "dv") if name in tensors]
+            batched += ["dlog_decay"] * ("dlog_decay" in tensors and case.draw.family.decay == "token")
+            tensors |= {name: tensors[name][None] for name in batched}
+    x64 = call.gather(oracle.attention, torch.float64)
+    names = [name for name in x64 if any(name in tensors for tensors in results.values())]
+    first = call.draw(DRAWS[0])
+    for name in list(names):
+        held, exact = first[name], x64[name]
+        if not torch.equal(held.isneginf() & (name == "lse"), exact.isneginf()):
+            # an infinite eager error would let anything pass
+            verdict.failures.append((f"eager {name}", "−inf stands elsewhere than in the oracle"))
+            names.remove(name)
+        elif not bool((held.isfinite() | exact.isneginf()).all()):
+            verdict.cannot_tell.append(name)
+            names.remove(name)
+    budget = Budget(call, {name: x64[name] for name in names})
+    budget.include(first)
+
+    def ratios() -> dict[str, dict[str, float]]:
+        found = {}
+        for backend, tensors in results.items():
+            found[backend] = {}
+            for comparison in budget.compare({name: tensors[name] for name in names if name in tensors}):
+                own = ratio(comparison.error, comparison.budget)
+                found[backend][comparison.name] = own if comparison.verdict != "wrong" or own > 1 else math.inf
+                texts[backend, comparison.name] = comparison
+        return found
+
+    def worst(found: dict[str, dict[str, float]]) -> float:
+        return max((own for tensors in found.values() for own in tensors.values()), default=0.0)
+
+    texts: dict[tuple[str, str], Any] = {}
+    found = ratios()
+    for factors, least in ((DRAWS[1:], ENOUGH), (MORE_DRAWS, 1.0)):
+        if worst(found) > least:
+            budget.widen(factors)
+            found = ratios()
+    if worst(found) > 1 and case.tolerance:
+        allowed = call.gather(lambda **heads: oracle.lost(**heads, tolerance=case.tolerance), torch.float64)
+        for name, error in budget.eager_error.items():
+            # the budget has twice the eager error in it
+            budget.eager_error[name] = error + call.distance(name, torch.zeros_like(allowed[name]), allowed[name]) / 2
+        found = ratios()
+    verdict.ratios = found
+    verdict.cannot_tell += {name for (_, name), comparison in texts.items() if comparison.verdict == "cannot tell"}
+    for backend, tensors in found.items():
+        for name, own in tensors.items():
+            if not own <= 1:
+                c = texts[backend, name]
+                text = f"{own:.3g} × its budget {c.budget:.3g} (head {c.head}, {c.norm})"
+                verdict.failures.append((f"{backend} {name}", text))

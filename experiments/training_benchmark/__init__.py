@@ -1,1 +1,0 @@
-"""Modules of benchmark_training.py: the model, the attentions that are compared, checks and clocks, the report."""
