@@ -1,4 +1,4 @@
-"""Softmax flash attention whose scores decay with distance, with the gradient of the decay itself."""
+"""Softmax flash attention with scores that decay with distance, and the gradient of the decay."""
 
 from decayattn.functional import decay_attention, decay_attention_varlen, visited_fraction
 from decayattn.nn.attention import DecayFlashAttention

@@ -1,4 +1,4 @@
-"""Every bad argument of the public functions, refused by name before anything is computed."""
+"""Checks of the public functions' arguments: every bad one raises by name before anything is computed."""
 
 import math
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ def check_packed_arguments(
 
 
 def refuse_gradients(**inputs: Tensor | float | None) -> None:
-    """Refuse what a cache of keys and values has no gradient for."""
+    """Refuse inputs that require a gradient: a cache of keys and values has none."""
     if not torch.is_grad_enabled():
         return
     for name, x in inputs.items():
@@ -98,7 +98,7 @@ def refuse_gradients(**inputs: Tensor | float | None) -> None:
 
 
 def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
-    """Refuse what are no offsets of packed sequences on the device of q."""
+    """Refuse anything but offsets of packed sequences on the device of q."""
     if isinstance(offsets, Tensor) and (offsets.ndim != 1 or offsets.shape[0] == 0):
         raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
     check_counts(name, offsets, q.device, "(sequences + 1,)", None)
@@ -111,7 +111,7 @@ def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
 
 
 def check_count(name: str, number: int) -> None:
-    """Refuse what is no number of tokens."""
+    """Refuse anything but a number of tokens."""
     if not _is_integer(number):
         raise TypeError(f"{name}: expected an int, got {_describe(number)}")
     if number < 0:
@@ -119,16 +119,16 @@ def check_count(name: str, number: int) -> None:
 
 
 def is_finite(number: float, dtype: torch.dtype = torch.float64) -> bool:
-    """Whether a number is finite, also as calls with inputs of this dtype count: in float32, or float64 for float64."""
+    """True if a number is finite in the arithmetic of inputs of this dtype: float32, or float64 for float64."""
     if -1e4 < number < 1e4:
-        return True  # at once, as nearly all
-    # an int may be too large for a float, and numpy's numbers cast what they are compared with
+        return True  # fast path
+    # an int may be too large for a float; a numpy number casts the other operand of a comparison
     number = number if isinstance(number, int) else float(number)
     return abs(number) <= (_LARGEST_FLOAT64 if dtype == torch.float64 else _LARGEST_FLOAT32)
 
 
 def check_bool(name: str, value: bool) -> None:
-    """Refuse what is no bool."""
+    """Refuse anything but a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {_describe(value)}")
 
@@ -160,7 +160,7 @@ def check_skip_tolerance(skip_tolerance: SkipTolerance) -> None:
 
 
 def check_bias(bias: Tensor | None, q: Tensor, k: Tensor, tokens: int | None = None) -> None:
-    """Refuse what is no bias of the scores of q and k, or of so many tokens of which these are a slice."""
+    """Refuse anything but a bias for the scores of q and k; tokens: T of the sequence if they are slices of it."""
     if bias is None:
         return
     if not isinstance(bias, Tensor):
@@ -185,7 +185,7 @@ def check_bias(bias: Tensor | None, q: Tensor, k: Tensor, tokens: int | None = N
 
 
 def check_tensor(name: str, x: Tensor, device: torch.device | None = None, owner: str = "q") -> None:
-    """Refuse all but a dense tensor on the device of its owner; None: on any."""
+    """Refuse anything but a dense tensor on this device, that of its owner; None: on any device."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(x)}")
     _check_dense(name, x)
@@ -196,7 +196,7 @@ def check_tensor(name: str, x: Tensor, device: torch.device | None = None, owner
 def check_counts(
     name: str, numbers: Tensor, device: torch.device | None, axes: str, shape: tuple[int, ...] | None, owner: str = "q"
 ) -> None:
-    """Refuse what are no integers of this shape (None: any) on the device of their owner."""
+    """Refuse anything but integers of this shape (None: any) on this device, that of their owner."""
     check_tensor(name, numbers, device, owner)
     if numbers.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {numbers.dtype}")
@@ -236,7 +236,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: expected the head dimension of q, {q.shape[-1]}, got {k.shape[-1]}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
-        # more key heads than query heads are no mistake in counting heads
+        # more key heads than query heads: rather another order of dimensions than a wrong number of heads
         fits = k.shape[-2] > q.shape[-2] and k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
         raise ValueError(
             f"k: its {k.shape[-2]} heads must divide the {q.shape[-2]} heads of q (grouped queries)"
@@ -248,11 +248,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
 
 
 def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axes: str) -> bool:
-    """Whether there is one per token."""
+    """Check log_decay. True if there is one per token."""
     if log_decay is None:
         return False
     if isinstance(log_decay, Real) and not isinstance(log_decay, bool):
-        # one too low for the dtype is a reset, as any below −746
+        # a number too low for the dtype is a reset, like any below −746
         if not is_finite(log_decay, q.dtype) and not -math.inf < log_decay < 0:
             raise ValueError(f"log_decay: expected a finite number, got {log_decay} (q: {q.dtype})")
         return False
@@ -269,7 +269,7 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
     if log_decay.device != q.device:
         raise ValueError(f"log_decay: expected the device of q, {q.device}, got {log_decay.device}")
     per_token = (*k.shape[:-2], q.shape[-2])
-    # tuples are compared from their first entries on, whatever their lengths: with a symbolic batch that is a guard
+    # compare ndim first: tuples compare entry by entry whatever their lengths, which guards a symbolic batch
     if log_decay.ndim > 1 and log_decay.shape == per_token:
         return True
     if _is_decay(log_decay.shape, per_token):
@@ -282,15 +282,15 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
 
 
 def _is_decay(shape: Sequence[int], per_token: Sequence[int]) -> bool:
-    """Whether a log-decay may have this shape. The number of tokens is never broadcast: a constant decay is (H,), and
-    one token's λ beside many keys is a mistake."""
+    """True if a log-decay may have this shape. T is never broadcast: a constant decay is (H,), and a single token's λ
+    for many keys is a mistake."""
     if len(shape) < 2:
         return len(shape) == 0 or shape[0] == per_token[-1]
     return len(shape) == len(per_token) and _broadcasts(shape, per_token) and shape[-2] == per_token[-2]
 
 
 def _decay_hint(shape: Sequence[int], q: Tensor, k: Tensor, per_token: tuple[int, ...]) -> str:
-    """What a message adds for a log-decay that fits in another order, or with a dimension more or less."""
+    """Hint for a log-decay that fits in another order, or with one dimension more or less."""
     others = {
         "log_decay[..., None]": (*shape, 1),
         "log_decay[None]": (1, *shape),
@@ -345,19 +345,19 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
 
 
 def _is_integer(value: object) -> bool:
-    """Python's, numpy's or a symbolic one."""
+    """True for an int of Python, numpy or torch (symbolic), not for a bool."""
     return type(value) is int or (isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool))
 
 
 def _broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """Whether a tensor of this shape broadcasts to the full one."""
+    """True if a tensor of this shape broadcasts to the full one."""
     missing = len(full) - len(shape)
-    # the wanted size first: of two symbols for one length, only that comparison needs no guard
+    # the full size first: of two symbols for one length, only that comparison needs no guard
     return missing >= 0 and all(have == want or have == 1 for have, want in zip(shape, full[missing:], strict=True))
 
 
 def _order_hint(q: Tensor, fits: bool) -> str:
-    """What a message adds where the shapes would fit if heads came before tokens in q, k and v."""
+    """Hint if the shapes would fit with heads before tokens in q, k and v."""
     if not fits:
         return ""
     batch = "B, " if q.ndim == 4 else ""
@@ -366,6 +366,6 @@ def _order_hint(q: Tensor, fits: bool) -> str:
 
 def _describe(value: object) -> str:
     kind = type(value)
-    # numpy.bool is another type than bool
+    # numpy.bool and bool may have the same name
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     return f"{value!r} of type {name}"

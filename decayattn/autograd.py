@@ -1,8 +1,8 @@
-"""The only autograd bridge of the kernels: two opaque operators, decayattn::forward and decayattn::backward.
+"""The autograd bridge of the kernels: two opaque operators, decayattn::forward and decayattn::backward.
 
-Operators, because torch.compile, fake tensors and selective checkpointing then see one node with known shapes, and the
-launches behind it stay ordinary Python. In eager mode without observers the functions behind the operators are called
-directly: passing through an operator takes a small call a sixth of the host's time.
+With operators, torch.compile, fake tensors and selective checkpointing see one node with known shapes, and the launches
+behind it stay ordinary Python. In eager mode without observers, the functions behind the operators are called directly:
+an operator takes a sixth of the host time of a small call.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from decayattn.problem import AttentionProblem, BackendName, Gradients, Inputs, 
 
 
 class Modes(NamedTuple):
-    """What the operators get besides tensors: AttentionProblem is made from both."""
+    """Arguments of the operators besides tensors; they and the tensors make an AttentionProblem."""
 
     causal: bool
     window: Sequence[int]
@@ -30,7 +30,7 @@ class Modes(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Which gradients are asked for, of those that take work of their own."""
+    """Flags of the requested gradients, for those that take extra work."""
 
     decay_gradient: bool
     bias_gradient: bool
@@ -44,19 +44,19 @@ _SCHEMA_TYPES = {
 
 
 def _arguments(fields: type) -> str:
-    """The schema of a NamedTuple's fields as an operator's arguments."""
+    """Schema of a NamedTuple's fields as an operator's arguments."""
     return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
 
 
 def _results(fields: type) -> str:
-    """The schema of a NamedTuple's fields as an operator returns them: tensors only."""
+    """Schema of a NamedTuple's fields as an operator's results: tensors only."""
     return ", ".join(f"Tensor {name}" for name in get_type_hints(fields))
 
 
-# so many arguments of an operator; the one input that is no tensor is the last
+# numbers of arguments in an operator's schema; the last input is the only one that is not a tensor
 _INPUTS, _TENSORS, _SAVED = len(Inputs._fields), len(Inputs._fields) - 1, len(Saved._fields)
 _CALL = _INPUTS + len(Modes._fields)
-# Asked of what says of every input whether its gradient is needed
+# Asked, of ctx.needs_input_grad
 _asked = operator.itemgetter(*map(Inputs._fields.index, ("log_decay", "bias", "sink")))
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -73,11 +73,11 @@ _SCHEMAS = {
 def attention(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """out and, with_lse, lse from a kernel backend, differentiable once."""
+    """out and, if with_lse, lse from a kernel backend, differentiable once."""
     # not inputs.tensors: torch 2.10 cannot trace a property of a NamedTuple
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     if compatibility.has_tangent(tensors):
-        # PyTorch would drop the tangent at the operator without a word
+        # PyTorch would silently drop the tangent at the operator
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
     longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
     modes = Modes(problem.causal, problem.window, longest, problem.skip_tolerance, backend)
@@ -91,7 +91,7 @@ def attention(
 
 
 def _watched(tensors: Iterable[Tensor]) -> bool:
-    """Whether somebody looks at the operators: a tracer, a dispatch mode, a transform of torch.func, or a subclass of
+    """True if the operators must be visible: to a tracer, a dispatch mode, a transform of torch.func, or a subclass of
     Tensor."""
     return (
         torch.compiler.is_compiling()
@@ -108,15 +108,15 @@ def _watched(tensors: Iterable[Tensor]) -> bool:
 def forward(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool, prepared: Prepared | None = None
 ) -> tuple[Tensor, Tensor | None, Saved]:
-    """`attention` of which autograd records nothing, and what `backward` reads; no tracer sees either."""
+    """`attention` without autograd, and the state for `backward`; no tracer sees either."""
     launcher, sink = registry.loaded(registry.resolve(problem, backend, inputs)), inputs.sink
     out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None, prepared)
     if sink is not None:
-        assert lse is not None  # asked for
+        assert lse is not None  # requested above
         row_sink = sink.to(lse.dtype)[:, None]
-        # a row that no kernel has a key for sees the sink alone
+        # a row without a key sees the sink alone
         lse = torch.where(lse.isneginf(), row_sink, lse)
-        # a sink of −inf is none, also for such a row
+        # a sink of −inf is none, for such a row too
         probability = torch.where(lse.isneginf(), 0.0, torch.exp(row_sink - lse))
         saved = saved._replace(sink_probability=probability)
     return out, lse, saved
@@ -126,7 +126,7 @@ def backward(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, out: Tensor, saved: Saved, d_out: Tensor,
     d_lse: Tensor | None, asked: Asked, dq: Tensor | None = None,
 ) -> Gradients:
-    """The gradients of a `forward`. dq: where that of q goes, with any strides but in the last dimension."""
+    """Gradients of a `forward`. dq: output buffer for that of q; its last dimension is contiguous."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     launcher = registry.loaded(registry.resolve(problem, backend, inputs, deterministic))
     gradients = launcher.backward(
@@ -138,7 +138,7 @@ def backward(
 
 
 def _sink_gradient(inputs: Inputs, out: Tensor, saved: Saved, d_out: Tensor, d_lse: Tensor | None) -> Tensor:
-    """dsink_h = −Σ_i P_i,sink Δ_i: its value is 0, and so is its dP."""
+    """dsink_h = −Σ_i P_i,sink Δ_i: the sink's value is 0, and so is its dP."""
     sink, sink_probability = inputs.sink, saved.sink_probability
     assert sink is not None
     assert sink_probability is not None
@@ -153,12 +153,12 @@ def _sink_gradient(inputs: Inputs, out: Tensor, saved: Saved, d_out: Tensor, d_l
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The operators. They return tensors only, of which one of size 0 means that there is none, and base is flat: a
-# dimension of one block up to 128 tokens, and more beyond, would make a traced graph be for one of both
+# The operators. They return tensors only; one of size 0 stands for None. base is flat: its dimension of blocks would be
+# 1 up to 128 tokens, and a traced graph would specialise on that
 
 
 def _split(arguments: Sequence) -> tuple[Inputs, Modes, Sequence]:
-    """An operator's arguments by name, and those behind the ones that both have."""
+    """Inputs and modes of an operator by name, and the remaining arguments."""
     return Inputs(*arguments[:_INPUTS]), Modes(*arguments[_INPUTS:_CALL]), arguments[_CALL:]
 
 
@@ -230,7 +230,7 @@ def _backward_fake(*arguments):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# FLOPs, as PyTorch counts those of its own attention: all pairs of a sequence, causal or not, and S again in a backward
+# FLOPs, as PyTorch counts its own attention: all pairs of a sequence, causal or not, and S again in a backward
 
 
 def _pairs(inputs: Inputs) -> int:
@@ -263,7 +263,7 @@ def _count_flops() -> None:
 
 
 def _keep(ctx, problem, inputs, modes, with_lse, output):
-    """What a backward needs of a forward."""
+    """Save the state of a forward for its backward."""
     ctx.problem, ctx.scale, ctx.modes, ctx.with_lse = problem, inputs.scale, modes, with_lse
     ctx.set_materialize_grads(False)
     out, lse, *saved = output
@@ -273,7 +273,7 @@ def _keep(ctx, problem, inputs, modes, with_lse, output):
 
 
 def _differentiate(ctx, d_out, d_lse, *_):
-    """The gradients of the tensors, in the order of Inputs."""
+    """Gradients of the tensors, in the order of Inputs."""
     kept = ctx.saved_tensors
     inputs, out, saved = Inputs(*kept[:_TENSORS], ctx.scale), kept[_TENSORS], Saved(*kept[_TENSORS + 1 :])
     asked = Asked(*_asked(ctx.needs_input_grad))
@@ -290,7 +290,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
                 "decay_attention: its kernels take no batch of gradients (is_grads_batched); use backend='reference'"
             ) from error
     else:
-        # where gradients are recorded, it is to be differentiated, which this operator refuses
+        # recorded gradients are meant to be differentiated again, which this operator refuses
         is_seen = torch.is_grad_enabled() or compatibility.below_autograd is None
         with contextlib.nullcontext() if is_seen else compatibility.below_autograd():
             gradients = torch.ops.decayattn.backward.default(*inputs, *ctx.modes, out, *saved, d_out, d_lse, *asked)
@@ -308,7 +308,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
 
 
 def _is_batch(x: Tensor | None) -> bool:
-    """Whether it stands for a batch of tensors: a dense one without storage."""
+    """True for a batch of tensors under vmap: a dense tensor without storage."""
     if x is None or x.layout is not torch.strided:
         return False
     try:
@@ -327,8 +327,7 @@ def _refuse_second_derivative(ctx, *_):
 class _Differentiable(torch.autograd.Function):
     """decayattn::forward with its gradient; with a problem, the function behind the operator.
 
-    What torch.library.register_autograd makes, but for a pass over the schema in every call, which took a sixth of the
-    host's time.
+    Equivalent to torch.library.register_autograd, which also parses the schema in every call: a sixth of the host time.
     """
 
     @staticmethod
@@ -336,7 +335,7 @@ class _Differentiable(torch.autograd.Function):
         *_, problem, inputs, modes, with_lse = arguments
         output = _without_gradient(problem, inputs, modes, with_lse)
         _keep(ctx, problem, inputs, modes, with_lse, output)
-        # with a problem the others are not asked for, and an output takes the host's time, here and in the backward
+        # with a problem the others are not used, and each output takes host time here and in the backward
         return output if problem is None else output[:2]
 
     @staticmethod
@@ -345,11 +344,11 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _with_gradient(problem, inputs, modes, with_lse):
-    """out, lse and, at the operator, what was saved."""
+    """out, lse and, at the operator, the saved tensors."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors):
         if problem is None and compatibility.is_transformed():
             raise RuntimeError("decay_attention: torch.func cannot differentiate its kernels; use backend='reference'")
-        # autograd looks for tensors among the arguments, not inside of them
+        # autograd finds tensors among the arguments, not inside of them
         return _Differentiable.apply(*inputs.tensors, problem, inputs, modes, with_lse)
     return _without_gradient(problem, inputs, modes, with_lse)
 
@@ -393,6 +392,6 @@ def _register() -> None:
     library.register_autograd("decayattn::backward", _refuse_second_derivative)
 
 
-# importlib.reload finds the operators registered; they call the functions of this module by their names
+# after importlib.reload the operators are still registered; they call this module's functions by name
 if not hasattr(torch.ops.decayattn, "forward"):
     _register()

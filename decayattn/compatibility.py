@@ -1,7 +1,7 @@
-"""The private names of PyTorch and Triton that this library uses, each with a public way behind it.
+"""Private names of PyTorch and Triton that this library uses, each with a public alternative.
 
-They save the host's time in every call. One that is gone, or is not what it was, is not used: the public way gives the
-same results. `fallbacks()` lists those. Nothing here imports Triton.
+They save host time in every call. A name that is missing or has changed is not used: its public alternative gives the
+same results. `fallbacks()` lists these names. Nothing here imports Triton.
 """
 
 import functools
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# name: why it is not used, and what happens instead
+# name: reason why it is not used, and the alternative
 _fallbacks: dict[str, str] = {}
 
 
 def fallbacks() -> list[str]:
-    """Which private names this PyTorch or Triton has no more, or has changed, and what is done instead; empty where all
-    are as they were. Of Triton's, that is known once a kernel has been launched on a GPU."""
+    """Private names that this PyTorch or Triton lacks or has changed, with the alternative used; empty if none. A
+    change in Triton shows only after a kernel has been launched on a GPU."""
     return [f"{name} {reason}" for name, reason in _fallbacks.items()]
 
 
 def _usable(name: str, probe: Callable[[], Any], instead: str) -> Any:
-    """What probe finds; None, and an entry in fallbacks(), where it fails."""
+    """Result of probe; if it fails, None and an entry in fallbacks()."""
     try:
         return probe()
     except Exception as error:
@@ -58,8 +58,8 @@ _observers = _usable(
 
 
 def has_observers() -> bool:
-    """Whether a dispatch mode or a transform of torch.func wants to see operators; True where that is unknown,
-    for an operator is right everywhere."""
+    """True if a dispatch mode or a transform of torch.func sees operators. Also True if unknown: calling the operators
+    is always correct."""
     if _observers is None:
         return True
     modes, transforms = _observers
@@ -67,12 +67,12 @@ def has_observers() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is known to be active."""
+    """True if a transform of torch.func is known to be active."""
     return _observers is not None and _observers[1]()
 
 
 def is_fake(x: Tensor) -> bool:
-    """True for a tensor without values, as torch.compile traces with."""
+    """True for a tensor without values, as torch.compile uses while tracing."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(x, fake.FakeTensor)
 
@@ -90,9 +90,9 @@ _modes = _usable(
 
 
 def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
-    """Register FLOP formulas of operators with PyTorch's counter, if it is imported: its import would import Triton.
+    """Register FLOP formulas of operators with PyTorch's counter, if it is imported. (Its import would import Triton.)
 
-    A counter copies the formulas when it is made, so the active ones receive them too.
+    A counter copies the formulas when it is made, so active counters receive them too.
     """
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
@@ -111,7 +111,7 @@ def _probe_guard() -> Callable:
         return torch._C._AutoDispatchBelowAutograd
 
 
-# context of calls to operators that autograd shall not see; None: torch.library.register_autograd makes such calls
+# context for calls to operators below autograd; None: torch.library.register_autograd makes these calls
 below_autograd = _usable(
     "torch._C._AutoDispatchBelowAutograd", _probe_guard,
     "torch.library.register_autograd differentiates the operators, which takes the host longer",
@@ -129,7 +129,7 @@ _has_level = _usable(
 
 
 def has_tangent(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of them has a tangent, for forward-mode derivatives; without a level, none has."""
+    """True if one of them has a tangent for forward-mode derivatives; none has outside of a dual level."""
     if _has_level and forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
@@ -160,9 +160,9 @@ _wrappers = _usable(
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Assert in the stream of the kernels, without a synchronisation. torch.compile and CUDA graphs keep it.
+    """Assert in the kernels' stream, without a synchronisation. torch.compile and CUDA graphs keep the assertion.
 
-    On a CPU it raises a RuntimeError at once, on a GPU the device fails, as from an index out of range.
+    A CPU raises a RuntimeError at once. A GPU fails as after an index out of range.
     """
     if _assertion is not None:
         _assertion(condition, message)
@@ -171,7 +171,7 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 
 
 def refuse_unless(condition: Tensor, message: str) -> None:
-    """Refuse values of a tensor: at once on a CPU; elsewhere, and in compiled code, by assert_on_device."""
+    """Refuse values of a tensor: a CPU raises at once; other devices and compiled code use assert_on_device."""
     if torch.compiler.is_compiling():
         assert_on_device(condition, message)
         return
@@ -179,7 +179,7 @@ def refuse_unless(condition: Tensor, message: str) -> None:
         if _wrappers is None:
             return
         is_wrapped, unwrapped = _wrappers
-        while is_wrapped(condition):  # vmap has no rule for an assertion; inside are the values of all samples
+        while is_wrapped(condition):  # vmap has no rule for assertions; check all samples at once
             condition = unwrapped(condition)
         condition = condition.all()
     if condition.device.type != "cpu":
@@ -196,8 +196,8 @@ def refuse_unless(condition: Tensor, message: str) -> None:
 
 
 def all_gather(gathered: Tensor, own: Tensor, group: "torch.distributed.ProcessGroup") -> None:
-    """gathered (ranks, ·) is filled with every rank's own (1, ·). PyTorch 2.13 has given it another name, and warns of
-    the one that it had."""
+    """Fill gathered (ranks, ·) with every rank's own (1, ·). PyTorch 2.13 renames the function and warns of the old
+    name."""
     dist = torch.distributed
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, own, group=group)
@@ -208,7 +208,7 @@ def all_gather(gathered: Tensor, own: Tensor, group: "torch.distributed.ProcessG
 
 
 def _probe_mark() -> bool:
-    """The mark is read in PyTorch's source: to import torch._dynamo would import Triton."""
+    """Look for the mark in PyTorch's source: importing torch._dynamo would import Triton."""
     source = Path(torch.__file__).parent / "_dynamo" / "decorators.py"
     if "fn._dynamo_marked_constant = True" not in source.read_text(encoding="utf-8"):
         raise AttributeError("torch.compiler.assume_constant_result sets another mark")
@@ -222,9 +222,9 @@ _has_mark = _usable(
 
 
 def assume_constant_result(function: Callable) -> Callable:
-    """torch.compile calls the function while it traces, and keeps its answer.
+    """Mark a function that torch.compile calls while it traces, keeping the result as a constant.
 
-    torch.compiler.assume_constant_result, which sets the same mark and imports torch._dynamo, and with it Triton.
+    torch.compiler.assume_constant_result sets the same mark, but imports torch._dynamo, and with it Triton.
     """
     if not _has_mark:
         return torch.compiler.assume_constant_result(function)
@@ -233,10 +233,10 @@ def assume_constant_result(function: Callable) -> Callable:
 
 
 def left_to_eager_code(reason: str) -> Callable[[Callable], Callable]:
-    """A function that torch.compile does not trace, nor what it calls; with fullgraph=True that is an error with the
-    reason.
+    """Decorator for a function that torch.compile does not trace, nor its callees. With fullgraph=True that is an error
+    with the reason.
 
-    torch.compiler.disable, which imports torch._dynamo, and with it Triton, only where somebody else has done so.
+    torch.compiler.disable imports torch._dynamo, and with it Triton; this calls it only once torch._dynamo is imported.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -260,7 +260,7 @@ def left_to_eager_code(reason: str) -> Callable[[Callable], Callable]:
 
 
 def _probe_stream() -> Callable[[int], int] | None:
-    # to ask for a stream here would initialise CUDA; first_launch compares it with what Triton passes
+    # asking for a stream here would initialise CUDA; first_launch compares it with the one that Triton passes
     on_gpus = torch.version.cuda is not None or torch.version.hip is not None
     return torch._C._cuda_getCurrentRawStream if on_gpus else None
 
@@ -269,44 +269,44 @@ def _public_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-# current_stream(device index): the address of the stream that work is put on
+# current_stream(device index): address of the current stream
 current_stream = (
     _usable("torch._C._cuda_getCurrentRawStream", _probe_stream, "torch.cuda.current_stream is asked for the stream")
     or _public_stream
 )
 
 _RUN = "triton.compiler.CompiledKernel.run"
-# compiled kernels that were launched. Since Triton 3.8 a kernel that is freed is unloaded from the GPU, where a CUDA
-# graph may still launch it; and of those that two threads compile at once Triton holds one only, and none when its
-# caches are cleared
+# Compiled kernels that were launched. Since Triton 3.8 a freed kernel is unloaded from the GPU, where a CUDA graph may
+# still launch it. Triton itself drops kernels: if two threads compile one at once it keeps one of the two, and none
+# after its caches are cleared
 _held: dict[int, Any] = {}
-# kernels that Triton was seen to launch as DirectLaunch does
+# kernels that Triton launched with the same arguments as DirectLaunch
 _compared: set[Callable] = set()
-# only one thread at a time launches a kernel for the first time
+# one thread at a time launches a kernel for the first time
 _locks: dict[Callable, threading.RLock] = {}
 
 
 class DirectLaunch(NamedTuple):
-    """A compiled kernel, and what its launcher is given besides the arguments."""
+    """Compiled kernel, and the arguments of its launcher besides the kernel's."""
 
     run: Callable
     function: Any
     metadata: Any
-    rest: tuple  # the last parameters, which the kernel was compiled for
+    rest: tuple  # the last parameters, for which the kernel was compiled
 
     def __call__(self, programs: int, device: int, args: tuple) -> None:
-        # three times None: the metadata of the launch for hooks, and the hooks
+        # three times None: the launch metadata for hooks, and the two hooks
         stream = current_stream(device)
         self.run(programs, 1, 1, stream, self.function, self.metadata, None, None, None, *args, *self.rest)
 
 
 def has_direct_launches() -> bool:
-    """Whether Triton launches kernels as DirectLaunch does, as far as is known."""
+    """True unless Triton is known to launch kernels differently from DirectLaunch."""
     return _RUN not in _fallbacks
 
 
 def launch(kernel: Any, programs: int, args: tuple, constants: dict[str, Any]) -> Any:
-    """Launched by Triton: the compiled kernel; None from the interpreter, which compiles nothing."""
+    """Launch with Triton. Return the compiled kernel, or None from the interpreter, which compiles nothing."""
     compiled = kernel[(programs,)](*args, **constants)
     if compiled is not None:
         _held[id(compiled)] = compiled
@@ -316,17 +316,17 @@ def launch(kernel: Any, programs: int, args: tuple, constants: dict[str, Any]) -
 def first_launch(
     kernel: Any, programs: int, device: int, args: tuple, constants: dict[str, Any]
 ) -> DirectLaunch | None:
-    """Launched by Triton, and how to launch it again without; None where the next launch has to be Triton's, too.
+    """Launch with Triton. Return a direct launch for the next time, or None if that must also be Triton's.
 
-    A kernel's very first launch is compared with what Triton passes in it. Where that differs, all launches are left to
-    Triton from then on.
+    At a kernel's very first launch, the direct launch is compared with the arguments that Triton passes. If they
+    differ, Triton makes all launches from then on.
     """
     with _locks.setdefault(kernel.fn, threading.RLock()):
         if kernel.fn in _compared:
             compiled = launch(kernel, programs, args, constants)
             return None if compiled is None else _direct(kernel, compiled, args, constants)
         chosen = kernel.warmup(*args, grid=(programs,), **constants)
-        if chosen is None or hasattr(chosen, "result"):  # a hook keeps Triton from compiling; it is still compiling
+        if chosen is None or hasattr(chosen, "result"):  # a hook prevents compilation, or it is unfinished
             launch(kernel, programs, args, constants)
             return None
         passed: list[tuple] = []
@@ -341,7 +341,7 @@ def first_launch(
             launched = launch(kernel, programs, args, constants)
         finally:
             chosen._run = run
-        if launched is not chosen:  # another thread has compiled it meanwhile
+        if launched is not chosen:  # another thread compiled it in the meantime
             return None
         try:
             direct = _direct(kernel, chosen, args, constants)
@@ -364,20 +364,20 @@ def _observing(run: Callable, passed: list[tuple]) -> Callable:
 
 
 def _direct(kernel: Any, compiled: Any, args: tuple, constants: dict[str, Any]) -> DirectLaunch:
-    # a compiled kernel is launched with all parameters in their order, those that it was compiled for too
+    # a compiled kernel is launched with all parameters in order, including those for which it was compiled
     given = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default} | constants
     rest = tuple(given[name] for name in kernel.arg_names[len(args) :])
     return DirectLaunch(compiled.run, compiled.function, compiled.packed_metadata, rest)
 
 
 def _agrees(direct: DirectLaunch, programs: int, device: int, args: tuple, given: tuple) -> bool:
-    """Whether Triton gave the launcher what a direct launch gives it, but for the hooks."""
+    """True if Triton passed to the launcher what a direct launch passes, apart from the hooks."""
     hooks = sys.modules["triton"].knobs.runtime
     expected = (
         programs, 1, 1, current_stream(device), direct.function, direct.metadata,
         None, hooks.launch_enter_hook, hooks.launch_exit_hook, *args, *direct.rest,
     )
-    launch_metadata = 6  # which hooks get
+    launch_metadata = 6  # passed to hooks
     return len(given) == len(expected) and all(
         i == launch_metadata or x is y or (type(x) is type(y) is int and x == y)
         for i, (x, y) in enumerate(zip(given, expected, strict=True))

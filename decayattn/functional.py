@@ -1,4 +1,4 @@
-"""The public functions: their contracts, then one straight call."""
+"""The public functions: contract, checks, then one call."""
 
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
@@ -290,8 +290,8 @@ def decay_attention_varlen(
     )
     q, k, v = q[None], k[None], v[None]
     max_seqlen_q, max_seqlen_k = integer(max_seqlen_q), integer(max_seqlen_k)
-    if not torch.compiler.is_compiling():  # a comparison would tie a graph to these lengths
-        # 32 bits hold any max_seqlen then
+    if not torch.compiler.is_compiling():  # a comparison would specialise a graph to these lengths
+        # any max_seqlen then fits into 32 bits
         max_seqlen_q, max_seqlen_k = within(max_seqlen_q, q.shape[1]), within(max_seqlen_k, k.shape[1])
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
         log_decay = log_decay[None]
@@ -306,7 +306,7 @@ def decay_attention_varlen(
         skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
     )
     out, lse = attend(problem, inputs, backend, return_lse)
-    out = out.squeeze(0)  # not out[0], whose gradient would be copied into zeros
+    out = out.squeeze(0)  # not out[0]: its backward copies the gradient into zeros
     if not return_lse:
         return out
     assert lse is not None
@@ -335,7 +335,7 @@ def visited_fraction(
         (B, H) float32, on the device of q.
 
     Raises:
-        TypeError, ValueError: for every bad argument, by name, and where the Triton kernels cannot run.
+        TypeError, ValueError: for every bad argument, by name, and if the Triton kernels cannot run.
     """
     q, k = autocast(q, k)
     check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
@@ -355,7 +355,7 @@ def visited_fraction(
 def attend(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """out and lse, which is None if it is not asked for and a kernel backend runs; arguments were checked."""
+    """out and lse of checked arguments. lse is None if it is not requested and a kernel backend runs."""
     chosen = registry.select(problem, backend)
     if chosen == "reference":
         return reference.attention(problem, inputs)
@@ -366,7 +366,7 @@ def bounds_in_entries(
     q: Tensor, k: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None, leftpad_q: Tensor | None,
     leftpad_k: Tensor | None,
 ) -> Tensor | None:
-    """AttentionProblem's bounds of sequences; None where every sequence fills its batch entry."""
+    """AttentionProblem's `bounds`; None if every sequence fills its batch entry."""
     if all(given is None for given in (seqused_q, seqused_k, leftpad_q, leftpad_k)):
         return None
 
@@ -379,24 +379,24 @@ def bounds_in_entries(
 
 
 def _interval(begin: Tensor, end: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Begin and length (N,), inside an axis whatever the numbers on the device are."""
+    """Begin and length (N,), clamped to an axis: the numbers on the device may be anything."""
     begin = begin.clamp(0, axis).int()
-    # not in place: vmap may have mapped one of the two alone
+    # not in place: under vmap, one of the two may be mapped alone
     return begin, (end.clamp(0, axis).int() - begin).clamp(min=0)
 
 
 def _between(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
-    """Begin and length (N,) of what lies between N + 1 offsets.
+    """Begin and length (N,) of the sequences between N + 1 offsets.
 
-    Whatever they are, it is inside an axis and disjoint, so that the axis bounds how much it is: an offset smaller than
-    one before it counts as that one.
+    They lie inside the axis and are disjoint for any offsets, so the axis bounds their sum. An offset smaller than one
+    before it counts as that one.
     """
     offsets = offsets.clamp(0, axis).int().cummax(0).values
     return offsets[:-1], offsets.diff().clamp(0, longest)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where it is on, as scaled_dot_product_attention does; float64 is left alone."""
+    """The tensors in autocast's dtype if it is on, as in scaled_dot_product_attention; float64 keeps its dtype."""
     first = tensors[0]
     dtype = autocast_dtype(first.device) if isinstance(first, Tensor) else None
     if dtype is None:
@@ -413,7 +413,7 @@ def per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
         return None
     if not isinstance(log_decay, Tensor):
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        # some that are lower are too low for the dtype, and all are resets
+        # a lower one may overflow the dtype; all of them are resets
         number = float(max(log_decay, 2 * RESET_BELOW))
         return torch.full((q.shape[2],), number, dtype=dtype, device=q.device)
     batch, _, heads, _ = q.shape
@@ -424,9 +424,9 @@ def per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
 
 
 def per_row(scale: Tensor | float | None, q: Tensor) -> tuple[Tensor | None, float]:
-    """scale as Inputs has it: row_scale (B, T_q, H) in the accumulator dtype, or None, and the number."""
+    """(row_scale, number) of Inputs: row_scale (B, T_q, H) in the accumulator dtype, or None, and a number."""
     if scale is None:
-        return None, integer(q.shape[3]) ** -0.5  # torch.jit.trace has tensors for sizes
+        return None, integer(q.shape[3]) ** -0.5  # under torch.jit.trace sizes are tensors
     if not isinstance(scale, Tensor):
         return None, float(scale)
     return scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32).expand(q.shape[:3]), 1.0

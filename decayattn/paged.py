@@ -43,42 +43,41 @@ def decay_attention_paged(
     backend: BackendName = "auto",
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Causal attention of the last T tokens of every entry over a cache in pages.
+    r"""Causal attention of the last T tokens of every entry over a paged cache.
 
-    Token t of entry b is in page block_table[b, t // P], slot t % P, as vLLM and FlashAttention keep them (paged
-    attention, arXiv 2309.06180). Scores are those of decay_attention over the whole sequence::
+    Token t of entry b is in page block_table[b, t // P], slot t % P, as in vLLM and FlashAttention (paged attention,
+    arXiv 2309.06180). Scores are those of decay_attention over the whole sequence::
 
         S_ij = s_i · q_i·k_j + (α_i − α_j)     α_t = Σ_{u ≤ t} λ_u
 
-    With k and v, those T tokens are first written after the cache_seqlens ones of their entry. Without, they are there
-    already, and cache_seqlens counts them. A decay per token has its α in pages, too. The caller keeps the table, adds
-    T to the lengths, and provides pages. A token beyond the last page of the table is not written and not visible, and
-    its row is undefined. Page numbers after an entry's last token are not read. Those before it are read, also where a
-    window or `first` hides all of their tokens, and have to be pages.
+    With k and v, the T tokens are first written after the cache_seqlens tokens of their entry. Without, they are
+    already in the pages, and cache_seqlens counts them. α of a decay per token is in pages, too. The caller owns the
+    table: it provides pages and adds T to the lengths. A token beyond the last page of the table is not written and not
+    visible, and its row is undefined. Page numbers after an entry's last token are not read. Those before it are read
+    and must be valid, even if a window or `first` hides all of their tokens.
 
     Args:
         q: (B, T, H, D).
         k_pages, v_pages: (pages, P, H_kv, D) and (pages, P, H_kv, D_v) in the dtype of q; any strides.
         log_decay: None, a number or (H,): constant rates. With k, also (B, T, H): one per new token, natural logarithm,
-            −inf to reset; the very first of a sequence is not used.
+            −inf to reset. The first λ of a sequence is not used.
         block_table: (B, blocks) int32.
         cache_seqlens: (B,) int32 or int64.
         k, v: (B, T, H_kv, D) and (B, T, H_kv, D_v), the new tokens.
-        alpha_pages: (pages, P, H) float64, α of a decay per token: written with k, read with and without.
-        first: (B, H) int32, the first token that a head still sees, in every row of a call without k. With a log_decay
-            per token it is needed, and moved by resets; else all tokens are seen by default.
+        alpha_pages: (pages, P, H) float64, α of a decay per token. Calls with k write it; all calls read it.
+        first: (B, H) int32, the first token that a head still sees. It holds for every row of a call without k.
+            Required with a log_decay per token, whose resets move it; otherwise the default is 0.
         scale, window_size, sink, backend: as in decay_attention; a scale per row is (B, T, H). "hopper" has no kernels
-            for it.
-        max_seqlen: upper bound on the lengths, new tokens included; it sizes the launch. Default: the tokens that an
-            entry has pages for. A bound within them also saves looking for tokens without a page.
+            for paged caches.
+        max_seqlen: upper bound on the lengths, new tokens included; sizes the launch. Default: the tokens that an entry
+            has pages for. A smaller bound also saves the search for tokens without a page.
         return_lse: also return lse.
-
     Returns:
         out (B, T, H, D_v), or (out, lse) with lse (B, H, T). Rows before an entry's first token have out 0, lse −inf.
 
     Raises:
         TypeError, ValueError: for every bad argument, by name, before anything is written.
-        RuntimeError: where an input requires a gradient; call it under torch.no_grad().
+        RuntimeError: if an input requires a gradient; call it under torch.no_grad().
     """
     if unknown:
         keywords.refuse(decay_attention_paged, unknown)
@@ -109,7 +108,7 @@ def decay_attention_paged(
     kernels = registry.decoder(backend, q.dtype, q.device)
     decoder = cast(registry.Decoder, reference) if kernels is None else kernels
     lengths, tokens = cache_seqlens.to(torch.int32), q.shape[1]
-    if k is not None and tokens and q.device.type != "meta":  # there is nothing to write, and no tokens that fit
+    if k is not None and tokens and q.device.type != "meta":  # meta has nothing to write
         held = Held(k_pages, v_pages, lengths, first, None, alpha_pages, block_table)
         seen = decoder.append(held, new_k, new_v, per_token, None)
         lengths = lengths + tokens
@@ -118,7 +117,7 @@ def decay_attention_paged(
     left, _ = window_of(window_size, True)
     most = block_table.shape[1] * k_pages.shape[1]
     longest = most + tokens if max_seqlen is None else integer(max_seqlen)
-    # decoding counts rows from the last token with a page; T > 1 may have tokens beyond it
+    # with T = 1, rows are counted from the last token with a page; with T > 1 some tokens may lie beyond it
     beyond = None if tokens < 2 or longest <= most else (lengths - most).clamp(0, tokens)
     if beyond is not None:
         q, row_scale = _later(q, -beyond), None if row_scale is None else _later(row_scale, -beyond)
@@ -133,7 +132,7 @@ def decay_attention_paged(
 
 
 def _later(x: Tensor, by: Tensor) -> Tensor:
-    """x (B, T, ·) with the token t + by (B,) of every entry at t; the nearest one at the ends."""
+    """x (B, T, ·) shifted by `by` (B,) tokens per entry: token t + by at t, clamped at the ends."""
     token = torch.arange(x.shape[1], device=x.device) + by[:, None]
     return x[torch.arange(len(x), device=x.device)[:, None], token.clamp(0, x.shape[1] - 1)]
 

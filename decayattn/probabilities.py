@@ -32,7 +32,7 @@ def attention_rows(
     """Attention probabilities P of chosen query rows, as decay_attention forms them.
 
     Computed in eager PyTorch on any device, in float32, or in float64 for float64 q. Memory grows with the number of
-    rows, not with T_q. Differentiable. Not affected by autocast.
+    rows, not with T_q. Differentiable, and not affected by autocast.
 
     Args:
         q, k, log_decay, scale, causal, window_size, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k: as in
@@ -44,8 +44,8 @@ def attention_rows(
         key.
 
     Raises:
-        TypeError, ValueError: for every bad argument, by name. A row out of range in a tensor on a GPU fails an
-            assertion there.
+        TypeError, ValueError: for every bad argument, by name. On a GPU, an index in `rows` out of range fails a device
+        assertion.
     """
     sharding.refuse(
         q=q, k=k, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q, seqused_k=seqused_k,
@@ -68,7 +68,7 @@ def attention_rows(
         i = rows - first_row + first_key + num_keys - num_rows
         is_row = (rows >= first_row) & (rows < first_row + num_rows)
         is_key = (token >= first_key) & (token < first_key + num_keys)
-        # padding may hold NaN, and so may the first λ of a sequence, which is never used
+        # padding may hold NaN; so may a sequence's first λ, which is never used
         q, k = (torch.where(inside[..., None, None], x, 0.0) for inside, x in ((is_row, q), (is_key, k)))
         row_scale = None if row_scale is None else torch.where(is_row[..., None], row_scale, 1.0)
         if log_decay is not None and problem.decay == "scalar":
@@ -89,7 +89,7 @@ def attention_rows(
 def decay_matrix(
     log_decay: Tensor, rows: Tensor | Sequence[int] | None = None, *, length: int | None = None, causal: bool = True
 ) -> Tensor:
-    """Factor exp(Σ λ) by which the decay alone multiplies the weight of every key, for chosen rows.
+    """Factor exp(Σ λ) by which the decay alone multiplies each key's weight, for chosen rows.
 
     Row i and key j have exp(λ_{j+1} + … + λ_i), or exp(γ |i − j|) for a constant decay; 0 before a reset and, if
     causal, after the row. This is the matrix D of RetNet (Sun et al., arXiv 2307.08621) and of the Forgetting
@@ -98,7 +98,7 @@ def decay_matrix(
     Args:
         log_decay: natural logarithm, (B, T, H) per token or (H,) per head, float32 or float64.
         rows: positions of the rows, as in attention_rows; None: all.
-        length: number of keys of a constant decay; of a decay per token it is T.
+        length: number of keys of a constant decay; None for a decay per token, which has T.
         causal: hide the keys after a row. Otherwise the decay acts in both directions.
 
     Returns:
@@ -128,7 +128,7 @@ def decay_matrix(
 
 
 def _checked_rows(rows: Tensor | Sequence[int], length: int, device: torch.device) -> Tensor:
-    """rows as an int64 tensor (R,) of numbers from 0 to length − 1."""
+    """rows as an int64 tensor (R,) with values from 0 to length − 1."""
     if not isinstance(rows, Tensor):
         try:
             rows = torch.tensor([operator.index(row) for row in rows], dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""What one call of decay_attention asks for: its shapes, modes and tensors, frozen."""
+"""One call of decay_attention as frozen values: its shapes, modes and tensors."""
 
 import contextlib
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from torch import Tensor
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
-# a log-decay below this is a reset: e^λ is 0 in float64 there, and −1e9 or finfo.min is how people write one
+# a log-decay below this is a reset: e^λ is 0 in float64 there, and callers write a reset as −1e9 or finfo.min
 RESET_BELOW = -746.0
-# tokens of a block of DecayPrefix; tiles of every size lie inside one
+# tokens of a block of DecayPrefix; a tile of any size lies inside one block
 DECAY_BLOCK = 128
-# query rows for which a plan says what they skip (Saved.first_block)
+# query rows that share one entry of a skipping plan (Saved.first_block)
 GRANULE = 64
 
 
-# the names that arguments may have, for annotations
+# values of `backend`, for annotations
 BackendName = Literal["auto", "reference", "triton", "hopper"]
 DecayName = Literal["none", "constant", "scalar"]
 LayoutName = Literal["dense", "padded", "packed"]
@@ -25,18 +25,19 @@ SkipTolerance = float | Literal["auto"] | None
 
 
 class AttentionProblem(NamedTuple):
-    """Shapes and modes of one call; it carries no tensor, so it can be compared, printed and cached.
+    """Shapes and modes of one call, without tensors: it can be compared, printed and cached.
 
     decay is "none", "constant" (one log-decay per head) or "scalar" (one per token and head);
-    row_scale says that every query row has a scale of its own, with a gradient, instead of one number for all;
-    bias says that scores have one added to them, or are masked;
-    window is (left, right), how far a query sees to either side, −1 without a limit that any pair could exceed;
-    skip_tolerance is the probability that a row may lose to keys that are not visited.
+    row_scale is True if every query row has its own scale, with a gradient, instead of one number for all;
+    bias is True if a tensor is added to the scores, or masks them;
+    window is (left, right), the distance that a query sees to either side; −1 if no pair could exceed the limit;
+    skip_tolerance is an upper bound on the probability that a row may lose to skipped keys.
 
-    layout says where the sequences lie. "dense": each fills its batch entry. "padded": each lies somewhere in its batch
-    entry. "packed": all lie behind one another on the token axes of a single batch entry, which query_length and
-    key_length measure, and the longest of them has longest_query rows and longest_key tokens. Unless it is dense, a
-    tensor `bounds` (sequences, 4), int32, holds first row, number of rows, first token and number of tokens of each.
+    layout is the place of the sequences. "dense": each fills its batch entry. "padded": each is an interval of its
+    batch entry. "packed": all are consecutive on the token axes of a single batch entry. query_length and key_length
+    then measure those axes, and the longest sequences have longest_query rows and longest_key tokens. Unless the layout
+    is dense, a tensor `bounds` (sequences, 4), int32, holds first row, number of rows, first token and number of tokens
+    of each sequence.
     """
 
     batch: int
@@ -65,7 +66,7 @@ class AttentionProblem(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no query can see a key, so that no kernel has anything to do."""
+        """True if no query can see a key, so that no kernel has anything to do."""
         lengths = (self.query_length, self.key_length, self.longest_query, self.longest_key)
         return 0 in (self.sequences, self.num_heads, *lengths)
 
@@ -87,9 +88,9 @@ class AttentionProblem(NamedTuple):
         bias: Tensor | None = None,
         skip_tolerance: float = 0.0,
     ) -> "AttentionProblem":
-        """The problem of arguments that were checked and brought to their full shapes already.
+        """The problem of arguments that are already checked and brought to their full shapes.
 
-        longest, (longest_query, longest_key), says that the sequences of `bounds` are packed.
+        longest is (longest_query, longest_key) if the sequences of `bounds` are packed.
         """
         batch, query_length, num_heads, head_dim = q.shape
         _, key_length, num_kv_heads, value_dim = v.shape
@@ -105,7 +106,7 @@ class AttentionProblem(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call, checked and brought to their full shapes, and its scale."""
+    """Tensors of one call, checked and brought to their full shapes, and its scale."""
 
     q: Tensor  # (B, T_q, H, D)
     k: Tensor  # (B, T_k, H_kv, D)
@@ -115,11 +116,11 @@ class Inputs(NamedTuple):
     bounds: Tensor | None = None  # AttentionProblem's, (sequences, 4) int32
     bias: Tensor | None = None  # broadcastable to (B, H, T_q, T_k), floating or boolean
     sink: Tensor | None = None  # (H,)
-    scale: float = 1.0  # of all rows; 1 where every row has one of its own
+    scale: float = 1.0  # of all rows; 1 if row_scale is given
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All but the number, which comes last."""
+        """All fields except `scale`, which comes last."""
         return self[:-1]
 
     @property
@@ -127,11 +128,11 @@ class Inputs(NamedTuple):
         return any_scale(self)
 
 
-# what the reference asks for by a function: torch.compile of PyTorch 2.10 cannot trace a property of a NamedTuple
+# functions for the reference: torch.compile of PyTorch 2.10 cannot trace a property of a NamedTuple
 
 
 def first_position(problem: AttentionProblem) -> int:
-    """Position of query row 0 on the keys' axis: the queries are the last rows (bottom-right alignment)."""
+    """Position of query row 0 on the keys' axis. The queries are its last rows (bottom-right alignment)."""
     return problem.key_length - problem.query_length
 
 
@@ -146,7 +147,7 @@ def any_scale(inputs: Inputs) -> Tensor | float:
 
 
 class Held(NamedTuple):
-    """What a cache of keys and values is written to (DecayCache says what each means).
+    """Buffers of a cache of keys and values; DecayCache documents each.
 
     With a block table, the tokens of an entry are in pages: keys, values and alpha are (pages, page, ·, ·).
     """
@@ -154,19 +155,19 @@ class Held(NamedTuple):
     keys: Tensor  # (B, max_length, H_kv, D)
     values: Tensor  # (B, max_length, H_kv, D_v)
     lengths: Tensor  # (B,) int32
-    first: Tensor | None  # (B, H) int32; None: 0, where no decay is per token
+    first: Tensor | None  # (B, H) int32; None: 0, unless the decay is per token
     log_evicted: Tensor | None  # (B, H) float64; None: nothing is evicted
     alpha: Tensor | None  # (B, max_length, H) float64
-    block_table: Tensor | None = None  # (B, blocks) int32: the pages of an entry, in the order of its tokens
+    block_table: Tensor | None = None  # (B, blocks) int32: an entry's pages, in the order of its tokens
 
 
 class DecayPrefix(NamedTuple):
-    """What the kernels read of a per-token decay, in (B, H, ·) and base 2; empty tensors for other decays.
+    """Prefix of a per-token decay for the kernels, in (B, H, ·) and base 2; empty tensors for other decays.
 
-    Every sequence has a prefix of its own: its blocks start at its first token, and its resets are counted from there.
+    Every sequence has its own prefix: its blocks start at its first token, and its resets are counted from there.
     """
 
-    # β (B, H, T_k): float32 for 16-bit inputs, else float64, since a strong decay costs float32's low bits
+    # β (B, H, T_k): float32 for 16-bit inputs, else float64, because a strong decay loses float32's low bits
     beta: Tensor
     base: Tensor  # α at each block's start (B, H, blocks), float64
     last_reset: Tensor  # (B, H, T_k) int32
@@ -174,15 +175,15 @@ class DecayPrefix(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward saves for the backward, besides its inputs and out; any backend reads what another one saved."""
+    """State that a forward saves for the backward, besides its inputs and out. Every backend reads every other's."""
 
-    row_lse2: Tensor  # (B, H, T_q): the log-sum-exp as tiles count it, in base 2
-    beta: Tensor  # from here on DecayPrefix's
+    row_lse2: Tensor  # (B, H, T_q): the log-sum-exp as the tiles define it, in base 2
+    beta: Tensor  # this and the next three are DecayPrefix's
     base: Tensor
     last_reset: Tensor
     next_reset: Tensor
-    first_block: Tensor  # the first blocks of keys that were visited (skipping.plan)
-    sink_probability: Tensor | None = None  # (B, H, T_q): P of the sink, the library's own
+    first_block: Tensor  # first visited block of keys per granule (skipping.plan)
+    sink_probability: Tensor | None = None  # (B, H, T_q): P of the sink; backends leave it to autograd.py
 
     @property
     def prefix(self) -> DecayPrefix:
@@ -190,26 +191,26 @@ class Saved(NamedTuple):
 
 
 class KeyDecay(NamedTuple):
-    """What a forward of dense sequences makes of log_decay, whatever the queries are; of one backend, and for one
-    forward. Another backend has use for the prefix alone."""
+    """Tensors that a backend derives from log_decay alone, for one forward of dense sequences. Another backend can use
+    only the prefix."""
 
     prefix: DecayPrefix
-    # what the Hopper kernels read besides: log_decay split for products, and the counter of their scheduler
+    # for the Hopper kernels: log_decay split for products, and the counter of their scheduler
     splits: Tensor | None = None
     bases: Tensor | None = None
     counter: Tensor | None = None
 
 
 class Prepared(NamedTuple):
-    """What a caller that makes one result of several calls has made of a forward already."""
+    """Parts of a forward that the caller has precomputed."""
 
-    out: Tensor  # (B, T_q, H, D_v), with any strides but in the last dimension: where the result goes
-    terms: tuple[Tensor, Tensor] | None = None  # skipping.summaries, of no more granules than it has
+    out: Tensor  # (B, T_q, H, D_v), the output buffer; its last dimension is contiguous
+    terms: tuple[Tensor, Tensor] | None = None  # skipping.summaries, of at most the call's granules
     key_decay: KeyDecay | None = None
 
 
 class Gradients(NamedTuple):
-    """Of the inputs, in their shapes; None for what is not asked for."""
+    """Gradients of the inputs, in their shapes; None for those not requested."""
 
     dq: Tensor
     dk: Tensor
@@ -217,57 +218,57 @@ class Gradients(NamedTuple):
     d_log_decay: Tensor | None
     d_row_scale: Tensor | None
     d_bias: Tensor | None
-    d_sink: Tensor | None = None  # no backend's
+    d_sink: Tensor | None = None  # never from a backend
 
 
 def is_reset(log_decay: Tensor) -> Tensor:
-    """True where a log-decay is a reset; NaN is none."""
+    """True where a log-decay is a reset; NaN is not."""
     return log_decay < RESET_BELOW
 
 
 def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
-    """(left, right) with −1 for no limit; a causal query sees nothing to its right anyway."""
+    """(left, right) with −1 for no limit; a causal query sees nothing to its right."""
     left, right = (-1, -1) if window_size is None else map(integer, window_size)
     return (left, -1) if causal else (left, right)
 
 
 def within(longest: int, axis: int) -> int:
-    """No sequence is longer than the axis. Symbolic ones are not compared: that would fix them in an exported graph."""
+    """longest, at most the axis. A symbolic size is not compared: that would fix it in an exported graph."""
     return longest if isinstance(axis, torch.SymInt) or isinstance(longest, torch.SymInt) else min(longest, axis)
 
 
 def _clamped(window: Sequence[int], longest_query: int, longest_key: int) -> tuple[int, int]:
-    """The window, without limits that no pair of a query and a key exceeds: kernels add 32-bit numbers to them.
+    """The window, with −1 for a limit that no pair of a query and a key exceeds: kernels add limits to 32-bit numbers.
 
     The first key is up to longest_key − 1 to the left of a query, the last one up to longest_query − 1 to the right.
     """
     left, right = window
     if torch.compiler.is_compiling() or not isinstance(longest_query, int) or not isinstance(longest_key, int):
-        # a comparison would tie a graph to these lengths; the operator, which launches, has numbers for them
+        # a comparison would specialise a graph to these lengths; the operator compares them as numbers
         return left, right
     return -1 if left >= longest_key - 1 else left, -1 if right >= longest_query - 1 else right
 
 
 def integer(number: int) -> int:
-    """A checked integer that may be one of numpy's as Python's own, which operators and launches take."""
+    """A checked integer, possibly of numpy, as Python's int, which operators and launches require."""
     return number if isinstance(number, (int, torch.SymInt)) else int(number)
 
 
 def tolerance_of(skip_tolerance: SkipTolerance, dtype: torch.dtype) -> float:
-    """skip_tolerance as a number: "auto" is below the resolution of the accumulators, None is 0."""
+    """skip_tolerance as a number. "auto" is below the resolution of the accumulators, None is 0."""
     if skip_tolerance == "auto":
         return 2.0**-53 if dtype == torch.float64 else 2.0**-24
     return 0.0 if skip_tolerance is None else float(skip_tolerance)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast casts to; None where it is off. On the meta device there is none."""
+    """Dtype that autocast casts to; None if it is off. The meta device has no autocast."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Autocast switched off, where there is one."""
+    """Context manager that switches autocast off on devices that have it."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 

@@ -1,8 +1,8 @@
-"""Decay attention in eager PyTorch: the owner of the semantics, and the oracle that the kernels are held to.
+"""Decay attention in eager PyTorch: the definition of the semantics, and the oracle for the kernels.
 
-Plain differentiable code on any device. α is always accumulated in float64; the rest is computed in float32 for 16-bit
-inputs and in the inputs' own dtype otherwise. A large call is computed in blocks of rows, whose scores a backward
-computes again, so that memory grows with the length and not with its square.
+Plain differentiable code on any device. α is always accumulated in float64. The rest is computed in float32 for 16-bit
+inputs and in the inputs' own dtype otherwise. A large call is computed in blocks of rows, and the backward recomputes
+their scores, so that memory grows with the length and not with its square.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from decayattn.problem import (
     without_autocast,
 )
 
-# Scores of a block of rows over all batch entries and heads, 16 MB in float32: on two cores with 4,096 tokens and 8
+# Scores of a block of rows over all batch entries and heads: 16 MB in float32. On two cores with 4,096 tokens and 8
 # heads, blocks are 1.7 times as fast forward and 1.1 times with the backward, and take 0.2 GB instead of 3.3 GB
 SCORES_AT_ONCE = 2**22
 
@@ -33,10 +33,10 @@ SCORES_AT_ONCE = 2**22
 def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (B, T_q, H, D_v) and lse (B, H, T_q): softmax of the decayed scores over the visible keys.
 
-    The sink (H,) is the score of one more key, of value 0, in every row. The bias is added to the scores, or, boolean,
-    says which keys may be visible.
+    The sink (H,) is the score of one more key in every row, with value 0. A floating bias is added to the scores; a
+    boolean one masks keys.
     """
-    with without_autocast(problem.device):  # the caller applied it; inside it would round the scores
+    with without_autocast(problem.device):  # the caller has cast the inputs; here it would round the scores
         if inputs.bounds is not None:
             return _attend_sequences(problem, inputs, inputs.bounds)
         first = first_position(problem)
@@ -45,20 +45,20 @@ def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor
 
 
 def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None) -> Tensor | None:
-    """Write T new tokens behind those of every cache entry, lengths aside; the first keys that they see.
+    """Write T new tokens after those of every cache entry, except its lengths. Return the first keys that they see.
 
-    α goes on as the running sum of λ, in which a reset and an entry's first token count 0, and a reset becomes the
-    first key of its head, of which nothing was evicted.
+    α continues as the running sum of λ, in which a reset and an entry's first token count as 0. A reset becomes the
+    first key of its head, with nothing evicted.
 
     Args:
-        held: the cache, written in place but for lengths.
+        held: the cache, written in place except for lengths.
         k, v: (B, T, H_kv, D) and (B, T, H_kv, D_v), T ≥ 1.
         log_decay: (B, T, H), if held has alpha.
-        counted: (B,) int32: of each entry only the first so many tokens count. The others are written as 0, for rows of
-            these very tokens read them with probability 0. None: all count.
+        counted: (B,) int32, number of valid tokens of each entry. The others are written as 0, because their own rows
+            read them with probability 0. None: all are valid.
 
     Returns:
-        (B, H, T) int32, any strides; None where held has no first, and the decay is not one per token.
+        (B, H, T) int32, any strides; None if held has no `first` and the decay is not per token.
     """
     tokens = k.shape[1]
     token = torch.arange(tokens, device=k.device)
@@ -73,7 +73,7 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
         return None if held.first is None else held.first[..., None].expand(-1, -1, tokens)
     assert held.first is not None
     resets = is_reset(log_decay)
-    unused = resets | (position == 0)[..., None]  # nothing lies before an entry's first token
+    unused = resets | (position == 0)[..., None]  # an entry's first token has nothing before it
     steps = torch.where(unused, 0.0, log_decay.double()).cumsum(1)
     newest, before = _places(held, position[:, :1].sub(1).clamp(min=0))
     last = held.alpha.new_zeros(len(k), 1, held.alpha.shape[2])
@@ -89,8 +89,8 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
 
 
 def _places(held: Held, position: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Where tokens at these positions (B, T) are in keys, values and alpha, and their (entry, token): of those that
-    have a place, one behind the other."""
+    """Indices of tokens at these positions (B, T): in keys, values and alpha, and as (entry, token). Tokens without a
+    place are left out."""
     entry, token = torch.meshgrid(*(torch.arange(n, device=position.device) for n in position.shape), indexing="ij")
     if held.block_table is None:
         return (entry.flatten(), position.flatten()), (entry.flatten(), token.flatten())
@@ -101,19 +101,19 @@ def _places(held: Held, position: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[
 
 
 def _entries(pages: Tensor, block_table: Tensor) -> Tensor:
-    """The tokens of every entry behind one another, (B, blocks · page, ·, ·)."""
+    """Consecutive tokens of every entry, (B, blocks · page, ·, ·)."""
     return pages[block_table.long().clamp(0, len(pages) - 1)].flatten(1, 2)
 
 
 def evict(held: Held, alpha: Tensor, log_tolerance: float, score_bound: Tensor) -> Tensor:
-    """Hide the oldest tokens of every head from all later rows, as many as a bound on what they lose allows.
+    """Hide the oldest tokens of every head from all later rows, as many as a bound on the loss allows.
 
     With |s q·k| ≤ S, a row i that sees itself loses at most exp(2 S + α_i) Σ_evicted exp(−α_j) of its probability.
 
     Args:
         held: the cache, whose first and log_evicted (log Σ_evicted exp(−α_j)) are written in place.
         alpha: (B or 1, T, H) float64, of the T tokens that the longest entry holds.
-        log_tolerance: the most that the log of the bound may be.
+        log_tolerance: upper limit of the log of the bound.
         score_bound: (H,), S.
 
     Returns:
@@ -128,7 +128,7 @@ def evict(held: Held, alpha: Tensor, log_tolerance: float, score_bound: Tensor) 
     newest = torch.where(lengths > 0, alpha[entry, (held.lengths - 1).clamp(min=0)], 0.0)
     seen = (j >= held.first[:, None]) & (j < lengths[..., None])
     weights = torch.where(seen, newest[:, None] - alpha, -torch.inf).logcumsumexp(1)
-    # log of the bound when all tokens up to j went; it never falls with j
+    # log of the bound after evicting all tokens up to j; non-decreasing in j
     lost = torch.logaddexp((held.log_evicted + newest)[:, None], weights) + 2 * score_bound
     last = torch.minimum((lost <= log_tolerance).sum(1), lengths - 1)  # the newest token stays
     first = torch.maximum(held.first, last.to(torch.int32))
@@ -152,13 +152,13 @@ def decode(
     """out (B, T_q, H, D_v) and lse (B, H, T_q) of the last T_q tokens of every cache entry.
 
     Args:
-        inputs: q of those tokens, the whole buffers of the cache as k and v, (B, T_max, H_kv, ·), log_decay where it is
+        inputs: q of those tokens, the cache's whole buffers as k and v (B, T_max, H_kv, ·), log_decay if it is
             constant, a scale, and a sink.
-        lengths: (B,), tokens in use, the T_q new ones among them. Beyond them may lie anything.
+        lengths: (B,), tokens in use, including the T_q new ones. The rest of the buffers may hold anything.
         alpha: (B, T_max, H) float64, the running sum of a decay per token (resets counted as 0), instead of log_decay.
         first: (B, H, T_q), the first key that a row sees; default 0.
         left: a row at position i sees the keys j ≥ i − left only; None is no limit.
-        longest: no length is larger; default T_max.
+        longest: upper bound on the lengths; default T_max.
         block_table: (B, blocks) int32, if the cache is in pages (Held): k, v and alpha are (pages, page, ·, ·).
     """
     if block_table is not None:
@@ -170,14 +170,14 @@ def decode(
     longest = inputs.k.shape[1] if longest is None else longest
     j = torch.arange(longest, device=q.device)
     i = lengths[:, None] - rows + torch.arange(rows, device=q.device)
-    used = (j < lengths[:, None])[..., None]  # beyond it may lie NaN, and 0 · NaN is NaN
+    used = (j < lengths[:, None])[..., None]  # the rest may hold NaN, and 0 · NaN is NaN
     k, v = (torch.where(used[..., None], x[:, :longest], 0.0).to(dtype) for x in (inputs.k, inputs.v))
     k, v = (repeat_heads(x, q.shape[2] // x.shape[2]) for x in (k, v))
     distance = i[:, None, :, None] - j
     visible = distance >= 0
     if first is not None:
         visible = visible & (j >= first[..., None])
-    if log_decay is not None:  # a rate that resets leaves a row its own token
+    if log_decay is not None:  # with a rate that resets, a row sees only its own token
         alone = is_reset(log_decay)
         visible = visible & ((distance == 0) | ~alone[:, None, None])
         log_decay = log_decay.masked_fill(alone, 0)
@@ -194,7 +194,7 @@ def decode(
         out = weighted_values(weights, total, v)
     if inputs.sink is not None:
         sink = inputs.sink.to(dtype)[:, None]
-        # a row without a key has 0, also where the sink is −inf as well
+        # a row without a key has 0, also if the sink is −inf
         share = torch.where(lse.isneginf(), 0.0, torch.sigmoid(lse - sink))
         out = out * share.transpose(1, 2)[..., None]
         lse = torch.where(lse.isneginf(), lse, torch.logaddexp(lse, sink))
@@ -204,12 +204,12 @@ def decode(
 def _attend(
     problem: AttentionProblem, inputs: Inputs, i: Tensor, num_keys: Tensor | None, first: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor]:
-    """`attention` of one sequence per batch entry, which begins at key 0.
+    """`attention` of one sequence per batch entry that starts at key 0.
 
     Args:
         i: (B or 1, 1, T_q), the rows' positions on the keys' axis.
         num_keys: (B, 1), the number of keys; None: T_k.
-        first: the smallest and the largest position of row 0, where the host knows them.
+        first: smallest and largest position of row 0, if the host knows them.
     """
     dtype, keys = accumulator_dtype(problem), inputs.k.shape[1]
     k, v = (repeat_heads(x.to(dtype), problem.num_heads // problem.num_kv_heads) for x in (inputs.k, inputs.v))
@@ -237,7 +237,7 @@ def _attend(
 def _attend_rows(
     problem: AttentionProblem, inputs: Inputs, i: Tensor, j: Tensor, num_keys: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`_attend` of the rows at positions i to the keys j; k and v are those keys, once per query head."""
+    """`_attend` of the rows at positions i to the keys j. k and v are those keys, repeated per query head."""
     weights, total, lse = row_weights(problem, inputs, i, j, num_keys)
     return weighted_values(weights, total, inputs.v).to(problem.dtype), lse
 
@@ -245,9 +245,9 @@ def _attend_rows(
 def row_weights(
     problem: AttentionProblem, inputs: Inputs, i: Tensor, j: Tensor, num_keys: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`masked_softmax` of the rows at positions i (B or 1, 1, T_q) and the keys j, which are k, once per query head.
+    """`masked_softmax` of the rows at positions i (B or 1, 1, T_q) and the keys j; k holds those keys per query head.
 
-    The sink is in the sum and the logsumexp, and has no weight.
+    The sum and the logsumexp include the sink; the weights do not.
     """
     dtype, log_decay, bias, sink = accumulator_dtype(problem), inputs.log_decay, inputs.bias, inputs.sink
     scores = scaled_products(inputs.q.to(dtype), inputs.k, any_scale(inputs))
@@ -266,7 +266,7 @@ def row_weights(
 
 
 def _is_traced(inputs: Inputs) -> bool:
-    """True where a tracer, a dispatch mode, a transform of torch.func or a tangent sees the operations."""
+    """True if a tracer, a dispatch mode, a transform of torch.func or a tangent sees the operations."""
     return (
         torch.compiler.is_compiling()
         or compatibility.has_observers()
@@ -276,9 +276,9 @@ def _is_traced(inputs: Inputs) -> bool:
 
 
 class _Recomputed(torch.autograd.Function):
-    """A function of tensors, or None, that a backward computes again instead of keeping what its gradient needs.
+    """Function of tensors (or None) that the backward recomputes instead of saving intermediates.
 
-    torch.utils.checkpoint does the same, and imports torch._dynamo and Triton with its first call.
+    torch.utils.checkpoint does the same, but imports torch._dynamo and Triton at its first call.
     """
 
     @staticmethod
@@ -291,7 +291,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         tensors, asked = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        create_graph = torch.is_grad_enabled()  # somebody will differentiate the gradients, too
+        create_graph = torch.is_grad_enabled()  # for a second derivative
         with torch.enable_grad():
             outputs = ctx.function(*tensors)
         pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
@@ -302,7 +302,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _seen(problem: AttentionProblem, first: tuple[int, int] | None, start: int, stop: int, keys: int) -> slice:
-    """The keys that some of the rows start … stop − 1 may see."""
+    """The keys that any of the rows start … stop − 1 may see."""
     if first is None:
         return slice(0, keys)
     left, right = problem.window
@@ -313,16 +313,16 @@ def _seen(problem: AttentionProblem, first: tuple[int, int] | None, start: int, 
 
 
 def _block_of_bias(bias: Tensor, rows: slice, keys: slice) -> Tensor:
-    """Those rows and keys of a bias that broadcasts to (B, H, T_q, T_k)."""
+    """Block of these rows and keys of a bias that broadcasts to (B, H, T_q, T_k)."""
     bias = bias if bias.ndim < 1 or bias.shape[-1] == 1 else bias[..., keys]
     return bias if bias.ndim < 2 or bias.shape[-2] == 1 else bias[..., rows, :]
 
 
 def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Every sequence is cut out into a batch entry of its own, and its results are put back to where it lies.
+    """Copy every sequence into its own batch entry, attend, and write the results back to its place.
 
-    On a CPU, sequences of about the same lengths are computed together: the cost is theirs, whatever the axes and the
-    longest of them measure.
+    On a CPU, sequences of similar lengths are computed together, so that the cost depends on their lengths, not on the
+    axes or the longest sequence.
     """
     entry = torch.arange(bounds.shape[0], device=problem.device)
     entry = torch.zeros_like(entry) if problem.layout == "packed" else entry
@@ -343,17 +343,17 @@ def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor)
                     problem, inputs, bounds[some], entry[some], longest_query, longest_key, (min(first), max(first))
                 )
             )
-    else:  # also where no sequence has rows and keys: the results are part of the inputs' graph
+    else:  # even if no sequence has rows and keys: the results stay in the inputs' graph
         longest = (0, 0) if sequences else longest
         results = [_attend_cut(problem, inputs, bounds, entry, *longest, None)]
     sink, heads = inputs.sink, problem.num_heads
     dtype, everywhere = accumulator_dtype(problem), (problem.batch, problem.query_length + 1, heads)
     if sink is None:
         nothing_seen = torch.full((heads,), -torch.inf, dtype=dtype, device=problem.device)
-    else:  # −inf is none, whose log-sum-exp has no gradient
+    else:  # −inf is no sink: its log-sum-exp has no gradient
         nothing_seen = torch.where(sink.isneginf(), sink.detach(), sink).to(dtype)
     out = inputs.q.new_zeros(*everywhere, problem.value_dim)
-    # a copy: in torch 2.11 and 2.13, compiled code puts rows into one (H,) of all otherwise
+    # clone: in torch 2.11 and 2.13, compiled code otherwise writes the rows into one shared (H,)
     lse = nothing_seen.expand(everywhere).clone()
     entries, rows, outs, lses = (torch.cat(x) for x in zip(*results, strict=True))
     out, lse = (torch.index_put(x, (entries, rows), y) for x, y in ((out, outs), (lse, lses)))
@@ -366,7 +366,7 @@ def _attend_cut(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Some sequences of `_attend_sequences`: (batch entry, row, out (·, H, D_v), lse (·, H)) of all their rows.
 
-    Rows past the end of a sequence have the row T_q.
+    Rows past the end of a sequence get the row T_q.
     """
     first_row, num_rows, first_key, num_keys = bounds.long().T[..., None]  # each (sequences, 1)
     row = torch.arange(longest_query, device=problem.device)
@@ -376,7 +376,7 @@ def _attend_cut(
     def cut(x: Tensor, entry: Tensor, first: Tensor, number: Tensor, t: Tensor) -> Tensor:
         own = x[entry, (first + t).clamp(max=x.shape[1] - 1)]
         inside = (t < number).reshape(*own.shape[:2], *(1,) * (x.ndim - 2))
-        # what lies outside may be NaN, and 0 · NaN is NaN: it enters no product
+        # outside may be NaN, and 0 · NaN is NaN: replace it before any product
         return torch.where(inside, own, own.new_zeros(()))
 
     def rows_of(x: Tensor) -> Tensor:
@@ -411,18 +411,19 @@ def scaled_products(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def decay_bias(problem: AttentionProblem, log_decay: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """sign(i − j) (α_i − α_j) in float64, broadcastable to (B, H, T_q, T_k). Resets count as 0: they are visibility."""
+    """sign(i − j) (α_i − α_j) in float64, broadcastable to (B, H, T_q, T_k). Resets count as 0; visible_pairs has
+    them."""
     distance = i[..., :, None] - j
     unused = is_reset(log_decay)
     if problem.decay == "scalar":
-        # no pair has the first token between them: its gradient is a literal 0, not a rounding error
+        # no pair has the first token between them: its gradient is exactly 0, not a rounding error
         unused[:, :1] = True
     log_decay = torch.where(unused, 0.0, log_decay.double())
     if problem.decay == "constant":
         return rearrange(log_decay, "h -> 1 h 1 1") * distance.abs()
     alpha = rearrange(log_decay, "b t h -> b h t").cumsum(-1)
     difference = _at_rows(alpha, i)[..., :, None] - alpha.index_select(-1, j)[..., None, :]
-    # causal, every visible pair has i ≥ j, and the sign is worth a pass over (B, H, T_q, T_k)
+    # causal: every visible pair has i ≥ j, and leaving out the sign saves a pass over (B, H, T_q, T_k)
     return difference if problem.causal else distance.sign() * difference
 
 
@@ -446,17 +447,17 @@ def visible_pairs(
     else:
         segment = rearrange(is_reset(log_decay), "b t h -> b h t").cumsum(-1)
         same_segment = _at_rows(segment, i)[..., :, None] == segment.index_select(-1, j)[..., None, :]
-        visible = visible & (i >= 0)[..., None] & same_segment  # before the first key there is no λ
+        visible = visible & (i >= 0)[..., None] & same_segment  # rows before the first key have no λ
     return visible
 
 
 def masked_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, the sum (·, 1) to divide them by, and the logsumexp, of the visible scores over the last dimension.
+    """Weights, their sum (·, 1) to divide by, and the logsumexp of the visible scores over the last dimension.
 
-    A row without a visible key has weights of 0, a sum of 1 and a logsumexp of −inf, and no gradient whatever arrives.
+    A row without a visible key has weights 0, sum 1 and logsumexp −inf. It passes no gradient.
     """
     scores = torch.where(visible, scores, -torch.inf)
-    # the softmax does not depend on the maximum, so neither does any derivative: it is a constant here
+    # the softmax does not depend on the maximum, so neither does any derivative: it is constant here
     maximum = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
     maximum = torch.where(torch.isneginf(maximum), 0.0, maximum)
     weights = torch.exp(scores - maximum)
@@ -473,13 +474,13 @@ def weighted_values(weights: Tensor, total: Tensor, v: Tensor) -> Tensor:
 
 
 def _at_rows(x: Tensor, i: Tensor) -> Tensor:
-    """x (B, H, T_k) at the positions of the rows: (B, H, T_q), with some entry of x for a row that stands on no key."""
+    """x (B, H, T_k) at the positions of the rows: (B, H, T_q). A row off the keys gets an arbitrary entry of x."""
     if not x.shape[-1]:
         return x.new_zeros(*x.shape[:2], i.shape[-1])
-    # not take_along_dim, which compiles to a graph of its own for every length
+    # not take_along_dim: it compiles to a new graph for every length
     return x.gather(-1, i.clamp(0, x.shape[-1] - 1).expand(*x.shape[:2], -1))
 
 
 def repeat_heads(x: Tensor, group: int) -> Tensor:
-    """Keys or values (B, T_k, H_kv, ·) as every query head reads them."""
+    """Keys or values (B, T_k, H_kv, ·), repeated for every query head."""
     return x if group == 1 else repeat(x, "b j h d -> b j (h g) d", g=group)

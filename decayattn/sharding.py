@@ -1,10 +1,10 @@
 """DTensors: decay_attention of tensors that are sharded by batch or by heads, and a rank's part of a parameter.
 
-Attention does not mix batch entries or heads, so every rank attends to its own and nothing is sent. What all ranks hold
-alike (a sink where the batch is sharded) has a gradient that is a sum over the ranks. Sequences that are sharded are
-for context parallelism.
+Attention does not mix batch entries or heads, so every rank attends to its own, and nothing is communicated. A tensor
+that all ranks hold (a sink with a sharded batch) has a gradient that is a sum over the ranks. For sharded sequences
+there is context parallelism.
 
-torch.distributed.tensor is imported where there is a DTensor only: importing it takes half a second.
+torch.distributed.tensor takes half a second to import, so only a call with a DTensor imports it.
 """
 
 import math
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PLAIN = {Tensor, nn.Parameter, type(None), float, int, bool, str}
 _SEQUENCE = "sequence"
-# the axes of the arguments and results, which broadcast from the right
+# axes of the arguments and results, which broadcast from the right
 _DENSE = {
     "q": ("batch", _SEQUENCE, "heads", "channels"), "k": ("batch", _SEQUENCE, "heads", "channels"),
     "v": ("batch", _SEQUENCE, "heads", "channels"), "log_decay": ("batch", _SEQUENCE, "heads"),
@@ -37,7 +37,7 @@ _PACKED = {
 
 
 def any_dtensor(*values: object) -> bool:
-    """Whether a DTensor is among the values."""
+    """True if a DTensor is among the values."""
     if not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, values)):
         return False
     return any(is_dtensor(value) for value in values)
@@ -48,12 +48,12 @@ def is_dtensor(value: object) -> bool:
 
 
 def refuse(**values: object) -> None:
-    """Refuse DTensors by name, where every rank gives tensors of its own."""
+    """Refuse DTensors by name where every rank passes its own tensors."""
     if any_dtensor(*values.values()):
         name, value = next((name, value) for name, value in values.items() if is_dtensor(value))
         message = f"{name}: expected this rank's own tensor, got a DTensor; give {name}.to_local()"
         if any(placement.is_replicate() for placement in value.placements):  # type: ignore[attr-defined]
-            # else each rank would keep its share of the gradient as if it were all of it
+            # otherwise each rank would keep its share as if it were the whole gradient
             message += ", with grad_placements=[Partial()] where the ranks share it: its gradient is the sum of theirs"
         raise TypeError(message)
 
@@ -61,22 +61,22 @@ def refuse(**values: object) -> None:
 def attention(
     function: Callable, check: Callable, tensors: dict[str, Any], options: dict[str, Any], **unchecked: Any
 ) -> Any:
-    """function(**tensors, **options, **unchecked) of every rank's batch entries or heads, as DTensors.
+    """Call function(**tensors, **options, **unchecked) on every rank's batch entries or heads; return DTensors.
 
     Args:
         function: decay_attention or decay_attention_varlen.
-        check: check(**tensors, **options) refuses what the function does, by the global shapes. Parts of a tensor that
-            does not fit as a whole may fit one another, and broadcast.
-        tensors: the arguments that may be tensors, by name. How q is sharded decides; the others are sharded alike or
-            replicated, and are cut up where they are replicated.
-        options: the others.
-        unchecked: those of them that the check does not take.
+        check: check(**tensors, **options) raises as the function does, for the global shapes. It comes first, because
+            the parts of a tensor that does not fit as a whole may fit one another, or broadcast.
+        tensors: the arguments that may be tensors, by name. The others are sharded as q is, or replicated; replicated
+            ones are split as q is.
+        options: the other arguments that `check` takes.
+        unchecked: the other arguments that it does not take.
 
     Returns:
-        What the function returns, sharded as q is.
+        The function's results, sharded as q is.
 
     Raises:
-        TypeError, ValueError: for what cannot be done rank by rank, by name.
+        TypeError, ValueError: by name, for arguments that the ranks cannot compute independently.
     """
     axes = _DENSE if "cu_seqlens_q" not in tensors else _PACKED
     mesh = _checked("q", tensors["q"], None).device_mesh
@@ -101,22 +101,22 @@ def attention(
 
 
 def local_part(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
-    """This rank's part of a parameter that tensor parallelism on this mesh has distributed; without a mesh, as it is.
+    """This rank's part of a parameter that tensor parallelism distributed on this mesh; unchanged without a mesh.
 
-    What is replicated is used by every rank for heads of its own, so its gradient is the sum over the ranks.
+    Every rank uses a replicated parameter for its own heads, so the gradient is the sum over the ranks.
     """
     if mesh is None:
         return tensor
     from torch.distributed.tensor import Partial
 
-    dtensor = _checked("parameter", tensor, mesh)  # not so while FSDP2 has it sharded: outside of the layer's forward
+    dtensor = _checked("parameter", tensor, mesh)  # outside of the layer's forward, FSDP2 may shard it: raises
     gradient = [Partial() if placement.is_replicate() else placement for placement in dtensor.placements]
     return _to_local(dtensor, dtensor.placements, gradient)
 
 
 def own_heads(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
-    """local_part of a parameter (H,) or (H, ·) outside of the layer's forward, where FSDP2 has it sharded: a collective
-    there. Without a gradient, which FSDP2 would not average."""
+    """local_part of a parameter (H,) or (H, ·) outside of the layer's forward, without a gradient, which FSDP2 would
+    not average. A collective if FSDP2 has sharded it."""
     tensor = tensor.detach()
     if mesh is None or not is_dtensor(tensor):
         return whole(tensor)
@@ -126,12 +126,12 @@ def own_heads(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor on every rank: a collective where it is a DTensor."""
+    """The whole tensor on every rank; a collective for a DTensor."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def fill(destination: Tensor, source: Tensor) -> None:
-    """Write a whole tensor into a parameter or buffer; where that is a DTensor, the first rank's: a collective."""
+    """Write a whole tensor into a parameter or buffer. For a DTensor this is a collective, with rank 0's values."""
     if is_dtensor(destination):
         from torch.distributed.tensor import distribute_tensor
 
@@ -140,9 +140,9 @@ def fill(destination: Tensor, source: Tensor) -> None:
 
 
 def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
-    """x as every rank of the mesh needs it whole: x itself, or all of a DTensor. Its gradient is summed over the ranks.
+    """x whole on every rank of the mesh: x itself, or all of a DTensor. Its gradient is summed over the ranks.
 
-    One sum for all that is computed of it, as the f of Megatron-LM (Shoeybi et al., arXiv 1909.08053).
+    One sum covers everything computed from x, as the f of Megatron-LM does (Shoeybi et al., arXiv 1909.08053).
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -151,9 +151,9 @@ def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
 
 
 class Linear(nn.Linear):
-    """An nn.Linear that starts with a zero bias, also if it is sharded.
+    """nn.Linear that starts with a zero bias, also if it is sharded.
 
-    Its class has the name of torch's, because users and tools match names.
+    The class has torch's name, because users and tools match names.
     """
 
     def reset_parameters(self) -> None:
@@ -167,9 +167,9 @@ class Linear(nn.Linear):
 
 @torch.no_grad()
 def reset_whole(linear: nn.Linear, parts: Mapping[str, Sequence[Tensor]], *, zero_bias: bool) -> None:
-    """Draw the start of a Linear and divide it; parts: of weight and bias, in their order.
+    """Initialise a Linear as a whole, then divide it. parts: those of weight and bias, in their order.
 
-    Drawn whole, because a rank that draws its part alone may draw that of another rank: a DTensor on CPUs does.
+    Drawn as a whole, because ranks that each draw their own part may draw equal values: a DTensor on CPUs does.
     """
     given = parts["weight"][0]
     kind = Linear if zero_bias else nn.Linear
@@ -180,7 +180,7 @@ def reset_whole(linear: nn.Linear, parts: Mapping[str, Sequence[Tensor]], *, zer
 
 
 def _split_of(placement: Any, axes: Sequence[str]) -> str | None:
-    """The axis that one dimension of the mesh shards in q, None where it is replicated."""
+    """Axis of q that one dimension of the mesh shards; None if it replicates."""
     from torch.distributed.tensor import Shard
 
     if placement.is_replicate():
@@ -197,7 +197,7 @@ def _split_of(placement: Any, axes: Sequence[str]) -> str | None:
 
 
 def _checked(name: str, tensor: object, mesh: "DeviceMesh | None") -> "DTensor":
-    """The tensor, if it is a DTensor, on that mesh."""
+    """The tensor, checked to be a DTensor on that mesh."""
     if not is_dtensor(tensor):
         raise TypeError(
             f"{name}: expected a DTensor, as another argument is, got a {type(tensor).__name__}; what every rank has "
@@ -209,7 +209,7 @@ def _checked(name: str, tensor: object, mesh: "DeviceMesh | None") -> "DTensor":
 
 
 def _local(name: str, tensor: Any, axes: Sequence[str], splits: Sequence[str | None]) -> Any:
-    """This rank's part of an argument, which was checked."""
+    """This rank's part of a checked argument."""
     if not is_dtensor(tensor):
         return tensor
     from torch.distributed.tensor import Partial
@@ -228,8 +228,8 @@ def _local(name: str, tensor: Any, axes: Sequence[str], splits: Sequence[str | N
 def _placements(
     axes: Sequence[str], splits: Sequence[str | None], mesh: "DeviceMesh", shape: Sequence[int] | None = None
 ) -> list:
-    """How a tensor of these axes is sharded where q is split so. An axis of 1 is broadcast to several ranks, and
-    replicated; a single rank may have it sharded, as q is."""
+    """Placements of a tensor with these axes if q is split so. An axis of size 1 is broadcast to several ranks, so it
+    is replicated; a single rank may have it sharded, as q is."""
     from torch.distributed.tensor import Replicate, Shard
 
     def of(dim: int, split: str | None) -> Any:
@@ -241,8 +241,7 @@ def _placements(
 
 
 def _to_local(tensor: "DTensor", placements: Sequence, gradient: Sequence) -> Tensor:
-    # redistributed even where nothing moves: its backward makes the whole gradient of partial ones, which a leaf
-    # would keep
+    # redistribute even if nothing moves: its backward sums partial gradients, which a leaf would keep
     return tensor.redistribute(placements=placements).to_local(grad_placements=gradient)
 
 
