@@ -1,1 +1,1 @@
-"""Interfaces of other libraries. Nothing else imports them, and `transformers` needs its library, an optional extra."""
+"""Interfaces to other libraries. No other module imports them. `transformers` needs that library, an optional extra."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from decayattn.distributed import ContextParallel
 
 DecayPreset = Literal["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "constant", "none"]
-# the decay modules that have a name, from embed_dim, num_heads and options of the module
+# decay modules with a name, built from embed_dim, num_heads and options of the module
 DECAYS: dict[str, Callable[..., nn.Module | None]] = {
     "scalar": ScalarDecay,
     "alibi": lambda _, heads, **options: ConstantDecay.alibi(heads, **options),
@@ -176,7 +176,7 @@ class DecayFlashAttention(Spared):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         q_width, k_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         v_width, out_width = self.num_kv_heads * self.value_dim, num_heads * self.value_dim
-        # one product; q, k, v and g are slices of its rows, which the kernels read in place
+        # one matrix product; q, k, v and g are slices of its rows, and the kernels read them in place
         self.split_sizes = (q_width, k_width, v_width, out_width if output_gate else 0)
         self.in_proj = Linear(self.embed_dim, sum(self.split_sizes), bias=check_bool("bias", bias), **options)
         self.out_proj = Linear(out_width, self.embed_dim, bias=bias, **options)
@@ -223,43 +223,43 @@ class DecayFlashAttention(Spared):
         """x (B, T, embed_dim) → (B, T, embed_dim), in the dtype of the projections (autocast's where it is on).
 
         Args:
-            x: the tokens; with a cache, those that follow the ones in it.
+            x: the tokens; with a cache, the tokens after those in it.
             padding_mask: (B, T) bool or integers, True or 1 for tokens and False or 0 for padding. The tokens of a row
                 are consecutive, with padding on the left, on the right, or both. Padding attends to nothing, is visible
-                to nothing, and may hold any values, NaN included. Its outputs are 0, or the bias of out_proj. With a
-                cache the mask is of the new tokens alone: the cache takes tokens, and no padding.
+                to nothing, and may hold any values, NaN included.
+                cache, the mask covers only the new tokens: the cache stores tokens, not padding.
             cu_seqlens, max_seqlen: packed sequences, x (1, total, embed_dim): offsets (sequences + 1,) of int32 or
-                int64, which start with 0 and never fall. Sequence n is the tokens cu_seqlens[n] ≤ t <
-                cu_seqlens[n + 1]; tokens after the last one are padding. max_seqlen is an upper bound on the lengths,
-                by default total; a lower one saves programs without work.
-            resets: (B, T) bool or integers, True or 1 for the first token of a document: nothing before it is visible
-                to it or to later tokens. A log-decay of −inf, so it needs a decay per token.
+                int64, which start with 0 and never fall. Sequence n is the tokens cu_seqlens[n] ≤ t < cu_seqlens[n +
+                1]; tokens after the last sequence are padding. max_seqlen is an upper bound on the lengths, by default
+                total; a lower one saves programs without work.
+            resets: (B, T) bool or integers, True or 1 for the first token of a document. Nothing before that token is
+                visible to it or to later tokens. A reset is a log-decay of −inf, so it needs a decay per token.
             cache: from make_cache; the tokens of x are appended to it. Inference only.
-            new_lengths: (B,) int32 or int64, with a cache: number of valid tokens in each entry of x. The rest is
-                padding: it may hold any values, and its outputs are undefined. In place of a padding_mask.
-            log_decay: (B, T, H), or (H,) where it is constant, float32 (float64 with float64 tokens): the decay of this
-                call, in place of the layer's own module, whatever that is. The module is not called and gets no
-                gradient, so build the layer with decay="none" if no call needs it. For irregular time steps it is a
-                rate per second times the seconds since the token before::
+            new_lengths: (B,) int32 or int64, with a cache and instead of a padding_mask: number of valid tokens in each
+                entry of x. The rest is padding: it may hold any values, and its outputs are undefined.
+            log_decay: (B, T, H), or (H,) for a constant one, float32 (float64 with float64 tokens): the decay of this
+                call, instead of the layer's own module. The module is not called and gets no gradient, so build the
+                layer with decay="none" if no call needs it. For irregular time steps, pass a rate per second times the
+                seconds since the previous token::
 
                     layer(x, log_decay=-rates * seconds[..., None])   # rates (H,), seconds (B, T)
 
-                Under tensor parallelism it has all heads on every rank, with a context the tokens of the slice, with
-                memory those of memory.
+                Under tensor parallelism every rank passes all heads. With a context it covers the tokens of the slice,
+                with memory those of memory.
             memory: (B, T_k, embed_dim), for cross-attention. Keys, values and decay come from it, queries and the
                 output gate from x. Distances, windows and `causal` are those of decay_attention. Both sequences end at
-                the same position: token i of x stands at token i + T_k − T of memory, and an x of one token at the
-                last. That has a meaning if the two have one clock. Otherwise build the layer with causal=False and
-                decay="none". Causal, the tokens of x before the first of memory see nothing. Not causal, a decay per
-                token needs T ≤ T_k in every entry. A memory excludes cache, cu_seqlens, resets, a context and a
-                position module.
+                the same position: token i of x is at position i + T_k − T of memory, and a single token of x is at the
+                last. This has a meaning if both share one clock. Otherwise build the layer with causal=False and
+                decay="none". With causal=True, tokens of x before the first token of memory see nothing. With
+                causal=False, a decay per token needs T ≤ T_k in every entry. A memory excludes cache, cu_seqlens,
+                resets, a context and a position module.
             memory_padding_mask: (B, T_k), the padding_mask of memory.
 
         Raises:
-            TypeError, ValueError: for every bad argument, by name, and where the tokens do not fit in the cache. Bad
-                values in masks, cu_seqlens and resets raise on a CPU. On a GPU, and in compiled code, they fail
-                an assertion on the device, without a synchronisation.
-            RuntimeError: with a cache where a gradient would be needed.
+            TypeError, ValueError: for every bad argument, by name, and if the tokens do not fit in the cache. Bad
+            values in masks, cu_seqlens and resets raise on a CPU. On a GPU, and in compiled code, they fail an
+            assertion on the device, without a synchronisation.
+            RuntimeError: with a cache, if a gradient would be needed.
         """
         given = _Given(
             padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, log_decay, memory, memory_padding_mask
@@ -271,7 +271,7 @@ class DecayFlashAttention(Spared):
                 q, k, v, gate, given, options = self._prepare(x, given, others, unknown)
         log_decay = given.log_decay
         if cache is not None:
-            q, k, v = autocast(q, k, v)  # a position module may return float32, as decay_attention takes it
+            q, k, v = autocast(q, k, v)  # a position module may return float32
             out = cache.attend(q, k, v, log_decay, new_lengths=given.new_lengths, **options)
         elif self.context is not None:
             options |= dict(causal=self.causal, cu_seqlens=given.cu_seqlens, max_seqlen=max_seqlen)
@@ -279,7 +279,7 @@ class DecayFlashAttention(Spared):
         elif given.cu_seqlens is not None:
             longest = x.shape[1] if max_seqlen is None else max_seqlen
             per_token = isinstance(log_decay, Tensor) and log_decay.ndim == 3
-            # squeezed, not indexed: the gradient of an index is copied into zeros
+            # not indexed: the backward of an index copies the gradient into zeros
             out = decay_attention_varlen(
                 q.squeeze(0), k.squeeze(0), v.squeeze(0), log_decay.squeeze(0) if per_token else log_decay,  # type: ignore[union-attr]
                 cu_seqlens_q=given.cu_seqlens, cu_seqlens_k=given.cu_seqlens, max_seqlen_q=longest,
@@ -297,8 +297,8 @@ class DecayFlashAttention(Spared):
     def _prepare(
         self, x: Tensor, given: _Given, others: tuple, unknown: dict
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, _Given, dict[str, Any]]:
-        """All of the forward before its attention, checks included: q, k, v, gate, the arguments as the attention takes
-        them, and its options."""
+        """The forward up to its attention, checks included. Return q, k, v, the gate, the arguments for the attention,
+        and its options."""
         begin = self._check_arguments(x, given, others, unknown)
         cache, resets, log_decay, memory = given.cache, given.resets, given.log_decay, given.memory
         if self.tensor_mesh is not None:
@@ -318,9 +318,9 @@ class DecayFlashAttention(Spared):
             token = torch.arange(x.shape[1], device=x.device) + begin
             padding = (token >= given.cu_seqlens[-1])[None]  # type: ignore[index]
         if padding is not None:
-            # whatever it holds: the gradients of the weights are sums over all tokens, and 0 · NaN is NaN
+            # for any contents: the gradients of the weights are sums over all tokens, and 0 · NaN is NaN
             x = x.masked_fill(padding[..., None], 0)
-        if cache is not None and padding is not None:  # a cache takes an entry's tokens first, then its padding
+        if cache is not None and padding is not None:  # a cache needs an entry's tokens before its padding
             x, resets = _rolled(x, first), None if resets is None else _rolled(resets, first)
             if log_decay is not None and log_decay.ndim == 3:
                 log_decay = _rolled(log_decay, first)
@@ -331,7 +331,7 @@ class DecayFlashAttention(Spared):
                 memory = memory.masked_fill(given.memory_padding_mask[..., None] == 0, 0)
                 first, end = _bounds(given.memory_padding_mask, "memory_padding_mask")
                 bounds |= {"leftpad_k": first, "seqused_k": end}
-            # one call of a module that may be quantised, adapted or sharded
+            # one call of in_proj, which may be quantised, adapted or sharded
             tokens, x = torch.cat([x, memory], 1), memory
         q, k, v, gate = self.in_proj(tokens).split(self.split_sizes, dim=-1)
         if memory is not None:
@@ -343,7 +343,7 @@ class DecayFlashAttention(Spared):
             q, k = _normalise(q, self.q_norm), _normalise(k, self.k_norm)
         if self.position is not None:
             start = {}
-            if cache is not None and cache.longest > 0:  # an empty one may have no device yet
+            if cache is not None and cache.longest > 0:  # an empty cache may have no device yet
                 start = {"start": cache.lengths + cache.dropped}
             elif cache is not None or self.context is not None:
                 start = {"start": torch.full(x.shape[:1], begin, dtype=torch.int32, device=x.device)}
@@ -373,11 +373,11 @@ class DecayFlashAttention(Spared):
     ) -> DecayCache:
         """Return an empty cache for this layer, with room for max_length tokens in each of batch_size entries.
 
-        A window needs room for left + 256 tokens at most, and then takes sequences of any length.
+        A window needs at most left + 256 tokens, and then the cache takes sequences of any length.
 
         Args:
-            device, dtype: of its buffers. By default those of the first keys: under autocast, FSDP, quantisation and
-                offloading the parameters do not tell.
+            device, dtype: of the buffers; by default those of the first keys. Under autocast, FSDP, quantisation and
+                offloading, the parameters do not determine them.
         """
         self._check_cacheable()
         return DecayCache(
@@ -389,12 +389,12 @@ class DecayFlashAttention(Spared):
     def score_bound(self) -> Tensor:
         """Upper bound (H,) on |scale · q·k| for any input, from qk_norm's gains. float64; DecayCache.evict takes it.
 
-        A head of norm(x) is no longer than √D·max |gain|, up to a rounding in the dtype of the layer. A position module
-        must not make it longer. Under tensor parallelism the heads are those of the rank, as in its cache. With
-        FSDP2 it is a collective: every rank calls it.
+        A head of norm(x) is no longer than √D·max |gain|, up to rounding in the dtype of the layer. A position module
+        must not lengthen it. Under tensor parallelism the heads are those of the rank, as in its cache. With FSDP2 this
+        is a collective: every rank calls it.
 
         Raises:
-            ValueError: without qk_norm, when nothing bounds a score, and while parameters are offloaded.
+            ValueError: without qk_norm, because scores then have no bound, and while parameters are offloaded.
         """
         if self.q_norm is None or self.k_norm is None:
             raise ValueError("qk_norm: expected True, because without it nothing bounds a score")
@@ -406,7 +406,7 @@ class DecayFlashAttention(Spared):
         scale = self._score_scale(own_heads)
         scale = self.head_dim**-0.5 if scale is None else scale
         scale = torch.as_tensor(scale, dtype=torch.float64, device=q_gain.device)
-        # roundings of the norm, of its output and of a cast under autocast, each at most eps of 16 bits, on both sides
+        # roundings of the norm, its output and a cast under autocast, each at most eps of bfloat16, for both q and k
         slack = (1 + 3 * torch.finfo(torch.bfloat16).eps) ** 2
         return (scale.abs() * self.head_dim * q_gain * k_gain * slack).expand(self.num_heads)
 
@@ -453,7 +453,7 @@ class DecayFlashAttention(Spared):
                 raise ValueError(f"{name}: expected None with memory; {remedy}")
 
     def _check_arguments(self, x: Tensor, given: _Given, others: tuple, unknown: dict) -> int:
-        """Refuse what decay_attention cannot know. Return the position of x's first token; with a cache it is 0."""
+        """Check the arguments that decay_attention cannot. Return the position of x's first token; 0 with a cache."""
         if others or unknown:
             keywords.refuse(DecayFlashAttention.forward, unknown, others)
         self._check_input("x", x)
@@ -552,23 +552,23 @@ class DecayFlashAttention(Spared):
 
 
 def _normalise(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """The norm in its own dtype: under autocast that is float32, in which autocast runs LayerNorm too."""
+    """The norm in its own dtype: float32 under autocast, which also runs LayerNorm in float32."""
     return norm(heads.to(norm.weight.dtype)).to(heads.dtype)
 
 
 def _rolled(x: Tensor, tokens: Tensor) -> Tensor:
-    """x (B, T, …), every entry rolled to the left by a number of tokens (B,)."""
+    """x (B, T, …), with every entry rolled to the left by a number of tokens (B,)."""
     index = torch.arange(x.shape[1], device=x.device) + tokens[:, None]
     return x.take_along_dim((index % max(x.shape[1], 1)).view(*x.shape[:2], *[1] * (x.ndim - 2)), 1)
 
 
 def _first(padding_mask: Tensor) -> Tensor:
-    """Padding on the left of the rows, (B,) int32."""
+    """Number of padding tokens on the left of the rows, (B,) int32."""
     return ((padding_mask != 0).cumsum(1) == 0).sum(1, dtype=torch.int32)
 
 
 def _bounds(padding_mask: Tensor, name: str = "padding_mask") -> tuple[Tensor, Tensor]:
-    """First tokens (B,) int32 of the rows, and their ends; an empty row ends where it begins."""
+    """First tokens (B,) int32 of the rows, and their ends. For an empty row both are equal."""
     begin = _first(padding_mask)
     end = begin + (padding_mask != 0).sum(1, dtype=torch.int32)
     index = torch.arange(padding_mask.shape[1], device=padding_mask.device)
@@ -582,7 +582,7 @@ def _bounds(padding_mask: Tensor, name: str = "padding_mask") -> tuple[Tensor, T
 
 
 def _check_aligned(bounds: dict[str, Tensor], rows: int, keys: int) -> None:
-    """Refuse an entry with more tokens of x than of memory, as decay_attention refuses a whole batch."""
+    """Refuse an entry with more tokens of x than of memory, as decay_attention does for a whole batch."""
     if not bounds:
         return
     queries = bounds.get("seqused_q", rows) - bounds.get("leftpad_q", 0)
@@ -594,7 +594,7 @@ def _check_aligned(bounds: dict[str, Tensor], rows: int, keys: int) -> None:
 
 
 def _check_offsets(cu_seqlens: Tensor, end: int) -> None:
-    offsets = cu_seqlens.long()  # a difference of unsigned integers is never below 0
+    offsets = cu_seqlens.long()  # unsigned differences are never below 0
     refuse_unless(
         (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= end),
         "cu_seqlens: expected offsets that start with 0, never fall and end within the tokens; got lengths? use the "
@@ -615,11 +615,11 @@ def _check_integers(name: str, numbers: Tensor, x: Tensor, or_bool: bool = False
 
 
 def _check_placed(placed: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of a position module if it is q and k again."""
+    """Check that a position module returned q and k in their shapes and dtypes, and return them."""
     if not isinstance(placed, (tuple, list)) or len(placed) != 2:
         raise TypeError(f"position: expected a module that returns (q, k), got a {type(placed).__name__}")
     for name, got, given in zip("qk", placed, (q, k), strict=True):
-        # under autocast they are cast
+            # autocast casts them later
         wrong_dtype = got.dtype != given.dtype and not torch.is_autocast_enabled(q.device.type)
         if got.shape != given.shape or wrong_dtype:
             raise ValueError(

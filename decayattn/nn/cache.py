@@ -1,4 +1,4 @@
-"""DecayCache: keys, values and decay of the tokens so far, for generation one token at a time."""
+"""DecayCache: keys, values and decay of earlier tokens, for generation one token at a time."""
 
 import contextlib
 import math
@@ -26,47 +26,49 @@ from decayattn.problem import (
     without_autocast,
 )
 
-# Tokens that a cache with a window holds besides those in the window. Half of them stay when older ones move out, for
-# `crop`; the others come before the next move: one copy of the window per 128 steps is 3 % of the bytes that they read.
+# Tokens that a cache with a window holds besides those of the window. When older tokens move out, half of the slack
+# stays, for `crop`; the other half fills before the next move. One copy of the window per 128 steps is 3 % of the bytes
+# that the steps read.
 _SLACK = 256
 
 
 class DecayCache:
-    r"""Keys, values and decay of the tokens that an attention layer has seen; inference only.
+    r"""Keys, values and decay of the earlier tokens of an attention layer; inference only.
 
-    The new tokens of a batch entry follow its earlier ones. Their attention over all tokens is that of decay_attention
-    for the last rows of the whole sequence::
+    New tokens of a batch entry follow its earlier ones. Their attention over all tokens equals the last rows of
+    decay_attention for the whole sequence::
 
         S_ij = s_i · q_i·k_j + (α_i − α_j)     for the keys j ≤ i of i's segment
 
-    α_t is the running sum of a decay per token. It is kept whole and in float64, so that a difference of two is exact
-    at any length. A constant decay needs positions only, and stores no α. The first log-decay of a sequence is never
-    used. One below −746 resets: it counts as 0 in α, and hides all tokens before its own.
+    α_t is the running sum of a decay per token. It is kept in float64 and never restarts, so that a difference of two
+    is exact at any length. A constant decay needs only positions, and stores no α. The first log-decay of a sequence is
+    never used. One below −746 is a reset: it counts as 0 in α, and hides all tokens before its own.
 
-    DecayFlashAttention calls `attend` when it gets `cache=`; other loops call it themselves::
+    DecayFlashAttention calls `attend` when it gets `cache=`; other loops call it directly::
 
         cache = layer.make_cache(batch_size, max_length)
         y = layer(prompt, cache=cache)                            # (B, T, embed_dim)
-        y = layer(next_token, cache=cache)                        # (B, 1, embed_dim), as often as max_length allows
+        y = layer(next_token, cache=cache)                        # (B, 1, embed_dim), until max_length
 
-    Entries may have different lengths: `new_lengths` is the number of tokens that count in each entry of a right-padded
-    call. The others may hold any values, and later tokens overwrite them. The host does not wait for the lengths.
-    So it knows an upper bound on the lengths: `longest`, to which a call adds all its tokens, padding included.
+    Entries may have different lengths. `new_lengths` gives the number of valid tokens in each entry of a right-padded
+    call. The rest may hold any values, and later tokens overwrite it. The host does not wait for the lengths. It knows
+    only an upper bound on them, `longest`, to which a call adds all its tokens, padding included.
 
-    Without a window, no length may exceed max_length. A call whose tokens do not fit by `longest` reads the lengths,
-    which synchronises with the device, and raises if one is too large. `evict` makes room where the decay has made old
-    tokens irrelevant, and `grow` allocates more; neither happens by itself. With a window (left, right), max_length
-    bounds the buffers and not the sequence: full buffers drop the tokens that no later row sees. They hold up to left +
-    256 tokens; a longer call has larger ones while it runs. A max_length below left + 2 is a limit as without a window.
+    Without a window, no length may exceed max_length. If a call's tokens do not fit by `longest`, the call reads the
+    lengths, which synchronises with the device, and raises if one is too large. `evict` makes space where the decay has
+    made old tokens irrelevant, and `grow` allocates more; neither happens by itself. With a window (left, right),
+    max_length bounds the buffers and not the sequence: full buffers drop the tokens that no later row sees. They hold
+    up to left + 256 tokens; a longer call uses larger buffers while it runs. A max_length below left + 2 is a limit, as
+    without a window.
 
     Attributes:
-        keys, values: (B, room, H_kv, D) and (B, room, H_kv, D_v); tokens beyond a length hold anything. room is
+        keys, values: (B, room, H_kv, D) and (B, room, H_kv, D_v); beyond a length they may hold anything. room is
             max_length, at most left + 256 with a window, and 0 before the first tokens.
-        alpha: (B, room, H) float64, from the first decay per token on, else None. Natural logarithm. The tokens of a
-            head are together in memory.
+        alpha: (B, room, H) float64 from the first decay per token on, else None. Natural logarithm. The tokens of a
+            head are contiguous in memory.
         first: (B, H) int32, the first token that is visible to a head: its last reset, or the first that `evict` left.
-        lengths: (B,) int32, tokens in use, on the device; FlashAttention's seqused_k.
-        dropped: (B,) int32, tokens before those in use, which were evicted or moved out of the window.
+        lengths: (B,) int32 on the device, tokens in use; FlashAttention's seqused_k.
+        dropped: (B,) int32, number of tokens before those in use that were evicted or moved out of the window.
         longest: upper bound on the lengths.
 
     Args:
@@ -75,7 +77,7 @@ class DecayCache:
         num_heads, num_kv_heads: query heads H; key heads H_kv, a divisor of H (default H).
         head_dim, value_dim: D and D_v (default D).
         window_size: (left, right) as in decay_attention, the widest window of any call.
-        device, dtype: of the buffers. By default those of the first keys, with which the buffers are allocated.
+        device, dtype: of the buffers. By default those of the first keys, whose arrival allocates the buffers.
 
     Raises:
         TypeError, ValueError: for a bad argument, by name.
@@ -109,26 +111,26 @@ class DecayCache:
         if dtype is not None:
             _check_dtype("dtype", dtype)
         self.longest = 0
-        self._is_tried = False  # launches are as large as full buffers need
+        self._is_tried = False  # if True, launches are sized for full buffers
         is_known = device is not None and dtype is not None
         self._allocate(self._room if is_known else 0, device, dtype)
-        # None until the first tokens come
+        # None until the first tokens
         self.device = None if device is None else self.keys.device
         self.dtype = dtype
 
     def _allocate(self, tokens: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Empty buffers with room for this number of tokens."""
+        """Allocate empty buffers for this number of tokens."""
         batch, heads = (self.batch_size, tokens, self.num_kv_heads), (self.batch_size, self.num_heads)
-        with torch.inference_mode(False):  # tensors of inference_mode cannot be written outside of it
+        with torch.inference_mode(False):  # inference tensors cannot be written outside of the mode
             self.keys = torch.empty(*batch, self.head_dim, device=device, dtype=dtype)
             self.values = torch.empty(*batch, self.value_dim, device=device, dtype=dtype)
             self.alpha: Tensor | None = None
             self.first = torch.zeros(heads, device=device, dtype=torch.int32)
             # log Σ exp(−α_j) over the evicted tokens of the last segment
             self._log_evicted = torch.full(heads, -torch.inf, device=device, dtype=torch.float64)
-            # _moved: `dropped` when tokens last moved out of the window
+            # _moved: value of `dropped` when tokens last moved out of the window
             self.lengths, self.dropped, self._moved = torch.zeros(3, self.batch_size, device=device, dtype=torch.int32)
-        # constant log-decays of the last `attend`, (H,) or 0; None before
+        # constant log-decays of the last `attend`, (H,) or 0; None before the first
         self._rates: Tensor | float | None = None
 
     def attend(
@@ -148,20 +150,20 @@ class DecayCache:
         """Append T tokens and return the causal attention of their queries over all tokens, (B, T, H, D_v).
 
         The first tokens of an empty cache go through decay_attention, in any backend, with skip_tolerance. Later calls
-        read all keys that are visible to a row: "reference" is eager PyTorch, "triton" has kernels for decoding, which
-        "auto" takes on a GPU, and "hopper" raises, because it has none.
+        read all keys that are visible to a row. "reference" is eager PyTorch. "triton" has decoding kernels, which
+        "auto" takes on a GPU. "hopper" has none and raises.
 
         Args:
-            q, k, v, log_decay, scale, window_size, sink, skip_tolerance, backend: as in decay_attention, with T tokens
-                on either side: log_decay and scale are those of the new ones. All in the dtype of the cache, also under
-                autocast. A cache with a window takes no wider one.
-            new_lengths: (B,) int32 or int64, the number of new tokens that count in each entry (clamped to 0 … T). The
-                outputs of the others are undefined.
+            q, k, v, log_decay, scale, window_size, sink, skip_tolerance, backend: as in decay_attention, for the T new
+                tokens: a log_decay or scale per token covers only these. q, k and v have the dtype of the cache, also
+                under autocast. A call's window must not be wider than the cache's.
+            new_lengths: (B,) int32 or int64, number of valid new tokens in each entry (clamped to 0 … T). The outputs
+                of the others are undefined.
 
         Raises:
-            TypeError, ValueError: for every bad argument, by name, before anything changes; also where the tokens do
-                not fit in max_length.
-            RuntimeError: where an input requires a gradient; call it under torch.no_grad().
+            TypeError, ValueError: for every bad argument, by name, before anything changes, and if the tokens do not
+            fit in max_length.
+            RuntimeError: if an input requires a gradient; call it under torch.no_grad().
         """
         check_arguments(q, k, v, log_decay, scale, True, window_size, sink, skip_tolerance=skip_tolerance)
         if q.shape[1:3] != (k.shape[1], self.num_heads):
@@ -183,7 +185,7 @@ class DecayCache:
         decoder = _decoder("auto" if is_first and backend == "hopper" else backend, k)  # "hopper" cannot append
         self._prepare(k)
         if is_first:
-            with without_autocast(q.device):  # in the dtype of the cache, as later tokens
+            with without_autocast(q.device):  # keeps the dtype of the cache, as for later tokens
                 out = decay_attention(
                     q, k, v, rates if log_decay is None else log_decay, scale=scale, window_size=window_size,
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
@@ -197,20 +199,20 @@ class DecayCache:
                 first=first, left=None if left < 0 else left, longest=longest,
             )
         self._narrow(narrow)
-        if not self._is_tried:  # the memory of a CUDA graph may be written again
+        if not self._is_tried:  # a CUDA graph may overwrite its outputs
             self._rates = 0.0 if rates is None else rates
         return out
 
     def append(
         self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, new_lengths: Tensor | None = None
     ) -> None:
-        """Write T tokens after those of every entry, without any attention.
+        """Write T tokens after those of every entry, without attention.
 
         Args:
             k, v: (B, T, H_kv, D) and (B, T, H_kv, D_v) in the dtype of the cache.
-            log_decay: (B, T, H) float32 or float64 where the decay is one per token. None where it is constant or none:
-                `attend` takes those. One cache holds one kind.
-            new_lengths: as in `attend`, and so are the errors.
+            log_decay: (B, T, H) float32 or float64 for a decay per token. None for a constant decay, which `attend`
+                takes, or none. All tokens of a cache have the same kind.
+            new_lengths: as in `attend`; the errors, too.
         """
         self._check_tokens(k, v, log_decay, new_lengths)
         self._prepare(k)
@@ -219,7 +221,7 @@ class DecayCache:
         self._narrow(narrow)
 
     def grow(self, max_length: int) -> None:
-        """Make room for max_length tokens, in new buffers; a window may need less. The tokens stay."""
+        """Allocate new buffers for max_length tokens and copy the tokens; a window may need less."""
         max_length = check_positive_int("max_length", max_length)
         if max_length < self.longest:
             raise ValueError(f"max_length: expected at least the {self.longest} tokens held, got {max_length}")
@@ -228,13 +230,13 @@ class DecayCache:
             self._resize(self._room)
 
     def _resize(self, tokens: int) -> None:
-        """New buffers with room for this number of tokens."""
+        """Move to new buffers for this number of tokens."""
         with torch.inference_mode(False):
             keys, values = (x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in (self.keys, self.values))
         self._move_to(keys, values)
 
     def _move_to(self, keys: Tensor, values: Tensor, alpha: Tensor | None = None) -> None:
-        """Copy the tokens into these buffers, and use them; α into a new one by default."""
+        """Copy the tokens into these buffers and use them. Without `alpha`, α gets a new buffer."""
         used, held = slice(0, self.longest), (self.keys, self.values, self.alpha)
         self.keys, self.values = keys, values
         self.alpha = None if self.alpha is None else self._new_alpha() if alpha is None else alpha
@@ -250,9 +252,9 @@ class DecayCache:
         self.longest, self._rates = 0, None
 
     def reorder(self, index: Tensor) -> None:
-        """Entry b becomes a copy of entry index[b], as beam search needs it; index (B,) int32 or int64."""
+        """Replace entry b by a copy of entry index[b], as beam search needs it; index (B,) int32 or int64."""
         check_counts("index", index, self.device, "(B,)", (self.batch_size,), "the cache")
-        index = index.to(self.lengths.device)  # not allocated, the cache has no device
+        index = index.to(self.lengths.device)  # before allocation, self.device is None
         for buffer in (self.keys, self.values, self.alpha):
             if buffer is not None:
                 used = buffer[:, : self.longest]
@@ -281,19 +283,20 @@ class DecayCache:
     def crop(self, tokens: int | Sequence[int] | Tensor) -> None:
         """Remove the last `tokens` tokens of every entry, or all of them if it has fewer.
 
-        One number for all entries, or one for each: a sequence, or a tensor (B,) of int32 or int64. The host does not
-        read a tensor, so `longest` stays as it was. Batched speculative decoding removes what each entry rejects::
+        Pass one number for all entries, or one for each: a sequence, or a tensor (B,) of int32 or int64. The host does
+        not read a tensor, so `longest` then stays. Batched speculative decoding removes the rejected tokens of each
+        entry::
 
             cache.crop(drafted - accepted)  # (B,)
 
-        A reset among them is not undone, and tokens that `evict` has hidden stay hidden. An entry without tokens is as
-        after `reset`. With a window, the tokens that the next row sees have to be there still: after others have moved
-        out, up to 128 tokens can be removed, and those that came since (fewer if max_length is below left + 256). More
-        raise, on a GPU by an assertion on the device.
+        A reset among them is not undone, and tokens hidden by `evict` stay hidden. An entry without tokens is as after
+        `reset`. With a window, the cache must still hold the tokens that the next row sees. After others have moved
+        out, a crop can remove up to 128 tokens and those that came since (fewer if max_length is below left + 256).
+        More raises, on a GPU by an assertion on the device.
         """
         removed, fewest = self._checked_removal(tokens)
         if self._left is not None:
-            needed = max(self._left, 1)  # the newest token stays, because α of the next one follows its own
+            needed = max(self._left, 1)  # the newest token stays: the next α continues from its own
             first_needed = self.lengths + self.dropped - removed - needed
             refuse_unless(
                 ((self._moved == 0) | (first_needed >= self._moved)).all(),
@@ -302,19 +305,19 @@ class DecayCache:
             )
         self.lengths.sub_(removed).clamp_(min=0)
         self.longest -= fewest
-        # a first token beyond the length would hide the next ones, too
+        # a `first` beyond the length would also hide the next tokens
         torch.minimum(self.first, self.lengths[:, None], out=self.first)
         is_empty = self.lengths == 0
         self.dropped.masked_fill_(is_empty, 0)
         self._log_evicted.masked_fill_(is_empty[:, None], -torch.inf)
 
     def _checked_removal(self, tokens: int | Sequence[int] | Tensor) -> tuple[int | Tensor, int]:
-        """The numbers of tokens to remove, and the smallest of them that the host knows."""
+        """Numbers of tokens to remove, and the smallest of them that the host knows."""
         expected = f"tokens: expected 0 to the {self.longest} tokens held"
         if isinstance(tokens, Tensor):
             check_counts("tokens", tokens, self.device, "(B,)", (self.batch_size,), "the cache")
             refuse_unless(((tokens >= 0) & (tokens <= self.longest)).all(), f"{expected}, got a tensor with others")
-            return tokens.to(self.lengths.device), 0  # not allocated, the cache has no device
+            return tokens.to(self.lengths.device), 0  # before allocation, self.device is None
         numbers: tuple[Any, ...] = tuple(tokens) if isinstance(tokens, (list, tuple)) else (tokens,)
         if any(isinstance(number, bool) or not isinstance(number, Integral) for number in numbers):
             raise TypeError(
@@ -333,13 +336,13 @@ class DecayCache:
         r"""Drop the oldest tokens that no later row can notice. Return a bound on the probability that a row lost.
 
         With |s q·k| ≤ S for every row and key, a row i has exp(LSE_i) ≥ exp(−S), because it sees itself. So the evicted
-        tokens would have had of its probability::
+        tokens have at most this share of its probability::
 
             Σ_evicted P_ij  ≤  exp(2 S + α_i) Σ_evicted exp(−α_j)
 
-        It never grows while log-decays are ≤ 0, and is at most the tolerance for every row to come. The sum includes
-        earlier evictions, and a reset sets it to 0. Outputs change by at most 2·tolerance·max |v|. A sink or a window
-        only lowers the loss. Without a decay every token may matter, and all stay.
+        The bound never grows while log-decays are ≤ 0, and is at most the tolerance for every later row. The sum
+        includes earlier evictions, and a reset sets it to 0. Outputs change by at most 2·tolerance·max |v|. A sink or a
+        window only lowers the loss. Without a decay every token may matter, and all stay.
 
         A head hides as many of its oldest tokens as the tolerance allows; the newest one stays. Tokens that every head
         hides leave the buffers. Synchronises with the device to learn the new length.
@@ -347,16 +350,16 @@ class DecayCache:
         Args:
             tolerance: 0 < tolerance < 1.
             score_bound: S, a number or (H,). DecayFlashAttention.score_bound gives it for a layer with qk_norm.
-            log_decay: the constant decay, a number or (H,). Default: that of the last `attend`, needed after `append`
-                alone.
+            log_decay: the constant decay, a number or (H,). Default: that of the last `attend`. Required if the tokens
+                came only through `append`.
 
         Returns:
-            (B, H) float64, the bound. It exceeds the tolerance where an earlier eviction had a larger one, where
-            log-decays above 0 came after an earlier eviction, or where tokens were cropped.
+            (B, H) float64, the bound. It exceeds the tolerance if an earlier eviction had a larger tolerance, if
+            log-decays above 0 came after an earlier eviction, or if tokens were cropped.
 
         Raises:
-            TypeError, ValueError: for a bad argument, by name, before anything changes. Bad numbers in a tensor on a
-                GPU fail an assertion there.
+            TypeError, ValueError: for a bad argument, by name, before anything changes. Bad values in a tensor on a GPU
+            fail an assertion there.
         """
         _check_tolerance(tolerance)
         score_bound = self._head_numbers("score_bound", score_bound, lowest=0.0)
@@ -378,26 +381,26 @@ class DecayCache:
         else:
             alpha = self.alpha[:, : self.longest]
         bound = reference.evict(self._held(), alpha, math.log(tolerance), score_bound)
-        # the newest token stays, seen or not (`crop` may have left it hidden): α of the next one follows its own
+        # the newest token stays, even if `crop` has left it hidden: the next α continues from its own
         gone = torch.minimum(self.first.amin(1), (self.lengths - 1).clamp(min=0))
         self._drop(gone, int((self.lengths - gone).max()))
         return bound.exp()
 
     @property
     def _room(self) -> int:
-        """Tokens that the buffers hold."""
+        """Number of tokens that the buffers can hold."""
         return self.max_length if self._left is None else min(self.max_length, self._left + _SLACK)
 
     @property
     def _kept(self) -> int | None:
-        """Tokens that stay when older ones move out of the window; None if there is no room for it and another two."""
+        """Number of tokens that stay when older ones move out; None if the buffers lack space for that and two more."""
         if self._left is None or self._room < self._left + 2:
             return None
         return self._left + (self._room - self._left) // 2
 
     def _make_room(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Make room for this number of tokens. Return the buffers that larger ones replace during a long call, or None.
-        """
+        """Make space for this number of tokens. If a long call gets larger buffers, return the ones they replace, else
+        None."""
         if self.longest + tokens <= self.keys.shape[1]:
             return None
         self._move_out()
@@ -408,20 +411,20 @@ class DecayCache:
         return narrow
 
     def _narrow(self, narrow: tuple[Tensor, Tensor, Tensor | None] | None) -> None:
-        """Return to the buffers that `_make_room` has replaced: CUDA graphs may hold their addresses."""
+        """Return to the buffers that `_make_room` replaced, because CUDA graphs may hold their addresses."""
         if narrow is not None:
             self._move_out()
             self._move_to(*narrow)
 
     def _move_out(self) -> None:
-        """Drop the tokens that no later row sees, but for the slack."""
+        """Drop the tokens that no later row sees, except the slack."""
         assert self._kept is not None
         gone = (self.lengths - self._kept).clamp(min=0)
         self._drop(gone, min(self.longest, self._kept))
         self._moved.copy_(torch.where(gone > 0, self.dropped, self._moved))
 
     def _drop(self, gone: Tensor, longest: int) -> None:
-        """Remove the first gone (B,) tokens of every entry; no entry has more than `longest` others."""
+        """Remove the first gone (B,) tokens of every entry. `longest` bounds the numbers of remaining tokens."""
         index = (torch.arange(longest, device=self.device) + gone[:, None]).clamp(max=self.longest - 1)
         entry = torch.arange(self.batch_size, device=self.device)[:, None]
         for buffer in (self.keys, self.values, self.alpha):
@@ -486,7 +489,7 @@ class DecayCache:
         )
 
     def _fits(self, tokens: int, room: int) -> bool:
-        """True if each entry has room for more tokens. Reads the lengths where their upper bound does not tell."""
+        """True if each entry has space for more tokens. Reads the lengths if their upper bound is not enough."""
         is_readable = not (self._is_tried or self.lengths.is_meta)
         if self.longest and self.longest + tokens > room and is_readable:
             self.longest = int(self.lengths.max())
@@ -505,15 +508,15 @@ class DecayCache:
     def _append(
         self, decoder: registry.Decoder, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Write checked tokens; (the lengths if all of them counted, the first keys that they see, (B, H, T) int32).
+        """Write checked tokens. Return (the lengths with all of them valid, the first visible keys (B, H, T) int32).
 
-        Of each entry only the first `counted` (B,) of them count; None: all.
+        Only the first `counted` (B,) tokens of each entry are valid; None: all.
         """
         tokens = k.shape[1]
         if tokens == 0:
             return self.lengths, self.first[..., None].expand(-1, -1, 0)
         if log_decay is None:
-            self.alpha = None  # tokens before a reset may have had a decay
+            self.alpha = None  # tokens before `reset` may have had a decay
         elif self.alpha is None:
             self.alpha = self._new_alpha()
         first = cast(Tensor, decoder.append(self._held(), k, v, log_decay, counted))
@@ -527,9 +530,9 @@ class DecayCache:
 
     @contextlib.contextmanager
     def _trial(self) -> Iterator[None]:
-        """Context that removes the tokens appended inside. Launches are as large as full buffers need."""
+        """Context manager that removes the tokens appended inside. Launches are sized for full buffers."""
         if self._kept is not None:
-            self._move_out()  # a step needs room
+            self._move_out()  # a step needs space
         state, longest = [self.lengths, self.first, self._log_evicted], self.longest
         before = [x.clone() for x in state]
         self._is_tried = True
@@ -541,13 +544,13 @@ class DecayCache:
                 x.copy_(value)
 
     def _new_alpha(self) -> Tensor:
-        """(B, room, H), the tokens of a head together."""
+        """Buffer (B, room, H) in which the tokens of a head are contiguous."""
         shape = (self.batch_size, self.num_heads, self.keys.shape[1])
         with torch.inference_mode(False):
             return torch.empty(*shape, device=self.device, dtype=torch.float64).transpose(1, 2)
 
     def _head_numbers(self, name: str, value: Tensor | float, lowest: float = -math.inf) -> Tensor:
-        """A finite number, or a tensor (H,), as (H,) float64; what they hold is lowest ≤ x < inf."""
+        """A finite number, or a tensor (H,), as (H,) float64, checked to satisfy lowest ≤ x < inf."""
         expected = "" if lowest == -math.inf else f" of at least {lowest:g}"
         if isinstance(value, Tensor):
             check_tensor(name, value, self.device, "the cache")
@@ -571,7 +574,7 @@ def _decoder(backend: str, k: Tensor) -> registry.Decoder:
 
 
 def _counted(new_lengths: Tensor | None, tokens: int) -> Tensor | None:
-    """Number of new tokens that count in each entry, (B,) int32."""
+    """Number of valid new tokens in each entry, (B,) int32."""
     return None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
 
 

@@ -14,7 +14,7 @@ class CapturedStep:
     r"""A decoding step captured as a CUDA graph: no Python between its kernels.
 
     The function appends new tokens to caches, through layers with `cache=`, and returns tensors. It is captured after
-    the prompt, and called like the function from then on::
+    the prompt, and the step is then called like the function::
 
         caches = [layer.make_cache(batch_size, max_length) for layer in layers]
         token = model(prompt, caches).argmax(-1)[:, -1:]             # (B, 1)
@@ -23,23 +23,23 @@ class CapturedStep:
         for _ in range(1000):
             token = step(token)
 
-    Inputs and outputs are in memory that the next call overwrites: clone outputs to keep them. Sizes are those of the
+    Inputs and outputs are in memory that the next call overwrites: clone outputs to keep them. Shapes are those of the
     capture; the lengths of the entries are on the device and change. `evict`, `crop`, `reorder` and longer calls
-    between two steps are fine. A cache that was emptied or reallocated (`reset`, `grow`, `select`) raises. Launches are
-    as large as full buffers need. The rest of the function follows the rules of CUDA graphs: no synchronisation, no
-    new shapes; random numbers of the default generator continue from replay to replay.
+    between two steps are allowed. A cache that was emptied or reallocated (`reset`, `grow`, `select`) raises. Launches
+    are sized for full buffers. The rest of the function follows the rules of CUDA graphs: no synchronisation and no new
+    shapes. Random numbers of the default generator continue from replay to replay.
 
-    A CPU has no graphs, and calls the function.
+    On a CPU, which has no graphs, a step calls the function.
 
     Args:
-        function: called as function(*inputs). It appends the same number of tokens to a cache in every call, up to 128
-            with a window. On a GPU it is called three times here, and the tokens of these calls are removed.
-        caches: the caches that it appends to. They hold a prompt and have room for another call.
+        function: called as function(*inputs). Every call appends the same number of tokens to a cache, up to 128 with a
+            window. On a GPU the constructor calls it three times and removes the tokens of these calls.
+        caches: the caches that it appends to, filled with a prompt, with space for another call.
         inputs: tensors of the shapes, dtypes and device of all calls.
 
     Raises:
-        TypeError, ValueError: for a bad argument, by name; in a call, for inputs of other shapes, dtypes or devices,
-            and for tokens that do not fit in a cache.
+        TypeError, ValueError: for a bad argument, by name. A call raises for inputs of other shapes, dtypes or devices,
+        and for tokens that do not fit in a cache.
         RuntimeError: in a call, for a cache that was emptied or reallocated.
     """
 
@@ -91,7 +91,7 @@ class CapturedStep:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._tried()  # compiles, and allocates what stays
+                self._tried()  # compiles, and makes lasting allocations
                 self._tokens, _ = self._tried()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
@@ -99,7 +99,7 @@ class CapturedStep:
             self._graph = graph
 
     def _tried(self, context: Any = None) -> tuple[list[int], Any]:
-        """(tokens appended to each cache, outputs) of one call that leaves the caches as they were."""
+        """(tokens appended to each cache, outputs) of one call; the caches keep their state."""
         with contextlib.ExitStack() as stack:
             for cache in self._caches:
                 stack.enter_context(cache._trial())

@@ -1,7 +1,7 @@
 """Decay modules: they map the layer's input to the log-decay that decay_attention takes.
 
-Anything that maps x (B, T, embed_dim) to log_decay, (H,) or (B, T, H) in float32, can be a layer's decay. The two here
-derive from Decay, which keeps their parameters in float32 when the model around them is converted to 16 bits.
+Any module that maps x (B, T, embed_dim) to log_decay, (H,) or (B, T, H) in float32, can be a layer's decay. Both
+modules here derive from Decay, which keeps their parameters in float32 when the model is converted to 16 bits.
 """
 
 import functools
@@ -21,7 +21,7 @@ from decayattn.sharding import fill, is_dtensor, local_part, own_heads, whole
 
 
 class Spared(nn.Module):
-    """Base of modules with parameters that weight decay must leave alone: they carry `_no_weight_decay = True`.
+    """Base of modules with parameters that weight decay must spare: they carry `_no_weight_decay = True`.
 
     PyTorch drops a parameter's attributes when it copies a module, moves one from the meta device, or loads with
     assign=True. The mark is set again after each of these.
@@ -59,9 +59,10 @@ def _is_narrow(tensor: Tensor) -> bool:
 
 
 def _refuse_16_bits(forward: Callable) -> Callable:
-    """forward of a Decay that refuses 16-bit tensors of the module and its children.
+    """Wrap forward of a Decay to refuse 16-bit tensors of the module and its children.
 
-    In forward, not in a hook: FSDP gathers what it casts in hooks, and FSDP1 sets plain attributes.
+    The check is in forward, not in a hook: FSDP gathers the parameters that it casts in hooks, and FSDP1 sets plain
+    attributes.
     """
 
     @functools.wraps(forward)
@@ -79,13 +80,13 @@ def _refuse_16_bits(forward: Callable) -> Callable:
 class Decay(Spared):
     """Base of the decay modules: forward maps x (B, T, embed_dim) to log_decay (H,) or (B, T, H), natural logarithm.
 
-    log_decay is float32, float64 where x is float64. The parameters and buffers, and those of children, stay float32
-    under `.bfloat16()`, `.half()` and `.to(dtype)`, and where load_state_dict brings 16 bits. `.double()` is followed.
-    16 bits that come in another way are refused by forward: the logit of a slow head, near 7, moves in steps of 0.03 in
+    log_decay is float32, or float64 for a float64 x. The parameters and buffers, and those of children, stay float32
+    under `.bfloat16()`, `.half()` and `.to(dtype)`, and if load_state_dict brings 16 bits; they follow `.double()`. If
+    16-bit parameters come in another way, forward raises: the logit of a slow head, near 7, has steps of 0.03 in
     bfloat16, and an error in λ adds up over tokens.
     """
 
-    tensor_mesh: Any = None  # the DeviceMesh of tensor parallelism, whose ranks have some of the heads each
+    tensor_mesh: Any = None  # DeviceMesh of tensor parallelism, which shards the heads
 
     def __init__(self, num_heads: int):
         super().__init__()
@@ -100,7 +101,7 @@ class Decay(Spared):
     def half_lives(self, x: Tensor) -> Tensor:
         """Half-life in tokens of every value of log_decay for x, in its shape: (H,) or (B, T, H).
 
-        The half-life of a head over a text is that of its mean log_decay; decayattn.nn.record_half_lives returns it.
+        The half-life of a head over a text is that of its mean log_decay; see decayattn.nn.record_half_lives.
         """
         return half_life(self(x))
 
@@ -109,20 +110,20 @@ class Decay(Spared):
         def at_least_float32(tensor: Tensor) -> Tensor:
             converted = fn(tensor)
             if _is_narrow(converted):
-                return tensor.to(converted.device, torch.float32)  # from the original, which has not been rounded
+                return tensor.to(converted.device, torch.float32)  # from the original, which is not rounded
             return converted
 
         return super()._apply(at_least_float32, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **options: Any) -> None:
-        # assign=True would put the tensors themselves in place; the children read this dict, too
+        # assign=True would install the tensors themselves; the children read this dict, too
         for name, value in tuple(state_dict.items()):
             if name.startswith(prefix) and isinstance(value, Tensor) and _is_narrow(value):
                 state_dict[name] = value.detach().float()
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 
     def _wide(self, name: str) -> Tensor:
-        """The tensor of this name, refused if it has 16 bits: a parametrization may return them."""
+        """Tensor of this name, refused if it has 16 bits: a parametrization may return such a tensor."""
         return self._check_wide(name, getattr(self, name))
 
     def _check_wide(self, name: str, tensor: Tensor) -> Tensor:
@@ -138,13 +139,13 @@ class Decay(Spared):
 class ScalarDecay(Decay):
     r"""A forget gate per token and head, as in the Forgetting Transformer (Lin et al., arXiv 2503.02130).
 
-    It is computed in float32, float64 for a float64 x, also under autocast::
+    Computed in float32, or float64 for a float64 x, also under autocast::
 
         log_decay[b, t, h] = logsigmoid(x[b, t] · weight[h] + bias[h])
 
-    At the start the weight is 0 and the biases give the heads half-lives, by default spaced evenly in the logarithm,
-    head 0 the shortest. With a zero weight the half-lives are the ones asked for whatever the scale of x. The weight
-    learns from the first step on, because its gradient is x times that of the gate's logit.
+    Initially the weight is 0 and the biases give the heads half-lives. By default these are spaced evenly in the
+    logarithm, and head 0 has the shortest. With a zero weight the half-lives are the requested ones at any scale of x.
+    The weight learns from the first step on, because its gradient is x times that of the gate's logit.
 
     Weight decay must spare both parameters: it pulls the biases to 0, and a gate with a bias of 0 has a half-life of
     one token. decayattn.nn.parameter_groups returns an optimiser's groups that do so.
@@ -155,8 +156,8 @@ class ScalarDecay(Decay):
     Args:
         embed_dim: width of x.
         num_heads: query heads H.
-        initial_half_lives: half-lives at the start, in tokens. (shortest, longest): the heads are spread between them,
-            and one head gets their geometric mean. Or one number per head, a sequence or a tensor (H,).
+        initial_half_lives: initial half-lives in tokens. (shortest, longest): the heads are spread between them, and a
+            single head gets their geometric mean. Or one number per head, a sequence or a tensor (H,).
         device, dtype: of the parameters, as in torch.nn; a dtype below float32 gives float32.
 
     Raises:
@@ -182,7 +183,7 @@ class ScalarDecay(Decay):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Zero weight, biases that give initial_half_lives."""
+        """Reset the weight to 0 and the biases to initial_half_lives."""
         self.weight.zero_()
         _fill(self.bias, [_gate_logit(h) for h in spread_half_lives(self.initial_half_lives, self.num_heads)])
 
@@ -194,9 +195,9 @@ class ScalarDecay(Decay):
 
     @torch.no_grad()
     def half_lives(self, x: Tensor) -> Tensor:
-        """Half-life in tokens of every gate for x, (B, T, H); see record_half_lives for that of a head over a text.
+        """Half-life in tokens of every gate for x, (B, T, H). record_half_lives gives that of a head over a text.
 
-        A collective where the parameters are sharded. Under tensor parallelism, of this rank's heads.
+        A collective if the parameters are sharded. Under tensor parallelism, the heads are this rank's.
         """
         gathered = is_dtensor(self.weight) and not is_dtensor(x)
         return half_life(self._gates(x, own_heads) if gathered else self(x))
@@ -215,21 +216,21 @@ class ScalarDecay(Decay):
 class ConstantDecay(Decay):
     r"""One log-decay per head, the same for every token: γ_h, which adds |i − j|·γ_h to the scores.
 
-    Build it with `ConstantDecay.alibi(num_heads)`, `.retnet(num_heads)` or `.from_values(values)`. Frozen, the values
-    are a buffer. Learned, they are γ_h = sign_h · exp(log_rate_h) with log_rate a parameter: a step changes a rate by a
-    factor, so that slow and fast heads learn alike, and no step can turn decay into growth. A head that starts with
-    growth (a value above 0) stays growing; 0 has no logarithm and is refused.
+    Build it with `ConstantDecay.alibi(num_heads)`, `.retnet(num_heads)` or `.from_values(values)`. Frozen values are a
+    buffer. Learned ones are γ_h = sign_h · exp(log_rate_h) with a parameter log_rate. A step then changes a rate by a
+    factor, so slow and fast heads learn alike, and no step turns decay into growth. A head that starts with growth (a
+    value above 0) keeps growing. 0 has no logarithm and raises.
 
     Weight decay must spare log_rate: it pulls every head to γ = ±1, a half-life of 0.7 tokens. For example, learned
     ALiBi starts with half-lives of 1.4 to 177 tokens. 20,000 steps of AdamW without a gradient, at a learning rate of
     1e-3 and a weight decay of 0.1, leave 0.8 to 1.5. decayattn.nn.parameter_groups returns groups that spare it.
 
-    A slice of the heads, as tensor parallelism has it, is a slice of the values for all heads:
+    A slice of the heads, as in tensor parallelism, is a slice of the values for all heads:
     `ConstantDecay.from_values(alibi_log_decay(32)[8:16])`.
 
     Args:
-        values: γ_h in natural logarithm, one finite number per query head: a sequence, or a tensor (H,). Below −746 a
-            head sees nothing but a row's own token.
+        values: γ_h in natural logarithm, one finite number per query head: a sequence, or a tensor (H,). With a value
+            below −746 a row of that head sees only its own token.
         learned: train the values.
         device, dtype: of the parameter or buffer, as in torch.nn; a dtype below float32 gives float32.
 
@@ -257,28 +258,28 @@ class ConstantDecay(Decay):
             self.register_buffer("log_decay", torch.empty(self.num_heads, **options))
         self.reset_parameters()
 
-    # the buffers, of which there is either
+    # the buffers; a module has one of them
     sign: Tensor
     log_decay: Tensor
 
     @classmethod
     def from_values(cls, values: Sequence[float] | Tensor, **options) -> "ConstantDecay":
-        """Given log-decays, one per head; the options are those of the class."""
+        """Module with given log-decays, one per head; the options are those of the class."""
         return cls(values, **options)
 
     @classmethod
     def alibi(cls, num_heads: int, **options) -> "ConstantDecay":
-        """The slopes of ALiBi as log-decays, see alibi_log_decay; the options are those of the class."""
+        """Module with the slopes of ALiBi, see alibi_log_decay; the options are those of the class."""
         return cls(alibi_log_decay(num_heads), **options)
 
     @classmethod
     def retnet(cls, num_heads: int, **options) -> "ConstantDecay":
-        """The retention rates of RetNet, see retnet_log_decay; the options are those of the class."""
+        """Module with the retention rates of RetNet, see retnet_log_decay; the options are those of the class."""
         return cls(retnet_log_decay(num_heads), **options)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The values that the module was built with."""
+        """Reset to the values that the module was built with."""
         if self.learned:
             _fill(self.log_rate, [math.log(abs(value)) for value in self.initial_values])
             _fill(self.sign, [math.copysign(1.0, value) for value in self.initial_values])
@@ -286,14 +287,14 @@ class ConstantDecay(Decay):
             _fill(self.log_decay, self.initial_values)
 
     def forward(self, x: Tensor) -> Tensor:
-        """log_decay (H,); of x only the dtype matters."""
+        """log_decay (H,); only the dtype of x matters."""
         return self._values(functools.partial(local_part, mesh=self.tensor_mesh)).to(_gate_dtype(x))
 
     forward.refuses_16_bits = True  # type: ignore[attr-defined]  # by _wide
 
     @torch.no_grad()
     def half_lives(self, x: Tensor | None = None) -> Tensor:
-        """Half-lives in tokens of all heads, (H,), for any x; a collective where the values are sharded."""
+        """Half-lives in tokens of all heads, (H,), for any x; a collective if the values are sharded."""
         return half_life(self._values(whole))
 
     def extra_repr(self) -> str:
@@ -308,9 +309,9 @@ class ConstantDecay(Decay):
 def alibi_log_decay(num_heads: int) -> tuple[float, ...]:
     """−slope of every head, by the rule of ALiBi (Press et al., arXiv 2108.12409, and its published code).
 
-    For a power of two the slopes are the geometric sequence 2^(−8/H), 2^(−16/H), …, 2^(−8). Otherwise the heads are
-    those of the power of two below H, followed by every other head, from the first, of the power of two above H. They
-    depend on the number of ALL heads: under tensor parallelism take the rule for all and slice.
+    For a power of two the slopes are the geometric sequence 2^(−8/H), 2^(−16/H), …, 2^(−8). Otherwise they are those of
+    the power of two below H, followed by every other slope, from the first, of the power of two above H. They depend on
+    the number of ALL heads: under tensor parallelism apply the rule to all heads, then slice.
     """
     power = 1 << (check_positive_int("num_heads", num_heads).bit_length() - 1)
     between = _alibi_geometric(2 * power)[::2]
@@ -325,14 +326,14 @@ def retnet_log_decay(num_heads: int) -> tuple[float, ...]:
 def half_life(log_decay: Tensor) -> Tensor:
     """Tokens after which this decay alone halves a weight: −ln 2 / log_decay.
 
-    It is inf where nothing decays (λ ≥ 0), 0 at a reset, and NaN for NaN.
+    It is inf where nothing decays (λ ≥ 0), 0 at a reset, and NaN for a NaN.
     """
     half_lives = torch.where(log_decay >= 0, torch.inf, -math.log(2) / log_decay)
     return half_lives.masked_fill(is_reset(log_decay), 0.0)
 
 
 def check_positive_int(name: str, value: int) -> int:
-    """The value as an int, which numpy's integers become."""
+    """The value as Python's int; it may be numpy's."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {value!r} of type {type(value).__name__}")
     if value < 1:
@@ -351,7 +352,7 @@ def _alibi_geometric(num_heads: int) -> list[float]:
 
 
 def spread_half_lives(half_lives: tuple[float, ...], num_heads: int) -> list[float]:
-    """One half-life per head: those given, or a pair spread evenly in the logarithm."""
+    """One half-life per head: the given ones, or a pair spread evenly in the logarithm."""
     if len(half_lives) == num_heads:
         return list(half_lives)
     shortest, longest = half_lives
@@ -361,7 +362,7 @@ def spread_half_lives(half_lives: tuple[float, ...], num_heads: int) -> list[flo
 
 
 def _gate_logit(half_life: float) -> float:
-    """b with logsigmoid(b) = −ln 2 / half_life: logit(exp(λ)), written so that it keeps its digits for λ near 0."""
+    """b with logsigmoid(b) = −ln 2 / half_life: logit(exp(λ)) in a form that keeps its digits for λ near 0."""
     log_decay = -math.log(2) / half_life
     return log_decay - math.log(-math.expm1(log_decay))
 
@@ -380,7 +381,7 @@ def _parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _fill(destination: Tensor, values: Sequence[float]) -> None:
-    """Write the values into a parameter or buffer; also into one that FSDP2 has sharded over the ranks."""
+    """Write the values into a parameter or buffer, also into one that FSDP2 has sharded."""
     fill(destination, torch.tensor(values, dtype=destination.dtype, device=destination.device))
 
 
@@ -412,7 +413,7 @@ def check_log_decays(name: str, values: Sequence[float] | Tensor, learned: bool)
 
 
 def _numbers(values: object) -> Sequence[float] | None:
-    """The numbers of a sequence, or of a vector of torch or numpy; None for anything else."""
+    """Elements of a sequence, or of a vector of torch or numpy; None for anything else."""
     numbers = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not all(_is_real(value) for value in numbers):
         return None

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def fully_shard_attention(module: nn.Module, **options: Any) -> None:
-    """Shard every DecayFlashAttention in the module by torch's fully_shard, with all that is per head in float32.
+    """Shard every DecayFlashAttention in the module by torch's fully_shard, with per-head parameters in float32.
 
-    FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds every parameter that it gathers. A rounded decay is
-    refused, because its errors add up over tokens, and the gradient of a rounded sink is off by 3 %. Here the policy
-    acts on the projections alone. decay, sink, log_scale and the gains of qk_norm are gathered and reduced as they are
-    stored. Without a policy a layer is one group, unless its decay or position module has another dtype.
+    FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds every parameter that it gathers. A rounded decay
+    raises, because its errors add up over tokens, and the gradient of a rounded sink is off by 3 %. Here the policy
+    applies only to the projections. decay, sink, log_scale and the gains of qk_norm are gathered and reduced in their
+    stored dtype. Without a policy a layer is one group, unless its decay or position module has another dtype.
 
     Call it before the fully_shard of the modules around the layer, as FSDP2 shards the innermost first::
 
@@ -25,11 +25,12 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    Names in the state dict stay as they are. If several layers share a decay or a position module, shard it first, by
-    itself: `fully_shard(decay, mesh=mesh)`.
+    Names in the state dict do not change. If several layers share a decay or a position module, shard it first and
+    separately: `fully_shard(decay, mesh=mesh)`.
 
-    FSDP1 (FullyShardedDataParallel) flattens a block into one tensor of one dtype. Its way is a policy that wraps each
-    decay by itself, without mixed precision; a decay that is no `Decay` needs its class in the condition::
+    FSDP1 (FullyShardedDataParallel) flattens a block into one tensor of one dtype. There, use a policy that wraps each
+    decay separately, without mixed precision. For a decay module that does not derive from `Decay`, add its class to
+    the condition::
 
         from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -37,12 +38,12 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
         FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, mixed_precision=precision)
 
     Args:
-        module: a DecayFlashAttention, or a module that contains some.
+        module: a DecayFlashAttention, or a module that contains at least one.
         options: of fully_shard: mesh, mp_policy, reshard_after_forward, offload_policy and so on.
 
     Raises:
         ValueError: if there is no DecayFlashAttention in the module, and for a shared decay or position module that is
-            not sharded by itself.
+        not sharded separately.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -53,9 +54,9 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
     for _, layer in layers:
         parts = [part for part in (layer.decay, layer.position) if isinstance(part, nn.Module)]
         rest = _without(list(layer.parameters()), [part for part in parts if isinstance(part, FSDPModule)])
-        # a group of parameters has one dtype, and a 16-bit model has a float32 decay
+        # a group has one dtype, and a 16-bit model has a float32 decay
         if policy is None and len({p.dtype for p in rest}) == 1:
-            fully_shard(layer, **options)  # one group: one collective where there would be three
+            fully_shard(layer, **options)  # one group: one collective instead of three
             continue
         for projection in (layer.in_proj, layer.out_proj):
             fully_shard(projection, **options)
@@ -70,37 +71,37 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
 
 
 def tensor_parallel_plan(module: nn.Module) -> "dict[str, ParallelStyle]":
-    """The plan by which torch's parallelize_module divides the heads of every DecayFlashAttention in the module.
+    """Plan for torch's parallelize_module that shards the heads of every DecayFlashAttention in the module.
 
-    On one dimension of a mesh, with as many ranks as divide H_kv::
+    Use it on one dimension of a mesh, with a number of ranks that divides H_kv::
 
         mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("tensor",))
         parallelize_module(model, mesh, tensor_parallel_plan(model))
 
-    A rank has its heads' rows of every part of in_proj, their columns of out_proj and their decay, sink and log_scale;
-    qk_norm's gains are on every rank. It takes x whole, a plain tensor or a DTensor, and gives y whole: one sum over
-    the ranks in the forward, one in the backward. `num_heads` and `num_kv_heads` become those of a rank; rates and
-    slopes are those of the whole model's heads.
+    A rank has its heads' rows of every part of in_proj, their columns of out_proj and their decay, sink and log_scale.
+    qk_norm's gains are on every rank. The layer takes x whole, a plain tensor or a DTensor, and returns y whole. This
+    costs one sum over the ranks in the forward and one in the backward. `num_heads` and `num_kv_heads` become those of
+    a rank. Rates and slopes are those of the whole model's heads.
 
-    Every parameter is a DTensor; those of in_proj are weight_0, weight_1, … (q, k, v, gate), and its `weight` is a copy
-    to read. The state dict has the names and shapes that it has without. `state_dict()` joins the parts of in_proj and
-    `reset_parameters()` divides what it has drawn: both are collectives, which every rank calls, also where one rank
-    alone saves; that one would wait for the others.
+    Every parameter is a DTensor. Those of in_proj are weight_0, weight_1, … (q, k, v, gate), and its `weight` is a
+    read-only copy. The state dict has the same names and shapes as without the plan. `state_dict()` joins the parts of
+    in_proj, and `reset_parameters()` draws whole tensors and divides them. Both are collectives: every rank calls them,
+    even if only one rank saves; a rank that calls alone would wait for the others.
 
-    Where other parameters of a model stay plain, its optimiser takes `foreach=False`: as one list, which is the default
-    on GPUs, torch refuses to update both kinds; and where a gradient of theirs is a sum without a fixed order, an
-    embedding's for example, average it over the ranks, or the copies drift apart.
+    If other parameters of the model stay plain tensors, pass `foreach=False` to its optimiser: torch cannot update both
+    kinds as one list, the default on GPUs. If a gradient of theirs is a sum in no fixed order, for example an
+    embedding's, average it over the ranks; otherwise the copies drift apart.
 
-    The plan is a dict that can be changed and added to: `plan["attention.out_proj"] = RowwiseParallel(
-    output_layouts=Shard(1))` returns y sharded along the sequence, for norms that are; PartwiseParallel is for other
-    projections that hold several matrices, a SwiGLU's for example.
+    The plan is a dict that can be changed and extended. `plan["attention.out_proj"] =
+    RowwiseParallel(output_layouts=Shard(1))` returns y sharded along the sequence, for norms that are sharded so.
+    PartwiseParallel is for other projections that hold several matrices, for example a SwiGLU's.
 
     Args:
-        module: a DecayFlashAttention, or what contains some.
+        module: a DecayFlashAttention, or a module that contains at least one.
 
     Raises:
-        ValueError: if there is no DecayFlashAttention in the module. parallelize_module raises it, by name, for heads
-            that the ranks do not divide, and for a decay that is no ScalarDecay or ConstantDecay.
+        ValueError: if there is no DecayFlashAttention in the module. parallelize_module raises it, by name, if the
+        number of ranks does not divide the heads, and if a decay is neither a ScalarDecay nor a ConstantDecay.
     """
     from torch.distributed.tensor.parallel import RowwiseParallel
 
@@ -114,24 +115,24 @@ def tensor_parallel_plan(module: nn.Module) -> "dict[str, ParallelStyle]":
 
 
 def _without(parameters: list[nn.Parameter], modules: list[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that are in none of the modules."""
+    """Parameters that are in none of the modules."""
     inside = {id(p) for module in modules for p in module.parameters()}
     return [p for p in parameters if id(p) not in inside]
 
 
 def _refuse_shared(layers: list[tuple[str, DecayFlashAttention]], ignored: set[nn.Parameter]) -> None:
-    """FSDP2 has a parameter in one group, which is gathered for the forward of that group's module alone."""
+    """Refuse shared modules: FSDP2 puts a parameter into one group, and only that group's module gathers it."""
     from torch.distributed.fsdp import FSDPModule
 
     seen: set[int] = set()
     for name, layer in layers:
         for kind, part in (("decay", layer.decay), ("position", layer.position)):
-            # a module with a group of its own is gathered whoever calls it
+            # a module with its own group is gathered in every call, from any layer
             if not isinstance(part, nn.Module) or isinstance(part, FSDPModule) or isinstance(layer, FSDPModule):
                 continue
             if all(p in ignored for p in part.parameters()):
                 continue
-            # torch's mark on the modules of a group, from an earlier call; where it were missing, torch refuses
+            # torch's mark on the modules of a group, from an earlier call; without it torch itself raises
             if id(part) in seen or getattr(part, "_is_fsdp_managed_module", False):
                 raise ValueError(
                     f"{name}{'.' if name else ''}{kind}: expected a module of this layer alone, got a "

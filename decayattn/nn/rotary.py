@@ -19,13 +19,13 @@ class Rotary(nn.Module):
 
         layer = DecayFlashAttention(512, 8, position=Rotary())
 
-    Positions count from `start`, which a layer gives with a cache and with a context. In packed sequences they count on
-    across documents; within a document, scores depend on differences of positions only.
+    Positions count from `start`, which a layer passes with a cache and with a context. In packed sequences they
+    continue across documents; within a document, scores depend only on differences of positions.
 
     Args:
         base: 10,000 in Llama 2, 500,000 in Llama 3.
-        dim: channels that turn, the first ones of a head, an even number; default all.
-        scaling: Llama 3's, as its configuration has it: factor, low_freq_factor, high_freq_factor and
+        dim: number of channels that turn, the first ones of a head; an even number. Default: all.
+        scaling: that of Llama 3, as in its configuration: factor, low_freq_factor, high_freq_factor and
             original_max_position_embeddings. Wavelengths above original / low_freq_factor grow by factor, those below
             original / high_freq_factor stay, and those between are interpolated.
 
@@ -50,7 +50,7 @@ class Rotary(nn.Module):
         self.scaling = scaling
 
     def forward(self, q: Tensor, k: Tensor, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """q (B, T, H, D) and k (B, T, H_kv, D) with their first `dim` channels turned, in their dtypes.
+        """Turn the first `dim` channels of q (B, T, H, D) and k (B, T, H_kv, D); the dtypes stay.
 
         start (B,): position of the first token of each batch entry; default 0.
         """
@@ -75,7 +75,7 @@ class Rotary(nn.Module):
         if self.scaling is None:
             return rates
         factor, low, high, original = (self.scaling[name] for name in _LLAMA3)
-        turns = original * rates / (2 * math.pi)  # over the length that the model was trained for
+        turns = original * rates / (2 * math.pi)  # over the original length of training
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         return rates * (kept + (1 - kept) / factor)
 

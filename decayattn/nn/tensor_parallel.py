@@ -1,7 +1,7 @@
-"""The styles of the tensor-parallel plan (decayattn.nn.tensor_parallel_plan): heads are divided among the ranks.
+"""Styles of the tensor-parallel plan (decayattn.nn.tensor_parallel_plan), which shards heads over the ranks.
 
-Every rank computes with plain tensors, its part of each parameter; DTensors are how optimisers, checkpoints and
-gradient clipping see the parameters. This module imports torch.distributed.tensor.
+Every rank computes with plain tensors, its part of each parameter. Optimisers, checkpoints and gradient clipping see
+the parameters as DTensors. This module imports torch.distributed.tensor.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,17 +20,17 @@ from decayattn.sharding import Linear, local_part, replicated, reset_whole, whol
 
 
 class PartwiseParallel(ParallelStyle):
-    """A Linear of which every part of the output features is divided among the ranks: ColwiseParallel part by part.
+    """ColwiseParallel part by part, for a Linear whose output features are several parts: each is split over the ranks.
 
-    One product of several matrices (q, k, v and an output gate; the two of a SwiGLU) gives its parts behind one
-    another. ColwiseParallel would cut that into ranges of rows that hold parts of different matrices; this gives rank r
-    the r-th share of every part, one behind another again. It takes x plain and whole, as every rank has it, and
-    returns a plain tensor. The parameters are weight_0, weight_1, … (bias_0, …), one for each part; `weight` and `bias`
-    are copies to read. The state dict has these two, and whole: `state_dict()` is a collective, which every rank calls.
+    A product of several matrices (q, k, v and an output gate; the two of a SwiGLU) has consecutive parts.
+    ColwiseParallel would split it into ranges of rows that mix matrices. This style gives rank r the r-th share of
+    every part, again consecutive. It takes x plain and whole on every rank, and returns a plain tensor. The parameters
+    are weight_0, weight_1, … (bias_0, …), one for each part; `weight` and `bias` are read-only copies. The state dict
+    has these two, whole: `state_dict()` is a collective that every rank calls.
 
     Args:
-        sizes: output features of the parts; those of size 0 are left out.
-        sum_gradient: sum x's gradient over the ranks. Switched off where what comes before does it.
+        sizes: output features of the parts; parts of size 0 are left out.
+        sum_gradient: sum x's gradient over the ranks. False if the module before does it.
     """
 
     def __init__(self, sizes: Sequence[int], *, sum_gradient: bool = True):
@@ -60,8 +60,8 @@ class PartwiseParallel(ParallelStyle):
 
 
 class JoinedParts(Tensor):
-    """A copy of parameters as one tensor. It refuses to be changed, and so do its views: what torch.nn.init writes, or
-    requires_grad_, would be lost without a word."""
+    """Read-only copy of parameters as one tensor. Writes to it or its views raise: those of torch.nn.init or
+    requires_grad_ would be silently lost."""
 
     @classmethod
     def __torch_function__(
@@ -89,7 +89,7 @@ class JoinedParts(Tensor):
 
 
 class PartwiseLinear(nn.Linear):
-    """A Linear as PartwiseParallel leaves it. state_dict() and reset_parameters() are collectives."""
+    """Linear after PartwiseParallel. state_dict() and reset_parameters() are collectives."""
 
     sizes: tuple[int, ...]
     mesh: DeviceMesh
@@ -98,7 +98,7 @@ class PartwiseLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """A copy of what this rank stores of every part, without a gradient; read only, see JoinedParts."""
+        """Copy of this rank's rows of every part, without a gradient; read-only, see JoinedParts."""
         return self._stored("weight")
 
     @property
@@ -106,14 +106,14 @@ class PartwiseLinear(nn.Linear):
         return self._stored("bias") if "bias_0" in self._parameters else None
 
     def reset_parameters(self) -> None:
-        """Reset to the start of the whole Linear: with the same seed on every rank, or else the first rank's."""
+        """Reset to the initial values of the whole Linear. Without the same seed on all ranks: those of rank 0."""
         parts = {name: self._parts(name) for name in ("weight", "bias") if f"{name}_0" in self._parameters}
         reset_whole(self, parts, zero_bias=self.zero_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sum_gradient:
             x = replicated(x, self.mesh)
-        # joined, so that it is one product and its parts are slices of the result; small beside x · weight
+        # joined for one product, with its parts as slices of the result; the copy is small compared with x · weight
         return F.linear(x, self._rows("weight"), self._rows("bias") if "bias_0" in self._parameters else None)
 
     def _rows(self, name: str) -> Tensor:
@@ -138,7 +138,7 @@ class PartwiseLinear(nn.Linear):
     ) -> None:
         expected = {name for name in ("weight", "bias") if f"{name}_0" in self._parameters}
         given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
-        given -= self._parameters.keys()  # torch.distributed.checkpoint adds the parameters of the model itself
+        given -= self._parameters.keys()  # torch.distributed.checkpoint adds the module's own parameters
         if strict:
             missing_keys += [prefix + name for name in sorted(expected - given)]
             unexpected_keys += [prefix + name for name in sorted(given - expected)]
@@ -155,7 +155,7 @@ class PartwiseLinear(nn.Linear):
 
 
 class HeadwiseParallel(ParallelStyle):
-    """A DecayFlashAttention of which every rank has some heads; out_proj is RowwiseParallel's."""
+    """Style that gives every rank some heads of a DecayFlashAttention; out_proj uses RowwiseParallel."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, DecayFlashAttention):
@@ -190,7 +190,7 @@ class HeadwiseParallel(ParallelStyle):
 
 
 class HeadNorm(nn.RMSNorm):
-    """An RMSNorm of a rank's heads, whose gain is that of all ranks' heads."""
+    """RMSNorm of a rank's heads; its gain is shared by all ranks' heads."""
 
     tensor_mesh: DeviceMesh
 
@@ -199,8 +199,8 @@ class HeadNorm(nn.RMSNorm):
 
 
 def fuse(parts: Iterable[Tensor]) -> Tensor:
-    """The parts of a partwise parameter, or of what an optimiser holds for them, behind one another and whole, on every
-    rank: a collective where they are DTensors."""
+    """Join the parts of a partwise parameter, or of its optimiser state, whole on every rank. A collective for
+    DTensors."""
     return torch.cat([whole(part) for part in parts])
 
 
@@ -209,12 +209,12 @@ def _parts(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _tensors_of(module: nn.Module | None) -> list[str]:
-    """Names of its parameters and buffers."""
+    """Names of a module's parameters and buffers."""
     return [] if module is None else [*module._parameters, *module._buffers]
 
 
 def _replace(owner: nn.Module | None, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """A parameter or buffer as a DTensor; what is None stays so."""
+    """Make a parameter or buffer a DTensor; None stays None."""
     value = getattr(owner, name)
     if value is None:
         return
@@ -223,6 +223,6 @@ def _replace(owner: nn.Module | None, name: str, mesh: DeviceMesh, placement: Pl
 
 
 def _distribute(value: Tensor, mesh: DeviceMesh, *placements: Placement) -> Any:
-    # every rank has the whole tensor, so nothing is sent; one of the meta device has no data to move
+    # every rank has the whole tensor, so nothing is sent; a meta tensor has no data to move
     value = value if value.is_meta else value.to(mesh.device_type)
     return distribute_tensor(value, mesh, list(placements), src_data_rank=None)

@@ -27,10 +27,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
         optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
 
-    The first group has the parameters of two or more dimensions, embeddings included. The second one has all others:
-    those of fewer dimensions, those of decay modules (`Decay`, and any `decay` of a DecayFlashAttention), sink and
-    log_scale, and those with the attribute `_no_weight_decay`, by which a model spares more. Each parameter that
-    requires a gradient is in one group, once, in the model's order. A group may be empty.
+    The first group has the parameters of two or more dimensions, embeddings included. The second has all others: those
+    of fewer dimensions, those of decay modules (`Decay`, and any `decay` of a DecayFlashAttention), sink, log_scale,
+    and those with the attribute `_no_weight_decay`, which a model may set to spare more. Each parameter that requires a
+    gradient is in one group, once, in the model's order. A group may be empty.
 
     Args:
         model: with or without DecayFlashAttention layers; it may be compiled, sharded by FSDP2 or tensor parallelism,
@@ -58,7 +58,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def spared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of a model that weight decay must leave alone, whatever their shapes."""
+    """Parameters of a model that weight decay must spare, of any shape."""
     spared = {parameter for parameter in model.parameters() if getattr(parameter, "_no_weight_decay", False)}
     for module in model.modules():
         if isinstance(module, Spared):
@@ -70,7 +70,7 @@ def spared_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 @contextlib.contextmanager
 def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record the half-lives of a model's heads over the tokens that it reads inside the context, in tokens.
+    """Record the half-lives, in tokens, of a model's heads over the tokens that it reads inside the context.
 
     The half-life of a head over a text is ln 2 / mean(−λ), with the mean of its log-decay over the text's tokens.
     Example::
@@ -79,21 +79,21 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             model(tokens)
         half_lives["blocks.0.attention"]  # (H,), up to date after each forward
 
-    The dict has an entry for each DecayFlashAttention with a decay, and for each `Decay` outside of one, by its name in
-    model.named_modules(). Several forwards make one mean. A constant decay gives its rates.
+    The dict has an entry for each DecayFlashAttention with a decay, and for each `Decay` outside of one, under its name
+    in model.named_modules(). Several forwards give one mean. A constant decay gives its rates.
 
-    Some values of λ are not part of the mean: padding, resets (also λ below −746), and the first λ of each sequence,
-    which no score uses. The half-life is inf where the mean is 0 or more, and NaN before a head has used a token.
-    Padding that a layer is not told about counts. This is so for a `Decay` outside of a layer, and for the layers of
-    DecayModel without a cache, where padding stands behind the tokens and no token sees it. Such models are best
-    recorded on texts without padding. A log_decay that the caller gives is not recorded.
+    The mean leaves out λ that no score uses: padding, resets (also λ below −746), and the first λ of each sequence. The
+    half-life is inf if the mean is 0 or more, and NaN before a head has used a token. Padding counts if the layer does
+    not know of it. That is so for a `Decay` outside of a layer, and for the layers of DecayModel without a cache, where
+    padding follows the tokens and no token sees it. Record such models on texts without padding. A log_decay that the
+    caller passes is not recorded.
 
-    torch.compile is off inside the context: compiled models run eagerly. A forward that activation checkpointing
-    repeats counts once. CUDA graphs replay without Python, and are not seen. On several devices each rank records its
-    own tokens, and under tensor parallelism its own heads; nothing is sent.
+    torch.compile is off inside the context: compiled models run eagerly. A forward repeated by activation checkpointing
+    counts once. CUDA graphs replay without Python and are not recorded. On several devices each rank records its own
+    tokens, and under tensor parallelism its own heads; nothing is communicated.
 
     Raises:
-        TypeError: if model is no torch.nn.Module.
+        TypeError: if model is not a torch.nn.Module.
         RuntimeError: in a forward under a transform of torch.func (vmap, grad).
     """
     _check_model(model)
@@ -115,7 +115,7 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         running.pop(name, None)
 
     def record(decay: nn.Module, _: tuple, log_decay: Tensor | float) -> None:
-        # layers may share a decay, and may be called by others
+        # layers may share a decay, and other modules may call it
         found = [name for name in running if of_layers[name] is decay] or [n for n in alone if alone[n] is decay]
         if not found or backward.is_bw:
             return
@@ -149,7 +149,7 @@ def _used(
     new_lengths: Tensor | None = None, memory: Tensor | None = None, memory_padding_mask: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """True, (B, T) or (1, T), for tokens with a λ (B, T, H) that a score uses; the options are those of the layer."""
+    """True, (B, T) or (1, T), for tokens with a λ (B, T, H) that a score uses. The options are those of the layer."""
     token = torch.arange(rates.shape[1], device=rates.device)[None]
     if layer is not None and layer.context is not None:
         token = token + layer.context.first_token(rates.shape[1])
@@ -157,7 +157,7 @@ def _used(
         padding_mask = memory_padding_mask
     if cache is not None:
         position = token + (cache.lengths + cache.dropped)[:, None]
-        if padding_mask is not None:  # the layer has moved the padding behind the tokens
+        if padding_mask is not None:  # the layer has moved the padding after the tokens
             new_lengths = (padding_mask != 0).sum(1)
         used = (position > 0) & (True if new_lengths is None else token < new_lengths[:, None])
     elif padding_mask is not None:
