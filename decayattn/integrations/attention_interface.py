@@ -7,9 +7,9 @@ Importing this module (or decayattn.integrations.transformers) registers it with
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="decayattn")
 
-A model must support transformers' flash attention or sdpa through that interface. Any other raises when it is created,
-or where an option of its attention is missing here. results/architectures.json lists every architecture. Code that
-wraps attentions by name finds this one, such as accelerate's and DeepSpeed's Ulysses for long sequences.
+A model must support transformers' flash attention or sdpa through that interface. Any other model raises: when it is
+created, or in a call that needs an option missing here. results/architectures.json lists every architecture. Code that
+wraps attention functions by name finds this one, for example accelerate's and DeepSpeed's Ulysses for long sequences.
 
 It needs the extra `decayattn[transformers]`.
 """
@@ -36,18 +36,18 @@ _REFUSED = {
     "block_indices": "there is no sparse attention",
     "sinks": "there are no sinks per token, only s_aux per head",
 }
-# in the source of a model that chooses its attention by name, or treats names that it does not know in another way
+# in the source of a model that selects its attention by name, or treats unknown names differently
 _KNOWS_NAMES = re.compile(r"_CLASSES\[[\w.]*_attn_implementation\]|_attn_implementation in \(")
 _IGNORED_CACHE = "a layer that ignores the cache needs use_cache=False"
 # dtypes of a mask (B, 1, 1, columns), 0 for padding: a query sees all columns, the past, or a window of it.
-# A last stride of 0 says that none is padding; a copy that lost it is slower
+# A last stride of 0 means that there is no padding; a copy loses the stride, and is slower
 _ALL, _PAST, _WINDOW = torch.uint8, torch.int8, torch.int16
 
 
 class _FlashName(str):
-    """NAME in the config of a model that supports flash attention, for which `mask` describes padding alone.
+    """NAME in the config of a model that supports flash attention. `mask` then describes padding only.
 
-    Copies and pickles of the config keep it, saved files do not. Under the plain NAME masks are complete.
+    Copies and pickles of the config keep this type; saved files do not. Under the plain NAME masks are complete.
     """
 
     __slots__ = ()
@@ -71,22 +71,23 @@ def attention(
 
     Args:
         query, key, value: (B, H, T_q, D), (B, H_kv, T_k, D) and (B, H_kv, T_k, D_v).
-        attention_mask: None; (B, columns) of the keys so far, 0 for padding; a result of `mask`; or another of 4
+        attention_mask: None; (B, columns) of the keys so far, 0 for padding; a result of `mask`; or another mask of 4
             dimensions, boolean (True = visible) or added to the scores.
         scaling: of the scores; default 1/√D.
         is_causal: default module.is_causal. A mask of 4 dimensions replaces it.
-        sliding_window: number of keys that a query sees, its own included. Only `mask` can ask for it in 4 dimensions.
+        sliding_window: number of keys that a query sees, including its own. With a mask of 4 dimensions it applies only
+            if the mask comes from `mask` and asks for it.
         s_aux: (H,) sinks.
         position_bias: added to the scores; broadcastable to (B, H, T_q, T_k).
-        kwargs: for packed sequences cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, or, of a batch of 1,
+        kwargs: for packed sequences cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, or, for a batch of 1,
             position_ids (1, T): every smallest position starts a sequence, as in transformers' flash attention. They
-            apply to a model that was given a mask of ones, too, which sdpa takes for one sequence, and not to padding.
-            The rest of what transformers passes has no effect.
+            also apply if the model received a mask of ones, which sdpa takes for one sequence, but not with padding.
+            Other arguments of transformers have no effect.
 
     Raises:
-        ValueError: for options that flash attention does not have, by name; for a mask of more tokens than there are
-            keys, as in a layer that ignores the cache. If the first layer does, only padding shows it, and a static
-            cache hides it: `generate` then writes other tokens without an error.
+        ValueError: for options that flash attention does not have, by name, and for a mask of more tokens than there
+        are keys, as in a layer that ignores the cache. If the first layer ignores it, only padding shows this, and a
+        static cache hides it: `generate` then writes other tokens without an error.
     """
     for name, reason in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -117,10 +118,10 @@ def attention(
         if real is not None or kind != _ALL:
             if columns > k.shape[1]:
                 raise ValueError(f"attention_mask: expected up to {k.shape[1]} keys, got {columns}; {_IGNORED_CACHE}")
-            k, v = k[:, :columns], v[:, :columns]  # later keys of a static cache are not yet written
+            k, v = k[:, :columns], v[:, :columns]  # a static cache has unwritten keys after them
             log_decay = log_decay[:, :columns] if log_decay is not None and log_decay.ndim == 3 else log_decay
     if real is not None:
-        # without a limit no row's position counts, and a mask of the keys says nothing of a decoder's queries
+        # without a limit the positions of rows do not matter, and a mask of keys does not describe a decoder's queries
         by_position = options["causal"] or options["window_size"] is not None
         options |= _sequence_bounds(real, q.shape[1] if by_position else None)
     elif kwargs.get("cu_seq_lens_q") is not None:
@@ -143,14 +144,14 @@ def mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Mask function for transformers. Returns the attention_mask of `attention`, of 4 dimensions.
+    """Mask function for transformers. Returns the attention_mask of `attention`, with 4 dimensions.
 
     A model that supports flash attention gets (B, 1, 1, columns) if mask_function is bidirectional, causal or a causal
     sliding window. For any other mask_function it gets (B, 1, T_q, T_k), True for a visible key. A model without flash
     attention gets the mask of eager attention.
 
     Raises:
-        ValueError: for an attention_mask of more tokens than the cache and the new ones.
+        ValueError: if attention_mask has more tokens than the cache and the new ones together.
     """
     complete = kwargs | dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
@@ -165,7 +166,7 @@ def mask(
     if not isinstance(getattr(config, "_attn_implementation", None), _FlashName):
         return masking_utils.eager_mask(**complete)
     kind, tracing = _kind(mask_function), masking_utils.is_tracing(attention_mask)
-    if kind is None or (tracing and isinstance(q_offset, Tensor)):  # the length of a static cache, on the device
+    if kind is None or (tracing and isinstance(q_offset, Tensor)):  # a static cache has its length on the device
         return masking_utils.sdpa_mask(**complete)
     past = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
     columns = kv_length if kind == _ALL else min(kv_length, past + q_length - kv_offset)
@@ -179,10 +180,10 @@ def mask(
 
 
 def register() -> None:
-    """Make transformers know the attention; importing this module does it.
+    """Register the attention with transformers; importing this module does it.
 
-    Two methods of PreTrainedModel get a check, because transformers checks a model's support for its own names only.
-    In a release without them no config gets a _FlashName, and all masks are complete.
+    Two methods of PreTrainedModel get a check, because transformers checks a model's support only for its own names. In
+    a release without these methods no config gets a _FlashName, and all masks are complete.
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
@@ -200,7 +201,7 @@ def _kind(mask_function: Callable) -> torch.dtype | None:
         return _ALL
     if mask_function is masking_utils.causal_mask_function:
         return _PAST
-    if torch.compiler.is_compiling():  # which does not look into closures
+    if torch.compiler.is_compiling():  # torch.compile does not look into closures
         return None
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     parts = cells[0] if len(cells) == 1 and isinstance(cells[0], tuple) else ()
@@ -221,7 +222,7 @@ def _biased(attention_mask: Tensor, position_bias: Tensor | None) -> Tensor:
 def _packed(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kwargs: dict[str, Any], options: dict[str, Any]
 ) -> Tensor:
-    """Attention of packed sequences that cu_seq_lens_q and cu_seq_lens_k give."""
+    """Attention of the packed sequences given by cu_seq_lens_q and cu_seq_lens_k."""
     if options.pop("bias") is not None:
         raise ValueError("position_bias: expected none with cu_seq_lens_q; pass a boolean mask (B, 1, T_q, T_k)")
     offsets_q, offsets_k = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
@@ -230,7 +231,7 @@ def _packed(
     out = decay_attention_varlen(
         rows, keys, values, log_decay if log_decay is None or log_decay.ndim == 1 else log_decay.flatten(0, 1),
         cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_q if offsets_k is None else offsets_k,
-        # a tensor is an upper bound that would have to come from the device
+        # a tensor is an upper bound, and reading it would synchronise
         max_seqlen_q=longest_q if isinstance(longest_q, int) else rows.shape[0],
         max_seqlen_k=longest_k if isinstance(longest_k, int) else keys.shape[0],
         **options,
@@ -243,8 +244,8 @@ def _with_resets(
 ) -> Tensor | None:
     """log_decay with a reset at the smallest of position_ids (1, T); unchanged if they cannot pack sequences.
 
-    Resets stay on the device, unlike offsets: nothing synchronises, and compiled code has one graph. If real (1, T) has
-    padding, there are none.
+    Unlike offsets, resets stay on the device: nothing synchronises, and compiled code has one graph. If real (1, T) has
+    padding, there are no resets.
     """
     length = q.shape[1]
     if positions is None or q.shape[0] != 1 or positions.shape != (1, length) or not 1 < length == k.shape[1]:
@@ -259,9 +260,9 @@ def _with_resets(
 
 
 def _sequence_bounds(real: Tensor, queries: int | None) -> dict[str, Tensor]:
-    """Bounds of the sequences of a mask (B, columns), True for a token.
+    """Bounds of the sequences of a mask (B, columns) that is True for a token.
 
-    The last of `queries` queries has the last column. None leaves out their bounds.
+    The last of `queries` queries is at the last column. None leaves out the queries' bounds.
     """
     begin = (real.cumsum(1) == 0).sum(1, dtype=torch.int32)
     end = begin + real.sum(1, dtype=torch.int32)
@@ -271,7 +272,7 @@ def _sequence_bounds(real: Tensor, queries: int | None) -> dict[str, Tensor]:
         "attention_mask: expected one stretch of tokens in every row, got a gap; pass a mask of 4 dimensions",
     )
     bounds = {"leftpad_k": begin, "seqused_k": end}
-    if queries is not None and queries <= real.shape[1]:  # more queries are other tokens, as in cross-attention
+    if queries is not None and queries <= real.shape[1]:  # more queries are other tokens: cross-attention
         first = real.shape[1] - queries
         bounds |= {"leftpad_q": (begin - first).clamp(min=0), "seqused_q": (end - first).clamp(min=0)}
     return bounds
@@ -282,7 +283,7 @@ def _sequence_bounds(real: Tensor, queries: int | None) -> dict[str, Tensor]:
 
 
 def get_correct_attn_implementation(original: Callable) -> Callable:
-    """PreTrainedModel's method, which every model calls when it is created, with a check for NAME."""
+    """PreTrainedModel's method, called when a model is created, with a check for NAME."""
 
     def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         name = original(self, requested_attention, *args, **kwargs)
@@ -292,7 +293,8 @@ def get_correct_attn_implementation(original: Callable) -> Callable:
 
 
 def set_attn_implementation(original: Callable) -> Callable:
-    """PreTrainedModel's method, which only warns where a model cannot change its attention, with a check for NAME."""
+    """PreTrainedModel's method with a check for NAME; the original only warns if a model cannot change its
+    attention."""
 
     def checked(self: PreTrainedModel, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         if attn_implementation == NAME:
@@ -305,13 +307,13 @@ def set_attn_implementation(original: Callable) -> Callable:
 
 
 def _supported_name(model: PreTrainedModel) -> str:
-    """NAME for the config of a model, a _FlashName if all models that share the config support flash attention."""
-    if model.config.model_type == NAME:  # DecayModel, which has no other attention
+    """NAME for the config of a model; a _FlashName if all models that share the config support flash attention."""
+    if model.config.model_type == NAME:  # DecayModel has no other attention
         return NAME
     sharing = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x.config is model.config)
     kinds = dict.fromkeys(type(x) for x in sharing)
     for kind in kinds:
-        # transformers looks for its interface in the source of a class; one of a notebook has none
+        # transformers looks for its interface in a class's source; a class of a notebook has none
         known: list[Any] = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel)]
         written = next(c for c in known if getattr(sys.modules.get(c.__module__), "__file__", None))
         supported = kind._supports_flash_attn or kind._supports_sdpa

@@ -1,13 +1,13 @@
 """Weights of other libraries' forgetting attention, for DecayFlashAttention.
 
-Each function takes the state dict of such a layer, or that of a model and the layer's prefix in it, and returns that of
+Each function takes the state dict of such a layer, or of a model with the layer's prefix. It returns the state dict of
 the DecayFlashAttention that computes the same::
 
     layer = DecayFlashAttention(width, num_heads)
     layer.load_state_dict(from_fla(model.state_dict(), prefix="model.layers.0.attn."))
 
-The layer is built with the options that the other one had; load_state_dict names what does not fit. Parameters without
-an equivalent are refused by name. Nothing but torch is needed.
+Build the layer with the options of the other one; load_state_dict names mismatches. Parameters without an equivalent
+raise by name. Only torch is needed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,17 +23,18 @@ _SHIFT = "it mixes every token with the one before, which DecayFlashAttention do
 def from_fla(state: Mapping[str, Tensor], *, prefix: str = "") -> dict[str, Tensor]:
     """DecayFlashAttention's state dict from that of flash-linear-attention's ForgettingAttention.
 
-    Their options and ours: hidden_size, num_heads and num_kv_heads are embed_dim, num_heads and num_kv_heads,
-    use_output_gate=True is output_gate=True, qkv_bias=True is bias=True (biases that they do not have become 0). Their
-    layer passes no window_size to its kernel. qk_norm=True is refused for more than one head, because it has a gain for
-    every head and channel; that of early versions, one gain for all heads, is qk_norm=True with an eps as in from_fox.
+    Their options and ours: hidden_size, num_heads and num_kv_heads are embed_dim, num_heads and num_kv_heads.
+    use_output_gate=True is output_gate=True. qkv_bias=True is bias=True; biases that they do not have become 0. Their
+    layer passes no window_size to its kernel. qk_norm=True raises for more than one head, because it has a gain for
+    every head and channel. In early versions it has one gain for all heads; that is qk_norm=True with an eps as in
+    from_fox.
 
     Args:
         state: the other layer's state dict, or that of a model around it.
-        prefix: of the layer's names in state, with its dot.
+        prefix: the layer's prefix of the names in state, including the dot.
 
     Raises:
-        ValueError: for parameters without an equivalent and for those that are missing, by name.
+        ValueError: for missing parameters and for those without an equivalent, by name.
     """
     gate = {"f_proj.weight": "decay.weight", "f_proj.bias": "decay.bias"}
     return _convert(_of_layer(state, prefix), prefix, "g_proj", gate, required=gate)
@@ -42,20 +43,20 @@ def from_fla(state: Mapping[str, Tensor], *, prefix: str = "") -> dict[str, Tens
 def from_fox(state: Mapping[str, Tensor], *, prefix: str = "", ogate_act: str = "sigmoid") -> dict[str, Tensor]:
     """DecayFlashAttention's state dict from that of the official Forgetting Transformer's ForgettingAttentionLayer.
 
-    Their options and ours: fgate_type="full" is decay="scalar", "bias_only" and "fixed" are a ConstantDecay that is not
-    learned, "none" is decay="none"; use_output_gate=True is output_gate=True; qk_norm=True together with
-    qk_norm_share_param_across_head=True is qk_norm=True, with an eps of 1e-5: `layer.q_norm.eps = layer.k_norm.eps =
-    1e-5`. use_rope=True, which no parameter tells, needs a rotary module as the layer's position.
+    Their options and ours: fgate_type="full" is decay="scalar"; "bias_only" and "fixed" are a frozen ConstantDecay;
+    "none" is decay="none". use_output_gate=True is output_gate=True. qk_norm=True with
+    qk_norm_share_param_across_head=True is qk_norm=True with an eps of 1e-5: `layer.q_norm.eps = layer.k_norm.eps =
+    1e-5`. use_rope=True needs a rotary module as the layer's position; no parameter shows this option.
 
-    Refused are use_k_shift, use_v_shift, use_output_norm, a gain per head in qk_norm and ogate_act="silu": the paper's
-    FoX (LLaMA) can be converted, FoX (Pro) cannot.
+    use_k_shift, use_v_shift, use_output_norm, a gain per head in qk_norm and ogate_act="silu" raise. So the paper's FoX
+    (LLaMA) can be converted, and FoX (Pro) cannot.
 
     Args:
         state, prefix: as in from_fla.
-        ogate_act: the layer's option of that name, which no parameter tells.
+        ogate_act: the layer's option of that name; no parameter shows it.
 
     Raises:
-        ValueError: for parameters without an equivalent and for those that are missing, by name.
+        ValueError: for missing parameters and for those without an equivalent, by name.
     """
     own = _of_layer(state, prefix)
     reasons = {
@@ -86,7 +87,7 @@ def _of_layer(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _convert(
     own: dict[str, Tensor], prefix: str, output_gate: str, decay: Mapping[str, str], required: Iterable[str] = ()
 ) -> dict[str, Tensor]:
-    """Our state dict; decay maps the names of their forget gate to ours."""
+    """Our state dict; decay maps the names of their forget gate's parameters to ours."""
     projections = ["q_proj", "k_proj", "v_proj"]
     if f"{output_gate}.weight" in own:
         projections.append(output_gate)
@@ -98,7 +99,7 @@ def _convert(
     for name in sorted(own.keys() - {*weights, *biases, "o_proj.weight", "o_proj.bias", *decay, *_NORMS}):
         raise ValueError(f"{prefix}{name}: DecayFlashAttention has no equivalent")
 
-    # one product: the rows of q, k, v and the output gate, in this order
+    # one matrix: the rows of q, k, v and the output gate, in this order
     converted = {"in_proj.weight": torch.cat([own[name] for name in weights]), "out_proj.weight": own["o_proj.weight"]}
     if own.keys() & {*biases, "o_proj.bias"}:
         for name in (*projections, "o_proj"):
@@ -120,7 +121,7 @@ def _convert(
 
 
 def _head_dim(own: Mapping[str, Tensor], decay: Mapping[str, str]) -> int | None:
-    """Columns of a head; None where neither a forget gate, with a row for every head, nor a short gain tells."""
+    """Columns of a head, from the rows of a forget gate (one per head) or a short gain; None without either."""
     rows = own["q_proj.weight"].shape[0]
     for name in decay:
         if name in own:

@@ -1,8 +1,8 @@
 """Decays in pretrained models of transformers: a learned decay for every attention layer.
 
 A log-decay per token travels with its key. Its bits are appended to the key as extra channels before the key enters the
-cache, and `attention` takes them off again. So every cache of transformers stores, crops, reorders and slides the decay
-with the keys, unless it changes their bits, as a quantised cache does.
+cache, and `attention` removes them again. So every cache of transformers stores, crops, reorders and slides the decay
+with the keys. Caches that change the bits of keys cannot; a quantised cache raises.
 """
 
 import copy
@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_half_lives, spread_half_lives
 
 NAME = "decayattn"  # of the attention function
-# bytes of which a key with its extra channels is a multiple, as TMA and vector loads need
+# a key with its extra channels is a multiple of this number of bytes, as TMA and vector loads need
 _ALIGNMENT = 16
 AddedDecay = Literal["scalar", "constant"]
 _USE_NO_CACHE = "use decay='constant', or use_cache=False"
@@ -34,27 +34,27 @@ def add_decay(
 
         model = add_decay(AutoModelForCausalLM.from_pretrained(name))
 
-    Weights stay. With the default half-lives the model starts close to its own logits: after 1,000 tokens the decay
-    alone has changed a weight by less than 1 %. Each layer has the decay as a module, `self_attn.decay` in Llama, in
-    float32. The attention becomes attn_implementation="decayattn"; no other one applies the decay, and a forward with
-    another one raises. Generation works with every cache but quantised ones. With a
-    cache, a "scalar" decay raises in layers that cache latents (MLA) or attend to the keys of other layers. Layers with
-    two attentions raise in the first forward. Trainer spares the decays of weight
-    decay; for PEFT, name them in modules_to_save=["decay"].
+    Weights do not change. With the default half-lives the model starts close to its own logits: after 1,000 tokens the
+    decay alone has changed a weight by less than 1 %. Each layer has the decay as a module, `self_attn.decay` in Llama,
+    in float32. The attention becomes attn_implementation="decayattn"; no other one applies the decay, and a forward
+    with another one raises. Generation works with every cache except quantised ones. With a cache, a "scalar" decay
+    raises in layers that cache latents (MLA) or attend to the keys of other layers. Layers with two attentions raise in
+    the first forward. Trainer spares the decays of weight decay; for PEFT, name them in modules_to_save=["decay"].
 
-    The configuration remembers the decay as `added_decay`, so save_pretrained and from_pretrained keep it if the
-    program has imported decayattn.integrations.transformers.
+    The configuration records the decay as `added_decay`, so save_pretrained and from_pretrained keep it if the program
+    has imported decayattn.integrations.transformers.
 
     Args:
         model: a causal model with flash attention by transformers' AttentionInterface: Llama, Mistral, Qwen2, Qwen3,
             Phi-3, GPT-NeoX, OLMo and others.
         decay: "scalar", a forget gate per token and head (ScalarDecay), or "constant", a rate per head (ConstantDecay,
             learned).
-        half_lives: half-lives at the start, in tokens, as in ScalarDecay: (shortest, longest), spread over the heads,
-            or one number per head.
+        half_lives: initial half-lives in tokens, as in ScalarDecay: (shortest, longest), spread over the heads, or one
+            number per head.
 
     Raises:
-        TypeError, ValueError: for a bad argument, by name, and for a model that has a decay or no such attention.
+        TypeError, ValueError: for a bad argument, by name, and for a model that already has a decay or lacks such
+        attention.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers.PreTrainedModel, got a {type(model).__name__}")
@@ -79,13 +79,13 @@ def add_decay(
 def split_key(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor]:
     """log_decay of a layer's keys, (H,) or (B, T_k, H), or None; and the keys (B, H_kv, T_k, D) without its channels.
 
-    A layer without an added decay has the rates of config.log_decay, one number per head, if there are any.
+    A layer without an added decay has the rates of config.log_decay, one number per head, if given.
     """
     if not hasattr(module, "_log_decay"):
         rates = getattr(getattr(module, "config", None), "log_decay", None)
         return None if rates is None else _rates(tuple(rates), query.dtype, query.device), key
     log_decay: Any = module._log_decay
-    module._log_decay = None  # type: ignore[assignment]  # it is applied
+    module._log_decay = None  # type: ignore[assignment]  # consumed
     if log_decay is None:
         raise RuntimeError(
             f"decay: expected one attention in each call of {type(module).__name__}, got another, or a call of its "
@@ -113,13 +113,13 @@ def _rates(rates: tuple[float, ...], dtype: torch.dtype, device: torch.device) -
 
 @functools.lru_cache(maxsize=256)
 def _rates_on_device(rates: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy to a GPU waits for it, so each is made once."""
+    """Cached, because each copy to a GPU synchronises."""
     with torch.inference_mode(False):
         return torch.tensor(rates, dtype=dtype, device=device)
 
 
 class _CarryingCache:
-    """A cache of transformers that appends the log-decay (B, T, H) of new tokens to their keys."""
+    """Wrapper of a transformers cache that appends the log-decay (B, T, H) of new tokens to their keys."""
 
     def __init__(self, cache: Cache, module: nn.Module, log_decay: Tensor) -> None:
         quantised = [type(layer).__name__ for layer in cache.layers if "Quantized" in type(layer).__name__]
@@ -145,7 +145,7 @@ class _CarryingCache:
 
 
 def _decay(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Pre-hook of an attention layer: its log_decay, for `split_key` and for the cache."""
+    """Pre-hook of an attention layer: compute its log_decay for `split_key` and for the cache."""
     if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
         raise RuntimeError(
             f"attn_implementation: expected {NAME!r}, because the model has an added decay, got "
@@ -161,7 +161,7 @@ def _decay(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
 
 
 def _insert(model: nn.Module, added: dict[str, Any]) -> bool:
-    """Give every causal attention layer without a decay one; True if there was such a layer."""
+    """Add a decay to every causal attention layer without one. True if there was such a layer."""
     found, modules = False, list(model.modules())  # type: bool, list[Any]
     for module in modules:
         is_layer = isinstance(getattr(module, "layer_idx", None), int) and getattr(module, "is_causal", False) is True
@@ -182,7 +182,7 @@ def _insert(model: nn.Module, added: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def initialise(decay: Decay) -> None:
-    """Write a decay's own start, where a checkpoint has not brought a value: initialization.copy_ knows."""
+    """Write a decay's initial values, except where a checkpoint brought values: initialization.copy_ skips those."""
     start = copy.deepcopy(decay)
     start.reset_parameters()  # type: ignore[operator]
     own, values = (m.state_dict(keep_vars=True).values() for m in (decay, start))
@@ -198,7 +198,7 @@ def _init_weights(model: PreTrainedModel, module: nn.Module) -> None:
 
 
 def _restoring(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
-    """PreTrainedModel.post_init, which every model calls when it is created, with the decay of its configuration."""
+    """PreTrainedModel.post_init, called when a model is created, which also adds the decay of the configuration."""
 
     @functools.wraps(post_init)
     def restored(self: PreTrainedModel) -> None:
@@ -216,7 +216,7 @@ def _restoring(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreTra
 
 
 def register() -> None:
-    """Make models restore the decay of their configuration; importing this module does it."""
+    """Make models restore the decay of their configuration. Importing this module does it."""
     if not hasattr(PreTrainedModel.post_init, "restores_decays"):
         PreTrainedModel.post_init = _restoring(PreTrainedModel.post_init)
 

@@ -1,7 +1,6 @@
 """A decoder-only language model of DecayFlashAttention layers for Hugging Face transformers.
 
-Importing this module registers the model with transformers' Auto classes, so a program imports it before it loads a
-checkpoint::
+Importing this module registers the model with transformers' Auto classes. So import it before you load a checkpoint::
 
     import decayattn.integrations.transformers
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -9,7 +8,7 @@ checkpoint::
     config = AutoConfig.for_model("decayattn", vocab_size=50257, hidden_size=768, num_hidden_layers=12)
     model = AutoModelForCausalLM.from_config(config)
 
-attn_implementation="decayattn" is registered, too, for ordinary models: attention_interface. Trainer gives no weight
+It also registers attn_implementation="decayattn" for ordinary models (attention_interface). Trainer gives no weight
 decay to decays, sinks and learned scales, in any model with layers of this library.
 
 It needs the extra `transformers`, in a clone `pip install -e '.[transformers]'`.
@@ -61,15 +60,15 @@ from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_
 from decayattn.nn.training import spared_parameters
 from decayattn.problem import BackendName
 
-# those of the layer, and "constant" with the log_decay of the configuration
+# the layer's presets, and "constant" with the log_decay of the configuration
 DecayPreset = attention.DecayPreset | Literal["constant-learned"]
 DECAYS = (*attention.DECAYS, "constant-learned")
-# options of the layer that are no fields of DecayConfig; device and dtype mean something else to transformers
+# options of the layer that are not fields of DecayConfig; device and dtype have another meaning in transformers
 _LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
     "head_dim", "decay", "qk_norm", "output_gate", "window_size", "sink", "backend", "device", "dtype",
 }
 
-# words in names of other models' options: values that are true here, besides None, False and 0, and what this model has
+# words in names of other models' options: values that hold here too, besides None, False and 0, and the equivalent here
 _OTHER_ARCHITECTURES: dict[str, tuple[tuple[str, ...], str]] = {
     r"sliding|windows?": ((), "window_size=(tokens - 1, 0) is this model's window"),
     r"rope|rotary|alibi|pos|positions?|sinusoidal": ((), "the model has no positions; `decay` gives the order"),
@@ -91,11 +90,11 @@ _OTHER_ARCHITECTURES: dict[str, tuple[tuple[str, ...], str]] = {
         (), "a block is DecayFlashAttention and a SwiGLU, with hidden_size and intermediate_size"
     ),
 }
-# what transformers itself writes into any configuration, or reads in DecayForTokenClassification
+# options that transformers writes into any configuration, or reads in DecayForTokenClassification
 _OF_TRANSFORMERS = {field.name for field in dataclasses.fields(PreTrainedConfig)} | set(GenerationConfig().to_dict())
 _OF_TRANSFORMERS |= {"attn_implementation", "experts_implementation", "classifier_dropout", "token_classification_bias"}
 
-# one name of an argument and an output of every model: "cache" since transformers 5.24, "past_key_values" before
+# the cache's name as an argument and output of every model: "cache" since transformers 5.24, "past_key_values" before
 _OUTPUTS = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
 _CACHE = "cache" if "cache" in _OUTPUTS else "past_key_values"
 
@@ -110,18 +109,18 @@ class DecayConfig(PreTrainedConfig):
         num_key_value_heads: key and value heads, a divisor of num_attention_heads; default num_attention_heads.
         head_dim: default hidden_size / num_attention_heads.
         decay: "scalar", a forget gate per token and head; "alibi", "retnet" or "constant", one constant per head, and
-            the same with "-learned" behind it; "none".
-        log_decay: the constants of "constant" and the start of "constant-learned", one number per attention head as in
-            ConstantDecay, the same in every layer: natural logarithms, below 0 for a decay.
-        initial_half_lives: half-lives of a forget gate at the start, in tokens, (shortest, longest) or one number per
-            attention head, as in ScalarDecay; with decay="scalar" only. Default ScalarDecay's.
+            the same with the suffix "-learned"; "none".
+        log_decay: the constants of "constant" and the initial values of "constant-learned", one number per attention
+            head as in ConstantDecay, the same in every layer. Natural logarithms, below 0 for a decay.
+        initial_half_lives: initial half-lives of a forget gate, in tokens, (shortest, longest) or one number per
+            attention head, as in ScalarDecay; only with decay="scalar". Default: that of ScalarDecay.
         qk_norm, output_gate, window_size, sink, backend: as in DecayFlashAttention, in every layer.
         rms_norm_eps: of the model's norms.
-        max_position_embeddings: the length that the model is meant for, which other tools read. Nothing here depends
-            on it: the model has no position embedding, knows order by its decay, and caches grow as needed.
-        kwargs: transformers' own options, num_labels, classifier_dropout (0.1) and token_classification_bias (True)
-            among them, and keys of your own, which are stored and have no effect. Misspelled options raise, and so do
-            options of other architectures unless their value changes nothing: None, False, 0, hidden_act="silu".
+        max_position_embeddings: the intended length of sequences, which other tools read. It has no effect here: the
+            model has no position embedding, its decay gives the order, and caches grow as needed.
+        kwargs: transformers' own options, among them num_labels, classifier_dropout (0.1) and token_classification_bias
+            (True), and your own keys, which are stored and have no effect. Misspelled options raise, and so do options
+            of other architectures unless their value changes nothing: None, False, 0, hidden_act="silu".
 
     Raises:
         TypeError, ValueError: for every bad value, by name.
@@ -182,7 +181,7 @@ class DecayConfig(PreTrainedConfig):
         self.qk_norm = check_bool("qk_norm", qk_norm)
         self.output_gate = check_bool("output_gate", output_gate)
         check_window(window_size)
-        # a list if it comes from JSON
+        # JSON gives a list
         self.window_size = None if window_size is None else (window_size[0], window_size[1])
         self.sink = check_bool("sink", sink)
         self.rms_norm_eps = rms_norm_eps
@@ -201,7 +200,7 @@ _OWN_OPTIONS = set(inspect.signature(DecayConfig.__init__).parameters) - {"self"
 
 
 def _refuse_other_architectures(options: dict) -> None:
-    """Refuse options that would make a reader of the configuration believe in another model."""
+    """Refuse options of another architecture: a reader of the configuration would expect another model."""
     for name, value in sorted(options.items()):
         if name in _LAYER_OPTIONS:
             raise ValueError(f"{name}: an option of DecayFlashAttention that this model does not have")
@@ -217,7 +216,7 @@ def _refuse_other_architectures(options: dict) -> None:
 
 
 def _check_log_decay(log_decay: Sequence[float] | Tensor | None, decay: str, heads: int) -> tuple[float, ...] | None:
-    """The user's own constants, which come with decay="constant" or "constant-learned" and with no other."""
+    """The user's constants, which decay="constant" and "constant-learned" require and no other decay accepts."""
     if not decay.startswith("constant"):
         if log_decay is not None:
             expected = "log_decay: expected only with decay='constant' or 'constant-learned'"
@@ -233,30 +232,30 @@ def _check_log_decay(log_decay: Sequence[float] | Tensor | None, decay: str, hea
 
 
 class DecayCacheLayer(DynamicLayer):
-    """Cache of one attention layer, in a DecayCache with room for twice its tokens, or for max_length if that is less.
+    """Cache of one attention layer: a DecayCache with room for twice its tokens, or for max_length if that is less.
 
     Args:
-        max_length: expected number of tokens. More may come.
+        max_length: expected number of tokens; not a limit.
     """
 
     def __init__(self, max_length: float = math.inf):
         super().__init__()
         self.max_length = max_length
         self.cache: DecayCache | None = None
-        self.columns = 0  # of attention_mask; tokens that left the cache are among them
+        self.columns = 0  # of attention_mask, including tokens that left the cache
 
     @property
     def batch_size(self) -> int:
         if self.cache is None:
-            raise AttributeError("batch_size: expected a filled cache, got an empty one")  # transformers asks hasattr
+            raise AttributeError("batch_size: expected a filled cache, got an empty one")  # transformers calls hasattr
         return self.cache.batch_size
 
     max_batch_size = batch_size  # the name in the first releases of transformers 5
 
     def room_for(self, batch_size: int, tokens: int, attention: DecayFlashAttention) -> DecayCache:
-        """Return the cache of that layer, with room for `tokens` more tokens."""
+        """Return the cache of that layer, with space for `tokens` more tokens."""
         held = 0 if self.cache is None else self.cache.longest
-        needed = max(1, held + tokens)  # a cache has room for a token, and a call may have none
+        needed = max(1, held + tokens)  # a cache needs room for a token; a call may have none
         size = int(min(self.max_length, 2 * needed)) if needed <= self.max_length else 2 * needed
         if self.cache is None:
             self.cache = attention.make_cache(batch_size, size)
@@ -273,7 +272,7 @@ class DecayCacheLayer(DynamicLayer):
         return self.columns
 
     def reset(self) -> None:
-        """Drop tokens and buffers; the next tokens may have another batch size."""
+        """Drop tokens and buffers. The next tokens may have another batch size."""
         self.cache, self.is_initialized, self.columns = None, False, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -281,11 +280,11 @@ class DecayCacheLayer(DynamicLayer):
             self.cache.reorder(beam_idx.to(self.cache.device))
 
     def crop(self, tokens_to_remove: SupportsIndex | Sequence[int] | Tensor) -> None:
-        """Remove the last −tokens_to_remove tokens of every entry, none of them padding.
+        """Remove the last −tokens_to_remove tokens of every entry; they must not be padding.
 
         A positive number is the length to keep, as in the first releases of transformers 5. One number for each entry,
         0 or below, a sequence or a tensor (B,), removes tokens and no columns: attention_mask is 0 there. A reset among
-        the removed tokens is not undone; a forget gate of this model is a reset only if its logit is below −746.
+        the removed tokens is not undone. A forget gate of this model is a reset only if its logit is below −746.
         """
         if self.cache is None:
             return
@@ -311,7 +310,8 @@ class DecayCacheLayer(DynamicLayer):
 
 
 class DecayModelCache(Cache):
-    """Cache (past_key_values) of DecayModel: one DecayCacheLayer for each layer that it runs. Inference only.
+    """Cache (past_key_values) of DecayModel, with one DecayCacheLayer for each layer that the model runs. Inference
+    only.
 
     Args:
         config: of the model.
@@ -331,7 +331,7 @@ class DecayModelCache(Cache):
         return None if held is None else held.lengths + held.dropped
 
     def fit(self, count: int) -> list[DecayCacheLayer]:
-        """Return the caches of the `count` layers that the model runs; an empty cache takes on their number."""
+        """Return the caches of the `count` layers that the model runs. An empty cache adopts that number."""
         if len(self.layers) != count:
             if self.lengths is not None:
                 raise ValueError(
@@ -396,7 +396,7 @@ class DecayPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecayBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
-    # Decay modules refuse to become narrower anyway; this tells loaders that look for it
+    # Decay modules refuse to become narrower anyway; this is for loaders that read it
     _keep_in_fp32_modules_strict = ["self_attn.decay"]  # noqa: RUF012
 
     @torch.no_grad()
@@ -410,7 +410,7 @@ class DecayPreTrainedModel(PreTrainedModel):
 
 
 class DecayModel(DecayPreTrainedModel):
-    """Token embedding, DecayBlocks and a last norm; order is known by the decay alone."""
+    """Token embedding, DecayBlocks and a final norm. Only the decay gives the order of tokens."""
 
     def __init__(self, config: DecayConfig):
         super().__init__(config)
@@ -437,29 +437,29 @@ class DecayModel(DecayPreTrainedModel):
 
         Args:
             attention_mask: (B, past + T), True or 1 for tokens and False or 0 for padding: bool, integers, or floating
-                numbers with a 1 in every row. Document numbers and numbers to add to scores raise. Padding may stand
-                anywhere and hold anything: the tokens are treated as if it were not there, and its outputs are 0. The
+                numbers with a 1 in every row. Document numbers and values to add to scores raise. Padding may be
+                anywhere and hold anything: the result is that of the tokens without it, and its outputs are 0. The
                 columns of tokens in the cache are only counted; a row must have as many tokens as its cache.
             position_ids: (B, T) or (1, T). The model has no positions, so they may only count the tokens of a row, each
-                the one before plus one. They start anywhere; after tokens in a cache, at their number or at the column.
-                Packed sequences: in a single row without attention_mask and cache, the smallest position again begins a
-                sequence. Finding those synchronises with the device.
-            cache: the earlier tokens; the new ones are added. Under torch.no_grad() only. transformers calls it
-                past_key_values before 5.24; both names are taken, and the output has the one of the release.
-            use_cache: start a cache if none came. Default config.use_cache, but False if gradients are recorded,
-                because a cache has none, for packed sequences, which no token follows, and without rows.
+                the one before plus one. They may start anywhere; after tokens in a cache, at their number or at the
+                column. Packed sequences: in a single row without attention_mask and cache, every return to the smallest
+                position starts a sequence. Finding these starts synchronises with the device.
+            cache: the earlier tokens; the new ones are added. Only under torch.no_grad(). transformers calls it
+                past_key_values before 5.24. Both names work; the output has the name of the release.
+            use_cache: start a cache if none is given. Default config.use_cache, but False if gradients are recorded (a
+                cache has none), for packed sequences (no token follows them), and without rows.
             output_hidden_states: also return hidden_states, (B, T, hidden_size) before the first layer and after every
-                one, the last of them after the norm.
+                layer; the last one is after the norm.
             cu_seq_lens_q, max_length_q: packed sequences, in kwargs, as DataCollatorWithFlattening returns them with
-                return_flash_attn_kwargs=True: input_ids (1, total), where sequence n is the tokens
-                cu_seq_lens_q[n] ≤ t < cu_seq_lens_q[n + 1], and none longer than max_length_q (default total). Reading
-                max_length_q from a tensor synchronises with its device. Nothing crosses a boundary. cu_seq_lens_k,
+                return_flash_attn_kwargs=True: input_ids (1, total), where sequence n is the tokens cu_seq_lens_q[n] ≤ t
+                < cu_seq_lens_q[n + 1]. max_length_q is an upper bound on the lengths (default total). If it is a
+                tensor, reading it synchronises with its device. Nothing crosses a boundary. cu_seq_lens_k,
                 max_length_k, seq_idx and position_ids are not read.
             kwargs: arguments that transformers passes to every model, if they change nothing here; others raise.
 
         Raises:
-            TypeError, ValueError: for every bad argument, by name. Bad numbers in a tensor on a GPU fail an assertion
-                there.
+            TypeError, ValueError: for every bad argument, by name. Bad values in a tensor on a GPU fail an assertion
+            there.
         """
         packing = {name: kwargs.pop(name, None) for name in _PACKING}
         _refuse_unknown({"output_attentions": self.config.output_attentions, **kwargs})
@@ -483,9 +483,9 @@ class DecayModel(DecayPreTrainedModel):
         new_lengths = order = real = None
         if attention_mask is not None:
             real = _new_columns(attention_mask, x, cache)
-            # tokens first, in their order, then padding: causality hides it, and a cache overwrites it
+            # tokens first, in their order, then padding: causality hides the padding, and a cache overwrites it
             new_lengths, order = real.sum(1), (~real).int().argsort(dim=1, stable=True)
-            # zeros: rows read what is padded with probability 0, and 0 · NaN is NaN
+            # zeros: rows read padding with probability 0, and 0 · NaN is NaN
             x = x.masked_fill(~real[..., None], 0).take_along_dim(order[..., None], 1)
         if position_ids is not None and not sequences:
             sequences = _read_positions(position_ids, x, may_pack, cache, new_lengths, order)
@@ -504,7 +504,7 @@ class DecayModel(DecayPreTrainedModel):
         states.append(self.norm(x))
         if real is not None and order is not None:
             back = order.argsort(dim=1)[..., None]
-            # zeros, because padding behind the tokens has seen all of them: nothing may learn from it
+            # zeros, because padding after the tokens has seen all of them: no loss may learn from it
             states = [x.take_along_dim(back, 1).masked_fill(~real[..., None], 0) for x in states]
         return BaseModelOutputWithPast(
             last_hidden_state=states[-1],
@@ -514,7 +514,7 @@ class DecayModel(DecayPreTrainedModel):
 
 
 class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
-    """DecayModel with a language model's head, for training and `generate`."""
+    """DecayModel with a language-model head, for training and `generate`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
@@ -542,9 +542,8 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         """Logits (B, T, vocab_size) and loss; other arguments as in DecayModel.forward.
 
         Args:
-            labels: (B, T), the tokens of the input themselves (the loss shifts them), and −100 for those that do not
-                count: padding, a first token after padding, the first of a packed sequence. loss is the mean
-                cross-entropy in nats.
+            labels: (B, T), the input tokens themselves (the loss shifts them), and −100 to exclude a token: padding, a
+                first token after padding, the first of a packed sequence. loss is the mean cross-entropy in nats.
             logits_to_keep: number of last positions, 0 for all; or the indices of positions.
             kwargs: also num_items_in_batch, ignore_index and shift_labels, for transformers' loss function.
 
@@ -570,17 +569,17 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> None:
-        """None: `generate` would count positions for every model whose forward names them."""
+        """Do nothing; the original counts positions for every model with position_ids in its forward."""
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """Start `generate` with a DecayModelCache if none came; it would take a DynamicCache."""
+        """Start `generate` with a DecayModelCache instead of a DynamicCache, if no cache is given."""
         if model_kwargs.get(_CACHE) is not None or generation_config.use_cache is False:
             return super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-        # the last is how the first releases of transformers 5 call it in assisted generation
+        # "dynamic_full": in the first releases of transformers 5, assisted generation passes it
         if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
             raise ValueError(
                 "cache_implementation: expected None or 'dynamic', the cache of this model; "
@@ -590,9 +589,9 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
 
 
 class DecayForSequenceClassification(GenericForSequenceClassification, DecayPreTrainedModel):
-    """DecayModel with a linear classifier of every row's last token, the last that is not config.pad_token_id."""
+    """DecayModel with a linear classifier of every row's last token, the last one that is not config.pad_token_id."""
 
-    accepts_loss_kwargs = False  # or Trainer passes num_items_in_batch, which the loss of classifiers does not read
+    accepts_loss_kwargs = False  # True: Trainer would pass num_items_in_batch, which this loss ignores
 
 
 class DecayForTokenClassification(GenericForTokenClassification, DecayPreTrainedModel):
@@ -602,23 +601,23 @@ class DecayForTokenClassification(GenericForTokenClassification, DecayPreTrained
 
 
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
-# packed sequences, as transformers gives them to a model
+# packed sequences, as transformers passes them to a model
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _NO_WEIGHTS = "flash attention never has the attention weights"
-# Arguments that transformers and tools around it pass to any model: the value that changes nothing here, as None does,
-# and the reason why any other is refused
+# Arguments that transformers and tools around it pass to any model: the value, besides None, that changes nothing here,
+# and the reason why any other raises
 _OF_EVERY_MODEL = {
     "output_attentions": (False, _NO_WEIGHTS),
     "output_router_logits": (False, "the model has no experts"),
     "is_causal": (True, "the model is causal"),
     "token_type_ids": (None, "the model has no segments; a tokenizer leaves them out with return_token_type_ids=False"),
 }
-# positions in a cache, which a DecayModelCache knows by itself
+# positions in a cache; a DecayModelCache tracks them itself
 _IGNORED = ("cache_position",)
 
 
 def _refuse_unknown(kwargs: dict) -> None:
-    """Refuse arguments that would have to change the result, and unknown ones."""
+    """Refuse unknown arguments, and known ones that would have to change the result."""
     for name, value in kwargs.items():
         if value is None or name in _IGNORED:
             continue
@@ -639,7 +638,7 @@ def _sequences(packing: dict, may_pack: bool, has_positions: bool) -> dict:
                 f"without attention_mask, {_CACHE} and use_cache; leave {name} out with any other rows"
             )
     if isinstance(longest, Tensor) and longest.ndim == 0 and not longest.is_floating_point():
-        longest = None if torch.compiler.is_compiling() else int(longest)  # compiled code cannot read it
+        longest = None if torch.compiler.is_compiling() else int(longest)  # compiled code cannot read a tensor
     return {} if offsets is None else {"cu_seqlens": offsets, "max_seqlen": longest}
 
 
@@ -647,7 +646,7 @@ def _read_positions(
     position_ids: Tensor, x: Tensor, may_pack: bool, cache: DecayModelCache | None, new_lengths: Tensor | None,
     order: Tensor | None,
 ) -> dict:
-    """Refuse positions that do more than count tokens; return the sequences that restarts begin, as _sequences does."""
+    """Check that positions only count tokens. Return the sequences that restarts begin, as _sequences does."""
     rows, tokens = x.shape[:2]
     if not isinstance(position_ids, Tensor) or position_ids.is_floating_point():
         raise TypeError(f"position_ids: expected an integer tensor, got {position_ids!r}")
@@ -685,7 +684,7 @@ def _make_decay(config: DecayConfig) -> attention.DecayPreset | nn.Module:
         return ScalarDecay(config.hidden_size, config.num_attention_heads, initial_half_lives=config.initial_half_lives)
     if config.log_decay is not None:
         return ConstantDecay(config.log_decay, learned=config.decay.endswith("learned"))
-    return config.decay  # type: ignore[return-value]  # "constant-learned" has a log_decay
+    return config.decay  # type: ignore[return-value]  # "constant-learned" was handled above
 
 
 def _new_columns(attention_mask: Tensor, x: Tensor, cache: DecayModelCache | None) -> Tensor:
@@ -699,7 +698,7 @@ def _new_columns(attention_mask: Tensor, x: Tensor, cache: DecayModelCache | Non
     attention_mask = attention_mask.to(x.device)
     real = attention_mask == 1
     is_mask = real | (attention_mask == 0)
-    if attention_mask.is_floating_point():  # a row of zeros would be all padding here, and all tokens if it is added
+    if attention_mask.is_floating_point():  # zeros: padding as a mask, tokens as values to add
         is_mask = is_mask & real.any(1, keepdim=True)
         remedy = "instead of numbers to add to scores pass a bool mask, True for tokens"
     else:
@@ -728,7 +727,7 @@ def _sparing(parameter_names: Callable[..., list[str]]) -> Callable[..., list[st
 
 
 def register() -> None:
-    """Register the models with the Auto classes and spare decays in Trainer; importing this module does it."""
+    """Register the models with the Auto classes and spare decays in Trainer. Importing this module does it."""
     AutoConfig.register(DecayConfig.model_type, DecayConfig, exist_ok=True)
     AutoModel.register(DecayConfig, DecayModel, exist_ok=True)
     AutoModelForCausalLM.register(DecayConfig, DecayForCausalLM, exist_ok=True)
