@@ -1,4 +1,4 @@
-"""Sequences over several GPUs: context parallelism with a decay, on torch.distributed."""
+"""Sequences sharded over several GPUs: context parallelism with a decay, on torch.distributed."""
 
 from decayattn.distributed.context import ContextParallel, context_parallel_attention, fetched_tokens
 

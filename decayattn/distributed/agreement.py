@@ -1,4 +1,4 @@
-"""First collective of every call: the ranks of a group compare their options, or hear that one of them has raised."""
+"""First collective of every call: the ranks of a group compare their options, or learn that one of them has raised."""
 
 import contextlib
 import functools
@@ -14,12 +14,12 @@ from torch import Tensor
 from decayattn import compatibility
 from decayattn.distributed.exchange import gather, on_device
 
-# options of a call that are compared, at most: the first collective has the same size whatever they are
+# upper bound on the compared options of a call: the size of the first collective must not depend on them
 _MOST = 32
 _RAISED = -1
-# options of a group that are remembered: lengths may be others in every step
+# upper bound on the remembered options of a group: lengths may change in every step
 _REMEMBERED = 4096
-# groups, and the options on which their ranks have been seen to agree
+# groups, and the options on which their ranks have already agreed
 _agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]]" = weakref.WeakKeyDictionary()
 
 
@@ -31,18 +31,19 @@ class Option(NamedTuple):
 class Handshake:
     """Context manager around a call: if this rank raises, the ranks that wait for it in a gather raise too.
 
-    The last gather comes before the rows are exchanged. A rank that raises after it leaves the others waiting.
+    The last gather comes before the exchange of rows. If a rank raises after it, the others keep waiting.
     """
 
     def __init__(self, group: dist.ProcessGroup, x: object) -> None:
-        """x: a tensor of the call. The ranks gather on its device if the group's backend has that type of device."""
+        """x: a tensor of the call. The ranks gather on its device if the group's backend supports that type of
+        device."""
         self.group, self.device_types = group, _device_types(group)
         self.device = x.device if isinstance(x, Tensor) else torch.device("meta")
         if self.device.type not in self.device_types:
             self.device = torch.device(self.device_types[0])
         self.options: tuple[Option, ...] = ()
         self.forget: Callable[[], None] = lambda: None  # called on every rank if options differ
-        self.width = _MOST  # int64 values in the gather where other ranks wait for this one; 0: they wait in none
+        self.width = _MOST  # int64 values per rank in the gather that other ranks wait in; 0: none
         self._met = False
 
     def __enter__(self) -> "Handshake":
@@ -53,20 +54,21 @@ class Handshake:
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        with contextlib.suppress(Exception):  # the caller gets this rank's own error
+        with contextlib.suppress(Exception):  # the caller sees this rank's own error
             raised = torch.full((self.width,), _RAISED, dtype=torch.int64, device=self.device)
             gather(raised, dist.get_world_size(self.group), self.group)
 
     def meet(self) -> None:
-        """Compare the options, once per call. Other collectives come after it: with different options, ranks may wait
-        for one another in them.
+        """Compare the options, once per call and before any other collective: with different options, ranks might wait
+        for each other in one.
 
         On a GPU the host waits only for the first call with these options in this group. In later calls an assertion on
-        the device fails if ranks do not agree.
+        the device fails if the ranks do not agree.
 
         Raises:
             ValueError: names an option that differs, and the ranks.
-            RuntimeError: another rank has raised; or a CUDA graph is captured, and no call before it had these options.
+            RuntimeError: another rank has raised; or a CUDA graph is being captured without an earlier call with these
+            options.
         """
         if self._met:
             return
@@ -104,7 +106,7 @@ class Handshake:
 
 
 def refuse_raised(of_ranks: Sequence[Sequence[int]]) -> None:
-    """Raise RuntimeError if a rank has gathered an error in place of its values. The last value is never negative."""
+    """Raise RuntimeError if a rank has gathered an error instead of its values. The last value is never negative."""
     raised = [rank for rank, values in enumerate(of_ranks) if values[-1] == _RAISED]
     if raised:
         raise RuntimeError(
@@ -114,14 +116,14 @@ def refuse_raised(of_ranks: Sequence[Sequence[int]]) -> None:
 
 
 def _device_types(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Device types of the tensors that a group exchanges; ranks report errors on the first.
+    """Device types of the tensors that a group exchanges; ranks report errors on the first of them.
 
-    With several backends these are the accelerator's alone, because all ranks of a call meet in one backend.
+    With several backends these are only the accelerator's, because all ranks of a call must use the same backend.
     """
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     if len(set(backends.values())) > 1:
         backends.pop("cpu", None)
-    return tuple(sorted(backends, key=lambda type: type != "cpu"))  # an error needs no GPU if a CPU will do
+    return tuple(sorted(backends, key=lambda type: type != "cpu"))  # CPU first: reporting an error then needs no GPU
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""The public function and the layer's handle: their contract, the checks, and the call of a mode."""
+"""The public function and the layer's settings: contract, checks, and the dispatch to a mode."""
 
 import functools
 import weakref
@@ -53,58 +53,59 @@ def context_parallel_attention(
     backend: BackendName = "auto",
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""decay_attention of sequences that are cut into slices of tokens, one for each rank of a group, in their order.
+    r"""decay_attention of sequences that are cut into consecutive slices of tokens, one for each rank of a group.
 
-    Rank r has T_r tokens; the result is what decay_attention gives for all T = ΣT_r of them, of which every rank gets
-    its own rows. Two ways to get there:
+    Rank r has T_r tokens. Every rank gets its own rows of decay_attention over all T = ΣT_r tokens. There are two
+    modes:
 
-    "halo": every rank keeps its queries and fetches the keys before its slice that matter to any of its rows. Which
-        ones is decided by the bound of skip_tolerance, before any key is sent: a strong decay sends a few hundred
-        tokens of a head, no decay everything. Where it is few, it is the same power of two for all heads and ranks.
-        Rows that see only their slice do not wait for them. Causal attention only.
-    "heads": an all-to-all gives every rank the whole sequences of H / ranks heads, and another one its rows back
-        (DeepSpeed-Ulysses, arXiv 2309.14509). H must be a multiple of the ranks. All options work, and the bytes do
-        not depend on the decay: the choice without a decay or a window.
+    "halo": every rank keeps its queries and fetches the keys before its slice that matter to any of its rows. The bound
+    of skip_tolerance selects them before any key is sent: a strong decay sends a few hundred tokens of a head, no decay
+    sends everything. A small number is rounded up to the same power of two for all heads and ranks. Rows that see only
+    their slice do not wait for them. Causal attention only.
+    "heads": one all-to-all gives every rank the whole sequences of H / ranks heads, and another one returns its rows
+    (DeepSpeed-Ulysses, arXiv 2309.14509). H must be a multiple of the number of ranks. All options work, and the number
+    of bytes does not depend on the decay: the choice without a decay or a window.
 
     Args:
         q, k, v: this rank's (B, T_r, H, D), (B, T_r, H_kv, D) and (B, T_r, H_kv, D_v).
-        log_decay: as in decay_attention, one per token being (B, T_r, H). A slice's first λ acts between the slices.
-        group: the process group; None is torch.distributed's default one. Its ranks call with the same options.
+        log_decay: as in decay_attention; one per token is (B, T_r, H). A slice's first λ acts between the slices.
+        group: the process group; None is torch.distributed's default group. All its ranks call with the same options.
         lengths: T_r of every rank, 0 included; None: all the same.
         mode: "halo" or "heads".
         reach: halo only: every rank fetches the last `reach` tokens before its slice, and rows see no further. The
             caller guarantees that no key beyond `reach` matters; this is exact for a window of that size. Skips
             planning, so the host does not synchronise.
-        scale, window_size, skip_tolerance, backend: as in decay_attention; a tensor scale broadcasts to (B, T_r, H).
-            In halo mode what is not fetched and what the call then skips have half of skip_tolerance each, a third
-            where the decay is constant; None fetches all that a row sees, and so does the "reference" backend.
-        causal, bias, seqused_q, seqused_k, leftpad_q, leftpad_k: as in decay_attention, heads mode only; bias and
-            padding are for all T tokens, the same on every rank.
+        scale, window_size, skip_tolerance, backend: as in decay_attention; a tensor scale broadcasts to (B, T_r, H). In
+            halo mode, keys that are not fetched and keys that the call skips share skip_tolerance: half each, or a
+            third each for a constant decay. With None, or with the "reference" backend, a rank fetches every key that a
+            row sees.
+        causal, bias, seqused_q, seqused_k, leftpad_q, leftpad_k: as in decay_attention, heads mode only. bias and
+            padding cover all T tokens and are the same on every rank.
         sink: (H,), as in decay_attention.
         cu_seqlens, max_seqlen: packed sequences, with B = 1. (sequences + 1,) int32 or int64: offsets on the axis of
-            all T tokens, the same on every rank; a sequence may lie on several ranks. No sequence is longer than
-            max_seqlen, default T.
+            all T tokens, the same on every rank; a sequence may span several ranks. max_seqlen is an upper bound on the
+            sequence lengths, default T.
         return_lse: also return lse.
 
     Returns:
         out (B, T_r, H, D_v), or (out, lse) with lse (B, H, T_r). Differentiable once, in both modes. The gradients of
-        q, k, v, log_decay per token and scale per row are those of the sum of all ranks' losses, on their rank. Of
-        what all ranks share (a constant log_decay, sink, bias, a scale that is broadcast) each rank has its share, and
-        the sum over the ranks is the gradient: data-parallel wrappers average it as that of any other weight.
+        q, k, v, log_decay per token and scale per row are those of the sum of all ranks' losses. For arguments that all
+        ranks share (a constant log_decay, sink, bias, a broadcast scale), each rank has its share of the gradient, and
+        the sum over the ranks is the whole: data-parallel wrappers average it like that of any other weight.
 
-    The first collective of every call compares the options of the ranks. On a GPU the host waits for the first one
-    with new options; an assertion on the device checks later ones. A planned halo waits once per call, to size the
-    exchange. After many calls with the same small number of keys, the next call assumes that number and is recomputed
-    if it differs. Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode and a halo of a
-    fixed reach, after a call outside of it. torch.compile leaves the call to eager code.
+    The first collective of every call compares the options of the ranks. On a GPU the host waits for it only with new
+    options; an assertion on the device checks later ones. A planned halo waits once per call, to size the exchange.
+    After many calls with the same small number of keys, the next call assumes that number and is recomputed if it
+    differs. Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode, and a halo with a fixed
+    reach, after a call outside of it. torch.compile leaves the call to eager code.
 
     Raises:
-        TypeError, ValueError: for every bad argument, by name, and where the ranks' options differ.
-        RuntimeError: under a transform of torch.func (vmap, grad); on every other rank if a rank raises in its checks
-            or in the plan, with the number of the rank. (On a GPU, if an earlier call had these options, an assertion
-            on the device fails.) An error in a rank's own kernels or
-            in its backward is not reported: the other ranks wait until the group's timeout. Also in a CUDA graph for a
-            planned halo and for options that no earlier call had; under torch.compile with fullgraph=True.
+        TypeError, ValueError: for every bad argument, by name, and if the ranks' options differ.
+        RuntimeError: under a transform of torch.func (vmap, grad). On every other rank if a rank raises in its checks
+            or in the plan; it names the rank. On a GPU, if an earlier call had these options, an assertion on the
+            device fails instead. An error in a rank's own kernels or in its backward is not reported: the other ranks
+            wait until the group's timeout. In a CUDA graph, for a planned halo and for options without an earlier call.
+            Under torch.compile with fullgraph=True.
     """
     group = _checked_group(group)
     only_heads = {
@@ -141,7 +142,7 @@ def context_parallel_attention(
         if kernels == "reference":
             kernels = None
         elif mode == "halo" and packed is None:
-            # the backend that takes the slice on its own; it may refuse these very tensors
+            # the backend for the slice alone; it may refuse these very tensors
             kernels = registry.resolve(problem, backend, Inputs(q, k, v, log_decay, row_scale, scale=number))
         differentiable = q, k, v, log_decay, row_scale, sink, bias
         options = (
@@ -156,7 +157,7 @@ def context_parallel_attention(
         history = two_calls.history(group)
         expected = history.expected(options)
         handshake.options = (*options, Option("calls before", expected))
-        # from then on all ranks have the same calls before
+        # from here on all ranks have made the same earlier calls
         handshake.forget = functools.partial(history.forget, options)
         scale = number if row_scale is None else row_scale
         call: dict[str, Any] = {"sink": sink, "window_size": window_size, "backend": backend}
@@ -174,9 +175,9 @@ def context_parallel_attention(
 class ContextParallel(NamedTuple):
     """Settings for attention over sequences that are sharded across ranks: `layer.context = ContextParallel(group)`.
 
-    x is then this rank's slice (B, T_r, embed_dim), and so are resets; cu_seqlens counts on the axis of all slices. A
+    x is then this rank's slice (B, T_r, embed_dim); so are resets. cu_seqlens counts on the axis of all slices. A
     position module is called with start, the position (B,) int32 of the slice's first token. Padding masks, caches and
-    memories are refused.
+    memories raise.
     """
 
     group: dist.ProcessGroup | None
@@ -185,7 +186,7 @@ class ContextParallel(NamedTuple):
     reach: int | None = None
 
     def __deepcopy__(self, memo: dict) -> "ContextParallel":
-        return self  # a group has no copy
+        return self  # groups cannot be copied
 
     def first_token(self, length: int) -> int:
         """Position of the first token of this rank's slice of that length."""
@@ -220,8 +221,9 @@ def fetched_tokens(
 ) -> Tensor:
     """Number of tokens before its slice that every rank fetches in "halo" mode for these arguments.
 
-    As many rows of D and D_v numbers, and of H / H_kv log-decays, are sent for each batch entry and key head. The plan
-    of "triton" is made for this, so it takes a GPU (or Triton's interpreter). Every rank of the group calls it.
+    For each batch entry and key head, a rank receives this number of rows with D and D_v values and H / H_kv
+    log-decays. The plan of "triton" gives the answer, so this needs a GPU or Triton's interpreter. Every rank of the
+    group calls it.
 
     Args:
         q, k, log_decay, group, lengths, scale, window_size, cu_seqlens, skip_tolerance: as in
@@ -231,7 +233,7 @@ def fetched_tokens(
         (ranks, B, H_kv) int64, the same on every rank.
 
     Raises:
-        TypeError, ValueError: for every bad argument, by name, and where the Triton kernels cannot run.
+        TypeError, ValueError: for every bad argument, by name, and if the Triton kernels cannot run.
     """
     group = _checked_group(group)
     with Handshake(group, q) as handshake:
@@ -252,7 +254,7 @@ def fetched_tokens(
         tolerance = problem.skip_tolerance / fetching.shares(problem)
         scale = number if row_scale is None else row_scale
         pending = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance, handshake)
-        handshake.meet()  # without a plan, fetch has none
+        handshake.meet()  # fetch meets only if it makes a plan
     fetch = pending.wait()
     offsets = torch.tensor(slices.offsets[:-1], device=q.device)
     return offsets[:, None, None] - fetch.first
@@ -262,7 +264,7 @@ def _compared(
     slices: Slices, problem: AttentionProblem, log_decay: Tensor | None, row_scale: Tensor | None, number: float,
     window: tuple[int, int], packed: Packed | None,
 ) -> tuple[Option, ...]:
-    """Options of every call of a group."""
+    """Options that every call of a group compares."""
     return (
         Option("lengths", slices.lengths),
         Option("q", (problem.device.type, problem.dtype, problem.batch, problem.num_heads, problem.head_dim)),

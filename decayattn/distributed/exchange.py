@@ -1,4 +1,4 @@
-"""Rows that ranks send to one another, and where each rank's slice of the sequence lies."""
+"""Rows that ranks send to one another, and the range of the sequence that each rank holds."""
 
 import functools
 import itertools
@@ -14,12 +14,12 @@ from decayattn import compatibility
 
 
 class Slices(NamedTuple):
-    """Which tokens of a sequence the ranks of a group hold, in their order."""
+    """Consecutive ranges of a sequence's tokens, one for each rank of a group."""
 
     lengths: tuple[int, ...]
     rank: int
-    # Weak, because a result's autograd graph keeps this. A strong reference keeps the group and gloo's threads alive
-    # after destroy_process_group; a thread that drops a tensor after Python has ended aborts the process
+    # Weak, because a result's autograd graph holds this object. A strong reference keeps the group and gloo's threads
+    # alive after destroy_process_group, and a thread that drops a tensor after Python has ended aborts the process
     # (pytorch#190489).
     group_reference: "weakref.ref[dist.ProcessGroup]"
 
@@ -36,7 +36,7 @@ class Slices(NamedTuple):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where every slice begins, and where the last one ends."""
+        """Start of every slice, and the end of the last one."""
         return _offsets(self.lengths)
 
     @property
@@ -53,13 +53,13 @@ def _offsets(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *itertools.accumulate(lengths))
 
 
-# what CUDA graphs read: it has to stay where it is as long as they may be replayed
+# tensors that CUDA graphs read: their addresses must stay valid while the graphs may be replayed
 _of_graphs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64; kept, because a copy of new numbers to a GPU waits for it."""
-    if compatibility.has_observers():  # who may want to have a tensor of another kind
+    """The numbers as an int64 tensor. Cached, because copying new numbers to a GPU synchronises."""
+    if compatibility.has_observers():  # a dispatch mode may intercept tensor creation
         return torch.tensor(numbers, dtype=torch.int64, device=device)
     kept = _kept(numbers, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -73,7 +73,8 @@ def _kept(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def on_host(x: Tensor) -> Callable[[], list]:
-    """Its numbers as a list, for which the host waits no longer than for what was launched before this."""
+    """Start copying x to the host; return a function for its values. It waits only for work launched before this
+    call."""
     if x.device.type != "cuda":
         return x.tolist
     there = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
@@ -88,14 +89,14 @@ def on_host(x: Tensor) -> Callable[[], list]:
 
 
 def gather(own: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
-    """(ranks, ·): a tensor of every rank."""
+    """Every rank's tensor, as (ranks, ·)."""
     everyone = own.new_empty(ranks, *own.shape)
     compatibility.all_gather(everyone, own[None], group)
     return everyone
 
 
 def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The first rows go to the first rank, and so on; so many come from each, in the order of the ranks."""
+    """Send the first rows to rank 0, and so on. Return the rows of every rank, `receive` of each, in order of ranks."""
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
     return received
@@ -104,7 +105,7 @@ def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group:
 def all_to_all_beside(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Callable[[], Tensor]:
-    """The same beside what is launched before the result is asked for."""
+    """all_to_all that overlaps with work launched before its result is requested."""
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     work = dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group, async_op=True)
 
@@ -116,10 +117,10 @@ def all_to_all_beside(
 
 
 def pack(parts: Sequence[Tensor], multiple: int = 1) -> Tensor:
-    """Tensors (..., ·) side by side in the dtype of the first, their bits unchanged, filled up to a multiple of bytes.
+    """Tensors (..., ·) joined on the last axis in the dtype of the first, padded to a multiple of bytes.
 
-    The others have its dtype, a wider one, as a few numbers of the first one's, or a narrower one, as one that holds
-    all its values.
+    Each tensor must either have the dtype of the first, or a wider one (its bits become several values), or a narrower
+    one (converted without loss).
     """
     carrier = parts[0].dtype
 
@@ -134,13 +135,13 @@ def pack(parts: Sequence[Tensor], multiple: int = 1) -> Tensor:
 
 
 def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """What `pack` has put side by side: as many numbers as these have in their last dimension, in their dtypes."""
+    """Split rows of `pack` into tensors with the last dimensions and dtypes of `like`."""
     carrier = rows.dtype
     wider = [max(1, x.dtype.itemsize // carrier.itemsize) for x in like]
     widths = [x.shape[-1] * factor for x, factor in zip(like, wider, strict=True)]
     *parts, _ = rows.split([*widths, rows.shape[-1] - sum(widths)], -1)
     return [
-        # a copy, for a single row would be left where it may not be aligned
+        # cloned, because a single row would remain a view that may not be aligned
         part.clone(memory_format=torch.contiguous_format).view(x.dtype) if factor > 1 else part.to(x.dtype)
         for part, x, factor in zip(parts, like, wider, strict=True)
     ]

@@ -1,8 +1,8 @@
-"""Which keys a rank fetches of those before its slice, and which of its rows see any of them.
+"""The plan of a halo: the keys that a rank fetches from before its slice, and its rows that see any of them.
 
-It is the bound of backends/planning/halo.py, whose sum over everything that is not fetched stays below a share of the
-tolerance. Where it leaves few keys, every rank fetches as many of all heads, a power of two: a number that calls mostly
-have in common, and that the ranks can expect.
+The bound of backends/planning/halo.py keeps the sum over all keys that are not fetched below a share of the tolerance.
+If few keys remain, every rank fetches the same number for all heads, a power of two. Calls mostly share this number, so
+the ranks can predict it.
 """
 
 import functools
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from decayattn.backends.planning import exchange
 
 _NEVER = 2**31 - 1
-# few keys are at most one part of so many of a slice's: fetching up to twice as many, and those of all heads, costs
-# little beside a call on the slice's own
+# "Few" keys are at most 1/FEW_KEYS of a slice's. Fetching up to twice that number, for all heads, then costs little
+# compared with the call on the slice's own keys
 FEW_KEYS = 64
 
 
@@ -36,42 +36,44 @@ class Pending(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What bounds how far the rows of a slice see, besides decay and resets."""
+    """Limits on how far the rows of a slice see, apart from decay and resets."""
 
-    left: int  # the window, −1 without
-    reach: int | None  # the caller's promise
+    left: int  # the window; −1: none
+    reach: int | None  # given by the caller
     cu_seqlens: Tensor | None  # on the axis of all slices
 
 
 def can_plan(problem: AttentionProblem) -> bool:
-    """Whether a decay and a tolerance let keys be left where they are."""
+    """True if a decay and a tolerance allow keys to be left out."""
     return problem.skip_tolerance > 0 and problem.decay != "none"
 
 
 def shares(problem: AttentionProblem) -> int:
-    """How many lose some of the tolerance: keys that are not fetched, and those that the call then skips. A constant
-    rate cannot hide the zeros that a head has where another one has fetched keys; they take no more than those would.
+    """Number of equal shares of the tolerance: for keys that are not fetched, and for keys that the call then skips.
+
+    A constant rate has a third one: for the zeros of heads that fetch fewer keys than others, which it cannot hide.
+    Zeros take no more probability than those keys would.
     """
     return 3 if problem.decay == "constant" else 2
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Who fetches which keys: every rank those of a batch entry and key head from one token on up to its slice.
+    """Keys that every rank fetches. For each batch entry and key head they run from one token up to the rank's slice.
 
-    What only the exchange needs is counted when it asks.
+    Properties that only the exchange needs are computed on demand.
     """
 
     slices: Slices
-    begins: Tensor  # (ranks, B·H_kv) int64: that token on the axis of all slices, never behind the slice's begin
+    begins: Tensor  # (ranks, B·H_kv) int64: that token on the axis of all slices, at most the slice's start
     kv_heads: int
-    hosts: list[list[int]]  # begins, as the host knows it
-    rows: Sequence[int]  # of every rank's slice: those from here on see nothing before the slice
-    tokens: int | None = None  # every head of every rank fetches so many before its slice; None: they may differ
+    hosts: list[list[int]]  # copy of begins on the host
+    rows: Sequence[int]  # for every rank: its rows from here on see nothing before the slice
+    tokens: int | None = None  # number that all heads of all ranks fetch; None: numbers may differ
 
     @classmethod
     def last(cls, slices: Slices, tokens: int, k: Tensor, rows: Sequence[int]) -> "Fetch":
-        """Every rank fetches the last tokens before its slice."""
+        """Fetch in which every rank takes the last `tokens` tokens before its slice."""
         batch, _, kv_heads, _ = k.shape
         begins = tuple(max(0, begin - tokens) for begin in slices.offsets[:-1])
         of_all = on_device(begins, k.device)[:, None].expand(slices.ranks, batch * kv_heads)
@@ -79,25 +81,25 @@ class Fetch:
 
     @property
     def first(self) -> Tensor:
-        """(ranks, B, H_kv)"""
+        """Begins as (ranks, B, H_kv)."""
         return self.begins.unflatten(1, (-1, self.kv_heads))
 
     @functools.cached_property
     def halo(self) -> int:
-        """Tokens before this rank's slice that any of its heads fetches."""
+        """Number of tokens from this rank's first fetched one to its slice, over all heads."""
         begin = self.slices.begin
         return begin - min(self.hosts[self.slices.rank], default=begin)
 
     @functools.cached_property
     def kept(self) -> int:
-        """Tokens of this rank's slice before the first one that another rank fetches."""
+        """Number of tokens of this rank's slice before the first one that another rank fetches."""
         slices = self.slices
         of_others = [begin for begins in self.hosts[slices.rank + 1 :] for begin in begins]
         return min(slices.end, max(slices.begin, min(of_others, default=slices.end))) - slices.begin
 
     @functools.cached_property
     def send(self) -> list[int]:
-        """Rows, of one token and key head, to every rank."""
+        """Rows (a row is one token of one key head) to send to every rank."""
         rank, ranks = self.slices.rank, range(self.slices.ranks)
         return [self._number(to, rank) if to > rank else 0 for to in ranks]
 
@@ -107,7 +109,7 @@ class Fetch:
         return [self._number(rank, of) if of < rank else 0 for of in ranks]
 
     def _number(self, to: int, of: int) -> int:
-        """Rows of one rank that another one fetches."""
+        """Number of rows that rank `to` fetches from rank `of`."""
         begin, end = self.slices.offsets[of : of + 2]
         return sum(end - max(first, begin) for first in self.hosts[to] if first < end)
 
@@ -117,12 +119,12 @@ class Fetch:
 
     @property
     def cut(self) -> Tensor:
-        """(B, H_kv): the first key, on the axis of halo and slice."""
+        """First key (B, H_kv) on the axis of halo and slice."""
         return self.first[self.slices.rank] - (self.slices.begin - self.halo)
 
     @functools.cached_property
     def segments(self) -> "exchange.Segments":
-        """For kernels."""
+        """The fetch as the kernels' argument."""
         from decayattn.backends.planning import exchange  # imports Triton
 
         slices = self.slices
@@ -136,12 +138,12 @@ def fetch(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     sight: Sight, tolerance: float, handshake: Handshake, prefix: DecayPrefix | None = None,
 ) -> Pending:
-    """Return the keys that every rank fetches, so that no row loses more than the tolerance; 0 fetches all that a row
-    sees.
+    """Choose the keys that every rank fetches, so that no row loses more than the tolerance. Tolerance 0 fetches all
+    keys that a row sees.
 
-    problem is the slice on its own. Without a decay or with a reach, and without packed sequences, there is no
+    problem is that of the slice alone. Without packed sequences, a call with no decay or with a reach needs no
     collective, and the host does not wait for a GPU. Otherwise it waits once, and the handshake comes before the first
-    collective. prefix: of log_decay, if it is there.
+    collective. prefix: that of log_decay, if already computed.
     """
     offsets = slices.offsets
     if sight.reach is not None or (log_decay is None and sight.cu_seqlens is None):
@@ -172,13 +174,15 @@ def first_keys(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     sight: Sight, tolerance: float, handshake: Handshake, prefix: DecayPrefix | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Flat int64: for every (B, H_kv) the first token that this rank fetches, on the axis of all slices, its own first
-    one if none; and a number of rows: those from it on see nothing before their slice. And Pending's terms.
+    """First keys and rows of this rank, as flat int64, and Pending's terms.
 
-    After the handshake the other ranks wait for as many values of this rank, or for an error in place of them.
+    For every (B, H_kv) the first token that this rank fetches, on the axis of all slices, or its own first token if
+    none. Then a number of rows: rows from it on see nothing before their slice.
+
+    After the handshake the other ranks wait for these values, or for an error instead of them.
     """
     begin, length, left = slices.begin, problem.query_length, sight.left
-    # what the window leaves
+    # keys and rows within the window
     lowest, rows = (0, length) if left < 0 else (max(0, begin - left), min(length, left))
     pairs = problem.batch * problem.num_kv_heads
     if tolerance == 0 or log_decay is None:
@@ -190,7 +194,7 @@ def first_keys(
     place = planning.Place(slices.lengths, slices.rank, offsets, lowest, rows, cu_seqlens)
     launch = planning.launch_for(problem, place, q, k, log_decay, scale if isinstance(scale, Tensor) else None)
     summary = planning.summarise(problem, q, k, log_decay, scale, place.blocks, launch, prefix)
-    handshake.meet()  # the GPU has something to do meanwhile
+    handshake.meet()  # after the launches, so that the GPU is busy meanwhile
     everyone = gather(summary.keys, slices.ranks, slices.group)
     handshake.width = pairs + 1
     if not begin or not pairs:
@@ -202,7 +206,7 @@ def _first_seen(
     slices: Slices, problem: AttentionProblem, log_decay: Tensor | None, cu_seqlens: Tensor | None, lowest: int,
     rows: int, handshake: Handshake,
 ) -> Tensor:
-    """The same for all keys that rows see."""
+    """`first_keys` without a tolerance: all keys that rows see."""
     begin, heads = slices.begin, (problem.batch, problem.num_heads)
     pairs = problem.batch * problem.num_kv_heads
     device = problem.device
@@ -221,7 +225,7 @@ def _first_seen(
         first, seeing = torch.maximum(first, start), torch.minimum(seeing, (end - begin).clamp(min=0))
     if problem.decay == "constant":
         assert log_decay is not None
-        seeing = torch.where(is_reset(log_decay), 0, seeing)  # such a rate leaves a row its own key
+        seeing = torch.where(is_reset(log_decay), 0, seeing)  # with such a rate a row sees only its own key
     elif problem.decay == "scalar":
         seeing = torch.minimum(seeing, first_reset)
         last_resets = last_resets[: slices.rank].long()
@@ -233,7 +237,7 @@ def _first_seen(
 
 
 def _resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, H) int64: the first reset of a slice, or more than it has tokens; and the last one, or −1."""
+    """(B, H) int64: the first reset of a slice, or a number above its length; and the last one, or −1."""
     reset = is_reset(log_decay)
     token = torch.arange(reset.shape[1], device=reset.device, dtype=torch.int32)[:, None]
     first = pad(token.where(reset, token.new_full((), _NEVER)), (0, 0, 0, 1), value=_NEVER).amin(1)
@@ -242,7 +246,7 @@ def _resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sequence_at(cu_seqlens: Tensor, token: int) -> tuple[Tensor, Tensor]:
-    """Where the sequence of a token begins and ends; the token itself, twice, where it belongs to none."""
+    """Begin and end of the sequence that contains a token; the token itself, twice, if none does."""
     cu = cu_seqlens.long().cummax(0).values
     at = torch.full((), token, device=cu.device)
     n = torch.searchsorted(cu, at, right=True)

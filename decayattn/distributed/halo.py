@@ -1,7 +1,7 @@
 """Each rank keeps its queries and fetches the keys before its slice that can matter to them: the halo.
 
-Which keys matter, and to which rows, is fetching.py's; the calls are two_calls.py's, and of packed sequences one of
-decay_attention_varlen, behind a Function for the exchange.
+fetching.py chooses the keys and the rows that see them. two_calls.py makes the calls. Packed sequences instead use one
+call of decay_attention_varlen, after an autograd Function for the exchange.
 """
 
 from collections.abc import Hashable
@@ -27,10 +27,10 @@ def attention(
     scale: Tensor | float, sight: Sight, packed: Packed | None, kernels: str | None, return_lse: bool,
     options: dict[str, Any], handshake: Handshake, kind: Hashable, expected: Expected,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """An exchange, and one call or two; problem is the slice on its own, and the eager reference skips nothing.
+    """An exchange, and one call or two. problem is that of the slice alone; the eager reference skips nothing.
 
-    kernels: the backend that takes that slice; any name where it is packed, None for the reference.
-    The handshake comes before the first collective, after all that can be launched without one. kind, expected: see
+    kernels: the backend for that slice; any name if it is packed, None for the reference.
+    The handshake comes before the first collective and after all launches that need none. kind, expected: see
     two_calls.Settings.
     """
     runs_kernels = kernels is not None
@@ -45,7 +45,7 @@ def attention(
     row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
     key_decay = None
     with torch.no_grad():
-        if planned and kernels is not None and packed is None:  # once for the plan and for the rows that need no halo
+        if planned and kernels is not None and packed is None:  # shared by the plan and the rows without a halo
             inputs = Inputs(q, k, v, log_decay, row_scale, scale=number)
             key_decay = registry.loaded(kernels).decay_of_keys(problem, inputs)
         prefix = None if key_decay is None else key_decay.prefix
@@ -70,8 +70,8 @@ def attention(
 
 
 class Halo(torch.autograd.Function):
-    """k, v and λ per token of a slice → the same with the halo before them: one exchange; its gradient goes back to the
-    owners by another one."""
+    """k, v and λ per token of a slice → the same with the halo before them. One exchange; in the backward, another one
+    returns the gradients to their owners."""
 
     @staticmethod
     def forward(ctx, k, v, log_decay, fetch, runs_kernels, handshake):
@@ -89,6 +89,6 @@ class Halo(torch.autograd.Function):
     def backward(ctx, *grads):
         grads = [x if asked else None for x, asked in zip(grads, ctx.asked, strict=True)]
         returned = send_back(ctx.fetch, grads, ctx.runs_kernels)
-        # copies: a gradient that autograd hands over is not to be changed
+        # cloned: a gradient that autograd passes must not be changed in place
         own = [None if x is None else x[:, ctx.fetch.halo :].clone() for x in grads]
         return *add_returned(ctx.fetch, returned, own, grads, 0, ctx.runs_kernels), None, None, None

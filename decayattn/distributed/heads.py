@@ -1,4 +1,4 @@
-"""Whole sequences for some of the heads on every rank, by all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509)."""
+"""All-to-all that gives every rank the whole sequences of some heads (DeepSpeed-Ulysses, arXiv 2309.14509)."""
 
 import math
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ def attention(
     slices: Slices, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     packed: Packed | None, return_lse: bool, options: dict[str, Any], handshake: Handshake,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Two exchanges around one call; the handshake comes before the first one."""
+    """Two exchanges around one call. The handshake comes before the first one."""
     dealt = math.lcm(k.shape[2], slices.ranks)
-    # with a number for every row, or for all of them
+    # arguments with one number per row, or one for all rows
     fine: dict[str, Any] = {"log_decay": log_decay, "scale": scale}
     by_row = {name: x for name, x in fine.items() if isinstance(x, Tensor) and x.ndim == 3}
     q, k, v, *given = Deal.apply(slices, handshake, q, k, v, *(x[..., None] for x in by_row.values()))
@@ -40,7 +40,7 @@ def attention(
 
 
 def _share(x: Tensor, axis: int, slices: Slices, dealt: int) -> Tensor:
-    """Of something with all H heads on an axis, those of this rank."""
+    """This rank's heads of a tensor that has all H heads on an axis."""
     axis %= x.ndim
     groups = x.unflatten(axis, (dealt // slices.ranks, slices.ranks, x.shape[axis] // dealt))
     return groups.select(axis + 1, slices.rank).flatten(axis, axis + 1)
@@ -49,13 +49,13 @@ def _share(x: Tensor, axis: int, slices: Slices, dealt: int) -> Tensor:
 class Deal(torch.autograd.Function):
     """Rows (B, T_r, heads, ·) of all heads → (B, T, heads / ranks, ·): one exchange.
 
-    Key heads are dealt in turn, each with its query heads: rates that fall from head to head fall on all ranks.
-    k and v are the second and third tensor.
+    Key heads are dealt in turn, each with its query heads, so that rates that fall from head to head are spread over
+    all ranks. k and v are the second and third tensor.
     """
 
     @staticmethod
     def forward(ctx, slices, handshake, *tensors):
-        # fewer key heads than ranks, or no multiple of them: repeated until every rank has the same number
+        # if the ranks do not divide the key heads: repeat them until every rank has the same number
         dealt = math.lcm(tensors[1].shape[2], slices.ranks)
         ctx.slices, ctx.dealt, ctx.heads = slices, dealt, [x.shape[2] for x in tensors]
         return tuple(_to_heads([_repeated(x, dealt) for x in tensors], dealt, slices, handshake))
@@ -71,7 +71,7 @@ class Deal(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """The other way round: rows of some heads (B, T, heads / ranks, ·) → (B, T_r, heads, ·)."""
+    """Inverse of Deal: rows of some heads (B, T, heads / ranks, ·) → (B, T_r, heads, ·)."""
 
     @staticmethod
     def forward(ctx, slices, dealt, *tensors):
@@ -94,7 +94,7 @@ def _to_heads(
         # (B, T_r, own key heads, ranks, their query heads, ·) → (ranks, T_r, B, ·)
         groups = x.unflatten(2, (dealt // ranks, ranks, x.shape[2] // dealt))
         parts.append(groups.permute(3, 1, 0, 2, 4, 5).flatten(3))
-    # q, k and v are read in place, where the kernels want rows of whole 16 bytes
+    # q, k and v are read in place, and the kernels need rows of a multiple of 16 bytes
     own = pack(parts, 16).flatten(0, 1)
     if handshake is not None:
         handshake.meet()
@@ -117,10 +117,10 @@ def _to_rows(tensors: Sequence[Tensor], dealt: int, slices: Slices) -> list[Tens
 
 
 def _repeated(x: Tensor, dealt: int) -> Tensor:
-    """Fewer heads than are dealt out are repeated."""
+    """x with its heads repeated up to the number that is dealt."""
     return x.repeat_interleave(dealt // x.shape[2], 2) if x.shape[2] < dealt else x
 
 
 def _added(grad: Tensor, heads: int) -> Tensor:
-    """The gradient of heads that were repeated; torch.sum adds 16-bit numbers in float32 and rounds once."""
+    """Gradient of heads that were repeated. torch.sum adds 16-bit values in float32 and rounds once."""
     return grad if grad.shape[2] == heads else grad.unflatten(2, (heads, -1)).sum(3)

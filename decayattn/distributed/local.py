@@ -1,4 +1,4 @@
-"""The calls that a rank makes on its own, once the keys are there."""
+"""Calls that a rank makes on its own, once the keys have arrived."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from decayattn.problem import (
 
 
 class Packed(NamedTuple):
-    """Packed sequences of a batch of one."""
+    """Packed sequences, for a batch of one."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -34,7 +34,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float, packed: Packed | None,
     return_lse: bool, options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """decay_attention, or decay_attention_varlen, with tensors (B, T, ·)."""
+    """decay_attention, or decay_attention_varlen, of tensors (B, T, ·)."""
     if packed is None:
         return decay_attention(q, k, v, log_decay, scale=scale, return_lse=return_lse, **options)
     result = decay_attention_varlen(
@@ -48,7 +48,7 @@ def attention(
 
 
 class Call(NamedTuple):
-    """decay_attention of causal rows whose arguments were checked: a forward and a backward of a caller's Function."""
+    """decay_attention of causal rows with checked arguments: a forward and a backward for a caller's Function."""
 
     problem: AttentionProblem
     inputs: Inputs
@@ -63,7 +63,7 @@ class Call(NamedTuple):
         return cls(problem, inputs, registry.select(problem, options["backend"]))
 
     def forward(self, with_lse: bool, prepared: Prepared) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """lse, if it is asked for, and what the backward reads; the result goes to the prepared place."""
+        """lse, if requested, and the tensors for the backward. The result is written to prepared.out."""
         if self.backend == "reference":
             out, of_rows = reference.attention(self.problem, self.inputs)
             prepared.out.copy_(out)
@@ -75,16 +75,16 @@ class Call(NamedTuple):
         self, out: Tensor, saved: Sequence[Tensor | None], d_out: Tensor, d_lse: Tensor | None, asked: autograd.Asked,
         dq: Tensor,
     ) -> Gradients:
-        """dq: where that of q goes."""
+        """Gradients of the call. dq: output buffer for that of q."""
         if self.backend == "reference":
             found = self._differentiated(d_out, d_lse)
             dq.copy_(found.dq)
             return found
-        of_forward = Saved(*saved)  # type: ignore[arg-type]  # that of no sink is None
+        of_forward = Saved(*saved)  # type: ignore[arg-type]  # None without a sink
         return autograd.backward(self.problem, self.inputs, self.backend, out, of_forward, d_out, d_lse, asked, dq)
 
     def _differentiated(self, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
-        """By autograd, through another forward of the reference."""
+        """Gradients by autograd, through another forward of the reference."""
         with torch.enable_grad():
             leaves = {
                 name: x.detach().requires_grad_()

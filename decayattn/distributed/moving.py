@@ -1,7 +1,7 @@
-"""The exchanges of a halo, and what is done around them: by kernels, or by PyTorch's operators without them.
+"""Exchanges of a halo with the steps around them, as kernels or as PyTorch operators.
 
-k, v and λ per token come as (B, T, H_kv, D), (B, T, H_kv, D_v) and (B, T, H), and so do their gradients; None for what
-is not there.
+k, v and λ per token have the shapes (B, T, H_kv, D), (B, T, H_kv, D_v) and (B, T, H), and so do their gradients; None
+for an absent one.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ Parts = Sequence[Tensor | None]
 
 
 def extend(fetch: Fetch, parts: Parts, tokens: int, runs_kernels: bool, handshake: Handshake) -> list[Tensor | None]:
-    """Halo, from other ranks, and first tokens of each part of a slice.
+    """Halo from other ranks, and first tokens of each part of a slice.
 
-    Heads that fetch less than others have zeros before their first key, and a reset there: nothing before is visible.
-    The handshake comes before the exchange.
+    Heads that fetch less than others have zeros before their first key, and a reset there, so nothing before it is
+    visible. The handshake comes before the exchange.
     """
     steps, where = _steps(fetch, runs_kernels)
     rows = steps.pack_sent(where, parts)
@@ -34,8 +34,8 @@ def extend(fetch: Fetch, parts: Parts, tokens: int, runs_kernels: bool, handshak
 
 
 def send_back(fetch: Fetch, grads: Parts, runs_kernels: bool) -> Callable[[], Tensor]:
-    """The gradients of the halo, on the axis of halo and slice, on their way to its owners; and what comes back, once
-    it is asked for."""
+    """Start to send the halo's gradients, on the axis of halo and slice, to their owners. Return a function for the
+    gradients that other ranks send to this one."""
     steps, where = _steps(fetch, runs_kernels)
     return all_to_all_beside(steps.pack_returned(where, grads), fetch.receive, fetch.send, fetch.slices.group)
 
@@ -43,16 +43,16 @@ def send_back(fetch: Fetch, grads: Parts, runs_kernels: bool) -> Callable[[], Te
 def add_returned(
     fetch: Fetch, returned: Callable[[], Tensor], totals: Parts, grads: Parts, tokens: int, runs_kernels: bool
 ) -> list[Tensor | None]:
-    """Gradients of the slice, plus those of its first tokens on the axis of halo and slice, plus what came back.
+    """Sum of the slice's gradients, those of its first tokens on the axis of halo and slice, and the returned ones.
 
-    totals may be changed in place.
+    May change totals in place.
     """
     steps, where = _steps(fetch, runs_kernels)
     return steps.add_returned(where, returned(), totals, grads, tokens)
 
 
 def _steps(fetch: Fetch, runs_kernels: bool) -> tuple[ModuleType, Any]:
-    """The steps around an exchange, and where their rows are."""
+    """Module with the steps around an exchange, and the positions of its rows."""
     if not runs_kernels:
         return eager_rows, fetch
     from decayattn.backends.planning import exchange  # imports Triton

@@ -1,7 +1,7 @@
-"""The rows of a halo's exchange in eager PyTorch, on any device: what backends/planning/exchange.py has kernels for.
+"""Rows of a halo's exchange in eager PyTorch, for any device; backends/planning/exchange.py has the kernels.
 
-k, v and λ per token come as (B, T, H_kv, D), (B, T, H_kv, D_v) and (B, T, H), and so do their gradients; None for what
-is not there.
+k, v and λ per token have the shapes (B, T, H_kv, D), (B, T, H_kv, D_v) and (B, T, H), and so do their gradients; None
+for an absent one.
 """
 
 from collections.abc import Sequence
@@ -12,25 +12,26 @@ from torch import Tensor
 from decayattn.distributed.exchange import pack, unpack
 from decayattn.distributed.fetching import Fetch
 
-Parts = Sequence[Tensor | None]  # those of moving.py
+Parts = Sequence[Tensor | None]  # see moving.py
 
 
 def pack_sent(fetch: Fetch, parts: Parts) -> Tensor:
-    """(rows, ·): what other ranks fetch of this one's slice."""
+    """Rows of this rank's slice that other ranks fetch, (rows, ·)."""
     where = _sent(fetch)
     return pack([x[where] for x in _by_kv_head(fetch, parts)])
 
 
 def pack_returned(fetch: Fetch, grads: Parts) -> Tensor:
-    """(rows, ·): the gradients of what this rank has fetched, on the axis of halo and slice."""
+    """Gradients (rows, ·) of the rows that this rank has fetched, on the axis of halo and slice."""
     where = _received(fetch)
     return pack([x[where] for x in _by_kv_head(fetch, grads)])
 
 
 def extend(fetch: Fetch, rows: Tensor, parts: Parts, tokens: int) -> list[Tensor | None]:
-    """Of each part, the halo and the first tokens of the slice.
+    """Halo and first tokens of the slice, for each part.
 
-    What a head has not fetched is 0. The λ of its first key is −inf, unless nothing is before it: no row sees past it.
+    Rows that a head has not fetched are 0. The λ of a head's first key is −inf unless nothing is before it: no row sees
+    past it.
     """
     halo, received = fetch.halo, _received(fetch)
     tensors = _by_kv_head(fetch, parts)
@@ -41,7 +42,7 @@ def extend(fetch: Fetch, rows: Tensor, parts: Parts, tokens: int) -> list[Tensor
         result.append(extended)
     if parts[2] is not None:
         if halo + tokens:
-            # a head's first key needs no λ of its own; with nothing before it, it is left
+            # a head's first key needs no λ of its own; with nothing before it, λ stays
             cut = fetch.cut[:, None, :, None].expand(result[2].shape[0], 1, *result[2].shape[2:])
             at = cut.clamp(max=halo + tokens - 1)
             hides = (cut > 0) & (cut == at)
@@ -51,8 +52,8 @@ def extend(fetch: Fetch, rows: Tensor, parts: Parts, tokens: int) -> list[Tensor
 
 
 def add_returned(fetch: Fetch, rows: Tensor, totals: Parts, grads: Parts, tokens: int) -> list[Tensor | None]:
-    """Gradients of the slice, plus those of its first tokens on the axis of halo and slice, plus what every rank sends
-    back: in float32 at least and rank by rank, the same bits every time."""
+    """Sum of the slice's gradients, those of its first tokens on the axis of halo and slice, and every rank's rows. In
+    float32 at least and rank by rank, so the bits repeat."""
     where, own = _sent(fetch), _by_kv_head(fetch, totals)
     others = [x[:, fetch.halo : fetch.halo + tokens] for x in _by_kv_head(fetch, grads)]
     result = [
@@ -65,24 +66,24 @@ def add_returned(fetch: Fetch, rows: Tensor, totals: Parts, grads: Parts, tokens
 
 
 def _by_kv_head(fetch: Fetch, parts: Parts) -> list[Tensor]:
-    """Those that are there, as (B, T, H_kv, ·)."""
+    """The parts that are not None, as (B, T, H_kv, ·)."""
     return [x if x.ndim == 4 else x.unflatten(2, (fetch.kv_heads, -1)) for x in parts if x is not None]
 
 
 def _in_place(parts: Parts, found: Sequence[Tensor]) -> list[Tensor | None]:
-    """What was found of the parts that are there."""
+    """The results at the places of the parts that are not None."""
     left = iter(found)
     return [None if x is None else next(left) for x in parts]
 
 
 def _sent(fetch: Fetch) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch entry, token on the axis of the slice, and key head of every row that is sent."""
+    """Batch entry, token on the axis of the slice, and key head of every sent row."""
     begin, end, rank = fetch.slices.begin, fetch.slices.end, fetch.slices.rank
     return _rows(fetch.first[rank + 1 :].clamp(min=begin) - begin, end - begin, sum(fetch.send))
 
 
 def _received(fetch: Fetch) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of the rows that are received, on the axis of halo and slice."""
+    """Batch entry, token on the axis of halo and slice, and key head of every received row."""
     rank, start = fetch.slices.rank, fetch.slices.begin - fetch.halo
     offsets = fetch.offsets[: rank + 1, None, None]
     first = torch.maximum(fetch.first[rank], offsets[:-1]) - start
@@ -90,8 +91,8 @@ def _received(fetch: Fetch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(begin: Tensor, end: Tensor | int, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch entry, token and key head of begin ≤ token < end, for every (rank, entry, head) one after the other; total
-    of them, which the host knows."""
+    """Batch entry, token and key head of begin ≤ token < end, for each (rank, entry, head) in order. total is their
+    number, as the host knows it."""
     entries, heads = begin.shape[1:]
     if not total:
         nothing = begin.new_empty(0)
@@ -104,7 +105,7 @@ def _rows(begin: Tensor, end: Tensor | int, total: int) -> tuple[Tensor, Tensor,
 
 
 def _added(own: Tensor, of_first: Tensor, rows: Tensor, where: tuple[Tensor, ...], fetch: Fetch) -> Tensor:
-    """A gradient plus another one of its first tokens, plus what every rank sends back for some rows."""
+    """Sum of a gradient, one of its first tokens, and the rows that every rank sends back."""
     if not len(rows) and not of_first.shape[1]:
         return own
     total = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)

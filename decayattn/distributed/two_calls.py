@@ -1,16 +1,17 @@
 """A slice's attention in two calls: the first rows with the halo before their keys, and the others without it.
 
     near   the first rows: they wait for keys of other ranks
-    far    the others, which see nothing before their slice
+    far    the other rows: they see nothing before their slice
 
-Nothing of other ranks is in the far call. Where calls before had one as long (`Expected`), it is launched before the
-host knows how long it is: the GPU computes while the host waits. Where they fetched as many keys, of all heads, so are
-the exchange and the near call, and the GPU has all of its work before the host waits. What was wrong is computed again.
+The far call needs nothing of other ranks. If earlier calls had the same number of far rows (`Expected`), it is launched
+before the host knows that number: the GPU computes while the host waits. If they also fetched the same number of keys
+for all heads, the exchange and the near call are launched early, too, and the GPU has all its work before the host
+waits. A wrong prediction is computed again.
 
-In the backward the near call is first: what it gives of other ranks' keys is on its way while the far call computes.
-But where it has few rows, and so little to send, the far call is: a host that comes from the wait of the forward then
-has the GPU busy sooner. Both write into one dq, and what the near call gives of the slice's keys is added to the far
-call's in the launch that adds what other ranks send back.
+In the backward the near call comes first: its gradients of other ranks' keys are sent while the far call computes. If
+the near call has few rows, and so little to send, the far call comes first: after the forward's wait, the host then
+gives the GPU work sooner. Both calls write into one dq. The near call's gradients of the slice's keys are added to the
+far call's in the launch that adds the rows from other ranks.
 """
 
 import functools
@@ -32,33 +33,33 @@ from decayattn.distributed.local import Call
 from decayattn.distributed.moving import add_returned, extend, send_back
 from decayattn.problem import GRANULE, Inputs, KeyDecay, Prepared
 
-# the near call has one part of so many, or all rows: few different numbers, so that a call mostly has as many as the
-# one before
+# Divisors of a slice's length: the near call has one such part of its rows, or all. Only a few numbers, so that
+# consecutive calls mostly have the same
 _PARTS = 32, 16, 8, 4, 2, 1
-# the near call has few rows where they are at most one part of so many
+# the near call has few rows if they are at most 1/_FEW_ROWS of the slice
 _FEW_ROWS = 8
-# so many calls in a row have had something in common before it is expected: layers take turns, and one in twelve that
-# differs would be one far call in twelve for nothing
+# consecutive equal calls before a prediction. Layers take turns: if one in twelve differs, a prediction would waste one
+# far call in twelve
 CALLS = 24
 _REMEMBERED = 256
 
 
 class Expected(NamedTuple):
-    """What a call has in common with those before; None: nothing that is known."""
+    """Properties that earlier calls had in common; None if unknown."""
 
-    part: int | None = None  # the near call has one part of so many of every slice's rows
+    part: int | None = None  # divisor: the near call has 1/part of every slice's rows
     tokens: int | None = None  # Fetch.tokens
 
 
 class Settings(NamedTuple):
-    """What a call is besides its tensors."""
+    """Arguments of a call besides its tensors."""
 
-    kind: Hashable  # of calls that may have something in common, the same on every rank
+    kind: Hashable  # key of calls with a common history, the same on every rank
     slices: Slices
     pending: Pending
-    waits: bool  # the host has to, to know how many rows the near call has
+    waits: bool  # the host must wait for the near call's number of rows
     expected: Expected  # the same on every rank
-    scale: float  # where it is not one per row
+    scale: float  # if it is not one per row
     key_decay: KeyDecay | None
     return_lse: bool
     runs_kernels: bool
@@ -67,7 +68,7 @@ class Settings(NamedTuple):
 
 
 class TwoCalls(torch.autograd.Function):
-    """q, k, v, λ, scales and sink of a slice → out, and lse if it is asked for."""
+    """q, k, v, λ, scales and sink of a slice → out, and lse if requested."""
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, row_scale, sink, settings):
@@ -78,7 +79,7 @@ class TwoCalls(torch.autograd.Function):
         with_lse, length = settings.return_lse, q.shape[1]
 
         def far_call(rows, key_decay):
-            """lse, and what the backward reads."""
+            """lse, and the tensors for the backward."""
             if rows == length:
                 return None, ()
             terms = settings.pending.terms
@@ -89,7 +90,7 @@ class TwoCalls(torch.autograd.Function):
             return _far(inputs, rows, settings.options).forward(with_lse, prepared)
 
         def near_call(fetch, rows):
-            """What it sees; lse, what the backward reads, and whether there is a call."""
+            """Extended keys; lse, the tensors for the backward, and False if there is no call."""
             parts = [k, v, log_decay if _is_per_token(log_decay) else None]
             extended = extend(fetch, parts, rows, settings.runs_kernels, settings.handshake)
             if not rows and not fetch.halo and length:
@@ -114,10 +115,10 @@ class TwoCalls(torch.autograd.Function):
         else:
             rows, seen = _seeing_rows(found), Expected()
         if seen != expected:
-            near = None  # before another one needs room
+            near = None  # free its memory before the next near call
         if seen.part is None or seen.part != expected.part:
             far_lse, of_far = None, ()
-            # the decay of the keys is for one forward
+            # the key decay serves one forward only
             far_lse, of_far = far_call(rows, settings.key_decay if expected.part is None else None)
         if near is None:
             fetch = found
@@ -157,7 +158,7 @@ class TwoCalls(torch.autograd.Function):
         far_first = rows * _FEW_ROWS <= length
         far = far_call() if far_first else None
         near = None
-        near_keys = of_keys(*extended)  # where there is no near call, for dtypes and widths
+        near_keys = of_keys(*extended)  # without a near call: only for dtypes and widths
         if ctx.has_near:
             near = differentiated(_near(inputs, extended, rows, ctx.options), of_near, 0, rows)
             near_keys = of_keys(near.dk, near.dv, near.d_log_decay)
@@ -181,14 +182,14 @@ class TwoCalls(torch.autograd.Function):
 
 
 def _far(inputs: Inputs, rows: int, options: dict[str, Any]) -> Call:
-    """The rows from that one on, with all keys of the slice."""
+    """Call of the rows from `rows` on, with all keys of the slice."""
     scale = inputs.row_scale
     others = inputs._replace(q=inputs.q[:, rows:], row_scale=None if scale is None else scale[:, rows:])
     return Call.of(others, options)
 
 
 def _near(inputs: Inputs, extended: Sequence[Tensor | None], rows: int, options: dict[str, Any]) -> Call:
-    """The first rows, with the halo and the first keys."""
+    """Call of the first rows, with the halo and the first keys."""
     scale, (k, v, log_decay) = inputs.row_scale, extended
     assert k is not None
     assert v is not None
@@ -201,31 +202,31 @@ def _is_per_token(log_decay: Tensor | None) -> bool:
 
 
 def _part(settings: Settings, found: Fetch) -> int:
-    """The least part of every slice's rows that has all those that see the halo.
+    """Largest divisor in _PARTS for which the part contains every rank's rows that see the halo.
 
-    Every rank has the same, so that they come to the exchange at the same time, also a rank without a halo.
+    All ranks use the same divisor, also one without a halo, so that they reach the exchange at the same time.
     """
     return next(part for part in _PARTS if all(map(operator.le, found.rows, _rows_of(settings, part))))
 
 
 def _rows_of(settings: Settings, part: int) -> Sequence[int]:
-    """One part of so many of every slice's rows, in whole granules; 1: all of them."""
+    """Number of near rows in every slice: 1/part of its rows, in full granules. 1: all rows."""
     lengths, multiple = settings.slices.lengths, 1 if settings.pending.terms is None else GRANULE
     return lengths if part == 1 else [length // part // multiple * multiple for length in lengths]
 
 
 def _seeing_rows(fetch: Fetch) -> int:
-    """Those of this rank that see the halo; all, as on every rank, where one has more than half of its rows."""
+    """Number of this rank's rows that see the halo. If it is more than half on any rank, all rows, on every rank."""
     lengths, rank = fetch.slices.lengths, fetch.slices.rank
     few = all(2 * seeing <= length for seeing, length in zip(fetch.rows, lengths, strict=True))
     return fetch.rows[rank] if few else lengths[rank]
 
 
 class History:
-    """What the calls of a group have had in common, every kind of them: the same on all of its ranks."""
+    """Common properties of a group's earlier calls, by kind; equal on all its ranks."""
 
     def __init__(self) -> None:
-        # what the last call had, and how many calls in a row had that part, and those tokens
+        # properties of the last call, and the numbers of consecutive calls with its part and with its tokens
         self.last: dict[Hashable, tuple[Expected, int, int]] = {}
 
     def expected(self, kind: Hashable) -> Expected:
@@ -250,5 +251,5 @@ _histories: "weakref.WeakKeyDictionary[dist.ProcessGroup, History]" = weakref.We
 
 
 def history(group: dist.ProcessGroup) -> History:
-    """A group's."""
+    """History of a group."""
     return _histories.setdefault(group, History())
