@@ -1,4 +1,4 @@
-"""Calls of decay_attention and decay_attention_varlen held to their error budgets."""
+"""Comparison of decay_attention and decay_attention_varlen with their error budgets."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ from decayattn.testing.call import Arguments, Call, Comparison, bounds_of
 from decayattn.testing.table import Row, format_table
 
 # Factors of the eager evaluations. The output gradients (or the loss), the scores and P before its rounding are
-# multiplied by a factor, which is divided out at the end: the same values, rounded elsewhere. Every factor adds up in
-# another order, too (see explicit_attention). A normal error of one number exceeds twice another one in 3 of 10 cases,
+# multiplied by a factor, which is divided out at the end: the same values, rounded differently. Every factor also adds
+# in another order (see explicit_attention). A normal error of one number exceeds twice another one in 3 of 10 cases,
 # and twice the largest of 16 in 1 of 1000.
-DRAWS = tuple(2.0 ** (draw / 16) for draw in range(16))  # 1 first; the others have no short mantissa, so all is rounded
+DRAWS = tuple(2.0 ** (draw / 16) for draw in range(16))  # 1 first; the others have long mantissas: all is rounded
 
-# A call has several such numbers, and a test suite thousands. What exceeds its budget with DRAWS by less than CHANCE
-# times is held to four times as many roundings; what exceeds it by more does not do so by chance
+# A call has several such numbers, and a test suite thousands. A result that exceeds its budget from DRAWS by less than
+# a factor of CHANCE is compared with four times as many roundings; a larger excess is not due to chance
 MORE_DRAWS = tuple(2.0 ** (draw / 64) for draw in range(64) if draw % 4)
 CHANCE = 2.0
 
 
 class Budget:
-    """The budget of one call's results, from as many eager evaluations as it takes.
+    """Budget of one call's results, from as many eager evaluations as needed.
 
     Args:
         call: the call.
-        x64: its oracle by tensor: all that are judged.
+        x64: its oracle by tensor, for all judged tensors.
     """
 
     def __init__(self, call: Call, x64: dict[str, Tensor]) -> None:
@@ -37,15 +37,15 @@ class Budget:
         self.eager_error = {name: call.distance(name, x, x) for name, x in x64.items()}
 
     def widen(self, factors: Sequence[float]) -> None:
-        """Evaluate with these factors (`DRAWS`), too, but for what overflows with them."""
+        """Add the evaluations with these factors (`DRAWS`), except results that overflow with them."""
         for factor in factors:
             self.include(self.call.draw(factor), always=factor == 1)
 
     def include(self, drawn: dict[str, Tensor], always: bool = True) -> None:
-        """The results of one more eager evaluation (`Call.draw`): always, or only where their errors are finite.
+        """Add the results of one more eager evaluation (`Call.draw`): always, or only those with finite errors.
 
-        Eager attention may overflow, and counts as it is. A factor may take float16 out of its range by itself, in one
-        tensor or head, which says nothing of the others.
+        Eager attention may overflow, and counts unchanged. A factor alone may overflow float16 in one tensor or head,
+        which says nothing about the others.
         """
         for name, x in self.x64.items():
             error = self.call.distance(name, drawn[name], x)
@@ -54,16 +54,16 @@ class Budget:
             self.eager_error[name] = torch.maximum(self.eager_error[name], error)
 
     def compare(self, tested: dict[str, Tensor]) -> list[Comparison]:
-        """The tensors against the budget as it is."""
+        """Compare the tensors with the current budget."""
         return [
             self.call.compare(name, x, self.x64[name], self.eager_error[name], self.sizes[name])
             for name, x in tested.items()
         ]
 
     def judge(self, tested: dict[str, Tensor]) -> list[Comparison]:
-        """The tensors against the budget of DRAWS, and of MORE_DRAWS too where that is exceeded by little.
+        """Compare the tensors with the budget of DRAWS; if they exceed it by little, of MORE_DRAWS too.
 
-        More evaluations only make it larger: what the first one grants needs no other.
+        More evaluations only enlarge the budget, so a result within the first one needs no other.
         """
         self.widen(DRAWS[:1])
         found = self.compare(tested)
@@ -77,9 +77,9 @@ class Budget:
 
 
 def may_be_chance(rows: Sequence[Row]) -> bool:
-    """True if something exceeds its budget, and nothing by so much that more roundings cannot grant it."""
+    """True if a result exceeds its budget, and none by so much that more roundings cannot grant it."""
     failed = [row for row in rows if row.verdict == "wrong"]
-    return bool(failed) and all(row.error <= CHANCE * row.budget for row in failed)  # a NaN is not
+    return bool(failed) and all(row.error <= CHANCE * row.budget for row in failed)  # False for a NaN
 
 
 def verify_attention(
@@ -103,27 +103,27 @@ def verify_attention(
     heads: Sequence[tuple[int, int]] | None = None,
     **options: Any,
 ) -> list[Comparison]:
-    """Run decay_attention forward and backward on these inputs, and hold every result against the error budget.
+    """Run decay_attention forward and backward on these inputs, and compare every result with the error budget.
 
-    Autocast is off meanwhile, and gradients are on. Judge formulas in float32, or in float16 where a kernel takes 16
-    bits alone: an error of 1 % in one head's dk or dq passes in bfloat16 (`decayattn.testing` has a table).
+    Autocast is off meanwhile, and gradients are on. Judge formulas in float32, or in float16 if a kernel takes only 16
+    bits: in bfloat16 an error of 1 % in one head's dk or dq passes (`decayattn.testing` has a table).
 
     Args:
-        q, k, v, log_decay, scale, causal, window_size, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k: as
-            decay_attention takes them; strided views stay strided. Rows and tokens outside of the sequences are judged
-            on their own: their results have to be exactly what decay_attention promises, whatever they hold.
+        q, k, v, log_decay, scale, causal, window_size, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k: as in
+            decay_attention; strided views stay strided. Rows and tokens outside of the sequences are judged separately:
+            for any contents, their results must be exactly those that decay_attention promises.
         grad_out, grad_lse: gradients of out (B, T_q, H, D_v) and lse (B, H, T_q); expanded ones stay expanded. Default:
             normal random numbers, the same in every call.
         backend: the tested backend.
         heads: (batch entry, query head) pairs to judge, for problems too big to judge whole. The output gradients of
-            the other pairs are set to 0, so that what heads share (k, v, a constant decay) has exactly the gradient of
-            the judged ones, and any gradient that reaches an unjudged head is an error.
-        options: further arguments of the tested call; `attend`, if given, is called in place of decay_attention, with
+            the other pairs are set to 0. Tensors that heads share (k, v, a constant decay) then have exactly the
+            gradient of the judged heads, and any gradient in an unjudged head is an error.
+        options: further arguments of the tested call. `attend`, if given, is called instead of decay_attention, with
             the same arguments.
 
     Returns:
-        One Comparison per tensor: out, lse, dq, dk, dv, and dlog_decay, dscale, dbias and dsink where they are
-        floating tensors.
+        One Comparison per tensor: out, lse, dq, dk, dv, and, for arguments that are floating tensors, dlog_decay,
+        dscale, dbias and dsink.
     """
     check_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias
@@ -165,12 +165,12 @@ def verify_attention_varlen(
     heads: Sequence[tuple[int, int]] | None = None,
     **options: Any,
 ) -> list[Comparison]:
-    """Run decay_attention_varlen forward and backward on these inputs, and hold every sequence against the budget.
+    """Run decay_attention_varlen forward and backward on these inputs, and compare every sequence with the budget.
 
     Args:
-        q, k, v, log_decay, cu_seqlens_q, cu_seqlens_k, scale, causal, window_size, sink: as decay_attention_varlen
-            takes them. Tokens outside of the sequences are judged on their own, as sequence −1: their results have to
-            be exactly what decay_attention_varlen promises, whatever they hold.
+        q, k, v, log_decay, cu_seqlens_q, cu_seqlens_k, scale, causal, window_size, sink: as in decay_attention_varlen.
+            Tokens outside of the sequences are judged separately, as sequence −1: for any contents, their results must
+            be exactly those that decay_attention_varlen promises.
         max_seqlen_q, max_seqlen_k: default: the longest of the sequences.
         grad_out, grad_lse: gradients of out (total_q, H, D_v) and lse (H, total_q).
         heads: (sequence, query head) pairs to judge, as in verify_attention.
@@ -208,7 +208,7 @@ def _longest(offsets: Tensor) -> int:
 
 
 def _extent(start: int, end: int, axis: int, longest: int | None = None) -> tuple[int, int]:
-    """Begin and length of what lies in [start, end) and on the axis."""
+    """Begin and length of the part of [start, end) on the axis."""
     start, end = min(max(start, 0), axis), min(max(end, 0), axis)
     length = max(0, end - start)
     return start, length if longest is None else min(length, longest)
@@ -223,7 +223,7 @@ def _problem(
 ) -> AttentionProblem:
     q, log_decay = inputs.q, inputs.log_decay
     if log_decay is not None and not (isinstance(log_decay, Tensor) and log_decay.ndim):
-        log_decay = q.new_zeros(q.shape[2])  # its shape counts here
+        log_decay = q.new_zeros(q.shape[2])  # only its shape matters here
     bounds = None if sequences is None else torch.tensor(sequences, dtype=torch.int32).reshape(-1, 4)
     row_scale = inputs.scale if isinstance(inputs.scale, Tensor) else None
     window = window_of(window_size, causal)
@@ -265,13 +265,13 @@ def _judge(
     call = Call(inputs, grad_out, grad_lse, all_bounds, tuple(pairs), problem)
     with without_autocast(device):
         tested = call.run(backend, options)
-        if heads is not None:  # the other pairs have outputs, too, but they were not evaluated
+        if heads is not None:  # the oracle has no outputs of the other pairs
             tested["out"] = torch.where(judged_out, tested["out"], 0.0)
             tested["lse"] = torch.where(judged, tested["lse"], 0.0)
         return Budget(call, call.oracle()).judge(tested)
 
 
 def assert_within_budget(comparisons: Sequence[Comparison]) -> None:
-    """Raise an AssertionError with the whole table unless every verdict is "ok"."""
+    """Raise an AssertionError with the complete table unless every verdict is "ok"."""
     if not all(c.passed for c in comparisons):
         raise AssertionError("results outside the error budget, or below it\n" + format_table(comparisons))

@@ -1,5 +1,8 @@
-"""One call of decay_attention, or of decay_attention_varlen, in heads that are evaluated on their own: by an oracle in
-float64, by eager formulas that round as a kernel has to, and by what is tested; and one result beside its budget."""
+"""One call of decay_attention or decay_attention_varlen, split into heads that are evaluated independently.
+
+The evaluations are an oracle in float64, eager formulas that round as a kernel must, and the tested backend. A
+Comparison compares one result with its budget.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,22 +18,23 @@ from decayattn.testing import formulas
 from decayattn.testing.formulas import explicit_attention
 from decayattn.testing.table import Verdict, ratio
 
-# For 16-bit inputs the prefix of the decay inside a block of tokens is in float32: LSE has its rounding, and so have
-# scores, to which it is added, and the probability of a sink, which LSE gives. For float64 it is in float64
+# For 16-bit inputs the prefix of the decay inside a block of tokens is in float32. Its rounding enters the scores, to
+# which it is added, the LSE, and the probability of a sink, which comes from the LSE. For float64 inputs it is in
+# float64
 PREFIX_BLOCK = 128
 
-# the oracle's own rounding, relative to A, with scores up to thousands
+# the oracle's own rounding relative to A, for scores up to thousands
 ORACLE_EPS = 2.0**-40
 
-# Rows or tokens of a head: fewer numbers are all below a tenth of their size in more than one case of 10,000
+# Rows or tokens of a head: all values of a smaller head are below a tenth of their size in more than 1 of 10,000 cases
 FEW = 4
 
-# the results that have the keys' axis, where they have one; the others have the queries'
+# results with the keys' axis, if they have a token axis; the others have the queries'
 OVER_TOKENS = ("dk", "dv", "dlog_decay")
 
 
 class Arguments(NamedTuple):
-    """The arguments of decay_attention that may have a gradient, in its layouts."""
+    """Arguments of decay_attention that may have a gradient, in its layouts."""
 
     q: Tensor
     k: Tensor
@@ -41,7 +45,7 @@ class Arguments(NamedTuple):
     sink: Tensor | None
 
     def detach(self) -> "Arguments":
-        """The same tensors, none of which requires a gradient."""
+        """The same tensors without gradients."""
         return Arguments._make(x.detach() if isinstance(x, Tensor) else x for x in self)
 
 
@@ -52,11 +56,11 @@ INPUTS = Arguments._fields
 class Comparison:
     """One tensor against its budget, at the head and in the norm with the largest ratio.
 
-    The verdict is "cannot tell" where the budget of a head is no smaller than its result, in both norms: zeros would
-    pass. Heads of fewer than `FEW` rows or tokens are taken together there.
+    The verdict is "cannot tell" if the budget of a head is no smaller than its result, in both norms: zeros would pass.
+    For this test, heads of fewer than `FEW` rows or tokens are taken together.
 
-    head is (batch entry, head), where an axis that the tensor lacks or broadcasts over is 0. For packed sequences it is
-    (sequence, head), and −1 means outside of them.
+    head is (batch entry, head); an axis that the tensor lacks or broadcasts over is 0. For packed sequences it is
+    (sequence, head); sequence −1 is the tokens outside of them.
     """
 
     HEADINGS: ClassVar[tuple[str, ...]] = ("tensor", "head")
@@ -83,9 +87,9 @@ NORMS = {"frobenius": 2, "maximum": math.inf}
 
 @dataclass(frozen=True)
 class SequenceBounds:
-    """Query rows and tokens of one batch entry that see each other, and nothing else.
+    """Query rows and tokens of one batch entry that see each other and nothing else.
 
-    number is that of the batch entry, or of the sequence where sequences are packed; −1 outside of them.
+    number is that of the batch entry, or of the sequence for packed sequences; −1 outside of them.
     """
 
     number: int
@@ -95,9 +99,9 @@ class SequenceBounds:
 
 
 def bounds_of(problem: AttentionProblem, sequences: Sequence[Sequence[int]] | None) -> tuple[SequenceBounds, ...]:
-    """A partition of all rows and tokens: what lies outside of the sequences sees nothing, and nothing sees it.
+    """Partition of all rows and tokens. Those outside of the sequences neither see nor are seen.
 
-    sequences: (first row, rows, first token, tokens) of each; None where each fills its batch entry.
+    sequences: (first row, rows, first token, tokens) of each; None if each fills its batch entry.
     """
     if sequences is None:
         sequences = [(0, problem.query_length, 0, problem.key_length)] * problem.batch
@@ -106,7 +110,7 @@ def bounds_of(problem: AttentionProblem, sequences: Sequence[Sequence[int]] | No
     for n, (row, rows, token, tokens) in enumerate(sequences):
         entry = 0 if packed else n
         if problem.decay == "scalar" and not problem.causal and rows > tokens:
-            # there is no λ before a sequence's first key
+            # rows before a sequence's first key have no λ
             all_bounds.append(SequenceBounds(n, entry, slice(row, row + rows - tokens), slice(0, 0)))
             row, rows = row + rows - tokens, tokens
         all_bounds.append(SequenceBounds(n, entry, slice(row, row + rows), slice(token, token + tokens)))
@@ -136,7 +140,8 @@ def _gaps(taken: list[slice], length: int) -> Iterator[slice]:
 class Call:
     """Inputs of one call with its output gradients, and the (bounds, head) pairs that carry gradient.
 
-    All in decay_attention's layouts: packed sequences lie in a single batch entry. Every pair is an independent head.
+    All are in decay_attention's layouts; packed sequences share a single batch entry. Every pair is an independent
+    head.
     """
 
     inputs: Arguments
@@ -169,7 +174,7 @@ class Call:
         q = q[b, rows, h].to(dtype)
         causal = self.problem.causal
         if tokens.start == tokens.stop:
-            # outside of the sequences q and scale may be NaN, and without keys decay_attention takes causal calls only
+            # outside of the sequences q and scale may be NaN; without keys decay_attention requires causal=True
             q, scale, causal = torch.zeros_like(q), torch.zeros_like(scale), True
         return {
             "q": q, "k": k[b, tokens, g].to(dtype), "v": v[b, tokens, g].to(dtype), "log_decay": log_decay,
@@ -179,7 +184,7 @@ class Call:
         }
 
     def groups(self) -> Iterator[tuple[SequenceBounds, Tensor]]:
-        """The pairs as (batch entry, head), those with the same rows and tokens together."""
+        """Pairs as (batch entry, head), grouped by their rows and tokens."""
         together: dict[tuple[int, ...], list[tuple[SequenceBounds, int]]] = {}
         for bounds, head in self.pairs:
             key = bounds.rows.start, bounds.rows.stop, bounds.tokens.start, bounds.tokens.stop
@@ -192,7 +197,7 @@ class Call:
                 yield bounds, some
 
     def gather(self, evaluate: Callable[..., dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-        """evaluate(**heads) of all pairs, in the layouts that decay_attention returns; what heads share is added up."""
+        """evaluate(**heads) of all pairs, in the layouts of decay_attention; gradients of shared tensors are summed."""
         problem, (q, _, _, log_decay, scale, bias, sink) = self.problem, self.inputs
         batch, rows, keys, heads = problem.batch, problem.query_length, problem.key_length, problem.num_heads
         group = heads // problem.num_kv_heads
@@ -234,7 +239,7 @@ class Call:
         return total
 
     def oracle(self) -> dict[str, Tensor]:
-        """x64 by autograd; causal, in chunks of rows, each the last rows of the keys that it sees."""
+        """x64 by autograd. Causal calls run in chunks of rows, each the last rows of the keys that it sees."""
 
         def evaluate(*, causal, window, grad_out, grad_lse, **heads):
             floating = {name: x for name, x in heads.items() if x is not None and x.is_floating_point()}
@@ -244,7 +249,7 @@ class Call:
             outs, lses, total = [], [], {name: torch.zeros_like(x) for name, x in leaves.items()}
             for chunk in formulas.row_chunks(len(q) * keys, rows) if causal else [slice(0, rows)]:
                 seen = max(0, keys - (rows - chunk.stop)) if causal else keys
-                out, lse = decay_attention(  # the pairs are on the head axis
+                out, lse = decay_attention(  # pairs on the head axis
                     *(x.transpose(0, 1)[None] for x in (q[:, chunk], k[:, :seen], v[:, :seen])),
                     decay if decay is None or decay.ndim == 1 else decay[:, :seen].T[None],
                     scale=scale if scale.ndim == 1 else scale[:, chunk].T[None],
@@ -262,7 +267,7 @@ class Call:
         return self.gather(evaluate, torch.float64)
 
     def eager(self, gradient_factor: float = 1.0, factor: float = 1.0) -> dict[str, Tensor]:
-        """The rounded evaluation, in the dtypes that decay_attention returns. The factors: see `DRAWS`."""
+        """Rounded evaluation, in the dtypes that decay_attention returns. For the factors see `DRAWS`."""
 
         def evaluate(*, grad_out, grad_lse, **heads):
             grads = {"grad_out": grad_out * gradient_factor, "grad_lse": grad_lse * gradient_factor}
@@ -275,7 +280,7 @@ class Call:
         return {name: x.to(self.dtype_of(name)) for name, x in total.items()}
 
     def draw(self, factor: float) -> dict[str, Tensor]:
-        """The rounded evaluation elsewhere in the same binade, in float64."""
+        """Evaluation with other roundings in the same binade, in float64."""
         eager = self.eager(factor, factor)
         return {name: x.double() / (factor if name.startswith("d") else 1.0) for name, x in eager.items()}
 
@@ -294,19 +299,19 @@ class Call:
 
     @property
     def prefix_block(self) -> int:
-        """Tokens of a block inside of which the prefix of the decay is one number of the accumulator's dtype; 0 for
-        float32, which has two."""
+        """Tokens of a block in which the prefix of the decay is one number in the accumulator's dtype; 0 for float32,
+        which uses two."""
         return 0 if self.problem.dtype == torch.float32 else PREFIX_BLOCK
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype in which decay_attention returns a tensor."""
+        """Dtype in which decay_attention returns a tensor."""
         if name == "lse":
             return self.problem.accumulator_dtype
         leaf = self.inputs._asdict().get(name.removeprefix("d"))
         return leaf.dtype if isinstance(leaf, Tensor) else self.problem.dtype
 
     def run(self, backend: BackendName, options: dict[str, Any]) -> dict[str, Tensor]:
-        """What is tested: one forward and one backward, on leaves with the strides of the given tensors."""
+        """Tested results: one forward and one backward, on leaves with the strides of the given tensors."""
         inputs: dict[str, Any] = self.inputs.detach()._asdict()
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
         leaves = {f"d{name}": x.requires_grad_() for name, x in tensors.items()}
@@ -328,9 +333,9 @@ class Call:
     # the comparison
 
     def parts(self, name: str, x: Tensor) -> list[tuple[list[int], Tensor]]:
-        """What is judged on its own of a tensor in one of decay_attention's layouts: (numbers, (N, H, everything else))
-        of the bounds, those on the same rows or tokens together; or of every batch entry where the tensor lacks their
-        axis. A missing axis has length 1."""
+        """Parts of a tensor in one of decay_attention's layouts that are judged separately: (numbers, (N, H, everything
+        else)). A part has the bounds with the same rows or tokens, or, if the tensor lacks their axis, every batch
+        entry. A missing axis has length 1."""
         if name == "dbias":
             x = x.reshape((1,) * (4 - x.ndim) + x.shape)
             return [(list(range(len(x))), x.flatten(2))] if x.numel() else []
@@ -353,7 +358,7 @@ class Call:
         return found
 
     def distance(self, name: str, x: Tensor, x64: Tensor) -> Tensor:
-        """The norms of x − x64, (2, parts, H) in the order of NORMS, inf where only one of them has −inf."""
+        """Norms of x − x64, (2, parts, H) in the order of NORMS; inf where only one of them is −inf."""
         found = []
         for (_, part), (_, part64) in zip(self.parts(name, x), self.parts(name, x64), strict=True):
             hidden = part64.isneginf()
@@ -366,10 +371,10 @@ class Call:
     def blind(
         self, name: str, norm: Tensor, budget: Tensor, total: Tensor, size: Tensor, least: float
     ) -> Tensor:
-        """(parts, H), True where zeros would be within the budget and are not right.
+        """(parts, H), True where zeros would be within the budget without being right.
 
-        They are right where the oracle is 0 but for its rounding, or too small for the dtype. What comes of a few rows
-        or tokens may be small by chance: the heads that have no more are taken together.
+        Zeros are right where the oracle is 0 up to its rounding, or too small for the dtype. Results of few rows or
+        tokens may be small by chance: heads that have no more are taken together.
         """
         width = size.shape[-1] if name in ("out", "dq", "dk", "dv") else 1
         few = self.distance(name, torch.zeros_like(size), (size != 0).double())[0] ** 2 < FEW * width
@@ -380,14 +385,14 @@ class Call:
         return ((budget >= norm) & (norm > ORACLE_EPS * total) & (norm > least)).all(0)
 
     def compare(self, name: str, x: Tensor, x64: Tensor, eager_error: Tensor, size: Tensor) -> Comparison:
-        """One tensor against its budget.
+        """Compare one tensor with its budget.
 
         Args:
             name: "lse", "out", or "d" and the name of an input; the layout follows from it.
             x, x64, size: the tested tensor in its own dtype, the oracle, and A.
             eager_error: `distance` of the rounded evaluation from the oracle.
 
-        A NaN never passes; −inf must be exactly where the oracle has it.
+        A NaN never passes; −inf must be exactly where the oracle has −inf.
         """
         own_eps, accumulator_eps = torch.finfo(x.dtype).eps, torch.finfo(self.problem.accumulator_dtype).eps
         zero = torch.zeros_like(x64)
@@ -395,7 +400,7 @@ class Call:
         total = self.distance(name, zero, size)
         budget = 2 * eager_error + own_eps * norm + 4 * accumulator_eps * total
         blind = self.blind(name, norm, budget, total, size, torch.finfo(x.dtype).smallest_normal * own_eps)
-        # lse is no sum of the terms whose sizes A adds up: it may have a rounding where all of them are 0
+        # lse is not a sum of the terms in A: it may have a rounding error where all of them are 0
         nothing = torch.zeros_like(size, dtype=torch.bool) if name == "lse" else size == 0
         stray = self.distance(name, x.where(nothing, 0.0), zero)[1:]
         error = torch.cat([error, stray])

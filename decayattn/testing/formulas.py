@@ -8,21 +8,21 @@ from torch import Tensor, nn
 
 from decayattn.problem import is_reset
 
-# Scores held at once by the evaluations below (rows are taken in chunks): 256 MB per float64 matrix
+# Scores held at once by the evaluations below, in chunks of rows: 256 MB per float64 matrix
 SCORES_AT_ONCE = 2**25
 
-# The least probability of a visible key in A, which is 0 then only where nothing is added up
+# Smallest probability of a visible key in A, so that A is 0 only where nothing is summed
 FAINTEST = 1e-200
 
-# A factor without a short mantissa, between those of attention.DRAWS
+# A factor with a long mantissa, between those of attention.DRAWS
 ELSEWHERE = 2.0 ** (1 / 32)
 
-# How many products a tensor core adds to a sum at once, of 16-bit factors
+# Products of 16-bit factors that a tensor core adds to a sum at once
 PRODUCTS_AT_ONCE = 16
 
-# How many keys (or rows) an evaluation adds to a sum at once: kernels go key by key, or tile by tile
+# Keys (or rows) that an evaluation adds to a sum at once: kernels go key by key, or tile by tile
 TOKENS_AT_ONCE = (1, 32)
-# of longer sums as many as it takes for so many steps
+# upper bound on the steps of a sum; longer sums add more terms at once
 MOST_STEPS = 1024
 
 
@@ -48,31 +48,33 @@ def explicit_attention(
     """out, lse and every gradient of N independent heads, formula by formula and without autograd.
 
     Args:
-        q, k, v: (N, T_q, D), (N, T_k, D), (N, T_k, D_v), in the dtype to compute in.
+        q, k, v: (N, T_q, D), (N, T_k, D), (N, T_k, D_v), in the dtype of the computation.
         log_decay: None, (N,) constant or (N, T_k) per token; α is accumulated in float64.
         scale: (N,), or (N, T_q) for one per row.
         grad_out, grad_lse: (N, T_q, D_v), (N, T_q).
         window: (left, right), row i sees the keys i − left ≤ j ≤ i + right; −1 is no limit.
         bias: None, or (N, T_q, T_k), added to the scores; boolean: False hides a key.
-        sink: None, or (N,) in the dtype to compute in: the score of one more key, of value 0, in every row.
-        rounding: P, dS and out are rounded to this dtype, as a kernel for inputs of that dtype has to; None: never.
+        sink: None, or (N,) in the dtype of the computation: the score of one more key in every row, with value 0.
+        rounding: dtype to which P, dS and out are rounded, as a kernel for inputs of that dtype must; None: no
+            rounding.
         factor: the scores and P are rounded as multiples by this factor. Kernels, too, hold scores as multiples (by
-            log2 e, for exp2), and an online softmax rounds P before it is normalised. Every factor but 1 also has its
-            own orders in which the products of a score are added up. Above 16 bits it has its own order of the keys
-            in P·V and in the sum that P is normalised by, and of the rows in dv. For 16 bits it has its own number per
-            row that P is relative to where it is rounded for P·V; half of the factors add up the scores as tensor
-            cores do, which cut off sums that others round; half form dS from the rounded P, as attention does that
-            keeps P in 16 bits; and half form Δ from an out that is rounded as a multiple.
-        absolute: every term enters with its absolute value, so no sum cancels. P is the true P, it is never negative.
-            A result is 0 only where nothing is added up, whatever P is; of λ only where its gradient is 0 by contract.
+            log2 e, for exp2), and an online softmax rounds P before it is normalised. Every factor but 1 also adds the
+            products of a score in its own orders. Above 16 bits it has its own order of the keys in P·V and in the sum
+            that normalises P, and of the rows in dv. For 16 bits it has its own number per row, relative to which P is
+            rounded for P·V. Half of the factors truncate the sums of scores, as tensor cores do, instead of rounding
+            them. Half form dS from the rounded P, as attention does that keeps P in 16 bits. Half form Δ from an out
+            that is rounded as a multiple.
+        absolute: every term enters with its absolute value, so no sum cancels. P is the true P, which is never
+            negative. A result is 0 only where nothing is summed, for any P; that of λ only where its gradient is 0 by
+            contract.
         prefix_block: with absolute, the decay of a score counts as the difference of two prefixes that start in the
-            last so many tokens, and not only with its own size. Without, 0: the decay of a score is one number; else
-            two, as tiles have it: the part of the key inside its block of so many tokens is added to the products.
-
+            last prefix_block tokens, and not only with its own size. Without absolute, 0 makes the decay of a score one
+            number; otherwise it is two, as in the tiles: the key's part inside its block of prefix_block tokens is
+            added to the products.
     Returns:
-        out, lse, dq, dk, dv, dscale (N, T_q), dlog_decay (log_decay's shape), dbias (N, T_q, T_k), dsink (N,). No
-        gradient is rounded yet, because heads may share them. With absolute also score_size (N,), the largest |S| of a
-        visible pair.
+        out, lse, dq, dk, dv, dscale (N, T_q), dlog_decay (log_decay's shape), dbias (N, T_q, T_k), dsink (N,).
+        Gradients are not rounded yet, because heads may share them. With absolute also score_size (N,), the largest |S|
+        of a visible pair.
     """
     (heads, rows, _), keys = q.shape, k.shape[1]
     position, j = torch.arange(rows, device=q.device) + keys - rows, torch.arange(keys, device=q.device)
@@ -80,11 +82,11 @@ def explicit_attention(
     minus = torch.add if absolute else torch.sub
     rounded = _identity if rounding is None else lambda x: x.to(rounding).to(q.dtype)
 
-    # rounding P to 16 bits is off by more than any order of a sum
+    # rounding P to 16 bits is a larger error than any order of a sum
     in_order = factor != 1.0 and rounding in (None, q.dtype)
     online = factor != 1.0 and not in_order and keys > 0
     by_columns = log_decay is not None and prefix_block > 0 and not absolute and keys > 0
-    cut_off = online and _draw(factor) // 16 % 2 == 1  # with each kind of `_reference` as often
+    cut_off = online and _draw(factor) // 16 % 2 == 1  # equally often with each kind of `_anchor`
 
     row_scale = (scale if scale.ndim == 2 else scale[:, None].expand(heads, rows))[..., None]
     result = {"out": v.new_zeros(heads, rows, v.shape[2]), "lse": q.new_zeros(heads, rows)}
@@ -121,11 +123,11 @@ def explicit_attention(
         normaliser: Tensor | float
         if in_order:
             weighted = _over_tokens(p_rounded, nn.functional.pad(v, (0, 1), value=1.0), factor) / factor
-            # a kernel divides by this sum, which is 1 but for its rounding, and its log-sum-exp has it
+            # a kernel divides by this sum, which is 1 up to rounding, and its log-sum-exp contains it
             weighted, normaliser = weighted[..., :-1], weighted[..., -1:]
             if sink is not None:
                 normaliser = normaliser + _of_sink(sink, total).to(q.dtype)[..., None]
-            normaliser = torch.where(normaliser > 0, normaliser, 1.0)  # nothing visible
+            normaliser = torch.where(normaliser > 0, normaliser, 1.0)  # no visible key
             total = total + normaliser[..., 0].double().log()
         else:
             weighted, normaliser = p_rounded @ size(v) / factor, 1.0
@@ -140,7 +142,7 @@ def explicit_attention(
 
         lse = saved_lse = in_dtype(total)
         if by_columns and causal:
-            # what a row has of its own block cancels in its P: tiles leave it out, and LSE gets it at the end
+            # the row's part of its own block cancels in P: tiles leave it out, and LSE gets it at the end
             row_lse = in_dtype(of_keys - of_rows)
             lse, saved_lse = in_dtype(row_lse + in_dtype(of_rows)), row_lse + of_rows
             if sink is not None:
@@ -161,8 +163,8 @@ def explicit_attention(
         out = weighted / normaliser
         result["out"][:, chunk] = rounded(out)
 
-        # the backward has P from the saved log-sum-exp, which is rounded, and from scores that it computes once more,
-        # which are not rounded as they were: where scores are huge, or one key has a whole row, nothing else counts
+        # the backward computes P from the saved log-sum-exp, which is rounded, and from recomputed scores, whose
+        # roundings differ from the first: with huge scores, or one key that has a whole row, no other error matters
         multiple = factor * ELSEWHERE
         scores = _scores(row_scale[:, chunk], products, decay, added, visible, multiple, cut_off) + of_blocks
         p = _probabilities(scores, saved_lse, visible, absolute).to(q.dtype)
@@ -170,11 +172,11 @@ def explicit_attention(
         do, dlse = size(grad_out[:, chunk]), size(grad_lse[:, chunk])
         out = _out_in_delta(out, rounded, factor) if online else rounded(out)
         delta = minus((do * out).sum(-1), dlse)
-        if sink is not None:  # its value is 0, and so is its dP
+        if sink is not None:  # the sink's value is 0, and so is its dP
             p_sink = _of_sink(sink, lse).to(q.dtype)
             result["dsink"] += size(p_sink * -delta).sum(-1)
         dp = do @ size(v).mT
-        # masked before rounding: dLSE may be anything in a row that sees nothing
+        # masked before rounding: dLSE may be anything in a row without a visible key
         p_in_ds = _p_in_ds(p, p_rounded, factor) if online else p
         ds = torch.where(visible, p_in_ds * minus(dp, delta[..., None]), 0.0)
         if "dbias" in result:
@@ -199,7 +201,7 @@ def explicit_attention(
         result["dlog_decay"] = dgamma
     elif log_decay is not None:
         # With absolute values the sum is over the pairs that t separates. A pair on one side of t enters twice with
-        # opposite signs and leaves its rounding, which is random: it adds up in quadrature
+        # opposite signs and leaves its rounding error, which is random: these add in quadrature
         residue = _suffix_sums(touching.square(), log_decay).clamp(min=0).sqrt()
         result["dlog_decay"] = _suffix_sums(dalpha, log_decay) + residue
         if absolute:
@@ -208,26 +210,27 @@ def explicit_attention(
 
 
 def _draw(factor: float) -> int:
-    """Which of 64 a factor between 1 and 2 is."""
+    """Index from 0 to 63 of a factor between 1 and 2."""
     return round(64 * math.log2(factor))
 
 
 def _kind(factor: float) -> int:
-    """Which of 4 kinds of `_reference` a factor has: each as often, among 16 factors and among 64."""
+    """Kind of `_anchor` of a factor, from 0 to 3; equally frequent among 16 factors and among 64."""
     draw = _draw(factor)
     return (draw + draw // 4) % 4
 
 
 def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
-    """q·k as (N, rows, keys). A factor other than 1 adds up one product after the other, in orders of its own.
+    """q·k as (N, rows, keys). A factor other than 1 adds the products one by one, in its own two orders.
 
-    The exponential turns the rounding of a large score into a relative error of P, and most of that rounding is this
-    sum's: for D = 165 it is 8 times that of the multiplication by the scale. One matrix product would give all factors
-    the same sample of it, and a smaller one than a kernel's plain sum where the BLAS adds up slices of D apart.
+    The exponential turns the rounding of a large score into a relative error of P, and most of that rounding comes from
+    this sum: for D = 165, 8 times that of the multiplication by the scale. One matrix product would give all factors
+    the same sample of this error. It would also be smaller than that of a kernel's plain sum if the BLAS adds slices of
+    D separately.
 
-    A kernel rounds equal scores apart: a full tile fuses the scale with the subtraction of the maximum, an edge tile
-    rounds the score first. On an H200 that moved P of equal keys by 2e-4 at scores of 5,000. So every matrix of scores
-    has two orders (`_of_second_order`).
+    A kernel rounds equal scores differently: a full tile fuses the scale with the subtraction of the maximum, a partial
+    tile rounds the score first. On an H200 that moved P of equal keys by 2e-4 at scores of 5,000. So every matrix of
+    scores has two orders (`_of_second_order`).
     """
     if factor == 1.0:
         return q @ k.mT
@@ -237,16 +240,16 @@ def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
 
 
 def _of_second_order(rows: int, keys: int, random: torch.Generator) -> Tensor:
-    """True for half of the scores (rows, keys): in every row for other keys, in every column for other rows."""
+    """True for half of the scores (rows, keys), at different keys in each row and at different rows in each column."""
     of_row, of_key = (torch.rand(n, generator=random, device="cpu") < 0.5 for n in (rows, keys))
     return of_row[:, None] ^ of_key
 
 
 def _products_cut_off(q: Tensor, k: Tensor) -> Tensor:
-    """q·k as a tensor core adds it up: some products at once, and the sum cut off to float32, not rounded.
+    """q·k as a tensor core adds it: 16 products at once, and the sum truncated to float32, not rounded.
 
-    (Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science 7:e330, 2021.) All scores are off in
-    one direction, so that a sum over rows, as dsink is, does not average it out.
+    See Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science 7:e330, 2021. All scores are off
+    in one direction, so a sum over rows, such as dsink, does not average the error out.
     """
     total = q.new_zeros(q.shape[0], q.shape[1], k.shape[1])
     for some_q, some_k in zip(q.split(PRODUCTS_AT_ONCE, 2), k.split(PRODUCTS_AT_ONCE, 2), strict=True):
@@ -260,9 +263,9 @@ def _toward_zero(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _over_tokens(p: Tensor, x: Tensor, factor: float) -> Tensor:
-    """p @ x, added up over keys or rows in an order of the factor's own, one after the other or tile after tile.
+    """p @ x, summed over keys or rows in the factor's own order, one by one or tile by tile.
 
-    Where x has one sign, the sum grows with every term, and what is added is rounded to fewer and fewer bits.
+    If x has one sign, the sum grows with every term, and later terms are rounded to fewer and fewer bits.
     """
     random = _generator(factor)
     at_once = TOKENS_AT_ONCE[int(torch.randint(len(TOKENS_AT_ONCE), (), generator=random, device="cpu"))]
@@ -270,11 +273,11 @@ def _over_tokens(p: Tensor, x: Tensor, factor: float) -> Tensor:
 
 
 def _anchor(scores: Tensor, factor: float, start: int, dtype: torch.dtype) -> Tensor | None:
-    """What P of every row is relative to where it is rounded to 16 bits (N, rows), for the factor's own online softmax.
+    """Number per row (N, rows) relative to which P is rounded to 16 bits, in the factor's own online softmax.
 
-    It is the row's maximum, with which the largest P is 1 but for a rounding of the maximum: that is fused with the
-    subtraction for the scores, and not for the maximum. Where scores are large, it is more than one of 16 bits. Or it
-    is another number in every row, as a maximum that lags behind. None: P is normalised first.
+    Usually the row's maximum; the largest P is then 1, up to a rounding of the maximum. Kernels fuse the scale with the
+    subtraction for the scores, but not for the maximum, and for large scores this error exceeds a 16-bit rounding. Or a
+    different number in every row, like a maximum that lags behind. None: P is normalised first.
     """
     kind = _kind(factor)
     if kind == 0:
@@ -289,7 +292,7 @@ def _anchor(scores: Tensor, factor: float, start: int, dtype: torch.dtype) -> Te
 
 
 def _online_softmax(scores: Tensor, total: Tensor, anchor: Tensor, v: Tensor, rounding: torch.dtype) -> Tensor:
-    """P·V with P rounded relative to a number per row, which is divided out in full."""
+    """P·V with P rounded relative to a number per row, which is divided out exactly."""
     seen = ~anchor.isneginf()
     anchor = torch.where(seen, anchor, 0.0)
     p = (scores - anchor[..., None]).exp().to(rounding).to(v.dtype)
@@ -297,18 +300,17 @@ def _online_softmax(scores: Tensor, total: Tensor, anchor: Tensor, v: Tensor, ro
 
 
 def _out_in_delta(out: Tensor, rounded: Callable[[Tensor], Tensor], factor: float) -> Tensor:
-    """out as Δ is formed from it, rounded elsewhere than what is returned by the factors that round P relative to a
-    row's maximum.
+    """out for Δ. Factors that round P relative to a row's maximum round it differently from the returned out.
 
-    They round P alike. Had they the same out, too, they would share most of the error of a number that all rows add to,
-    as the gradient of a constant rate, and their largest error would be that of one.
+    These factors round P alike. With the same out, too, they would share most of the error of a value that all rows add
+    to, such as the gradient of a constant rate, and their largest error would be that of a single draw.
     """
     multiple = factor if _kind(factor) > 1 else 1.0
     return rounded(out * multiple) / multiple
 
 
 def _p_in_ds(p: Tensor, p_rounded: Tensor, factor: float) -> Tensor:
-    """P as dS is formed from it: rounded for half of the factors, with each `_reference` and kind of sum as often."""
+    """P for dS: rounded for half of the factors, equally often with each kind of `_anchor` and of sum."""
     return p_rounded / factor if _draw(factor) // 32 % 2 == 1 else p
 
 
@@ -317,7 +319,7 @@ def _generator(factor: float) -> torch.Generator:
 
 
 def _added_up(a: Tensor, b: Tensor, random: torch.Generator, at_once: int) -> Tensor:
-    """a (N, rows, terms) @ b (N, terms, columns), so many terms at once, in a random order."""
+    """a (N, rows, terms) @ b (N, terms, columns), at_once terms at a time, in a random order."""
     order = torch.randperm(a.shape[2], generator=random, device="cpu").to(a.device)
     a, b = a.movedim(2, 0)[order], b.movedim(1, 0)[order]
     total = a.new_zeros(*a.shape[1:], b.shape[2])
@@ -329,9 +331,9 @@ def _added_up(a: Tensor, b: Tensor, random: torch.Generator, at_once: int) -> Te
 def _scores(
     scale: Tensor, products: Tensor, decay: Tensor, bias: Tensor, visible: Tensor, factor: float, cut_off: bool
 ) -> Tensor:
-    """S in float64, rounded as a multiple by the factor to the products' dtype; −inf where nothing is visible.
+    """S in float64, rounded as a multiple by the factor to the products' dtype; −inf for invisible pairs.
 
-    cut_off: a tensor core adds the decay, too.
+    cut_off: truncate, because a tensor core also adds the decay.
     """
     dtype = products.dtype
     multiple = scale * factor * products
@@ -344,25 +346,25 @@ def _scores(
 
 
 def _probabilities(scores: Tensor, total: Tensor, visible: Tensor, absolute: bool) -> Tensor:
-    """P (N, rows, keys), 0 where nothing is visible; absolute: never 0 elsewhere."""
+    """P (N, rows, keys), 0 for invisible pairs; absolute: never 0 elsewhere."""
     p = (scores - total[..., None]).exp()
-    return torch.where(visible, p.clamp(min=FAINTEST) if absolute else p, 0.0)  # nothing visible: 0, not ∞ − ∞
+    return torch.where(visible, p.clamp(min=FAINTEST) if absolute else p, 0.0)  # no visible key: 0, not ∞ − ∞
 
 
 def _of_sink(sink: Tensor, lse: Tensor) -> Tensor:
-    """P of the sink, (N, rows): 0 of one of −inf, also where the row sees nothing."""
+    """P of the sink, (N, rows). A sink of −inf has 0, also in a row without a visible key."""
     return torch.where(sink.isneginf()[:, None], 0.0, (sink[:, None] - lse).exp())
 
 
 def _size_of_sink(sink: Tensor) -> Tensor:
-    """|sink|, 0 of one of −inf, which is none."""
+    """|sink|; 0 for a sink of −inf, which is none."""
     return sink.masked_fill(sink.isneginf(), 0.0).abs()
 
 
 def _with_sink(total: Tensor, sink: Tensor, factor: float) -> Tensor:
-    """log(e^total + e^sink), (N, rows), for a softmax that has the sink as one more column.
+    """log(e^total + e^sink), (N, rows), for a softmax with the sink as one more column.
 
-    The sum of the two is rounded to the sink's dtype, and of a logarithm near 0 that is all the error.
+    The sum of both is rounded to the sink's dtype; for a logarithm near 0 that is the whole error.
     """
     column = sink.double()[:, None].expand_as(total)
     largest = torch.maximum(total.double(), column)
@@ -374,12 +376,12 @@ def _with_sink(total: Tensor, sink: Tensor, factor: float) -> Tensor:
 def _rows_on_keys(ds: Tensor, i: Tensor, minus: bool = False) -> Tensor:
     """Row sums of dS (N, rows, keys) at the positions i, plus or minus its column sums, in float64 (N, keys)."""
     columns = ds.sum(1).double()
-    on_keys = i >= 0  # the other rows see nothing
+    on_keys = i >= 0  # the other rows see no key
     return (-columns if minus else columns).index_add_(1, i[on_keys], ds[:, on_keys].sum(-1).double())
 
 
 def row_chunks(scores_per_row: int, rows: int) -> list[slice]:
-    """At least one, because there is always a result."""
+    """Slices of rows; at least one, because there is always a result."""
     step = max(1, SCORES_AT_ONCE // max(1, scores_per_row))
     return [slice(start, min(start + step, rows)) for start in range(0, max(1, rows), step)]
 
@@ -403,7 +405,7 @@ def _decay_term(log_decay: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
 
 
 def _finite(log_decay: Tensor) -> Tensor:
-    """λ (N,) or (N, T_k) as it is added up: a reset counts as 0, and so does the first of tokens: it is never used."""
+    """λ (N,) or (N, T_k) for sums: a reset counts as 0, and so does the first λ of tokens, which is never used."""
     finite = torch.where(is_reset(log_decay), 0.0, log_decay)
     if finite.ndim == 2:
         finite[:, :1] = 0.0
@@ -411,8 +413,9 @@ def _finite(log_decay: Tensor) -> Tensor:
 
 
 def _decay_by_columns(log_decay: Tensor, i: Tensor, j: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`_decay_term` as two terms, (N, rows, keys): −σ β_j, which every key adds to its scores, and σ (α_i − base_J),
-    which a row and a block of keys share; and β_i (N, rows). base is α before a token's block, and β = α − base."""
+    """`_decay_term` as two terms (N, rows, keys), and β_i (N, rows). The first term is −σ β_j, which every key adds to
+    its scores. The second is σ (α_i − base_J), shared by a row and a block of keys. base is α before a token's block,
+    and β = α − base."""
     rates = _finite(log_decay.double())
     position = i
     if rates.ndim == 1:
@@ -433,7 +436,7 @@ def _decay_size(log_decay: Tensor | None, i: Tensor, j: Tensor, prefix_block: in
         return _decay_term(log_decay, i, j)
     size = _finite(log_decay.double()).abs()
     if log_decay.ndim == 1:
-        # positions count from the first row of a block, which lies before the first key where there are more rows
+        # positions count from the first row of a block; with more rows than keys it is before the first key
         inside = (size * min(prefix_block, max(len(i), len(j))))[:, None].expand(-1, len(j))
     else:
         alpha = nn.functional.pad(size.cumsum(1), (prefix_block, 0))
@@ -454,20 +457,20 @@ def _visible(log_decay: Tensor | None, causal: bool, window: tuple[int, int], i:
 
 
 def _suffix_sums(dalpha: Tensor, log_decay: Tensor) -> Tensor:
-    """dλ_t = Σ_{u ≥ t} dα_u within the segment between two resets; the first λ of a segment has a literal 0."""
+    """dλ_t = Σ_{u ≥ t} dα_u within the segment between two resets; exactly 0 for the first λ of a segment."""
     keys = dalpha.shape[1]
     resets = is_reset(log_decay)
     sums = dalpha.flip(1).cumsum(1).flip(1)
     after = torch.cat([sums, torch.zeros_like(sums[:, :1])], 1) if keys else sums
     t = torch.arange(keys, device=dalpha.device)
-    # the first reset after t; without one, the end
+    # the first reset after t, or the end
     ends = torch.where(resets, t, keys).flip(1).cummin(1).values.flip(1) if keys else resets.long()
     ends = torch.cat([ends[:, 1:], torch.full_like(ends[:, :1], keys)], 1)
     return torch.where(_has_no_gradient(log_decay), 0.0, sums - after.gather(1, ends))
 
 
 def _has_no_gradient(log_decay: Tensor) -> Tensor:
-    """True for a reset, and for the first λ (N, T_k), which is never used."""
+    """True for a reset, and for the first λ of (N, T_k), which is never used."""
     zero = is_reset(log_decay)
     zero[:, :1] = True
     return zero

@@ -1,4 +1,4 @@
-"""Every parameter's gradient of a whole model against its error budget."""
+"""Comparison of every parameter's gradient in a whole model with its error budget."""
 
 import contextlib
 import copy
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from decayattn.nn.attention import DecayFlashAttention
 
 
-# Two float64 evaluations of one loss may differ by this much of a parameter's gradient, and by this much of all
-# gradients together where that of one parameter cancels
+# Two float64 evaluations of one loss may differ by this fraction of a parameter's gradient; if that cancels, by this
+# fraction of all gradients together
 SAME, ROUNDING = 1e-6, 1e-9
-# A gradient of which two such evaluations differ by this much is 0
+# A gradient is 0 if two such evaluations differ by this fraction of it
 ZERO = 1e-3
-# float32 may differ from float64 by this much of all gradients; other random numbers differ by more
+# float32 may differ from float64 by this fraction of all gradients; other random numbers differ by more
 SAME_RANDOM_NUMBERS = 1e-2
 
 
@@ -70,38 +70,38 @@ def compare_model_gradients(
     autocast: torch.dtype | None = None,
     tested: Mapping[str, Tensor] | None = None,
 ) -> list[GradientRow]:
-    """Hold the gradient of every parameter, computed through a kernel backend, against the error budget.
+    """Compare the gradient of every parameter, computed through a kernel backend, with the error budget.
 
-    The oracle is a float64 copy of the model with backend "reference". Eager is a copy in the model's own precision
-    with an attention that rounds where a kernel has to (`explicit_attention`). It is drawn several times (`DRAWS`;
-    where a gradient exceeds its budget by little, `MORE_DRAWS` too), because a parameter may be a single number, and
-    because all layers after an attention see its rounding. A enters through eager, too: above 16 bits, every gradient
-    of its attention is off by eps·A with random signs, because sums that cancel round differently in every schedule.
+    The oracle is a float64 copy of the model with backend "reference". Eager is a copy in the model's own precision,
+    with an attention that rounds as a kernel must (`explicit_attention`). Eager is evaluated with all `DRAWS`, and with
+    `MORE_DRAWS` if a gradient exceeds its budget by little. A parameter may be a single number, and all layers after an
+    attention depend on its rounding. A enters through eager, too: above 16 bits, every gradient of its attention is off
+    by eps·A with random signs, because sums that cancel round differently in every schedule.
 
-    The precision decides which errors show. In float32 an error of 1e-5 of a gradient shows. In bfloat16 rounding
-    alone moves gradients by about 0.5 %, and budgets are 1 to 3 %. Run both: float32 for the formulas, and the training
-    precision for its own kernels. The verdict is "cannot tell" where the budget is no smaller than the gradient, so
-    that zeros would pass. Above 16 bits, entries that are 0 in the oracle and in eager have to be 0: embeddings of
-    padding, for example.
+    The precision decides which errors show. In float32 an error of 1e-5 of a gradient shows. In bfloat16 rounding alone
+    moves gradients by about 0.5 %, and budgets are 1 to 3 %. Run both: float32 for the formulas, and the training
+    precision for its own kernels. The verdict is "cannot tell" if the budget is no smaller than the gradient, so that
+    zeros would pass. Above 16 bits, entries that are 0 in the oracle and in eager must be 0: for example embeddings of
+    padding.
 
-    Every evaluation has a fresh copy of the model and of the batch. Both are left as they were, and so are the random
-    number generators of torch, numpy and Python. Hooks on parameters are not copied. Compiled parts run eagerly.
+    Every evaluation has a fresh copy of the model and of the batch. Both stay unchanged, and so do the random number
+    generators of torch, numpy and Python. Hooks on parameters are not copied. Compiled parts run eagerly.
 
     Args:
         model: contains DecayFlashAttention layers; not wrapped.
-        loss: called as loss(model, batch); a scalar. It has to be deterministic: two float64 evaluations with backend
-            "reference" are compared first.
-        batch: tensors in any nesting of tuples, lists and dicts; floating ones follow the precision, others stay.
+        loss: called as loss(model, batch); returns a scalar. It must be deterministic: two float64 evaluations with
+            backend "reference" are compared first.
+        batch: tensors in any nesting of tuples, lists and dicts. Floating ones are cast to the precision, others stay.
         backend: the tested backend of every DecayFlashAttention layer.
-        autocast: the tested model (and eager) run under autocast to this dtype; None for the parameters' own dtypes.
-        tested: gradients to hold against the budget instead of the backend's, by the parameters' names: those of the
-            same loss on several devices, for example.
+        autocast: dtype of autocast for the tested model (and eager); None for the parameters' own dtypes.
+        tested: gradients to compare with the budget instead of the backend's, by the parameters' names; for example
+            those of the same loss on several devices.
 
     Returns:
         One row per parameter that requires a gradient, in the model's order.
 
     Raises:
-        ValueError: the loss is not deterministic, or its gradient is 0 for every parameter.
+        ValueError: if the loss is not deterministic, or its gradient is 0 for every parameter.
     """
     if not _attention_layers(model):
         raise ValueError("model: expected at least one DecayFlashAttention layer, found none")
@@ -123,7 +123,7 @@ def compare_model_gradients(
             raise ValueError(f"loss: expected a scalar tensor, got {given}; reduce it")
         if not value.requires_grad:
             return {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
-        # the backward may run the layers once more: activation checkpointing
+        # activation checkpointing runs the layers again in the backward
         with torch.autocast(device.type, enabled=False):
             values = torch.autograd.grad(value * factor, leaves, materialize_grads=True)
         return {name: x.double() / factor for name, x in zip(parameters, values, strict=True)}
@@ -164,10 +164,10 @@ def compare_model_gradients(
 def _deterministic(
     model: nn.Module, gradients: Callable[..., dict[str, Tensor]], states: Callable[[], tuple]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The gradients in float64, and the norms of what two evaluations differ by.
+    """Gradients in float64, and the norms of the differences between two evaluations.
 
     Raises:
-        ValueError: they differ by more than rounding, or depend on random numbers, or are all 0.
+        ValueError: if they differ by more than rounding, depend on random numbers, or are all 0.
     """
 
     def evaluate(dtype: torch.dtype = torch.float64, factor: float = 1.0) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def _deterministic(
     first = states()
     oracle = evaluate()
     second = states()
-    again = evaluate(factor=DRAWS[5])  # rounded elsewhere
+    again = evaluate(factor=DRAWS[5])  # other roundings
     total = math.hypot(*(float(x.norm()) for x in oracle.values()))
     if total == 0:
         raise ValueError("loss: expected one that depends on the model that it is given, got gradients of 0 alone")
@@ -213,12 +213,12 @@ def _gradient_row(
         size = measure(x64, order)
         budget = 2 * max(measure(draw - x64, order) for draw in eager) + torch.finfo(dtype).eps * size
         found.append((norm, measure(x - x64, order), budget, size))
-        # zeros would pass; they are right where the oracle is 0 but for its rounding
+        # zeros would pass; they are right where the oracle is 0 up to its rounding
         blind &= budget >= size > noise / ZERO
-    if precision.itemsize > 2:  # in 16 bits a unit may be at rest in all these evaluations by chance
+    if precision.itemsize > 2:  # in 16 bits, a unit may be inactive in all evaluations by chance
         nothing = functools.reduce(torch.logical_and, (draw == 0 for draw in eager), x64 == 0)
         found.append(("zeros", measure(x.where(nothing, 0.0)), 0.0, 0.0))
-    wrong = any(not error <= budget for _, error, budget, _ in found)  # a NaN is
+    wrong = any(not error <= budget for _, error, budget, _ in found)  # True for a NaN
     norm, error, budget, size = max(found, key=lambda row: (not row[1] <= row[2], ratio(row[1], row[2])))
     verdict: Verdict = "wrong" if wrong else "cannot tell" if blind else "ok"
     relative = ratio(error, size), ratio(budget, size)
@@ -228,7 +228,8 @@ def _gradient_row(
 
 @contextlib.contextmanager
 def _random_numbers(device: torch.device) -> Iterator[Callable[[], tuple]]:
-    """A function that returns the states of the shared random number generators, which are set back at the end."""
+    """Context with a function that returns the states of the shared random number generators; restores them at the
+    end."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
 
@@ -249,7 +250,7 @@ def _drawing_part(
     model: nn.Module, gradients: Callable[..., dict[str, Tensor]], states: Callable[[], tuple]
 ) -> str:
     """The innermost module that draws random numbers, in words."""
-    drawing: list[str] = []  # a module ends after those that it calls
+    drawing: list[str] = []  # a module ends after its callees
     fresh = copy.deepcopy(model).double()
     for name, module in fresh.named_modules():
         before: list[tuple] = []
@@ -291,7 +292,7 @@ def _mapped(nested: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 class _RoundedAttention(torch.autograd.Function):
-    """`explicit_attention` over a whole call: reference.attention, rounded as a kernel has to round."""
+    """`explicit_attention` over a whole call: reference.attention, rounded as a kernel must round."""
 
     @staticmethod
     def call(problem: AttentionProblem, inputs: Inputs, *, factor: float) -> tuple[Tensor, Tensor]:
@@ -312,7 +313,7 @@ class _RoundedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         with torch.no_grad():
-            # the loss carries the factor, too
+            # the loss contains the factor, too
             results = _RoundedAttention.evaluate(
                 ctx.problem, ctx.factor, ctx.bounds, ctx.inputs, grad_out, grad_lse
             )

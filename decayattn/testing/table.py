@@ -1,4 +1,4 @@
-"""Comparisons as text, and the ratio that they share."""
+"""Comparisons as a table of text, and their ratio."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ Verdict = Literal["ok", "wrong", "cannot tell"]
 
 
 class Row(Protocol):
-    """A line of the table: where, the numbers, the verdict."""
+    """Line of the table: labels, numbers and verdict."""
 
     HEADINGS: ClassVar[tuple[str, ...]]  # headings of `labels`
 
@@ -40,5 +40,5 @@ def format_table(rows: Sequence[Row]) -> str:
 
 
 def ratio(a: float, b: float) -> float:
-    """a / b, where nothing of nothing is 0."""
+    """a / b, with 0 / 0 = 0."""
     return a / b if b else (math.inf if a else 0.0)
