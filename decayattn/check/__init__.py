@@ -1,8 +1,8 @@
-"""`python -m decayattn.check`: is decayattn right and fast on this machine? What it prints is to be pasted into issues.
+"""`python -m decayattn.check`: is decayattn right and fast on this machine? Its output can be pasted into an issue.
 
-A module for each section, with functions that return data, and a `report` that prints it line by line as it comes and
-returns what is wrong: the versions; which backend takes an ordinary call, and why not a faster one (choice); errors of
-calls against float64, as fractions of the error budget (`decayattn.testing`), and for which private names of PyTorch
-and Triton public ones are used instead (errors); times beside other attention kernels (speed). __main__ is the
-program: on a GPU its processes compile and judge from the beginning, while the first sections are printed.
+Each section is a module with functions that return data, and a `report` that prints it line by line and returns the
+faults. versions: the software and the GPUs. choice: the backend for an ordinary call, and reasons against faster ones.
+errors: errors of calls against float64, as fractions of the error budget (`decayattn.testing`), and private names of
+PyTorch and Triton that public ones replace. speed: times compared with other attention kernels. __main__ is the
+program. On a GPU its processes compile and judge from the start, while it prints the first sections.
 """

@@ -1,8 +1,8 @@
-"""The program: options, the sections in their order, and what is wrong at the end.
+"""The program: options, the sections in order, and a list of faults at the end.
 
-Exit status: 0 if nothing that was checked is wrong, 1 if anything is, 2 for a wrong option, 130 if interrupted. Wrong
-is a result outside its budget, a kernel that fails, and a backend that cannot be imported though Triton is installed.
-Backends without Triton or without their GPU are not checked: the last line names them.
+Exit status: 0 without faults, 1 with any, 2 for a wrong option, 130 if interrupted. A fault is a result outside its
+budget, a kernel that fails, or a backend that cannot be imported although Triton is installed. Backends without Triton
+or without their GPU are not checked: the last line names them.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, torch.de
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Run the program and return its exit status."""
     options, device = parse(arguments)
     begin = time.perf_counter()
     if device.type == "cuda" and options.processes != 1:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := errors.no_halo(device, count)) is not None:
         unchecked["halo"] = reason
     tasks = errors.cases(device, unchecked)
-    with errors.judging(tasks, device, count) as verdicts:  # several processes compile from here on
+    with errors.judging(tasks, device, count) as verdicts:  # worker processes compile from here on
         versions.report(device)
         wrong = choice.report(device, missing)
         if times:

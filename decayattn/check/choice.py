@@ -1,4 +1,4 @@
-"""The backends of this machine, the one that takes an ordinary call, and reasons against faster ones."""
+"""Backends of this machine, the choice for ordinary calls, and reasons against faster ones."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from decayattn.problem import AttentionProblem, Inputs
 
 
 def missing_backends() -> dict[str, str]:
-    """The kernel backends that cannot be imported, and why."""
+    """Kernel backends that cannot be imported, with the reasons."""
     missing = {}
     for name in registry.KERNELS:
         try:
@@ -28,27 +28,27 @@ def missing_backends() -> dict[str, str]:
 
 
 def enable_interpreter(device: torch.device) -> None:
-    """Have Triton interpret its kernels on a CPU, where it can: a program may ask for that before it imports Triton."""
+    """Make Triton interpret its kernels on a CPU, if possible. A program may request this before it imports Triton."""
     if device.type == "cpu" and "triton" not in sys.modules and interpreter.fails() is None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def unchecked_backends(device: torch.device, missing: dict[str, str]) -> dict[str, str]:
-    """The kernel backends that cannot be judged here, and why."""
+    """Kernel backends that cannot be judged here, with the reasons."""
     if (reason := interpreted_on_a_gpu(device)) is not None:
         return dict.fromkeys(registry.KERNELS, reason)
     unchecked = dict(missing)
     for name in registry.KERNELS:
         if name not in missing:
             broken = interpreter.fails() if (name, device.type) == ("triton", "cpu") else None
-            # the interpreter takes no bfloat16, "hopper" nothing but 16 bits
+            # the interpreter takes no bfloat16, "hopper" only 16 bits
             reason = broken or registry.loaded(name).unavailable(torch.float16, device)
             unchecked |= {} if reason is None else {name: reason}
     return unchecked
 
 
 def interpreted_on_a_gpu(device: torch.device) -> str | None:
-    """What is wrong where the kernels of a GPU would be interpreted."""
+    """Fault if a GPU's kernels would be interpreted, or None."""
     triton = sys.modules.get("triton")
     if device.type != "cuda" or triton is None or not triton.knobs.runtime.interpret:
         return None
@@ -57,7 +57,7 @@ def interpreted_on_a_gpu(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What an ordinary call runs on, and why not on what would be faster."""
+    """Backend for an ordinary call, and reasons against faster ones."""
 
     call: str
     backend: str
@@ -76,7 +76,7 @@ class OrdinaryCall:
     cache: bool = False  # one new token for a DecayCache
 
     def choose(self, device: torch.device) -> Choice:
-        """What "auto" does with the call, causal and with a decay per token."""
+        """Choice of "auto" for this call, causal and with a decay per token."""
         batch, heads = 2, 8
         q, k, v = (
             torch.empty(batch, length, heads, self.head_dim, dtype=self.dtype, device=device)
@@ -94,7 +94,7 @@ class OrdinaryCall:
         return Choice(self.name, chosen, tuple(reasons))
 
     def _why_not(self, name: str, problem: AttentionProblem, inputs: Inputs) -> str:
-        """Why "auto" does not take the backend, which is faster than what it takes."""
+        """Reason why "auto" does not choose this backend, which is faster than its choice."""
         loaded = registry.load(name)
         if isinstance(loaded, str):
             return loaded
@@ -107,7 +107,7 @@ class OrdinaryCall:
 
 
 def half(device: torch.device) -> torch.dtype:
-    """The 16-bit dtype that a GPU computes fast: bfloat16 from capability 8.0 on."""
+    """The fast 16-bit dtype of a GPU: bfloat16 from capability 8.0 on, else float16."""
     old = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
     return torch.float16 if old else torch.bfloat16
 
@@ -136,7 +136,7 @@ def choices(device: torch.device) -> Iterator[Choice]:
 
 
 def report(device: torch.device, missing: dict[str, str]) -> list[str]:
-    """What is wrong with the backends."""
+    """Print the section and return the faults of the backends."""
     with section('The backend of backend="auto" (B2 H8, T 1024 unless said, causal, decay per token)'):
         wrong = []
         for name, reason in missing.items():
@@ -147,7 +147,7 @@ def report(device: torch.device, missing: dict[str, str]) -> list[str]:
             wrong.append(interpreted)
         widths = (max(len(call.name) for call in ordinary_calls(device)), 9)
         before: tuple[str, ...] = ()
-        errors: dict[str, str] = {}  # an error, and the first call that it came from
+        errors: dict[str, str] = {}  # error: the first call that raised it
         for choice in choices(device):
             if choice.error is not None:
                 row(choice.call, "ERROR", choice.error, widths=widths)

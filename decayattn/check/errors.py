@@ -1,4 +1,4 @@
-"""Errors of calls against float64, as fractions of the error budget: what ordinary calls need, and what is timed."""
+"""Errors of calls against float64, as fractions of the error budget, for ordinary calls and the timed ones."""
 
 import contextlib
 import functools
@@ -28,21 +28,21 @@ from decayattn.testing.attention import Budget
 from decayattn.testing.call import Arguments, Call, bounds_of
 from decayattn.testing.table import ratio
 
-# processes that compile and judge at once on a GPU, and memory for each: a CUDA context, and in float64 the results of
-# a timed call, their sizes, and one eager evaluation
+# upper bound on the processes that compile and judge on a GPU; memory for each: a CUDA context, and in float64 the
+# results of a timed call, their sizes, and one eager evaluation
 MOST_PROCESSES = 16
 PROCESS_BYTES = 5 * 2**30
-# tokens of a page; seconds that a process of a halo waits for the other one
+# tokens of a page; seconds that one process of a halo waits for the other
 _PAGE, _PATIENCE = 16, 120
-# B, H and T of the calls that are timed
+# B, H and T of the timed calls
 TIMED_SHAPE = (4, 16, 4096)
-# no key is skipped: all peers do the same work
+# skip no keys, so that all peers do the same work
 TIMED_OPTIONS: dict[str, Any] = {"skip_tolerance": None, "return_lse": True}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A small call of grouped queries, of a length that divides nothing, or one of those that are timed.
+    """Small call of grouped queries with an odd length, or a timed call.
 
     decay is "none" or "constant", or per token: "scalar", "resets" (with growth) or "strong" (far keys are skipped).
 
@@ -50,8 +50,8 @@ class Case:
     * "dense", "last rows" (fewer queries than keys), "packed" (sequences, one of them empty),
     * "options": a window, a sink, a bias and a scale per row,
     * "decode", "paged": one token for a cache, without gradients,
-    * "halo": a sequence in two slices, of which this process has one,
-    * "timed": as the speed section calls it. One head is judged, and its kernels are those that are timed.
+    * "halo": a sequence in two slices; this process has one of them,
+    * "timed": the call of the speed section, with the same kernels. One head is judged.
     """
 
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     rank: int = 0
-    store: str = ""  # file through which the two processes of a halo find one another
+    store: str = ""  # file by which the two processes of a halo meet
 
     @property
     def name(self) -> str:
@@ -76,7 +76,7 @@ class Case:
         return ", ".join(words)
 
     def compare(self, backend: BackendName, device: torch.device) -> list[Comparison]:
-        """Every result of the call against its budget."""
+        """Compare every result of the call with its budget."""
         if self.form == "halo" and device.type == "cuda":
             device = torch.device("cuda", (device.index + self.rank) % torch.cuda.device_count())
         batch, heads, kv_heads, length = self.batch, self.heads, self.kv_heads, self.length
@@ -142,7 +142,7 @@ _DECAYS = {
 def _compare_decoding(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, backend: BackendName
 ) -> list[Comparison]:
-    """The newest token's output by a DecayCache that holds the others, judged as the last row of a call."""
+    """The newest token's output from a DecayCache that holds the others, judged as the last row of a call."""
     batch, length, kv_heads, head_dim = k.shape
     cache = DecayCache(
         batch, length, num_heads=q.shape[2], num_kv_heads=kv_heads, head_dim=head_dim, value_dim=v.shape[3],
@@ -158,7 +158,7 @@ def _compare_decoding(
 
 
 def _compare_pages(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, backend: BackendName) -> list[Comparison]:
-    """The same of pages, in any order, of which the first call fills all places but one."""
+    """_compare_decoding for pages in arbitrary order; the first call fills all slots but one."""
     batch, length = k.shape[:2]
     blocks = -(-length // _PAGE)
     wide = torch.empty(*log_decay.shape, dtype=torch.float64, device=q.device)
@@ -178,7 +178,7 @@ def _compare_pages(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, backend: 
 def _compare_halo(
     case: Case, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, backend: BackendName
 ) -> list[Comparison]:
-    """Every result of a sequence in two slices, of which this process has one."""
+    """Every result of a sequence in two slices; this process has one of them."""
     from decayattn.distributed import context_parallel_attention  # not every build of PyTorch has torch.distributed
 
     if q.is_cuda:
@@ -204,7 +204,7 @@ def _compare_halo(
 
 
 def _judged(found: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> list[Comparison]:
-    """Results of a causal call, whose output gradients are ones, against their budgets."""
+    """Compare results of a causal call, with output gradients of 1, with their budgets."""
     problem = AttentionProblem.of(q, v, log_decay, None, True)
     all_bounds = bounds_of(problem, None)
     pairs = tuple((bounds, head) for bounds in all_bounds for head in range(problem.num_heads))
@@ -221,10 +221,10 @@ def timed(dtype: torch.dtype, head_dim: int, decay: str) -> Case:
 
 
 def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[BackendName, Case]]:
-    """(backend, case) of all that is judged by the backends that can be.
+    """(backend, case) for all cases that the available backends can run.
 
-    On a GPU every case compiles kernels of its own; none covers what another one does. What takes longest begins first:
-    the comments say how many seconds one core compiles for sm_90, with Triton 3.6.
+    On a GPU every case compiles its own kernels; none repeats another's. The longest begin first. The comments give the
+    seconds that one core compiles for sm_90 with Triton 3.6.
     """
     f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
     if device.type == "cpu":
@@ -278,7 +278,7 @@ def cases(device: torch.device, unchecked: Iterable[str] = ()) -> list[tuple[Bac
 
 @dataclass(frozen=True)
 class Verdict:
-    """A case's result that comes closest to its budget, or exceeds it most."""
+    """Result of a case with the largest fraction of its budget."""
 
     backend: str
     case: Case
@@ -286,12 +286,12 @@ class Verdict:
     fraction: float = math.nan  # error / budget
     tensor: str = ""
     error: str | None = None
-    seconds: float = math.nan  # compiling included
-    fallbacks: tuple[str, ...] = ()  # of the process, as far as it had launched kernels
+    seconds: float = math.nan  # including compilation
+    fallbacks: tuple[str, ...] = ()  # of the process, as known from its launches so far
 
 
 def judge(backend: BackendName, case: Case, device: str) -> Verdict:
-    """One case; whatever it raises is an error of the verdict."""
+    """Judge one case; any exception becomes an error of the verdict."""
 
     def closeness(comparison: Comparison) -> tuple[bool, float]:
         fraction = ratio(comparison.error, comparison.budget)
@@ -314,7 +314,8 @@ def judge(backend: BackendName, case: Case, device: str) -> Verdict:
 def judging(
     tasks: Sequence[tuple[BackendName, Case]], device: torch.device, processes: int
 ) -> Iterator[Iterator[Verdict]]:
-    """The verdicts on the cases in their order: so many processes begin at once, or this one when it is asked."""
+    """Verdicts on the cases, in order. With several processes all start at once; with 1, this process runs each on
+    demand."""
     arguments = [(backend, case, str(device)) for backend, case in tasks]
     if processes == 1:
         yield (judge(*some) for some in arguments)
@@ -327,14 +328,14 @@ def judging(
 
 
 def no_halo(device: torch.device, processes: int) -> str | None:
-    """Reason why no sequence can be cut in two here, or None."""
+    """Reason why no sequence can be split in two here, or None."""
     if device.type != "cuda" or torch.cuda.device_count() < 2 or not dist.is_nccl_available():
         return "it takes two GPUs and NCCL"
     return "it takes two processes" if processes == 1 else None
 
 
 def default_processes(device: torch.device) -> int:
-    """Compiling is what takes the time on a GPU; a CPU interprets its tiny cases faster than it starts a process."""
+    """Number of processes. Compilation takes most of the time on a GPU; a CPU runs its tiny cases in this process."""
     if device.type == "cpu":
         return 1
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -345,10 +346,10 @@ def default_processes(device: torch.device) -> int:
 def report(
     tasks: Sequence[tuple[BackendName, Case]], verdicts: Iterable[Verdict], unchecked: dict[str, str]
 ) -> tuple[list[str], set[str]]:
-    """What is wrong, and the backends that it concerns."""
+    """Print the section; return the faults, and the backends that have them."""
     wrong: list[str] = []
     concerned: set[str] = set()
-    fallbacks: dict[str, None] = {}  # in their order
+    fallbacks: dict[str, None] = {}  # ordered
     with section("Errors against float64, as fractions of the error budget (above 1: FAIL)"):
         for name, reason in unchecked.items():
             row(f"{name} is not checked: {reason}")

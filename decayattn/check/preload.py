@@ -1,4 +1,5 @@
-"""What the processes that judge have imported before they are forked (processes); nothing here touches a GPU."""
+"""Imports that worker processes share: the server makes them before it forks (processes). Nothing here touches a
+GPU."""
 
 import contextlib
 
@@ -6,5 +7,5 @@ import decayattn.check.errors  # noqa: F401
 from decayattn.backends import registry
 
 for _name in registry.KERNELS:
-    with contextlib.suppress(Exception):  # whoever needs it imports it again, and tells why it cannot be
+    with contextlib.suppress(Exception):  # a later import of it raises again, with the reason
         registry.load(_name)

@@ -1,4 +1,4 @@
-"""Tasks in processes of their own, which they may end."""
+"""Tasks in separate processes, which a task may kill."""
 
 import contextlib
 import multiprocessing
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-# after which a task hangs
+# time limit of a task
 TASK_SECONDS = 300.0
-# imported once, by the server that the processes are forked from
+# imported once, by the server from which the processes are forked
 _PRELOADED = "decayattn.check.preload"
 
 
 def prepare() -> None:
-    """Let the server of the processes import meanwhile."""
+    """Start the server, so that it imports in the background."""
     if _context().get_start_method() == "forkserver":
         forkserver.ensure_running()
 
@@ -27,11 +27,11 @@ def prepare() -> None:
 def in_processes(
     function: Callable[..., Any], tasks: Iterable[tuple], count: int, seconds: float = TASK_SECONDS
 ) -> Iterator[Iterator[Any]]:
-    """function(*task) for every task, in their order; a str for what ended its process, or took longer than seconds.
+    """Results of function(*task) for every task, in order; a str if the process died or exceeded the time limit.
 
-    All begin at once, in so many processes, which end with the context. A kernel that reads where it may not leaves
-    its process without a GPU, or ends it. So what gives an `error` ends its process, too, and the next task gets a new
-    one.
+    All tasks start at once, in `count` processes, which end with the context. A kernel with an illegal memory access
+    breaks its process's GPU context, or kills the process. So a result with an `error` also ends its process, and the
+    next task gets a new one.
     """
     own, workers, over = threading.local(), [], threading.Event()
 
@@ -55,7 +55,7 @@ def in_processes(
 
 
 class _Worker:
-    """A process that answers tasks one by one."""
+    """Process that answers tasks one by one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         context = _context()
@@ -86,7 +86,8 @@ class _Worker:
 
 
 def _context() -> Any:
-    """Forked from a server that has imported what they need and not touched a GPU; where there is no fork, spawned."""
+    """Processes forked from a server that has the imports and has not touched a GPU; spawned on systems without
+    fork."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -95,7 +96,7 @@ def _context() -> Any:
 
 
 def _answer(function: Callable[..., Any], connection: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program that asks ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
         while True:

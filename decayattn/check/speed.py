@@ -1,4 +1,4 @@
-"""Times beside other attention kernels, of calls whose errors were judged before."""
+"""Times compared with other attention kernels, for calls already judged."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from decayattn.check.text import one_line, row, section, short
 from decayattn.check.versions import NOT_INSTALLED
 from decayattn.problem import AttentionProblem, Inputs
 
-# rounds over all kernels, and how long each of them runs in a round
+# rounds over all kernels, and the time of each kernel in a round
 ROUNDS, ROUND_MILLISECONDS = 7, 10.0
 HEAD_DIMS = (64, 128)
 
@@ -37,7 +37,7 @@ class Peer:
     name: str
     layout: str
     decay: bool
-    load: Callable[[], Callable[..., Any]]  # raises what keeps the kernel from being called
+    load: Callable[[], Callable[..., Any]]  # raises if the kernel cannot be called
     sdpa: bool = False
     ours: bool = False
 
@@ -55,7 +55,7 @@ def _sdpa(backend: SDPBackend | None) -> Callable[..., Tensor]:
 
 
 class NotInstalled(Exception):
-    """A peer that is not on this machine."""
+    """A peer is not installed on this machine."""
 
 
 def _imported(module: str, function: str, **options: Any) -> Callable[..., Any]:
@@ -85,19 +85,19 @@ DIRECTIONS = ("forward", "forward + backward")
 
 @dataclass
 class Speed:
-    """Milliseconds of one kernel, a median for every round by direction; or why there are none."""
+    """Milliseconds of one kernel: a median for every round, by direction; or the reason why there are none."""
 
     peer: Peer
     rounds: dict[str, list[float]]
     reason: str | None = None
-    absent: bool = False  # it is not installed, or does not fit: nothing is wrong
+    absent: bool = False  # not installed, or does not fit: no fault
 
     def median(self, direction: str) -> float:
         return statistics.median(self.rounds[direction])
 
 
 def speeds(head_dim: int, device: torch.device, wrong: set[str], peers: Sequence[Peer] = PEERS) -> list[Speed]:
-    """Every peer on one shape in interleaved rounds. Ours is not timed where "auto" takes a backend that is wrong."""
+    """Time every peer on one shape in interleaved rounds, but not ours if "auto" chooses a faulty backend."""
     (q, k, v, grad_out), log_decay = _tensors(head_dim, device)
     found, calls = [], {}
     for peer in peers:
@@ -109,7 +109,7 @@ def speeds(head_dim: int, device: torch.device, wrong: set[str], peers: Sequence
         with _reason_of_failure(speed):
             calls[peer.name] = _calls(peer, (q, k, v, grad_out), log_decay)
             for call in calls[peer.name].values():
-                _milliseconds(call, 3)  # compiles, and tunes
+                _milliseconds(call, 3)  # compiles and tunes
     for number in range(ROUNDS):
         for speed in found[:: -1 if number % 2 else 1]:
             for direction in DIRECTIONS:
@@ -122,18 +122,18 @@ def speeds(head_dim: int, device: torch.device, wrong: set[str], peers: Sequence
 
 
 def load(device: torch.device, peers: Sequence[Peer] = PEERS) -> None:
-    """PyTorch's kernels, once each: cuDNN takes its time before its first call of a shape, and need not do so when
-    nothing else is left to do. Others may choose between kernels by timing them, for which they need the GPU alone."""
+    """Call each of PyTorch's kernels once, while the processes judge: cuDNN's first call of a shape is slow. Other
+    peers wait, because some choose kernels by timing and need the GPU alone."""
     with torch.cuda.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for head_dim, peer in itertools.product(HEAD_DIMS, (peer for peer in peers if peer.sdpa)):
-            with contextlib.suppress(Exception):  # `speeds` tells
+            with contextlib.suppress(Exception):  # `speeds` reports the reason
                 for call in _calls(peer, *_tensors(head_dim, device)).values():
                     call()
 
 
 def _tensors(head_dim: int, device: torch.device) -> tuple[Sequence[Tensor], Tensor]:
-    """q, k, v and a gradient of the output; a log-decay."""
+    """q, k, v and a gradient of the output; and a log-decay."""
     batch, heads, length = errors.TIMED_SHAPE
     several = torch.randn(4, batch, length, heads, head_dim, device=device, dtype=half(device))
     return several.unbind(), -0.02 * torch.rand(batch, length, heads, device=device)
@@ -159,7 +159,7 @@ def _reason_of_failure(speed: Speed) -> Iterator[None]:
 
 
 def _calls(peer: Peer, tensors: Sequence[Tensor], log_decay: Tensor) -> dict[str, Callable[[], object]]:
-    """A peer's forward as in training, and with the gradient of everything, on tensors in its layout."""
+    """A peer's forward as in training, and with all gradients, on tensors in its layout."""
     attend = peer.load()
     tensors = [*tensors, log_decay] if peer.decay else [*tensors]
     if peer.layout == "BHTD":
@@ -175,7 +175,7 @@ def _calls(peer: Peer, tensors: Sequence[Tensor], log_decay: Tensor) -> dict[str
 
 
 def _milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """Of one call among so many behind one another."""
+    """Time of one call, averaged over `repeats` consecutive ones."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -194,7 +194,7 @@ def report(device: torch.device, concerned: set[str]) -> list[str]:
         title = f"Speed: {shape}, causal; ms, median [range] of {ROUNDS} rounds, multiple of the fastest SDPA's speed"
         with section(title):
             with torch.cuda.device(device), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # its exception says why SDPA refuses
+                warnings.simplefilter("ignore")  # SDPA's exception has the reason
                 found = speeds(head_dim, device, concerned)
             timed = [speed for speed in found if speed.reason is None]
             sdpa = [speed for speed in timed if speed.peer.sdpa]

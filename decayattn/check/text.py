@@ -1,4 +1,4 @@
-"""How the sections are printed."""
+"""Printing of the sections."""
 
 import contextlib
 import time
@@ -9,7 +9,7 @@ import torch
 
 @contextlib.contextmanager
 def section(title: str) -> Iterator[None]:
-    """A title, what the block prints, and how long it took."""
+    """Print a title before the block, and its duration after it."""
     begin = time.perf_counter()
     print(title, flush=True)
     yield
@@ -17,16 +17,16 @@ def section(title: str) -> Iterator[None]:
 
 
 def row(*cells: str, widths: Sequence[int] = ()) -> None:
-    """A line, now."""
+    """Print a line and flush it."""
     padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)] + [*cells[len(widths) :]]
     print("  " + "  ".join(padded).rstrip(), flush=True)
 
 
 def one_line(error: BaseException) -> str:
-    """What kind of exception, and the line of its message that says most."""
+    """Type of an exception and the most informative line of its message."""
     name = type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    text = lines[-1] if name == "CompilationError" else lines[0]  # Triton shows the source first
+    text = lines[-1] if name == "CompilationError" else lines[0]  # Triton prints the source first
     return f"{name}: {text[:200]}" if text else name
 
 

@@ -1,4 +1,4 @@
-"""What a defect may depend on: the versions of the software, and the GPUs."""
+"""Versions of the software, and the GPUs: facts that a defect may depend on."""
 
 import collections
 import contextlib
@@ -10,7 +10,7 @@ import torch
 
 from decayattn.check.text import row, section
 
-# other names that a package is published by
+# other names of a published package
 _PUBLISHED_AS = {"triton": ("triton-rocm", "pytorch-triton-rocm", "triton-windows")}
 NOT_INSTALLED = "not installed"
 
@@ -23,7 +23,7 @@ def report(device: torch.device) -> None:
 
 def versions(device: torch.device) -> list[tuple[str, str]]:
     """(name, version) of the software, then the GPUs."""
-    numpy = [("numpy", version("numpy"))] if device.type == "cpu" else []  # the interpreter is made of it
+    numpy = [("numpy", version("numpy"))] if device.type == "cpu" else []  # the interpreter uses it
     return [
         ("decayattn", version("decayattn")),
         ("torch", f"{torch.__version__} ({_torch_build()})"),
@@ -37,7 +37,7 @@ def versions(device: torch.device) -> list[tuple[str, str]]:
 
 
 def version(package: str) -> str:
-    """As it is installed, by whatever name."""
+    """Installed version of a package, under any of its names."""
     for name in (package, *_PUBLISHED_AS.get(package, ())):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name) + ("" if name == package else f" ({name})")
