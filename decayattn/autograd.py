@@ -91,8 +91,7 @@ def attention(
 
 
 def _watched(tensors: Iterable[Tensor]) -> bool:
-    """True if the operators must be visible: to a tracer, a dispatch mode, a transform of torch.func, or a subclass of
-    Tensor."""
+    """True if operators must be visible: to a tracer, a dispatch mode, a torch.func transform, or a Tensor subclass."""
     return (
         torch.compiler.is_compiling()
         or compatibility.has_observers()
@@ -153,7 +152,7 @@ def _sink_gradient(inputs: Inputs, out: Tensor, saved: Saved, d_out: Tensor, d_l
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The operators. They return tensors only; one of size 0 stands for None. base is flat: its dimension of blocks would be
+# The operators. They return tensors only; one of size 0 means None. base is flat: its dimension of blocks would be
 # 1 up to 128 tokens, and a traced graph would specialise on that
 
 

@@ -58,8 +58,7 @@ _observers = _usable(
 
 
 def has_observers() -> bool:
-    """True if a dispatch mode or a transform of torch.func sees operators. Also True if unknown: calling the operators
-    is always correct."""
+    """True if a dispatch mode or a torch.func transform sees operators, or if unknown: operators are always correct."""
     if _observers is None:
         return True
     modes, transforms = _observers
@@ -196,8 +195,7 @@ def refuse_unless(condition: Tensor, message: str) -> None:
 
 
 def all_gather(gathered: Tensor, own: Tensor, group: "torch.distributed.ProcessGroup") -> None:
-    """Fill gathered (ranks, ·) with every rank's own (1, ·). PyTorch 2.13 renames the function and warns of the old
-    name."""
+    """Fill gathered (ranks, ·) with every rank's own (1, ·). PyTorch 2.13 renames the function; the old name warns."""
     dist = torch.distributed
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, own, group=group)

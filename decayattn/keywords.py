@@ -1,4 +1,4 @@
-"""What FlashAttention, PyTorch, fla and others call our arguments, for the error that names ours."""
+"""Hints for keywords of FlashAttention, PyTorch, fla and others: the error names our argument."""
 
 import difflib
 import inspect
@@ -11,12 +11,12 @@ class _Required:
         return "nothing"
 
 
-# default of a required argument, so that an unknown keyword is named before a missing one
+# default of a required argument, so that the error for an unknown keyword comes before that for a missing one
 REQUIRED: Any = _Required()
 
 
 def _by_name(names: dict[str, str]) -> dict[str, str]:
-    """{name: hint} of {hint: names}; {} in a hint is the name."""
+    """{name: hint} from {hint: names}. {} in a hint becomes the name."""
     return {name: hint.replace("{}", name) for hint, together in names.items() for name in together.split()}
 
 
@@ -28,7 +28,7 @@ _TOLERANCE = "use skip_tolerance, the probability that a row may lose: math.exp(
 _PACKED = "decay_attention_varlen takes cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k"
 _PADDED = "decay_attention takes it; packed sequences have none"
 
-# the functions
+# hints of the functions; _OF_LAYER has those of the layer
 _HINTS = _by_name({
     _SCALE: "softmax_scale sm_scale",
     "use causal": "is_causal",
@@ -116,7 +116,7 @@ _OF_LAYER = {
 
 
 def named(function: Callable) -> Callable:
-    """The function without its catch-alls in what help() and inspect.signature show."""
+    """Hide the function's catch-alls from help() and inspect.signature."""
     signature = inspect.signature(function)
     known = [x for x in signature.parameters.values() if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
     known = [x.replace(default=x.empty) if x.default is REQUIRED else x for x in known]
@@ -125,7 +125,7 @@ def named(function: Callable) -> Callable:
 
 
 def refuse(function: Callable, unknown: dict[str, object], others: tuple[object, ...] = ()) -> None:
-    """Raise the TypeError that Python would, with what the first unknown keyword, or one more argument, is here."""
+    """Raise a TypeError for surplus arguments, or for the first unknown keyword with a hint to ours."""
     owner, parameters = function.__qualname__, inspect.signature(function).parameters
     known = [name for name in parameters if name != "self"]
     if others:

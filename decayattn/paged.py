@@ -66,7 +66,7 @@ def decay_attention_paged(
         k, v: (B, T, H_kv, D) and (B, T, H_kv, D_v), the new tokens.
         alpha_pages: (pages, P, H) float64, α of a decay per token. Calls with k write it; all calls read it.
         first: (B, H) int32, the first token that a head still sees. It holds for every row of a call without k.
-            Required with a log_decay per token, whose resets move it; otherwise the default is 0.
+            Required with a log_decay per token, because resets move it; otherwise the default is 0.
         scale, window_size, sink, backend: as in decay_attention; a scale per row is (B, T, H). "hopper" has no kernels
             for paged caches.
         max_seqlen: upper bound on the lengths, new tokens included; sizes the launch. Default: the tokens that an entry

@@ -45,7 +45,7 @@ def attention_rows(
 
     Raises:
         TypeError, ValueError: for every bad argument, by name. On a GPU, an index in `rows` out of range fails a device
-        assertion.
+            assertion.
     """
     sharding.refuse(
         q=q, k=k, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q, seqused_k=seqused_k,

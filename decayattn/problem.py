@@ -11,7 +11,7 @@ SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 # a log-decay below this is a reset: e^λ is 0 in float64 there, and callers write a reset as −1e9 or finfo.min
 RESET_BELOW = -746.0
-# tokens of a block of DecayPrefix; a tile of any size lies inside one block
+# tokens of a block of DecayPrefix; a tile of any size is inside one block
 DECAY_BLOCK = 128
 # query rows that share one entry of a skipping plan (Saved.first_block)
 GRANULE = 64
@@ -191,8 +191,7 @@ class Saved(NamedTuple):
 
 
 class KeyDecay(NamedTuple):
-    """Tensors that a backend derives from log_decay alone, for one forward of dense sequences. Another backend can use
-    only the prefix."""
+    """Tensors that a backend derives from log_decay, for one dense forward. Other backends can use only the prefix."""
 
     prefix: DecayPrefix
     # for the Hopper kernels: log_decay split for products, and the counter of their scheduler

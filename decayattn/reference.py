@@ -89,8 +89,7 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
 
 
 def _places(held: Held, position: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Indices of tokens at these positions (B, T): in keys, values and alpha, and as (entry, token). Tokens without a
-    place are left out."""
+    """Indices into the buffers, and (entry, token), of the tokens with a place; position: their positions (B, T)."""
     entry, token = torch.meshgrid(*(torch.arange(n, device=position.device) for n in position.shape), indexing="ij")
     if held.block_table is None:
         return (entry.flatten(), position.flatten()), (entry.flatten(), token.flatten())
@@ -111,7 +110,7 @@ def evict(held: Held, alpha: Tensor, log_tolerance: float, score_bound: Tensor) 
     With |s q·k| ≤ S, a row i that sees itself loses at most exp(2 S + α_i) Σ_evicted exp(−α_j) of its probability.
 
     Args:
-        held: the cache, whose first and log_evicted (log Σ_evicted exp(−α_j)) are written in place.
+        held: the cache; its first and log_evicted (log Σ_evicted exp(−α_j)) are written in place.
         alpha: (B or 1, T, H) float64, of the T tokens that the longest entry holds.
         log_tolerance: upper limit of the log of the bound.
         score_bound: (H,), S.
@@ -411,8 +410,7 @@ def scaled_products(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def decay_bias(problem: AttentionProblem, log_decay: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """sign(i − j) (α_i − α_j) in float64, broadcastable to (B, H, T_q, T_k). Resets count as 0; visible_pairs has
-    them."""
+    """sign(i − j) (α_i − α_j) in float64, broadcastable to (B, H, T_q, T_k). Resets count as 0 (see visible_pairs)."""
     distance = i[..., :, None] - j
     unused = is_reset(log_decay)
     if problem.decay == "scalar":

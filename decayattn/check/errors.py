@@ -314,8 +314,7 @@ def judge(backend: BackendName, case: Case, device: str) -> Verdict:
 def judging(
     tasks: Sequence[tuple[BackendName, Case]], device: torch.device, processes: int
 ) -> Iterator[Iterator[Verdict]]:
-    """Verdicts on the cases, in order. With several processes all start at once; with 1, this process runs each on
-    demand."""
+    """Verdicts on the cases, in order. Several processes start at once; a single one runs each on demand."""
     arguments = [(backend, case, str(device)) for backend, case in tasks]
     if processes == 1:
         yield (judge(*some) for some in arguments)

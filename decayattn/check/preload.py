@@ -1,5 +1,4 @@
-"""Imports that worker processes share: the server makes them before it forks (processes). Nothing here touches a
-GPU."""
+"""Imports that a server makes before it forks worker processes (processes). Nothing here touches a GPU."""
 
 import contextlib
 

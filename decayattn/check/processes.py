@@ -86,8 +86,7 @@ class _Worker:
 
 
 def _context() -> Any:
-    """Processes forked from a server that has the imports and has not touched a GPU; spawned on systems without
-    fork."""
+    """Processes forked from a server that has the imports and has not touched a GPU; without fork, spawned."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -35,8 +35,7 @@ class Handshake:
     """
 
     def __init__(self, group: dist.ProcessGroup, x: object) -> None:
-        """x: a tensor of the call. The ranks gather on its device if the group's backend supports that type of
-        device."""
+        """x: a tensor of the call. The ranks gather on its device if the group's backend supports its type."""
         self.group, self.device_types = group, _device_types(group)
         self.device = x.device if isinstance(x, Tensor) else torch.device("meta")
         if self.device.type not in self.device_types:
@@ -68,7 +67,7 @@ class Handshake:
         Raises:
             ValueError: names an option that differs, and the ranks.
             RuntimeError: another rank has raised; or a CUDA graph is being captured without an earlier call with these
-            options.
+                options.
         """
         if self._met:
             return

@@ -89,9 +89,9 @@ def context_parallel_attention(
 
     Returns:
         out (B, T_r, H, D_v), or (out, lse) with lse (B, H, T_r). Differentiable once, in both modes. The gradients of
-        q, k, v, log_decay per token and scale per row are those of the sum of all ranks' losses. For arguments that all
-        ranks share (a constant log_decay, sink, bias, a broadcast scale), each rank has its share of the gradient, and
-        the sum over the ranks is the whole: data-parallel wrappers average it like that of any other weight.
+        q, k, v, log_decay per token and scale per row are those of the sum of all ranks' losses. Arguments that all
+        ranks share (a constant log_decay, sink, bias, a broadcast scale) have a share of their gradient on each rank.
+        The sum over the ranks is the gradient; data-parallel wrappers average it like that of any other weight.
 
     The first collective of every call compares the options of the ranks. On a GPU the host waits for it only with new
     options; an assertion on the device checks later ones. A planned halo waits once per call, to size the exchange.

@@ -73,8 +73,7 @@ def _kept(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def on_host(x: Tensor) -> Callable[[], list]:
-    """Start copying x to the host; return a function for its values. It waits only for work launched before this
-    call."""
+    """Start to copy x to the host. Return a function for its values, which waits only for work launched before."""
     if x.device.type != "cuda":
         return x.tolist
     there = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)

@@ -5,7 +5,7 @@
 
 The far call needs nothing of other ranks. If earlier calls had the same number of far rows (`Expected`), it is launched
 before the host knows that number: the GPU computes while the host waits. If they also fetched the same number of keys
-for all heads, the exchange and the near call are launched early, too, and the GPU has all its work before the host
+for all heads, the exchange and the near call are launched early, too. The GPU then has all its work before the host
 waits. A wrong prediction is computed again.
 
 In the backward the near call comes first: its gradients of other ranks' keys are sent while the far call computes. If

@@ -86,8 +86,8 @@ def attention(
 
     Raises:
         ValueError: for options that flash attention does not have, by name, and for a mask of more tokens than there
-        are keys, as in a layer that ignores the cache. If the first layer ignores it, only padding shows this, and a
-        static cache hides it: `generate` then writes other tokens without an error.
+            are keys, as in a layer that ignores the cache. If the first layer ignores it, only padding shows this, and
+            a static cache hides it: `generate` then writes other tokens without an error.
     """
     for name, reason in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -293,8 +293,7 @@ def get_correct_attn_implementation(original: Callable) -> Callable:
 
 
 def set_attn_implementation(original: Callable) -> Callable:
-    """PreTrainedModel's method with a check for NAME; the original only warns if a model cannot change its
-    attention."""
+    """PreTrainedModel's method with a check for NAME; the original only warns about models that cannot change."""
 
     def checked(self: PreTrainedModel, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         if attn_implementation == NAME:

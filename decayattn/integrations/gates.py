@@ -54,7 +54,7 @@ def add_decay(
 
     Raises:
         TypeError, ValueError: for a bad argument, by name, and for a model that already has a decay or lacks such
-        attention.
+            attention.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers.PreTrainedModel, got a {type(model).__name__}")

@@ -459,7 +459,7 @@ class DecayModel(DecayPreTrainedModel):
 
         Raises:
             TypeError, ValueError: for every bad argument, by name. Bad values in a tensor on a GPU fail an assertion
-            there.
+                there.
         """
         packing = {name: kwargs.pop(name, None) for name in _PACKING}
         _refuse_unknown({"output_attentions": self.config.output_attentions, **kwargs})

@@ -257,8 +257,8 @@ class DecayFlashAttention(Spared):
 
         Raises:
             TypeError, ValueError: for every bad argument, by name, and if the tokens do not fit in the cache. Bad
-            values in masks, cu_seqlens and resets raise on a CPU. On a GPU, and in compiled code, they fail an
-            assertion on the device, without a synchronisation.
+                values in masks, cu_seqlens and resets raise on a CPU. On a GPU, and in compiled code, they fail an
+                assertion on the device, without a synchronisation.
             RuntimeError: with a cache, if a gradient would be needed.
         """
         given = _Given(
@@ -297,8 +297,7 @@ class DecayFlashAttention(Spared):
     def _prepare(
         self, x: Tensor, given: _Given, others: tuple, unknown: dict
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, _Given, dict[str, Any]]:
-        """The forward up to its attention, checks included. Return q, k, v, the gate, the arguments for the attention,
-        and its options."""
+        """The forward before its attention. Return q, k, v, the gate, and the attention's arguments and options."""
         begin = self._check_arguments(x, given, others, unknown)
         cache, resets, log_decay, memory = given.cache, given.resets, given.log_decay, given.memory
         if self.tensor_mesh is not None:

@@ -77,7 +77,7 @@ class DecayCache:
         num_heads, num_kv_heads: query heads H; key heads H_kv, a divisor of H (default H).
         head_dim, value_dim: D and D_v (default D).
         window_size: (left, right) as in decay_attention, the widest window of any call.
-        device, dtype: of the buffers. By default those of the first keys, whose arrival allocates the buffers.
+        device, dtype: of the buffers. By default those of the first keys, which allocate the buffers.
 
     Raises:
         TypeError, ValueError: for a bad argument, by name.
@@ -162,7 +162,7 @@ class DecayCache:
 
         Raises:
             TypeError, ValueError: for every bad argument, by name, before anything changes, and if the tokens do not
-            fit in max_length.
+                fit in max_length.
             RuntimeError: if an input requires a gradient; call it under torch.no_grad().
         """
         check_arguments(q, k, v, log_decay, scale, True, window_size, sink, skip_tolerance=skip_tolerance)
@@ -340,7 +340,7 @@ class DecayCache:
 
             Σ_evicted P_ij  ≤  exp(2 S + α_i) Σ_evicted exp(−α_j)
 
-        The bound never grows while log-decays are ≤ 0, and is at most the tolerance for every later row. The sum
+        The bound never grows while log-decays are ≤ 0. It is at most the tolerance for every later row. The sum
         includes earlier evictions, and a reset sets it to 0. Outputs change by at most 2·tolerance·max |v|. A sink or a
         window only lowers the loss. Without a decay every token may matter, and all stay.
 
@@ -359,7 +359,7 @@ class DecayCache:
 
         Raises:
             TypeError, ValueError: for a bad argument, by name, before anything changes. Bad values in a tensor on a GPU
-            fail an assertion there.
+                fail an assertion there.
         """
         _check_tolerance(tolerance)
         score_bound = self._head_numbers("score_bound", score_bound, lowest=0.0)
@@ -399,8 +399,7 @@ class DecayCache:
         return self._left + (self._room - self._left) // 2
 
     def _make_room(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Make space for this number of tokens. If a long call gets larger buffers, return the ones they replace, else
-        None."""
+        """Make space for new tokens. Return the buffers that larger ones replace during a long call, or None."""
         if self.longest + tokens <= self.keys.shape[1]:
             return None
         self._move_out()

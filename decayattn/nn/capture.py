@@ -39,7 +39,7 @@ class CapturedStep:
 
     Raises:
         TypeError, ValueError: for a bad argument, by name. A call raises for inputs of other shapes, dtypes or devices,
-        and for tokens that do not fit in a cache.
+            and for tokens that do not fit in a cache.
         RuntimeError: in a call, for a cache that was emptied or reallocated.
     """
 

@@ -43,7 +43,7 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
 
     Raises:
         ValueError: if there is no DecayFlashAttention in the module, and for a shared decay or position module that is
-        not sharded separately.
+            not sharded separately.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -78,10 +78,10 @@ def tensor_parallel_plan(module: nn.Module) -> "dict[str, ParallelStyle]":
         mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("tensor",))
         parallelize_module(model, mesh, tensor_parallel_plan(model))
 
-    A rank has its heads' rows of every part of in_proj, their columns of out_proj and their decay, sink and log_scale.
-    qk_norm's gains are on every rank. The layer takes x whole, a plain tensor or a DTensor, and returns y whole. This
-    costs one sum over the ranks in the forward and one in the backward. `num_heads` and `num_kv_heads` become those of
-    a rank. Rates and slopes are those of the whole model's heads.
+    A rank has some heads: their rows of every part of in_proj, their columns of out_proj, and their decay, sink and
+    log_scale. qk_norm's gains are on every rank. The layer takes x whole, a plain tensor or a DTensor, and returns y
+    whole. This costs one sum over the ranks in the forward and one in the backward. `num_heads` and `num_kv_heads`
+    become those of a rank. Rates and slopes are those of the whole model's heads.
 
     Every parameter is a DTensor. Those of in_proj are weight_0, weight_1, … (q, k, v, gate), and its `weight` is a
     read-only copy. The state dict has the same names and shapes as without the plan. `state_dict()` joins the parts of
@@ -101,7 +101,7 @@ def tensor_parallel_plan(module: nn.Module) -> "dict[str, ParallelStyle]":
 
     Raises:
         ValueError: if there is no DecayFlashAttention in the module. parallelize_module raises it, by name, if the
-        number of ranks does not divide the heads, and if a decay is neither a ScalarDecay nor a ConstantDecay.
+            number of ranks does not divide the heads, and if a decay is neither a ScalarDecay nor a ConstantDecay.
     """
     from torch.distributed.tensor.parallel import RowwiseParallel
 

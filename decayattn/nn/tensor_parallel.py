@@ -20,7 +20,7 @@ from decayattn.sharding import Linear, local_part, replicated, reset_whole, whol
 
 
 class PartwiseParallel(ParallelStyle):
-    """ColwiseParallel part by part, for a Linear whose output features are several parts: each is split over the ranks.
+    """ColwiseParallel part by part, for a Linear that computes several parts: each is split over the ranks.
 
     A product of several matrices (q, k, v and an output gate; the two of a SwiGLU) has consecutive parts.
     ColwiseParallel would split it into ranges of rows that mix matrices. This style gives rank r the r-th share of
@@ -199,8 +199,7 @@ class HeadNorm(nn.RMSNorm):
 
 
 def fuse(parts: Iterable[Tensor]) -> Tensor:
-    """Join the parts of a partwise parameter, or of its optimiser state, whole on every rank. A collective for
-    DTensors."""
+    """Join the parts of a partwise parameter or its optimiser state, whole on every rank; a collective for DTensors."""
     return torch.cat([whole(part) for part in parts])
 
 

@@ -28,8 +28,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
 
     The first group has the parameters of two or more dimensions, embeddings included. The second has all others: those
-    of fewer dimensions, those of decay modules (`Decay`, and any `decay` of a DecayFlashAttention), sink, log_scale,
-    and those with the attribute `_no_weight_decay`, which a model may set to spare more. Each parameter that requires a
+    of fewer dimensions, those of decay modules (`Decay`, and any `decay` of a DecayFlashAttention), sink and log_scale.
+    It also has those with the attribute `_no_weight_decay`, which a model may set. Each parameter that requires a
     gradient is in one group, once, in the model's order. A group may be empty.
 
     Args:

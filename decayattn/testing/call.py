@@ -299,8 +299,7 @@ class Call:
 
     @property
     def prefix_block(self) -> int:
-        """Tokens of a block in which the prefix of the decay is one number in the accumulator's dtype; 0 for float32,
-        which uses two."""
+        """Tokens of a block in which one number in the accumulator's dtype holds the prefix; float32 uses two: 0."""
         return 0 if self.problem.dtype == torch.float32 else PREFIX_BLOCK
 
     def dtype_of(self, name: str) -> torch.dtype:

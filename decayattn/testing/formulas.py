@@ -163,8 +163,8 @@ def explicit_attention(
         out = weighted / normaliser
         result["out"][:, chunk] = rounded(out)
 
-        # the backward computes P from the saved log-sum-exp, which is rounded, and from recomputed scores, whose
-        # roundings differ from the first: with huge scores, or one key that has a whole row, no other error matters
+        # the backward computes P from the saved log-sum-exp, which is rounded, and from recomputed scores, which are
+        # rounded differently: with huge scores, or one key that has a whole row, no other error matters
         multiple = factor * ELSEWHERE
         scores = _scores(row_scale[:, chunk], products, decay, added, visible, multiple, cut_off) + of_blocks
         p = _probabilities(scores, saved_lse, visible, absolute).to(q.dtype)
@@ -302,8 +302,8 @@ def _online_softmax(scores: Tensor, total: Tensor, anchor: Tensor, v: Tensor, ro
 def _out_in_delta(out: Tensor, rounded: Callable[[Tensor], Tensor], factor: float) -> Tensor:
     """out for Δ. Factors that round P relative to a row's maximum round it differently from the returned out.
 
-    These factors round P alike. With the same out, too, they would share most of the error of a value that all rows add
-    to, such as the gradient of a constant rate, and their largest error would be that of a single draw.
+    These factors round P alike. With the same out, too, a value that all rows add to would have nearly the same error
+    for all of them: for example the gradient of a constant rate.
     """
     multiple = factor if _kind(factor) > 1 else 1.0
     return rounded(out * multiple) / multiple

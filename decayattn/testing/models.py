@@ -228,8 +228,7 @@ def _gradient_row(
 
 @contextlib.contextmanager
 def _random_numbers(device: torch.device) -> Iterator[Callable[[], tuple]]:
-    """Context with a function that returns the states of the shared random number generators; restores them at the
-    end."""
+    """Restore the shared random number generators at the end; yield a function that returns their states."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
 
