@@ -48,9 +48,9 @@ def check_arguments(
             check_counts(name, lengths, q.device, "(B,)", (q.shape[0],))
     if per_token and not causal and q.shape[1] > k.shape[1]:
         raise ValueError(
-            "causal: False with a per-token log_decay needs T_q <= T_k, because the first "
-            f"{q.shape[1] - k.shape[1]} query rows lie before the first log-decay; "
-            f"got T_q = {q.shape[1]}, T_k = {k.shape[1]}"
+            "causal: expected T_q <= T_k with causal=False and a log_decay per token, because the first "
+            f"{q.shape[1] - k.shape[1]} query rows precede the first log-decay, "
+            f"got T_q = {q.shape[1]}, T_k = {k.shape[1]}; leave these rows out"
         )
 
 
@@ -94,7 +94,9 @@ def refuse_gradients(**inputs: Tensor | float | None) -> None:
         return
     for name, x in inputs.items():
         if isinstance(x, Tensor) and x.requires_grad:
-            raise RuntimeError(f"{name}: requires a gradient, and a cache has none; call it under torch.no_grad()")
+            raise RuntimeError(
+                f"{name}: expected a tensor without a gradient, because a cache has none; call it under torch.no_grad()"
+            )
 
 
 def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
@@ -105,7 +107,7 @@ def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
     if type(offsets) is Tensor and offsets.device.type == "cpu":  # on a GPU it would take longer than a small call
         refuse_unless(
             (offsets.diff() >= 0).all(),
-            f"{name}: expected offsets that never fall, got others; of lengths they are the running sum, "
+            f"{name}: expected offsets that never fall, got others; from lengths, compute "
             "F.pad(lengths.cumsum(0), (1, 0))",
         )
 
@@ -239,7 +241,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
         # more key heads than query heads: rather another order of dimensions than a wrong number of heads
         fits = k.shape[-2] > q.shape[-2] and k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
         raise ValueError(
-            f"k: its {k.shape[-2]} heads must divide the {q.shape[-2]} heads of q (grouped queries)"
+            f"k: expected heads that divide those of q (grouped queries), got {k.shape[-2]} for {q.shape[-2]}"
             f"{_order_hint(q, fits)}"
         )
     for name, dim in (("q", q.shape[-1]), ("v", v.shape[-1])):
@@ -261,8 +263,8 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
     _check_dense("log_decay", log_decay)
     if log_decay.dtype in (torch.float16, torch.bfloat16):
         raise TypeError(
-            f"log_decay: expected float32, got {log_decay.dtype}; a 16-bit gate loses the model, "
-            "compute it in float32 or pass log_decay.float()"
+            f"log_decay: expected float32, got {log_decay.dtype}; its rounding errors add up over "
+            "tokens: compute the gate in float32, or pass log_decay.float()"
         )
     if log_decay.dtype != torch.float32 and not (log_decay.dtype == q.dtype == torch.float64):
         raise TypeError(f"log_decay: expected float32 (or float64 with float64 q, k, v), got {log_decay.dtype}")
@@ -276,7 +278,7 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
         return log_decay.ndim > 1
     raise ValueError(
         f"log_decay: expected shape () or (H,) = ({per_token[-1]},) for a constant decay, or {axes} = {per_token} for "
-        f"one per token, where batch and heads may be 1; got {tuple(log_decay.shape)}"
+        f"one per token, where batch and heads may be 1, got {tuple(log_decay.shape)}"
         f"{_decay_hint(log_decay.shape, q, k, per_token)}"
     )
 
@@ -361,7 +363,7 @@ def _order_hint(q: Tensor, fits: bool) -> str:
     if not fits:
         return ""
     batch = "B, " if q.ndim == 4 else ""
-    return f"; q, k, v: expected ({batch}T, H, D); these look like ({batch}H, T, D), then give q.transpose(-3, -2) etc."
+    return f"; q, k, v: expected ({batch}T, H, D); these look like ({batch}H, T, D): pass q.transpose(-3, -2) etc."
 
 
 def _describe(value: object) -> str:

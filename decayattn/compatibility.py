@@ -53,7 +53,7 @@ def _probe_observers() -> tuple[Callable[[], int], Callable[[], bool]]:
 
 _observers = _usable(
     "torch._C._len_torch_dispatch_stack, ._are_functorch_transforms_active", _probe_observers,
-    "every call passes through the operators, which takes the host longer",
+    "every call passes through the operators, which takes more host time",
 )
 
 
@@ -113,7 +113,7 @@ def _probe_guard() -> Callable:
 # context for calls to operators below autograd; None: torch.library.register_autograd makes these calls
 below_autograd = _usable(
     "torch._C._AutoDispatchBelowAutograd", _probe_guard,
-    "torch.library.register_autograd differentiates the operators, which takes the host longer",
+    "torch.library.register_autograd differentiates the operators, which takes more host time",
 )
 
 
@@ -123,7 +123,7 @@ def _probe_level() -> bool:
 
 
 _has_level = _usable(
-    "torch.autograd.forward_ad._current_level", _probe_level, "every tensor of a call is asked for its tangent"
+    "torch.autograd.forward_ad._current_level", _probe_level, "every tensor of a call is checked for a tangent"
 )
 
 
@@ -143,7 +143,7 @@ def _probe_assertion() -> Callable[[Tensor, str], None]:
     return torch._assert_async
 
 
-_assertion = _usable("torch._assert_async", _probe_assertion, "a padding_mask on a GPU is waited for")
+_assertion = _usable("torch._assert_async", _probe_assertion, "the check of a padding_mask on a GPU synchronises")
 
 
 def _probe_wrappers() -> tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor]]:
@@ -269,7 +269,7 @@ def _public_stream(device: int) -> int:
 
 # current_stream(device index): address of the current stream
 current_stream = (
-    _usable("torch._C._cuda_getCurrentRawStream", _probe_stream, "torch.cuda.current_stream is asked for the stream")
+    _usable("torch._C._cuda_getCurrentRawStream", _probe_stream, "torch.cuda.current_stream gives the stream")
     or _public_stream
 )
 
@@ -347,7 +347,7 @@ def first_launch(
             _leave_to_triton(str(error))
             return None
         if not any(_agrees(direct, programs, device, args, given) for given in passed):
-            _leave_to_triton("is given other arguments")
+            _leave_to_triton("receives other arguments")
             return None
         _compared.add(kernel.fn)
         return direct
@@ -386,6 +386,6 @@ def _leave_to_triton(difference: str) -> None:
     if has_direct_launches():
         _fallbacks[_RUN] = (
             f"of Triton {sys.modules['triton'].__version__} is not that of 3.6 to 3.9 ({difference}): Triton makes all "
-            "launches, which takes the host longer"
+            "launches, which takes more host time"
         )
         warnings.warn(f"decayattn: {_RUN} {_fallbacks[_RUN]}", RuntimeWarning, stacklevel=4)

@@ -83,7 +83,7 @@ def decay_attention_paged(
         keywords.refuse(decay_attention_paged, unknown)
     _check_pages(q, k_pages, v_pages, block_table, cache_seqlens)
     if (k is None) != (v is None):
-        raise ValueError("v: expected with k, and only then" if v is not None else "k: expected v with it")
+        raise ValueError("v: expected None without k" if v is not None else "v: expected a tensor with k, got None")
     if k is None or v is None:
         of_entry = (len(q), 0)  # tokens
         new_k, new_v = (x.new_empty(*of_entry, *x.shape[2:]) for x in (k_pages, v_pages))
@@ -167,7 +167,7 @@ def _check_decay(
         raise ValueError("log_decay: expected (H,) without k; for tokens already in the pages, pass alpha_pages")
     if alpha_pages is not None:
         if rates is not None:
-            raise ValueError("alpha_pages: expected None where the decay is constant")
+            raise ValueError("alpha_pages: expected None with a constant log_decay")
         if k is not None and per_token is None:
             raise ValueError("log_decay: expected one per new token, (B, T, H), with k and alpha_pages")
         _check_dtype("alpha_pages", alpha_pages, q, torch.float64)
@@ -175,13 +175,13 @@ def _check_decay(
         if alpha_pages.shape != wanted:
             raise ValueError(f"alpha_pages: expected (pages, P, H) = {wanted}, got {tuple(alpha_pages.shape)}")
     elif per_token is not None:
-        raise ValueError("alpha_pages: expected with a log_decay per token, whose sum it keeps")
+        raise ValueError("alpha_pages: expected a tensor with a log_decay per token, to store its running sum")
     if first is not None:
         _check_dtype("first", first, q, torch.int32)
         if first.shape != (len(q), q.shape[2]) or not first.is_contiguous():
             raise ValueError(f"first: expected contiguous (B, H) = {(len(q), q.shape[2])}, got {tuple(first.shape)}")
     elif per_token is not None:
-        raise ValueError("first: expected with a log_decay per token, for a reset to be kept")
+        raise ValueError("first: expected a tensor with a log_decay per token, to store its resets")
 
 
 def _check_dtype(name: str, x: Tensor, q: Tensor, dtype: torch.dtype) -> None:

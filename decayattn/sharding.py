@@ -51,7 +51,7 @@ def refuse(**values: object) -> None:
     """Refuse DTensors by name where every rank passes its own tensors."""
     if any_dtensor(*values.values()):
         name, value = next((name, value) for name, value in values.items() if is_dtensor(value))
-        message = f"{name}: expected this rank's own tensor, got a DTensor; give {name}.to_local()"
+        message = f"{name}: expected this rank's own tensor, got a DTensor; pass {name}.to_local()"
         if any(placement.is_replicate() for placement in value.placements):  # type: ignore[attr-defined]
             # otherwise each rank would keep its share as if it were the whole gradient
             message += ", with grad_placements=[Partial()] where the ranks share it: its gradient is the sum of theirs"
@@ -91,8 +91,8 @@ def attention(
             continue
         size = tensors[name].shape[axes[name].index(axis)]
         if size % ranks:
-            what = "a batch" if axis == "batch" else "heads (H_kv)"
-            raise ValueError(f"{name}: expected {what} in a multiple of the {ranks} ranks that share them, got {size}")
+            what = "a batch size" if axis == "batch" else "a number of heads (H_kv)"
+            raise ValueError(f"{name}: expected {what} that is a multiple of its {ranks} ranks, got {size}")
     local = {name: _local(name, tensor, axes[name], splits) for name, tensor in tensors.items()}
     results = function(**local, **options, **unchecked)
     if not isinstance(results, tuple):
@@ -188,8 +188,8 @@ def _split_of(placement: Any, axes: Sequence[str]) -> str | None:
     axis = axes[placement.dim] if type(placement) is Shard else None
     if axis == _SEQUENCE:
         raise ValueError(
-            f"q: is sharded along the sequence ({placement}), which context parallelism is for: "
-            "decayattn.distributed.context_parallel_attention, on each rank's own tensors"
+            f"q: expected shards of the batch or the heads, got shards of the sequence ({placement}); for those pass "
+            "each rank's own tensors to decayattn.distributed.context_parallel_attention"
         )
     if axis not in ("batch", "heads"):
         raise ValueError(f"q: expected a DTensor replicated or sharded by batch or heads, got {placement}")
@@ -200,8 +200,8 @@ def _checked(name: str, tensor: object, mesh: "DeviceMesh | None") -> "DTensor":
     """The tensor, checked to be a DTensor on that mesh."""
     if not is_dtensor(tensor):
         raise TypeError(
-            f"{name}: expected a DTensor, as another argument is, got a {type(tensor).__name__}; what every rank has "
-            "alike is DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)"
+            f"{name}: expected a DTensor like the other arguments, got a {type(tensor).__name__}; if it is equal on "
+            "every rank, pass DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)"
         )
     if mesh is not None and tensor.device_mesh != mesh:  # type: ignore[attr-defined]
         raise ValueError(f"{name}: expected a DTensor on the mesh {mesh}, got one on {tensor.device_mesh}")  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def _local(name: str, tensor: Any, axes: Sequence[str], splits: Sequence[str | N
     wanted = _placements(axes[len(axes) - tensor.ndim :], splits, tensor.device_mesh, tensor.shape)
     for have, want in zip(tensor.placements, wanted, strict=True):
         if not have.is_replicate() and have != want:
-            raise ValueError(f"{name}: expected {want} or Replicate() beside q, got {have}")
+            raise ValueError(f"{name}: expected {want} or Replicate(), to match q, got {have}")
     gradient = [
         Partial() if split is not None and placement.is_replicate() else placement
         for split, placement in zip(splits, wanted, strict=True)

@@ -248,8 +248,8 @@ def arguments(decay="scalar"):
 @pytest.mark.parametrize(
     ("decay", "changed", "error", "message"),
     [
-        ("none", dict(v=None), ValueError, "k: expected v with it"),
-        ("none", dict(k=None), ValueError, "v: expected with k"),
+        ("none", dict(v=None), ValueError, "v: expected a tensor with k, got None"),
+        ("none", dict(k=None), ValueError, "v: expected None without k"),
         ("none", dict(k_pages=torch.zeros(3, 4)), ValueError, "k_pages: expected shape"),
         ("none", dict(v_pages=torch.zeros(3, 4, 2, 8)), ValueError, "v_pages: expected the pages"),
         ("none", dict(k_pages=torch.zeros(3, 0, 2, 16)), ValueError, "k_pages: expected at least one"),
@@ -267,10 +267,10 @@ def arguments(decay="scalar"):
         ("none", dict(q=torch.zeros(3, 2, 4, 16).double()), TypeError, "k_pages: expected torch.float64"),
         ("none", dict(alpha_pages=torch.zeros(1)), ValueError, "log_decay: expected one per new token"),
         ("constant", dict(alpha_pages=torch.zeros(1)), ValueError, "alpha_pages: expected None"),
-        ("scalar", dict(alpha_pages=None), ValueError, "alpha_pages: expected with a log_decay"),
+        ("scalar", dict(alpha_pages=None), ValueError, "alpha_pages: expected a tensor with a log_decay"),
         ("scalar", dict(alpha_pages=torch.zeros(2, 2, 4)), TypeError, "alpha_pages: expected torch.float64"),
         ("scalar", dict(alpha_pages=torch.zeros(2, 2, 4).double()), ValueError, "alpha_pages: expected"),
-        ("scalar", dict(first=None), ValueError, "first: expected with a log_decay"),
+        ("scalar", dict(first=None), ValueError, "first: expected a tensor with a log_decay"),
         ("scalar", dict(first=torch.zeros(3, 3).int()), ValueError, "first: expected contiguous"),
         ("scalar", dict(k=None, v=None), ValueError, "log_decay"),
     ],
@@ -287,7 +287,7 @@ def test_bad_arguments_are_refused_by_name(decay, changed, error, message):
 
 def test_what_it_has_no_gradient_for_is_refused():
     given = arguments("none")
-    with torch.enable_grad(), pytest.raises(RuntimeError, match="k: requires a gradient"):
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="k: expected a tensor without a gradient"):
         decay_attention_paged(**given | {"k": given["k"].requires_grad_()})
 
 

@@ -205,14 +205,14 @@ def said_of(cases: dict[str, dict]) -> dict[str, str]:
 def test_what_no_rank_can_do_alone_is_refused_by_name(ranks):
     for said in ranks(refusals, ranks.device):
         expected = {
-            "sequence": "ValueError: q: is sharded along the sequence (S(1)), which context parallelism is for",
+            "sequence": "ValueError: q: expected shards of the batch or the heads, got shards of the sequence (S(1))",
             "channels": "ValueError: q: expected a DTensor replicated or sharded by batch or heads, got S(3)",
             "partial": "ValueError: q: expected a DTensor replicated or sharded by batch or heads, got P(sum)",
-            "key heads": "ValueError: k: expected heads (H_kv) in a multiple of the 2 ranks that share them, got 1",
-            "batch": "ValueError: q: expected a batch in a multiple of the 2 ranks that share them, got 1",
-            "key sequence": "ValueError: k: expected S(2) or Replicate() beside q, got S(1)",
-            "plain sink": "TypeError: sink: expected a DTensor, as another argument is, got a Tensor",
-            "plain q": "TypeError: q: expected a DTensor, as another argument is, got a Tensor",
+            "key heads": "ValueError: k: expected a number of heads (H_kv) that is a multiple of its 2 ranks, got 1",
+            "batch": "ValueError: q: expected a batch size that is a multiple of its 2 ranks, got 1",
+            "key sequence": "ValueError: k: expected S(2) or Replicate(), to match q, got S(1)",
+            "plain sink": "TypeError: sink: expected a DTensor like the other arguments, got a Tensor",
+            "plain q": "TypeError: q: expected a DTensor like the other arguments, got a Tensor",
             "mesh": "ValueError: v: expected a DTensor on the mesh",
         }
         assert said.keys() == expected.keys()

@@ -25,7 +25,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, torch.de
     parser.add_argument("--no-speed", action="store_true", help="measure no times (a CPU never does)")
     parser.add_argument("--device", default=default, help="cpu, cuda or cuda:N (here: %(default)s)")
     parser.add_argument(
-        "--processes", type=int, help="so many compile and judge at once (default: as many as pay); 1: none but this"
+        "--processes", type=int, help="parallel processes; 1: this one alone (default: by cores and memory)"
     )
     options = parser.parse_args(arguments)
     try:

@@ -123,7 +123,7 @@ class Case:
                 "bias": normal(heads, 1, length), "scale": normal(batch, length, heads, dtype=torch.float32),
             }
         if self.decay == "strong" and bool((visited_fraction(q, k, log_decay) == 1).any()):
-            raise ArithmeticError("no key is skipped, where most have nearly no weight")
+            raise ArithmeticError("expected skipped keys, because most have nearly no weight, got none")
         if self.form == "timed":
             last = [(batch - 1, heads - 1)]
             return verify_attention(q, k, v, log_decay, heads=last, **given, **TIMED_OPTIONS)
@@ -329,8 +329,8 @@ def judging(
 def no_halo(device: torch.device, processes: int) -> str | None:
     """Reason why no sequence can be split in two here, or None."""
     if device.type != "cuda" or torch.cuda.device_count() < 2 or not dist.is_nccl_available():
-        return "it takes two GPUs and NCCL"
-    return "it takes two processes" if processes == 1 else None
+        return "it needs two GPUs and NCCL"
+    return "it needs two processes" if processes == 1 else None
 
 
 def default_processes(device: torch.device) -> int:

@@ -216,5 +216,5 @@ def report(device: torch.device, concerned: set[str]) -> list[str]:
             absent = [speed.peer.name.split(",")[0] for speed in found if speed.reason == NOT_INSTALLED]
             if absent:
                 row(f"{NOT_INSTALLED}: {', '.join(absent)}")
-    print("  A short burst at whatever power state the GPU is in: the benchmarks in experiments/ are the measure.")
+    print("  Short bursts at the GPU's current power state; for measurements use the benchmarks in experiments/.")
     return wrong

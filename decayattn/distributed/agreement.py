@@ -77,8 +77,8 @@ class Handshake:
         known = self.device.type != "cpu" and digests in agreed
         if self.device.type == "cuda" and not known and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "context_parallel_attention: a CUDA graph expects a call with the same options before it is captured, "
-                "gradients asked for or not included"
+                "context_parallel_attention: expected a call with the same options before a CUDA graph is captured, "
+                "got none; call it once outside of the graph, with or without gradients as inside"
             )
         own = on_device(digests, self.device)
         self.width = 0

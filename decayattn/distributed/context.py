@@ -22,7 +22,7 @@ from decayattn.problem import AttentionProblem, BackendName, Inputs, SkipToleran
 
 ModeName = Literal["halo", "heads"]
 MODES = get_args(ModeName)
-_REASON = "context_parallel_attention: torch.compile cannot trace it, for the sizes of its exchanges depend on values"
+_REASON = "context_parallel_attention: torch.compile cannot trace it, because the sizes of exchanges depend on values"
 
 
 @keywords.named
@@ -352,8 +352,8 @@ def _check_mode(
             raise ValueError(f"{given[0]}: expected None with mode='halo'; 'heads' takes it")
     elif q.shape[2] % slices.ranks:
         raise ValueError(
-            f"mode: 'heads' expects a number of query heads that is a multiple of the {slices.ranks} ranks, got "
-            f"{q.shape[2]}; 'halo' takes any"
+            f"mode: expected query heads in a multiple of the {slices.ranks} ranks with 'heads', got "
+            f"{q.shape[2]}; 'halo' takes any number"
         )
     if packed is not None and given:
         raise ValueError(f"{given[0]}: expected None with cu_seqlens")

@@ -38,8 +38,8 @@ def attention(
     waits = sight.reach is None and (problem.decay != "none" or packed is not None)
     if waits and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "mode: 'halo' in a CUDA graph expects a reach, because the host waits for the size of a planned one; or "
-            "take 'heads'"
+            "reach: expected a number in a CUDA graph, because the host waits for the size of a planned halo, got "
+            "None; pass reach, or mode='heads'"
         )
     tolerance = problem.skip_tolerance / (shares(problem) if planned else 1)
     row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)

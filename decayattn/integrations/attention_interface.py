@@ -93,7 +93,7 @@ def attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: {reason}")
     if dropout:
-        raise ValueError(f"dropout: there is no dropout of attention weights, got {dropout}")
+        raise ValueError(f"dropout: expected 0, because attention weights have no dropout, got {dropout}")
     log_decay, key = split_key(module, query, key)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

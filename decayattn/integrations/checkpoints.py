@@ -95,9 +95,9 @@ def _convert(
     biases = [f"{name}.bias" for name in projections]
     for name in (*weights, "o_proj.weight", *required):
         if name not in own:
-            raise ValueError(f"{prefix}{name}: missing in the state dict")
+            raise ValueError(f"{prefix}{name}: expected in the state dict, got none")
     for name in sorted(own.keys() - {*weights, *biases, "o_proj.weight", "o_proj.bias", *decay, *_NORMS}):
-        raise ValueError(f"{prefix}{name}: DecayFlashAttention has no equivalent")
+        raise ValueError(f"{prefix}{name}: expected no such parameter, because DecayFlashAttention has no equivalent")
 
     # one matrix: the rows of q, k, v and the output gate, in this order
     converted = {"in_proj.weight": torch.cat([own[name] for name in weights]), "out_proj.weight": own["o_proj.weight"]}
@@ -115,7 +115,7 @@ def _convert(
                 "does not give the number of heads"
             )
         if gains == rows != head_dim:
-            raise ValueError(f"{prefix}{name}: it has a gain for every head, DecayFlashAttention one for all heads")
+            raise ValueError(f"{prefix}{name}: expected one gain for all heads, got one for every head")
         converted[name] = own[name]
     return converted | {ours: own[theirs] for theirs, ours in decay.items() if theirs in own}
 

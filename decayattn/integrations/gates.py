@@ -96,7 +96,8 @@ def split_key(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor | N
         raise ValueError(f"cache: expected the keys of {type(module).__name__} itself, got others; {_USE_NO_CACHE}")
     if log_decay.ndim == 3 and log_decay.requires_grad and key.shape[2] != log_decay.shape[1]:
         raise RuntimeError(
-            "cache: expected an empty one, because bits have no gradient; use torch.no_grad(), or use_cache=False"
+            "cache: expected an empty one, because cached decays get no gradient; use torch.no_grad(), or "
+            "use_cache=False"
         )
     if key.shape[-1] > width and not log_decay.requires_grad:
         channels = key[..., width : width + heads // key.shape[1] * log_decay.dtype.itemsize // key.dtype.itemsize]

@@ -203,7 +203,7 @@ def _refuse_other_architectures(options: dict) -> None:
     """Refuse options of another architecture: a reader of the configuration would expect another model."""
     for name, value in sorted(options.items()):
         if name in _LAYER_OPTIONS:
-            raise ValueError(f"{name}: an option of DecayFlashAttention that this model does not have")
+            raise ValueError(f"{name}: expected no such option: DecayFlashAttention has it, this model does not")
         if name in _OF_EVERY_MODEL:
             _refuse_unknown({name: value})
         elif name not in _OF_TRANSFORMERS and not name.startswith("_"):
@@ -622,7 +622,7 @@ def _refuse_unknown(kwargs: dict) -> None:
         if value is None or name in _IGNORED:
             continue
         if name not in _OF_EVERY_MODEL:
-            raise TypeError(f"{name}: the model takes no such argument, got {value!r} of type {type(value).__name__}")
+            raise TypeError(f"{name}: unexpected argument of the model, got {value!r} of type {type(value).__name__}")
         harmless, reason = _OF_EVERY_MODEL[name]
         if value is not harmless:
             raise ValueError(f"{name}: {reason}")
@@ -634,7 +634,7 @@ def _sequences(packing: dict, may_pack: bool, has_positions: bool) -> dict:
     for name, value in packing.items():
         if value is not None and not (may_pack and (has_positions or offsets is not None)):
             raise ValueError(
-                f"{name}: packed sequences are one row, input_ids (1, total), with cu_seq_lens_q or position_ids and "
+                f"{name}: expected one row, input_ids (1, total), with cu_seq_lens_q or position_ids and "
                 f"without attention_mask, {_CACHE} and use_cache; leave {name} out with any other rows"
             )
     if isinstance(longest, Tensor) and longest.ndim == 0 and not longest.is_floating_point():

@@ -489,8 +489,8 @@ class DecayFlashAttention(Spared):
         if given.resets is not None and given.resets.dtype != torch.bool:
             refuse_unless(
                 ((given.resets == 0) | (given.resets == 1)).all(),
-                "resets: expected 0 or 1, for the first token of a document, got other numbers; of document numbers "
-                "they are F.pad(numbers.diff() != 0, (1, 0))",
+                "resets: expected 0, or 1 for the first token of a document, got other numbers; from document "
+                "numbers, compute F.pad(numbers.diff() != 0, (1, 0))",
             )
         for one, other, remedy in (
             ("cu_seqlens", "padding_mask", "sequences are packed or padded"),
@@ -537,7 +537,7 @@ class DecayFlashAttention(Spared):
 
     def _check_cacheable(self) -> None:
         if not self.causal:
-            raise ValueError("cache: a layer with causal=False has none, because its earlier tokens see the later ones")
+            raise ValueError("cache: expected a layer with causal=True, got causal=False, where tokens see later ones")
         self._check_position("cache")
 
     def _check_position(self, needed_by: str) -> None:
@@ -596,8 +596,8 @@ def _check_offsets(cu_seqlens: Tensor, end: int) -> None:
     offsets = cu_seqlens.long()  # unsigned differences are never below 0
     refuse_unless(
         (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= end),
-        "cu_seqlens: expected offsets that start with 0, never fall and end within the tokens; got lengths? use the "
-        "running sum, F.pad(lengths.cumsum(0), (1, 0))",
+        "cu_seqlens: expected offsets that start with 0, never fall and end within the tokens, got others; from "
+        "lengths, compute F.pad(lengths.cumsum(0), (1, 0))",
     )
 
 

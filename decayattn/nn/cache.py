@@ -368,7 +368,7 @@ class DecayCache:
         log_decay = self._rates if log_decay is None else log_decay
         if log_decay is None and self.alpha is None and self.longest > 0:
             raise ValueError(
-                "log_decay: expected the constant decay, a number or (H,), because `append` alone does not tell it; "
+                "log_decay: expected the constant decay, a number or (H,), because `append` does not store it; "
                 "pass 0.0 if nothing decays"
             )
         # below −746 the bound is 0 anyway, and 0 · (−inf) would be NaN
@@ -450,7 +450,7 @@ class DecayCache:
             check_tensor(name, x, device, "the cache")
             if x.dtype != dtype:
                 raise TypeError(
-                    f"{name}: expected the dtype of the cache, {dtype}, got {x.dtype}; a cache for those is made with "
+                    f"{name}: expected the dtype of the cache, {dtype}, got {x.dtype}; make a cache with "
                     f"dtype={x.dtype}"
                 )
             if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (self.batch_size, self.num_kv_heads, dim):
@@ -469,7 +469,7 @@ class DecayCache:
                 raise ValueError(f"log_decay: expected (B, T, H) = {per_token}, got {tuple(log_decay.shape)}")
         if self.longest > 0 and (log_decay is not None) != (self.alpha is not None):
             held, came = ("one per token", "none") if log_decay is None else ("none", "one per token")
-            raise ValueError(f"log_decay: the tokens in the cache have {held}, the new ones {came}; reset the cache")
+            raise ValueError(f"log_decay: expected {held}, as for the tokens in the cache, got {came}; reset the cache")
         if new_lengths is not None:
             check_counts("new_lengths", new_lengths, device, "(B,)", (self.batch_size,), "the cache")
         refuse_gradients(k=k, v=v, log_decay=log_decay)
@@ -483,8 +483,8 @@ class DecayCache:
         if self._kept is not None:
             limit = f"room for {self._room - self._kept} new tokens per captured step"
         raise ValueError(
-            f"{name}: {tokens} more tokens do not fit: the cache has {limit}, and its longest entry up to "
-            f"{self.longest} tokens"
+            f"{name}: expected tokens that fit, got {tokens} more: the cache has {limit}, and its longest entry up to "
+            f"{self.longest} tokens; call grow, evict or reset"
         )
 
     def _fits(self, tokens: int, room: int) -> bool:

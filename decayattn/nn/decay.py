@@ -408,7 +408,7 @@ def check_log_decays(name: str, values: Sequence[float] | Tensor, learned: bool)
     if not all(is_finite(value) for value in numbers):
         raise ValueError(f"{name}: expected finite log-decays, got {values!r}")
     if learned and 0 in numbers:
-        raise ValueError(f"{name}: 0 cannot be learned, because a learned log-decay keeps its sign; got {values!r}")
+        raise ValueError(f"{name}: expected no 0 with learned=True, which keeps signs, got {values!r}")
     return tuple(float(value) for value in numbers)
 
 

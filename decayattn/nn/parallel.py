@@ -136,8 +136,8 @@ def _refuse_shared(layers: list[tuple[str, DecayFlashAttention]], ignored: set[n
             if id(part) in seen or getattr(part, "_is_fsdp_managed_module", False):
                 raise ValueError(
                     f"{name}{'.' if name else ''}{kind}: expected a module of this layer alone, got a "
-                    f"{type(part).__name__} that FSDP2 shards with another module; what layers share is sharded by "
-                    f"itself, and before them: fully_shard({kind}, mesh=mesh)"
+                    f"{type(part).__name__} that FSDP2 shards with another module; shard a shared module first "
+                    f"and separately: fully_shard({kind}, mesh=mesh)"
                 )
             seen.add(id(part))
 

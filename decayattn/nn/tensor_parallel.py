@@ -40,7 +40,7 @@ class PartwiseParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear) or sum(self.sizes) != module.out_features:
-            raise ValueError(f"sizes: expected those of a Linear's parts, {self.sizes}, got {module}")
+            raise ValueError(f"sizes: expected a Linear with out_features = the sum of {self.sizes}, got {module}")
         for size in self.sizes:
             if size % device_mesh.size():
                 raise ValueError(f"sizes: expected multiples of the {device_mesh.size()} ranks, got {self.sizes}")
@@ -75,8 +75,8 @@ class JoinedParts(Tensor):
                 return function(*args, **kwargs)
             if is_change:
                 raise RuntimeError(
-                    f"{name}: the weight and bias of a PartwiseLinear are copies, whose changes would be lost; its "
-                    "parameters are weight_0, weight_1, … (bias_0, …), one for each part"
+                    f"{name}: expected no change of a PartwiseLinear's weight or bias, which are copies; change its "
+                    "parameters weight_0, weight_1, … (bias_0, …), one for each part"
                 )
             result = function(*args, **kwargs)
             storage = first.untyped_storage().data_ptr()

@@ -179,7 +179,7 @@ def _deterministic(
     again = evaluate(factor=DRAWS[5])  # other roundings
     total = math.hypot(*(float(x.norm()) for x in oracle.values()))
     if total == 0:
-        raise ValueError("loss: expected one that depends on the model that it is given, got gradients of 0 alone")
+        raise ValueError("loss: expected one that depends on the model passed to it, got only gradients of 0")
     if states() != second:
         raise ValueError(
             f"loss: expected a deterministic one, got random numbers that {_drawing_part(model, gradients, states)} "

@@ -101,11 +101,11 @@ def test_a_halo_of_two_processes_is_right(interpreter, tmp_path):
 def test_a_halo_takes_two_gpus(monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for count, number, reason in ((1, 4, "it takes two GPUs and NCCL"), (2, 1, "it takes two processes"), (2, 4, None)):
+    for count, number, reason in ((1, 4, "it needs two GPUs and NCCL"), (2, 1, "it needs two processes"), (2, 4, None)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
         assert errors.no_halo(gpu, number) == reason
-    assert errors.no_halo(CPU, 4) == "it takes two GPUs and NCCL"
+    assert errors.no_halo(CPU, 4) == "it needs two GPUs and NCCL"
     assert not any(case.form == "halo" for _, case in errors.cases(gpu, ["halo"]))
     halves = [case for _, case in errors.cases(gpu) if case.form == "halo"]
     assert [case.rank for case in halves] == [0, 1]
@@ -125,7 +125,7 @@ def test_a_plan_that_drops_keys_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(skipping, "plan", lambda *given: torch.zeros_like(plan(*given)))
     status, printed = run(monkeypatch, capsys, (backend, case))
     assert status == 1
-    assert "no key is skipped" in rows(printed, backend, 700)[0]
+    assert "expected skipped keys" in rows(printed, backend, 700)[0]
 
 
 def test_all_right(monkeypatch, capsys):

@@ -487,7 +487,7 @@ def test_a_dtensor_is_named_and_ends_the_others(pool, name):
 
 def test_heads_that_the_ranks_cannot_share(pool):
     for found, _ in pool.outcomes("distributed_cases.call", dict(mode="heads"), heads=6, kv_heads=3, seconds=30):
-        assert "ValueError: mode: 'heads' expects a number of query heads that is a multiple of the 4 ranks" in found
+        assert "ValueError: mode: expected query heads in a multiple of the 4 ranks with 'heads'" in found
 
 
 def test_without_a_process_group():

@@ -212,7 +212,7 @@ def test_sinks_and_masks_that_say_all():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"dropout": 0.1}, "dropout: there is no"), ({"softcap": 30.0}, "softcap: there is no soft cap")],
+    [({"dropout": 0.1}, "dropout: expected 0"), ({"softcap": 30.0}, "softcap: there is no soft cap")],
 )
 def test_what_there_is_not_is_refused_by_name(options, message):
     q = torch.randn(1, 2, 4, 8)

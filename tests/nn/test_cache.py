@@ -568,7 +568,7 @@ def test_cache_without_room_for_its_window_is_bounded(max_length):
     layer, x = build(window_size=(5, 0)), tokens(2, 7)
     cache = layer.make_cache(2, max_length)
     layer(x[:, :max_length], cache=cache)
-    with pytest.raises(ValueError, match=rf"k: 1 more tokens do not fit: .* max_length = {max_length}"):
+    with pytest.raises(ValueError, match=rf"k: expected tokens that fit, got 1 more: .* max_length = {max_length}"):
         layer(x[:, max_length : max_length + 1], cache=cache)
     cache.grow(7)
     assert_close(layer(x[:, max_length:], cache=cache), layer(x)[:, max_length:])
@@ -581,7 +581,7 @@ def test_a_full_cache_refuses_and_stays_as_it_was():
     layer, x = build(), tokens()
     cache = layer.make_cache(2, 24)
     layer(x[:, :20], cache=cache)
-    with pytest.raises(ValueError, match=r"k: 5 more tokens do not fit: .* max_length = 24, .* up to 20 tokens"):
+    with pytest.raises(ValueError, match=r"k: expected tokens that fit, got 5 more: .* = 24, .* up to 20 tokens"):
         layer(tokens(2, 5), cache=cache)
     assert_close(layer(x[:, 20:], cache=cache), layer(x)[:, 20:])
 
@@ -590,7 +590,7 @@ def test_a_full_cache_refuses_and_stays_as_it_was():
 def test_a_gradient_is_refused(decay):
     layer, x = build(decay=DECAYS[decay]()), tokens()
     cache = layer.make_cache(2, 24)
-    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"requires a gradient, .* torch.no_grad"):
+    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"a tensor without a gradient, .* torch.no_grad"):
         layer(x, cache=cache)
     assert cache.longest == 0
     layer.requires_grad_(False)
@@ -601,9 +601,9 @@ def test_a_gradient_is_refused(decay):
 
 def test_layers_that_cannot_have_a_cache():
     layer = build(causal=False)
-    with pytest.raises(ValueError, match=r"cache: a layer with causal=False"):
+    with pytest.raises(ValueError, match=r"cache: expected a layer with causal=True"):
         layer.make_cache(2, 24)
-    with pytest.raises(ValueError, match=r"cache: a layer with causal=False"):
+    with pytest.raises(ValueError, match=r"cache: expected a layer with causal=True"):
         layer(tokens(), cache=build().make_cache(2, 24))
     with pytest.raises(ValueError, match=r"cache: expected a position module that takes the keyword start, .* Still"):
         build(position=Still()).make_cache(2, 24)
@@ -617,7 +617,7 @@ def test_layers_that_cannot_have_a_cache():
         ({"heads": 2}, ValueError, r"cache: expected one for .* got one for \(2, 2, 2, 3, 3\)"),
         (
             {"dtype": torch.float32}, TypeError,
-            "k: expected the dtype of the cache, torch.float32, got torch.float64; .* made with dtype=torch.float64",
+            "k: expected the dtype of the cache, torch.float32, got torch.float64; make a cache with dtype",
         ),
         ({"new_lengths": [1, 2]}, TypeError, r"new_lengths: expected a torch.Tensor, got \[1, 2\]"),
         ({"new_lengths": torch.tensor([1.0, 2.0])}, TypeError, "new_lengths: expected int32 or int64, got torch.float"),
@@ -646,7 +646,7 @@ def test_new_lengths_without_a_cache():
         ({"q": (1, 5, 4, 8), "log_decay": None}, ValueError, r"q: expected .* got \(5, 4\)"),
         ({"v": (1, 5, 2, 7)}, ValueError, r"v: expected the shape of the cache's tokens, \(1, T, 2, 8\), got"),
         ({"log_decay": (1, 4, 2)}, ValueError, r"log_decay: expected shape"),
-        ({"log_decay": None}, ValueError, "log_decay: the tokens in the cache have one per token, the new ones none"),
+        ({"log_decay": None}, ValueError, "log_decay: expected one per token, as for .*, got none"),
         ({"skip_tolerance": 2}, ValueError, "skip_tolerance: expected .* between 0 and 1, got 2"),
     ],
 )
@@ -726,7 +726,7 @@ def test_drafts_of_every_entry_are_cropped_alone(backend, window, kind, slack):
     y = layer(x := tokens(3, 4), cache=cache)
     assert_close(y, torch.stack([layer(torch.cat(pair)[None])[0, -4:] for pair in zip(texts, x, strict=True)]))
     if window is None:
-        with pytest.raises(ValueError, match=r"k: 1 more tokens do not fit: .* up to 24 tokens"):
+        with pytest.raises(ValueError, match=r"k: expected tokens that fit, got 1 more: .* up to 24 tokens"):
             layer(x[:, :1], cache=cache)
 
 

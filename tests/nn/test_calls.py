@@ -172,7 +172,7 @@ def expected_refusal(layer: DecayFlashAttention, call: str, new: str) -> str | N
             return f"{refused}: expected None with memory; "
     per_token = new == "per token" or (new == "own decay" and getattr(layer.decay, "weight", None) is not None)
     if call.startswith("cached") and not layer.causal:
-        return "cache: a layer with causal=False has none"
+        return "cache: expected a layer with causal=True"
     if call == "resets" and not per_token:
         return "resets: expected a decay per token"
     return None
@@ -292,7 +292,7 @@ LONG = torch.arange(7) < torch.tensor([[4], [7]])
     ({"memory": M, "new_lengths": torch.tensor([1, 2])}, "new_lengths: expected only with a cache"),
     ({"memory": M, "max_seqlen": 3}, "max_seqlen: expected only with cu_seqlens"),
     ({"memory": M, "cache": DecayCache(2, 9, num_heads=4, head_dim=3)}, "cache: expected None with memory"),
-    ({"causal": False, "memory": M[:, :4]}, "causal: False with a per-token log_decay needs T_q <= T_k"),
+    ({"causal": False, "memory": M[:, :4]}, "causal: expected T_q <= T_k with causal=False and a log_decay per token"),
     ({"causal": False, "memory": M, "memory_padding_mask": LONG}, "at most as many tokens of x as of memory"),
 ])
 def test_wrong_decays_and_memories_are_refused_by_name(arguments, message):

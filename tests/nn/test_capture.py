@@ -139,7 +139,7 @@ def test_what_was_not_captured_is_refused(capture):
         step(2)
     for t in range(9, 12):
         step(x[:, t : t + 1])
-    with pytest.raises(ValueError, match="1 more tokens do not fit"):
+    with pytest.raises(ValueError, match="expected tokens that fit, got 1 more"):
         step(x[:, :1])
     if step._graph is not None:
         cache.grow(40)
@@ -167,7 +167,7 @@ def test_captured_step_goes_beyond_a_window(capture, monkeypatch):
     out += [step(x[:, t : t + 2])[0].clone() for t in range(70, 90, 2)]
     torch.testing.assert_close(torch.cat(out, 1)[:, 12:], (x + layer(x))[:, 12:], rtol=1e-5, atol=1e-5)
     if step._graph is not None:
-        with pytest.raises(ValueError, match=r"5 more tokens do not fit: .* room for 4 new tokens per captured step"):
+        with pytest.raises(ValueError, match=r"got 5 more: .* room for 4 new tokens per captured step"):
             CapturedStep(function, [cache], x[:, :5])
 
 

@@ -481,7 +481,7 @@ def scalar_decay_with(initial_half_lives):
         (lambda: ConstantDecay.from_values([]), ValueError, "values: expected at least one head, got none"),
         (lambda: ConstantDecay.from_values([-math.inf]), ValueError, r"values: expected finite .* got \[-inf\]"),
         (lambda: ConstantDecay.from_values([-(10**400)]), ValueError, r"values: expected finite .* got \[-1000"),
-        (lambda: ConstantDecay.from_values([-1, 0], learned=True), ValueError, r"values: 0 cannot .* got \[-1, 0\]"),
+        (lambda: ConstantDecay.from_values([-1, 0], learned=True), ValueError, r"values: .* no 0 .* got \[-1, 0\]"),
     ],
 )
 def test_errors_name_the_argument(build, error, message):

@@ -179,7 +179,7 @@ def test_without_decay_nothing_is_evicted():
     cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
     k = torch.randn(1, 9, 2, 4, device=DEVICE)
     cache.append(k[:, :8], k[:, :8])
-    with pytest.raises(ValueError, match=r"log_decay: expected the constant decay, .* `append` alone does not tell it"):
+    with pytest.raises(ValueError, match=r"log_decay: expected the constant decay, .* `append` does not store it"):
         cache.evict(0.1, 1.0)
     assert (cache.evict(0.1, 1.0, 0.0) == 0).all()
     cache.attend(*(x[:, 8:] for x in (k, k, k)))

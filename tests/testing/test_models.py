@@ -236,7 +236,7 @@ def seeded(noise, dtype=None):
         (Noisy(), noise_in_the_gradient, "random numbers that the loss itself draws"),
         (Noisy(), seeded(0.3), "the same random numbers in float32 and float64"),
         (Noisy(), more_with_every_call(itertools.count(1)), "a state that it changes"),
-        (Noisy(), lambda model, tokens: squares(Noisy(), tokens), "depends on the model that it is given"),
+        (Noisy(), lambda model, tokens: squares(Noisy(), tokens), "depends on the model passed to it"),
         (Noisy(), lambda model, tokens: model(tokens).mean(-1), r"expected a scalar tensor, got \(2, 9\)"),
     ],
 )
