@@ -390,7 +390,8 @@ def test_flop_counter_counts_both_operators(way, device):
 
 def test_reload_keeps_the_operators():
     reload = "importlib.reload(sys.modules[name]) for name in list(sys.modules) if name.startswith('decayattn')"
-    call = "decay_attention(*torch.randn(3, 1, 4, 1, 8, requires_grad=True), -0.1, backend='triton').sum().backward()"
+    leaves = f"torch.randn(3, 1, 4, 1, 8, requires_grad=True, device={'cuda' if ON_GPU else 'cpu'!r})"
+    call = f"decay_attention(*{leaves}, -0.1, backend='triton').sum().backward()"
     script = f"import importlib, sys, torch\nfrom decayattn import decay_attention\n{call}\n[{reload}]\n{call}"
     environment = os.environ | ({} if ON_GPU else {"TRITON_INTERPRET": "1"})
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)

@@ -44,13 +44,10 @@ _IGNORED_CACHE = "a layer that ignores the cache needs use_cache=False"
 _ALL, _PAST, _WINDOW = torch.uint8, torch.int8, torch.int16
 
 
-class _FlashName(str):
-    """NAME in the config of a model that supports flash attention. `mask` then describes padding only.
-
-    Copies and pickles of the config keep this type; saved files do not. Under the plain NAME masks are complete.
-    """
-
-    __slots__ = ()
+# By the type of a config: True if all its models so far support flash attention. Then `mask` describes padding alone.
+# Other masks are complete, as in a process that unpickles a model. A name of another type in the config would tell as
+# well, but torch.compile in torch 2.11 takes no subclass of str.
+_DESCRIBES_PADDING: dict[type, bool] = {}
 
 
 def attention(
@@ -163,7 +160,7 @@ def mask(
             f"attention_mask: expected at most {kv_offset + kv_length} tokens, cached and new, got "
             f"{attention_mask.shape[1]}; {_IGNORED_CACHE}"
         )
-    if not isinstance(getattr(config, "_attn_implementation", None), _FlashName):
+    if not _DESCRIBES_PADDING.get(type(config), False):
         return masking_utils.eager_mask(**complete)
     kind, tracing = _kind(mask_function), masking_utils.is_tracing(attention_mask)
     if kind is None or (tracing and isinstance(q_offset, Tensor)):  # a static cache has its length on the device
@@ -183,7 +180,7 @@ def register() -> None:
     """Register the attention with transformers; importing this module does it.
 
     Two methods of PreTrainedModel get a check, because transformers checks a model's support only for its own names. In
-    a release without these methods no config gets a _FlashName, and all masks are complete.
+    a release without these methods all masks are complete.
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
@@ -287,7 +284,9 @@ def get_correct_attn_implementation(original: Callable) -> Callable:
 
     def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         name = original(self, requested_attention, *args, **kwargs)
-        return _supported_name(self) if name == NAME else name
+        if name == NAME:
+            _check_support(self)
+        return name
 
     return checked
 
@@ -299,16 +298,16 @@ def set_attn_implementation(original: Callable) -> Callable:
         if attn_implementation == NAME:
             for model in self.modules():
                 if isinstance(model, PreTrainedModel):
-                    _supported_name(model)
+                    _check_support(model)
         original(self, attn_implementation, *args, **kwargs)
 
     return checked
 
 
-def _supported_name(model: PreTrainedModel) -> str:
-    """NAME for the config of a model; a _FlashName if all models that share the config support flash attention."""
+def _check_support(model: PreTrainedModel) -> None:
+    """Refuse a model that NAME cannot run, and record if all models that share its config support flash attention."""
     if model.config.model_type == NAME:  # DecayModel has no other attention
-        return NAME
+        return
     sharing = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x.config is model.config)
     kinds = dict.fromkeys(type(x) for x in sharing)
     for kind in kinds:
@@ -325,7 +324,8 @@ def _supported_name(model: PreTrainedModel) -> str:
                 f'AttentionInterface for "{NAME}", got {kind.__name__}; pass attn_implementation="eager", or name the '
                 f'parts of a model that have it, such as {{"text_config": "{NAME}"}}'
             )
-    return _FlashName(NAME) if all(kind._supports_flash_attn for kind in kinds) else NAME
+    of = type(model.config)
+    _DESCRIBES_PADDING[of] = _DESCRIBES_PADDING.get(of, True) and all(kind._supports_flash_attn for kind in kinds)
 
 
 register()

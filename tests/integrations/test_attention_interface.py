@@ -287,7 +287,11 @@ def test_parts_of_a_model_have_their_own_attention(tmp_path):
 
 
 def test_support_survives_copies_and_subclasses(monkeypatch):
-    """Masks of padding alone, not complete ones; of a class without a file, too, as a notebook defines it."""
+    """Masks of padding alone, not complete ones; of a class without a file, too, as a notebook defines it.
+
+    A class without flash attention makes the masks of its config complete, in other models, too.
+    """
+    monkeypatch.setattr(attention_interface, "_DESCRIBES_PADDING", {})
     ids, masks = torch.randint(1, 64, (2, 12)), []
 
     def attention(module, query, key, value, attention_mask, **options):
@@ -305,9 +309,10 @@ def test_support_survives_copies_and_subclasses(monkeypatch):
         one(ids, attention_mask=padding("left"))
         one(ids)
     assert {mask.shape for mask in masks} == {(2, 1, 1, 12)}
-    model.config._attn_implementation = "decayattn"  # unchecked
-    model(ids)
-    assert masks[-1].shape == (2, 1, 12, 12)
+    without_flash = type("Defined", (LlamaForCausalLM,), {"__module__": "no_file", "_supports_flash_attn": False})
+    for one in (without_flash._from_config(LlamaConfig(**SIZES), attn_implementation="decayattn"), model):
+        one(ids)
+        assert masks[-1].shape == (2, 1, 12, 12)
 
 
 def test_masks_of_4_dimensions_and_position_bias():

@@ -8,7 +8,6 @@ import textwrap
 import pytest
 import torch
 import torch.nn.functional as F
-from repository_files import ROOT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -429,12 +428,6 @@ def test_the_documented_block_works():
     out.square().sum().backward()
     assert out.shape == (BATCH, TOKENS, WIDTH)
     assert all(parameter.grad.any() for parameter in block.parameters())
-
-
-def test_the_readme_shows_the_documented_block():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, example = inspect.getdoc(DecayFlashAttention).split("A pre-norm transformer block around it::\n\n")
-    assert textwrap.dedent(example.split("\n\nArgs:")[0]) in readme
 
 
 # Errors
