@@ -37,7 +37,7 @@ _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # what a file has to say of its origin, besides its GPU
 _ORIGIN = ("commit", "torch", "triton", "command")
 # data of a run whose report is another file
-_NO_REPORT = ("train_h200/half_lives.json", "train_h200/attention.json")
+_NO_REPORT = ("train_h200/attention.json",)
 _DIRECTIONS = ("forward", "backward")
 NOT_MEASURED = "Not measured yet."
 
@@ -295,10 +295,10 @@ class Picture:
 
 
 def speed_picture(results: Results) -> Picture:
-    """Speeds as bars, multiples of cuDNN's: a panel per direction, a group of bars per shape."""
+    """Speeds as bars, multiples of cuDNN's: a panel per direction, a group of bars per shape; all of one process."""
     found = [
         [kernel, f"D = {shape.head_dim}\nT = {shape.length}\nB = {shape.batch}", direction, figures["ratio_to_cudnn"]]
-        for (shape, direction), kernels in sorted(_of_files(results)[0].items())
+        for (shape, direction), kernels in sorted(speeds(results.load(OTHERS_FILE)).items())
         for kernel, figures in kernels.items() if kernel in _BARS and figures["ratio_to_cudnn"] is not None
     ]
     return Picture(_alt(found), found, _draw_speeds)
@@ -338,12 +338,9 @@ def _draw_speeds(figures: list[list[Any]]) -> Figure:
 
 def pictures(results: Results) -> list[str]:
     """The picture of speeds, with one line on where they are from."""
-    source = _of_files(results)[1]
-    other = _card(results.load(OTHERS_FILE)) if source.get("flash_attn") == OTHERS_FILE else None
-    others = f" (FlashAttention-4: on an {other}, against cuDNN there)" if other else ""
     return [f"![{speed_picture(results).title}]({results.prefix}speed.svg)", "", *_wrapped(
-        f"Speed relative to cuDNN attention without a decay, on an {_card(results.load(SPEED_FILE))}{others}. "
-        "[How it was measured](#how-fast)"
+        "Speed relative to cuDNN attention without a decay: all kernels in one process, on an "
+        f"{_card(results.load(OTHERS_FILE))}. [The method, and an {_card(results.load(SPEED_FILE))}](#how-fast)"
     )]
 
 

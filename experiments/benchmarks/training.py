@@ -84,7 +84,7 @@ OPTIONS = {
 # options that all settings of a report share
 SETUP = ("tokens", "layers", "width", "vocabulary", "check_length", "backend", "rounds", "seconds", "seed")
 # trained gates: mean half-lives of every head of the toy language model
-TRAINED = ROOT / "results/train_h200/half_lives.json"
+TRAINED = ROOT / "results/train_h200/attention.json"
 IDENTITY, BASELINE = "identity", "cudnn-rotary"
 
 
@@ -323,7 +323,7 @@ def trained_half_lives(layers: int, heads: int) -> list[list[float]]:
 
     Layer and rank of a head among the half-lives of its layer are kept, in between it is geometric.
     """
-    found = [sorted(head["mean"] for head in layer) for layer in json.loads(TRAINED.read_text())["layers"]]
+    found = [sorted(layer["half_lives"]) for layer in json.loads(TRAINED.read_text())["rows"][-1]["layers"]]
     result = []
     for layer in range(layers):
         source = [math.log(x) for x in found[layer * len(found) // layers]]

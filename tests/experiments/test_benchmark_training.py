@@ -80,12 +80,12 @@ def test_a_step_leaves_the_weights_as_they_are(models):
 
 
 def test_trained_half_lives_are_those_of_the_toy_model():
-    source = json.loads(training.TRAINED.read_text())["layers"]
-    assert training.trained_half_lives(8, 8) == [pytest.approx(sorted(x["mean"] for x in layer)) for layer in source]
+    source = [layer["half_lives"] for layer in json.loads(training.TRAINED.read_text())["rows"][-1]["layers"]]
+    assert training.trained_half_lives(8, 8) == [pytest.approx(sorted(layer)) for layer in source]
     stretched = training.trained_half_lives(12, 12)
     assert [len(layer) for layer in stretched] == [12] * 12
     assert all(layer == sorted(layer) for layer in stretched)
-    assert stretched[11][-1] == pytest.approx(max(head["mean"] for head in source[7]))
+    assert stretched[11][-1] == pytest.approx(max(source[7]))
 
 
 def test_timed_steps_interleave_and_survive_one_that_fails(models, monkeypatch):
