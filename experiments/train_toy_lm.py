@@ -34,8 +34,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 import torch
 
-# before Lightning imports Triton: without a GPU, the gradient check runs the kernels in Triton's interpreter
-os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+if not torch.cuda.is_available():  # before Lightning imports Triton: the gradient check interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 import lightning.pytorch as L
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint

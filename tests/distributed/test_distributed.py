@@ -480,7 +480,7 @@ def test_bad_arguments_are_named(pool, options, error):
 def test_a_dtensor_is_named_and_ends_the_others(pool, name):
     case = dict(row_scale=True, sink=True, ranks=2, seconds=30)
     found = pool.outcomes("distributed_cases.distributed", name, **case)
-    refused = f"TypeError: {name}: expected this rank's own tensor, got a DTensor; give {name}.to_local()"
+    refused = f"TypeError: {name}: expected this rank's own tensor, got a DTensor; pass {name}.to_local()"
     assert_others_end(found, refused)
     assert ("its gradient is the sum of theirs" in found[1][0]) == (name not in ("q", "k", "v", "scale"))
 
