@@ -525,7 +525,7 @@ def test_opcheck(layout, decay, device):
     torch.library.opcheck(backward, tuple(values[x.name] for x in backward._schema.arguments))
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "triton"])
 def test_compile_is_one_graph(backend, device):
     def attend(q, k, v, log_decay, sink, cu):
         return decay_attention_varlen(
