@@ -3,7 +3,9 @@
 import difflib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable)
 
 
 class _Required:
@@ -115,7 +117,7 @@ _OF_LAYER = {
 }
 
 
-def named(function: Callable) -> Callable:
+def named(function: _F) -> _F:
     """Hide the function's catch-alls from help() and inspect.signature."""
     signature = inspect.signature(function)
     known = [x for x in signature.parameters.values() if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]

@@ -22,7 +22,7 @@ def decay_attention_paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, log_decay: Tensor | float | None = None, *, block_table: Tensor,
     cache_seqlens: Tensor, return_lse: Literal[True], **options: object,
 ) -> tuple[Tensor, Tensor]: ...
-@keywords.named
+@keywords.named  # type: ignore[misc]  # the overloads do not type the other options
 def decay_attention_paged(
     q: Tensor,
     k_pages: Tensor,

@@ -187,8 +187,9 @@ def test_without_decay_nothing_is_evicted():
     assert (cache.longest, cache.dropped.item()) == (9, 0)
 
 
-@pytest.mark.parametrize("rates", [-2.0, torch.tensor([-2.0, -2.0], device=DEVICE)], ids=["number", "tensor"])
+@pytest.mark.parametrize("rates", [-2.0, [-2.0, -2.0]], ids=["number", "tensor"])
 def test_evict_takes_the_constant_decay_of_attend(rates):
+    rates = torch.tensor(rates, device=DEVICE) if isinstance(rates, list) else rates
     caches = [DecayCache(1, 40, num_heads=2, head_dim=4) for _ in range(2)]
     q = torch.randn(1, 40, 2, 4, device=DEVICE)
     for cache in caches:

@@ -41,7 +41,7 @@ layer.forward(x, cu_seqlens=cu).transpose(0, 1)
 cache = layer.make_cache(1, 5)
 layer(x, cache=cache)
 reveal_type(cache.evict(1e-3, layer.score_bound()))  # Tensor
-DecayFlashAttention(8, 2, decay="alibi")  # refused
+DecayFlashAttention(8, 2, decay="fox")  # refused
 DecayFlashAttention(8, 2, backend="cuda")  # refused
 
 found = verify_attention(q, q, q, -0.1, backend="reference")
