@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""What has to run on GPUs after a kernel changed, then the benchmarks and the studies: what counts most comes first.
+"""Run on GPUs what a changed kernel needs, then the benchmarks and the studies; the most important steps come first.
 
     .ci/on_gpus.py --output out                     # all of it; planned for more than an hour on two H100
     .ci/on_gpus.py --output out --minutes 25        # no step that would end later; the next call goes on
     .ci/on_gpus.py --output out --steps suite fuzz  # part of it
     .ci/on_gpus.py --output out --triton folder     # the tests of Hopper and of launches with the Triton there, too
-    .ci/on_gpus.py --output out --before tree       # and speed beside another version of this package
+    .ci/on_gpus.py --output out --before tree       # and speed compared with another version
     .ci/on_gpus.py --list
 
 out/ gets a log of every command, the JSON of the benchmarks, and steps.json: command, exit status, seconds and last
-lines of each. A step that ended with status 0 at this commit is not run again, but for those that go on where they
-ended in time. With several GPUs the steps that check share the last one, while those that time have the first; the
-suite, the fuzzer, and what runs over several GPUs have all. Where git does not know the commit, as in a copy,
-DECAYATTN_COMMIT names it. Exit status: 1 if any step failed, 2 where something that the steps need is not installed.
+lines of each. A step that ended with status 0 at this commit is not run again, except those that go on where they
+stopped. With several GPUs the steps that check share the last one, while those that time have the first. The suite,
+the fuzzer, and steps over several GPUs have all. Where git does not know the commit, as in a copy, DECAYATTN_COMMIT
+names it. Exit status: 1 if any step failed, 2 if something that the steps need is not installed.
 """
 
 import argparse
@@ -201,7 +201,7 @@ def commands(
 
 
 class Record:
-    """What came of every step, kept in a file."""
+    """Results of every step, kept in a file."""
 
     def __init__(self, path: Path, commit: str | None, again: bool) -> None:
         self.path, self.commit, self.again = path, commit, again
@@ -209,7 +209,7 @@ class Record:
         self.lock = threading.Lock()
 
     def done(self, name: str) -> bool:
-        """Whether it need not run: it ended well, and at this commit."""
+        """True if the step succeeded at this commit, and need not run."""
         known = self.commit is not None and not self.commit.endswith("+")
         return known and bool(self.ended(name)) and not self.again and not self.failed(name)
 
@@ -219,7 +219,7 @@ class Record:
         return found["commands"] if found and found["commit"] == self.commit else []
 
     def failed(self, name: str) -> bool:
-        """Whether one of its commands ended with another status than 0."""
+        """True if one of the step's commands ended with a status other than 0."""
         return any(command["status"] for command in self.ended(name))
 
     def add(self, name: str, ended: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Speed of attention with a decay beside cuDNN and others; correct first.
+"""Speed of attention with a decay compared with cuDNN and others; correct first.
 
     python experiments/benchmarks/attention.py                         # on a GPU: six shapes, some minutes; JSON
     python experiments/benchmarks/attention.py --shapes 4,8192,16,128 --peers cudnn --decays scalar none constant
@@ -12,8 +12,8 @@ Regimes: "sustained" times whole calls back to back, the power limit reached, as
 from CUDA graphs, without the host; "burst" times single calls with a cleared L2 cache. A GPU at its limit is slower,
 and ratios of bursts and of sustained calls differ by up to 0.1. All kernels run in one process, in interleaved rounds;
 a number is the median over the rounds, with its range (ratio_to_cudnn: of the rounds' ratios). forward is a call on
-tensors that require gradients, backward torch.autograd.grad for all of them, both with their preparation kernels and
-allocations. TFLOP/s count 2·B·H·T²·(D + D_v) forward, 2·B·H·T²·(3 D + 2 D_v) backward, half of that if causal.
+tensors that require gradients; backward is torch.autograd.grad for all of them. Both include preparation kernels and
+allocations. TFLOP/s count 2·B·H·T²·(D + D_v) forward. They count 2·B·H·T²·(3 D + 2 D_v) backward. Causal: half.
 relative_error is ‖x − x64‖ / ‖x64‖ on the timed inputs: last head of the last batch entry; of sequences over 8,192
 tokens the last 2²⁶ / T query rows.
 

@@ -11,21 +11,21 @@ budget get no speed, and the exit status is 1: first the equality cases, every t
 and every gradient of the timed inputs within 2 eps of one GPU's. ms is the median over interleaved rounds of the
 slowest rank's mean of calls back to back (one call where that is longer than a round); "both" is a forward and its
 backward in turns. received counts the bytes that all_to_all_single brings from others, not the gathered summaries of
-the plan; everything is what the last rank would receive if it fetched all keys before its slice; bandwidth is that of
-an all-to-all of 256 MiB for the slowest rank. A call goes on with what its --output lacks. Without a GPU there are no
-speeds: two processes with gloo run the kernels in Triton's interpreter on small shapes, for their errors and for the
-bytes that they send.
+the plan; everything counts those of the last rank if it fetched all keys before its slice; bandwidth is that of an
+all-to-all of 256 MiB for the slowest rank. A call adds the results that its --output lacks. Without a GPU there are no
+speeds. Two processes with gloo then run the kernels in Triton's interpreter on small shapes, for their errors and for
+the bytes that they send.
 
---simulate reckons one layer at --simulated tokens, forward and backward. Nothing is run; the model is:
+--simulate calculates one layer at --simulated tokens, forward and backward. Nothing is run; the model is:
 
     time of P ranks = compute + transfer + rest, one after the other, as the library runs them
-    compute  = time of one GPU at T, which grows as T^e between the two longest lengths that were measured, times the
-               share of the rank with the most to do: 1 − ((P − 1) / P)^e of a halo, whose last slice sees the most, and
-               1 / P of heads
+    compute  = time of one GPU at T, times the share of the rank with the most to do. The time grows as T^e between the
+               two longest lengths that were measured. The share is 1 − ((P − 1) / P)^e of a halo (its last slice sees
+               the most), and 1 / P of heads
     transfer = bytes / bandwidth. A halo has as many tokens as at the longest length measured, or all before the last
-               slice if that was so there; heads send a token's numbers in proportion to (P − 1) / P² of T. Up to
-               --node ranks the bandwidth is taken to be that between those measured, beyond them --network for each GPU
-    rest     = what the measured ranks took beyond compute and transfer at the shortest length: plans, launches, waits
+               slice if that was so there; heads send a token's values in proportion to (P − 1) / P² of T. Up to --node
+               ranks have the bandwidth between those measured. Beyond them each GPU has --network
+    rest     = time of the measured ranks beyond compute and transfer at the shortest length: plans, launches, waits
 
 Left out: that a halo grows with log T, congestion, and ranks that are slower than others.
 """

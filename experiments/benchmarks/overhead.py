@@ -5,10 +5,10 @@
     python experiments/benchmarks/overhead.py --before ../before     # with a checkout of another commit
     python experiments/benchmarks/overhead.py --packed               # packed sequences, too: of one total, and of many
 
-At B1 H8 T256 the kernels take microseconds, so what a training step waits for is Python: checking arguments,
-allocating, launching. Host time is the clock over a series of forward and backward calls that nothing waits for; every
-call is made as training makes it, and once more in one thread: autograd gives a backward on a GPU to a thread of that
-GPU, and the difference is what waking it and waiting for it cost. A CUDA graph replays the same launches without the
+At B1 H8 T256 the kernels take microseconds, so a training step waits for Python: checking arguments, allocating,
+launching. Host time is the clock over a series of forward and backward calls that nothing waits for. Every call is
+made as training makes it, and once more in one thread. Autograd gives a backward on a GPU to a thread of that GPU,
+and the difference is the cost of waking it and waiting for it. A CUDA graph replays the same launches without the
 host; its time is the device's. Calls of ours have every default. --packed measures calls of one total, and "other
 totals": in every call one token more than in the last. Interleaved rounds, medians with their range. Without a GPU the
 host times of the eager reference are printed, which says nothing about kernels.

@@ -11,12 +11,12 @@
 * generate: tokens (bytes) per second that a small language model writes without a cache, with one, with its step
   captured in a CUDA graph, and so with a cache that evicts; and the length of the latter while it writes a long text.
 
-Whatever leaves its error budget gets no speed, and the exit status is 1; that of generate's logits is twice the error
-of the model without a cache, plus one rounding. stream: held_bound is the upper bound of the cache after an eviction,
-by arithmetic from the model's decays; the caches have room for it and the tokens until the next one, and no more.
-Without a GPU the kernels run in Triton's interpreter on small shapes: packed and decode are checked and not timed, and
-generate, which is timed by the clock, is that CPU's. The JSON is written after every part, so that a run cut short
-keeps what it has.
+A result outside its error budget gets no speed, and the exit status is 1; the budget of generate's logits is twice the
+error of the model without a cache, plus one rounding. stream: held_bound is the upper bound of the cache after an
+eviction, by arithmetic from the model's decays; the caches have exactly the capacity for it and the tokens until the
+next one. Without a GPU the kernels run in Triton's interpreter on small shapes. Packed and decode are then checked and
+not timed; generate is timed by the clock, on that CPU. The JSON is written after every part, so that an interrupted
+run keeps its results.
 """
 
 import argparse
@@ -419,8 +419,8 @@ class Eviction:
 def held_bound(model: ByteLM, eviction: Eviction) -> int:
     r"""No layer's cache holds more tokens after an eviction, however long the text.
 
-    With the rate r of the slowest head and its score bound S, a token that is n tokens old can go as soon as that token
-    and all before it have at most the tolerance::
+    The slowest head has the rate r and the score bound S. A token that is n tokens old can go as soon as that token and
+    all before it have at most the tolerance::
 
         exp(2 S) Σ_{m ≥ n} exp(−r m)  =  exp(2 S − r n) / (1 − exp(−r))  ≤  tolerance
     """
@@ -489,8 +489,8 @@ def longest(caches: Sequence[DecayCache]) -> int:
 def logits_over_budget(model: ByteLM, tokens: Tensor, eviction: Eviction) -> dict[str, float]:
     """By mode, error over its budget of the logits of the last CHECKED_STEPS tokens of a given text with caches.
 
-    They may be as far from x64 (a float64 copy of the model on the reference, the whole text at once) as twice what
-    the model without a cache is, and one rounding.
+    x64 is a float64 copy of the model on the reference, which reads the whole text at once. The logits may be twice as
+    far from it as those of the model without a cache, plus one rounding.
     """
     exact = copy.deepcopy(model).double()
     for block in exact.blocks:

@@ -10,8 +10,8 @@ Every variant steps on the same parameters and the same tokens; its first step i
 timed. Steps follow one another for --seconds, in interleaved rounds, so that all meet the power limit. Eager at every
 length, compiled at --compiled-lengths, which cost most of the time: each variant is compiled again for each of them. A
 setting (head dimension, length, eager or compiled) is done or not: --output keeps those that are. Peers that cannot be
-imported are named as absent. attention_share is 1 − the time of the same step whose attention and decay are replaced by
-v, over that of the step. A first step's loss and gradients may be off by twice the error of the eager reference in the
+imported are named as absent. attention_share is 1 − the time of the same step with v for attention and decay, over
+that of the step. A first step's loss and gradients may be off by twice the error of the eager reference in the
 same precision, plus eps. Gates "as trained" have the half-lives of the trained toy LM. The exit status is 1 if a
 variant of ours is wrong or fails. Without a GPU there are no speeds: the checks run on a tiny model, ours in Triton's
 interpreter.
@@ -19,8 +19,8 @@ interpreter.
 --strategies runs train_toy_lm.py as a user starts it, once per strategy: the same weights, bytes and total batch, its
 gradients checked against one process first and last. "one" is one device; "one again" repeats it, because the atomic
 additions of a gradient have no fixed order: the difference of the two is noise. Speeds are of the median step between
-validations, without the first stretch; differences of the mean training loss to that of one device. Without a GPU a
-tiny model takes a few steps in two processes.
+validations, without the first stretch; losses are differences of the mean training loss from that of one device.
+Without a GPU a tiny model takes a few steps in two processes.
 """
 
 import argparse

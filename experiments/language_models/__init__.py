@@ -1,1 +1,1 @@
-"""What the experiments with byte-level language models share: the model, its position schemes, texts."""
+"""Byte-level language models of the experiments: the model, its position schemes, texts."""

@@ -218,12 +218,12 @@ class TrainingCrops:
 
 
 def held_out_starts(corpus: Corpus, length: int, count: int, per_file: int) -> np.ndarray:
-    """Where at most `count` crops of `length` bytes of held-out files begin, that do not overlap, per_file at most.
+    """Starts of up to `count` disjoint crops of `length` bytes of held-out files, up to per_file of each.
 
-    First one of every file that is long enough, then a second one of those that have it, and so on; files, and the
-    crops of a file, in an order that depends on nothing but the corpus and the length.
+    First one of every file that is long enough, then a second one of those that have it, and so on. The order of files,
+    and of a file's crops, depends only on the corpus and the length.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     random = np.random.default_rng(length)
     long = np.flatnonzero(corpus.held_out.lengths >= length)

@@ -13,17 +13,19 @@ LARGEST_TOTAL = 140.0
 
 
 class PerChannelDecay(nn.Module):
-    r"""A decay per channel of every head, as in Wall Attention (blog.tilderesearch.com/blog/wall-attn)::
+    r"""A decay per channel of every head.
+
+    As in Wall Attention (blog.tilderesearch.com/blog/wall-attn)::
 
         λ_c[b, t]  = −r · sigmoid(x[b, t] · W_c + b_c)              (B, T, H, D), natural log, never below −r
         S_ij       = s Σ_c q_ic k_jc exp(P_ic − P_jc)               P: the prefix sum of λ over t, float32
 
-    as products of q · exp(P − P_mid) and k · exp(P_mid − P): exact where r · T ≤ 140, for then neither leaves the range
-    of bfloat16. P_mid is the middle of a channel's range; it cancels, and takes no part in the gradient. It is for the
-    length that r was chosen for: a longer text is refused. (The kernels of the authors rescale on their way instead.)
+    as products of q · exp(P − P_mid) and k · exp(P_mid − P): exact if r · T ≤ 140, since neither then leaves the range
+    of bfloat16. P_mid is the middle of a channel's range; it cancels, and gets no gradient. The length that r was
+    chosen for is the longest: a longer text raises. (The authors' kernels rescale on their way instead.)
 
     W starts as 0 and b gives the channels of every head half-lives spaced evenly in the logarithm, as ScalarDecay does
-    for heads. A position module is not given x: `attach` it to its layer, which then hands x over.
+    for heads. A position module does not receive x: `attach` it to its layer, which then passes x on.
 
     Args:
         embed_dim, num_heads, head_dim: of the layer, whose num_kv_heads is its num_heads.

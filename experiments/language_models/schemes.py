@@ -1,4 +1,4 @@
-"""How a model knows where a token stands: decays, rotary embeddings, both, neither."""
+"""Position schemes of a model: decays, rotary embeddings, both, neither."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,12 +20,12 @@ class Scheme:
 
     @property
     def any_length(self) -> bool:
-        """Whether it takes a text that is longer than those of its training."""
+        """True if the scheme takes texts longer than those of its training."""
         return self.position != "per channel"
 
     @property
     def decays(self) -> bool:
-        """Whether its attention has a decay that the kernels know, and by which they skip."""
+        """True if its attention has a decay that the kernels know, and by which they skip."""
         return self.decay != "none"
 
 

@@ -1,8 +1,9 @@
 """A grid of trainings: the cells that a report lacks, on several devices, for as long as there is time.
 
-A study is a module with a table of OPTIONS, CELL (the keys of a row that name its cell), check_options(options),
-begin(options) -> (setup of the report, cells, arguments of train), train(cell, *arguments, device) -> row, said(row),
-table(report) and draw(report). Its docstring says what its figures mean.
+A study is a module with a table of OPTIONS, CELL (the keys of a row that name its cell) and these functions:
+`check_options(options)`, `begin(options) -> (setup of the report, cells, arguments of train)`,
+`train(cell, *arguments, device) -> row`, `said(row)`, `table(report)` and `draw(report)`. Its docstring explains its
+figures.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Multi-query associative recall: what a decay of attention can look up, and if it prefers the later value of a key.
+"""Multi-query associative recall: does attention with a decay find values, and prefer the later value of a key.
 
     python experiments/studies/recall.py                          # the whole grid on a GPU; on a CPU a small one
     python experiments/studies/recall.py --minutes 9              # as much as fits; the next call goes on from there
@@ -10,9 +10,9 @@ and the later value counts. A model is trained on sequences of all shapes (token
 and tested on each. A cell of the grid (task, mode, width) trains one model per learning rate and seed, side by side,
 and is done or not: --output keeps those that are, and a later call with the same options and commit goes on. The
 reported learning rate of a cell is the one with the best accuracy on validation sequences, over all seeds. Accuracies
-are [learning rate][seed][shape]. Training has fresh sequences in every step, each of which counts the same, AdamW with
-a warm-up over 10 % and a line to 0, and bfloat16 autocast on a GPU; data, steps, initial projections and rates are the
-same for every mode, and decays start as the library's do.
+are [learning rate][seed][shape]. Training has new sequences in every step, each of which counts the same. It uses AdamW
+with a warm-up over 10 % and a linear decay to 0, and bfloat16 autocast on a GPU. Data, steps, initial projections and
+rates are the same for every mode, and decays start as the library's do.
 """
 
 import argparse
@@ -148,16 +148,18 @@ class Batch(NamedTuple):
 
 
 class Task:
-    """Sequences of `length` tokens as in Zoology (Arora et al., arXiv 2312.04927)::
+    """Batches of one task, with sequences of `length` tokens.
+
+    As in Zoology (Arora et al., arXiv 2312.04927)::
 
         k3 v1 k1 v7 k2 v4 … 0 k1 0 0 0 k3 …
                                v7       v1      to be predicted at the queries, and nothing elsewhere
 
-    `pairs` key-value pairs, then queries, one per key, at even distances after the pairs that follow a power law, and
-    fillers in between. Keys are distinct tokens of the first half of the vocabulary, values of the second.
+    `pairs` key-value pairs, then one query per key, with fillers in between. The even distances of queries after the
+    pairs follow a power law. Keys are distinct tokens of the first half of the vocabulary, values of the second.
 
-    "recall": every key has one pair. "forgetting": every key has two, in an order that is drawn, and the answer is the
-    value of its later pair; so there are pairs / 2 queries, and half of them are right for who ignores the order.
+    "recall": every key has one pair. "forgetting": every key has two, in a random order, and the answer is the value of
+    its later pair. There are pairs / 2 queries, and a model that ignores the order gets half of them right.
 
     Shapes are the same in every batch: a training step can be a CUDA graph.
     """

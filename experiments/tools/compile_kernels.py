@@ -5,14 +5,14 @@
     python experiments/tools/compile_kernels.py --targets sm_80 gfx942            # the Triton kernels for other GPUs
     python experiments/tools/compile_kernels.py --calls 100                       # the kernels of random calls
 
-The launch functions run as they do on a GPU, on CPU tensors, with a driver that compiles and launches nothing; so what
-is compiled is what would be launched. Printed per kernel: registers, bytes of register spills, shared memory, and
-whether ptxas serialised the asynchronous matrix products (which costs a large part of the speed without a word). The
-exit status is 1 if a kernel does not compile, needs more shared memory than a block has, serialises, reads tiles in a
-way that ptxas gets wrong (shares_an_address), keeps something else where a barrier is (reuses_a_barrier), or (for
-sm_90, with the Triton that the tiles were chosen on; others bring another ptxas) spills more than config.py says. For
-other targets, whose tiles nobody has timed, more spills are printed and are no fault. Random calls are those of
-fuzz_kernels.py --family 1 in 16 bits; what makes them slow is no fault.
+The launch functions run as they do on a GPU, on CPU tensors, with a driver that compiles and launches nothing. The
+compiled kernels are those that a GPU would launch. Printed per kernel: registers, bytes of register spills, shared
+memory, and whether ptxas serialised the asynchronous matrix products (which silently costs a large part of the speed).
+The exit status is 1 if a kernel does not compile, needs more shared memory than a block has, or serialises. It is 1 if
+a kernel reads tiles in a way that ptxas gets wrong (shares_an_address), or stores data where a barrier is
+(reuses_a_barrier). On sm_90, with the Triton that the tiles were chosen on (others bring another ptxas), it is also 1
+for more spills than config.py allows. Tiles of other targets were never timed; their spills are printed and are no
+fault. Random calls are those of fuzz_kernels.py --family 1 in 16 bits; slowness is no fault.
 """
 
 import argparse

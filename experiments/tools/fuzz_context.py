@@ -4,11 +4,11 @@
     python experiments/tools/fuzz_context.py --ranks 3 --seed 7 --minutes 30 --calls 100000
     python experiments/tools/fuzz_context.py --ranks 3 --seed 7 --only 1234  # one call again, with all errors
 
-The calls are those of fuzz_kernels.py, but for what the function does not take, cut into slices of any lengths. Some
-have calls of the same kind before them, after two of which the exchange of a halo is expected to be as it was
-(fuzzing/slices.py). What the ranks' slices give is put together, and is judged as a call of one process is.
+The calls are those of fuzz_kernels.py, without the options that the function lacks, cut into slices of any lengths.
+Some follow calls of the same kind; after two of those, the next one expects the same exchange of a halo
+(fuzzing/slices.py). The results of the ranks' slices are joined, and judged as a call of one process is.
 
-Every failure is a line that says what is wrong and how to repeat it; the exit status is 1 then. Where a rank raises,
+Every failure is a line with the fault and the options that repeat it; the exit status is 1 then. If a rank raises,
 others may wait for it in vain, so that ends the run. Without a GPU the kernels run in Triton's interpreter.
 """
 

@@ -4,13 +4,13 @@
     python experiments/tools/fuzz_kernels.py --seed 7 --minutes 30 --calls 100000
     python experiments/tools/fuzz_kernels.py --seed 7 --only 1234  # one call again, with the errors of all tensors
 
-A call is drawn from its seed and number over the whole contract: dtypes, head dimensions, groups, lengths, strides and
-alignments of inputs and of gradients, decays with growth and resets, windows, sinks, scales, biases, packed and padded
-sequences, tolerances, large numbers, NaN where nothing may look (fuzzing/draws.py). What is right for it is computed in
-float64 from the definition (fuzzing/oracle.py), how far a backend may be off is the budget of decayattn.testing.
+A call is drawn from its seed and number over the whole contract: dtypes, head dimensions, groups, lengths, decays with
+growth and resets, windows, sinks, scales, biases, packed and padded sequences, tolerances. Inputs and gradients have
+random strides and alignments, large values, and NaN where no kernel may read (fuzzing/draws.py). The exact result comes
+from the definition in float64 (fuzzing/oracle.py), the permitted error from the budget of decayattn.testing.
 
-Every failure is a line that says what is wrong, and one that repeats it. The largest error of a tensor that passed is
-one, too, if it is more than 0.8 of its budget. The exit status is 1 if there is any failure.
+Every failure is a line with the fault, and one that repeats it. The largest error of a tensor that passed is one, too,
+if it is more than 0.8 of its budget. The exit status is 1 if there is any failure.
 Without a GPU the kernels run in Triton's interpreter, on lengths up to 70; calls in bfloat16 have float16 there.
 """
 

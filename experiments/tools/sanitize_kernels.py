@@ -7,9 +7,9 @@ memcheck sees every access outside of an allocation (PyTorch's caching of alloca
 a block do to shared memory without waiting for each other. The problems are small and end anywhere: lengths that divide
 nothing, resets, a window, grouped queries, packed sequences with empty ones, scales of rows.
 
-"control" is a kernel in which one warp writes a number and others read it after a wait on an mbarrier, as CUDA's
-documentation has it: where racecheck objects to that, its objections to the "hopper" kernels, which wait for each other
-so, say nothing. What a tool says is printed, every message once with the lines that it names; the exit status is 1
+"control" is a kernel in which one warp writes a value and others read it after a wait on an mbarrier, as CUDA's
+documentation has it. The "hopper" kernels wait in the same way: if racecheck objects to "control", its objections to
+them mean nothing. A tool's output is printed, every message once with the lines that it names; the exit status is 1
 unless all are clean. It takes a GPU and the sanitizer, which comes with the CUDA toolkit.
 """
 
