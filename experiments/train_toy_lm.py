@@ -2,11 +2,11 @@
 
     python experiments/train_toy_lm.py                         # no GPU: 3 minutes on 2 cores, 8.06 → 2.13 bits per byte
     python experiments/train_toy_lm.py --decay alibi-learned --data my_texts/
-    python experiments/train_toy_lm.py --resume last           # after Ctrl-C; with --steps 1200, to train on.
-    python experiments/train_toy_lm.py --devices 2             # two GPUs share the batch; see --strategy.
-    CUDA_VISIBLE_DEVICES= python experiments/train_toy_lm.py   # on the CPU of a machine with GPUs
+    python experiments/train_toy_lm.py --resume last           # after Ctrl-C; with --steps 1200, to train on
+    python experiments/train_toy_lm.py --devices 2             # two GPUs share the batch; see --strategy
+    CUDA_VISIBLE_DEVICES= python experiments/train_toy_lm.py   # on the CPU despite GPUs
 
-Every gradient through the kernels is compared with a float64 reference before the first step and after the last. The
+Every gradient through the kernels is compared with float64 before the first step and after the last. The
 run folder gets checkpoints, config.yaml, the gradient tables, figures, a text sample, model.pt and summary.json.
 
 Exit status: 0 done; 1 an error, a gradient outside its error budget, or one that is not finite; 2 a bad option; 130

@@ -1,4 +1,4 @@
-"""Where the kernels run (on a GPU, else in Triton's interpreter) and what uninitialised memory looks like."""
+"""Device of the kernels (a GPU, else Triton's interpreter) and contents of uninitialised memory."""
 
 import os
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ if INTERPRET == "1":
 
 
 def interpreting_changed() -> bool:
-    """Whether somebody has changed where kernels run. It is changed back, so that nobody else fails for that."""
+    """True if a test has changed where kernels run. Changes it back, so that no other test fails for that."""
     changed = os.environ.get("TRITON_INTERPRET") != INTERPRET
     os.environ["TRITON_INTERPRET"] = INTERPRET
     return changed

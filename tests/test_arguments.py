@@ -1,4 +1,4 @@
-"""What a call may be given: every bad argument is refused by name, with what came and what was expected."""
+"""Arguments of a call: every bad one raises by name, with the expected and the given value."""
 
 import math
 

@@ -74,7 +74,7 @@ def operator_arguments(
 
 
 def test_the_schemas_are_those_of_the_named_tuples():
-    """In their order and with their types, so that neither operator counts positions."""
+    """Names, order and types agree, so that neither operator counts positions."""
     forward, backward = torch.ops.decayattn.forward.default._schema, torch.ops.decayattn.backward.default._schema
     call = [*Inputs._fields, *autograd.Modes._fields]
     assert [x.name for x in forward.arguments] == [*call, "with_lse"]
@@ -211,7 +211,7 @@ def test_a_second_derivative_is_refused(device):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_gradients_of_rows_outside_do_not_reach_the_sink(bad, device):
-    """What a loss leaves in padding, 0 / 0 for one, does not matter."""
+    """Gradients of a loss in padding, such as 0 / 0, do not matter."""
     leaves = make(device) | {"sink": torch.randn(4, device=device).requires_grad_()}
     inside = torch.tensor([3, 0], device=device)
     out, lse = attend(**leaves, leftpad_q=inside, leftpad_k=inside)
@@ -343,7 +343,7 @@ def test_without_lse_all_else_is_the_same(decay, causal, way, device):
 
 @pytest.mark.parametrize(("kept", "runs"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)])
 def test_selective_checkpointing_decides_about_the_operator(kept, runs, device, monkeypatch):
-    """Whose results are kept, or whose kernels run again."""
+    """The operator's results are kept, or its kernels run again."""
     leaves = make(device)
     expected = outputs_and_gradients(attend, leaves)
     kernels = registry.load("triton")
@@ -372,7 +372,7 @@ def test_a_subclass_of_tensor_gets_the_operator(device):
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every shape that Python looks at
 @pytest.mark.parametrize("way", ["dense", "packed"])
 def test_flop_counter_counts_both_operators(way, device):
-    """As it counts PyTorch's attention: 2 products of all pairs forward, 5 backward."""
+    """Counts equal those of PyTorch's attention: 2 products of all pairs forward, 5 backward."""
     x = torch.randn(1, 20, 2, 8, device=device, requires_grad=True)
     offsets = torch.tensor([0, 5, 20], device=device)
     packed = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=15, max_seqlen_k=15)

@@ -1,4 +1,4 @@
-"""Where kernels run is decided once, for all tests of a run: nothing that they import or call changes it."""
+"""The device of kernels is chosen once for all tests of a run: nothing that they import or call changes it."""
 
 import ast
 import copy
@@ -73,7 +73,7 @@ def test_on_a_gpu_the_whole_suite_is_collected_for_the_compiler():
 
 @pytest.mark.xdist_group("alone")
 def test_groups_of_xdist_reach_its_scheduler(request):
-    """Which reads them at the end of a test's name."""
+    """The scheduler reads groups at the end of a test's name."""
     remote = pytest.importorskip("xdist.remote")
     item, loadgroup = copy.copy(request.node), SimpleNamespace(getvalue=lambda _: True)
     remote.WorkerInteractor.pytest_collection_modifyitems(None, loadgroup, [item])

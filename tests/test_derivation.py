@@ -237,7 +237,7 @@ def test_9_row_sums():
 
 
 def test_9_row_sums_under_decay():
-    """As the kernels see it: O rounded to bfloat16, strong decay; the error without row sums is many times larger."""
+    """Inputs as in the kernels: O rounded to bfloat16, strong decay; without row sums the error is far larger."""
     length = 512
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(length, 16, generator=generator, dtype=torch.float64) for _ in range(4))
@@ -315,7 +315,7 @@ def test_10_a_reset_counts_as_zero():
     close(expected[[0, cut]], torch.zeros(2).double())
 
 
-def test_7_an_error_of_the_row_terms_leaves_the_gradient_of_a_rate(case):
+def test_7_row_term_errors_leave_the_gradient_of_a_rate(case):
     """With a sink of score 0.3, too, which has a part of P and of dS."""
     distance = (torch.arange(T)[:, None] - torch.arange(T)).abs().double()
     lse = torch.logaddexp(case.lse, torch.tensor(0.3, dtype=torch.float64))

@@ -175,7 +175,7 @@ def test_what_else_numpy_has_is_refused_by_name(changes, error, message):
 
 
 def test_a_length_on_a_device_is_refused():
-    """It would have to be waited for."""
+    """Reading it would synchronise with the device."""
     with pytest.raises(TypeError, match=r"^max_seqlen_q: expected an int, got tensor\(5\) of type torch.Tensor"):
         decay_attention_varlen(**packed(make(), 0, 5) | dict(max_seqlen_q=torch.tensor(5)))
 
@@ -401,7 +401,7 @@ def test_export_of_the_layer(options, masked):
 
 @pytest.mark.parametrize("layout", ["dense", "packed"])
 def test_export_of_the_kernels_operator(layout, device):
-    """Of both sides of a block of 128 tokens of the decay prefix."""
+    """Lengths on both sides of a block of 128 tokens of the decay prefix."""
 
     def inputs(rows):
         q = torch.randn(1, rows, 2, 4, device=device)

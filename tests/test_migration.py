@@ -72,7 +72,7 @@ def test_the_formula_of_flex_attention_is_what_pytorch_computes(float64):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.xdist_group("gpu")
 def test_the_formula_of_fla_is_what_its_kernel_computes():
-    """Where fla is installed: its forward, within a rounding of the weights and one of the output to float16."""
+    """Compared with fla's forward, if installed, within a rounding of the weights and one of the output to float16."""
     fla = pytest.importorskip("fla.ops.attn")
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 300, heads, 64, dtype=torch.float16) for heads in (4, 2, 2))
@@ -86,8 +86,8 @@ def test_the_formula_of_fla_is_what_its_kernel_computes():
 
 @pytest.mark.parametrize("threshold", ["auto", -25.0])
 def test_pruning_loses_what_skip_tolerance_says(float64, threshold):
-    """What the Forgetting Transformer's adaptive threshold leaves out has at most the probability that the guide says
-    in a row: e^-10, or for a number what the largest score makes of it."""
+    """Keys that the Forgetting Transformer's adaptive threshold drops have at most the guide's probability in a row:
+    e^-10, or for a number the bound that follows from the largest score."""
     generator = torch.Generator().manual_seed(0)
     q, k = 0.7 * torch.randn(2, 2, 300, 4, 16, generator=generator)
     log_decay = torch.nn.functional.logsigmoid(torch.randn(2, 300, 4, generator=generator) + 1)

@@ -78,7 +78,7 @@ class Engine:
         return out
 
     def tokens(self, pages: torch.Tensor) -> torch.Tensor:
-        """Those of every entry behind one another."""
+        """Consecutive tokens of every entry."""
         needed = -(-TOKENS // pages.shape[1])
         return pages[self.block_table[:, :needed].long()].flatten(1, 2)[:, : int(self.lengths[0])]
 

@@ -42,7 +42,7 @@ def tensors(decay: str) -> dict:
 
 
 def placements_of(name: str, value: torch.Tensor, split: str) -> list:
-    """As q is split: sharded where the tensor has that axis, or replicated where it must be cut up."""
+    """Placements by the split of q: sharded if the tensor has that axis, or replicated if it must be split."""
     if split == "batch":
         axis = 0 if name in ("q", "k", "v") or (name == "log_decay" and value.ndim == 3) else None
     else:
@@ -111,7 +111,7 @@ def test_packed_sequences_are_divided_by_heads(ranks):
 
 
 def on_one_rank(device: str, ranks: tuple[int, int], sizes: tuple[int, int, int]) -> float:
-    """The worst error of out and gradients where an axis of q, k or v that is 1 is sharded by a mesh axis of 1."""
+    """Worst error of out and gradients with an axis of size 1 of q, k or v sharded by a mesh axis of 1."""
     batch, heads, kv_heads = sizes
     mesh = init_device_mesh(device, ranks)
     generate = lambda *shape: torch.randn(*shape, dtype=torch.float64, device=device)  # noqa: E731
@@ -191,7 +191,7 @@ def refusals(device: str) -> dict[str, str]:
 
 
 def said_of(cases: dict[str, dict]) -> dict[str, str]:
-    """What decay_attention says of arguments, by the name of the case."""
+    """Errors of decay_attention, by the name of the case."""
     said = {}
     for name, arguments in cases.items():
         try:
@@ -221,7 +221,7 @@ def test_what_no_rank_can_do_alone_is_refused_by_name(ranks):
 
 
 def shapes_that_fit_in_parts(device: str) -> tuple[dict[str, str], dict[str, str]]:
-    """What is said of arguments that one process refuses and whose parts would fit: there, and of DTensors."""
+    """Errors of arguments that one process refuses but with parts that would fit: there, and of DTensors."""
     mesh, batch = init_device_mesh(device, (2,)), 4
     zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
     qkv = {name: zeros(batch, T, heads, D) for name, heads in (("q", H), ("k", H_KV), ("v", H_KV))}
@@ -269,7 +269,7 @@ def packed_shapes_that_fit_in_parts(device: str) -> str:
     return "nothing"
 
 
-def test_shapes_of_packed_sequences_are_refused_as_in_one_process(ranks):
+def test_packed_shapes_raise_as_in_one_process(ranks):
     for said in ranks(packed_shapes_that_fit_in_parts, ranks.device):
         assert said.startswith("log_decay: expected shape () or (H,) = (4,)")
         assert "got (24, 2)" in said

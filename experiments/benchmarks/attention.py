@@ -1,4 +1,4 @@
-"""Speed of attention with a decay compared with cuDNN and others; correct first.
+"""Speed of attention with a decay compared with cuDNN and others; correct first. Usage::
 
     python experiments/benchmarks/attention.py                         # on a GPU: six shapes, some minutes; JSON
     python experiments/benchmarks/attention.py --shapes 4,8192,16,128 --peers cudnn --decays scalar none constant

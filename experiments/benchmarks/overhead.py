@@ -1,4 +1,4 @@
-"""Host time of a small call, and device time once it is captured in a CUDA graph.
+"""Host time of a small call, and device time once it is captured in a CUDA graph. Usage::
 
     python experiments/benchmarks/overhead.py                        # on a GPU: a table and JSON
     python experiments/benchmarks/overhead.py --length 512 --peers fla

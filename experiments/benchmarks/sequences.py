@@ -1,4 +1,4 @@
-"""Speed of packed sequences, sliding windows, decoding and generation; correct first.
+"""Speed of packed sequences, sliding windows, decoding and generation; correct first. Usage::
 
     python experiments/benchmarks/sequences.py                              # on a GPU: all of it
     python experiments/benchmarks/sequences.py --what decode --decode-batch 16       # part of it, smaller

@@ -1,4 +1,4 @@
-"""Gain and cost of skip_tolerance; correct first.
+"""Gain and cost of skip_tolerance; correct first. Usage::
 
     python experiments/benchmarks/skipping.py                                # on a GPU: all of it; tables, JSON, a plot
     python experiments/benchmarks/skipping.py --studies pruning --head-dims 64       # part of it, quickly

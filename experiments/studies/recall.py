@@ -1,4 +1,4 @@
-"""Multi-query associative recall: does attention with a decay find values, and prefer the later value of a key.
+"""Multi-query associative recall: does attention with a decay find values, and prefer the later value of a key. Usage::
 
     python experiments/studies/recall.py                          # the whole grid on a GPU; on a CPU a small one
     python experiments/studies/recall.py --minutes 9              # as much as fits; the next call goes on from there

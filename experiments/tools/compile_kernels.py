@@ -1,4 +1,4 @@
-"""Compile the kernels on any machine, GPU or not, and hold them to what the hardware and config.py allow.
+"""Compile the kernels on any machine, GPU or not, and hold them to what the hardware and config.py allow. Usage::
 
     python experiments/tools/compile_kernels.py  # every tile of both backends, bfloat16
     python experiments/tools/compile_kernels.py --decays scalar --paths TMA       # part of it

@@ -1,4 +1,4 @@
-"""Random calls of context_parallel_attention on several ranks, held to the error budget of one process.
+"""Random calls of context_parallel_attention on several ranks, held to the error budget of one process. Usage::
 
     python experiments/tools/fuzz_context.py  # a process for each GPU; without any, two with gloo
     python experiments/tools/fuzz_context.py --ranks 3 --seed 7 --minutes 30 --calls 100000

@@ -1,4 +1,4 @@
-"""Random calls of decay_attention on every kernel backend, held to the error budget.
+"""Random calls of decay_attention on every kernel backend, held to the error budget. Usage::
 
     python experiments/tools/fuzz_kernels.py                               # 5,000 calls, as many processes as cores
     python experiments/tools/fuzz_kernels.py --seed 7 --minutes 30 --calls 100000

@@ -1,4 +1,4 @@
-"""The same calls again and again, as training makes them: results that should repeat must, and none may be NaN.
+"""The same calls again and again, as training makes them: results that should repeat must, and none may be NaN. Usage::
 
     python experiments/tools/stress_kernels.py  # a minute, every shape, every backend that takes it
     python experiments/tools/stress_kernels.py --minutes 10 --load 8  # with eight processes that keep the GPU busy
@@ -7,7 +7,7 @@
 A test calls a kernel once, on a problem for a few programs. A fault of one launch in thousands, with many work tiles
 per program and launches back to back, shows only in a training that diverges. Some faults show only if other processes
 use the GPU, too, which takes it from a kernel between any two instructions. Here q, k and v are slices of one
-projection. Gates have half-lives of 2 to 4,096 tokens, some keys far outweigh a row's nearest, memory that a launch
+projection. Gates have half-lives of 2 to 4,096 tokens, and some keys far outweigh a row's nearest. Memory that a launch
 allocates holds NaN, and other processes share the GPU's time. out (with lse and alone), lse, dk and dv are held to the
 bits of the first call; dq and dλ, which "hopper" adds up in no fixed order, to its values. The first call is held to
 the "triton" kernels' results, which the error budget of the tests knows.

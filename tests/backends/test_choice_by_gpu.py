@@ -1,4 +1,4 @@
-"""Which GPU takes which backend and which tiles, as far as that is known without one."""
+"""Backends and tiles of each GPU, as far as they are known without one."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ GPUS = {
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """In the place of GPU 0."""
+    """Function that replaces GPU 0."""
 
     def install(capability, hip, kilobytes):
         properties = SimpleNamespace(major=capability[0], minor=capability[1], shared_memory_per_block=48 << 10)

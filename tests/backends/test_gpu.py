@@ -1,4 +1,4 @@
-"""What only a GPU can show: launches, addresses past 2^31, grids past 65,535, a million tokens, graphs, two devices."""
+"""Tests that need a GPU: launches, addresses past 2^31, grids past 65,535, a million tokens, graphs, two devices."""
 
 import pytest
 import torch

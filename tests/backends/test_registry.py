@@ -1,4 +1,4 @@
-"""Which backend takes a call: the one that was named, or a refusal that says why. Never another one in its place."""
+"""Choice of a call's backend: the named one, or an error with the reason. No other one replaces it."""
 
 import inspect
 import os
@@ -23,7 +23,7 @@ def problem(dtype=torch.float32, device="cpu") -> AttentionProblem:
 
 
 def python(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints, with TRITON_INTERPRET as given (unset by default)."""
+    """Output of a new interpreter, with TRITON_INTERPRET as given (unset by default)."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     finished = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], env=inherited | environment, capture_output=True, text=True,
@@ -144,7 +144,7 @@ def test_importing_touches_neither_triton_nor_a_gpu():
     assert printed.split() == ["set()", "False", "None"]
 
 
-def test_without_triton_the_reference_works_and_the_kernels_are_refused():
+def test_missing_triton_leaves_the_reference_alone():
     printed = python("""
         import sys
         import torch
@@ -162,7 +162,7 @@ def test_without_triton_the_reference_works_and_the_kernels_are_refused():
     assert "pip install triton" in printed
 
 
-def test_an_import_error_of_our_own_is_not_mistaken_for_a_missing_triton(monkeypatch):
+def test_own_import_errors_are_no_missing_triton(monkeypatch):
     def broken(name):
         raise ImportError("a typo of ours", name="decayattn.backends.portable.typo")
 

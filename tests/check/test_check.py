@@ -38,7 +38,7 @@ def run(monkeypatch, capsys, *tasks, device=DEVICE) -> tuple[int, str]:
 
 
 def rows(printed: str, backend: str, length: int = TINY.length) -> list[str]:
-    """Those of the table of errors."""
+    """Rows of the table of errors."""
     return [line for line in printed.splitlines() if line.split()[:1] == [backend] and f" T{length}" in line]
 
 
@@ -168,7 +168,7 @@ def test_a_nan_is_wrong(monkeypatch, capsys):
     assert rows(printed, "triton")[0].endswith("FAIL")
 
 
-def test_a_kernel_that_does_not_compile_is_one_line_and_the_rest_goes_on(monkeypatch, capsys):
+def test_failed_compilation_is_one_line_and_the_rest_runs(monkeypatch, capsys):
     def failing(*args, **kwargs):
         raise RuntimeError("PassManager::run failed\nand much else")
 
@@ -197,7 +197,7 @@ def test_a_backend_that_breaks_while_it_is_imported_is_wrong(monkeypatch, capsys
 
 
 def test_a_program_of_its_own_without_triton_and_with_it(interpreter):
-    """It has to find Triton missing, and to switch the interpreter on before anything imports it."""
+    """The program finds Triton missing, and switches the interpreter on before anything imports it."""
     code = f"""
         import sys
         import torch
@@ -299,7 +299,7 @@ def test_what_ends_a_process_is_told():
 
 
 def test_an_interrupted_program_ends_its_processes():
-    """Those that work, and those that have not begun."""
+    """Running processes end, and those that have not begun."""
     begin = time.monotonic()
     tasks = [(0,), (600,), (600,)]
     with contextlib.suppress(KeyboardInterrupt), processes.in_processes(time.sleep, tasks, 1) as answers:

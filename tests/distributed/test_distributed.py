@@ -151,8 +151,8 @@ def test_keys_that_cannot_matter_are_not_fetched(pool, interpreter, ranks, case)
     [(2, [48, 2], [47, 3]), (20, [30, 20], [25, 25]), (25, [25, 25], [25, 25]), (26, [50], [50])],
 )
 def test_rows_that_see_only_their_slice_do_not_wait_for_keys(pool, window, expected, expected_of_gate):
-    """Those have the first call; where they are less than half, there is one call. What the host has to wait for is
-    rounded up, here to half of the rows or a sixteenth, whose backward comes after the others'."""
+    """The first call has those rows; if they are less than half, there is one call. The number of rows that wait is
+    rounded up, here to half of the rows or a sixteenth. Their backward comes after the others'."""
     options = dict(window_size=(window, 0))
     for decay, of_decay in (("none", expected), ("gate", expected_of_gate)):
         found = pool.run("distributed_cases.calls", ranks=2, length=100, decay=decay, options=options)
@@ -163,7 +163,7 @@ def test_rows_that_see_only_their_slice_do_not_wait_for_keys(pool, window, expec
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [{}, dict(decay="constant", row_scale=True, sink=True, kv_heads=1)])
 def test_rows_that_see_only_their_slice_are_planned(pool, interpreter, case):
-    """In the first call of so many rows, keys are skipped, by what the plan of the halo knows of them."""
+    """The first call of these rows skips keys, by what the plan of the halo knows of them."""
     found = pool.run("distributed_cases.calls", ranks=2, length=1280, batch=1, mean=-1.0, backend="triton", **case)
     assert [counted for _, counted in found] == [[576, 64]] * 2
     assert all(error <= EXACT for errors, _ in found for error in errors.values()), found
@@ -206,7 +206,7 @@ ONCE, AGAIN, MORE_ONCE = [47, 3], [47, 3, 3], [25, 25]
 )
 @pytest.mark.parametrize("ranks", RANKS)
 def test_exchanges_that_are_launched_before_the_halo_is_known(pool, ranks, calls):
-    """What was wrong is computed again."""
+    """Wrong results are computed again."""
     resets, expected = map(list, zip(*calls, strict=True))
     found = pool.run("expected_exchanges.calls_in_turn", resets, ranks=ranks, length=50 * ranks, few=2)
     assert [[counted for _, counted in of_rank] for of_rank in found] == [expected] * ranks
@@ -221,7 +221,7 @@ def test_an_exchange_that_is_expected_does_not_wait(pool):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("wrong", [(1, 7), (4, 10**6)])
 def test_few_keys_are_those_of_all_heads(pool, ranks, wrong):
-    """And a wrong expectation leaves no trace."""
+    """A wrong expectation leaves no trace."""
     for of_rank in pool.run("expected_exchanges.few_keys", BOTH, wrong, ranks=ranks):
         for name, (worst, others) in of_rank.items():
             assert worst <= EXACT, name
@@ -229,7 +229,7 @@ def test_few_keys_are_those_of_all_heads(pool, ranks, wrong):
 
 
 def test_ranks_that_expect_different_exchanges_say_so(pool):
-    """They would wait for one another. After that, they have the same calls before."""
+    """The ranks would wait for one another. After the error, all have the same history of calls."""
     for errors in pool.run("expected_exchanges.expected_by_some", ranks=2):
         ((number, error),) = errors
         assert number == 3
@@ -253,7 +253,7 @@ def test_few_kinds_of_calls_are_remembered(monkeypatch):
 
 
 def test_a_result_of_two_calls_is_not_to_be_changed_in_place(pool):
-    """As that of one call: the backward reads it."""
+    """The backward reads it, as that of one call."""
     errors = pool.run("distributed_cases.changed_in_place", ranks=2, length=100, window_size=(20, 0))
     assert all("modified by an inplace operation" in error for error in errors), errors
 

@@ -247,7 +247,7 @@ def test_what_is_known_of_a_slice_plans_its_last_rows(kind, rows):
 
 
 def test_a_remembered_launch_is_of_a_rank_and_of_slices_as_long(monkeypatch):
-    """And of what else bounds its rows: kernels are compiled for whether these numbers are 1, or multiples of 16."""
+    """A launch also depends on its rows' other bounds: kernels are specialised for values of 1 and multiples of 16."""
     modes = []
     monkeypatch.setattr(launching, "of_call", lambda _, __, *of_call: modes.append(of_call) or launching.uncached)
     packed = torch.tensor([0, 130], device=DEVICE)
@@ -266,7 +266,7 @@ def test_a_remembered_launch_is_of_a_rank_and_of_slices_as_long(monkeypatch):
 
 
 def worst(ranks, tolerances=TOLERANCES):
-    """How often more is lost than may be."""
+    """Largest ratio of the lost probability to its tolerance."""
     return max(lost(ranks.inputs, ranks.lengths, ranks.first(x)) / x for x in tolerances)
 
 

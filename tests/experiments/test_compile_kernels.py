@@ -1,4 +1,4 @@
-"""What every machine can know of the kernels on GPUs: that they compile, fit, and, on sm_90, keep their products
+"""Checks of GPU kernels on any machine: they compile, fit, and, on sm_90, keep their products
 asynchronous."""
 
 import json
@@ -64,7 +64,7 @@ def test_decoding_fits_where_a_block_has_less_shared_memory(tmp_path):
         assert kernel["shared"] <= {"gfx942": 64, "sm_89": 99}[kernel["target"]] << 10
 
 
-def test_descriptors_of_two_layouts_from_one_register_are_a_fault():
+def test_descriptors_of_two_layouts_share_no_register():
     from tools.compile_kernels import shares_an_address  # which imports the backends
 
     one = "add.s64 \t%rd260, %rd223, -9223371899415822334;\nadd.s64 \t%rd261, %rd224, -9223371899415822334;\n"

@@ -30,7 +30,7 @@ def tokens(batch: int = 2, length: int = CONTEXT + 1) -> torch.Tensor:
 
 
 def per_channel_layer(width: int = 16, heads: int = 2) -> DecayFlashAttention:
-    """In float64, with gates that depend on the input."""
+    """Layer in float64, with gates that depend on the input."""
     torch.manual_seed(0)
     layer = attention_layer("per-channel", width, heads, context=CONTEXT, backend="reference").double()
     torch.nn.init.normal_(layer.position.weight)
@@ -48,7 +48,7 @@ def test_models_of_all_schemes_start_with_the_same_weights(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_scheme_learns_with_all_its_parameters_and_none_sees_the_future(scheme):
+def test_schemes_train_all_parameters_and_see_no_future(scheme):
     of, x = model(scheme), tokens()
     next_byte_loss(of, x).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in of.parameters())
@@ -85,7 +85,7 @@ def _with_gate(layer: DecayFlashAttention, x: torch.Tensor, weight: torch.Tensor
     return torch.func.functional_call(layer, {"position.weight": weight}, (x,))
 
 
-def test_the_strongest_decay_per_channel_stays_in_the_range_of_bfloat16():
+def test_strongest_channel_decay_fits_bfloat16():
     layer = attention_layer("per-channel", 16, 2, context=CONTEXT, backend="reference")
     torch.nn.init.constant_(layer.position.bias, 100.0)  # λ = −r in every channel
     x = torch.randn(1, CONTEXT, 16)
@@ -102,7 +102,7 @@ def test_the_strongest_decay_per_channel_stays_in_the_range_of_bfloat16():
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-def test_channels_start_with_half_lives_between_the_fastest_and_the_longest():
+def test_channels_start_with_half_lives_spread_in_the_logarithm():
     position = PerChannelDecay(16, 2, 8, context=1024)
     half_lives = -math.log(2) / position.log_decay(torch.randn(1, 1, 16))[0, 0]
     assert half_lives[0, 0].item() == pytest.approx(math.log(2) / (0.9 * 140 / 1024), rel=1e-4)

@@ -1,4 +1,4 @@
-"""How tests have torch.compile compile."""
+"""Settings of torch.compile in tests."""
 
 import os
 import shutil

@@ -207,7 +207,7 @@ def planned(group, *, lengths="equal", options=None, backend="triton", **inputs)
 
 @contextlib.contextmanager
 def counted_calls():
-    """How many rows each call of attention has in the forwards of slices."""
+    """Count the rows of each call of attention in the forwards of slices."""
     counted, forward = [], local.Call.forward
 
     def counting(call, *args):
@@ -226,7 +226,7 @@ def calls(group, **case):
 
 
 def changed_in_place(group, length, **options):
-    """What a backward says whose forward's result was changed."""
+    """Error of a backward after a change of the forward's result in place."""
     inputs, _, _ = make(length=length)
     part, rank = length // dist.get_world_size(group), dist.get_rank(group)
     leaves = {name: part_of(name, x, slice(rank * part, (rank + 1) * part)) for name, x in inputs.items()}
@@ -241,7 +241,7 @@ def changed_in_place(group, length, **options):
 
 
 def sent_bytes(group, mode, **options):
-    """What a rank hands to all_to_all_single in a forward and a backward, in the order of the calls."""
+    """Bytes that a rank passes to all_to_all_single in a forward and a backward, in the order of the calls."""
     inputs, d_out, d_lse = make(**options)
     counted, exchange = [], dist.all_to_all_single
 
@@ -363,7 +363,7 @@ def distributed(group, name, **inputs):
 
 
 def collectives(group, options, **inputs):
-    """Those of a call in their order, by how long what every rank has is; 0 for an exchange."""
+    """Collectives of a call in their order: the length of every rank's part; 0 for an exchange."""
     found, gather, exchange = [], compatibility.all_gather, dist.all_to_all_single
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compatibility, "all_gather", lambda *args: found.append(args[1].numel()) or gather(*args))
@@ -536,7 +536,7 @@ def whole_lse(inputs, options):
 
 
 def equality(group, length, dtype):
-    """What is outside of the error budget on this rank's device, in both modes."""
+    """Comparisons outside the error budget on this rank's device, in both modes."""
     wrong = []
     for mode, case, comparisons in context.equality(group, length, 4, 2, 64, dtype, "auto", 0):
         wrong += [f"{mode}, {case}: {c}" for c in comparisons if not c.passed]

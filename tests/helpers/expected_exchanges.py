@@ -13,7 +13,7 @@ from decayattn.distributed import context_parallel_attention, fetching, two_call
 
 @contextlib.contextmanager
 def expecting(calls, few):
-    """What so many calls in a row have in common, as if none was before; one part of so many keys are few."""
+    """Expect what `calls` calls in a row have in common, without any before; one part of `few` keys is few."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(two_calls, "CALLS", calls)
         patch.setattr(two_calls, "_histories", {})
@@ -39,7 +39,7 @@ def calls_in_turn(group, resets, length=100, few=fetching.FEW_KEYS, **case):
 
 
 def expected_by_some(group):
-    """What calls say where one rank has forgotten those before, and then those after."""
+    """Errors of calls after one rank has forgotten those before, and then those after."""
     own, found = _slice_with_resets(group, 2, 47), []
     with expecting(2, few=2):
         for number in range(6):
@@ -53,7 +53,7 @@ def expected_by_some(group):
 
 
 def order_of_exchange_and_wait(group):
-    """Of three calls in a row that have everything in common, where the third one expects that."""
+    """Order in the last of three calls that have everything in common, which the third one expects."""
     own, found = _slice_with_resets(group, 2, 47), []
     with expecting(2, few=2), pytest.MonkeyPatch.context() as patch:
         extend, on_host = two_calls.extend, fetching.on_host
@@ -70,7 +70,7 @@ def order_of_exchange_and_wait(group):
 
 
 def calls_of_groups_that_overlap(group):
-    """How many calls succeed where rank 0 calls with one rank first, and with another one then."""
+    """Number of calls that succeed when rank 0 calls with one rank first, and then with another one."""
     rank, groups = dist.get_rank(group), [dist.new_group(ranks) for ranks in ((0, 1), (0, 2))]
     succeeded = 0
     with expecting(2, few=2):
@@ -96,7 +96,7 @@ def _slice_with_resets(group, *tokens):
 
 
 def few_keys(group, cases, wrong):
-    """Of every case, where nearly any number of keys is few: the largest error, and what has other bits where that is
+    """For every case, with nearly any number of keys few: the largest error, and tensors with other bits where that is
     wrongly expected."""
     ranks, found = dist.get_world_size(group), {}
     for name, case in cases.items():

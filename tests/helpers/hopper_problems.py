@@ -80,8 +80,8 @@ def assert_rows_beside_larger_ones_are_right(dim: int) -> None:
 
 
 def assert_sums_at_the_edge_of_float32_are_right(decay: str, dim: int) -> None:
-    """A far key in a whole tile, and one in an edge tile after it, both larger by e^82 to e^89 than the row's maximum
-    before. 2^-126 is the least factor for a sum that there is: what the first one added may become nothing."""
+    """A far key in a full tile, and one in a partial tile after it, exceed the row's maximum by e^82 to e^89.
+    2^-126 is the least factor for a sum that there is: what the first one added may become nothing."""
     for first, second in ((82.0, 88.0), (83.0, 88.0), (83.0, 89.0), (84.0, 88.0)):
         inputs = make(64, 500, batch=1, heads=1, dim=dim, decay=decay, strength=1e-3)
         inputs["q"] *= 0.01

@@ -46,8 +46,8 @@ def make_packed_inputs(*args, **options):
 
 
 def assert_a_sink_rounds_once(backend, dtype, device, dim=64):
-    """Where all scores are 0, P is not rounded: out is Σ v / (i + 1 + e^sink), rounded once. Twice, one number of four
-    is another one."""
+    """P is not rounded if all scores are 0: out is Σ v / (i + 1 + e^sink), rounded once. Rounded
+    twice, one value of four differs."""
     torch.manual_seed(0)
     v = torch.randn(1, 150, 2, dim, device=device, dtype=dtype)
     sink = torch.tensor([1.0, 4.0], device=device)
@@ -58,7 +58,7 @@ def assert_a_sink_rounds_once(backend, dtype, device, dim=64):
 
 
 def assert_a_leading_sink_keeps_its_bits(backend, dtype, device, causal=True):
-    """Beside a decay of thousands, of which a tile's scores lack what a row has in common, lse is that of the sink."""
+    """lse is that of the sink for a decay of thousands, of which a tile's scores lack a row's common part."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 130, 2, 64, device=device, dtype=dtype)
     log_decay = -40 * torch.rand(1, 130, 2, device=device)
@@ -67,7 +67,7 @@ def assert_a_leading_sink_keeps_its_bits(backend, dtype, device, causal=True):
 
 
 def assert_a_sink_of_little_weight_is_within_the_budget(backend, dtype, device):
-    """Where a row sees one key, of score 0, lse is the logarithm of 1 and a little, as exact as their sum."""
+    """lse of a row that sees one key, of score 0, is the logarithm of 1 and a little, as exact as their sum."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 130, 2, 64, device=device, dtype=dtype)
     sink = torch.tensor([-6.0, -9.0], device=device)

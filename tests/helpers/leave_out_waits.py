@@ -4,7 +4,7 @@
     python tests/helpers/leave_out_waits.py --directions backward --head-dims 64
 
 The kernels run on a CPU (gluon_on_cpu), several problems in several orders of their warps, until there is a race, a
-deadlock, or another result than there was. What nobody notices is printed with its line, and may be there for speed
+deadlock, or another result than before. An omission without effect is printed with its line. That line may serve speed
 alone, or be done by the compiler as well, or matter to single warps of a warpgroup, which here run in step.
 """
 

@@ -1,4 +1,4 @@
-"""What other libraries' attention computes, as plain formulas under their own names and signatures.
+"""Attention of other libraries, as plain formulas under their own names and signatures.
 
 Each was written from the signature and documentation of the version named here, and none of their code is in it:
 

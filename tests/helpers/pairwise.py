@@ -24,5 +24,5 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
 
 
 def pairs(combination: Iterable[int]) -> set[tuple[tuple[int, int], ...]]:
-    """Of (axis, value) of two axes."""
+    """Pairs of (axis, value) of two axes."""
     return set(itertools.combinations(enumerate(combination), 2))

@@ -49,7 +49,7 @@ OPERATORS = [
 
 
 class Operation(NamedTuple):
-    """What an operator is for operands of certain types: op of both arrays, each of which is cast before, or given."""
+    """Operator for operands of certain types: op of both arrays, each of which is cast before, or given."""
 
     op: Callable
     ways: list[np.dtype | np.ndarray | None]
@@ -124,7 +124,7 @@ NO_WAY = object()
 
 
 def way_to(x: Any, handle: Any) -> Any:
-    """How an operand became what was computed with: it, a dtype that it is cast to, or an array; NO_WAY: otherwise."""
+    """Conversion of an operand before the operation: None, a dtype that it is cast to, or an array; else NO_WAY."""
     if not isinstance(x, tl.tensor):
         return handle.data
     if handle.data.dtype == x.handle.data.dtype and handle.dtype == x.handle.dtype:

@@ -1,4 +1,4 @@
-"""Where this repository's files are, and the code blocks of its pages."""
+"""Paths of this repository's files, and the code blocks of its pages."""
 
 import re
 from pathlib import Path
@@ -9,5 +9,5 @@ EXPERIMENTS = ROOT / "experiments"
 
 
 def code_blocks(language: str, page: Path) -> list[str]:
-    """What is fenced as code of that language, in order."""
+    """Fenced code blocks of that language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -79,7 +79,7 @@ def padding(side: str) -> torch.Tensor:
 
 
 def check_logits_and_gradients(kind, real, **inputs):
-    """What the models return for the real tokens, and the gradients of its squares."""
+    """Compare the models' logits for the real tokens, and the gradients of their squares."""
     results = []
     for model in pair(kind):
         logits = model(**inputs).logits
@@ -176,7 +176,7 @@ def test_a_mask_of_the_keys_hides_no_query():
 
 
 def test_packed_sequences_with_a_mask_of_ones_are_packed():
-    """As with transformers' flash attention; sdpa would take them for one sequence."""
+    """Equal to transformers' flash attention; sdpa would take them for one sequence."""
     ids, positions = torch.randint(1, 64, (1, 12)), torch.tensor([[*range(5), *range(7)]])
     _, model = pair()
     plain, masked = (model(ids, attention_mask=mask, position_ids=positions).logits for mask in (None, ids > 0))
@@ -473,7 +473,7 @@ FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "transform
 
 
 def losses_of_two(tmp_path, options: dict) -> list[float]:
-    """Of two processes, as torchrun starts them."""
+    """Losses of two processes, started as torchrun does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -14,7 +14,7 @@ WIDTH, HEADS = 24, 4
 
 
 def randomised(layer):
-    """In float64, every parameter and buffer off its start."""
+    """Return the layer in float64, every parameter and buffer changed at random."""
     torch.manual_seed(0)
     for tensor in layer.double().state_dict().values():
         tensor.add_(0.5 * torch.randn_like(tensor))
@@ -53,7 +53,7 @@ def test_layers_of_the_forgetting_transformer(fgate, gate, norm):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "of_all"), [(4, 1, True), (4, 4, True), (1, 1, True), (1, 1, False)])
 def test_one_gain_for_all_heads_of_fla(heads, kv_heads, of_all):
-    """Of one key head it has as many numbers as a gain for every head."""
+    """With one key head, it has as many values as a gain for every head."""
     theirs = other_libraries.ForgettingAttention(WIDTH, heads, num_kv_heads=kv_heads, qk_norm=True)
     if of_all:  # as early versions had it
         theirs.q_norm, theirs.k_norm = (OneGain(1, WIDTH // heads) for _ in "qk")

@@ -174,7 +174,7 @@ def test_gate_copies_and_compiles():
         torch.testing.assert_close(compiled(x, use_cache=False).logits, expected)
 
 
-def test_base_checkpoint_with_a_decay_in_its_configuration_starts_it(tmp_path):
+def test_base_checkpoint_starts_the_decay_of_its_configuration(tmp_path):
     build().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     config.added_decay = {"decay": "scalar", "half_lives": [3.0, 48.0]}

@@ -231,7 +231,7 @@ def test_logits_to_keep_and_hidden_states():
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_left_padded_batch_generates_what_each_prompt_does_alone(decay):
+def test_left_padded_batch_generates_as_single_prompts_do(decay):
     model, (ids, mask) = build(decay), left_padded()
     together = generate(model, ids, mask)
     assert len(together.unique()) > 5  # else the prompts would not matter
@@ -261,7 +261,7 @@ LENGTHS = (4, 1, 1, 3)
 
 
 def packed(which):
-    """What DataCollatorWithFlattening returns for rows of these lengths, and the rows."""
+    """Output of DataCollatorWithFlattening for rows of LENGTHS, and the rows."""
     rows = list(random_ids(seed=7).flatten().split([*LENGTHS, 27 - sum(LENGTHS)]))[: len(LENGTHS)]
     collator = DataCollatorWithFlattening(
         return_position_ids=which != "lengths", return_flash_attn_kwargs=which != "positions",
@@ -669,7 +669,7 @@ def test_a_cache_is_continued_copied_and_repeated():
     ],
 )
 @pytest.mark.parametrize("decay", ["scalar", "alibi"])
-def test_a_cache_grows_and_gives_the_logits_of_the_whole_sequence(decay, max_length, sizes):
+def test_growing_cache_gives_the_logits_of_the_sequence(decay, max_length, sizes):
     model, ids = build(decay), random_ids(tokens=21)
     cache, logits, got = DecayModelCache(model.config, max_length), [], []
     with torch.no_grad():
@@ -740,7 +740,7 @@ def test_cropping_per_entry_keeps_the_columns(kind):
 
 @torch.no_grad()
 def test_calls_without_tokens_or_rows():
-    """In shapes of their own, cached as by default; and a cache that has begun with no token takes those that come."""
+    """Calls return empty shapes, cached by default; a cache that began without tokens takes later ones."""
     model, ids = build(), random_ids()
     assert model(ids[:0]).logits.shape == (0, TOKENS, VOCAB)
     empty = model(ids[:, :0])
@@ -842,7 +842,7 @@ def test_the_start_of_a_new_model():
 
 
 @pytest.mark.parametrize("given", [[2, 4096], [9.0, 2.0, 9.0, 5.0]])
-def test_forget_gates_start_with_the_half_lives_of_the_configuration(given):
+def test_forget_gates_start_with_configured_half_lives(given):
     config = DecayConfig(
         vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, initial_half_lives=given
     )
@@ -856,7 +856,7 @@ def test_forget_gates_start_with_the_half_lives_of_the_configuration(given):
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 @pytest.mark.parametrize("decay", ["constant", "constant-learned"])
 def test_constant_rates_are_those_of_the_configuration(decay, kind, tmp_path):
-    """As they were given, by a new model and by one that is loaded; learned from there."""
+    """A new model and a loaded one have the given rates; learned ones start from them."""
     config = DecayConfig(
         vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, decay=decay, log_decay=kind(RATES)
     )
@@ -877,7 +877,7 @@ def test_the_default_width_of_the_mlp_is_eight_thirds():
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # the name in every release of 5
 @pytest.mark.parametrize("padded", [False, True])
-def test_gradient_checkpointing_recomputes_the_blocks_and_changes_nothing(padded):
+def test_gradient_checkpointing_recomputes_blocks_exactly(padded):
     model, (ids, mask) = build().train(), left_padded()
     calls = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -1118,7 +1118,7 @@ def test_neutral_and_own_options_are_kept(tmp_path):
 
 
 def test_what_transformers_passes_to_every_model_is_taken():
-    """Where it changes nothing: by its own tools, and by those that pass all that they know as None or False."""
+    """Arguments without effect pass: those of its own tools, and None or False for any known name."""
     model, ids = build(), random_ids()
     expected = model(ids).logits
     names = ("position_ids", "token_type_ids", "output_attentions", "head_mask", "past_key_values", "cache")

@@ -393,7 +393,7 @@ def test_the_backend_can_be_changed_after_construction():
         layer(tokens())
 
 
-def test_a_layer_starts_with_zero_biases_unit_norms_and_the_default_scale():
+def test_layer_starts_with_zero_biases_and_unit_norms():
     torch.manual_seed(0)
     layer = DecayFlashAttention(96, 4, bias=True, qk_norm=True, scale="learned")
     fresh = copy.deepcopy(layer.state_dict())

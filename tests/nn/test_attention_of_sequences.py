@@ -230,7 +230,7 @@ BAD_VALUES = {
 
 @pytest.mark.parametrize("case", BAD_VALUES)
 def test_values_with_another_meaning_are_refused(case):
-    """In eager and compiled code, and in any sample of vmap."""
+    """Eager and compiled code raise, and any sample of vmap."""
     name, values, message = BAD_VALUES[case]
     layer, x, bad = DecayFlashAttention(16, 4, backend="reference"), torch.randn(1, 8, 16), torch.tensor(values)
     good = torch.zeros_like(bad) + (name == "padding_mask")
@@ -339,7 +339,7 @@ torch.cuda.synchronize()
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_mask_with_a_gap_is_refused_on_a_gpu():
-    """In a process of its own: a failed assertion on the device ends the use of it."""
+    """Runs in a separate process: a failed assertion on the device ends the use of it."""
     run = subprocess.run(
         [sys.executable, "-c", GAP_ON_A_GPU], capture_output=True, text=True, timeout=300, check=False
     )

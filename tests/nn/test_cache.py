@@ -159,7 +159,7 @@ def test_the_layer_s_skip_tolerance_is_that_of_a_prompt(monkeypatch):
     assert seen == ["auto", None, 1e-3]
 
 
-def test_lengths_out_of_range_are_taken_as_the_nearest_and_break_nothing():
+def test_lengths_out_of_range_are_clamped():
     layer, x = build(), tokens(3, 4)
     cache = layer.make_cache(3, 8)
     layer(x, cache=cache, new_lengths=torch.tensor([-5, 2**40, 3], device=DEVICE))
@@ -217,7 +217,7 @@ def test_the_first_log_decay_of_an_entry_is_never_used(backend):
 
 @pytest.mark.parametrize("strong", [-746.001, -1e9, torch.finfo(torch.float32).min])
 def test_a_log_decay_that_resets(strong):
-    """It is −inf in tokens of the past and in new ones; −746 itself is a number."""
+    """The log-decay is −inf in tokens of the past and in new ones; −746 itself is finite."""
     k, v = torch.randn(2, 2, 12, HEADS, 8, device=DEVICE)
     log_decay = -torch.rand(2, 12, HEADS, device=DEVICE)
     results = {}
@@ -778,8 +778,8 @@ def test_an_entry_that_is_cropped_whole_begins_anew():
     assert (cache.evict(1e-12, 20.0) == 0).all()  # nothing has been lost
 
 
-def test_float32_of_a_position_module_goes_into_a_cache_under_autocast():
-    """As rotary tables in float32 make it of q and k, and as decay_attention takes it without a cache."""
+def test_cache_takes_float32_of_positions_under_autocast():
+    """Rotary tables in float32 return such q and k, and decay_attention takes them without a cache."""
 
     class Float32(Rotary):
         def forward(self, q, k, start=None):

@@ -13,7 +13,7 @@ ON_GPU = torch.cuda.is_available()
 
 
 class Replayed:
-    """In the place of a CUDA graph on a CPU: a replay changes what the device holds, and nothing that the host does."""
+    """Replacement of a CUDA graph on a CPU: a replay changes the device's tensors, and no state of the host."""
 
     def __init__(self, step):
         self.step = step
@@ -70,7 +70,7 @@ def step_of(layers, caches):
 
 @torch.no_grad()
 def test_a_captured_step_is_the_step(capture):
-    """Beside another model that is called, through evictions and forgotten tokens; lengths are the entries' own."""
+    """Compared with a called model, through evictions and forgotten tokens; entries have their own lengths."""
     layers, x = layers_of(capture), torch.randn(2, 60, 32, device=capture)
     captured, called = ([layer.make_cache(2, 80) for layer in layers] for _ in range(2))
     lengths = torch.tensor([40, 25], device=capture)

@@ -310,7 +310,7 @@ def test_a_tensor_of_bad_numbers_is_refused(name, number):
     assert cache._log_evicted.isneginf().all()
 
 
-def test_a_bad_constant_decay_is_refused_and_one_that_resets_is_not():
+def test_eviction_refuses_bad_constant_decays_but_not_resets():
     k = torch.zeros(1, 5, 2, 4, device=DEVICE)
     cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
     cache.append(k, k)

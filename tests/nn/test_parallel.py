@@ -188,7 +188,7 @@ def test_fsdp_gives_the_gradient_of_one_process(ranks, decay, checkpointed):
 
 
 def mixed_precision(device: str, decay: str, dtype: torch.dtype) -> dict[str, object]:
-    """What the attention is called with, beside the same in one process."""
+    """Arguments of the attention, and those of the same model in one process."""
     model, single = (model_of(decay, device, dtype, **EVERYTHING) for _ in range(2))
     shard(model, device, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     x, target = batch(device, dtype)
@@ -228,7 +228,7 @@ def test_a_bfloat16_policy_does_not_round_what_is_per_head(ranks, decay, dtype):
 
 
 def groups(device: str, options: dict[str, Any]) -> list[str]:
-    """What of a block has a collective of its own."""
+    """Modules of a block with a collective of their own."""
     model = model_of("scalar", device, **EVERYTHING)
     shard(model, device, **options)
     return [name for name, module in model[0].named_modules() if isinstance(module, FSDPModule)]
@@ -505,7 +505,7 @@ def test_heads_are_sharded_and_gains_replicated(ranks):
 
 
 def rates(device: str, decay: str) -> tuple[Tensor, Tensor]:
-    """Of this rank's heads in a forward, and half-lives of all."""
+    """Rates of this rank's heads in a forward, and half-lives of all."""
     layer = model_of(decay, device, **EVERYTHING)[0].attention
     divide(layer, device)
     x, _ = batch(device)
@@ -741,7 +741,7 @@ def save(device: str, kind: str, folder: str) -> dict[str, Tensor]:
 
 
 def load(device: str, kind: str, folder: str, with_optimizer: bool) -> dict[str, Tensor]:
-    """That model after the second step; without an optimiser's state, before it."""
+    """Loaded model after the second step; without an optimiser's state, before it."""
     model, optimizer = prepared(kind, device)
     with torch.no_grad():
         for parameter in model.parameters():

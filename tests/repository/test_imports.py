@@ -1,4 +1,4 @@
-"""Who imports whom in the package, and how many arguments functions take.
+"""Imports between the package's modules, and numbers of arguments of functions.
 
 No module imports one that is above it, each folder knows those below it, and the graph has few levels.
 """
@@ -66,7 +66,7 @@ def test_no_module_imports_itself_by_way_of_others(inside_functions):
 
 
 def levels(part):
-    """Of a part of the package, module → its level: 1 if it imports no other of the part."""
+    """Map the modules of a part of the package to their levels: 1 if it imports no other of the part."""
     inside = {name: below for name, below in imports().items() if name == part or name.startswith(f"{part}.")}
     found = {}
     while ready := {n for n, below in inside.items() if n not in found and below & inside.keys() <= found.keys()}:

@@ -110,7 +110,7 @@ def test_what_ended_well_is_not_run_again(script, monkeypatch, tmp_path, capsys)
 
 @pytest.mark.parametrize(("commit", "goes_on"), [(None, False), ("abc+", False), ("abc", True)])
 def test_what_runs_again(script, commit, goes_on, monkeypatch, tmp_path, capsys):
-    """Of what commit it was nobody knows, or it goes on where it ended."""
+    """A step runs again if its commit is unknown, or if it goes on where it ended."""
     monkeypatch.setattr(script, "head", lambda: commit)
     monkeypatch.setattr(script, "STEPS", (step(script, "good", goes_on=goes_on),))
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_what_runs_again(script, commit, goes_on, monkeypatch, tmp_path, capsys)
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's list of processes")
 def test_time_that_is_up(script, monkeypatch, tmp_path, capsys):
-    """What may end too late is not begun; what does not end is ended, with the processes that it started."""
+    """A step that may end too late is not begun; one that does not end is ended, with its child processes."""
     hanging = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     monkeypatch.setattr(script, "STEPS", (
         step(script, "long", minutes=9.0), step(script, "hanging", code=hanging, minutes=5 / 60),

@@ -1,4 +1,4 @@
-"""What is installed and shipped: the version, the source distribution, the types that a checker sees."""
+"""Installed and shipped files: the version, the source distribution, the types that a checker sees."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def test_the_version_is_a_literal():
     assert 'version = { attr = "decayattn.__version__" }' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-def test_the_oldest_python_of_the_classifiers_is_the_one_required():
+def test_oldest_python_classifier_is_the_required_version():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     versions = [int(minor) for minor in re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', project)]
     assert versions == list(range(versions[0], versions[-1] + 1))
@@ -145,7 +145,7 @@ def test_what_is_cited_is_this_version():
 
 @pytest.mark.slow  # mypy reads all of torch
 def test_types_as_mypy_sees_them(tmp_path):
-    """Of the package as it is installed, editable or not."""
+    """Types of the installed package, editable or not."""
     pytest.importorskip("mypy")
     (tmp_path / "calls.py").write_text(CALLS)
     environment = os.environ | {"MYPY_CACHE_DIR": str(tmp_path / "cache")}

@@ -51,7 +51,7 @@ def plant(monkeypatch):
 
 @pytest.fixture
 def evaluations(monkeypatch):
-    """What is compared, by name: (oracle, error of eager, norms of A, A)."""
+    """Compared tensors, by name: (oracle, error of eager, norms of A, A)."""
     seen = {}
     original = attention.Call.compare
 
@@ -64,7 +64,7 @@ def evaluations(monkeypatch):
 
 
 def assert_eager_equals_the_oracle(evaluations):
-    """In float64. A holds the scores' own rounding (see the module's docstring); the rest is a few hundred additions"""
+    """Compare in float64. A holds the scores' own rounding (module docstring); the rest is a few hundred additions"""
     for name, (_, error, size, _) in evaluations.items():
         assert (error <= 100 * torch.finfo(torch.float64).eps * size).all(), name
 
@@ -132,7 +132,7 @@ MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode, functools.parti
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("leaf", [True, False])
-def test_inputs_with_gradients_and_modes_of_the_caller_change_nothing(mode, leaf):
+def test_gradients_and_modes_of_the_caller_change_nothing(mode, leaf):
     """A model's own tensors, in its training and in its evaluation."""
     sink, bias = torch.randn(4), torch.randn(23, 23)
     padded = make_inputs(torch.float32, row_scale=True) | PADDING | {"sink": sink, "bias": bias}
@@ -237,13 +237,13 @@ def test_rows_that_see_nothing_pass_with_any_lse_gradient():
         (2.5, attention.DRAWS, False),
     ],
 )
-def test_more_roundings_where_a_number_exceeds_its_budget_by_little(times, seen, passed, monkeypatch):
+def test_values_slightly_over_budget_get_more_roundings(times, seen, passed, monkeypatch):
     """dsink is one number per head, whose budget is too small in 1 of 1000 cases with 16 roundings."""
     factors, draw, run, error = [], attention.Call.draw, attention.Call.run, 1e-3
 
     def drawn(call, factor):
-        """Eager's dsink is off by so much with the first of DRAWS, by a little more with the others, and by twice that
-        with one of MORE_DRAWS."""
+        """Error of eager's dsink: `error` with the first of DRAWS, 1.2 times that with the others, and twice that with
+        one of MORE_DRAWS."""
         factors.append(factor)
         off = {attention.DRAWS[0]: 1.0, attention.MORE_DRAWS[30]: 2.0}.get(factor, 1.2) * error
         return draw(call, factor) | {"dsink": call.oracle()["dsink"] + off}
@@ -584,8 +584,8 @@ def one_large_key(seed):
 
 
 def fused(bits, results, q, k, v, scale, grad_out, **heads):
-    """dq of a kernel that fuses the multiplication by the scale with the subtraction of the maximum, in P but not in
-    the maximum, and whose output is bfloat16 and so many bits less."""
+    """dq of a kernel that fuses scaling with the subtraction of the maximum, in P but not in the maximum. Its output is
+    bfloat16 with `bits` bits less."""
     products = (q @ k.mT).double()
     maximum = (scale[:, None] * products.amax(-1).float()).double()
     p = (scale[:, None, None] * products - maximum[..., None]).exp().float()
@@ -653,8 +653,8 @@ def large_scores_beside_a_sink(seed):
 
 
 def cut_off(bits, results, q, k, log_decay, scale, sink, grad_lse, **heads):
-    """dsink of a kernel that cuts off where it adds some products to a score, in float32 and so many bits less, and
-    that rounds nothing else."""
+    """dsink of a kernel that truncates the sums of products and scores, to float32 with `bits` bits less. It rounds
+    nothing else."""
     total = torch.zeros(1, len(q[0]), len(k[0]), dtype=torch.float64)
     alpha = log_decay.double().cumsum(1)
     products = [a.double() @ b.double().mT for a, b in zip(q.split(16, 2), k.split(16, 2), strict=True)]
@@ -686,8 +686,8 @@ def prefix_in_base_2(bits, results, q, k, v, log_decay, scale, **heads):
 
 
 def one_row(seed):
-    """Of a few keys, with values so small that dS is P times the gradient of LSE. Uniform numbers: normal ones, and so
-    what is rounded up, depend on torch's version."""
+    """Row of a few keys, with values so small that dS is P times the gradient of LSE. Uniform values: normal ones, and
+    so their rounding, depend on torch's version."""
     torch.manual_seed(seed)
     q, k, v, grad_out = ((4 * torch.rand(1, rows, 1, 16) - 2).bfloat16() for rows in (1, 5, 5, 1))
     inputs = {"q": q, "k": k, "v": 1e-3 * v, "grad_out": grad_out, "grad_lse": torch.ones(1, 1, 1)}
@@ -719,8 +719,8 @@ def rounded_in_the_edge_tile(bits, results, q, k, v, scale, **heads):
 
 
 def without_these_draws(monkeypatch):
-    """P normalised before it is rounded, dS from P as it is, Δ from out as it is returned, scores whose decay is one
-    number and whose products have one order, and sums that are rounded to nearest."""
+    """Draws without P normalised after rounding: P normalised before, dS from unrounded P, Δ from the returned out.
+    Scores have one value of the decay and one order of products, and sums are rounded to nearest."""
     one_order = lambda rows, keys, random: torch.zeros(rows, keys, dtype=torch.bool)  # noqa: E731
     monkeypatch.setattr(formulas, "_of_second_order", one_order)
     monkeypatch.setattr(formulas, "_p_in_ds", lambda p, p_rounded, factor: p)

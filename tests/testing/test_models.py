@@ -146,7 +146,7 @@ def test_given_gradients_may_require_gradients(model_and_batch):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_rounded_attention_of_a_model_takes_every_argument(packed, monkeypatch):
-    """In float64 nothing is rounded, and autograd of the reference has the same gradients."""
+    """Nothing is rounded in float64, and autograd of the reference has the same gradients."""
     inputs = (make_packed_inputs if packed else make_inputs)(torch.float64, "resets", row_scale=True)
     inputs |= dict(causal=False, window_size=(5, 4), sink=torch.randn(4).double())
     inputs |= dict(max_seqlen_q=11, max_seqlen_k=13) if packed else PADDING | dict(bias=torch.randn(23, 23).double())

@@ -203,7 +203,7 @@ def test_strides(dim):
 
 @pytest.mark.parametrize("shift", [1, 3, 8])  # elements of 2 bytes; 16 bytes are an address that can be read from
 def test_gradients_that_lie_anywhere(shift):
-    """That of a concatenation is a slice of another's: contiguous, at any address."""
+    """The gradient of a concatenation is a slice of another's: contiguous, at any address."""
     for inputs in (make(300), make_packed([300, 0, 77], outside=0)):
         memory = torch.randn(inputs["q"].numel() + shift, device="cuda", dtype=BF16)
         verify(inputs, grad_out=memory[shift:].view_as(inputs["q"]))

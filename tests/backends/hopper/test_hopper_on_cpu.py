@@ -45,7 +45,7 @@ FORWARD, GRADIENTS = launch.forward_kernel, launch_backward.gradients_kernel
 
 
 def run_on_cpu(monkeypatch, seed: int = 0, programs: int = 3) -> None:
-    """So few programs that each has several items, if there are more than a few."""
+    """Run the Hopper kernels on the CPU, with few programs: each has several items, if there are more than a few."""
     monkeypatch.setattr(launch, "forward_kernel", Kernel(FORWARD, seed))
     monkeypatch.setattr(launch_backward, "gradients_kernel", Kernel(GRADIENTS, seed))
     monkeypatch.setattr(launching, "multiprocessors", lambda device: programs)
@@ -242,7 +242,7 @@ def test_far_keys_that_outweigh_the_own(far, dim, passes):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("decay", "causal"), [("none", False), ("scalar", False), ("constant", True)])
 def test_a_far_key_and_then_one_that_outweighs_it(decay, causal, dim):
-    """The sum of whole tiles overflows, and the maximum of an edge tile after them is so much larger that it takes all
+    """The sum of full tiles overflows. The maximum of a partial tile after them is so much larger that it scales all
     before to 0: 0 times infinity is an overflow, too."""
     inputs = make(64, 500, heads=1, dim=dim, decay=decay, strength=1e-3)
     inputs["q"][..., 0] = 8.0
@@ -260,8 +260,8 @@ def test_sums_at_the_edge_of_float32(decay, dim):
 
 @pytest.mark.parametrize(("dim", "decay"), [(64, "none"), (64, "scalar"), (128, "constant"), (256, "scalar")])
 def test_large_logits_need_no_second_pass(dim, decay, passes):
-    """A row that sees few keys of its first tile takes the maximum of one that sees more: of up to 128 keys, or, beyond
-    128 columns, of up to 64, which say less (of such calls with a deviation of 24, one in four needs a second pass)."""
+    """A row that sees few keys of its first tile takes the maximum of one that sees more: of up to 128 keys, or 64
+    beyond 128 columns. These bound less: one call in four with a deviation of 24 needs a second pass."""
     inputs = make(500, dim=dim, decay=decay, strength=1e-3)
     for deviation in (16,) if dim > 128 else (16, 24):
         sized = {name: inputs[name] * deviation**0.5 for name in ("q", "k")}
@@ -288,7 +288,7 @@ def test_large_values(size, far, decay, causal):
 
 
 def test_lse_beside_large_values():
-    """What makes room for their sums takes no bits from scores, which near 0 have more of them than near 32."""
+    """The scaling that bounds their sums takes no bits from scores, which have more bits near 0 than near 32."""
     inputs = make(60, heads=2, decay="none")
     inputs["q"], inputs["v"] = inputs["q"] * 0.1, inputs["v"] * 1e25
     verify(inputs, window_size=(0, 0), grad_out=torch.randn_like(inputs["q"]) * 1e-3)
@@ -340,7 +340,7 @@ def test_packed_heads_that_are_worked_at_together(monkeypatch):
 @pytest.mark.parametrize("shift", [1, 3, 8])  # elements of 2 bytes; 16 bytes are an address that can be read from
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_that_lie_anywhere(packed, shift):
-    """That of a concatenation is a slice of another's: contiguous, at any address."""
+    """The gradient of a concatenation is a slice of another's: contiguous, at any address."""
     inputs = make_packed([100, 60], heads=2, decay="none", outside=0) if packed else make(150, decay="none")
     memory = torch.randn(inputs["q"].numel() + shift, dtype=inputs["q"].dtype)
     verify(inputs, grad_out=memory[shift:].view_as(inputs["q"]))
@@ -454,7 +454,7 @@ MISTAKES = {
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_show(mistake, direction, monkeypatch):
-    """They end in a race or in a deadlock, or a product is read before it is there, which is NaN."""
+    """Mistakes end in a race or in a deadlock, or a product is read too early, which is NaN."""
     leaves = [x.requires_grad_() for x in make(450, heads=3).values()]
 
     def run() -> torch.Tensor:
@@ -471,7 +471,7 @@ def test_mistakes_show(mistake, direction, monkeypatch):
 
 
 def test_a_fence_that_is_left_out_is_noticed():
-    """What leave_out_waits.py does, once."""
+    """One run of leave_out_waits.py."""
     inputs, options = leave_out_waits.problems(64)["none"]
 
     def run() -> list[torch.Tensor]:

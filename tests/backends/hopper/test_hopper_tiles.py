@@ -1,4 +1,4 @@
-"""What the Hopper kernels know of sequences: tables of tiles, what stands around the attention, and the copy engine's
+"""Parts of the Hopper kernels around the attention: tables of tiles, preparation and completion, the copy engine's
 addresses. Plain Triton, so that it runs everywhere."""
 
 import itertools
@@ -55,7 +55,7 @@ def padded(device) -> tuple[AttentionProblem, torch.Tensor]:
 
 
 def lines(problem: AttentionProblem, bounds: torch.Tensor, tile: int, of_keys: bool, last_first: bool) -> list[list]:
-    """What a table of tiles of rows (or keys) has to say."""
+    """Expected lines of a table of tiles of rows (or keys)."""
     found, row_tile = [], 0
     longest_first = sorted(enumerate(bounds.tolist()), key=lambda sequence: -sequence[1][3])
     for n, (first_row, rows, first_token, tokens) in longest_first:
@@ -83,7 +83,7 @@ def test_tables_of_tiles(lengths, tile, device):
 
 
 def test_offsets_out_of_order_have_no_tiles(device):
-    """They are nobody's fault but the caller's, and must not reach beyond a table all the same."""
+    """Offsets out of order are the caller's fault, but must not reach beyond a table."""
     problem, _ = packed(device, [100] * 4)
     bounds = torch.tensor([[0, 400, 0, 400]] * 4, dtype=torch.int32, device=device)
     tiles = tile_table.build(problem, bounds, 64, 128, last_first=False, of_keys=True)

@@ -26,7 +26,7 @@ def assert_same(found, expected):
 
 
 def exchanged(rows, numbers):
-    """What every rank receives: of numbers[of][to] rows."""
+    """Rows that every rank receives; numbers[source][rank] counts them."""
     parts = [x.split(list(count)) for x, count in zip(rows, numbers, strict=True)]
     return [torch.cat(received) for received in zip(*parts, strict=True)]
 

@@ -1,4 +1,4 @@
-"""How the programs of a launch find their sequence: the blocks of packed sequences, against a bisection on the host."""
+"""Lookup of a program's sequence in a launch: blocks of packed sequences, against a bisection on the host."""
 
 import itertools
 import math

@@ -145,7 +145,7 @@ def test_what_is_skipped_weighs_less_than_the_tolerance(case, device):
 @pytest.mark.slow
 @hypothesis.settings(settings, max_examples=200 if torch.cuda.is_available() else 75)
 @hypothesis.given(case=cases())
-def test_what_is_skipped_weighs_less_than_the_tolerance_in_many_cases(case, device):
+def test_skipped_probability_is_below_tolerance_in_many_cases(case, device):
     assert_skipped_mass_is_tolerated(case, device)
 
 
@@ -166,7 +166,7 @@ def assert_skipped_mass_is_tolerated(case, device):
 
 @pytest.mark.parametrize("decay", ["gate", "resets", "walk"])
 def test_a_far_key_that_matters(decay, device):
-    """It is seen from far away by all rows, or by one row only, and is skipped by no row that sees much of it."""
+    """A key that all rows, or one row, see from far away is skipped by no row that sees much of it."""
     inputs = make(device, 1000, 1000, decay, kv_heads=2)
     inputs["q"] /= inputs["q"].norm(dim=-1, keepdim=True)
     inputs["k"][:, 5, 0] = 2000 * inputs["q"][:, 700, 0]
@@ -538,7 +538,7 @@ def verify(inputs, **options) -> None:
 
 @pytest.fixture
 def visited(monkeypatch):
-    """Whether calls in this test skipped something; else it would not test skipping."""
+    """Require that calls in this test skip something; else it would not test skipping."""
     skipped = []
     plan = skipping.plan
 

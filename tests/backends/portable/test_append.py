@@ -68,7 +68,7 @@ def test_the_kernel_writes_what_eager_code_writes(number, counted, alpha):
 
 
 @pytest.mark.parametrize("run", [reference.append, append])
-def test_alpha_goes_on_as_one_sum_and_resets_hide_what_lies_before(run):
+def test_alpha_continues_one_sum_and_resets_hide_the_past(run):
     torch.manual_seed(0)
     k, v, log_decay = tokens(40, dim=24, value_dim=5, dtype=torch.float32)
     state = held(24, 5, dtype=torch.float32)

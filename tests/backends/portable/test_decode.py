@@ -251,7 +251,7 @@ def test_equals_the_last_rows_of_decay_attention():
 
 @pytest.mark.parametrize("run", [decode, reference.decode])
 def test_a_sink_is_in_out_and_lse(run):
-    """In float64 to the last bits; in float16, where scores are 0, with one rounding."""
+    """Exact to the last bits in float64; with one rounding in float16, for scores of 0."""
     case = Case(lengths=(90,), max_length=90, rows=3, heads=4, dtype=torch.float64)
     sink = torch.tensor([-3.0, 0.0, 2.0, 100.0], device=case.device, dtype=torch.float64)
     want = decay_attention(

@@ -71,7 +71,7 @@ def test_every_decay_direction_and_dtype(decay, causal, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_mask(dtype, device):
-    """Of one byte per pair; Triton chooses the layout of a product by the narrowest number that leads to it."""
+    """A mask has one byte per pair; Triton chooses the layout of a product by its narrowest operand."""
     mask = torch.rand(2, 1, 50, device=device) < 0.7
     verify(Case(query_length=90, key_length=50, head_dim=26, value_dim=21, dtype=dtype).inputs(device), bias=mask)
 
@@ -239,7 +239,7 @@ def test_values_narrower_than_keys(head_dim, value_dim, device):
 
 
 def test_keys_and_values_have_lines_of_one_length():
-    """Of 16 bits: ptxas takes wrong addresses otherwise."""
+    """Equal lengths in 16 bits: ptxas takes wrong addresses otherwise."""
     for head_dim, value_dim in [*NARROW, (64, 8), (256, 1), (64, 64), (1, 1)]:
         problem = Case(head_dim=head_dim, value_dim=value_dim, dtype=torch.float16).inputs("cpu")
         problem = AttentionProblem.of(problem["q"], problem["v"], None, None, True)
@@ -251,7 +251,7 @@ def test_keys_and_values_have_lines_of_one_length():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("lengths", "causal", "head_dim"), [((13, 220), True, 192), ((198, 14), False, 72)])
-def test_gradient_of_a_constant_rate_where_rows_are_far_from_keys(lengths, causal, head_dim, seed, device):
+def test_gradient_of_a_constant_rate_of_distant_rows_and_keys(lengths, causal, head_dim, seed, device):
     """The error of Δ, which a 16-bit output brings, is weighed with distances: it has to leave again."""
     torch.manual_seed(seed)
     case = Case(2, *lengths, 2, 2, head_dim, head_dim, "constant", causal, dtype=torch.float16)
@@ -263,7 +263,7 @@ def test_gradient_of_a_constant_rate_where_rows_are_far_from_keys(lengths, causa
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gradient_of_a_constant_rate_of_large_float32_scores(seed, device):
-    """Of scores of 1e5, P adds up to 1 but for 1e-3, which is the rounding of LSE and not the probability of a sink."""
+    """P of scores of 1e5 adds up to 1 within 1e-3: the rounding of LSE, not the probability of a sink."""
     torch.manual_seed(seed)
     q, k, v = torch.ones(1, 80, 2, 2, device=device), torch.ones(1, 80, 2, 2, device=device), torch.randn(1, 80, 2, 16)
     q[..., 0] = 1e5
@@ -315,7 +315,7 @@ def test_small_terms_after_a_large_one(device):
 
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e5])
 def test_huge_logits(size, device):
-    """They neither overflow nor meet a mask sentinel."""
+    """Huge logits neither overflow nor meet a mask sentinel."""
     inputs = Case(query_length=150, key_length=150, heads=1, kv_heads=1).inputs(device)
     inputs |= dict(q=inputs["q"] * size**0.5, k=inputs["k"] * size**0.5)
     verify(inputs)
@@ -336,7 +336,7 @@ def test_rows_that_see_nothing_contribute_exactly_zero(dtype, device):
         assert torch.equal(grad, torch.zeros_like(grad)), key
 
 
-def test_the_first_decay_and_a_reset_have_a_gradient_of_literal_zero(device):
+def test_first_decay_and_resets_have_gradients_of_exact_zero(device):
     inputs = Case(query_length=150, key_length=150).inputs(device)
     log_decay = inputs["log_decay"]
     log_decay[0, 0] = torch.nan  # never used
@@ -436,8 +436,8 @@ def test_gradient_of_the_lse_alone(device):
     Case(query_length=650, key_length=650, heads=1, kv_heads=1, dtype=torch.float16),
 ], ids=name)
 def test_ways_of_small_and_of_large_problems(case, small, device, monkeypatch):
-    """Gradients of keys and queries in one launch or in two, and a forward with tiles of its own or without, however
-    many programs there are; of the longest, keys are skipped."""
+    """Gradients of keys and queries in one launch or in two, and a forward with its own tiles or without, for any
+    number of programs. The longest case skips keys."""
     launched, of_call = [], launching.of_call
 
     def recorded(*arguments, **options):

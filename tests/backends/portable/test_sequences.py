@@ -138,7 +138,7 @@ def test_a_sink_of_little_weight(device):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_a_sink_of_minus_infinity_has_no_gradient_outside_all_sequences(backend, device):
+def test_infinite_sink_has_no_gradient_outside_sequences(backend, device):
     q, k, v = torch.randn(3, 5, 2, 16, device=device)
     sink = torch.tensor([-torch.inf, 1.0], device=device, requires_grad=True)
     ends = torch.tensor([0, 3], device=device)
@@ -449,7 +449,7 @@ def test_offsets_that_decrease_or_leave_the_axis(device, monkeypatch):
 
 
 def test_offsets_changed_in_place(device):
-    """They are read by the call; its backward keeps to what they were then."""
+    """The call reads the offsets; its backward uses the values of that time."""
     inputs = make_packed(device, 50, 50)
     cu = int32(device, 0, 20, 50)
     options = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=50, max_seqlen_k=50, backend="triton")

@@ -37,7 +37,7 @@ MODULE = object()
 
 
 class Driver:
-    """As much of Triton's driver as compiling for a GPU that is not there needs; launches are written down."""
+    """Triton's driver, as far as compiling for an absent GPU needs it; records launches."""
 
     def __init__(self):
         self.log = log = []
@@ -83,7 +83,7 @@ def forget_shared_memory() -> None:
 
 @pytest.fixture
 def log(monkeypatch):
-    """What was launched on a GPU that is not there, unloaded from it, and asked of Triton."""
+    """Record of launches on an absent GPU, of unloaded kernels, and of requests to Triton."""
     fake = Driver()
     monkeypatch.setattr(driver, "_active", fake)
     monkeypatch.setattr(compatibility, "current_stream", lambda device: 17 + device)

@@ -1,4 +1,4 @@
-"""Which keys a row sees and which tiles a tile visits, against the meaning of visibility pair by pair."""
+"""Keys that a row sees and tiles that a tile visits, against the definition of visibility pair by pair."""
 
 import hypothesis
 import pytest

@@ -2,9 +2,9 @@
 
 Triton's interpreter runs no Gluon, so without a GPU nothing but a compiler would look at the Hopper kernels. Here they
 run as Python: `Kernel(forward_kernel)[(programs,)](...)` translates a kernel and all that it calls (translation.py),
-with tensors of its own (arrays.py) and what Gluon offers (language.py). The warps of all programs are run one at a time
-in an order that is drawn from a seed, and so are asynchronous copies, at any time between their start and the moment
-when somebody waits for them (machine.py). Shared memory keeps, of every place, who has written and read it, and an
+with its own tensors (arrays.py) and Gluon's operations (language.py). The warps of all programs are run one at a time
+in an order that is drawn from a seed. So are asynchronous copies, at any time between their start and the end of a
+wait for them (machine.py). Shared memory keeps, of every place, who has written and read it, and an
 access is an error where nothing orders it behind those before (shared_memory.py): a race is found though it did no
 harm this time.
 

@@ -8,7 +8,7 @@ import torch
 
 
 class Type:
-    """Of an element. 16-bit floats are kept as the float32 numbers that they are."""
+    """Type of an element. 16-bit floats are stored as float32 of equal value."""
 
     def __init__(self, rank: int, name: str, primitive_bitwidth: int, numpy: type, poison: float) -> None:
         self.rank = rank  # the higher one is the common type of two
@@ -54,7 +54,7 @@ def rounded(data: np.ndarray, dtype: Type) -> np.ndarray:
 
 
 def _divided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """As in C, towards 0."""
+    """Quotient rounded towards 0, as in C."""
     quotient = np.floor_divide(a, b)
     return quotient + ((quotient < 0) & (quotient * b != a))
 
@@ -152,7 +152,7 @@ def elementwise(function: Callable, result: Type | None = None) -> Callable[...,
 
 
 def _arithmetic(function: Callable) -> Callable[..., Array]:
-    """Of truth values, that of 0 and 1."""
+    """Operator on arrays; truth values count as 0 and 1."""
 
     def apply(a: Array | float, b: Array | float) -> Array:
         arrays, dtype = together(a, b)

@@ -1,4 +1,4 @@
-"""What Gluon has for Hopper: barriers, the copy engine, matrix products, and warps that do different things."""
+"""Gluon's operations for Hopper: barriers, the copy engine, matrix products, and warp specialisation."""
 
 import ctypes
 

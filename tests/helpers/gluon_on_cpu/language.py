@@ -22,7 +22,7 @@ def loop(*bounds: Array | int) -> Iterator[Array]:
 
 
 def _exp2(x: np.ndarray) -> np.ndarray:
-    """As a GPU's instruction: what is below the normal numbers is 0."""
+    """exp2 as a GPU's instruction computes it: subnormal results are 0."""
     result = np.exp2(x)
     return np.where(result < np.finfo(np.float32).tiny, result.dtype.type(0), result)
 

@@ -93,7 +93,7 @@ class Warps:
         self.tick()
 
     def known(self) -> np.ndarray:
-        """What a signal tells of."""
+        """Clock that a signal passes on."""
         if self.single:
             self.wait_for_each_other()
         return self.together
@@ -144,7 +144,7 @@ class Barrier:
         self._complete(clock)
 
     def receive(self, size: int, clock: np.ndarray) -> None:
-        """What a copy brings, and what who started it knew then."""
+        """Receive a copy's bytes, and the clock of the warps that started it."""
         self.bytes -= size
         self._complete(clock)
 
@@ -161,7 +161,7 @@ class Barrier:
 
 
 class Store:
-    """Of a tile by the copy engine, which has read it some time, and written it some time after that."""
+    """Store of a tile by the copy engine, which reads it at some time, and writes it at some time after that."""
 
     def __init__(self, warps: Warps, number: int, write: Callable[[], None]) -> None:
         self.warps = warps
@@ -273,7 +273,7 @@ running: Machine | None = None
 
 
 def warps() -> Warps:
-    """Those whose turn it is."""
+    """Warps that are running."""
     return running.current
 
 

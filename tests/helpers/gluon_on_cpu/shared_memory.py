@@ -40,11 +40,11 @@ class Buffer:
         return "copies to shared memory"
 
     def _unknown(self, grains: Grains, clock: np.ndarray) -> np.ndarray:
-        """Which grains may not have been written as far as a clock tells."""
+        """Mask of grains with a write that the clock does not know of."""
         return self.written[grains] > clock[self.writer[grains]]
 
     def _unfenced(self, grains: Grains, warps: Warps) -> np.ndarray:
-        """Which grains were written by warps, with no fence since that these warps know of."""
+        """Mask of grains that warps wrote, with no fence since then that these warps know of."""
         by_warps = self.by_warps[grains]
         unfenced = np.zeros(by_warps.size, np.bool_)
         if not by_warps.any():
@@ -140,7 +140,7 @@ class Shared:
         return self._part(("reshape", *shape), lambda: self.at.reshape(shape))
 
     def reinterpret(self, dtype: Type, shape: list[int], layout: gl.NVMMASharedLayout) -> "Shared":
-        """What else lies there; a type of the same width, and, as Triton 3.8 demands, no part of the buffer."""
+        """View of the buffer with a type of the same width and, as Triton 3.8 demands, the whole of it."""
         assert dtype.primitive_bitwidth == self.dtype.primitive_bitwidth
         if math.prod(shape) != self.at.size:
             raise ValueError(f"reinterpreted as {math.prod(shape)} elements, a buffer of {self.at.size}")
@@ -164,7 +164,7 @@ class Shared:
 
 
 def places(shape: list[int], dtype: Type, layout: object) -> np.ndarray:
-    """Where the elements of a buffer lie: what a matrix product reads, in panels of columns, of 32, 64 or 128 bytes.
+    """Places of a buffer's elements; operands of matrix products have panels of columns, of 32, 64 or 128 bytes.
 
     How bytes are swizzled inside eight rows of a panel follows from their addresses, and is the same for all.
     """

@@ -76,7 +76,7 @@ def _function(fn: FunctionType) -> Callable:
 
 
 def python_of(function: Any) -> Callable:
-    """What runs here in place of a kernel's function; the names it looks up are those of its __globals__."""
+    """Python function that replaces a kernel's function; it looks names up in the kernel's __globals__."""
     return _function(function.fn)
 
 
