@@ -226,7 +226,7 @@ class DecayFlashAttention(Spared):
             x: the tokens; with a cache, the tokens after those in it.
             padding_mask: (B, T) bool or integers, True or 1 for tokens and False or 0 for padding. The tokens of a row
                 are consecutive, with padding on the left, on the right, or both. Padding attends to nothing, is visible
-                to nothing, and may hold any values, NaN included.
+                to nothing, and may hold any values, NaN included. Its outputs are 0, or the bias of out_proj. With a
                 cache, the mask covers only the new tokens: the cache stores tokens, not padding.
             cu_seqlens, max_seqlen: packed sequences, x (1, total, embed_dim): offsets (sequences + 1,) of int32 or
                 int64, which start with 0 and never fall. Sequence n is the tokens cu_seqlens[n] ≤ t < cu_seqlens[n +
