@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from decayattn import autograd, keywords, reference, sharding
+from decayattn import autograd, dtensor, keywords, reference
 from decayattn.arguments import check_arguments, check_bool, check_packed_arguments
 from decayattn.backends import registry
 from decayattn.problem import (
@@ -168,10 +168,10 @@ def decay_attention(
     if unknown:
         keywords.refuse(decay_attention, unknown)
     q, k, v = autocast(q, k, v)
-    if sharding.any_dtensor(
+    if dtensor.any_dtensor(
         q, k, v, log_decay, scale, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k
     ):
-        return sharding.attention(
+        return dtensor.attention(
             decay_attention,
             check_arguments,
             dict(
@@ -268,8 +268,8 @@ def decay_attention_varlen(
     if unknown:
         keywords.refuse(decay_attention_varlen, unknown)
     q, k, v = autocast(q, k, v)
-    if sharding.any_dtensor(q, k, v, log_decay, scale, sink, cu_seqlens_q, cu_seqlens_k):
-        return sharding.attention(
+    if dtensor.any_dtensor(q, k, v, log_decay, scale, sink, cu_seqlens_q, cu_seqlens_k):
+        return dtensor.attention(
             decay_attention_varlen,
             check_packed_arguments,
             dict(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decayattn import reference, sharding
+from decayattn import dtensor, reference
 from decayattn.arguments import check_arguments, check_count, check_counts, check_tensor
 from decayattn.compatibility import refuse_unless
 from decayattn.functional import bounds_in_entries, per_head, per_row
@@ -47,7 +47,7 @@ def attention_rows(
         TypeError, ValueError: for every bad argument, by name. On a GPU, an index in `rows` out of range fails a device
             assertion.
     """
-    sharding.refuse(
+    dtensor.refuse(
         q=q, k=k, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q, seqused_k=seqused_k,
         leftpad_q=leftpad_q, leftpad_k=leftpad_k,
     )

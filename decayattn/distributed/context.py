@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decayattn import compatibility, keywords, sharding
+from decayattn import compatibility, dtensor, keywords
 from decayattn.arguments import check_arguments, check_bias, check_bool, check_count, check_offsets
 from decayattn.backends import registry
 from decayattn.distributed import fetching, halo, heads, two_calls
@@ -120,7 +120,7 @@ def context_parallel_attention(
                 "context_parallel_attention: expected no transform of torch.func (vmap, grad), which cannot map its "
                 "exchanges; call it outside, with the samples as its batch"
             )
-        sharding.refuse(q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens=cu_seqlens, **only_heads)
+        dtensor.refuse(q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens=cu_seqlens, **only_heads)
         q, k, v = autocast(q, k, v)
         check_arguments(
             q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k,
@@ -237,7 +237,7 @@ def fetched_tokens(
     """
     group = _checked_group(group)
     with Handshake(group, q) as handshake:
-        sharding.refuse(q=q, k=k, log_decay=log_decay, scale=scale, cu_seqlens=cu_seqlens)
+        dtensor.refuse(q=q, k=k, log_decay=log_decay, scale=scale, cu_seqlens=cu_seqlens)
         q, k = autocast(q, k)
         check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
         _check_device(q, handshake.device_types)

@@ -1,6 +1,7 @@
 """The plan of a halo: the keys that a rank fetches from before its slice, and its rows that see any of them.
 
-The bound of backends/planning/halo.py keeps the sum over all keys that are not fetched below a share of the tolerance.
+The bound of backends/planning/halo_bound.py keeps the sum over all keys that are not fetched below a share of the
+tolerance.
 If few keys remain, every rank fetches the same number for all heads, a power of two. Calls mostly share this number, so
 the ranks can predict it.
 """
@@ -20,7 +21,7 @@ from decayattn.distributed.exchange import Slices, gather, on_device, on_host
 from decayattn.problem import AttentionProblem, DecayPrefix, is_reset
 
 if TYPE_CHECKING:
-    from decayattn.backends.planning import exchange
+    from decayattn.backends.planning import halo_rows
 
 _NEVER = 2**31 - 1
 # "Few" keys are at most 1/FEW_KEYS of a slice's. Fetching up to twice that number, for all heads, then costs little
@@ -123,12 +124,12 @@ class Fetch:
         return self.first[self.slices.rank] - (self.slices.begin - self.halo)
 
     @functools.cached_property
-    def segments(self) -> "exchange.Segments":
+    def segments(self) -> "halo_rows.Segments":
         """The fetch as the kernels' argument."""
-        from decayattn.backends.planning import exchange  # imports Triton
+        from decayattn.backends.planning import halo_rows  # imports Triton
 
         slices = self.slices
-        return exchange.Segments(
+        return halo_rows.Segments(
             self.begins, self.offsets, slices.rank, self.kv_heads, slices.end - slices.begin, self.halo, self.kept,
             sum(self.send), sum(self.receive),
         )
@@ -187,7 +188,7 @@ def first_keys(
     pairs = problem.batch * problem.num_kv_heads
     if tolerance == 0 or log_decay is None:
         return _first_seen(slices, problem, log_decay, sight.cu_seqlens, lowest, rows, handshake), None
-    from decayattn.backends.planning import halo as planning  # imports Triton
+    from decayattn.backends.planning import halo_bound as planning  # imports Triton
 
     cu_seqlens = None if sight.cu_seqlens is None else sight.cu_seqlens.contiguous()
     offsets = on_device(slices.offsets, q.device)

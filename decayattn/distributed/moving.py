@@ -55,6 +55,6 @@ def _steps(fetch: Fetch, runs_kernels: bool) -> tuple[ModuleType, Any]:
     """Module with the steps around an exchange, and the positions of its rows."""
     if not runs_kernels:
         return eager_rows, fetch
-    from decayattn.backends.planning import exchange  # imports Triton
+    from decayattn.backends.planning import halo_rows  # imports Triton
 
-    return exchange, fetch.segments
+    return halo_rows, fetch.segments

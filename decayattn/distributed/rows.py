@@ -1,4 +1,4 @@
-"""Rows of a halo's exchange in eager PyTorch, for any device; backends/planning/exchange.py has the kernels.
+"""Rows of a halo's exchange in eager PyTorch, for any device; backends/planning/halo_rows.py has the kernels.
 
 k, v and λ per token have the shapes (B, T, H_kv, D), (B, T, H_kv, D_v) and (B, T, H), and so do their gradients; None
 for an absent one.

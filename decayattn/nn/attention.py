@@ -13,11 +13,11 @@ from decayattn import keywords
 from decayattn.arguments import check_skip_tolerance, check_tensor, check_window, is_finite
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
+from decayattn.dtensor import Linear, local_part, own_heads, replicated, whole
 from decayattn.functional import autocast, decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared, check_bool, check_positive_int
 from decayattn.problem import MAX_HEAD_DIM, BackendName, SkipTolerance
-from decayattn.sharding import Linear, local_part, own_heads, replicated, whole
 
 if TYPE_CHECKING:
     from decayattn.distributed import ContextParallel

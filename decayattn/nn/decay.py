@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decayattn.arguments import is_finite
+from decayattn.dtensor import fill, is_dtensor, local_part, own_heads, whole
 from decayattn.problem import is_reset, without_autocast
-from decayattn.sharding import fill, is_dtensor, local_part, own_heads, whole
 
 
 class Spared(nn.Module):

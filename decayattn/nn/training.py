@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 from decayattn.compatibility import is_transformed
+from decayattn.dtensor import whole
 from decayattn.nn.attention import DecayFlashAttention
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import Decay, Spared, half_life
 from decayattn.problem import is_reset
-from decayattn.sharding import whole
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ from triton.runtime.jit import JITFunction
 
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config as hopper_config
-from decayattn.backends.planning import exchange, halo
+from decayattn.backends.planning import halo_bound, halo_rows
 from decayattn.backends.portable import backend as portable
 from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
@@ -84,7 +84,7 @@ PATHS = ["TMA", "both sides", "window", "row scales", "pointers", "narrow", "sma
 MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 568, "decode": 0, "halo": 0}
 # paths of GPUs without tiles for descriptors and without tiles of small problems
 OTHER_PATHS = ("pointers", "narrow", "packed", "bias", "decode", "halo")
-# the same of the Hopper backend, by kernel and its head dimension (192: three_blocks.py), whose loops are those of the
+# the same of the Hopper backend, by kernel and its head dimension (192: consume_192.py), whose loops are those of the
 # TMA path: the other side of the diagonal takes registers
 HOPPER_MORE_SPILLS = {
     "TMA": {},
@@ -266,7 +266,7 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
             return 0
         widths = hopper_config.widths(dim, value_dim_of(backend, dim))
         tile = hopper_config.forward(widths.qk) if kernel == "forward_kernel" else hopper_config.backward(widths)
-        if kernel == "forward_kernel" or tile.consumers != "three_blocks":
+        if kernel == "forward_kernel" or tile.consumers != "consume_192":
             dim = widths.qk
         of_path, of_dtype = (kernel, dim), (kernel, dim, dtype)
         more = HOPPER_MORE_SPILLS[path].get(of_path, 0) + HOPPER_FLOAT16_SPILLS.get(of_dtype, 0)
@@ -283,7 +283,7 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
 
 
 def value_dim_of(backend: str, dim: int) -> int:
-    """D_v of a D: 128 beside 192, for which "hopper" has consumers of its own (three_blocks.py)."""
+    """D_v of a D: 128 beside 192, for which "hopper" has consumers of its own (consume_192.py)."""
     return 128 if (backend, dim) == ("hopper", 192) else dim
 
 
@@ -344,22 +344,22 @@ def compiled_kernels(
     if path == "halo":
         with collecting(target) as kernels:
             if log_decay is not None:
-                summary = halo.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
+                summary = halo_bound.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
                 everyone, offsets = summary.keys.repeat(3, 1), torch.empty(4, dtype=torch.int64)
                 cu_seqlens = None, torch.empty(9, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
                 for rank, offsets_of_sequences in zip((1, 2, 2), cu_seqlens, strict=True):  # 1 is no argument
-                    place = halo.Place((length,) * 3, rank, offsets, 0, length, offsets_of_sequences)
-                    halo.first_keys(problem, place, everyone, summary, SKIP_TOLERANCE)
+                    place = halo_bound.Place((length,) * 3, rank, offsets, 0, length, offsets_of_sequences)
+                    halo_bound.first_keys(problem, place, everyone, summary, SKIP_TOLERANCE)
             heads, length = k.shape[2], k.shape[1]
             for rank in (1, 2):
                 begins, offsets = torch.empty(4, 2 * heads, dtype=torch.int64), torch.empty(5, dtype=torch.int64)
-                segments = exchange.Segments(begins, offsets, rank, heads, length, 128, 32, 9, 9)
+                segments = halo_rows.Segments(begins, offsets, rank, heads, length, 128, 32, 9, 9)
                 rates = log_decay if decay == "scalar" else None
                 parts, grads = (k, v, rates), (None, v, rates)
-                rows = exchange.pack_sent(segments, parts)
-                exchange.extend(segments, rows, parts, length)
+                rows = halo_rows.pack_sent(segments, parts)
+                halo_rows.extend(segments, rows, parts, length)
                 for asked in (parts, grads):
-                    exchange.add_returned(segments, exchange.pack_returned(segments, asked), asked, asked, 96)
+                    halo_rows.add_returned(segments, halo_rows.pack_returned(segments, asked), asked, asked, 96)
         return kernels
     inputs = Inputs(q, k, v, log_decay, row_scale, bounds, bias, scale=scale)
     with collecting(target) as kernels:

@@ -410,8 +410,8 @@ def test_layer_error_on_one_rank_ends_the_others(pool, options, of_last_rank, re
         ("distributed.fetching._resets", {}, {}),
         ("distributed.fetching.is_reset", {}, dict(decay="constant")),
         ("distributed.fetching._sequence_at", dict(cu_seqlens=torch.tensor([0, 24])), dict(batch=1)),
-        ("backends.planning.halo.summarise", dict(backend="triton"), {}),
-        ("backends.planning.halo.first_keys", dict(backend="triton"), {}),
+        ("backends.planning.halo_bound.summarise", dict(backend="triton"), {}),
+        ("backends.planning.halo_bound.first_keys", dict(backend="triton"), {}),
     ],
 )
 def test_error_before_the_exchange_ends_the_others(pool, interpreter, where, options, inputs):

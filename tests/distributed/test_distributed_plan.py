@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import normalize
 
 from decayattn import compatibility, reference
-from decayattn.backends.planning import halo as planning
+from decayattn.backends.planning import halo_bound as planning
 from decayattn.backends.planning import prefix, skipping
 from decayattn.backends.runtime import launching
 from decayattn.distributed import fetching

@@ -43,7 +43,7 @@ WAITS = [
     (language.mbarrier, "wait"),
     (language.mbarrier, "arrive"),
     (language.mbarrier, "expect"),
-    (language.copy_engine, "thread_barrier"),
+    (language.gluon_compat, "thread_barrier"),
     (language.tma, "store_wait"),
     (machine.Warps, "wait_for_products"),
     (machine.Warps, "fence"),

@@ -28,7 +28,7 @@ def kernel_dim(head_dim: int, value_dim: int) -> int:
 
 
 def is_wide(dim: int) -> bool:
-    """True if dk and dv of a warpgroup do not fit in registers with the scores of consumer.py (dim above 128)."""
+    """True if dk and dv of a warpgroup do not fit in registers with the scores of consume_128.py (dim above 128)."""
     return dim > 128
 
 
@@ -50,7 +50,7 @@ def widths(head_dim: int, value_dim: int) -> Widths:
 
 
 # modules of decayattn/backends/hopper/backward
-Consumers = Literal["consumer", "three_blocks", "wide"]
+Consumers = Literal["consume_128", "consume_192", "consume_256"]
 
 # registers per thread that the register file of 65,536 allows with two consumer warpgroups
 _REGISTERS, _LAUNCH_REGISTERS = 240, 168
@@ -123,7 +123,7 @@ class BackwardConfig:
 
 @functools.cache
 def backward(widths: Widths) -> BackwardConfig:
-    """Return the backward's schedule: two consumer warpgroups, of 64 keys each except in wide.py.
+    """Return the backward's schedule: two consumer warpgroups, of 64 keys each except in consume_256.py.
 
     At D = 128 dk and dv take 128 registers per thread, which leaves registers for scores of 64 rows. Two stages of q
     and dO, with dSᵀ and dq on their way out, fill the shared memory (213 and 223 KB).
@@ -133,11 +133,13 @@ def backward(widths: Widths) -> BackwardConfig:
     (wide).
     """
     if widths.qk == 64:
-        return BackwardConfig("consumer", KEY_TILE, 64, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)
+        return BackwardConfig("consume_128", KEY_TILE, 64, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)
     if widths.qk == 128:
-        return BackwardConfig("consumer", KEY_TILE, 128, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=72)
+        return BackwardConfig("consume_128", KEY_TILE, 128, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=72)
     if widths.read <= 192 and widths.v <= 128:
         return BackwardConfig(
-            "three_blocks", KEY_TILE, 64, 64, 2, slots=3, zero_lines=2, dk_columns=64, spill_bytes=160
+            "consume_192", KEY_TILE, 64, 64, 2, slots=3, zero_lines=2, dk_columns=64, spill_bytes=160
         )
-    return BackwardConfig("wide", KEY_TILE // 2, 256, 64, 2, slots=2, zero_lines=2, dk_columns=256, spill_bytes=132)
+    return BackwardConfig(
+        "consume_256", KEY_TILE // 2, 256, 64, 2, slots=2, zero_lines=2, dk_columns=256, spill_bytes=132
+    )

@@ -31,10 +31,10 @@ from decayattn.backends.planning.sequences import (
     token_programs,
 )
 from decayattn.backends.runtime import launching
-from decayattn.backends.runtime.arguments import contiguous_like, strided
 from decayattn.backends.runtime.dependent_launch import let_next_start
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.strided import contiguous_like, strided
 from decayattn.backends.tiles.bf16_splits import SPLITS, in_splits
 from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, DecayPrefix

@@ -41,9 +41,9 @@ from decayattn.backends.planning.sequences import (
     tile_of_program,
 )
 from decayattn.backends.runtime import launching
-from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.strided import strided
 from decayattn.backends.tiles.scores import LOG2E
 from decayattn.backends.tiles.visibility import keys_seen
 from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, DecayPrefix

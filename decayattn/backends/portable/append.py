@@ -17,9 +17,9 @@ from torch import Tensor
 from decayattn.backends.portable.launch import padded
 from decayattn.backends.portable.pages import entry_start, has_place, table_and_blocks, token_offset
 from decayattn.backends.runtime import launching
-from decayattn.backends.runtime.arguments import Strided, strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
+from decayattn.backends.runtime.strided import Strided, strided
 from decayattn.backends.tiles.scores import RESET_BELOW
 from decayattn.problem import Held
 

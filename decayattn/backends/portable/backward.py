@@ -18,7 +18,7 @@ import triton.language as tl
 
 from decayattn.backends.planning.sequences import offsets_of_head, tile_of_program
 from decayattn.backends.planning.skipping import end_of_planned_rows
-from decayattn.backends.portable.arguments import QueryRows, Sizes, TileSource
+from decayattn.backends.portable.kernel_args import QueryRows, Sizes, TileSource
 from decayattn.backends.portable.tiles import (
     add_bias_gradient,
     add_product,
@@ -32,7 +32,7 @@ from decayattn.backends.portable.tiles import (
     scores_of_rows,
     store_tile,
 )
-from decayattn.backends.runtime.arguments import Strided
+from decayattn.backends.runtime.strided import Strided
 from decayattn.backends.tiles.decay import base_difference, key_alpha, side_of_head
 from decayattn.backends.tiles.scores import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
 from decayattn.backends.tiles.visibility import edge_tile, rows_that_see, visited_tiles

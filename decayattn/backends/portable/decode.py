@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends.portable.arguments import TileSource
+from decayattn.backends.portable.kernel_args import TileSource
 from decayattn.backends.portable.launch import arch, dot_precision, padded
 from decayattn.backends.portable.pages import CachedTokens, entry_start, table_and_blocks, token_offset
 from decayattn.backends.portable.tiles import add_product, load_scale, load_tile
 from decayattn.backends.runtime import launching
-from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
+from decayattn.backends.runtime.strided import strided
 from decayattn.backends.tiles.decay import load_rate, side_of_head
 from decayattn.backends.tiles.scores import (
     LN2,

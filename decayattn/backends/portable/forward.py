@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from decayattn.backends.planning.sequences import offsets_of_head, tile_of_program
-from decayattn.backends.portable.arguments import QueryRows, TileSource
+from decayattn.backends.portable.kernel_args import QueryRows, TileSource
 from decayattn.backends.portable.tiles import (
     add_product,
     bias_of_head,
@@ -23,7 +23,7 @@ from decayattn.backends.portable.tiles import (
     scores_of_rows,
     store_tile,
 )
-from decayattn.backends.runtime.arguments import Strided
+from decayattn.backends.runtime.strided import Strided
 from decayattn.backends.tiles.scores import (
     LN2,
     LOG2E,

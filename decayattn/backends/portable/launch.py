@@ -12,7 +12,15 @@ from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.planning.sequences import Sequences, fill_outside, row_programs, token_programs
 from decayattn.backends.portable import config
-from decayattn.backends.portable.arguments import (
+from decayattn.backends.portable.backward import (
+    gradients_kernel,
+    key_gradients_kernel,
+    query_gradients_kernel,
+    row_terms_kernel,
+)
+from decayattn.backends.portable.config import TileConfig
+from decayattn.backends.portable.forward import forward_kernel
+from decayattn.backends.portable.kernel_args import (
     Decay,
     KeyGradients,
     QueryGradients,
@@ -23,18 +31,10 @@ from decayattn.backends.portable.arguments import (
     Window,
     broadcast,
 )
-from decayattn.backends.portable.backward import (
-    gradients_kernel,
-    key_gradients_kernel,
-    query_gradients_kernel,
-    row_terms_kernel,
-)
-from decayattn.backends.portable.config import TileConfig
-from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.runtime import launching, outputs, tma
-from decayattn.backends.runtime.arguments import Strided, contiguous_like, strided
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
+from decayattn.backends.runtime.strided import Strided, contiguous_like, strided
 from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, KeyDecay, Prepared, Saved
 
 _ROW_TERMS_BLOCK = 64

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends.runtime.arguments import Strided
+from decayattn.backends.runtime.strided import Strided
 
 
 class CachedTokens(NamedTuple):

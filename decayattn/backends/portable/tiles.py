@@ -5,7 +5,7 @@ import triton.language as tl
 
 from decayattn.backends.planning.prefix import prefix_of_head
 from decayattn.backends.planning.skipping import first_planned_key
-from decayattn.backends.portable.arguments import HeadDecay, QueryRows
+from decayattn.backends.portable.kernel_args import HeadDecay, QueryRows
 from decayattn.backends.tiles.decay import base_difference, key_alpha, load_rate, row_alpha, row_anchor, side_of_head
 from decayattn.backends.tiles.scores import LOG2E, decayed_score, visible
 from decayattn.backends.tiles.visibility import keys_seen

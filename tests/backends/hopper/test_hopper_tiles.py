@@ -22,7 +22,7 @@ from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.forward import launch
 from decayattn.backends.planning.sequences import decay_blocks
 from decayattn.backends.runtime import launching, tma
-from decayattn.backends.runtime.arguments import strided
+from decayattn.backends.runtime.strided import strided
 from decayattn.backends.tiles import bf16_splits
 from decayattn.problem import AttentionProblem
 

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from decayattn import compatibility, decay_attention, decay_attention_varlen
 from decayattn.backends.registry import load
 from decayattn.backends.runtime import launching, tma
-from decayattn.backends.runtime.arguments import Strided
+from decayattn.backends.runtime.strided import Strided
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the interpreter compiles nothing")
 

@@ -1,4 +1,4 @@
-"""By which names kernels find values.py and hopper.py: triton.language, Gluon, its modules for Hopper, copy_engine."""
+"""By which names kernels find values.py and hopper.py: triton.language, Gluon, its modules for Hopper, gluon_compat."""
 
 import functools
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ mbarrier = SimpleNamespace(
     invalidate=hopper.invalidate, wait=hopper.wait,
 )
 tma = SimpleNamespace(store_wait=hopper.store_wait)
-copy_engine = SimpleNamespace(
+gluon_compat = SimpleNamespace(
     load=hopper.copy_to_shared, reduce_add=functools.partial(hopper.copy_from_shared, add=True),
     reinterpret=Shared.reinterpret, store=hopper.copy_from_shared, thread_barrier=hopper.thread_barrier,
 )

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper as gluon_hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common import gluon_compat
 from gluon_on_cpu import arrays, hopper, language, machine
 from gluon_on_cpu.arrays import Array, Pointer
 
@@ -22,7 +22,7 @@ _MEANINGS = {
     for original, meaning in [
         (gl, language.language),
         (triton.language, language.language),
-        (copy_engine, language.copy_engine),
+        (gluon_compat, language.gluon_compat),
         (gluon_hopper.mbarrier, language.mbarrier),
         (gluon_hopper.tma, language.tma),
         (gluon_hopper.fence_async_shared, hopper.fence_async_shared),

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
-from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
     FRAGMENT_COLUMNS,
@@ -117,7 +117,7 @@ def stage_dq_part(shared, dq, WARPGROUP: gl.constexpr):
 @gluon.jit
 def add_dq_part(dq_desc, part, shared, WARPGROUP: gl.constexpr):
     """Add the part that stage_dq_part stored to the fragments in memory; a fence and a barrier must come between."""
-    copy_engine.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], shared.dq_parts.index(WARPGROUP))
+    gluon_compat.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], shared.dq_parts.index(WARPGROUP))
 
 
 @gluon.jit

@@ -52,14 +52,14 @@ row has an LSE₂ for each side, with ∓α_i. The producer sends the side's LSE
 side's sign. So the loops do not depend on the side, except for adding row sums. α_j and the sums of keys change sign
 between sides.
 
-Beyond 128 columns the consumers' threads add dq themselves. Those of three_blocks.py, up to 192 columns with a D_v of
-up to 128, have 64 keys each; those of wide.py have 64 keys together.
+Beyond 128 columns the consumers' threads add dq themselves. Those of consume_192.py, up to 192 columns with a D_v of
+up to 128, have 64 keys each; those of consume_256.py have 64 keys together.
 
-zeroing.py zeroes the memory that dq is added to. row_terms.py prepares the row terms before this kernel and unpacks dq
+zero_dq.py zeroes the memory that dq is added to. row_terms.py prepares the row terms before this kernel and unpacks dq
 after it.
 
-Tiles, per warpgroup of consumer.py: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · terms (ROWS, 16) · scoreT, pT, dpT, dsT
-(64, ROWS) · dq part (64, 64).
+Tiles, per warpgroup of consume_128.py: k, v, dk, dv (64, D) · q, d_out (ROWS, D) · terms (ROWS, 16) · scoreT, pT, dpT,
+dsT (64, ROWS) · dq part (64, 64).
 """
 
 from typing import NamedTuple
@@ -70,16 +70,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from decayattn.backends.hopper import config
-from decayattn.backends.hopper.backward.consumer import consume
+from decayattn.backends.hopper.backward.consume_128 import consume
+from decayattn.backends.hopper.backward.consume_192 import consume_192
+from decayattn.backends.hopper.backward.consume_256 import consume_256
 from decayattn.backends.hopper.backward.dq import is_loaded, product_keys
 from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights, rate_weights
 from decayattn.backends.hopper.backward.producer import produce
 from decayattn.backends.hopper.backward.row_terms import DELTA, FACTORS
 from decayattn.backends.hopper.backward.shared import DK_BLOCKS, BackwardConstants, BackwardShared, allocate_barriers
-from decayattn.backends.hopper.backward.three_blocks import consume_three_blocks
-from decayattn.backends.hopper.backward.wide import consume_wide
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums
-from decayattn.backends.hopper.backward.zeroing import allocate_zeros
+from decayattn.backends.hopper.backward.zero_dq import allocate_zeros
 from decayattn.backends.hopper.common.call import field
 from decayattn.backends.hopper.common.fragments import COPIES, DEPTH, FRAGMENT_COLUMNS, FRAGMENT_ROWS, ones_of_columns
 from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
@@ -153,7 +153,7 @@ def gradients_kernel(
 
     dq_fragments: a descriptor of parts; the tensor itself if threads add to it
     scale: s; or, with a scale per row, a descriptor of the rows' factors (row_terms.py)
-    scheduler: key_table, the tiles of keys, read only if RAGGED; and counters, 0 (zeroing.py)
+    scheduler: key_table, the tiles of keys, read only if RAGGED; and counters, 0 (zero_dq.py)
     left, right: upper bounds on the keys that a row sees before and after its own; read only if WINDOW, right not if
         CAUSAL
     query_length, key_length, blocks (of the decay prefix): lengths of the axes that hold the sequences
@@ -176,10 +176,10 @@ def gradients_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     STEP: gl.constexpr = product_keys(is_loaded(D, has_row_sums(DECAY, DECAY_GRADIENT), ROW_SCALES))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
-    WIDE: gl.constexpr = CONSUMERS == "wide"
-    BLOCKED: gl.constexpr = CONSUMERS == "three_blocks"
+    WIDE: gl.constexpr = CONSUMERS == "consume_256"
+    BLOCKED: gl.constexpr = CONSUMERS == "consume_192"
     # columns that are stored or read one half at a time: no swizzle pattern may cross the halves
-    STORED: gl.constexpr = ROWS if CONSUMERS == "consumer" else ROWS // 2
+    STORED: gl.constexpr = ROWS if CONSUMERS == "consume_128" else ROWS // 2
     MULTIPLIED: gl.constexpr = ROWS // 2 if BLOCKED else ROWS
     D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_KEYS, STORED], DTYPE)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, MULTIPLIED], DTYPE)
@@ -229,7 +229,7 @@ def gradients_kernel(
         gl.allocate_shared_memory(DTYPE, [SLOTS * KEY_PARTS, WARPGROUP_KEYS, ROWS], D_SCORES),
         p,
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_fragments.layout)
-        if CONSUMERS == "consumer" else ones,
+        if CONSUMERS == "consume_128" else ones,
         BackwardConstants(zeros, ones, weights, bits, splits),
         allocate_barriers(STAGES, SLOTS, WIDE, WIDE and ROW_SCALES),
         make_pipeline(allocate_words(1), 1, 2),
@@ -251,8 +251,8 @@ def gradients_kernel(
     if WIDE:
         gl.warp_specialize(
             [
-                (consume_wide, (schedule, shared, dq_fragments, decay, scale, 0, READ)),
-                (consume_wide, (schedule, shared, dq_fragments, decay, scale, 1, READ)),
+                (consume_256, (schedule, shared, dq_fragments, decay, scale, 0, READ)),
+                (consume_256, (schedule, shared, dq_fragments, decay, scale, 1, READ)),
                 (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
             ],
             [4, 1],
@@ -261,8 +261,8 @@ def gradients_kernel(
     elif BLOCKED:
         gl.warp_specialize(
             [
-                (consume_three_blocks, (schedule, shared, dq_fragments, dk_desc, decay, scale, 0)),
-                (consume_three_blocks, (schedule, shared, dq_fragments, dk_desc, decay, scale, 1)),
+                (consume_192, (schedule, shared, dq_fragments, dk_desc, decay, scale, 0)),
+                (consume_192, (schedule, shared, dq_fragments, dk_desc, decay, scale, 1)),
                 (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
             ],
             [4, 1],

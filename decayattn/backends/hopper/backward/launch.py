@@ -28,9 +28,9 @@ from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.runtime import launching, tma
-from decayattn.backends.runtime.arguments import contiguous_like, strided
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
+from decayattn.backends.runtime.strided import contiguous_like, strided
 from decayattn.backends.tiles import bf16_splits
 from decayattn.problem import AttentionProblem, Gradients, Inputs, Saved
 
@@ -80,7 +80,7 @@ def backward(
         widths = config.widths(problem.head_dim, problem.value_dim)
         dim = widths.qk
         tile = config.backward(widths)
-        adds_from_registers = tile.consumers != "consumer"
+        adds_from_registers = tile.consumers != "consume_128"
         tiles = tile_table.build(
             problem, bounds, tile.rows, tile.keys, last_first=False, of_keys=True, launch=launch
         )
@@ -126,7 +126,7 @@ def backward(
         rate_sums = None
         if decay_gradient and constant:
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
-            if bounds is not None or tile.consumers == "wide":
+            if bounds is not None or tile.consumers == "consume_256":
                 rate_sums.zero_()  # there may be more blocks than tiles
         decay_tensors = BackwardDecay(
             rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,

@@ -9,8 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from decayattn.backends.hopper.backward.row_terms import FACTORS, terms_row_of_tile
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visit_count
-from decayattn.backends.hopper.backward.zeroing import publish_zeroed, start_zeroing, wait_zeroed
-from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.backward.zero_dq import publish_zeroed, start_zeroing, wait_zeroed
+from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import PART
 from decayattn.backends.tiles.decay import DECAY_BLOCK, constant_rate
 
@@ -41,9 +41,9 @@ def _store_gradients(schedule, index, shared, count, results):
     mbarrier.wait(shared.barriers.dv_ready, count & 1)
     work = find_work(schedule, index)
     for part in gl.static_range(schedule.KEYS // WARPGROUP_KEYS):
-        copy_engine.store(dv_desc, work.key_at(part), shared.values.index(part))
+        gluon_compat.store(dv_desc, work.key_at(part), shared.values.index(part))
     if shared.WIDE:
-        copy_engine.store(dk_desc, work.key_at(0), shared.keys.index(0))
+        gluon_compat.store(dk_desc, work.key_at(0), shared.keys.index(0))
 
 
 @gluon.jit
@@ -61,18 +61,18 @@ def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, resul
     for part in gl.static_range(PARTS):
         for block in gl.static_range(shared.BLOCKS):
             at = work.key_at(part, block * PART)
-            copy_engine.load(k_desc, at, shared.barriers.keys_ready, shared.keys.index(part * shared.BLOCKS + block))
+            gluon_compat.load(k_desc, at, shared.barriers.keys_ready, shared.keys.index(part * shared.BLOCKS + block))
     if not shared.WIDE:
         tma.store_wait(0)
     for part in gl.static_range(PARTS):
-        copy_engine.load(v_desc, work.key_at(part), shared.barriers.keys_ready, shared.values.index(part))
+        gluon_compat.load(v_desc, work.key_at(part), shared.barriers.keys_ready, shared.values.index(part))
 
 
 @gluon.jit
 def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: gl.constexpr):
     """Run the producer warp: keys and values of every work tile, and the query tiles of each head, partial ones first.
 
-    Meanwhile it zeroes dq of the next chunk's heads (zeroing.py). It loads keys once those of the last work tile have
+    Meanwhile it zeroes dq of the next chunk's heads (zero_dq.py). It loads keys once those of the last work tile have
     been read, and values once its dv has left. sources: the descriptors of q, k, v, d_out, the row terms and the rows'
     factors; results: those of dk and dv.
     """
@@ -81,7 +81,7 @@ def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: 
     FACTOR_BYTES: gl.constexpr = FACTORS * factors_desc.block_type.nbytes if schedule.ROW_SCALES else 0
     ROWS: gl.constexpr = schedule.ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    # the first index is fetched too, instead of program_id: waiting for zeros (zeroing.py) is safe only for work tiles
+    # the first index is fetched too, instead of program_id: waiting for zeros (zero_dq.py) is safe only for work tiles
     # of running programs
     index = gl.atomic_add(counters, 1)
     previous = index * 0  # not index itself: Triton would not see the assignment below as a change
@@ -123,17 +123,17 @@ def produce(schedule, shared, counters, sources, results, zeros_desc, decay, D: 
                     mbarrier.expect(ready, Q_BYTES + terms_desc.block_type.nbytes + FACTOR_BYTES)
                     for block in gl.static_range(shared.BLOCKS):
                         at = work.query_at(member, tile * ROWS, block * PART)
-                        copy_engine.load(q_desc, at, ready, shared.queries.index(stage * shared.BLOCKS + block))
-                    copy_engine.load(terms_desc, [terms_row, 0], ready, shared.terms.index(stage))
+                        gluon_compat.load(q_desc, at, ready, shared.queries.index(stage * shared.BLOCKS + block))
+                    gluon_compat.load(terms_desc, [terms_row, 0], ready, shared.terms.index(stage))
                     if schedule.ROW_SCALES:
                         for n_factor in gl.static_range(FACTORS):
                             line = terms_row // ROWS * FACTORS + n_factor
                             there = shared.factors.index(stage * FACTORS + n_factor)
-                            copy_engine.load(factors_desc, [line, 0], ready, there)
+                            gluon_compat.load(factors_desc, [line, 0], ready, there)
                     ready = shared.barriers.d_outs_ready.index(stage)
                     mbarrier.expect(ready, d_out_desc.block_type.nbytes)
                     at = work.query_at(member, tile * ROWS)
-                    copy_engine.load(d_out_desc, at, ready, shared.d_outs.index(stage))
+                    gluon_compat.load(d_out_desc, at, ready, shared.d_outs.index(stage))
                     n += 1
                     if is_zeroing & (n == n_begin + 2):
                         # by now the zeros have been in memory for long, and other programs wait for them

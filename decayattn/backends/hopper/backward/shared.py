@@ -4,10 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, store_word
 
-# blocks of q, k and dk in three_blocks.py
+# blocks of q, k and dk in consume_192.py
 DK_BLOCKS: gl.constexpr = gl.constexpr(3)
 
 
@@ -19,7 +19,7 @@ class BackwardConstants:
     ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
     weights: gl.shared_memory_descriptor  # (1, 8, ROWS): weights of rows in the sums of keys
     bits: gl.shared_memory_descriptor  # (1, 16, ROWS): the same in partial tiles of a constant decay (key_sums.py)
-    # three_blocks.py only, (2, 64, 16): ones_of_splits for the rows' LSE₂, and for their Δ
+    # consume_192.py only, (2, 64, 16): ones_of_splits for the rows' LSE₂, and for their Δ
     splits: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
@@ -44,7 +44,7 @@ class BackwardBarriers:
     keys_ready: gl.shared_memory_descriptor
     keys_read: gl.shared_memory_descriptor  # both have read the keys, and dSᵀ of the last tile; not in wide kernels
     dv_ready: gl.shared_memory_descriptor  # both have stored dv to the values' buffer; wide: also dk to the keys'
-    # wide kernels only (wide.py)
+    # wide kernels only (consume_256.py)
     p_read: gl.shared_memory_descriptor  # both have read P of the previous tile, and dS of the one before that
     scaled_ready: gl.shared_memory_descriptor  # both have stored dS times scales of rows
 
@@ -122,14 +122,14 @@ class BackwardShared:
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
     d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS), then dk; wide: (SLOTS, …)
     p: gl.shared_memory_descriptor  # (1, 64, ROWS) of a wide kernel: Pᵀ
-    dq_parts: gl.shared_memory_descriptor  # (2, 16, 256), of consumer.py only
+    dq_parts: gl.shared_memory_descriptor  # (2, 16, 256), of consume_128.py only
     constants: BackwardConstants
     barriers: BackwardBarriers
     published: Pipeline  # index of the work tile: one word
     STAGES: gl.constexpr
     SLOTS: gl.constexpr
     BLOCKS: gl.constexpr  # buffers that make up one tile of q or k
-    WIDE: gl.constexpr  # consumers of wide.py
+    WIDE: gl.constexpr  # consumers of consume_256.py
 
     @gluon.constexpr_function
     def __init__(
@@ -152,8 +152,8 @@ class BackwardShared:
         self.published = published
         self.STAGES = gl.constexpr(TILE.stages)
         self.SLOTS = gl.constexpr(TILE.slots)
-        self.BLOCKS = gl.constexpr(DK_BLOCKS if TILE.consumers == "three_blocks" else 1)
-        self.WIDE = gl.constexpr(TILE.consumers == "wide")
+        self.BLOCKS = gl.constexpr(DK_BLOCKS if TILE.consumers == "consume_192" else 1)
+        self.WIDE = gl.constexpr(TILE.consumers == "consume_256")
 
     @gluon.jit
     def stage(self, n):

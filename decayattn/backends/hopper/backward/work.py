@@ -10,8 +10,8 @@ diagonal twice: a visit has one sign.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.copy_engine import aggregate
 from decayattn.backends.hopper.common.fragments import ROWS
+from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
 from decayattn.backends.planning.sequences import start_of_head
 from decayattn.backends.tiles.decay import DECAY_BLOCK, side_of_head

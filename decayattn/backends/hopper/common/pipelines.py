@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from decayattn.backends.hopper.common import copy_engine
-from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common import gluon_compat
+from decayattn.backends.hopper.common.gluon_compat import aggregate
 
 
 @gluon.constexpr_function
@@ -38,7 +38,7 @@ def signal(barrier, pred=True):
 @gluon.jit
 def arrive(barrier, pred=True):
     """Arrive at a barrier for a warpgroup, once all its warps have reached this point."""
-    copy_engine.thread_barrier()
+    gluon_compat.thread_barrier()
     signal(barrier, pred)
 
 

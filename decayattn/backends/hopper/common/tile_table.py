@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.copy_engine import aggregate
 from decayattn.backends.hopper.common.descriptors import SLICE_END
+from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.planning.sequences import parts_before
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv

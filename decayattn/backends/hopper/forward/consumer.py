@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import ROWS, SHARES, ones_of_splits, operand_layout, product_layout
 from decayattn.backends.hopper.common.pipelines import stage
 from decayattn.backends.hopper.common.tile_table import flat
@@ -313,7 +313,7 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             flat(out).store(acc.to(q.dtype))
             fence_async_shared()
             if gl.max(overflow.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0])), 0) == 0:
-                copy_engine.store(out_desc, schedule.rows_at(work, start), out)
+                gluon_compat.store(out_desc, schedule.rows_at(work, start), out)
             for n in range(n_end, sent + tiles):
                 keys.consumer_skip(n)
                 values.consumer_skip(n)

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.tiles.decay import DECAY_BLOCK, constant_rate, side_of_head
 from decayattn.backends.tiles.visibility import GRANULE, keys_seen
 

@@ -14,8 +14,8 @@ from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.planning.sequences import Sequences
 from decayattn.backends.runtime import launching, outputs
-from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.strided import strided
 from decayattn.problem import AttentionProblem, Inputs, KeyDecay, Prepared, Saved
 
 

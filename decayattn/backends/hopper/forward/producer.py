@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import ROWS
 from decayattn.backends.hopper.common.pipelines import fetch_next, stage
 from decayattn.backends.hopper.forward.shared import (
@@ -127,7 +127,7 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
         values.producer_acquire(n - 1)
         mbarrier.expect(values.full_barrier(n - 1), v_desc.block_type.nbytes)
         at = schedule.keys_at(work, kv_head, key_before)
-        copy_engine.load(v_desc, at, values.full_barrier(n - 1), values.tile(n - 1))
+        gluon_compat.load(v_desc, at, values.full_barrier(n - 1), values.tile(n - 1))
     return tiles, next_index
 
 
@@ -183,7 +183,7 @@ def _load_queries(shared, schedule, decay, work, count, q_desc, beta_desc):
         mbarrier.expect(barrier, WARPGROUPS * q_desc.block_type.nbytes)
     for w in gl.static_range(WARPGROUPS):
         q = shared.query_tile(count, w)
-        copy_engine.load(q_desc, schedule.rows_at(work, work.bounds.start + w * ROWS), barrier, q)
+        gluon_compat.load(q_desc, schedule.rows_at(work, work.bounds.start + w * ROWS), barrier, q)
 
 
 @gluon.jit
@@ -203,4 +203,4 @@ def _load_keys(shared, schedule, decay, work, n, key, kv_head, difference, k_des
         )
     else:
         mbarrier.expect(barrier, k_desc.block_type.nbytes)
-    copy_engine.load(k_desc, schedule.keys_at(work, kv_head, key), barrier, keys.tile(n))
+    gluon_compat.load(k_desc, schedule.keys_at(work, kv_head, key), barrier, keys.tile(n))

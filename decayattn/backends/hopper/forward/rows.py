@@ -3,7 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.copy_engine import aggregate
 from decayattn.backends.hopper.common.fragments import (
     among_columns,
     bits_before,
@@ -12,6 +11,7 @@ from decayattn.backends.hopper.common.fragments import (
     from_threads,
     where_bits,
 )
+from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.hopper.common.tile_table import TileBounds
 from decayattn.backends.hopper.forward.decay import Decay
 from decayattn.backends.hopper.forward.work import Walk

@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common import copy_engine, descriptors
-from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common import descriptors, gluon_compat
 from decayattn.backends.hopper.common.fragments import DEPTH, WARPS
+from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, stage, store_word
 from decayattn.backends.hopper.common.tile_table import TileBounds, dense_bounds, stacked
 from decayattn.backends.hopper.forward.work import QueryWork
@@ -110,7 +110,7 @@ class ForwardShared:
         tile = self.query_tile(count, WARPGROUP)
         COUNT: gl.constexpr = tile.shape[-1] // desc.block_shape[-1]
         if COUNT > 1:
-            tile = copy_engine.reinterpret(tile, desc.dtype, stacked(COUNT, desc.block_shape), desc.layout).index(0)
+            tile = gluon_compat.reinterpret(tile, desc.dtype, stacked(COUNT, desc.block_shape), desc.layout).index(0)
         return tile
 
     @gluon.jit
@@ -152,10 +152,10 @@ def load_beta(desc, block, key, barrier, beta, n):
     """
     PARTS: gl.constexpr = beta.shape[2] // PART_KEYS
     COUNT: gl.constexpr = beta.shape[0] * PARTS * (DEPTH // COLUMNS)
-    tiles = copy_engine.reinterpret(beta, gl.bfloat16, stacked(COUNT, desc.block_shape), desc.layout)
+    tiles = gluon_compat.reinterpret(beta, gl.bfloat16, stacked(COUNT, desc.block_shape), desc.layout)
     for part in gl.static_range(PARTS):
         tile = tiles.index((n * PARTS + part) * (DEPTH // COLUMNS))
-        copy_engine.load(desc, [block, 0, key + part * PART_KEYS], barrier, tile)
+        gluon_compat.load(desc, [block, 0, key + part * PART_KEYS], barrier, tile)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

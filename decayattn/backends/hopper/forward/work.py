@@ -6,7 +6,7 @@ A work tile is a tile of query rows of one sequence and one head: 64 rows for ev
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.copy_engine import aggregate
+from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
 from decayattn.backends.planning.sequences import parts_before, start_of_head
 from decayattn.backends.tiles.decay import DECAY_BLOCK

@@ -33,9 +33,9 @@ from decayattn.backends.planning.skipping import (
     first_visited,
 )
 from decayattn.backends.runtime import launching
-from decayattn.backends.runtime.arguments import strided
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.strided import strided
 from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
 from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, DecayPrefix
 

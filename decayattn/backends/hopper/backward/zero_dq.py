@@ -16,7 +16,7 @@ keeps some programs from starting, the others still finish.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common import gluon_compat
 
 # columns of dq, seen as lines of consecutive values
 COLUMNS: gl.constexpr = gl.constexpr(256)
@@ -44,7 +44,7 @@ def start_zeroing(schedule, zeros, zeros_desc, index, D: gl.constexpr):
         share = gl.cdiv(tiles * OF_A_TILE, work_tiles)
         begin = index % work_tiles * share
         for n in range(begin, gl.minimum(begin + share, tiles * OF_A_TILE)):
-            copy_engine.store(zeros_desc, [(first_tile * OF_A_TILE + n) * LINES, 0], zeros)
+            gluon_compat.store(zeros_desc, [(first_tile * OF_A_TILE + n) * LINES, 0], zeros)
     return has_next
 
 
@@ -56,7 +56,7 @@ def publish_zeroed(schedule, counters, index):
         pack=1,
     )
     # one thread has stored the zeros, and another one may count them
-    copy_engine.thread_barrier()
+    gluon_compat.thread_barrier()
     gl.atomic_add(counters + schedule.chunk(index) + 1, 1, sem="release")
 
 

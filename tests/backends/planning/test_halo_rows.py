@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from decayattn.backends.planning import exchange
+from decayattn.backends.planning import halo_rows
 from decayattn.distributed import rows as eager_rows
 from decayattn.distributed.exchange import Slices
 from decayattn.distributed.fetching import Fetch
@@ -76,11 +76,11 @@ class Case:
         sent = []
         for fetch, parts in zip(self.fetches, self.parts, strict=True):
             sent.append(eager_rows.pack_sent(fetch, parts))
-            assert_same([exchange.pack_sent(fetch.segments, parts)], sent[-1:])
+            assert_same([halo_rows.pack_sent(fetch.segments, parts)], sent[-1:])
         received = exchanged(sent, [fetch.send for fetch in self.fetches])
         for fetch, parts, rows, length in zip(self.fetches, self.parts, received, self.lengths, strict=True):
             expected = eager_rows.extend(fetch, rows, parts, tokens(length))
-            assert_same(exchange.extend(fetch.segments, rows, parts, tokens(length)), expected)
+            assert_same(halo_rows.extend(fetch.segments, rows, parts, tokens(length)), expected)
 
     def check_backward(self, tokens, asked=(True, True, True)):
         sent, grads = [], []
@@ -88,13 +88,13 @@ class Case:
             of_all = self.of(fetch.halo + tokens(length))
             grads.append([x if is_asked else None for x, is_asked in zip(of_all, asked, strict=True)])
             sent.append(eager_rows.pack_returned(fetch, grads[-1]))
-            assert_same([exchange.pack_returned(fetch.segments, grads[-1])], sent[-1:])
+            assert_same([halo_rows.pack_returned(fetch.segments, grads[-1])], sent[-1:])
         received = exchanged(sent, [fetch.receive for fetch in self.fetches])
         for fetch, of_rank, rows, length in zip(self.fetches, grads, received, self.lengths, strict=True):
             # gradients of a slice, in place: a view with strides of its own
             totals = [x if is_asked else None for x, is_asked in zip(self.of(length), asked, strict=True)]
             expected = eager_rows.add_returned(fetch, rows, totals, of_rank, tokens(length))
-            found = exchange.add_returned(fetch.segments, rows, totals, of_rank, tokens(length))
+            found = halo_rows.add_returned(fetch.segments, rows, totals, of_rank, tokens(length))
             # a conversion need not keep what a NaN has in its lower bits, and the interpreter cuts bfloat16 off
             found, expected = (
                 [None if x is None else x.nan_to_num(nan=7e3, neginf=-7e3) for x in part] for part in (found, expected)
@@ -143,10 +143,10 @@ def test_gradients_that_nobody_asks_for_are_not_sent(asked, dtype, device):
 
 def test_what_is_empty_launches_nothing(device, monkeypatch):
     ranks = Case(0, device, share=[[0.0]])
-    monkeypatch.setattr(exchange, "_launch", None)
+    monkeypatch.setattr(halo_rows, "_launch", None)
     for fetch, parts in zip(ranks.fetches, ranks.parts, strict=True):
-        assert exchange.pack_sent(fetch.segments, parts).shape[0] == 0
-        assert exchange.pack_returned(fetch.segments, parts).shape[0] == 0
-        assert [x.shape[1] for x in exchange.extend(fetch.segments, parts[0].new_empty(0, 12), parts, 0)] == [0] * 3
-        added = exchange.add_returned(fetch.segments, parts[0].new_empty(0, 12), parts, parts, 0)
+        assert halo_rows.pack_sent(fetch.segments, parts).shape[0] == 0
+        assert halo_rows.pack_returned(fetch.segments, parts).shape[0] == 0
+        assert [x.shape[1] for x in halo_rows.extend(fetch.segments, parts[0].new_empty(0, 12), parts, 0)] == [0] * 3
+        added = halo_rows.add_returned(fetch.segments, parts[0].new_empty(0, 12), parts, parts, 0)
         assert all(x.data_ptr() == y.data_ptr() for x, y in zip(added, parts, strict=True))

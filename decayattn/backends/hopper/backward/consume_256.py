@@ -39,10 +39,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
-from decayattn.backends.hopper.backward.keys import keys_of_head, operand_of_dk, tile_probability
 from decayattn.backends.hopper.backward.row_terms import DELTA
+from decayattn.backends.hopper.backward.score_tile import keys_of_head, operand_of_dk, tile_probability
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
-from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
     PART,
@@ -205,7 +205,7 @@ def _next_tile(
 
 
 @gluon.jit
-def consume_wide(schedule, shared, dq_fragments, decay, scale, WARPGROUP: gl.constexpr, READ: gl.constexpr):
+def consume_256(schedule, shared, dq_fragments, decay, scale, WARPGROUP: gl.constexpr, READ: gl.constexpr):
     """Run one consumer warpgroup: its columns of every work tile, through the query tiles that see the tile's keys."""
     ROWS: gl.constexpr = schedule.ROWS
     SCORE: gl.constexpr = product_layout(ROWS // 2)
@@ -274,7 +274,7 @@ def consume_wide(schedule, shared, dq_fragments, decay, scale, WARPGROUP: gl.con
         # Store dv to the buffer of the values, and dk to that of the keys. The other warpgroup had its last scores
         # before it stored dS of the last tile, and for dq it reads its own columns of the keys only. So only warps of
         # this warpgroup may still read the overwritten columns
-        copy_engine.thread_barrier()
+        gluon_compat.thread_barrier()
         values, keys = flat(shared.values.index(0)), flat(shared.keys.index(0))
         values.slice(WARPGROUP * D_V // 2, D_V // 2, 1).store(dv.to(values.dtype))
         keys.slice(WARPGROUP * D // 2, DK, 1).store((dk * scale).to(keys.dtype))

@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends.runtime import launching
-from decayattn.backends.runtime.arguments import Strided
 from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.strided import Strided
 
 TOKENS: tl.constexpr = tl.constexpr(16)
 # segments that one step of a sum over their lengths reads

@@ -20,10 +20,10 @@ from decayattn.backends.hopper.backward.dq import (
     start_dq_part,
 )
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile
-from decayattn.backends.hopper.backward.keys import keys_of_head, operand_of_dk, scaled_scores
 from decayattn.backends.hopper.backward.row_terms import DELTA
+from decayattn.backends.hopper.backward.score_tile import keys_of_head, operand_of_dk, scaled_scores
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
-from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import (
     KEYS,
     PART,
@@ -102,7 +102,7 @@ def _next_tile(
     scoreT = warpgroup_mma_wait(2, (scoreT,))
     if WARPGROUP == 0:
         signal(shared.barriers.first_scores.index(stage))
-    # inlined tile_probability of keys.py: with the call ptxas allocates other registers, which has not been timed
+    # inlined tile_probability of score_tile.py: with the call ptxas allocates other registers, which has not been timed
     if DECAY != "none":
         # the term that the tile's rows share is added to the key's
         key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
@@ -182,7 +182,7 @@ def _dk_staging(dk_desc, shared, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr)
     # view the whole slot as tiles of dk and use the first: at D = 64 the slot is twice as large as a tile, and Triton
     # 3.8 reinterprets a buffer only as one of the same size
     COUNT: gl.constexpr = staging.shape[0] * staging.shape[1] // (WARPGROUP_KEYS * PART)
-    tiles = copy_engine.reinterpret(staging, dk_desc.dtype, stacked(COUNT, dk_desc.block_shape), dk_desc.layout)
+    tiles = gluon_compat.reinterpret(staging, dk_desc.dtype, stacked(COUNT, dk_desc.block_shape), dk_desc.layout)
     return tiles.index(0)
 
 
@@ -196,10 +196,10 @@ def _store_dk(dk_desc, dk, n, work, shared, WARPGROUP: gl.constexpr, D: gl.const
     for half in gl.static_range(HALVES):
         flat(_dk_staging(dk_desc, shared, n, half, WARPGROUP)).store(halves[half])
     fence_async_shared()
-    copy_engine.thread_barrier()
+    gluon_compat.thread_barrier()
     for half in gl.static_range(HALVES):
         staging = _dk_staging(dk_desc, shared, n, half, WARPGROUP)
-        copy_engine.store(dk_desc, work.key_at(WARPGROUP, half * PART), staging)
+        gluon_compat.store(dk_desc, work.key_at(WARPGROUP, half * PART), staging)
 
 
 @gluon.jit
@@ -239,7 +239,7 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.cons
                 # One thread waits until dk of the last work tile has left the slots of dSᵀ. The barrier holds back the
                 # others, which write there too
                 tma.store_wait(0)
-                copy_engine.thread_barrier()
+                gluon_compat.thread_barrier()
                 for EDGE in gl.static_range(1, -1, -1):
                     first_visit, end_visit = visits(visited, EDGE)
                     for visit in range(first_visit, end_visit):
@@ -267,10 +267,10 @@ def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.cons
             arrive(shared.barriers.keys_read, member == schedule.GROUP - 1)
             if previous >= 0:
                 tma.store_wait(0)
-                copy_engine.thread_barrier()
+                gluon_compat.thread_barrier()
                 stage_dq_part(shared, dq, WARPGROUP)
                 fence_async_shared()
-                copy_engine.thread_barrier()
+                gluon_compat.thread_barrier()
                 add_dq_part(dq_desc, first_part + previous // schedule.SIDES * 2, shared, WARPGROUP)
                 if schedule.ROW_SUMS:
                     add_row_sums(row_sum, decay.sums.rows, first_row, previous, work, WARPGROUP, D)

@@ -1,14 +1,14 @@
-"""The backward's consumers for up to 192 columns of q and k with up to 128 of v: 64 keys each, as in consumer.py.
+"""The backward's consumers for up to 192 columns of q and k with up to 128 of v: 64 keys each, as in consume_128.py.
 
 dk and dv of 64 keys take 160 registers of a thread, and the scores of 32 rows fit in the rest. So a query tile is
 processed in two halves. q, k and dk are three blocks of 64 columns. dq is multiplied one tile later. Each warpgroup has
 one outer block of it in every tile. In turns, one has the middle block and the other the row sums of dS. Threads add dq
-up from their registers (wide.py)::
+up from their registers (consume_256.py)::
 
     half 0   S, dP | P | dV | dS → shared memory | dq₋₁ of an outer block | dK
     half 1   S, dP | P | dV | dS → shared memory | dq₋₁ of the middle block, or row sums₋₁ | dK
 
-Additions to memory limit this kernel: with 64 keys per work tile (wide.py) there would be twice as many.
+Additions to memory limit this kernel: with 64 keys per work tile (consume_256.py) there would be twice as many.
 
 The barriers are those of kernel.py, with three slots of dSᵀ.
 
@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
-from decayattn.backends.hopper.backward.keys import keys_of_head, operand_of_dk, tile_probability
+from decayattn.backends.hopper.backward.score_tile import keys_of_head, operand_of_dk, tile_probability
 from decayattn.backends.hopper.backward.shared import DK_BLOCKS
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
-from decayattn.backends.hopper.common import copy_engine
+from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import COPIES, PART, SHARES, operand_layout, product_layout
 from decayattn.backends.hopper.common.pipelines import arrive, signal
 from decayattn.backends.hopper.common.tile_table import flat, stacked
@@ -165,21 +165,21 @@ def _next_tile(
 
 @gluon.jit
 def _store_dk(dk_desc, blocks, n, work, shared, WARPGROUP: gl.constexpr):
-    """Start to store dk, block after block, from the two slots of dSᵀ that are not the last tile's (consumer.py)."""
+    """Start to store dk, block after block, from the two slots of dSᵀ that are not the last tile's (consume_128.py)."""
     for block in gl.static_range(DK_BLOCKS):
         if block >= 2:
             tma.store_wait(0)
-            copy_engine.thread_barrier()
+            gluon_compat.thread_barrier()
         staging = shared.d_scores.index(shared.slot(n + block % 2) * 2 + WARPGROUP)
-        tiles = copy_engine.reinterpret(staging, dk_desc.dtype, stacked(1, dk_desc.block_shape), dk_desc.layout)
+        tiles = gluon_compat.reinterpret(staging, dk_desc.dtype, stacked(1, dk_desc.block_shape), dk_desc.layout)
         flat(tiles.index(0)).store(blocks[block].to(dk_desc.dtype))
         fence_async_shared()
-        copy_engine.thread_barrier()
-        copy_engine.store(dk_desc, work.key_at(WARPGROUP, block * PART), tiles.index(0))
+        gluon_compat.thread_barrier()
+        gluon_compat.store(dk_desc, work.key_at(WARPGROUP, block * PART), tiles.index(0))
 
 
 @gluon.jit
-def consume_three_blocks(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
+def consume_192(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
     """Run one consumer warpgroup: its 64 keys of every work tile, through the query tiles that see the tile's keys."""
     KEY: gl.constexpr = gl.SliceLayout(1, product_layout(schedule.ROWS // 2))
     D_V: gl.constexpr = shared.values.shape[-1]
@@ -210,7 +210,7 @@ def consume_three_blocks(schedule, shared, dq_fragments, dk_desc, decay, scale, 
                 # One thread waits until dk of the last work tile has left the slots of dSᵀ. The barrier holds back the
                 # others, which write there too
                 tma.store_wait(0)
-                copy_engine.thread_barrier()
+                gluon_compat.thread_barrier()
                 for EDGE in gl.static_range(1, -1, -1):
                     first_visit, end_visit = visits(visited, EDGE)
                     for visit in range(first_visit, end_visit):
