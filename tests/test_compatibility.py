@@ -19,15 +19,9 @@ from decayattn import compatibility, decay_attention
 @pytest.fixture
 def reload(monkeypatch):
     """The module as it is where names are missing, until the test ends."""
-
-    def reload() -> None:
-        held = compatibility._held
-        importlib.reload(compatibility)
-        compatibility._held.update(held)  # launches of other tests are remembered
-
-    yield reload
+    yield lambda: importlib.reload(compatibility)
     monkeypatch.undo()
-    reload()
+    importlib.reload(compatibility)
 
 
 def make(device):

@@ -3,7 +3,7 @@
 `kernel[grid](...)` derives the compiled kernel from the kind of every argument, in every launch. For an attention
 kernel that takes five times as long as the launch itself. The kinds follow from properties that all launches of one
 call of ours share. So they are looked up once per call, and later launches reuse the compiled kernel directly
-(compatibility.DirectLaunch).
+(direct_launch.py).
 
 A call with other lengths, as packed batches have in every step, is another call, but mostly has the same kinds. Then
 each kernel's arguments are examined once more (kinds_of), and Triton is asked for new kinds only. Triton reports each
@@ -20,7 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
-from decayattn import compatibility
+from decayattn.backends.runtime import direct_launch
+from decayattn.backends.runtime.direct_launch import DirectLaunch
 
 # launch(kernel, programs, *args, **constants) is kernel[(programs,)](*args, **constants)
 Launch = Callable[..., None]
@@ -50,7 +51,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 def uncached(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
     """Launch a kernel through Triton and cache nothing."""
-    compatibility.launch(kernel, programs, args, constants)
+    direct_launch.launch(kernel, programs, args, constants)
 
 
 def of_call(
@@ -66,7 +67,7 @@ def of_call(
     hooks = triton.knobs.runtime
     if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return uncached
-    if not compatibility.has_direct_launches():
+    if not direct_launch.has_direct_launches():
         return uncached
     misaligned, kinds = 0, [device, modes]
     for x in tensors:
@@ -86,7 +87,7 @@ class _Remembering:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device.index
-        self.known: dict[tuple, compatibility.DirectLaunch] = {}
+        self.known: dict[tuple, DirectLaunch] = {}
 
     def __call__(self, kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
         key = (kernel.fn, programs, *constants.values())
@@ -106,21 +107,21 @@ def _remembering(kinds: tuple) -> _Remembering:
 # Kinds of arguments, which calls with other lengths share
 
 # by device, kernel, constants and kinds of arguments; one entry per compiled kernel, which Triton keeps too
-_by_kinds: dict[tuple, compatibility.DirectLaunch] = {}
+_by_kinds: dict[tuple, DirectLaunch] = {}
 
 
 def _launch_by_kinds(
     kernel: triton.runtime.JITFunction, programs: int, device: int, args: tuple, constants: dict[str, Any]
-) -> compatibility.DirectLaunch | None:
+) -> DirectLaunch | None:
     """Launch a kernel and return its DirectLaunch; None if the next launch must go through Triton."""
     kinds = kinds_of(args)
     if kinds is None:
-        return compatibility.first_launch(kernel, programs, device, args, constants)
+        return direct_launch.first_launch(kernel, programs, device, args, constants)
     key = (device, kernel.fn, *constants.items(), kinds)
     direct = _by_kinds.get(key)
     if direct is not None:
         direct(programs, device, args)
-    elif (direct := compatibility.first_launch(kernel, programs, device, args, constants)) is not None:
+    elif (direct := direct_launch.first_launch(kernel, programs, device, args, constants)) is not None:
         _by_kinds[key] = direct
     return direct
 

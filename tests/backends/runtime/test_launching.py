@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from decayattn import compatibility, decay_attention, decay_attention_varlen
 from decayattn.backends.registry import load
-from decayattn.backends.runtime import launching, tma
+from decayattn.backends.runtime import direct_launch, launching, tma
 from decayattn.backends.runtime.strided import Strided
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the interpreter compiles nothing")
@@ -98,7 +98,7 @@ def log(monkeypatch):
     forget_shared_memory()
     yield fake.log
     forget_shared_memory()
-    for compiled in compatibility._held.values():
+    for compiled in direct_launch._held.values():
         if getattr(compiled, "module", None) is MODULE:
             compiled.module = None  # else Triton unloads it when Python ends, from a GPU that is not there
 
@@ -115,7 +115,7 @@ def kernel_of_anything(log):
 
 
 def anew(function):
-    compatibility._compared.discard(function)
+    direct_launch._compared.discard(function)
     launching._by_kinds.clear()
     launching._remembering.cache_clear()
     return JITFunction(function)
@@ -297,7 +297,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_another_way_to_launch_is_left_to_triton(way, monkeypatch):
     monkeypatch.setattr(compatibility, "_fallbacks", {})
-    monkeypatch.setattr(compatibility, "_compared", set())
+    monkeypatch.setattr(direct_launch, "_compared", set())
     monkeypatch.setattr(compatibility, "current_stream", lambda device: 17 + device)
     compiled, x = Compiled(), torch.zeros(8)
     if way == "no run":
@@ -436,13 +436,13 @@ def test_packed_batches_of_other_totals_ask_nothing(backend, monkeypatch):
     if isinstance(load(backend), str):
         pytest.skip(load(backend))
     run(backend, packed=[0, 5, 5, 600, 643], length=643)
-    first_launch, asked = compatibility.first_launch, []
+    first_launch, asked = direct_launch.first_launch, []
 
     def watched(kernel, *args):
         asked.append(kernel.fn.__name__)
         return first_launch(kernel, *args)
 
-    monkeypatch.setattr(compatibility, "first_launch", watched)
+    monkeypatch.setattr(direct_launch, "first_launch", watched)
     for total in (645, 647, 650):
         run(backend, packed=[0, 5, 5, 600, total], length=total)
     assert asked == []
