@@ -86,7 +86,7 @@ def _aggregate(cls: type) -> type:
         methods = {name: member for name, member in vars(cls).items() if _is_function(member)}
         # the constructor is kept in what the class's hash is made of
         for name, member in (methods | {"__init__": cls.hash_attrs[0]}).items():
-            setattr(_known[cls], name, _function(member.fn))
+            setattr(_known[cls], name, _function(getattr(member, "fn", member)))
     return _known[cls]
 
 

@@ -78,7 +78,7 @@ from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights
 from decayattn.backends.hopper.backward.producer import produce
 from decayattn.backends.hopper.backward.row_terms import DELTA, FACTORS
 from decayattn.backends.hopper.backward.shared import DK_BLOCKS, BackwardConstants, BackwardShared, allocate_barriers
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums, side_count
 from decayattn.backends.hopper.backward.zero_dq import allocate_zeros
 from decayattn.backends.hopper.common.call import field
 from decayattn.backends.hopper.common.fragments import COPIES, DEPTH, FRAGMENT_COLUMNS, FRAGMENT_ROWS, ones_of_columns
@@ -164,6 +164,7 @@ def gradients_kernel(
     DECAY_GRADIENT: gl.constexpr = field(MODES, "decay_gradient")
     RAGGED: gl.constexpr = field(MODES, "ragged")
     ROW_SCALES: gl.constexpr = field(MODES, "row_scales")
+    CAUSAL: gl.constexpr = field(MODES, "causal")
     CONSUMERS: gl.constexpr = field(TILE, "consumers")
     D: gl.constexpr = field(TILE, "dim")
     READ: gl.constexpr = field(TILE, "read")
@@ -233,7 +234,10 @@ def gradients_kernel(
         BackwardConstants(zeros, ones, weights, bits, splits),
         allocate_barriers(STAGES, SLOTS, WIDE, WIDE and ROW_SCALES),
         make_pipeline(allocate_words(1), 1, 2),
-        TILE,
+        STAGES,
+        SLOTS,
+        BLOCKS,
+        WIDE,
     )
     shared.barriers.init(STAGES, SLOTS, WIDE, WIDE and ROW_SCALES)
 
@@ -245,7 +249,9 @@ def gradients_kernel(
     kv_heads = entries * (heads // GROUP)
     schedule = KeySchedule(
         key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, right, decay.mirror, TILE, MODES,
+        row_tiles, left, right, decay.mirror, KEYS, ROWS, GROUP, DECAY, DECAY_GRADIENT,
+        has_row_sums(DECAY, DECAY_GRADIENT), ROW_SCALES, RAGGED, field(MODES, "window"), field(MODES, "planned"),
+        CAUSAL, side_count(DECAY, CAUSAL),
     )
     sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc)
     if WIDE:

@@ -22,14 +22,6 @@ class BackwardConstants:
     # consume_192.py only, (2, 64, 16): ones_of_splits for the rows' LSE₂, and for their Δ
     splits: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, zeros, ones, weights, bits, splits):
-        self.zeros = zeros
-        self.ones = ones
-        self.weights = weights
-        self.bits = bits
-        self.splits = splits
-
 
 @aggregate
 class BackwardBarriers:
@@ -47,23 +39,6 @@ class BackwardBarriers:
     # wide kernels only (consume_256.py)
     p_read: gl.shared_memory_descriptor  # both have read P of the previous tile, and dS of the one before that
     scaled_ready: gl.shared_memory_descriptor  # both have stored dS times scales of rows
-
-    @gluon.constexpr_function
-    def __init__(
-        self, queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, d_scores_read, keys_ready, keys_read,
-        dv_ready, p_read, scaled_ready,
-    ):
-        self.queries_ready = queries_ready
-        self.d_outs_ready = d_outs_ready
-        self.empty = empty
-        self.first_scores = first_scores
-        self.d_scores_ready = d_scores_ready
-        self.d_scores_read = d_scores_read
-        self.keys_ready = keys_ready
-        self.keys_read = keys_read
-        self.dv_ready = dv_ready
-        self.p_read = p_read
-        self.scaled_ready = scaled_ready
 
     @gluon.jit
     def init(self, STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr):
@@ -130,30 +105,6 @@ class BackwardShared:
     SLOTS: gl.constexpr
     BLOCKS: gl.constexpr  # buffers that make up one tile of q or k
     WIDE: gl.constexpr  # consumers of consume_256.py
-
-    @gluon.constexpr_function
-    def __init__(
-        self, keys, values, queries, d_outs, terms, factors, differences, starts, d_scores, p, dq_parts, constants,
-        barriers, published, TILE,
-    ):
-        self.keys = keys
-        self.values = values
-        self.queries = queries
-        self.d_outs = d_outs
-        self.terms = terms
-        self.factors = factors
-        self.differences = differences
-        self.starts = starts
-        self.d_scores = d_scores
-        self.p = p
-        self.dq_parts = dq_parts
-        self.constants = constants
-        self.barriers = barriers
-        self.published = published
-        self.STAGES = gl.constexpr(TILE.stages)
-        self.SLOTS = gl.constexpr(TILE.slots)
-        self.BLOCKS = gl.constexpr(DK_BLOCKS if TILE.consumers == "consume_192" else 1)
-        self.WIDE = gl.constexpr(TILE.consumers == "consume_256")
 
     @gluon.jit
     def stage(self, n):

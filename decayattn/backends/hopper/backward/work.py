@@ -71,37 +71,6 @@ class KeySchedule:
     CAUSAL: gl.constexpr
     SIDES: gl.constexpr  # 2 if their signs differ, else 1: side 0 has all rows
 
-    @gluon.constexpr_function
-    def __init__(
-        self, work_tiles, kv_heads, together, key_table, key_tiles, heads, query_axis, key_axis, block_axis, row_tiles,
-        left, right, mirror, TILE, MODES,
-    ):
-        self.work_tiles = work_tiles
-        self.kv_heads = kv_heads
-        self.together = together
-        self.key_table = key_table
-        self.key_tiles = key_tiles
-        self.heads = heads
-        self.query_axis = query_axis
-        self.key_axis = key_axis
-        self.block_axis = block_axis
-        self.row_tiles = row_tiles
-        self.left = left
-        self.right = right
-        self.mirror = mirror
-        self.KEYS = gl.constexpr(TILE.keys)
-        self.ROWS = gl.constexpr(TILE.rows)
-        self.GROUP = gl.constexpr(MODES.group)
-        self.DECAY = gl.constexpr(MODES.decay)
-        self.DECAY_GRADIENT = gl.constexpr(MODES.decay_gradient)
-        self.ROW_SUMS = gl.constexpr(has_row_sums(MODES.decay, MODES.decay_gradient))
-        self.ROW_SCALES = gl.constexpr(MODES.row_scales)
-        self.RAGGED = gl.constexpr(MODES.ragged)
-        self.WINDOW = gl.constexpr(MODES.window)
-        self.PLANNED = gl.constexpr(MODES.planned)
-        self.CAUSAL = gl.constexpr(MODES.causal)
-        self.SIDES = gl.constexpr(side_count(MODES.decay, MODES.causal))
-
     @gluon.jit
     def chunks(self):
         """Number of chunks.
@@ -144,12 +113,6 @@ class KeyWork:
     schedule: KeySchedule
     bounds: TileBounds
     kv_head: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, schedule, bounds, kv_head):
-        self.schedule = schedule
-        self.bounds = bounds
-        self.kv_head = kv_head
 
     @gluon.jit
     def first_position(self):

@@ -1,4 +1,4 @@
-"""Gluon API differences between Triton 3.6 and later versions.
+"""Gluon API differences between Triton 3.6 and later versions, and the constructors of aggregates.
 
 `load`, `store` and `reduce_add` start asynchronous copies of a tile between device and shared memory (by TMA, the copy
 engine).
@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 if hasattr(tma, "async_load"):
-    from triton import aggregate
+    from triton import aggregate as _aggregate
 
     load = tma.async_load
     store = tma.async_store
@@ -19,7 +19,7 @@ else:
     from triton._C.libtriton import ir
     from triton.experimental.gluon.language._core import builtin
 
-    aggregate = triton.language.core._aggregate
+    _aggregate = triton.language.core._aggregate
     load = tma.async_copy_global_to_shared
     store = tma.async_copy_shared_to_global
 
@@ -34,5 +34,23 @@ else:
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # shared memory with another type, shape and layout
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
+def aggregate(cls):
+    """Make a class an aggregate, with a constructor that takes its fields in order: only later versions make one.
+
+    A call with other fields is other source text, so kernels are compiled again although Triton does not hash this
+    constructor.
+    """
+    fields = cls.__annotations__
+
+    def init(self, *values):
+        for (name, kind), value in zip(fields.items(), values, strict=True):
+            setattr(self, name, gl.constexpr(value) if kind is gl.constexpr else value)
+
+    init.__triton_builtin__ = True
+    cls.__init__ = init
+    return _aggregate(cls)
+
 
 __all__ = ["aggregate", "load", "reduce_add", "reinterpret", "store", "thread_barrier"]

@@ -55,13 +55,6 @@ class Pipeline:
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, STAGES):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
-
     @gluon.jit
     def tile(self, n):
         return self.tiles.index(stage(n, self.STAGES))

@@ -153,17 +153,6 @@ class TileBounds:
     first_block: gl.tensor
     first_tile: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, start, query_length, key_length, entry, first_row, first_token, first_block, first_tile):
-        self.start = start
-        self.query_length = query_length
-        self.key_length = key_length
-        self.entry = entry
-        self.first_row = first_row
-        self.first_token = first_token
-        self.first_block = first_block
-        self.first_tile = first_tile
-
 
 @gluon.jit
 def load_bounds(table, tile):

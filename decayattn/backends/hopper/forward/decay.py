@@ -15,11 +15,6 @@ class Base:
     high: gl.tensor
     low: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, high, low):
-        self.high = high
-        self.low = low
-
     @gluon.jit
     def minus(self, other):
         """Return the difference as one float32 value."""
@@ -33,12 +28,6 @@ class RowAlpha:
     base: Base
     anchor_base: Base
     beta: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, base, anchor_base, beta):
-        self.base = base
-        self.anchor_base = anchor_base
-        self.beta = beta
 
     @gluon.jit
     def sum(self):
@@ -68,24 +57,6 @@ class Decay:
     PLANNED: gl.constexpr
     LIMITED: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, rates, beta, bases, last_reset, next_reset, left, right, plan, KIND, CAUSAL, WINDOW, PLANNED
-    ):
-        self.rates = rates
-        self.beta = beta
-        self.bases = bases
-        self.last_reset = last_reset
-        self.next_reset = next_reset
-        self.left = left
-        self.right = right
-        self.plan = plan
-        self.KIND = gl.constexpr(KIND)
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.WINDOW = gl.constexpr(WINDOW)
-        self.PLANNED = gl.constexpr(PLANNED)
-        self.LIMITED = gl.constexpr(WINDOW or KIND == "constant")
-
     @gluon.jit
     def of(self, schedule, work):
         """Return the same decay, with pointers to the sequence and head of a work tile and with the head's window."""
@@ -98,7 +69,7 @@ class Decay:
         return Decay(
             self.rates, self.beta + tokens, self.bases + schedule.blocks(work) * 2,
             self.last_reset + tokens, self.next_reset + tokens, left, right, self.plan + schedule.granules(work),
-            self.KIND, self.CAUSAL, self.WINDOW, self.PLANNED,
+            self.KIND, self.CAUSAL, self.WINDOW, self.PLANNED, self.LIMITED,
         )
 
     @gluon.jit

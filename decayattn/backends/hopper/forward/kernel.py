@@ -154,7 +154,10 @@ def forward_kernel(
     REGISTERS: gl.constexpr = field(TILE, "registers")
     PRODUCER_REGISTERS: gl.constexpr = field(TILE, "producer_registers")
     rates, token_beta, bases, last_reset, next_reset, plan = decay_tensors
-    decay = Decay(rates, token_beta, bases, last_reset, next_reset, left, right, plan, KIND, CAUSAL, WINDOW, PLANNED)
+    decay = Decay(
+        rates, token_beta, bases, last_reset, next_reset, left, right, plan, KIND, CAUSAL, WINDOW, PLANNED,
+        WINDOW or KIND == "constant",
+    )
 
     q_tiles = allocate_tiles(q_desc, SLOTS * WARPGROUPS)
     k_tiles = allocate_tiles(k_desc, STAGES)

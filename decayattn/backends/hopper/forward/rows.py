@@ -33,20 +33,6 @@ class Rows:
     position: gl.tensor
     bounds: TileBounds
     decay: Decay
-    HAS_FIRST: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, q, count, sent, n_end, walk, position, bounds, decay):
-        self.q = q
-        self.count = count
-        self.sent = sent
-        self.n_end = n_end
-        self.walk = walk
-        self.position = position
-        self.bounds = bounds
-        self.decay = decay
-        # a row can have a first key other than 0
-        self.HAS_FIRST = gl.constexpr(decay.KIND == "scalar" or decay.LIMITED or not decay.CAUSAL)
 
     @gluon.jit
     def first_key(self, is_right):
@@ -75,11 +61,13 @@ def masked(score, rows, tile, is_right, whole_begin, BITS: gl.constexpr):
     """
     SCORE: gl.constexpr = score.type.layout
     KEYS: gl.constexpr = score.shape[1]
+    # a row can have a first key other than 0
+    HAS_FIRST: gl.constexpr = rows.decay.KIND == "scalar" or rows.decay.LIMITED or not rows.decay.CAUSAL
     x = by_threads(score)
     end = rows.keys_end(is_right) - tile * KEYS
     if BITS:
         seen = bits_before(end, x)
-        if rows.HAS_FIRST:
+        if HAS_FIRST:
             has_firsts = tile < whole_begin
             if has_firsts:
                 seen &= ~bits_before(rows.first_key(is_right) - tile * KEYS, x)
@@ -87,7 +75,7 @@ def masked(score, rows, tile, is_right, whole_begin, BITS: gl.constexpr):
     else:
         key = common_columns(x)
         x = gl.where(key < among_columns(end, x), x, float("-inf"))
-        if rows.HAS_FIRST:
+        if HAS_FIRST:
             has_firsts = tile < whole_begin
             if has_firsts:
                 x = gl.where(key >= among_columns(rows.first_key(is_right) - tile * KEYS, x), x, float("-inf"))

@@ -79,26 +79,6 @@ class ForwardShared:
     WARPGROUPS: gl.constexpr
     READ: gl.constexpr  # columns of q and k that hold values
 
-    @gluon.constexpr_function
-    def __init__(
-        self, queries, keys, values, published, beta, differences, left, right, signs, overflows, fences, row_alphas,
-        WARPGROUPS, READ,
-    ):
-        self.queries = queries
-        self.keys = keys
-        self.values = values
-        self.published = published
-        self.beta = beta
-        self.differences = differences
-        self.left = left
-        self.right = right
-        self.signs = signs
-        self.overflows = overflows
-        self.fences = fences
-        self.row_alphas = row_alphas
-        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
-        self.READ = gl.constexpr(READ)
-
     @gluon.jit
     def query_tile(self, count, WARPGROUP: gl.constexpr):
         """Buffer of a warpgroup's q of the count-th work tile."""

@@ -36,25 +36,6 @@ class QuerySchedule:
     PACKED: gl.constexpr
     KEYS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, work_tiles, row_tiles, heads, group, together, query_axis, key_axis, block_axis, granule_axis, table,
-        RAGGED, PACKED, KEYS,
-    ):
-        self.work_tiles = work_tiles
-        self.row_tiles = row_tiles
-        self.heads = heads
-        self.group = group
-        self.together = together
-        self.query_axis = query_axis
-        self.key_axis = key_axis
-        self.block_axis = block_axis
-        self.granule_axis = granule_axis
-        self.table = table
-        self.RAGGED = gl.constexpr(RAGGED)
-        self.PACKED = gl.constexpr(PACKED)
-        self.KEYS = gl.constexpr(KEYS)
-
     @gluon.jit
     def head_and_tile(self, index):
         """(head_row, tile) of a work tile.
@@ -138,13 +119,6 @@ class QueryWork:
     head: gl.tensor
     KEYS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, bounds, head_row, head, KEYS):
-        self.bounds = bounds
-        self.head_row = head_row
-        self.head = head
-        self.KEYS = gl.constexpr(KEYS)
-
     @gluon.jit
     def first_position(self):
         return self.bounds.key_length - self.bounds.query_length
@@ -183,14 +157,6 @@ class Walk:
     right_begin: gl.tensor
     CAUSAL: gl.constexpr
     KEYS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, left_end, left_visits, right_begin, CAUSAL, KEYS):
-        self.left_end = left_end
-        self.left_visits = left_visits
-        self.right_begin = right_begin
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.KEYS = gl.constexpr(KEYS)
 
     @gluon.jit
     def is_right(self, visit):
