@@ -45,7 +45,6 @@ from decayattn.backends.planning import halo_bound, halo_rows
 from decayattn.backends.portable import backend as portable
 from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
-from decayattn.backends.portable import launch as portable_launch
 from decayattn.backends.runtime import launching
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, Held, Inputs
 from tools.fuzzing import judge
@@ -64,7 +63,7 @@ class Target:
     def arch(self) -> str:
         """Its name in config.py."""
         hip = self.gpu.backend == "hip"
-        return portable_config.arch((9, 4) if hip else divmod(self.gpu.arch, 10), hip, self.shared_memory)
+        return portable_config.arch_name((9, 4) if hip else divmod(self.gpu.arch, 10), hip, self.shared_memory)
 
 
 # CUDA Programming Guide, technical specifications per compute capability; of CDNA 3, the local data share
@@ -382,8 +381,7 @@ def collecting(target: Target) -> Iterator[list]:
 
     with (
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(portable_launch, "arch", return_value=target.arch),
-        mock.patch.object(decoding, "arch", return_value=target.arch),
+        mock.patch.object(portable_config, "arch", return_value=target.arch),
         mock.patch.object(launching, "multiprocessors", return_value=MULTIPROCESSORS),
     ):
         yield kernels

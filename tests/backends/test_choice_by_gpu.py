@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decayattn.backends.hopper import backend as hopper
-from decayattn.backends.portable import config, decode, launch
+from decayattn.backends.portable import config, decode
 
 GPU = torch.device("cuda", 0)
 # capability, ROCm, kilobytes of shared memory that a block can have
@@ -38,7 +38,7 @@ def gpu(monkeypatch):
         clear()
 
     def clear():
-        launch.arch.cache_clear()
+        config.arch.cache_clear()
         hopper.unavailable.cache_clear()
 
     yield install
@@ -49,7 +49,7 @@ def gpu(monkeypatch):
 def test_tiles_follow_from_the_gpu(name, gpu):
     *known, expected = GPUS[name]
     gpu(*known)
-    assert launch.arch(GPU) == expected
+    assert config.arch(GPU) == expected
     reason = hopper.unavailable(torch.bfloat16, GPU)
     assert (reason is None) == (name == "H100")
     if known[1]:
@@ -61,12 +61,12 @@ def test_float32_products_without_tf32(gpu):
     try:
         torch.set_float32_matmul_precision("high")
         gpu(*GPUS["A100"][:3])
-        assert launch.dot_precision() == "tf32"
+        assert config.dot_precision() == "tf32"
         gpu(*GPUS["MI250 (gfx90a)"][:3])
-        assert launch.dot_precision() == "ieee"
+        assert config.dot_precision() == "ieee"
         torch.set_float32_matmul_precision("highest")
         gpu(*GPUS["A100"][:3])
-        assert launch.dot_precision() == "ieee"
+        assert config.dot_precision() == "ieee"
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends.portable.launch import padded
+from decayattn.backends.portable.config import padded
 from decayattn.backends.portable.pages import entry_start, has_place, table_and_blocks, token_offset
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
@@ -83,7 +83,7 @@ class NewTokens(NamedTuple):
 
 
 class AppendTraits(NamedTuple):
-    """Constants that append_kernel is compiled for, as in arguments.Traits."""
+    """Constants that append_kernel is compiled for, as in kernel_args.Traits."""
 
     d: int
     d_v: int

@@ -8,9 +8,12 @@ entries were measured on one H200 (torch 2.11, Triton 3.6), bfloat16, causal, pe
 loads through pointers, "TMA" through descriptors. `python experiments/tools/sweep_tiles.py` measures them again.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
+
+from decayattn.backends.runtime.integers import next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,18 @@ QUERY_GRADIENTS = Kernel(
 )
 
 
-def arch(capability: tuple[int, int], hip: bool, shared_memory: int) -> str:
+@functools.cache
+def arch(device: torch.device) -> str:
+    """Name of the GPU's tiles; "interpreter" on a CPU."""
+    if device.type != "cuda":
+        return "interpreter"
+    gpu = torch.cuda.get_device_properties(device)
+    # a block may ask for more than 48 KB up to this limit, which ROCm does not have
+    shared_memory = getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block)
+    return arch_name((gpu.major, gpu.minor), torch.version.hip is not None, shared_memory)
+
+
+def arch_name(capability: tuple[int, int], hip: bool, shared_memory: int) -> str:
     """Name of a GPU's tiles: "sm90", or by the shared memory of a block (in bytes) "other" or "small".
 
     A gfx90a reports capability 9.0, too.
@@ -144,12 +158,23 @@ def arch(capability: tuple[int, int], hip: bool, shared_memory: int) -> str:
     return "other" if shared_memory >= _OTHER_SHARED_MEMORY else "small"
 
 
+def padded(dim: int) -> int:
+    """Tile width of a head dimension: a power of two, at least a matrix instruction's width."""
+    return max(16, next_power_of_2(dim))
+
+
+def dot_precision() -> str:
+    """Precision of float32 products: PyTorch's setting. Only one generation of AMD's GPUs has TF32."""
+    exact = torch.get_float32_matmul_precision() == "highest" or torch.version.hip is not None
+    return "ieee" if exact else "tf32"
+
+
 def choose(
     kernel: Kernel, arch: str, dim: int, dtype: torch.dtype, aligned: bool, sequences: bool = False
 ) -> TileConfig:
     """Choose the kernel's tiles.
 
-    arch: "interpreter", or a result of `arch`. dim: the larger of the padded head and value dimensions.
+    arch: a result of `arch`. dim: the larger of the padded head and value dimensions.
     aligned: TMA descriptors can address every tensor that the kernel reads in tiles.
     sequences: they do not fill their batch entries.
     """

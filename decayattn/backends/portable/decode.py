@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from decayattn.backends.portable import config
+from decayattn.backends.portable.config import padded
 from decayattn.backends.portable.kernel_args import TileSource
-from decayattn.backends.portable.launch import arch, dot_precision, padded
 from decayattn.backends.portable.pages import CachedTokens, entry_start, table_and_blocks, token_offset
 from decayattn.backends.portable.tiles import add_product, load_scale, load_tile
 from decayattn.backends.runtime import launching
@@ -114,7 +115,7 @@ def decode(
             return out, lse
         group = heads // kv_heads
         rows = query_length * group
-        tile = choose(arch(q.device), max(padded(head_dim), padded(value_dim)), q.dtype)
+        tile = choose(config.arch(q.device), max(padded(head_dim), padded(value_dim)), q.dtype)
         block_m = min(padded(rows), tile.max_block_m)
         row_tiles = cdiv(rows, block_m)
         programs = row_tiles * batch * kv_heads
@@ -131,7 +132,7 @@ def decode(
             group=group, d=head_dim, d_v=value_dim, block_m=block_m, block_n=tile.block_n, block_d=padded(head_dim),
             block_dv=padded(value_dim),
             decay="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
-            precision=dot_precision(), page=page,
+            precision=config.dot_precision(), page=page,
         )
         sink = None if inputs.sink is None else inputs.sink.contiguous()
         table, blocks = table_and_blocks(block_table)
@@ -162,7 +163,7 @@ class Parts(NamedTuple):
 
 
 class DecodeTraits(NamedTuple):
-    """Constants that split_kernel is compiled for, as in arguments.Traits."""
+    """Constants that split_kernel is compiled for, as in kernel_args.Traits."""
 
     group: int
     d: int

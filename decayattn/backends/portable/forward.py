@@ -89,7 +89,7 @@ def forward_kernel(
 ):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp, for one tile of query rows of one head of a sequence.
 
-    arguments.py defines inputs, decay, window, bias, sizes and TRAITS; out is a Strided.
+    kernel_args.py defines inputs, decay, window, bias, sizes and TRAITS; out is a Strided.
 
     row_outputs: pointers to row_lse2, which the backward reads, and to lse, or None
     sink: (H,), or None

@@ -23,19 +23,10 @@ class Tiled(NamedTuple):
     d_out: Strided | None = None  # (B, T_q, H, D_v)
 
 
-class NoPrefix(NamedTuple):
-    """DecayPrefix's fields for decays without one: kernels name them in branches that are not compiled."""
-
-    local: None = None
-    base: None = None
-    last_reset: None = None
-    next_reset: None = None
-
-
 class Decay(NamedTuple):
     rates: Tensor | None = None  # (H,), of a constant decay
     rate_stride: int | None = None
-    prefix: DecayPrefix | NoPrefix = NoPrefix()  # of a decay per token
+    prefix: DecayPrefix | None = None  # of a decay per token
 
 
 class Sizes(NamedTuple):

@@ -18,7 +18,7 @@ from decayattn.backends.portable.backward import (
     query_gradients_kernel,
     row_terms_kernel,
 )
-from decayattn.backends.portable.config import TileConfig
+from decayattn.backends.portable.config import TileConfig, padded
 from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.portable.kernel_args import (
     Decay,
@@ -32,7 +32,7 @@ from decayattn.backends.portable.kernel_args import (
     broadcast,
 )
 from decayattn.backends.runtime import launching, outputs, tma
-from decayattn.backends.runtime.integers import cdiv, next_power_of_2
+from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import Strided, contiguous_like, strided
 from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, KeyDecay, Prepared, Saved
@@ -231,20 +231,9 @@ def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor, determ
     return like.new_zeros(shape), shape != full
 
 
-@functools.cache
-def arch(device: torch.device) -> str:
-    """config.py's name of the GPU; "interpreter" on a CPU."""
-    if device.type != "cuda":
-        return "interpreter"
-    gpu = torch.cuda.get_device_properties(device)
-    # a block may ask for more than 48 KB up to this limit, which ROCm does not have
-    shared_memory = getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block)
-    return config.arch((gpu.major, gpu.minor), torch.version.hip is not None, shared_memory)
-
-
 def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> TileConfig:
     """Tiles of a kernel that reads these tensors in tiles."""
-    gpu, dim = arch(problem.device), max(padded(problem.head_dim), padded(problem.value_dim))
+    gpu, dim = config.arch(problem.device), max(padded(problem.head_dim), padded(problem.value_dim))
     # with a bias, ptxas serialises the matrix products of the tiles for descriptors (compiled, not measured)
     descriptors = gpu == "sm90" and not problem.bias and not any(map(tma.unsupported, tiled))
     return config.choose(kernel, gpu, dim, problem.dtype, descriptors, problem.layout != "dense")
@@ -280,12 +269,7 @@ def _own_tile(
     """Tile of a small problem without a bias, with sequences that fill their batch entries."""
     if problem.layout != "dense" or problem.bias:
         return None
-    return choose(arch(problem.device), max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype)
-
-
-def padded(dim: int) -> int:
-    """Tile width of a head dimension: a power of two, at least a matrix instruction's width."""
-    return max(16, next_power_of_2(dim))
+    return choose(config.arch(problem.device), max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype)
 
 
 def _widths(problem: AttentionProblem) -> tuple[int, int]:
@@ -312,18 +296,12 @@ def _in_lines(x: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:3], max(2, dim))[..., :dim].copy_(x)
 
 
-def dot_precision() -> str:
-    """Precision of float32 products: PyTorch's setting. Only one generation of AMD's GPUs has TF32."""
-    exact = torch.get_float32_matmul_precision() == "highest" or torch.version.hip is not None
-    return "ieee" if exact else "tf32"
-
-
 def _constants(
     problem: AttentionProblem, sequences: Sequences | None, tile: TileConfig, shared_bias: bool = False
 ) -> dict:
     """Constants that an attention kernel is compiled for, and options of its launch."""
     of_sequences = sequence_blocks.constants(problem, sequences).items()
-    return _constants_of(problem, tile, dot_precision(), shared_bias, *of_sequences)
+    return _constants_of(problem, tile, config.dot_precision(), shared_bias, *of_sequences)
 
 
 @functools.lru_cache(launching.REMEMBERED)
