@@ -4,7 +4,7 @@ import contextlib
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,6 @@ class Handshake:
         if self.device.type not in self.device_types:
             self.device = torch.device(self.device_types[0])
         self.options: tuple[Option, ...] = ()
-        self.forget: Callable[[], None] = lambda: None  # called on every rank if options differ
         self.width = _MOST  # int64 values per rank in the gather that other ranks wait in; 0: none
         self._met = False
 
@@ -94,7 +93,6 @@ class Handshake:
         for n, (name, value) in enumerate(self.options):
             others = [other for other, theirs in enumerate(found) if theirs[n] != digests[n]]
             if others:
-                self.forget()
                 raise ValueError(
                     f"{name}: expected the same on every rank of the group, got {value!r} on rank "
                     f"{dist.get_rank(self.group)} and something else on {_ranks(others)}"

@@ -1,6 +1,5 @@
 """The public function and the layer's settings: contract, checks, and the dispatch to a mode."""
 
-import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +12,7 @@ from torch import Tensor
 from decayattn import compatibility, dtensor, keywords
 from decayattn.arguments import check_arguments, check_bias, check_bool, check_count, check_offsets
 from decayattn.backends import registry
-from decayattn.distributed import fetching, halo, heads, two_calls
+from decayattn.distributed import fetching, halo, heads
 from decayattn.distributed.agreement import Handshake, Option
 from decayattn.distributed.exchange import Slices
 from decayattn.distributed.local import Packed
@@ -60,8 +59,7 @@ def context_parallel_attention(
 
     "halo": every rank keeps its queries and fetches the keys before its slice that matter to any of its rows. The bound
     of skip_tolerance selects them before any key is sent: a strong decay sends a few hundred tokens of a head, no decay
-    sends everything. A small number is rounded up to the same power of two for all heads and ranks. Rows that see only
-    their slice do not wait for them. Causal attention only.
+    sends everything. Rows that see only their slice do not wait for them. Causal attention only.
     "heads": one all-to-all gives every rank the whole sequences of H / ranks heads, and another one returns its rows
     (DeepSpeed-Ulysses, arXiv 2309.14509). H must be a multiple of the number of ranks. All options work, and the number
     of bytes does not depend on the decay: the choice without a decay or a window.
@@ -95,8 +93,7 @@ def context_parallel_attention(
 
     The first collective of every call compares the options of the ranks. On a GPU the host waits for it only with new
     options; an assertion on the device checks later ones. A planned halo waits once per call, to size the exchange.
-    After many calls with the same small number of keys, the next call assumes that number and is recomputed if it
-    differs. Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode, and a halo with a fixed
+    Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode, and a halo with a fixed
     reach, after a call outside of it. torch.compile leaves the call to eager code.
 
     Raises:
@@ -145,7 +142,7 @@ def context_parallel_attention(
             # the backend for the slice alone; it may refuse these very tensors
             kernels = registry.resolve(problem, backend, Inputs(q, k, v, log_decay, row_scale, scale=number))
         differentiable = q, k, v, log_decay, row_scale, sink, bias
-        options = (
+        handshake.options = (
             Option("mode", mode), Option("reach", reach),
             *_compared(slices, problem, log_decay, row_scale, number, window, packed),
             Option("causal", causal), Option("sink", sink is not None), Option("return_lse", return_lse),
@@ -154,11 +151,6 @@ def context_parallel_attention(
             Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, differentiable))),
             *(Option(name, x is not None) for name, x in only_heads.items() if name not in ("causal", "bias")),
         )
-        history = two_calls.history(group)
-        expected = history.expected(options)
-        handshake.options = (*options, Option("calls before", expected))
-        # from here on all ranks have made the same earlier calls
-        handshake.forget = functools.partial(history.forget, options)
         scale = number if row_scale is None else row_scale
         call: dict[str, Any] = {"sink": sink, "window_size": window_size, "backend": backend}
         if mode == "heads":
@@ -167,8 +159,7 @@ def context_parallel_attention(
             return heads.attention(slices, q, k, v, log_decay, scale, packed, return_lse, call, handshake)
         sight = fetching.Sight(window[0], reach, cu_seqlens)
         return halo.attention(
-            slices, problem, q, k, v, log_decay, scale, sight, packed, kernels, return_lse, call, handshake, options,
-            expected,
+            slices, problem, q, k, v, log_decay, scale, sight, packed, kernels, return_lse, call, handshake,
         )
 
 
@@ -253,9 +244,8 @@ def fetched_tokens(
         sight = fetching.Sight(window[0], None, cu_seqlens)
         tolerance = problem.skip_tolerance / fetching.shares(problem)
         scale = number if row_scale is None else row_scale
-        pending = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance, handshake)
+        fetch, _ = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance, handshake)
         handshake.meet()  # fetch meets only if it makes a plan
-    fetch = pending.wait()
     offsets = torch.tensor(slices.offsets[:-1], device=q.device)
     return offsets[:, None, None] - fetch.first
 

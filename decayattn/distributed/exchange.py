@@ -72,21 +72,6 @@ def _kept(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def on_host(x: Tensor) -> Callable[[], list]:
-    """Start to copy x to the host. Return a function for its values, which waits only for work launched before."""
-    if x.device.type != "cuda":
-        return x.tolist
-    there = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
-    there.copy_(x, non_blocking=True)
-    copied = torch.cuda.current_stream(x.device).record_event()
-
-    def numbers() -> list:
-        copied.synchronize()
-        return there.tolist()
-
-    return numbers
-
-
 def gather(own: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     """Every rank's tensor, as (ranks, ·)."""
     everyone = own.new_empty(ranks, *own.shape)

@@ -2,12 +2,10 @@
 
 The bound of backends/planning/halo_bound.py keeps the sum over all keys that are not fetched below a share of the
 tolerance.
-If few keys remain, every rank fetches the same number for all heads, a power of two. Calls mostly share this number, so
-the ranks can predict it.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,26 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.distributed.agreement import Handshake, refuse_raised
-from decayattn.distributed.exchange import Slices, gather, on_device, on_host
+from decayattn.distributed.exchange import Slices, gather, on_device
 from decayattn.problem import AttentionProblem, DecayPrefix, is_reset
 
 if TYPE_CHECKING:
     from decayattn.backends.planning import halo_rows
 
 _NEVER = 2**31 - 1
-# "Few" keys are at most 1/FEW_KEYS of a slice's. Fetching up to twice that number, for all heads, then costs little
-# compared with the call on the slice's own keys
-FEW_KEYS = 64
-
-
-class Pending(NamedTuple):
-    """A Fetch that the GPU may still be planning."""
-
-    terms: tuple[Tensor, Tensor] | None  # skipping.summaries of this rank's slice, if its plan needed them
-    wait: Callable[[], "Fetch"]
-
 
 class Sight(NamedTuple):
     """Limits on how far the rows of a slice see, apart from decay and resets."""
@@ -70,7 +56,6 @@ class Fetch:
     kv_heads: int
     hosts: list[list[int]]  # copy of begins on the host
     rows: Sequence[int]  # for every rank: its rows from here on see nothing before the slice
-    tokens: int | None = None  # number that all heads of all ranks fetch; None: numbers may differ
 
     @classmethod
     def last(cls, slices: Slices, tokens: int, k: Tensor, rows: Sequence[int]) -> "Fetch":
@@ -78,7 +63,7 @@ class Fetch:
         batch, _, kv_heads, _ = k.shape
         begins = tuple(max(0, begin - tokens) for begin in slices.offsets[:-1])
         of_all = on_device(begins, k.device)[:, None].expand(slices.ranks, batch * kv_heads)
-        return cls(slices, of_all, kv_heads, [[begin] * batch * kv_heads for begin in begins], rows, tokens)
+        return cls(slices, of_all, kv_heads, [[begin] * batch * kv_heads for begin in begins], rows)
 
     @property
     def first(self) -> Tensor:
@@ -138,9 +123,9 @@ class Fetch:
 def fetch(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     sight: Sight, tolerance: float, handshake: Handshake, prefix: DecayPrefix | None = None,
-) -> Pending:
+) -> tuple[Fetch, tuple[Tensor, Tensor] | None]:
     """Choose the keys that every rank fetches, so that no row loses more than the tolerance. Tolerance 0 fetches all
-    keys that a row sees.
+    keys that a row sees. Also return skipping.summaries of this rank's slice, or None if the plan did not need them.
 
     problem is that of the slice alone. Without packed sequences, a call with no decay or with a reach needs no
     collective, and the host does not wait for a GPU. Otherwise it waits once, and the handshake comes before the first
@@ -150,32 +135,21 @@ def fetch(
     if sight.reach is not None or (log_decay is None and sight.cu_seqlens is None):
         reach = min(x for x in (sight.reach, sight.left, offsets[-1]) if x is not None and x >= 0)
         sees = slices.lengths if sight.left < 0 else [min(length, sight.left) for length in slices.lengths]
-        known = Fetch.last(slices, reach, k, sees)
-        return Pending(None, lambda: known)
+        return Fetch.last(slices, reach, k, sees), None
     found, terms = first_keys(slices, problem, q, k, log_decay, scale, sight, tolerance, handshake, prefix)
     handshake.width = 0
     everyone = gather(found, slices.ranks, slices.group)
-    numbers = on_host(everyone)
-
-    def wait() -> Fetch:
-        hosts = numbers()
-        refuse_raised(hosts)
-        begins, rows = [of_rank[:-1] for of_rank in hosts], [of_rank[-1] for of_rank in hosts]
-        of_ranks = zip(offsets[:-1], begins, strict=True)
-        furthest = max((begin - first for begin, of_rank in of_ranks for first in of_rank), default=0)
-        tokens = next_power_of_2(furthest) if furthest else 0
-        if tokens * FEW_KEYS <= min(filter(None, slices.lengths), default=0):
-            return Fetch.last(slices, tokens, k, rows)
-        return Fetch(slices, everyone[:, :-1], problem.num_kv_heads, begins, rows)
-
-    return Pending(terms, wait)
+    hosts = everyone.tolist()
+    refuse_raised(hosts)
+    begins, rows = [of_rank[:-1] for of_rank in hosts], [of_rank[-1] for of_rank in hosts]
+    return Fetch(slices, everyone[:, :-1], problem.num_kv_heads, begins, rows), terms
 
 
 def first_keys(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float,
     sight: Sight, tolerance: float, handshake: Handshake, prefix: DecayPrefix | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """First keys and rows of this rank, as flat int64, and Pending's terms.
+    """First keys and rows of this rank, as flat int64, and the terms of `fetch`.
 
     For every (B, H_kv) the first token that this rank fetches, on the axis of all slices, or its own first token if
     none. Then a number of rows: rows from it on see nothing before their slice.

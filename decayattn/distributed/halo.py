@@ -4,7 +4,6 @@ fetching.py chooses the keys and the rows that see them. two_calls.py makes the 
 call of decay_attention_varlen, after an autograd Function for the exchange.
 """
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -18,20 +17,19 @@ from decayattn.distributed.exchange import Slices
 from decayattn.distributed.fetching import Sight, can_plan, fetch, shares
 from decayattn.distributed.local import Packed
 from decayattn.distributed.moving import add_returned, extend, send_back
-from decayattn.distributed.two_calls import Expected, Settings, TwoCalls
+from decayattn.distributed.two_calls import Settings, TwoCalls
 from decayattn.problem import AttentionProblem, Inputs
 
 
 def attention(
     slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None,
     scale: Tensor | float, sight: Sight, packed: Packed | None, kernels: str | None, return_lse: bool,
-    options: dict[str, Any], handshake: Handshake, kind: Hashable, expected: Expected,
+    options: dict[str, Any], handshake: Handshake,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """An exchange, and one call or two. problem is that of the slice alone; the eager reference skips nothing.
 
     kernels: the backend for that slice; any name if it is packed, None for the reference.
-    The handshake comes before the first collective and after all launches that need none. kind, expected: see
-    two_calls.Settings.
+    The handshake comes before the first collective and after all launches that need none.
     """
     runs_kernels = kernels is not None
     planned = sight.reach is None and can_plan(problem) and runs_kernels
@@ -49,16 +47,16 @@ def attention(
             inputs = Inputs(q, k, v, log_decay, row_scale, scale=number)
             key_decay = registry.loaded(kernels).decay_of_keys(problem, inputs)
         prefix = None if key_decay is None else key_decay.prefix
-        pending = fetch(
+        found, terms = fetch(
             slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0, handshake, prefix
         )
     options = options | {"skip_tolerance": tolerance or None}
     if packed is None:
         settings = Settings(
-            kind, slices, pending, waits, expected, number, key_decay, return_lse, runs_kernels, options, handshake
+            found, terms, waits, number, key_decay, return_lse, runs_kernels, options, handshake
         )
         return TwoCalls.apply(q, k, v, log_decay, row_scale, options["sink"], settings)
-    found, length = pending.wait(), q.shape[1]
+    length = q.shape[1]
     per_token = log_decay if problem.decay == "scalar" else None
     k, v, extended = Halo.apply(k, v, per_token, found, runs_kernels, handshake)
     begins, halo = packed.cu_seqlens_k - slices.begin, found.halo

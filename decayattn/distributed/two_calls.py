@@ -1,12 +1,7 @@
 """A slice's attention in two calls: the first rows with the halo before their keys, and the others without it.
 
-    near   the first rows: they wait for keys of other ranks
+    near   the first rows: they need keys of other ranks
     far    the other rows: they see nothing before their slice
-
-The far call needs nothing of other ranks. If earlier calls had the same number of far rows (`Expected`), it is launched
-before the host knows that number: the GPU computes while the host waits. If they also fetched the same number of keys
-for all heads, the exchange and the near call are launched early, too. The GPU then has all its work before the host
-waits. A wrong prediction is computed again.
 
 In the backward the near call comes first: its gradients of other ranks' keys are sent while the far call computes. If
 the near call has few rows, and so little to send, the far call comes first: after the forward's wait, the host then
@@ -16,49 +11,32 @@ far call's in the launch that adds the rows from other ranks.
 
 import functools
 import operator
-import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from decayattn.autograd import Asked
 from decayattn.distributed.agreement import Handshake
-from decayattn.distributed.exchange import Slices
-from decayattn.distributed.fetching import Fetch, Pending
+from decayattn.distributed.fetching import Fetch
 from decayattn.distributed.local import Call
 from decayattn.distributed.moving import add_returned, extend, send_back
 from decayattn.problem import GRANULE, Inputs, KeyDecay, Prepared
 
 # Divisors of a slice's length: the near call has one such part of its rows, or all. Only a few numbers, so that
-# consecutive calls mostly have the same
-_PARTS = 32, 16, 8, 4, 2, 1
+# launches are mostly cached
+_PARTS = 32, 16, 8, 4, 2
 # the near call has few rows if they are at most 1/_FEW_ROWS of the slice
 _FEW_ROWS = 8
-# consecutive equal calls before a prediction. Layers take turns: if one in twelve differs, a prediction would waste one
-# far call in twelve
-CALLS = 24
-_REMEMBERED = 256
-
-
-class Expected(NamedTuple):
-    """Properties that earlier calls had in common; None if unknown."""
-
-    part: int | None = None  # divisor: the near call has 1/part of every slice's rows
-    tokens: int | None = None  # Fetch.tokens
-
 
 class Settings(NamedTuple):
     """Arguments of a call besides its tensors."""
 
-    kind: Hashable  # key of calls with a common history, the same on every rank
-    slices: Slices
-    pending: Pending
-    waits: bool  # the host must wait for the near call's number of rows
-    expected: Expected  # the same on every rank
+    fetch: Fetch
+    terms: tuple[Tensor, Tensor] | None  # of the plan (fetching.fetch)
+    waits: bool  # the host has waited for the near call's number of rows
     scale: float  # if it is not one per row
     key_decay: KeyDecay | None
     return_lse: bool
@@ -76,54 +54,21 @@ class TwoCalls(torch.autograd.Function):
         ctx.scale, ctx.options, ctx.runs_kernels = settings.scale, settings.options, settings.runs_kernels
         inputs = Inputs(q, k, v, log_decay, row_scale, sink=sink, scale=settings.scale)
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        with_lse, length = settings.return_lse, q.shape[1]
-
-        def far_call(rows, key_decay):
-            """lse, and the tensors for the backward."""
-            if rows == length:
-                return None, ()
-            terms = settings.pending.terms
+        fetch, terms, with_lse, length = settings.fetch, settings.terms, settings.return_lse, q.shape[1]
+        rows = _waiting_rows(fetch, 1 if terms is None else GRANULE) if settings.waits else _seeing_rows(fetch)
+        far_lse, of_far = None, ()
+        if rows < length:
             if terms is not None:
                 of_blocks, of_granules = terms
                 terms = of_blocks, of_granules[:, :, rows // GRANULE :]
-            prepared = Prepared(out[:, rows:], terms, key_decay)
-            return _far(inputs, rows, settings.options).forward(with_lse, prepared)
-
-        def near_call(fetch, rows):
-            """Extended keys; lse, the tensors for the backward, and False if there is no call."""
-            parts = [k, v, log_decay if _is_per_token(log_decay) else None]
-            extended = extend(fetch, parts, rows, settings.runs_kernels, settings.handshake)
-            if not rows and not fetch.halo and length:
-                return extended, None, (), False
+            prepared = Prepared(out[:, rows:], terms, settings.key_decay)
+            far_lse, of_far = _far(inputs, rows, settings.options).forward(with_lse, prepared)
+        parts = [k, v, log_decay if _is_per_token(log_decay) else None]
+        extended = extend(fetch, parts, rows, settings.runs_kernels, settings.handshake)
+        near_lse, of_near, has_near = None, (), rows > 0 or fetch.halo > 0 or not length
+        if has_near:
             near = _near(inputs, extended, rows, settings.options)
-            return extended, *near.forward(with_lse, Prepared(out[:, :rows])), True
-
-        slices, expected = settings.slices, settings.expected
-        far_lse, of_far, near = None, (), None
-        if expected.part is not None:
-            of_ranks = _rows_of(settings, expected.part)
-            rows = of_ranks[slices.rank]
-            far_lse, of_far = far_call(rows, settings.key_decay)
-            if expected.tokens is not None:
-                fetch = Fetch.last(slices, expected.tokens, k, of_ranks)
-                near = near_call(fetch, rows)
-        found = settings.pending.wait()
-        if settings.waits:
-            part = _part(settings, found)
-            rows, seen = _rows_of(settings, part)[slices.rank], Expected(part, found.tokens)
-            history(slices.group).note(settings.kind, seen)
-        else:
-            rows, seen = _seeing_rows(found), Expected()
-        if seen != expected:
-            near = None  # free its memory before the next near call
-        if seen.part is None or seen.part != expected.part:
-            far_lse, of_far = None, ()
-            # the key decay serves one forward only
-            far_lse, of_far = far_call(rows, settings.key_decay if expected.part is None else None)
-        if near is None:
-            fetch = found
-            near = near_call(fetch, rows)
-        extended, near_lse, of_near, has_near = near
+            near_lse, of_near = near.forward(with_lse, Prepared(out[:, :rows]))
         ctx.fetch, ctx.rows, ctx.has_near, ctx.of_near = fetch, rows, has_near, len(of_near)
         ctx.save_for_backward(q, k, v, log_decay, row_scale, sink, out, *extended, *of_near, *of_far)
         if not with_lse:
@@ -201,18 +146,18 @@ def _is_per_token(log_decay: Tensor | None) -> bool:
     return log_decay is not None and log_decay.ndim == 3
 
 
-def _part(settings: Settings, found: Fetch) -> int:
-    """Largest divisor in _PARTS for which the part contains every rank's rows that see the halo.
+def _waiting_rows(fetch: Fetch, multiple: int) -> int:
+    """Number of this rank's near rows: the smallest part of the slice, in a multiple, that contains the rows that see
+    the halo.
 
-    All ranks use the same divisor, also one without a halo, so that they reach the exchange at the same time.
+    All ranks use the same part, also one without a halo, so that they reach the exchange at the same time.
     """
-    return next(part for part in _PARTS if all(map(operator.le, found.rows, _rows_of(settings, part))))
-
-
-def _rows_of(settings: Settings, part: int) -> Sequence[int]:
-    """Number of near rows in every slice: 1/part of its rows, in full granules. 1: all rows."""
-    lengths, multiple = settings.slices.lengths, 1 if settings.pending.terms is None else GRANULE
-    return lengths if part == 1 else [length // part // multiple * multiple for length in lengths]
+    lengths, rank = fetch.slices.lengths, fetch.slices.rank
+    for part in _PARTS:
+        rows = [length // part // multiple * multiple for length in lengths]
+        if all(map(operator.le, fetch.rows, rows)):
+            return rows[rank]
+    return lengths[rank]
 
 
 def _seeing_rows(fetch: Fetch) -> int:
@@ -220,36 +165,3 @@ def _seeing_rows(fetch: Fetch) -> int:
     lengths, rank = fetch.slices.lengths, fetch.slices.rank
     few = all(2 * seeing <= length for seeing, length in zip(fetch.rows, lengths, strict=True))
     return fetch.rows[rank] if few else lengths[rank]
-
-
-class History:
-    """Common properties of a group's earlier calls, by kind; equal on all its ranks."""
-
-    def __init__(self) -> None:
-        # properties of the last call, and the numbers of consecutive calls with its part and with its tokens
-        self.last: dict[Hashable, tuple[Expected, int, int]] = {}
-
-    def expected(self, kind: Hashable) -> Expected:
-        seen, of_part, of_tokens = self.last.get(kind, (Expected(), 0, 0))
-        if of_part < CALLS:
-            return Expected()
-        return seen if of_tokens >= CALLS else Expected(seen.part)
-
-    def note(self, kind: Hashable, seen: Expected) -> None:
-        before, of_part, of_tokens = self.last.pop(kind, (seen, 0, 0))
-        while len(self.last) >= _REMEMBERED:
-            del self.last[next(iter(self.last))]
-        of_part = of_part + 1 if seen.part == before.part else 1
-        of_tokens = of_tokens + 1 if seen.tokens == before.tokens else 1
-        self.last[kind] = seen, of_part, of_tokens
-
-    def forget(self, kind: Hashable) -> None:
-        self.last.pop(kind, None)
-
-
-_histories: "weakref.WeakKeyDictionary[dist.ProcessGroup, History]" = weakref.WeakKeyDictionary()
-
-
-def history(group: dist.ProcessGroup) -> History:
-    """History of a group."""
-    return _histories.setdefault(group, History())

@@ -5,8 +5,7 @@
     python experiments/tools/fuzz_context.py --ranks 3 --seed 7 --only 1234  # one call again, with all errors
 
 The calls are those of fuzz_kernels.py, without the options that the function lacks, cut into slices of any lengths.
-Some follow calls of the same kind; after two of those, the next one expects the same exchange of a halo
-(fuzzing/slices.py). The results of the ranks' slices are joined, and judged as a call of one process is.
+The results of the ranks' slices are joined, and judged as a call of one process is.
 
 Every failure is a line with the fault and the options that repeat it; the exit status is 1 then. If a rank raises,
 others may wait for it in vain, so that ends the run. Without a GPU the kernels run in Triton's interpreter.

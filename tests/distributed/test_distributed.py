@@ -13,7 +13,7 @@ from distributed_pool import DIED, Pool
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from decayattn import DecayFlashAttention
-from decayattn.distributed import ContextParallel, agreement, context_parallel_attention, exchange, heads, two_calls
+from decayattn.distributed import ContextParallel, agreement, context_parallel_attention, exchange, heads
 
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 # all in one process, which has the pool
@@ -167,89 +167,6 @@ def test_rows_that_see_only_their_slice_are_planned(pool, interpreter, case):
     found = pool.run("distributed_cases.calls", ranks=2, length=1280, batch=1, mean=-1.0, backend="triton", **case)
     assert [counted for _, counted in found] == [[576, 64]] * 2
     assert all(error <= EXACT for errors, _ in found for error in errors.values()), found
-
-
-def test_calls_that_are_launched_before_the_halo_is_known(pool):
-    """The third call has as many rows as those before, as expected; the others are wrong about more and about fewer,
-    and where calls differ, nothing is expected."""
-    resets = [[token] if token else [] for token in (20, 20, 20, None, 20, 20, 20, 2, 2, 2)]
-    found = pool.run("expected_exchanges.calls_in_turn", resets, ranks=2)
-    many, few = [25, 25], [47, 3]  # the near calls have a half and a sixteenth of the rows
-    wrong_about_all, wrong_about_few = [25, 50], [25, 47, 3]
-    expected = [many, many, many, wrong_about_all, many, many, many, wrong_about_few, few, few]
-    assert [[counted for _, counted in of_rank] for of_rank in found] == [expected] * 2
-    assert all(error <= EXACT for of_rank in found for error, _ in of_rank), found
-
-
-# tokens of a slice of 50 that reset: rows before the first one see the keys behind the last one of the slice before
-NEAR, AS_NEAR, FARTHER, FAR, MORE_ROWS, NONE = [2, 47], [2, 46], [2, 40], [2, 20], [20, 47], []
-# rows of the far call and of the near one, and of another near one behind a wrong exchange
-ONCE, AGAIN, MORE_ONCE = [47, 3], [47, 3, 3], [25, 25]
-
-
-@pytest.mark.parametrize(
-    "calls",
-    [
-        [
-            *[(NEAR, ONCE), (NEAR, ONCE), (AS_NEAR, ONCE), (NEAR, ONCE)],  # from the third one on as expected
-            *[(FARTHER, AGAIN), (FARTHER, ONCE), (FARTHER, ONCE), (AS_NEAR, AGAIN), (FARTHER, ONCE)],
-            *[(FAR, ONCE), (FARTHER, ONCE), (FARTHER, ONCE), (FARTHER, ONCE)],  # so many are never expected
-            (NONE, [47, 3, 50]),
-        ],
-        # as many keys, and another share of the rows
-        [
-            *[(NEAR, ONCE), (NEAR, ONCE), (NEAR, ONCE), (MORE_ROWS, [47, 3, 25, 25]), (MORE_ROWS, MORE_ONCE)],
-            *[(MORE_ROWS, MORE_ONCE), (NEAR, [25, 25, 47, 3])],
-        ],
-        [(NEAR, ONCE), (FARTHER, ONCE)] * 3,  # in turns: the share of the rows is expected, and no number of keys
-    ],
-)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_exchanges_that_are_launched_before_the_halo_is_known(pool, ranks, calls):
-    """Wrong results are computed again."""
-    resets, expected = map(list, zip(*calls, strict=True))
-    found = pool.run("expected_exchanges.calls_in_turn", resets, ranks=ranks, length=50 * ranks, few=2)
-    assert [[counted for _, counted in of_rank] for of_rank in found] == [expected] * ranks
-    assert all(error <= EXACT for of_rank in found for error, _ in of_rank), found
-
-
-def test_an_exchange_that_is_expected_does_not_wait(pool):
-    found = pool.run("expected_exchanges.order_of_exchange_and_wait", ranks=2)
-    assert found == [["wait", "exchange", "wait", "exchange", "exchange", "wait"]] * 2
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("wrong", [(1, 7), (4, 10**6)])
-def test_few_keys_are_those_of_all_heads(pool, ranks, wrong):
-    """A wrong expectation leaves no trace."""
-    for of_rank in pool.run("expected_exchanges.few_keys", BOTH, wrong, ranks=ranks):
-        for name, (worst, others) in of_rank.items():
-            assert worst <= EXACT, name
-            assert others == [], name
-
-
-def test_ranks_that_expect_different_exchanges_say_so(pool):
-    """The ranks would wait for one another. After the error, all have the same history of calls."""
-    for errors in pool.run("expected_exchanges.expected_by_some", ranks=2):
-        ((number, error),) = errors
-        assert number == 3
-        assert error.startswith("calls before: expected the same on every rank of the group, got Expected("), error
-
-
-def test_groups_that_overlap_have_calls_of_their_own(pool):
-    assert pool.run("expected_exchanges.calls_of_groups_that_overlap", ranks=4) == [8, 4, 4, 0]
-
-
-def test_few_kinds_of_calls_are_remembered(monkeypatch):
-    """On every rank the same: those that were last."""
-    monkeypatch.setattr(two_calls, "CALLS", 1)
-    monkeypatch.setattr(two_calls, "_REMEMBERED", 2)
-    history = two_calls.History()
-    for kind in ("a", "b", "a", "c"):
-        history.note(kind, two_calls.Expected(2, 3))
-    assert [history.expected(kind) for kind in "abc"] == [(2, 3), (None, None), (2, 3)]
-    history.forget("a")
-    assert history.expected("a") == (None, None)
 
 
 def test_a_result_of_two_calls_is_not_to_be_changed_in_place(pool):

@@ -29,21 +29,6 @@ def test_gpus_fetch_what_matters(gpus):
     assert strong == [[[[0, 0]], [[128, 128]]]] * 2
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_gpus_compute_again_what_was_not_to_be_expected(gpus, backend):
-    """A call with another decay than those before; what was launched for it too early leaves no trace. The gradients of
-    "hopper" add up in no fixed order: each may round to a neighbour."""
-    found = gpus.run("expected_exchanges.expected_on_gpus", [-1.0, -1.0, -1e-4, -1.0, -1.0, -0.1, -0.1], backend)
-    for of_rank in found:
-        for differences, _ in of_rank:
-            rounds = {name for name in differences if backend == "auto" and name.startswith("d_")}
-            assert {name: x for name, x in differences.items() if x > (2**-7 if name in rounds else 0)} == {}
-        counts = [early for _, (early, _) in of_rank]
-        assert counts[2][-1] == 2048  # all rows, behind those of the two calls that were launched before
-        assert len(counts[2]) == 3
-        assert [len(after) for _, (_, after) in of_rank] == [2, 2, 1, 2, 2, 2, 2]
-
-
 @pytest.mark.parametrize("mode", ["halo", "heads"])
 def test_options_that_differ_are_named_by_gpus(gpus, mode):
     """The first time: nobody has seen them yet."""

@@ -5,32 +5,27 @@ import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decayattn.distributed import context_parallel_attention, fetching, two_calls
+from decayattn.distributed import context_parallel_attention
 from tools.fuzzing.draws import MOST_SCORES, Draw, draw
 from tools.fuzzing.judge import gradients, outputs, poisoned_allocations
 from tools.fuzzing.tensors import Case, build
 
-# calls in a row before the next one is expected to be as they were: here at once, so that expectations are wrong, too
-CALLS = 2
 # the axis of tokens, of what has one, in a dense call; one less in a packed one
 _TOKENS = {"out": 1, "lse": 2, "q": 1, "k": 1, "v": 1, "log_decay": 1}
 
 
 @dataclass(frozen=True)
 class Division:
-    """Slices of a call, and the calls before it."""
+    """Slices of a call."""
 
     mode: str
     lengths: tuple[int, ...]
     reach: int | None
-    few_keys: float  # fetching.FEW_KEYS
-    before: tuple[tuple[int, str], ...]  # seed of the values, and rates, of the calls of the same kind before it
 
 
 def draw_slices(
@@ -71,18 +66,7 @@ def draw_slices(
     call = replace(call, rows=tokens, keys=tokens)
     left = -1 if call.window is None else call.window[0]
     reach = left + rng.choice((0, 1, 50)) if mode == "halo" and 0 <= left <= longest and rng.random() < 0.5 else None
-    lengths, few_keys = _cut(rng, tokens, ranks), rng.choice((0.1, 0.1, 1, 64))
-    return call, Division(mode, lengths, reach, few_keys, _before(rng, call) if rng.random() < 0.7 else ())
-
-
-def _before(rng: random.Random, call: Draw) -> tuple[tuple[int, str], ...]:
-    """Calls before this one: as many as are expected to go on, or one more. Their decay is of the same kind, or fetches
-    few keys where this call fetches many, and the other way round."""
-    kind = call.rates
-    if kind and rng.random() < 0.7:
-        weak = "weak" if call.family.decay == "token" else "alibi"
-        kind = rng.choice(("zero", weak)) if kind == "strong" else "strong"
-    return tuple((rng.randrange(2**31), kind) for _ in range(rng.choice((CALLS, CALLS + 1))))
+    return call, Division(mode, _cut(rng, tokens, ranks), reach)
 
 
 def _cut(rng: random.Random, tokens: int, ranks: int) -> tuple[int, ...]:
@@ -97,14 +81,8 @@ def run_slices(
     call: Draw, division: Division, group: dist.ProcessGroup, device: torch.device, backend: str
 ) -> tuple[Case, dict[str, Tensor]]:
     """The whole call, and what the ranks' slices give of it, put together; on every rank of the group."""
-    with (
-        mock.patch.object(two_calls, "CALLS", CALLS),
-        mock.patch.object(two_calls, "_histories", {}),
-        mock.patch.object(fetching, "FEW_KEYS", division.few_keys),
-    ):
-        for seed, rates in (*division.before, (call.seed, call.rates)):
-            case = _in_full(build(replace(call, seed=seed, rates=rates), device))
-            results = _run(case, division, group, backend)
+    case = _in_full(build(call, device))
+    results = _run(case, division, group, backend)
     return case, {name: x if whole is None else _joined(x, whole, group) for name, (x, whole) in results.items()}
 
 
