@@ -73,7 +73,7 @@ STEPS = (
          " --calls {calls} --minutes 5", least=2),
     Step("sustained", "timed", 9, EXPERIMENTS + "benchmarks/attention.py --peers cudnn flash_attn flex fla fox"
          " --decays scalar none constant --output {out}/benchmark_sustained.json"),
-    Step("memcheck", "check", 6, EXPERIMENTS + "tools/sanitize_kernels.py --tools memcheck --what hopper triton"),
+    Step("memcheck", "check", 6, EXPERIMENTS + "tools/sanitize_kernels.py"),
     Step("toy", "check", 5, EXPERIMENTS + "train_toy_lm.py --devices 1 --run {out}/toy"),
     Step("triton", "check", 9, "{python} -m pytest -q -n {half} -p no:cacheprovider tests/backends/hopper"
          " tests/backends/runtime tests/backends/test_registry.py tests/test_autograd.py tests/test_compatibility.py",

@@ -1,18 +1,21 @@
-"""Compile the kernels on any machine, GPU or not, and hold them to what the hardware and config.py allow. Usage::
+"""Compile the kernels without a GPU, and hold them to the limits of the hardware and of config.py.
 
-    python experiments/tools/compile_kernels.py  # every tile of both backends, bfloat16
-    python experiments/tools/compile_kernels.py --decays scalar --paths TMA       # part of it
-    python experiments/tools/compile_kernels.py --targets sm_80 gfx942            # the Triton kernels for other GPUs
-    python experiments/tools/compile_kernels.py --calls 100                       # the kernels of random calls
+    python experiments/tools/compile_kernels.py                              # every tile of both backends, bfloat16
+    python experiments/tools/compile_kernels.py --decays scalar --paths TMA  # part of it
+    python experiments/tools/compile_kernels.py --targets sm_80 gfx942       # the Triton kernels for other GPUs
+    python experiments/tools/compile_kernels.py --short                      # CI: a part, with every Triton
 
-The launch functions run as they do on a GPU, on CPU tensors, with a driver that compiles and launches nothing. The
-compiled kernels are those that a GPU would launch. Printed per kernel: registers, bytes of register spills, shared
-memory, and whether ptxas serialised the asynchronous matrix products (which silently costs a large part of the speed).
-The exit status is 1 if a kernel does not compile, needs more shared memory than a block has, or serialises. It is 1 if
-a kernel reads tiles in a way that ptxas gets wrong (shares_an_address), or stores data where a barrier is
-(reuses_a_barrier). On sm_90, with the Triton that the tiles were chosen on (others bring another ptxas), it is also 1
-for more spills than config.py allows. Tiles of other targets were never timed; their spills are printed and are no
-fault. Random calls are those of fuzz_kernels.py --family 1 in 16 bits; slowness is no fault.
+The launch functions run on CPU tensors, with a driver that compiles and launches nothing. The compiled kernels are
+those that a GPU would launch. Printed per kernel: registers, bytes of register spills, shared memory. With --versions,
+each version of Triton is installed to a folder, and compiles in a process of its own.
+
+The exit status is 1 if a kernel
+
+* does not compile, or needs more shared memory than a block has,
+* has its asynchronous matrix products serialised by ptxas, which costs a large part of the speed,
+* reads tiles in a way that ptxas gets wrong (shares_an_address), or stores data in a barrier (reuses_a_barrier),
+* spills more than config.py allows, on sm_90 with the Triton of its measurements. Other versions bring another ptxas,
+  and tiles of other GPUs were never timed: there spills are printed, and are no fault.
 """
 
 import argparse
@@ -20,12 +23,15 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -34,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import triton
+from shared.provenance import ROOT, provenance
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
@@ -47,10 +54,18 @@ from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
 from decayattn.backends.runtime import launching
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, Held, Inputs
-from tools.fuzzing import judge
-from tools.fuzzing.draws import draw
-from tools.fuzzing.tensors import build
 
+SCRIPT = "experiments/tools/compile_kernels.py"
+# PyTorch 2.10 to 2.14 bring 3.6.0, 3.7.0, 3.7.1 and 3.8; a build for CPUs takes the newest
+VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+# options of CI's part of the table, for the oldest and the newest version; those between compile the first
+SHORT = (
+    "--head-dims 64 --decays scalar --paths TMA narrow",
+    "--head-dims 128 --decays scalar --paths TMA narrow",
+    "--backends hopper --head-dims 64 --decays scalar --paths 'row scales'",
+    "--backends hopper --head-dims 192 256 --decays scalar --paths TMA",
+    "--targets gfx942 --head-dims 128 --decays scalar --paths pointers decode",
+)
 
 @dataclass(frozen=True)
 class Target:
@@ -77,14 +92,21 @@ TARGETS = {
 }
 MULTIPROCESSORS = 132
 SKIP_TOLERANCE = 2.0**-24  # decay_attention's
-PATHS = ["TMA", "both sides", "window", "row scales", "pointers", "narrow", "small", "packed", "bias", "decode", "halo"]
+PATHS = {
+    "TMA": "tiles by TMA", "both sides": "the same, not causal", "window": "the same with a window",
+    "row scales": "the same with a scale per row", "pointers": "tiles through pointers",
+    "narrow": "through pointers, D = 24 for 64, 88 for 128, D_v a third of it, gaps between the numbers of k",
+    "small": "so few that the gradients of keys and queries share a launch", "packed": "sequences, with a window",
+    "bias": "through pointers, with a bias and its gradient", "decode": "one query row over a key cache",
+    "halo": "the plan of keys that other GPUs have; packing them, and putting them in place",
+}
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
 MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 568, "decode": 0, "halo": 0}
 # paths of GPUs without tiles for descriptors and without tiles of small problems
 OTHER_PATHS = ("pointers", "narrow", "packed", "bias", "decode", "halo")
-# the same of the Hopper backend, by kernel and its head dimension (192: consume_192.py), whose loops are those of the
-# TMA path: the other side of the diagonal takes registers
+# the same of the Hopper backend, by kernel and its head dimension (192: consume_192.py), with the loops of the TMA
+# path: the other side of the diagonal takes registers
 HOPPER_MORE_SPILLS = {
     "TMA": {},
     "both sides": {
@@ -103,8 +125,7 @@ HOPPER_MORE_SPILLS = {
 }
 # by kernel, head dimension and dtype: P in float32, for the gradient of a constant rate
 HOPPER_FLOAT16_SPILLS = {("gradients_kernel", 64, torch.float16): 72}
-# the Triton of the measurements in config.py
-TUNED_ON = "3.6."
+TUNED_ON = "3.6."  # the Triton of the measurements in config.py
 TABLES = {
     "forward_kernel": portable_config.FORWARD,
     "key_gradients_kernel": portable_config.KEY_GRADIENTS,
@@ -138,123 +159,130 @@ class CompilingDriver:
         return name
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", nargs="+", choices=["hopper", "triton"], default=["hopper", "triton"])
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 192, 256])
-    parser.add_argument(
-        "--decays", nargs="+", choices=["none", "constant", "scalar"], default=["scalar", "constant", "none"]
-    )
-    parser.add_argument(
-        "--paths", nargs="+", choices=PATHS, default=PATHS,
-        help="how tiles are read; both sides: as by TMA, not causal; window: the same with a window; narrow: through "
-        "pointers, D = 24 for 64, 88 for 128, and D_v a third of it, k with gaps between its numbers; small: so few "
-        "that the gradients of keys and queries share a launch; packed: from packed sequences, with a window; bias: "
-        "through pointers, with a bias and its gradient; decode: one query row over a key cache; halo: the plan of "
-        "keys that other GPUs have, and what packs them and puts them in place",
-    )
+    some, dims = {"nargs": "+"}, [64, 128, 192, 256]
+    parser.add_argument("--backends", **some, choices=["hopper", "triton"], default=["hopper", "triton"])
+    parser.add_argument("--head-dims", **some, type=int, default=dims)
+    decays = ["scalar", "constant", "none"]
+    parser.add_argument("--decays", **some, choices=decays, default=decays)
+    said = "; ".join(f"{path}: {about}" for path, about in PATHS.items())
+    parser.add_argument("--paths", **some, choices=PATHS, default=list(PATHS), help=said)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--targets", nargs="+", choices=TARGETS, default=["sm_90"],
-        help="the Hopper backend is compiled for sm_90 only",
-    )
-    parser.add_argument(
-        "--calls", type=int, help="instead of the table, the kernels of so many random calls in 16 bits, each once"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="what these are drawn from")
-    parser.add_argument("--json", type=Path, help="where to write what is printed")
-    options = parser.parse_args()
-    print(f"triton {triton.__version__}")
-    found = []
-    for name in options.targets:
-        driver.set_active(CompilingDriver(TARGETS[name]))
-        for kernel in compiled(name, options) if options.calls is None else compiled_of_calls(name, options):
-            found.append(kernel)
-            print(line(kernel), flush=True)
+    parser.add_argument("--targets", **some, choices=TARGETS, default=["sm_90"], help="Hopper's: sm_90 only")
+    parser.add_argument("--versions", **some, help="compile with these versions of Triton, not with the installed one")
+    parser.add_argument("--short", action="store_true", help=f"compile CI's part with {' '.join(VERSIONS)}")
+    parser.add_argument("--folder", type=Path, help="folder of the versions, kept for the next time")
+    parser.add_argument("--json", type=Path, help="file for the printed figures, the largest of kernels of one name")
+    options = parser.parse_args(argv)
+    if options.short or options.versions:
+        rows, failures = of_versions(options, argv)
+    else:
+        print(f"triton {triton.__version__}")
+        found = []
+        for name in options.targets:
+            driver.set_active(CompilingDriver(TARGETS[name]))
+            for kernel in compiled(name, options):
+                found.append(kernel)
+                print(line(kernel), flush=True)
+        rows, failures = largest(found), sum(bool(kernel["faults"]) for kernel in found)
     if options.json is not None:
-        options.json.write_text(json.dumps({"triton": triton.__version__, "kernels": found}) + "\n")
-    failures = sum(bool(kernel["faults"]) for kernel in found)
+        head = json.dumps(provenance(SCRIPT, argv))  # and a line per kernel, for a readable diff
+        lines = ",\n".join(map(json.dumps, rows))
+        options.json.write_text(f'{head[:-1]},\n"kernels": [\n{lines}\n]}}\n')
     print(f"{failures} faults")
     return int(failures > 0)
+
+
+def of_versions(options: argparse.Namespace, argv: Sequence[str]) -> tuple[list[dict], int]:
+    """The rows of every version of Triton, and the number of runs with a fault."""
+    versions = options.versions or VERSIONS
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
+        folders = {version: installed(version, options.folder or Path(temporary)) for version in versions}
+        given = argparse.ArgumentParser(add_help=False)  # of the arguments, those for each version
+        for name, count in (("--versions", "+"), ("--folder", None), ("--json", None)):
+            given.add_argument(name, nargs=count)
+        own = [given.parse_known_args(argv)[1]]
+        short = {version: SHORT[: None if version in (versions[0], versions[-1]) else 1] for version in versions}
+        runs = [
+            (folders[version], part, Path(temporary, f"{version}-{number}.json")) for version in versions
+            for number, part in enumerate(map(shlex.split, short[version]) if options.short else own)
+        ]
+        statuses = list(pool.map(compiled_apart, *zip(*runs, strict=True)))
+        rows = [row for *_, path in runs if path.exists() for row in json.loads(path.read_text())["kernels"]]
+    return rows, sum(map(bool, statuses))
+
+
+def installed(version: str, folder: Path) -> Path:
+    """The folder to put first on the path for a version of Triton."""
+    target = folder / f"triton-{version}"
+    if not (target / "triton" / "__init__.py").exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+        subprocess.run([*pip, f"triton=={version}"], check=True)
+    return target
+
+
+def compiled_apart(folder: Path, part: Sequence[str], path: Path) -> int:
+    """The exit status of this script with the Triton of the folder; it writes its rows to the path."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(folder), str(ROOT)))
+    command = [sys.executable, str(ROOT / SCRIPT), *part, "--json", str(path)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, end="", flush=True)  # at once: several compile side by side
+    return done.returncode
+
+
+def largest(kernels: Iterable[dict]) -> list[dict]:
+    """A row for each name of a kernel in a call, with the largest figures and all notes."""
+    rows: dict[tuple, dict] = {}
+    for kernel in kernels:
+        names = ("target", "backend", "dim", "decay", "path", "kernel")
+        key = {"triton": triton.__version__} | {name: kernel[name] for name in names}
+        row = rows.setdefault(tuple(key.values()), key)
+        row |= {name: max(kernel[name], row.get(name, 0)) for name in ("registers", "spills", "shared")}
+        if said := {*row.get("notes", ()), *kernel["faults"], *kernel["notes"]}:
+            row["notes"] = sorted(said)
+    return list(rows.values())
 
 
 def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
     """Facts of every kernel that was compiled for a target."""
     target, dtype = TARGETS[name], getattr(torch, options.dtype)
+    strict = name == "sm_90" and triton.__version__.startswith(TUNED_ON)
     for backend, dim, decay in itertools.product(options.backends, options.head_dims, options.decays):
         if backend == "hopper" and name != "sm_90":
             continue
         of_backend = HOPPER_MORE_SPILLS if backend == "hopper" else MORE_SPILLS if name == "sm_90" else OTHER_PATHS
-        for path in options.paths:
-            if path not in of_backend:
-                continue
+        for path in (path for path in options.paths if path in of_backend):
             of_call = {"target": name, "backend": backend, "dim": dim, "decay": decay, "path": path}
             try:
                 kernels = compiled_kernels(backend, dim, decay, dtype, path, target)
             except Exception as error:  # the compiler's, of many kinds; the other kernels are compiled all the same
-                yield of_call | not_compiled(error)
+                traceback.print_exception(error)
+                fault = f"does not compile: {type(error).__name__}"
+                yield of_call | dict(kernel="-", registers=0, spills=0, shared=0, faults=[fault], notes=[])
                 continue
-            strict = name == "sm_90" and triton.__version__.startswith(TUNED_ON)
             for kernel in kernels:
-                found = judged(kernel, target)
+                found, ptx = resources(kernel, target), kernel.asm.get("ptx", "")
+                found |= {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared}
                 allowed = allowed_spills(backend, kernel.metadata.name, dim, dtype, path, target)
                 spills = [f"spills more than {allowed} B"] if found["spills"] > allowed else []
-                faults = [*found["faults"], *["serialised"] * found["serialised"], *(spills if strict else [])]
-                yield of_call | found | {"faults": faults, "notes": [] if strict else spills}
-
-
-def compiled_of_calls(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    """The same of random calls."""
-    target, seen = TARGETS[name], set()
-    calls = (draw(options.seed, number, calls_per_family=1) for number in itertools.count())
-    in_16_bits = (call for call in calls if getattr(torch, call.family.dtype).itemsize == 2)
-    for call in itertools.islice(in_16_bits, options.calls):
-        case, family = build(call, torch.device("cpu")), call.family
-        decay = {"none": "none", "token": "scalar"}.get(family.decay, "constant")
-        for backend in options.backends:
-            if backend == "hopper" and name != "sm_90":
-                continue
-            of_call = {
-                "target": name, "backend": backend, "dim": max(family.head_dim, family.value_dim), "decay": decay,
-                "path": f"call {call.number}",
-            }
-            module = portable if backend == "triton" else hopper
-            with collecting(target) as kernels, mock.patch.object(module, "unavailable", return_value=None):
-                try:
-                    judge.run(case, backend)
-                except Exception as error:
-                    if not judge.is_refused(backend, error):
-                        yield of_call | not_compiled(error)
-            for kernel in kernels:
-                if kernel.hash not in seen:
-                    seen.add(kernel.hash)
-                    yield of_call | judged(kernel, target) | {"notes": []}
-
-
-def not_compiled(error: Exception) -> dict:
-    traceback.print_exception(error)
-    nothing = {"registers": 0, "spills": 0, "shared": 0, "serialised": False, "notes": []}
-    return {"kernel": "-", **nothing, "faults": [f"does not compile: {type(error).__name__}"]}
-
-
-def judged(kernel, target: Target) -> dict:
-    """Facts of a compiled kernel, and its faults."""
-    ptx = kernel.asm.get("ptx", "")
-    known = {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared, **resources(kernel, target)}
-    wrong = {
-        "too much shared memory": known["shared"] > target.shared_memory,
-        "something else where a barrier is": reuses_a_barrier(ptx),
-        "tiles of two layouts at one address": shares_an_address(ptx),
-    }
-    return known | {"faults": [fault for fault, is_there in wrong.items() if is_there]}
+                faults = {
+                    "too much shared memory": found["shared"] > target.shared_memory,
+                    "something else where a barrier is": reuses_a_barrier(ptx),
+                    "tiles of two layouts at one address": shares_an_address(ptx),
+                    "serialised": found["serialised"],
+                }
+                said = [fault for fault, is_there in faults.items() if is_there] + spills * strict
+                yield of_call | found | {"faults": said, "notes": [] if strict else spills}
 
 
 def line(kernel: dict) -> str:
     return (
-        f"{kernel['target']:7s}{kernel['backend']:7s} D{kernel['dim']:<4d} {kernel['decay']:9s} {kernel['path']:9s} "
-        f"{kernel['kernel']:24s} {kernel['registers']:3d} registers {kernel['spills']:5d} B spilled "
-        f"{kernel['shared']:7d} B shared  {', '.join(kernel['faults'] + kernel['notes'])}"
-    )
+        "{target:7s}{backend:7s} D{dim:<4d} {decay:9s} {path:10s} {kernel:24s} {registers:3d} registers {spills:5d} B "
+        "spilled {shared:7d} B shared  "
+    ).format(**kernel) + ", ".join(kernel["faults"] + kernel["notes"])
 
 
 def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path: str, target: Target) -> int:
@@ -282,92 +310,90 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
 
 
 def value_dim_of(backend: str, dim: int) -> int:
-    """D_v of a D: 128 beside 192, for which "hopper" has consumers of its own (consume_192.py)."""
+    """D_v of a D: 128 with 192, for which "hopper" has consumers of its own (consume_192.py)."""
     return 128 if (backend, dim) == ("hopper", 192) else dim
 
 
 def compiled_kernels(
     backend: str, dim: int, decay: str, dtype: torch.dtype, path: str, target: Target = TARGETS["sm_90"]
 ) -> list:
-    """The kernels of a forward and a backward (or of a decoding step), compiled and not launched."""
-    # long, the decay prefix takes two launches, and short only one of them
-    length = {"TMA": 4096, "both sides": 4096, "window": 4096, "row scales": 4096, "small": 256}.get(path, 1024)
+    """The kernels of a forward and a backward (or of a decoding step, or a halo), compiled and not launched."""
+    by_tma = path in ("TMA", "both sides", "window", "row scales")
+    # of a long sequence the decay prefix takes two launches, of a short one only one of them
+    length = 4096 if by_tma else 256 if path == "small" else 1024
     shape = (1 if path in ("packed", "small") else 2, length, 4, dim)
-    # without a stride between the batch entries TMA cannot address a tensor
-    filled = 2 if path in ("TMA", "both sides", "window", "row scales") else 1
+    filled = 2 if by_tma else 1  # without a stride between the batch entries TMA cannot address a tensor
     of_values = (*shape[:3], value_dim_of(backend, dim))
-    q, k, v, d_out = (
-        torch.empty(filled, *x[1:], dtype=dtype).expand(x) for x in (shape, shape, of_values, of_values)
-    )
+    q, k, v, d_out = (torch.empty(filled, *x[1:], dtype=dtype).expand(x) for x in (shape, shape, of_values, of_values))
     if path == "narrow":
         narrow = dim - 40
         q, v, d_out = q[..., :narrow], v[..., : narrow // 3], d_out[..., : narrow // 3]
         k = k.new_empty(*shape[1:3], 2 * narrow)[..., ::2].expand(*shape[:3], narrow)
     log_decay = {"none": None, "constant": torch.empty(4), "scalar": torch.empty(shape[:3])}[decay]
-    bounds, window, longest, bias = None, (-1, -1), None, None
+    bounds, window, longest = None, (256, 200) if path == "window" else (-1, -1), None
     if path == "packed":
         bounds, window, longest = torch.empty(3, 4, dtype=torch.int32), (256, -1), (512, 512)
-    if path == "bias":
-        bias = torch.empty(shape[2], shape[1], shape[1])
-    if path == "window":
-        window = (256, 200)
-    causal = path not in ("both sides", "window")
+    bias = torch.empty(shape[2], shape[1], shape[1]) if path == "bias" else None
     row_scale = torch.empty(shape[:3]) if path == "row scales" else None
+    causal = path not in ("both sides", "window")
     problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, bounds, longest, bias, SKIP_TOLERANCE)
-    module = portable if backend == "triton" else hopper
     scale = dim**-0.5 if row_scale is None else 1.0
-    if path == "decode":
-        alpha = log_decay.double().mT.contiguous().mT if decay == "scalar" else None
-        with collecting(target) as kernels:
-            lengths, first = torch.empty(2, dtype=torch.int32), torch.empty(2, 4, dtype=torch.int32)
-            held = Held(k, v, lengths, first, torch.empty(2, 4, dtype=torch.float64), alpha)
-            k_pages, v_pages = (torch.empty(9, 16, 4, dim, dtype=dtype) for _ in range(2))
-            alpha_pages = None if alpha is None else torch.empty(9, 16, 4, dtype=torch.float64)
-            table = torch.empty(2, 40, dtype=torch.int32)
-            paged = Held(k_pages, v_pages, lengths, first, None, alpha_pages, table)
-            one_block = paged._replace(block_table=table[:, :1])  # a number that is 1 is no argument
-            appended = (held, slice(1), None), (held, slice(300), lengths), (paged, slice(1), None)
-            for cache, new, counted in (*appended, (one_block, slice(1), None)):
-                rates = log_decay[:, new] if decay == "scalar" else None
-                portable.append(cache, k[:, new], v[:, new], rates, counted)
-            for cache in (held, paged):
-                inputs = Inputs(
-                    q[:, :1], cache.keys[:, :, :1], cache.values[:, :, :1], log_decay if decay == "constant" else None,
-                    scale=scale,
-                )
-                decoding.decode(
-                    inputs, torch.empty(2, dtype=torch.int32), alpha=cache.alpha,
-                    first=torch.empty(2, 4, 1, dtype=torch.int32), block_table=cache.block_table,
-                )
-        return kernels
-    if path == "halo":
-        with collecting(target) as kernels:
-            if log_decay is not None:
-                summary = halo_bound.summarise(problem, q, k, log_decay, scale, length // DECAY_BLOCK)
-                everyone, offsets = summary.keys.repeat(3, 1), torch.empty(4, dtype=torch.int64)
-                cu_seqlens = None, torch.empty(9, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
-                for rank, offsets_of_sequences in zip((1, 2, 2), cu_seqlens, strict=True):  # 1 is no argument
-                    place = halo_bound.Place((length,) * 3, rank, offsets, 0, length, offsets_of_sequences)
-                    halo_bound.first_keys(problem, place, everyone, summary, SKIP_TOLERANCE)
-            heads, length = k.shape[2], k.shape[1]
-            for rank in (1, 2):
-                begins, offsets = torch.empty(4, 2 * heads, dtype=torch.int64), torch.empty(5, dtype=torch.int64)
-                segments = halo_rows.Segments(begins, offsets, rank, heads, length, 128, 32, 9, 9)
-                rates = log_decay if decay == "scalar" else None
-                parts, grads = (k, v, rates), (None, v, rates)
-                rows = halo_rows.pack_sent(segments, parts)
-                halo_rows.extend(segments, rows, parts, length)
-                for asked in (parts, grads):
-                    halo_rows.add_returned(segments, halo_rows.pack_returned(segments, asked), asked, asked, 96)
-        return kernels
     inputs = Inputs(q, k, v, log_decay, row_scale, bounds, bias, scale=scale)
     with collecting(target) as kernels:
-        module.forward(problem, inputs._replace(sink=q.new_empty(problem.num_heads)), True)
-        for with_lse in (True, False):
-            out, _, saved = module.forward(problem, inputs, with_lse)
-        asked_for = decay != "none", bias is not None
-        module.backward(problem, inputs, out, saved, d_out, None, *asked_for)
+        if path == "decode":
+            decode(inputs, decay)
+        elif path == "halo":
+            exchange(problem, inputs, decay)
+        else:
+            module = portable if backend == "triton" else hopper
+            module.forward(problem, inputs._replace(sink=q.new_empty(problem.num_heads)), True)
+            for with_lse in (True, False):
+                out, _, saved = module.forward(problem, inputs, with_lse)
+            module.backward(problem, inputs, out, saved, d_out, None, decay != "none", bias is not None)
     return kernels
+
+
+def decode(inputs: Inputs, decay: str) -> None:
+    """Append to a cache, contiguous and in pages, and attend to it."""
+    q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
+    alpha = log_decay.double().mT.contiguous().mT if decay == "scalar" else None
+    lengths, first = torch.empty(2, dtype=torch.int32), torch.empty(2, 4, dtype=torch.int32)
+    held = Held(k, v, lengths, first, torch.empty(2, 4, dtype=torch.float64), alpha)
+    k_pages, v_pages = (torch.empty(9, 16, *k.shape[2:], dtype=k.dtype) for _ in range(2))
+    alpha_pages = None if alpha is None else torch.empty(9, 16, 4, dtype=torch.float64)
+    table = torch.empty(2, 40, dtype=torch.int32)
+    paged = Held(k_pages, v_pages, lengths, first, None, alpha_pages, table)
+    one_block = paged._replace(block_table=table[:, :1])  # a number that is 1 is no argument
+    for cache, new, counted in (
+        (held, slice(1), None), (held, slice(300), lengths), (paged, slice(1), None), (one_block, slice(1), None),
+    ):
+        rates = log_decay[:, new] if decay == "scalar" else None
+        portable.append(cache, k[:, new], v[:, new], rates, counted)
+    for cache in (held, paged):
+        rates = log_decay if decay == "constant" else None
+        row = Inputs(q[:, :1], cache.keys[:, :, :1], cache.values[:, :, :1], rates, scale=inputs.scale)
+        options = dict(first=first[..., None], block_table=cache.block_table)
+        decoding.decode(row, torch.empty(2, dtype=torch.int32), alpha=cache.alpha, **options)
+
+
+def exchange(problem: AttentionProblem, inputs: Inputs, decay: str) -> None:
+    """Plan a halo, pack its keys, put them in place, and return their gradients."""
+    q, k, v, log_decay, length, heads = *inputs[:4], inputs.k.shape[1], inputs.k.shape[2]
+    if log_decay is not None:
+        summary = halo_bound.summarise(problem, q, k, log_decay, inputs.scale, length // DECAY_BLOCK)
+        everyone, offsets = summary.keys.repeat(3, 1), torch.empty(4, dtype=torch.int64)
+        cu_seqlens = None, torch.empty(9, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
+        for rank, offsets_of_sequences in zip((1, 2, 2), cu_seqlens, strict=True):  # 1 is no argument
+            place = halo_bound.Place((length,) * 3, rank, offsets, 0, length, offsets_of_sequences)
+            halo_bound.first_keys(problem, place, everyone, summary, SKIP_TOLERANCE)
+    for rank in (1, 2):
+        begins, offsets = torch.empty(4, 2 * heads, dtype=torch.int64), torch.empty(5, dtype=torch.int64)
+        segments = halo_rows.Segments(begins, offsets, rank, heads, length, 128, 32, 9, 9)
+        rates = log_decay if decay == "scalar" else None
+        parts, grads = (k, v, rates), (None, v, rates)
+        halo_rows.extend(segments, halo_rows.pack_sent(segments, parts), parts, length)
+        for asked in (parts, grads):
+            halo_rows.add_returned(segments, halo_rows.pack_returned(segments, asked), asked, asked, 96)
 
 
 @contextlib.contextmanager
@@ -389,19 +415,13 @@ def collecting(target: Target) -> Iterator[list]:
 
 def resources(kernel, target: Target) -> dict[str, int | bool]:
     """Registers and bytes of a thread by ptxas, or by the assembler of AMD's GPUs."""
-    if target.gpu.backend == "hip":
-        said = kernel.asm["amdgcn"]
-        return {
-            "registers": _number(r"\.vgpr_count: +(\d+)", said),
-            "spills": 4 * _number(r"\.vgpr_spill_count: +(\d+)", said),
-            "serialised": False,
-        }
-    said = _assembled(kernel.asm["ptx"], target.gpu.arch)
-    return {
-        "registers": _number(r"Used (\d+) registers", said),
-        "spills": _number(r"(\d+) bytes spill stores", said),
-        "serialised": re.search(r"\(C75\d\d\)", said) is not None,
-    }
+    hip = target.gpu.backend == "hip"
+    said = kernel.asm["amdgcn"] if hip else _assembled(kernel.asm["ptx"], target.gpu.arch)
+    patterns = (r"\.vgpr_count: +(\d+)", r"\.vgpr_spill_count: +(\d+)") if hip else (
+        r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    registers, spills = (int(re.search(pattern, said).group(1)) for pattern in patterns)
+    serialised = re.search(r"\(C75\d\d\)", said) is not None
+    return {"registers": registers, "spills": 4 * spills if hip else spills, "serialised": not hip and serialised}
 
 
 def shares_an_address(ptx: str) -> bool:
@@ -421,9 +441,9 @@ def shares_an_address(ptx: str) -> bool:
 def reuses_a_barrier(ptx: str) -> bool:
     """True if something else is kept where an mbarrier was made that was not invalidated.
 
-    Triton gives memory away that nothing uses any more, and a barrier's ends where nobody waits for it. To the GPU it
-    is a barrier until mbarrier.inval says otherwise: where processes shared the time of an H200, words that were stored
-    there read as the barrier's first state after some context switches.
+    Triton reuses memory that no later instruction uses, and a barrier's after the last wait. To the GPU it is a barrier
+    until mbarrier.inval. Where processes shared the time of an H200, words that were stored there read as the barrier's
+    first state after some context switches.
     """
     address = r"\[\s*(%r\d+|global_smem)\s*(?:\+\s*(\d+))?\s*\]"
     begins = {register: int(number) for register, number in re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx)}
@@ -448,10 +468,6 @@ def _assembled(ptx: str, capability: int) -> str:
         command = [get_ptxas(capability).path, "-v", name, str(source), "-o", str(source.with_suffix(".cubin"))]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
-
-
-def _number(pattern: str, text: str) -> int:
-    return int(re.search(pattern, text).group(1))
 
 
 if __name__ == "__main__":

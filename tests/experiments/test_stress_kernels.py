@@ -1,4 +1,4 @@
-"""The stress test: it passes on kernels that repeat, and notices those that do not."""
+"""The stress test passes on kernels that repeat, and reports those that do not."""
 
 import torch
 from tools import stress_kernels
@@ -11,14 +11,14 @@ def test_kernels_repeat(capsys):
     assert printed.count("1 calls, 0 deviated") == len(stress_kernels.SHAPES) * 4
 
 
-def test_what_does_not_repeat_is_noticed(capsys, monkeypatch):
+def test_changed_bits_and_nan_deviate(capsys, monkeypatch):
     """One entry of dk by its last bit, and a NaN, in the second call of each case."""
     call, count = stress_kernels.call, [0]
 
     def changing(*given):
         found = [x.contiguous() for x in call(*given)]
         count[0] += 1
-        if count[0] % 3 == 0:  # the first, the one beside it, and the one that repeats
+        if count[0] % 3 == 0:  # the first, the one of "triton", and the one that repeats
             dk = found[stress_kernels.NAMES.index("dk")]
             dk.view(torch.uint8).view(-1)[7 * dk.element_size()] ^= 1
             found[stress_kernels.NAMES.index("out")].view(-1)[5] = float("nan")
