@@ -1,7 +1,6 @@
-"""The fuzzer: a short run of it, that it notices what is wrong, and that every call can be repeated."""
+"""The fuzzer passes on a short run, reports faults, and repeats each call by its command."""
 
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -14,7 +13,7 @@ from tools import fuzz_kernels
 from tools.fuzzing import judge, oracle
 from tools.fuzzing.draws import CALLS_PER_FAMILY, RESETS, Draw, Family, Memory, draw
 from tools.fuzzing.summary import Summary
-from tools.fuzzing.tensors import axes_of, build, place
+from tools.fuzzing.tensors import build, place
 
 ON_GPU = torch.cuda.is_available()
 LONGEST = 48  # two of the interpreter's tiles; packed sequences are longer together
@@ -30,9 +29,6 @@ def families(first: int, number: int, seed: int = 0, longest: int = 1000) -> lis
     return [draw(seed, n * CALLS_PER_FAMILY, longest).family for n in range(first, first + number)]
 
 
-# A short run
-
-
 @pytest.mark.parametrize("number", NUMBERS[:5] if ON_GPU else NUMBERS)  # compiling all would take minutes
 def test_kernels_within_the_budget(number):
     result, may_go_on = fuzz_kernels.fuzz(number, 1, LONGEST, CALLS_PER_FAMILY, None, ["triton", "reference"])
@@ -41,10 +37,7 @@ def test_kernels_within_the_budget(number):
     assert set(result["ratios"]) == {"triton", "reference"}
 
 
-# Draws
-
-
-def test_a_seed_and_a_number_are_a_call(device):
+def test_seed_and_number_determine_a_call(device):
     for number in (0, 17, 999):
         first, again = draw(5, number), draw(5, number)
         assert first == again
@@ -57,7 +50,7 @@ def test_a_seed_and_a_number_are_a_call(device):
             assert x.stride() == other.tensors[name].stride()
 
 
-def test_without_bfloat16_a_call_is_otherwise_the_same():
+def test_missing_bfloat16_changes_only_the_dtype():
     number = next(n for n in itertools.count() if draw(0, n).family.dtype == "bfloat16")
     with_it, without = draw(0, number), draw(0, number, bfloat16=False)
     assert without.family.dtype == "float16"
@@ -65,7 +58,7 @@ def test_without_bfloat16_a_call_is_otherwise_the_same():
     assert with_it == dataclasses.replace(without, family=family, value_size=with_it.value_size)
 
 
-def test_calls_of_a_family_share_what_is_compiled():
+def test_calls_of_a_family_share_compiled_kernels():
     calls = [draw(3, n) for n in range(2 * CALLS_PER_FAMILY)]
     ours, others = calls[:CALLS_PER_FAMILY], calls[CALLS_PER_FAMILY:]
     assert all(call.family == calls[0].family for call in ours)
@@ -74,7 +67,7 @@ def test_calls_of_a_family_share_what_is_compiled():
     assert draw(3, 17, calls_per_family=10).family == draw(3, 10, calls_per_family=10).family != ours[0].family
 
 
-def test_the_whole_contract_is_drawn():
+def test_draws_cover_the_contract():
     drawn = families(0, 1500)
     for name in ("head_dim", "value_dim"):
         dims = {getattr(family, name) for family in drawn}
@@ -111,14 +104,11 @@ def test_the_whole_contract_is_drawn():
     assert any(0 in pair for call in calls for pair in call.sequences)
 
 
-# Tensors
-
-
 @pytest.mark.parametrize("memory", [
     Memory("bthd"), Memory("htbd", gap=5, offset=3), Memory("bhtd", step=2), Memory("bthd", expanded="bh", offset=1),
     Memory("tbhd", expanded="bthd"),
 ])
-def test_values_lie_where_memory_says(memory, device):
+def test_memory_places_values(memory, device):
     values = torch.randn(2, 3, 4, 5)
     placed = place(values, "bthd", memory, device)
     expected = values[tuple(slice(0, 1) if axis in memory.expanded else slice(None) for axis in "bthd")]
@@ -126,16 +116,7 @@ def test_values_lie_where_memory_says(memory, device):
     assert placed.storage_offset() == memory.offset
     assert {axis for axis, stride in zip("bthd", placed.stride(), strict=True) if not stride} == set(memory.expanded)
     everything = placed.new_empty(0).set_(placed.untyped_storage())
-    assert int(everything.isfinite().sum()) == expected.numel()  # what nobody may read is NaN
-
-
-def test_axes():
-    assert axes_of("dlse", True) == "ht"
-    assert axes_of("log_decay", False) == "bth"
-    assert axes_of("do", True) == "thd"
-
-
-# The oracle
+    assert int(everything.isfinite().sum()) == expected.numel()  # the rest is NaN
 
 
 def brute_force(heads: dict, n: int) -> tuple[torch.Tensor, list[float]]:
@@ -161,7 +142,7 @@ def brute_force(heads: dict, n: int) -> tuple[torch.Tensor, list[float]]:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("decay", ["constant", "token"])
 @pytest.mark.parametrize("window", [(-1, -1), (2, 1), (2**63 - 1, 2**63 - 1)])
-def test_the_oracle_number_by_number(causal, decay, window):
+def test_oracle_equals_brute_force(causal, decay, window):
     rows, keys = (9, 6) if decay == "constant" else (4, 9)
     normal = torch.randn(3, rows + 2 * keys, 4, dtype=torch.float64)
     log_decay = -torch.rand(3, keys, dtype=torch.float64)
@@ -182,7 +163,7 @@ def test_the_oracle_number_by_number(causal, decay, window):
     assert (found["dlog_decay"][oracle.is_reset(log_decay)] == 0).all()
 
 
-def test_what_skipping_may_lose_bounds_what_it_loses():
+def test_bound_of_skipping_covers_lost_keys():
     """The last keys of every row are lost, as many as weigh no more than the tolerance."""
     tolerance, (rows, keys) = 0.01, (30, 40)
     normal = torch.randn(2, rows + 2 * keys, 4).double()
@@ -207,9 +188,6 @@ def test_what_skipping_may_lose_bounds_what_it_loses():
         assert (difference <= allowed[name]).all(), name
 
 
-# What is wrong is noticed
-
-
 def plain_call(**changes) -> Draw:
     """A call of bfloat16's size and with everything that has a gradient."""
     call = next(
@@ -232,17 +210,26 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_wrong_result_is_noticed(name, device, monkeypatch):
-    run = judge.run
+@pytest.fixture(scope="module")
+def reference_results(device):
+    """A call, and its results by "reference", which pass."""
     case = build(plain_call(), device)
-    assert not judge.judge(case, ["reference"]).failures
-    monkeypatch.setattr(judge, "run", lambda *given: (found := run(*given)) | {name: FAULTS[name](found[name])})
-    failures = judge.judge(case, ["reference"]).failures
-    assert [what for what, _ in failures] == [f"reference {name}"]
+    results = judge.run(case, "reference")
+    verdict = judge.Verdict()
+    judge.compare(case, {"reference": dict(results)}, verdict)
+    assert not verdict.failures
+    return case, results
 
 
-def test_a_wrong_kernel_is_noticed(device, monkeypatch):
+@pytest.mark.parametrize("name", FAULTS)
+def test_wrong_results_fail(name, reference_results):
+    case, results = reference_results
+    verdict = judge.Verdict()
+    judge.compare(case, {"reference": results | {name: FAULTS[name](results[name])}}, verdict)
+    assert [what for what, _ in verdict.failures] == [f"reference {name}"]
+
+
+def test_wrong_kernels_fail(device, monkeypatch):
     from decayattn.backends.planning import prefix
 
     gradient = prefix.gradient
@@ -251,90 +238,61 @@ def test_a_wrong_kernel_is_noticed(device, monkeypatch):
     assert [what for what, _ in failures] == ["triton dlog_decay"]
 
 
-def test_an_exception_is_a_failure(device, monkeypatch):
+def test_exceptions_fail_and_hopper_may_refuse(device, monkeypatch):
+    call = plain_call()
+    narrow = dataclasses.replace(call, family=dataclasses.replace(call.family, head_dim=7))
+    verdict = judge.judge(build(narrow, device), ["hopper"])
+    assert "hopper" in verdict.refused
+    assert not verdict.failures
+
     def raises(*given, **options):
         raise AssertionError("base must be 16-byte aligned")
 
     monkeypatch.setattr(judge, "decay_attention", raises)
-    ((what, text),) = judge.judge(build(plain_call(), device), ["reference"]).failures
+    ((what, text),) = judge.judge(build(call, device), ["reference"]).failures
     assert what == "reference AssertionError"
     assert text.endswith("base must be 16-byte aligned")
 
 
-def test_hopper_may_refuse(device):
-    call = plain_call()
-    call = dataclasses.replace(call, family=dataclasses.replace(call.family, head_dim=7))
-    verdict = judge.judge(build(call, device), ["hopper"])
-    assert "hopper" in verdict.refused
-    assert not verdict.failures
-
-
-# The command
-
-
-def test_one_call_again(capsys, monkeypatch):
-    arguments = ["--seed", "3", "--longest", "20", "--only", "8", "--backends", "reference"]
+@pytest.mark.parametrize(("more", "drawn"), [
+    (["--family", "25", "--only", "8"], ""), (["--family", "100", "--only", "61"], ""),
+    (["--family", "25", "--dims", "24", "10", "--only", "8"], "head_dim 24, value_dim 10"),
+])
+def test_failures_have_the_command_that_repeats_them(more, drawn, capsys, monkeypatch):
+    arguments = ["--seed", "3", "--longest", "20", *more, "--backends", "reference"]
     assert fuzz_kernels.main(arguments) == 0
-    assert str(fuzz_kernels.draw_here(8, 3, 20)) in capsys.readouterr().out
+    assert drawn in capsys.readouterr().out
     run = judge.run
     monkeypatch.setattr(judge, "run", lambda *given: (found := run(*given)) | {"out": found["out"] + 1})
     assert fuzz_kernels.main(arguments) == 1
-    out = capsys.readouterr().out
-    again = "python experiments/tools/fuzz_kernels.py --seed 3 --longest 20 --only 8 --backends reference"
-    assert f"FAILED {again}: reference out " in out
-    assert "1 × reference out" in out
+    printed = capsys.readouterr().out
+    assert f"FAILED python experiments/tools/fuzz_kernels.py {' '.join(arguments)}: reference out " in printed
+    assert "1 × reference out" in printed
 
 
-def test_what_passes_only_just_is_named():
-    ratios = iter([{"out": 0.79, "dq": 0.85}, {"out": 0.5, "dq": 0.97}, {"out": 1.5, "dq": 0.9}])
-    options = fuzz_kernels.parse(["--seed", "3", "--longest", "20", "--backends", "reference"])
-    summary = Summary(functools.partial(fuzz_kernels.command, options=options), False)
-    for number, found in enumerate(ratios):
+def test_summary_names_errors_near_their_budget():
+    summary = Summary(lambda number: f"--only {number}", False)
+    for number, found in enumerate([{"out": 0.79, "dq": 0.85}, {"out": 0.5, "dq": 0.97}, {"out": 1.5, "dq": 0.9}]):
         summary.add(number, {"call": "", "failures": [], "ratios": {"reference": found}, "cannot_tell": []})
-    again = "python experiments/tools/fuzz_kernels.py --seed 3 --longest 20 --only 1 --backends reference"
-    assert f"  reference dq 0.97: {again}" in summary.text(3, 1.0).splitlines()
-    assert "  reference (3)  dq 0.97  out 0.79" in summary.text(3, 1.0).splitlines()
+    lines = summary.text(3, 1.0).splitlines()
+    assert "  reference dq 0.97: --only 1" in lines
+    assert "  reference (3)  dq 0.97  out 0.79" in lines
 
 
-def test_a_call_of_a_larger_family_again(capsys, monkeypatch):
-    run = judge.run
-    monkeypatch.setattr(judge, "run", lambda *given: (found := run(*given)) | {"out": found["out"] + 1})
-    arguments = ["--seed", "3", "--longest", "20", "--family", "100", "--only", "61", "--backends", "reference"]
-    assert fuzz_kernels.main(arguments) == 1
-    again = "python experiments/tools/fuzz_kernels.py " + " ".join(arguments[:6]) + " --only 61 --backends reference"
-    assert f"FAILED {again}: reference out " in capsys.readouterr().out
-
-
-def test_a_call_with_given_dims_again(capsys, monkeypatch):
-    run = judge.run
-    monkeypatch.setattr(judge, "run", lambda *given: (found := run(*given)) | {"out": found["out"] + 1})
-    arguments = ["--seed", "3", "--longest", "20", "--dims", "24", "10", "--only", "8", "--backends", "reference"]
-    assert fuzz_kernels.main(arguments) == 1
-    said = capsys.readouterr().out
-    assert "head_dim 24, value_dim 10" in said
-    assert f"FAILED python experiments/tools/fuzz_kernels.py {' '.join(arguments)}: reference out " in said
-
-
-def test_calls_in_processes(interpreter, capsys):
+def test_calls_run_in_processes(interpreter, capsys):
     arguments = ["--calls", "3", "--longest", "16", "--processes", "1", "--backends", "reference", "--seed", "4"]
     assert fuzz_kernels.main(arguments) == 0
     assert "3 calls in" in capsys.readouterr().out
 
 
-def test_a_process_that_ends_is_replaced():
-    """divmod's remainder says whether the process may go on."""
+def test_processes_that_end_die_or_hang_are_replaced(monkeypatch):
+    """divmod's remainder is the flag that lets a process go on."""
     found = dict(workers.calls(divmod, (7,), [[1, 14, 8, 9], [20]], 2, 60.0))
     assert found == {1: 0, 14: 2, 8: 1, 9: 1, 20: 2}
     errors = dict(workers.calls(divmod, (0,), [[1, 2]], 1, 60.0))
-    assert all("ZeroDivisionError" in str(error) for error in errors.values())
-    assert len(errors) == 2
-
-
-def test_a_process_that_dies_or_hangs_is_replaced(monkeypatch):
+    assert ["ZeroDivisionError" in str(errors[number]) for number in (1, 2)] == [True, True]
     died = dict(workers.calls(os._exit, (), [[3, 4]], 1, 60.0))
-    assert {number: str(error) for number, error in died.items()} == {
-        3: "the process died (status 3)", 4: "the process died (status 4)",
-    }
+    assert [str(died[number]) for number in (3, 4)] == [f"the process died (status {n})" for n in (3, 4)]
     monkeypatch.setattr(workers, "STARTING_SECONDS", 0.0)
     ((number, error),) = workers.calls(time.sleep, (), [[1000]], 1, 1.0)
     assert number == 1000

@@ -1,14 +1,14 @@
 """Random calls on the Hopper kernels without a GPU (gluon_on_cpu): fuzz_kernels.py's calls, its oracle and its budgets.
 
-    python tests/helpers/fuzz_emulated.py --minutes 30                  # about one call per second and core
-    python tests/helpers/fuzz_emulated.py --seed 7 --only 1234          # one call again, with the errors of all tensors
+* `python tests/helpers/fuzz_emulated.py --minutes 30`: about one call per second and core.
+* `python tests/helpers/fuzz_emulated.py --seed 7 --only 1234`: one call again, with the errors of all tensors.
 
 The calls are those that a GPU draws, in bfloat16, too, but shorter; those that the kernels refuse are left out. Races
 and deadlocks are failures as errors outside the budget are. Every failure is a line with the options that repeat it,
 here and in fuzz_kernels.py on a GPU.
 """
 
-import argparse
+import functools
 import itertools
 import os
 import sys
@@ -24,6 +24,7 @@ import torch
 from gluon_on_cpu import Kernel
 from tools.fuzzing import judge
 from tools.fuzzing.draws import draw
+from tools.fuzzing.summary import Summary, command, parser_of
 from tools.fuzzing.tensors import build
 
 from decayattn.backends.hopper import backend as hopper
@@ -32,54 +33,39 @@ from decayattn.backends.hopper.forward import launch
 from decayattn.backends.runtime import launching
 
 FORWARD, GRADIENTS = launch.forward_kernel, launch_backward.gradients_kernel
+NAMES = ("seed", "longest", "family", "dims", "only")
 # so few programs that each has several work tiles, if there are more than a few
 PROGRAMS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the calls; the exit status is 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    option = parser.add_argument
-    option("--seed", type=int, default=0, help="what calls are drawn from, with their numbers")
-    option("--first", type=int, default=0, metavar="NUMBER", help="the first call")
-    option("--only", type=int, metavar="NUMBER", help="this call only")
-    option("--calls", type=int, default=1000, help="how many, those that are refused aside")
-    option("--longest", type=int, default=200, help="longest sequence; part of what is drawn from")
-    option("--family", type=int, default=20, help="calls that share shapes and kinds; part of what is drawn from")
-    option("--dims", nargs=2, type=int, metavar=("D", "D_V"), help="these head dimensions in every call")
-    option("--minutes", type=float, help="stop after so long")
+    parser = parser_of(__doc__, calls=1000, longest=200, family=20)
+    parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="the first call")
+    parser.add_argument("--dims", nargs=2, type=int, metavar=("D", "D_V"), help="these head dimensions in every call")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    began, done, failed, worst = time.monotonic(), 0, 0, {}
+    again = functools.partial(command, "tests/helpers/fuzz_emulated.py", options, NAMES)
+    began, summary = time.monotonic(), Summary(again, options.only is not None)
     numbers = itertools.count(options.first) if options.only is None else [options.only]
     for number in numbers:
         minutes = (time.monotonic() - began) / 60
-        if done == options.calls or (options.minutes is not None and minutes > options.minutes):
+        if summary.done == options.calls or (options.minutes is not None and minutes > options.minutes):
             break
         found = run(options.seed, number, options.longest, options.family, options.dims)
-        if found is None:
-            continue
-        done += 1
-        call, verdict = found
-        for name, own in verdict.ratios.get("hopper", {}).items():
-            worst[name] = max(worst.get(name, (0.0, 0)), (own, number))
-        if verdict.failures:
-            failed += 1
-            again = f"--seed {options.seed} --longest {options.longest} --family {options.family}"
-            again += f" --dims {options.dims[0]} {options.dims[1]}" if options.dims else ""
-            again += f" --only {number}"
-            print(f"FAILED {again}: {'; '.join(map(' '.join, verdict.failures))}  # {call}", flush=True)
-        if done % 100 == 0:
-            print(f"{done} calls, {60 * minutes:.0f} s, {failed} failed", flush=True)
-    print(f"{done} calls, {failed} failed; largest error over its budget: "
-          + "  ".join(f"{name} {own:.2f} (call {number})" for name, (own, number) in sorted(worst.items())))
-    return int(failed > 0)
+        if found is not None:
+            call, verdict = found
+            print("".join(f"{line}\n" for line in summary.add(number, {"call": call, **vars(verdict)})), end="")
+            if summary.done % 100 == 0:
+                print(f"{summary.done} calls, {60 * minutes:.0f} s, {summary.failed} failed", flush=True)
+    print(summary.text(summary.done, time.monotonic() - began))
+    return int(summary.failed > 0)
 
 
 def run(
     seed: int, number: int, longest: int, family: int, dims: Sequence[int] | None = None
 ) -> tuple[str, judge.Verdict] | None:
-    """(the call, what came of it); None where the kernels do not take it."""
+    """(the call, its verdict); None where the kernels do not take it."""
     call = draw(seed, number, longest, True, family, dims)
     if call.family.dtype not in ("float16", "bfloat16"):
         return None

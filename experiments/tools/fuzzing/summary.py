@@ -1,68 +1,86 @@
-"""Outcomes of random calls: failures, each with the command that repeats it, and what passed only just."""
+"""Options that fuzzers share, and the outcomes of their calls."""
 
+import argparse
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# of its budget: errors that pass with more are looked at
-NEAR = 0.8
+from shared.options import positive
+
+from tools.fuzzing.draws import CALLS_PER_FAMILY
+
+NEAR = 0.8  # of its budget: errors that pass with more are listed
+
+
+def parser_of(doc: str | None, calls: int, longest: int, family: int = CALLS_PER_FAMILY) -> argparse.ArgumentParser:
+    """The parser of a fuzzer, with the options from which calls are drawn."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--calls", type=positive, default=calls, help="number of calls")
+    option("--seed", type=int, default=0, help="seed of the calls, which are drawn from it and their numbers")
+    option("--only", type=int, metavar="NUMBER", help="this call only, with the errors of all tensors")
+    option("--longest", type=positive, default=longest, help="longest sequence; part of the draw")
+    option("--family", type=positive, metavar="CALLS", default=family, help="calls that share what kernels are "
+           "compiled for: more of them are faster and vary less; part of the draw")
+    option("--minutes", type=float, help="stop after these minutes")
+    return parser
+
+
+def command(script: str, options: argparse.Namespace, names: Sequence[str], number: int) -> str:
+    """Command that repeats a call: options of these names, unless they are None."""
+    words = ["python", script]
+    for name in names:
+        value = number if name == "only" else getattr(options, name)
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return " ".join(words)
 
 
 class Summary:
-    """Outcomes of all calls. again: the command that repeats one; told: what passes is printed, too."""
+    """Outcomes of all calls. again: returns the command that repeats one; verbose: calls that pass print a line."""
 
-    def __init__(self, again: Callable[[int], str], told: bool) -> None:
-        self.again, self.told = again, told
-        self.done = 0
-        self.failures: list[dict[str, Any]] = []
-        # by backend and tensor, of what passed: the largest error over its budget, and the call that had it
+    def __init__(self, again: Callable[[int], str], verbose: bool) -> None:
+        self.again, self.verbose = again, verbose
+        self.done = self.failed = self.cannot_tell = 0
+        # by backend and tensor, of those that passed: the largest error over its budget, and the call that had it
         self.worst: dict[str, dict[str, tuple[float, int]]] = collections.defaultdict(dict)
+        # calls by backend, and by what failed: backend and tensor, backend and exception, "crash" and the like
         self.ran: collections.Counter[str] = collections.Counter()
-        self.cannot_tell = 0
+        self.kinds: collections.Counter[str] = collections.Counter()
 
     def add(self, number: int, result: dict[str, Any]) -> list[str]:
         """A line about the call if it failed."""
         self.done += 1
+        self.cannot_tell += bool(result["cannot_tell"])
         for backend, tensors in result["ratios"].items():
             self.ran[backend] += 1
             for name, ratio in tensors.items():
                 if ratio <= 1:
                     self.worst[backend][name] = max(self.worst[backend].get(name, (0.0, 0)), (ratio, number))
-        self.cannot_tell += bool(result["cannot_tell"])
-        if self.told:
-            for backend, tensors in result["ratios"].items():
+            if self.verbose:
                 print(backend, "  ".join(f"{name} {ratio:.2g}" for name, ratio in tensors.items()))
         if not result["failures"]:
             return []
-        again = self.again(number)
-        self.failures.append({"repeat": again, "call": result["call"], "failures": result["failures"]})
+        self.failed += 1
+        self.kinds.update({what for what, _ in result["failures"]})
         failures = "; ".join(f"{what} {text}" for what, text in result["failures"])
-        return [f"FAILED {again}: {failures}  # {result['call']}"]
+        return [f"FAILED {self.again(number)}: {failures}  # {result['call']}"]
 
-    def kinds(self) -> dict[str, int]:
-        """Number of calls by what failed: backend and tensor, backend and exception, "crash" and the like."""
-        count = collections.Counter(what for failure in self.failures for what in {w for w, _ in failure["failures"]})
-        return dict(count.most_common())
+    def text(self, asked: int, seconds: float) -> str:
+        return "\n".join(self._lines(asked, seconds))
 
-    def near(self) -> Iterator[tuple[str, str, float, str]]:
-        """Backend, tensor, error over its budget, and how to repeat the call: what failed only just not."""
+    def _lines(self, asked: int, seconds: float) -> Iterator[str]:
+        stopped = f" of {asked}, stopped in time" if self.done < asked else ""
+        yield f"{self.done} calls{stopped} in {seconds:.0f} s, {self.failed} failed"
+        yield from (f"  {count:5d} × {kind}" for kind, count in self.kinds.most_common())
+        yield "largest error over its budget, of those within it (calls):"
+        for backend, tensors in self.worst.items():
+            numbers = "  ".join(f"{name} {ratio:.2f}" for name, (ratio, _) in sorted(tensors.items()))
+            yield f"  {backend} ({self.ran[backend]})  {numbers}"
         for backend, tensors in self.worst.items():
             for name, (ratio, number) in sorted(tensors.items()):
                 if ratio > NEAR:
-                    yield backend, name, ratio, self.again(number)
-
-    def text(self, asked: int, seconds: float) -> str:
-        stopped = f" of {asked}, stopped in time" if self.done < asked else ""
-        lines = [f"{self.done} calls{stopped} in {seconds:.0f} s, {len(self.failures)} failed"]
-        lines += [f"  {count:5d} × {kind}" for kind, count in self.kinds().items()]
-        lines.append("largest error over its budget, of those within it (calls):")
-        for backend, tensors in self.worst.items():
-            numbers = "  ".join(f"{name} {ratio:.2f}" for name, (ratio, _) in sorted(tensors.items()))
-            lines.append(f"  {backend} ({self.ran[backend]})  {numbers}")
-        lines += [f"  {backend} {name} {ratio:.2f}: {again}" for backend, name, ratio, again in self.near()]
+                    yield f"  {backend} {name} {ratio:.2f}: {self.again(number)}"
         if self.cannot_tell:
-            lines.append(
-                f"{self.cannot_tell} calls had tensors that eager attention cannot hold, or no larger than their "
-                "budget: not judged"
-            )
-        return "\n".join(lines)
+            yield (f"{self.cannot_tell} calls had tensors that eager attention cannot hold, or no larger than their "
+                   "budget: not judged")

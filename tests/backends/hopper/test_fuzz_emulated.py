@@ -26,7 +26,7 @@ def test_a_fault_is_told_with_what_repeats_it(monkeypatch, capsys):
     argv = ["--seed", "3", "--longest", "40", "--family", "20"]
     assert fuzz_emulated.main([*argv, "--calls", "4"]) == 1
     printed = capsys.readouterr().out
-    again = printed.split("FAILED ")[1].split(":")[0].split()
+    again = printed.split("FAILED python tests/helpers/fuzz_emulated.py ")[1].split(":")[0].split()
     assert again[:-1] == [*argv, "--only"]
     assert "hopper out" in printed
     monkeypatch.undo()
