@@ -1,24 +1,23 @@
-"""Calls that may take their process with them, and calls that have to end in time."""
+"""Calls that may end their process, and calls that have to end in time."""
 
 import contextlib
 import multiprocessing
 import os
+import queue
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-# of a process' first call: it imports torch, and the GPU gets ready
-STARTING_SECONDS = 240.0
+STARTING_SECONDS = 240.0  # of a process' first call: it imports torch, and the GPU gets ready
 Part = TypeVar("Part")
 
 
 def in_time(parts: Sequence[Part], minutes: float | None) -> Iterator[Part]:
-    """The parts, as long as another one ends within the minutes if it takes as long as the longest before it. None: all
-    of them."""
+    """The parts, while another one as long as the longest before it ends within the minutes. None: all of them."""
     start, longest = time.monotonic(), 0.0
     for number, part in enumerate(parts):
         begun = time.monotonic()
@@ -29,110 +28,101 @@ def in_time(parts: Sequence[Part], minutes: float | None) -> Iterator[Part]:
         longest = max(longest, time.monotonic() - begun)
 
 
-@dataclass
-class _Worker:
-    process: Any
-    connection: Connection
-    left: list[int]  # the numbers of its task that have not come back, the first one in progress
-    since: float  # when that began
-
-
 def calls(
-    function: Callable[..., Any], arguments: tuple, tasks: Iterator[Sequence[int]] | Sequence[Sequence[int]],
-    processes: int, limit: float = float("inf"),
+    function: Callable[..., Any], arguments: tuple, tasks: Iterable[Sequence[int]], processes: int,
+    limit: float = float("inf"),
 ) -> Iterator[tuple[int, Any]]:
-    """(number, function(number, *arguments)) of all numbers of all tasks, as they come; the numbers of a task run one
-    after the other in one process. Where function raised, the process died or took longer than limit seconds, an
-    Exception stands for the result, and another process takes its place.
+    """(number, function(number, *arguments)) of all numbers of all tasks, as they come.
 
-    function may return (result, False) to say that its process must not go on; else (result, True). It may read the
-    number of its process, below `processes`, from the environment variable WORKER.
+    The numbers of a task run one after the other in one process. If function raises, or the process dies or takes
+    longer than limit seconds, the result is an Exception, and another process takes its place. function returns
+    (result, True), or (result, False) if its process must not go on. The environment variable WORKER is the number of
+    its process, below `processes`.
     """
-    context = multiprocessing.get_context("spawn")
-    tasks, again = iter(tasks), []
-    workers: dict[int, _Worker] = {}
+    context, lock, results = multiprocessing.get_context("spawn"), threading.Lock(), queue.SimpleQueue()
+    tasks, running, ended = iter(tasks), {}, threading.Event()
 
-    def next_task() -> list[int] | None:
-        return again.pop() if again else next((list(task) for task in tasks if task), None)
+    def next_task() -> Sequence[int] | None:
+        with lock:
+            return None if ended.is_set() else next(tasks, None)
 
-    def start(place: int, left: list[int]) -> None:
+    def start(place: int) -> Connection:
         here, there = context.Pipe()
-        process = context.Process(target=_work, args=(there, function, arguments, left, place), daemon=True)
-        process.start()
+        with lock:
+            if ended.is_set():
+                raise EOFError
+            running[place] = context.Process(target=_work, args=(there, function, arguments, place), daemon=True)
+            running[place].start()
         there.close()
-        workers[place] = _Worker(process, here, list(left), time.monotonic() + STARTING_SECONDS)
+        return here
 
-    def stop(place: int) -> _Worker:
-        worker = workers.pop(place)
-        worker.process.kill()
-        worker.process.join(30)  # no longer: one that hangs in a GPU's driver may never end
-        worker.connection.close()
-        if worker.left:
-            again.append(worker.left)
-        return worker
+    def feed(place: int) -> None:
+        """The calls of one process, and of those that take its place."""
+        connection = None
+        try:
+            while (task := next_task()) is not None:
+                for number in task:
+                    seconds = limit if connection else limit + STARTING_SECONDS
+                    connection = connection or start(place)
+                    result, may_go_on = _ask(connection, running[place], number, seconds)
+                    results.put((number, result))
+                    if not may_go_on:
+                        _end(running[place])
+                        connection.close()
+                        connection = None
+        except Exception as error:
+            results.put(error)
+        if connection:
+            _end(running[place])
+        results.put(None)
 
+    threads = [threading.Thread(target=feed, args=(place,), daemon=True) for place in range(processes)]
     try:
-        while True:
-            for place in range(processes):
-                if place not in workers and (task := next_task()):
-                    start(place, task)
-            if not workers:
-                return
-            ready = wait([worker.connection for worker in workers.values()], timeout=1.0)
-            for place, worker in list(workers.items()):
-                number = worker.left[0] if worker.left else None
-                if worker.connection in ready:
-                    try:
-                        number, result, may_go_on = worker.connection.recv()
-                    except (EOFError, OSError):  # it died
-                        worker.process.join(10)
-                        result = ChildProcessError(f"the process died ({_status(worker.process.exitcode)})")
-                        may_go_on = False
-                elif time.monotonic() - worker.since > limit:
-                    result, may_go_on = TimeoutError(f"no result after {limit:g} seconds"), False
-                else:
-                    continue
-                if number is not None:
-                    worker.left.remove(number)
-                worker.since = time.monotonic()
-                if may_go_on and not worker.left and (task := next_task()):
-                    worker.left = task
-                    with contextlib.suppress(OSError):  # it is noticed when it is read from
-                        worker.connection.send(list(task))
-                elif not (may_go_on and worker.left):
-                    stop(place)
-                if number is not None:
-                    yield number, result
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            while (result := results.get()) is not None:
+                if isinstance(result, Exception):
+                    raise result
+                yield result
     finally:
-        for place in list(workers):
-            stop(place)
+        ended.set()
+        with lock:
+            for process in running.values():
+                _end(process)
 
 
-def told(error: Exception) -> str:
-    """An exception as text, which goes from process to process: its message and where it was raised."""
-    return "".join(traceback.format_exception(error)[-4:])
+def _ask(connection: Connection, process: Any, number: int, seconds: float) -> tuple[Any, bool]:
+    """(result, True if the process can go on) of a call."""
+    try:
+        connection.send(number)
+        if connection.poll(None if seconds == float("inf") else seconds):
+            return connection.recv()
+    except (EOFError, OSError):
+        process.join(10)
+        names = {-number.value: number.name for number in signal.Signals}
+        status = names.get(process.exitcode, f"status {process.exitcode}")
+        return ChildProcessError(f"the process died ({status})"), False
+    return TimeoutError(f"no result after {seconds:g} seconds"), False
 
 
-def _status(code: int | None) -> str:
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            return signal.Signals(-code).name
-    return f"status {code}"
+def _end(process: Any) -> None:
+    process.kill()
+    process.join(30)  # no longer: one that hangs in a GPU's driver may never end
 
 
-def _work(
-    connection: Connection, function: Callable[..., Any], arguments: tuple, numbers: list[int], place: int
-) -> None:
+def _work(connection: Connection, function: Callable[..., Any], arguments: tuple, place: int) -> None:
     os.environ["WORKER"] = str(place)
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
-            for number in numbers:
-                try:
-                    result, may_go_on = function(number, *arguments)
-                except Exception as error:
-                    result, may_go_on = RuntimeError(told(error)), False
-                connection.send((number, result, may_go_on))
-                if not may_go_on:
-                    connection.close()
-                    os._exit(0)  # a lost GPU context may hang an ordinary exit
-            numbers = connection.recv()
+            number = connection.recv()
+            try:
+                result, may_go_on = function(number, *arguments)
+            except Exception as error:
+                result, may_go_on = RuntimeError(told(error)), False
+            connection.send((result, may_go_on))
+
+
+def told(error: Exception) -> str:
+    """An exception as text, for another process: its message and the place that raised it."""
+    return "".join(traceback.format_exception(error)[-4:])
