@@ -7,18 +7,17 @@
 The calls are those of fuzz_kernels.py, without the options that the function lacks, cut into slices of any lengths.
 The results of the ranks' slices are joined, and judged as a call of one process is.
 
-Every failure is a line with the fault and the options that repeat it; the exit status is 1 then. If a rank raises,
-others may wait for it in vain, so that ends the run. Without a GPU the kernels run in Triton's interpreter.
+Every failure is a line with the fault and the command that repeats it; the exit status is 1 then. A rank that raises
+ends the run, because others may wait for it in vain. Without a GPU the kernels run in Triton's interpreter.
 """
 
 import argparse
 import functools
-import itertools
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,11 @@ from shared.options import positive
 
 from decayattn.backends import registry
 from tools.fuzzing import judge
-from tools.fuzzing.draws import CALLS_PER_FAMILY
 from tools.fuzzing.slices import draw_slices, run_slices
-from tools.fuzzing.summary import Summary
+from tools.fuzzing.summary import Summary, command, parser_of
 
 SCRIPT = "experiments/tools/fuzz_context.py"
+NAMES = ("ranks", "seed", "longest", "family", "only", "backend", "device")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,23 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     cuda, gpus = torch.cuda.is_available(), torch.cuda.device_count()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, 1000 if cuda else 100, 2000 if cuda else 120)
     option = parser.add_argument
-    option("--ranks", type=positive, default=gpus or 2, help="processes, one for each GPU")
-    option("--calls", type=positive, default=1000 if cuda else 100, help="how many calls")
-    option("--seed", type=int, default=0, help="what calls are drawn from, with their numbers and the ranks")
-    option("--only", type=int, metavar="NUMBER", help="this call only")
-    option("--family", type=positive, metavar="CALLS", default=CALLS_PER_FAMILY, help="calls that share what kernels "
-           "are compiled for; part of what is drawn from")
-    option("--longest", type=positive, default=2000 if cuda else 120, help="longest sequence; part of what is drawn "
-           "from")
+    option("--ranks", type=positive, default=gpus or 2, help="processes, one for each GPU; part of the draw")
     option("--backend", choices=registry.NAMES, default="auto" if cuda else "triton", help="our backend")
     option("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu", help="cpu: gloo, and no bfloat16")
-    option("--minutes", type=float, help="stop after so long")
     option("--limit", type=positive, default=120, help="seconds that a rank waits for another one")
     options = parser.parse_args(argv)
     if options.device == "cuda" and gpus < options.ranks:
-        parser.error(f"--ranks: expected at most {gpus}, the GPUs that are here, got {options.ranks}")
+        parser.error(f"--ranks: expected at most {gpus}, the GPUs of this machine, got {options.ranks}")
     return options
 
 
@@ -84,17 +75,23 @@ def _rank(rank: int, options: argparse.Namespace, store: str, statuses: Any) -> 
         "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
         world_size=options.ranks, timeout=limit,
     )
-    # where ranks tell one another what they have raised: each may first have waited for another one
-    tells = dist.new_group(backend="gloo", timeout=3 * limit)
-    statuses[rank] = fuzz(options, dist.group.WORLD, tells, device)
+    # for what the ranks have raised: each may first have waited for another one
+    control = dist.new_group(backend="gloo", timeout=3 * limit)
+    statuses[rank] = fuzz(options, dist.group.WORLD, control, device)
     dist.destroy_process_group()
 
 
-def fuzz(options: argparse.Namespace, group: dist.ProcessGroup, tells: dist.ProcessGroup, device: torch.device) -> int:
+def fuzz(
+    options: argparse.Namespace, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device
+) -> int:
     """All calls; the first rank judges and prints."""
     first, began = dist.get_rank(group) == 0, time.monotonic()
-    summary = Summary(functools.partial(command, options=options), options.only is not None)
-    for number in _numbers(options, began, tells):
+    summary = Summary(functools.partial(command, SCRIPT, options, NAMES), options.only is not None)
+    for number in range(options.calls) if options.only is None else [options.only]:
+        late = [options.minutes is not None and time.monotonic() - began > 60 * options.minutes]
+        dist.broadcast_object_list(late, group=control)  # the first rank's clock counts
+        if late[0]:
+            break
         call, division = draw_slices(
             options.seed, number, options.ranks, options.longest, device.type == "cuda", options.family
         )
@@ -103,53 +100,25 @@ def fuzz(options: argparse.Namespace, group: dist.ProcessGroup, tells: dist.Proc
             found = run_slices(call, division, group, device, options.backend)
         except Exception as error:
             raised = f"{type(error).__name__} {judge.described(error)}"
-        everybody: list[Any] = [None] * options.ranks
-        dist.all_gather_object(everybody, raised, group=tells)
-        raising = [f"rank {rank} {what}" for rank, what in enumerate(everybody) if what is not None]
+        of_ranks: list[Any] = [None] * options.ranks
+        dist.all_gather_object(of_ranks, raised, group=control)
+        raising = [f"rank {rank} {text}" for rank, text in enumerate(of_ranks) if text is not None]
         if first:
-            verdict = judge.Verdict(failures=[("raised", what) for what in raising])
+            verdict = judge.Verdict(failures=[("raised", text) for text in raising])
             if found is not None and not raising:
-                case, results = found
-                judge.compare(case, {options.backend: results}, verdict)
-            described = f"{call}; {division}"
-            if summary.told:
-                print(described)
-            for line in summary.add(number, {"call": described, **vars(verdict)}):
-                print(line, flush=True)
-            if summary.done % 50 == 0:
-                print(f"{summary.done} calls", flush=True)
+                judge.compare(found[0], {options.backend: found[1]}, verdict)
+            if summary.verbose:
+                print(f"{call}; {division}")
+            lines = summary.add(number, {"call": f"{call}; {division}", **vars(verdict)})
+            lines += [f"{summary.done} calls"] * (summary.done % 50 == 0)
+            print("".join(f"{line}\n" for line in lines), end="", flush=True)
         if raising:
             break
     if first:
         print(summary.text(summary.done, time.monotonic() - began), flush=True)
-    failed = [len(summary.failures)]
-    dist.broadcast_object_list(failed, group=tells)
+    failed = [summary.failed]
+    dist.broadcast_object_list(failed, group=control)
     return int(failed[0] > 0)
-
-
-def _numbers(options: argparse.Namespace, began: float, tells: dist.ProcessGroup) -> Iterator[int]:
-    """Numbers of the calls, until the first rank says that time is up."""
-    if options.only is not None:
-        yield options.only
-        return
-    for number in itertools.count():
-        ends = [
-            number == options.calls
-            or (options.minutes is not None and time.monotonic() - began > 60 * options.minutes)
-        ]
-        dist.broadcast_object_list(ends, group=tells)
-        if ends[0]:
-            return
-        yield number
-
-
-def command(number: int, options: argparse.Namespace) -> str:
-    """Command that repeats a call."""
-    shared = f" --family {options.family}" if options.family != CALLS_PER_FAMILY else ""
-    return (
-        f"python {SCRIPT} --ranks {options.ranks} --seed {options.seed} --longest {options.longest}{shared} "
-        f"--only {number} --backend {options.backend} --device {options.device}"
-    )
 
 
 if __name__ == "__main__":

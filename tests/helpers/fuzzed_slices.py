@@ -1,4 +1,4 @@
-"""Runs of fuzz_context.py's calls, as they are and with something wrong, on every rank of a group."""
+"""Runs of fuzz_context.py's calls, as they are and with a fault, on every rank of a group."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ def fuzzed(group, argv, wrong=None):
 
 
 def without_a_key(patch, rank):
-    """No row sees the first token of what its rank has of the sequence."""
+    """No row sees the first token of its rank's part of the sequence."""
     patch.setattr(fetching.Fetch, "cut", property(lambda self: torch.ones_like(self.first[0])))
 
 

@@ -1,1 +1,1 @@
-"""Random calls of decay_attention, and what is right for them: what fuzz_kernels.py is made of."""
+"""Random calls of decay_attention: drawn, built, and judged by an oracle of their own."""

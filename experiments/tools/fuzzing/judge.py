@@ -44,27 +44,16 @@ def judge(case: Case, backends: list[str]) -> Verdict:
     for backend in backends:
         try:
             results[backend] = run(case, backend)
-        except ValueError as error:
-            if is_refused(backend, error):
-                verdict.refused[backend] = str(error).partition("problem: ")[2]
-            else:
-                verdict.failures.append(_error(backend, error))
         except Exception as error:
-            verdict.failures.append(_error(backend, error))
+            if backend == "hopper" and str(error).startswith("backend: 'hopper' cannot take this problem"):
+                verdict.refused[backend] = str(error).partition("problem: ")[2]
+                continue
+            verdict.failures.append((f"{backend} {type(error).__name__}", described(error)))
             if case.tensors["q"].is_cuda:
                 torch.cuda.synchronize()  # raises where the context is lost: the process must be another one then
     if results:
         compare(case, results, verdict)
     return verdict
-
-
-def is_refused(backend: str, error: Exception) -> bool:
-    """True if a backend that does not take every problem refused this one."""
-    return backend == "hopper" and str(error).startswith("backend: 'hopper' cannot take this problem")
-
-
-def _error(backend: str, error: Exception) -> tuple[str, str]:
-    return f"{backend} {type(error).__name__}", described(error)
 
 
 def described(error: Exception) -> str:
@@ -76,12 +65,7 @@ def described(error: Exception) -> str:
 
 def run(case: Case, backend: str) -> dict[str, Tensor]:
     """The results and gradients of one backend; what it allocates holds NaN at first."""
-    needs_grad = case.draw.family.needs_grad
-    inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in case.tensors.items()}
-    leaves = {
-        name: x.requires_grad_() for name, x in inputs.items()
-        if isinstance(x, Tensor) and x.is_floating_point() and (needs_grad is None or name in needs_grad)
-    }
+    inputs, leaves = differentiable(case.tensors, case.draw.family.needs_grad)
     attend = decay_attention_varlen if case.packed else decay_attention
     if case.packed:
         del inputs["bias"]
@@ -90,6 +74,15 @@ def run(case: Case, backend: str) -> dict[str, Tensor]:
         results = outputs(returned, case.options["return_lse"])
         results |= gradients(results, leaves, case.grad_out, case.grad_lse)
     return {name: x.detach() for name, x in results.items()}
+
+
+def differentiable(tensors: dict[str, Any], needs_grad: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The arguments of a call, detached, and those that require a gradient."""
+    inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in tensors.items()}
+    return inputs, {
+        name: x.requires_grad_() for name, x in inputs.items()
+        if isinstance(x, Tensor) and x.is_floating_point() and (needs_grad is None or name in needs_grad)
+    }
 
 
 def outputs(returned: Any, with_lse: bool) -> dict[str, Tensor]:
@@ -138,7 +131,7 @@ def poisoned_allocations() -> Iterator[None]:
 
 
 class FuzzedCall(Call):
-    """decayattn.testing's Call, for which every λ that is a reset is −inf, or hides what lies beyond it."""
+    """decayattn.testing's Call with −inf for every λ that is a reset; a constant one becomes a bias."""
 
     def heads(self, place: Any, pairs: Tensor, dtype: torch.dtype) -> dict[str, Any]:
         found = super().heads(place, pairs, dtype)
@@ -150,12 +143,8 @@ class FuzzedCall(Call):
             found["log_decay"] = log_decay.masked_fill(reset, -math.inf)
         elif bool(reset.any()):
             found["log_decay"] = log_decay.masked_fill(reset, 0.0)
-            rows, keys = found["q"].shape[1], found["k"].shape[1]
-            own = torch.eye(rows, keys, dtype=torch.bool, device=reset.device) if rows == keys else None
-            if own is None:
-                i = torch.arange(rows, device=reset.device) + keys - rows
-                own = i[:, None] == torch.arange(keys, device=reset.device)
-            beyond = reset[:, None, None] & ~own
+            i, j = oracle.positions(found["q"], found["k"])
+            beyond = reset[:, None, None] & (i[:, None] != j)
             if bias is None:
                 found["bias"] = ~beyond
             else:

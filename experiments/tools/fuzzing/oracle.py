@@ -1,4 +1,4 @@
-"""Right results, in float64: scores whose decay is summed up from its definition, and gradients by autograd.
+"""Exact results, in float64: scores with the decay summed up from its definition, and gradients by autograd.
 
 Nothing here is a difference of two prefixes, as in the kernels, in "reference" and in decayattn.testing: the decay of a
 pair is the sum of the λ between its positions, every one of them picked by an indicator. Resets are visibility first,
@@ -54,7 +54,7 @@ def lost(
     delta = ((grad_out * out).sum(-1) - grad_lse).abs()[..., None]
     ds = moved * (dp + delta + 2 * tolerance * largest) + p * (2 * tolerance * largest)
     rows = scale.abs()[..., None] if scale.ndim == 2 else scale.abs()[:, None, None].expand(len(q), q.shape[1], 1)
-    i, j = _positions(q, k)
+    i, j = positions(q, k)
     largest_values = v.abs().amax(1, keepdim=True) if v.shape[1] else v.new_zeros(len(v), 1, v.shape[2])
     result = {
         "out": 2 * tolerance * largest_values * (p.sum(-1, keepdim=True) > 0), "lse": torch.full_like(lse, grown),
@@ -71,7 +71,7 @@ def lost(
     return result
 
 
-def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     rows, keys = q.shape[1], k.shape[1]
     return torch.arange(rows, device=q.device) + keys - rows, torch.arange(keys, device=q.device)
 
@@ -81,7 +81,7 @@ def _forward(
     bias: Tensor | None, sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and P of float64 heads."""
-    i, j = _positions(q, k)
+    i, j = positions(q, k)
     distance = i[:, None] - j
     left, right = (len(i) + len(j) if side < 0 else min(side, len(i) + len(j)) for side in window)
     visible = (distance <= left) & (distance >= (0 if causal else -right))

@@ -1,4 +1,4 @@
-"""A random call that is cut into slices of tokens, one for each rank: drawn, run and put together again."""
+"""Random calls in slices of tokens, one for each rank: drawn, run and joined."""
 
 import math
 import random
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decayattn.distributed import context_parallel_attention
 from tools.fuzzing.draws import MOST_SCORES, Draw, draw
-from tools.fuzzing.judge import gradients, outputs, poisoned_allocations
+from tools.fuzzing.judge import differentiable, gradients, outputs, poisoned_allocations
 from tools.fuzzing.tensors import Case, build
 
 # the axis of tokens, of what has one, in a dense call; one less in a packed one
@@ -98,9 +98,9 @@ def _in_full(case: Case) -> Case:
 def _run(
     case: Case, division: Division, group: dist.ProcessGroup, backend: str
 ) -> dict[str, tuple[Tensor, int | None]]:
-    """This rank's results and gradients, each with the axis along which the ranks' are parts of the whole; of what the
-    ranks share the sum, and None."""
-    rank, lengths, needs_grad = dist.get_rank(group), division.lengths, case.draw.family.needs_grad
+    """This rank's results and gradients, each with the axis along which the ranks' are parts of the whole; None for a
+    sum over the ranks."""
+    rank, lengths = dist.get_rank(group), division.lengths
     mine = sum(lengths[:rank]), lengths[rank]
     axes = {name: axis - case.packed for name, axis in _TOKENS.items()}
     if case.draw.family.decay != "token":
@@ -111,13 +111,9 @@ def _run(
     def own(name: str, x: Any) -> Any:
         return x.narrow(axes[name], *mine) if isinstance(x, Tensor) and name in axes else x
 
-    inputs = {name: own(name, x.detach() if isinstance(x, Tensor) else x) for name, x in case.tensors.items()}
-    leaves = {
-        name: x.requires_grad_() for name, x in inputs.items()
-        if isinstance(x, Tensor) and x.is_floating_point() and (needs_grad is None or name in needs_grad)
-    }
-    options = dict(case.options)
-    given = dict(inputs)
+    mine_of_each = {name: own(name, x) for name, x in case.tensors.items()}
+    inputs, leaves = differentiable(mine_of_each, case.draw.family.needs_grad)
+    options, given = dict(case.options), dict(inputs)
     if case.packed:
         given |= {name: x[None] for name, x in inputs.items() if name in axes and name != "scale"}
         if isinstance(inputs["scale"], Tensor) and inputs["scale"].ndim == 2:
@@ -144,7 +140,7 @@ def _run(
 
 
 def _joined(part: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts behind one another."""
+    """The ranks' parts, in the order of the ranks."""
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, part.cpu(), group=group)
     return torch.cat(parts, axis).to(part.device)

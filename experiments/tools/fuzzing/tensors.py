@@ -1,4 +1,4 @@
-"""From a drawn call to its tensors: values from a seed (on the CPU: the same for every device), where Memory says."""
+"""Tensors of a drawn call: values from a seed (on the CPU: the same for every device), placed by Memory."""
 
 import math
 from dataclasses import dataclass
@@ -227,7 +227,7 @@ def _padding(draw: Draw) -> tuple[Sequences | None, dict[str, Any]]:
 
 
 def _poison(random: _Random, sequences: Sequences | None, packed: bool, tensors: dict[str, Tensor | None]) -> None:
-    """NaN or inf in what lies outside of the sequences, and in every sequence's first λ, which is never used."""
+    """Write NaN or inf outside of the sequences, and to every sequence's first λ, which is never used."""
     for name, x in tensors.items():
         bad, side = random.choice((math.nan, math.inf)), 0 if name in ("q", "scale") else 2
         if x is None:
