@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run on GPUs what a changed kernel needs, then the benchmarks and the studies; the most important steps come first.
+"""Run on GPUs what a changed kernel needs, then the benchmarks and the studies, the most important ones first. Usage::
 
     .ci/on_gpus.py --output out                     # all of it; planned for more than an hour on two H100
     .ci/on_gpus.py --output out --minutes 25        # no step that would end later; the next call goes on
@@ -47,12 +47,12 @@ GRACE = 10.0  # seconds between asking a command to end and ending it
 class Step:
     """Commands of one purpose, which run at the same time.
 
-    kind: "whole" has all GPUs, "timed" the first one, "check" the last one, whatever the others do.
-    minutes: after so many it is ended, and has failed.
-    each: one command for each GPU, whose number {gpu} is.
-    least: GPUs that it needs.
-    path: what Python looks into first.
-    goes_on: a call does what its output lacks, as far as its own minutes go; so it is begun even if it ended well.
+    kind: "whole" has all GPUs, "timed" the first one, "check" the last one.
+    minutes: limit, after which it is ended, and has failed.
+    each: one command for each GPU, with its number as {gpu}.
+    least: number of GPUs that it needs.
+    path: first entry of PYTHONPATH.
+    goes_on: a call continues from its output for its own minutes; so it is begun even if it ended well.
     """
 
     name: str
@@ -188,7 +188,7 @@ def commands(
     step: Step, gpus: int, out: Path, given: Mapping[str, Path], seed: int = 0
 ) -> Iterator[tuple[list[str], str, str]]:
     """(command, the GPUs that it sees, what Python looks into first) of a step."""
-    cores = len(os.sched_getaffinity(0))  # not nproc, which tells OMP_NUM_THREADS
+    cores = len(os.sched_getaffinity(0))  # not nproc, which prints OMP_NUM_THREADS
     every = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
     share = every if step.each else ["all"]
     for number, gpu in enumerate(share):
@@ -261,7 +261,7 @@ def run_in_turn(
 
 
 def run(command: list[str], gpus: str, path: str, log: Path, seconds: float) -> dict[str, Any]:
-    """Run one command on some GPUs; what it prints goes to a file. Its processes are ended after so many seconds."""
+    """Run one command on some GPUs; what it prints goes to a file. Its processes are ended after `seconds`."""
     paths = os.pathsep.join(filter(None, [path, str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": paths,

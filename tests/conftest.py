@@ -8,12 +8,12 @@ import torch
 from shared.provenance import provenance
 
 ON_GPU = torch.cuda.is_available()
-# Before anything imports triton, and with a GPU, too: what sets it where it is absent, as scripts do for machines
-# without one, would set it for the tests of the same process that need the compiler
+# Before anything imports triton, and with a GPU, too: scripts set it for machines without one where it is absent, and
+# would set it for the tests of the same process that need the compiler
 INTERPRET = os.environ.setdefault("TRITON_INTERPRET", "0" if ON_GPU else "1")
 with torch.device("cpu"):
     torch.empty(0)  # torch.device lists the constructors that it redirects once: now, before they are wrapped below
-torch.set_num_threads(1)  # the suite runs in several processes, whose threads would wait for each other
+torch.set_num_threads(1)  # the threads of the suite's processes would wait for each other
 
 
 if INTERPRET == "1":

@@ -22,13 +22,13 @@ TRAINING, HELD_OUT = "training", "held out"
 # copies of other packages, which may be on the other side
 VENDORED = {"_vendor", "vendor", "vendored", "_vendored", "extern", "externals", "third_party", "__pycache__"}
 _PACKAGES = {"site-packages", "dist-packages"}
-# a text and its index, beside one another in a folder
+# a text and its index, in one folder
 _TEXT, _INDEX = "corpus.bin", "corpus.json"
 
 
 @dataclass
 class Package:
-    """A distribution, the standard library, or what lies at the top of a folder: its files by their names."""
+    """A distribution, the standard library, or an entry at the top of a folder: its files by their names."""
 
     name: str
     version: str | None = None
@@ -122,10 +122,10 @@ def build(
 ) -> Corpus:
     """Read the files and write them, with an index, to a folder that `load` reads.
 
-    Left out are files that are copies of one before them, copies of other packages (folders called _vendor and so on)
-    and empty files. Packages are held out in the order of their names' SHA-256, each that fits in what is left of the
+    Left out are empty files, files that are copies of an earlier one, and copies of other packages (folders called
+    _vendor and so on). Packages are held out in the order of their names' SHA-256, each that fits in the rest of the
     share `held_out` of all bytes; the largest ones, which do not, train. most_bytes: take packages, in the reverse of
-    that order, two at least, until there are so many.
+    that order, two at least, until they have that many bytes.
 
     Raises ValueError where either side stays empty.
     """

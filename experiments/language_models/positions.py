@@ -15,20 +15,20 @@ LARGEST_TOTAL = 140.0
 class PerChannelDecay(nn.Module):
     r"""A decay per channel of every head.
 
-    As in Wall Attention (blog.tilderesearch.com/blog/wall-attn)::
+    The definition is that of Wall Attention (blog.tilderesearch.com/blog/wall-attn)::
 
         λ_c[b, t]  = −r · sigmoid(x[b, t] · W_c + b_c)              (B, T, H, D), natural log, never below −r
         S_ij       = s Σ_c q_ic k_jc exp(P_ic − P_jc)               P: the prefix sum of λ over t, float32
 
-    as products of q · exp(P − P_mid) and k · exp(P_mid − P): exact if r · T ≤ 140, since neither then leaves the range
-    of bfloat16. P_mid is the middle of a channel's range; it cancels, and gets no gradient. The length that r was
-    chosen for is the longest: a longer text raises. (The authors' kernels rescale on their way instead.)
+    It is computed from q · exp(P − P_mid) and k · exp(P_mid − P). That is exact if r · T ≤ 140: both then stay in the
+    range of bfloat16. P_mid is the middle of a channel's range; it cancels, and gets no gradient. A text longer than
+    `context` raises. The authors' kernels rescale in their loops instead.
 
-    W starts as 0 and b gives the channels of every head half-lives spaced evenly in the logarithm, as ScalarDecay does
-    for heads. A position module does not receive x: `attach` it to its layer, which then passes x on.
+    W starts as 0. b gives the channels of every head half-lives that are spaced evenly in the logarithm, as ScalarDecay
+    does for heads. A position module does not receive x: `attach` it to its layer, which then passes x on.
 
     Args:
-        embed_dim, num_heads, head_dim: of the layer, whose num_kv_heads is its num_heads.
+        embed_dim, num_heads, head_dim: of the layer, which has as many key heads.
         context: the longest T; r = 140 / context.
         longest_half_life: of the slowest channel at the start, in tokens.
 
@@ -60,7 +60,7 @@ class PerChannelDecay(nn.Module):
         self.bias.copy_(torch.logit(math.log(2) / half_lives / self.fastest).repeat(self.num_heads))
 
     def attach(self, layer: DecayFlashAttention) -> None:
-        """Be given the input of this layer, whose position this module is, at each of its calls."""
+        """Receive the input of this layer at each of its calls; this module is its position."""
         layer.register_forward_pre_hook(_hand_over_input)
 
     def log_decay(self, x: Tensor) -> Tensor:

@@ -16,18 +16,16 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-# what has to be committed for the commit to name the code that ran
-_CODE = ("decayattn", "experiments", "pyproject.toml")
-# folders whose content is recorded, and what is not tracked in them
-_FOLDERS = ("decayattn", "experiments")
-_UNTRACKED = "__pycache__/\n*.pyc\n*.egg-info\n.*/\n"
+# the code that ran: all of it has to be committed, and the trees of these folders are recorded
+_CODE, _FOLDERS = ("decayattn", "experiments", "pyproject.toml"), ("decayattn", "experiments")
+_UNTRACKED = "__pycache__/\n*.pyc\n*.egg-info\n.*/\n"  # in them
 
 
 def provenance(script: str, argv: list[str], commit: str | None = None) -> dict[str, Any]:
     """The machine, the versions, the commit, the code's trees, the command line and the date.
 
-    commit: for a copy without git, as is the environment variable DECAYATTN_COMMIT; else it is git's. The trees tell
-    whether the code was that commit's; decayattn's is that of the imported package.
+    commit: for a copy without git, like the environment variable DECAYATTN_COMMIT; else git's. By the trees report.py
+    knows if the code was that commit's; decayattn's is that of the imported package.
     """
     imported = sys.modules.get("decayattn")
     package = Path(imported.__file__).parent if imported else ROOT / "decayattn"
@@ -43,17 +41,12 @@ def provenance(script: str, argv: list[str], commit: str | None = None) -> dict[
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "python": platform.python_version(),
         "commit": head or commit,
-        # of a commit given by hand it is not known
+        # unknown for a commit given by hand
         "dirty": bool(_git(ROOT, "status", "--porcelain", "--", *_CODE)) if head else None,
-        "trees": _trees(package),
+        "trees": {"decayattn": tree_id(package), "experiments": tree_id(ROOT / "experiments")},
         "command": command_line(script, argv),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-@functools.cache  # half a second
-def _trees(package: Path) -> dict[str, str | None]:
-    return {"decayattn": tree_id(package), "experiments": tree_id(ROOT / "experiments")}
 
 
 def commit_of(tree: Path) -> str | None:
@@ -62,6 +55,7 @@ def commit_of(tree: Path) -> str | None:
     return head and head + "+" * bool(_git(tree, "status", "--porcelain", "--", "decayattn"))
 
 
+@functools.cache  # half a second
 def tree_id(folder: Path) -> str | None:
     """The id of a folder's files as a git tree: `git rev-parse COMMIT:folder`, if they are that commit's.
 

@@ -1,4 +1,4 @@
-"""Compile the kernels without a GPU, and hold them to the limits of the hardware and of config.py.
+"""Compile the kernels without a GPU, and hold them to the limits of the hardware and of config.py. Usage::
 
     python experiments/tools/compile_kernels.py                              # every tile of both backends, bfloat16
     python experiments/tools/compile_kernels.py --decays scalar --paths TMA  # part of it
@@ -9,13 +9,11 @@ The launch functions run on CPU tensors, with a driver that compiles and launche
 those that a GPU would launch. Printed per kernel: registers, bytes of register spills, shared memory. With --versions,
 each version of Triton is installed to a folder, and compiles in a process of its own.
 
-The exit status is 1 if a kernel
-
-* does not compile, or needs more shared memory than a block has,
-* has its asynchronous matrix products serialised by ptxas, which costs a large part of the speed,
-* reads tiles in a way that ptxas gets wrong (shares_an_address), or stores data in a barrier (reuses_a_barrier),
-* spills more than config.py allows, on sm_90 with the Triton of its measurements. Other versions bring another ptxas,
-  and tiles of other GPUs were never timed: there spills are printed, and are no fault.
+The exit status is 1 for a fault. A kernel does not compile, or needs more shared memory than a block has. ptxas
+serialises its asynchronous matrix products, which costs a large part of the speed. It reads tiles in a way that ptxas
+gets wrong (shares_an_address), or stores data in a barrier (reuses_a_barrier). It spills more than config.py allows, on
+sm_90 with the Triton of its measurements. Other versions bring another ptxas, and tiles of other GPUs were never timed:
+there spills are printed, and are no fault.
 """
 
 import argparse

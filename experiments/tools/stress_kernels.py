@@ -1,4 +1,4 @@
-"""Repeat the same calls as training makes them: results that should repeat must, and none may be NaN.
+"""Repeat the same calls as training makes them: results that should repeat must, and none may be NaN. Usage::
 
     python experiments/tools/stress_kernels.py                        # a minute, every shape, every backend
     python experiments/tools/stress_kernels.py --minutes 10 --load 8  # with eight processes that keep the GPU busy

@@ -21,7 +21,7 @@ from language_models.corpus import (
 
 @pytest.fixture
 def packages(tmp_path) -> list[Package]:
-    """Eight of 5 files each, every byte of which says whose it is, and one as large as all of them."""
+    """Eight of 5 files each, every byte of which names its file, and one as large as all of them."""
     found = []
     for number in range(9):
         folder = tmp_path / "data" / f"package{number}"
@@ -65,7 +65,7 @@ def test_the_hash_tells_texts_and_splits_apart(packages, tmp_path):
 
 
 def test_copies_and_vendored_packages_are_left_out(packages, tmp_path):
-    """Else what is held out might have been trained on."""
+    """Else a held-out file might have been trained on."""
     packages[0].files["_vendor/other.py"] = packages[1].files["file0.py"]
     whole = build(packages, tmp_path / "corpus").text.numel()
     (tmp_path / "copy.py").write_bytes(packages[1].files["file0.py"].read_bytes())
@@ -135,7 +135,7 @@ def test_a_corpus_is_read_back_as_it_was_written(packages, tmp_path):
     assert (written.held_out.begins == read.held_out.begins).all()
 
 
-def test_what_lies_in_a_folder_is_packages(packages, tmp_path):
+def test_folder_entries_are_packages(packages, tmp_path):
     (tmp_path / "data" / "alone.txt").write_text("alone")
     (tmp_path / "data" / ".hidden").write_text("hidden")
     (tmp_path / "data" / "package1" / ".git").mkdir()

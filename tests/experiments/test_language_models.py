@@ -1,4 +1,4 @@
-"""Position schemes of the experiments: each is what its formula says, and they differ in nothing else."""
+"""Position schemes of the experiments equal their formulas, and differ in nothing else."""
 
 import copy
 import math
@@ -61,7 +61,7 @@ def test_schemes_train_all_parameters_and_see_no_future(scheme):
         torch.testing.assert_close(of(x[:, :-1])[:, :30], of(y)[:, :30])
 
 
-def test_a_decay_per_channel_is_what_its_formula_says():
+def test_decay_per_channel_equals_its_formula():
     layer = per_channel_layer()
     x = torch.randn(2, CONTEXT, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     q, k, v = (part.unflatten(-1, (2, 8)) for part in layer.in_proj(x).chunk(3, dim=-1))

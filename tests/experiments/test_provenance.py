@@ -24,7 +24,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """One with a commit, and beside it what is not tracked."""
+    """A repository with a commit, and with files that are not tracked."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     for name in [name for name in os.environ if name.startswith("GIT_")]:
@@ -77,10 +77,12 @@ def test_a_tree_s_id_is_git_s(repository):
     expected = git(repository, "rev-parse", "HEAD:decayattn")
     assert provenance.tree_id(folder) == expected
     assert provenance.tree_id(folder / "a") == git(repository, "rev-parse", "HEAD:decayattn/a")
+    provenance.tree_id.cache_clear()
     (folder / "run.sh").chmod(0o644)
     assert provenance.tree_id(folder) != expected
     (folder / "run.sh").chmod(0o755)
     (folder / "a/b/2").write_text("changed")
+    provenance.tree_id.cache_clear()
     assert provenance.tree_id(folder) != expected
 
 

@@ -1,4 +1,4 @@
-"""The script that runs on GPUs what has to: which steps run beside which, what is left out, what is ended in time."""
+"""Steps of the script that runs on GPUs: their order, their GPUs, those left out, and those ended in time."""
 
 import importlib.util
 import json
@@ -49,7 +49,7 @@ def test_every_script_of_a_step_is_there(script, capsys):
     (2, [[["suite", "fuzz"]], [["sustained", "sequences"], ["memcheck"]], [["context"]], [["overhead"]]]),
     (1, [[["suite", "fuzz", "sustained", "memcheck", "sequences", "overhead"]]]),
 ])
-def test_what_is_timed_shares_no_gpu(script, gpus, expected):
+def test_timed_steps_share_no_gpu(script, gpus, expected):
     names = ("suite", "fuzz", "sustained", "memcheck", "sequences", "context", "overhead")
     steps = sorted((s for s in script.STEPS if s.name in names), key=lambda s: names.index(s.name))
     found = [[[s.name for s in queue] for queue in together] for together in script.stages(steps, gpus)]
@@ -82,7 +82,7 @@ def test_other_versions(script, monkeypatch, tmp_path, capsys):
     assert ran(tmp_path)["triton"]["commands"][0]["last_lines"] == [str(folder)]
 
 
-def test_what_ended_well_is_not_run_again(script, monkeypatch, tmp_path, capsys):
+def test_successful_steps_do_not_run_again(script, monkeypatch, tmp_path, capsys):
     steps = (step(script, "good"), step(script, "bad", code="import sys; sys.exit('broken')"))
     monkeypatch.setattr(script, "STEPS", steps)
     arguments = ["--output", str(tmp_path)]
@@ -109,7 +109,7 @@ def test_what_ended_well_is_not_run_again(script, monkeypatch, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(("commit", "goes_on"), [(None, False), ("abc+", False), ("abc", True)])
-def test_what_runs_again(script, commit, goes_on, monkeypatch, tmp_path, capsys):
+def test_steps_run_again_where_needed(script, commit, goes_on, monkeypatch, tmp_path, capsys):
     """A step runs again if its commit is unknown, or if it goes on where it ended."""
     monkeypatch.setattr(script, "head", lambda: commit)
     monkeypatch.setattr(script, "STEPS", (step(script, "good", goes_on=goes_on),))
@@ -123,7 +123,7 @@ def test_time_that_is_up(script, monkeypatch, tmp_path, capsys):
     """A step that may end too late is not begun; one that does not end is ended, with its child processes."""
     hanging = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     monkeypatch.setattr(script, "STEPS", (
-        step(script, "long", minutes=9.0), step(script, "hanging", code=hanging, minutes=5 / 60),
+        step(script, "long", minutes=9.0), step(script, "hanging", code=hanging, minutes=2 / 60),
     ))
     steps = ["--steps", "long", "hanging"]
     assert script.main(["--output", str(tmp_path), "--minutes", "1", *steps]) == 1
@@ -131,7 +131,7 @@ def test_time_that_is_up(script, monkeypatch, tmp_path, capsys):
     assert "long: may take 9 minutes" in printed
     assert "long: not run" in printed
     hung = ran(tmp_path)["hanging"]["commands"][0]
-    assert hung["status"] == "ended after 5 s"
+    assert hung["status"] == "ended after 2 s"
     assert hung["seconds"] < 30
     started = Path(f"/proc/{hung['last_lines'][0]}/stat")
     until = time.monotonic() + 10
@@ -140,7 +140,7 @@ def test_time_that_is_up(script, monkeypatch, tmp_path, capsys):
     assert time.monotonic() < until
 
 
-def test_what_is_lacking(script, monkeypatch, tmp_path, capsys):
+def test_missing_packages_and_gpus_end_the_script(script, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(script, "PACKAGES", ("json", "no_such_package"))
     assert script.main(["--output", str(tmp_path)]) == 2
     assert "not installed: no_such_package" in capsys.readouterr().err

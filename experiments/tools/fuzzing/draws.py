@@ -73,7 +73,7 @@ class Draw:
     keys: int
     sequences: tuple[tuple[int, int], ...]  # packed: rows and keys of each
     before: tuple[int, int]  # packed: tokens before the first sequence
-    after: tuple[int, int]  # packed: tokens after the last one; negative: the last offset lies past the axis
+    after: tuple[int, int]  # packed: tokens after the last one; negative: the last offset is past the axis
     longest: tuple[int, int]  # packed: max_seqlen over the longest sequence
     padding: dict[str, tuple[int, ...]]  # padded: seqused and leftpad
     rates: str  # values of the decay
@@ -91,7 +91,7 @@ class Draw:
     value_size: float
     gradient_size: float
     poisoned: bool  # NaN and inf where "what they hold does not matter"
-    far: tuple[int, float]  # every so many keys, and up to which logit such a key and any row have; (0, 0): none
+    far: tuple[int, float]  # distance between such keys, and the largest logit of one with any row; (0, 0): none
     extra: str  # "auto", "reference" or "": one more backend
 
     def __str__(self) -> str:
