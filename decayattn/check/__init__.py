@@ -1,8 +1,6 @@
 """`python -m decayattn.check`: is decayattn right and fast on this machine? Its output can be pasted into an issue.
 
-Each section is a module with functions that return data, and a `report` that prints it line by line and returns the
-faults. versions: the software and the GPUs. choice: the backend for an ordinary call, and reasons against faster ones.
-errors: errors of calls against float64, as fractions of the error budget (`decayattn.testing`), and private names of
-PyTorch and Triton that public ones replace. speed: times compared with other attention kernels. __main__ is the
-program. On a GPU its processes compile and judge from the start, while it prints the first sections.
+machine: the software, the GPUs, the backends that run here, and the choice of "auto". calls: calls of every backend
+compared with float64 (`decayattn.testing`). speed: time of one call compared with SDPA. processes: a process for each
+backend, so that a kernel that crashes or hangs costs one row of the table. __main__: the program.
 """

@@ -1,4 +1,4 @@
-"""The program: options, the sections in order, and a list of faults at the end.
+"""The program: versions, backends, the table of errors, a line of speed, and the faults.
 
 Exit status: 0 without faults, 1 with any, 2 for a wrong option, 130 if interrupted. A fault is a result outside its
 budget, a kernel that fails, or a backend that cannot be imported although Triton is installed. Backends without Triton
@@ -6,74 +6,122 @@ or without their GPU are not checked: the last line names them.
 """
 
 import argparse
+import contextlib
+import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from decayattn.check import choice, errors, processes, speed, versions
-from decayattn.check.text import row
+from decayattn.backends import registry
+from decayattn.check import calls, machine, speed
+from decayattn.check.calls import Case, Verdict
+from decayattn.check.processes import Tasks, one_line
 
 
-def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
+def usable_device(text: str) -> torch.device:
+    """Type of an argument."""
+    with contextlib.suppress(RuntimeError):
+        device = torch.device(text)
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.type == "cuda" and (device.index or 0) >= count:
+            raise argparse.ArgumentTypeError(f"torch can use {count} GPUs here, got {text!r}")
+        if device.type in ("cpu", "cuda"):
+            return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
+
+
+def row(*cells: str, widths: Sequence[int] = ()) -> None:
+    """Print a line and flush it."""
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)] + [*cells[len(widths) :]]
+    print("  " + "  ".join(padded).rstrip(), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit status."""
     parser = argparse.ArgumentParser(
         "python -m decayattn.check", description="Is decayattn right and fast on this machine?",
         epilog="exit status: 0 if all that was checked is right, 1 if anything is wrong, 2 for a wrong option",
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--no-speed", action="store_true", help="measure no times (a CPU never does)")
-    parser.add_argument("--device", default=default, help="cpu, cuda or cuda:N (here: %(default)s)")
     parser.add_argument(
-        "--processes", type=int, help="parallel processes; 1: this one alone (default: by cores and memory)"
+        "--device", type=usable_device, default=default, help="cpu, cuda or cuda:N (here: %(default)s)"
     )
     options = parser.parse_args(arguments)
-    try:
-        device = torch.device(options.device)
-    except RuntimeError:
-        parser.error(f"--device: expected cpu, cuda or cuda:N, got {options.device!r}")
-    if device.type not in ("cpu", "cuda"):
-        parser.error(f"--device: expected cpu, cuda or cuda:N, got {options.device!r}")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            parser.error(f"--device: torch can use {count} GPUs here, got {options.device!r}")
-        device = torch.device("cuda", device.index or 0)
-    if options.processes is not None and options.processes < 1:
-        parser.error(f"--processes: expected at least 1, got {options.processes}")
-    return options, device
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit status."""
-    options, device = parse(arguments)
+    device: torch.device = options.device
     begin = time.perf_counter()
-    if device.type == "cuda" and options.processes != 1:
-        processes.prepare()
-    choice.enable_interpreter(device)
-    missing = choice.missing_backends()
-    unchecked = choice.unchecked_backends(device, missing)
-    times = device.type == "cuda" and not options.no_speed
-    count = options.processes or errors.default_processes(device)
-    if (reason := errors.no_halo(device, count)) is not None:
-        unchecked["halo"] = reason
-    tasks = errors.cases(device, unchecked)
-    with errors.judging(tasks, device, count) as verdicts:  # worker processes compile from here on
-        versions.report(device)
-        wrong = choice.report(device, missing)
-        if times:
-            speed.load(device)
-        found, concerned = errors.report(tasks, verdicts, unchecked)
-    wrong += found
-    if times:
-        wrong += speed.report(device, concerned)
+    machine.enable_interpreter(device)
+    unchecked, wrong = machine.backends(device)
+    cases = calls.cases(device, unchecked)
+    # each backend compiles while others are judged
+    started = [Tasks(calls.judge, [(case, str(device)) for case in some]) for some in cases.values()]
+    try:
+        report_machine(device, unchecked, wrong)
+        everything = list(itertools.chain(*cases.values()))
+        faulty = report_errors(everything, itertools.chain.from_iterable(started), wrong)
+    finally:
+        for tasks in started:
+            tasks.process.kill()
+    for case in everything:
+        if case.kind == "timed" and case.backend not in faulty and not options.no_speed:
+            print(f"\nSpeed: {case.name}, B{case.batch} H{case.heads}", flush=True)
+            for found in Tasks(speed.measure, [(case, str(device))]):
+                row("ERROR " + found if isinstance(found, str) else "; ".join(found))
+                wrong += [f"speed: {found}"] * isinstance(found, str)
     seconds = f"{time.perf_counter() - begin:.0f} s"
-    print(f"Wrong, {len(wrong)} in {seconds}:" if wrong else f"All that was checked is right ({seconds}).")
+    print(f"\nWrong, {len(wrong)} in {seconds}:" if wrong else f"\nAll that was checked is right ({seconds}).")
     for text in wrong:
         row(text)
     if unchecked:
         print(f"Not checked, for the reasons above: {', '.join(unchecked)}.")
     return 1 if wrong else 0
+
+
+def report_machine(device: torch.device, unchecked: dict[str, str], wrong: list[str]) -> None:
+    """Print versions, backends and the choice of "auto"; append the faults to `wrong`."""
+    print("Versions")
+    for name, found in machine.versions():
+        row(name, found, widths=(9,))
+    print("\nBackends")
+    for name in registry.NAMES[1:]:
+        row(name, unchecked.get(name, "runs here"), widths=(9,))
+    print('\nThe backend of backend="auto" (B2 T1024 H8 unless said, causal, decay per token)')
+    calls_of: dict[tuple[str, ...], list[str]] = {}  # by choice and reasons
+    for name, call in machine.CALLS.items():
+        try:
+            calls_of.setdefault(machine.choose(device, **call), []).append(name)
+        except Exception as error:
+            calls_of.setdefault(("ERROR", one_line(error)), []).append(name)
+            wrong.append(f'backend="auto", {name}: {one_line(error)}')
+    for (chosen, *reasons), names in calls_of.items():
+        row(chosen, "; ".join(names), widths=(9,))
+        for reason in reasons:
+            row("", reason, widths=(9,))
+
+
+def report_errors(cases: Sequence[Case], verdicts: Iterable[Verdict | str], wrong: list[str]) -> set[str]:
+    """Print the table of errors, append the faults to `wrong`, and return the backends that have them."""
+    print("\nErrors against float64, as fractions of the error budget (above 1: FAIL)")
+    widths = (9, max(len(case.name) for case in cases), 7, 6, 10)
+    row("backend", "call", "seconds", "worst", "of", widths=widths)
+    faulty, fallbacks = set(), dict[str, None]()  # ordered
+    for case, verdict in zip(cases, verdicts, strict=True):
+        if isinstance(verdict, str):
+            cells, fault = ["", "ERROR", verdict], verdict
+        else:
+            worst, mark = f"{verdict.fraction:.2f}", "ok" if verdict.passed else "FAIL"
+            cells = [f"{verdict.seconds:7.1f}", worst, verdict.tensor, mark]
+            fault = "" if verdict.passed else f"{verdict.tensor} is {worst} times its error budget"
+            fallbacks |= dict.fromkeys(verdict.fallbacks)
+        row(case.backend, case.name, *cells, widths=widths)
+        if fault:
+            faulty.add(str(case.backend))
+            wrong.append(f"{case.backend}, {case.name}: {fault}")
+    print("\nPrivate names of PyTorch and Triton that are not used here")
+    row("; ".join(fallbacks) or "none")
+    return faulty
 
 
 if __name__ == "__main__":

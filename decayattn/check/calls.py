@@ -1,0 +1,149 @@
+"""Calls of every backend compared with float64: three shapes, the plan of skipped keys, and a token for a cache."""
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decayattn import compatibility, decay_attention, visited_fraction
+from decayattn.backends import registry
+from decayattn.nn.cache import DecayCache
+from decayattn.problem import BackendName
+from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
+from decayattn.testing.table import ratio
+
+# B, T, H of the timed call, whose results are judged too; it skips no keys, so that SDPA does the same work
+TIMED_SHAPE = (4, 4096, 16)
+KINDS = {
+    "dense": "decay per token",
+    "timed": "decay per token, as timed",
+    "packed": "growth and resets, packed",
+    "constant": "constant decay, not causal, sink",
+    "plan": "strong decay, far keys skipped",
+    "cache": "decay per token, DecayCache",
+}
+
+
+def half(device: torch.device) -> torch.dtype:
+    """The fast 16-bit dtype of a GPU: bfloat16 from capability 8.0 on, else float16."""
+    old = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.float16 if old else torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """Judged call of one of `KINDS`: grouped queries and an odd length, but not if timed."""
+
+    backend: BackendName
+    kind: str
+    dtype: torch.dtype
+    head_dim: int
+    length: int = 301
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+
+    @property
+    def name(self) -> str:
+        return f"{str(self.dtype)[6:]} D{self.head_dim} T{self.length}, {KINDS[self.kind]}"
+
+    def inputs(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the log-decay."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator, device=device)
+
+        q, k, v = (
+            torch.randn(
+                self.batch, self.length, heads, self.head_dim, generator=generator, dtype=self.dtype, device=device
+            ) for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+        per_token = self.batch, self.length, self.heads
+        if self.kind == "constant":
+            return q, k, v, -0.2 * uniform(self.heads)
+        if self.kind == "packed":
+            log_decay = 0.1 - 0.4 * uniform(*per_token)
+            return q, k, v, log_decay.masked_fill(uniform(*per_token) < 0.02, -math.inf)
+        return q, k, v, {"plan": -1.0, "timed": -0.02}.get(self.kind, -0.2) * uniform(*per_token)
+
+    def compare(self, device: torch.device) -> list[Comparison]:
+        """Compare every result of the call with its error budget."""
+        q, k, v, log_decay = self.inputs(device)
+        if self.kind == "packed":
+            ends = [0, self.length // 3, self.length // 3, self.length // 2, self.length]  # the second one is empty
+            cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+            return verify_attention_varlen(
+                q[0], k[0], v[0], log_decay[0], cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, backend=self.backend
+            )
+        if self.kind == "cache":
+            return verify_attention(q[:, -1:], k, v, log_decay, attend=self.attend_by_cache)[:1]
+        options: dict[str, Any] = {}
+        if self.kind == "constant":
+            options = {"causal": False, "sink": torch.linspace(-1, 1, self.heads, device=device)}
+        if self.kind == "timed":
+            options = {"heads": [(self.batch - 1, self.heads - 1)], "skip_tolerance": None}  # one head: float64 is slow
+        if self.kind == "plan" and bool((visited_fraction(q, k, log_decay) == 1).any()):
+            raise ArithmeticError("expected skipped keys, because most have nearly no weight, got none")
+        return verify_attention(q, k, v, log_decay, backend=self.backend, **options)
+
+    def attend_by_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The newest token's output from a cache that holds the others; lse and gradients are the reference's."""
+        out, lse = decay_attention(q, k, v, log_decay, **options | {"backend": "reference"})
+        with torch.no_grad():
+            cache = DecayCache(
+                self.batch, self.length, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
+                device=q.device, dtype=q.dtype,
+            )
+            cache.append(k[:, :-1], v[:, :-1], log_decay[:, :-1])
+            decoded = cache.attend(q, k[:, -1:], v[:, -1:], log_decay[:, -1:], backend=self.backend)
+        return out + (decoded - out).detach(), lse
+
+
+def cases(device: torch.device, unchecked: Iterable[str] = ()) -> dict[str, list[Case]]:
+    """Cases of each checked backend. On a GPU every case compiles its own kernels, for about 10 s on one core."""
+    f16, f32, fast = torch.float16, torch.float32, half(device)
+    found: dict[str, list[Case]] = {}
+    for name in [name for name in registry.AUTOMATIC if name not in unchecked]:
+        if device.type == "cpu":
+            found[name] = [
+                *(Case(name, kind, f32, 24, 70, 1, 2, 1) for kind in ("dense", "constant")),
+                *(Case(name, kind, f16, 64, 70, 1, 2, 1) for kind in ("packed", "cache")),
+                Case(name, "plan", f32, 16, 700, 1, 1, 1),
+            ]
+            continue
+        batch, length, heads = TIMED_SHAPE
+        timed, dense = Case(name, "timed", fast, 128, length, batch, heads, heads), Case(name, "dense", fast, 128)
+        other = f16 if name == "hopper" else f32  # Hopper's kernels take 16 bits
+        found[name] = [
+            dense if found else timed, Case(name, "packed", f16, 64), Case(name, "constant", other, 128),
+            Case(name, "plan", other, 64, 700), *[Case(name, "cache", fast, 128)] * (name == "triton"),
+        ]
+    return found | {"reference": [Case("reference", kind, f32, 64, 70) for kind in ("dense", "packed", "constant")]}
+
+
+class Verdict(NamedTuple):
+    """Result of a case with the largest fraction of its budget."""
+
+    passed: bool
+    fraction: float  # error / budget
+    tensor: str
+    seconds: float  # including compilation
+    fallbacks: tuple[str, ...]  # of the process, as known from its launches so far
+
+
+def judge(case: Case, device: str) -> Verdict:
+    """Judge one case."""
+    begin = time.perf_counter()
+    found = case.compare(torch.device(device))
+    worst = max(found, key=lambda comparison: (not comparison.passed, ratio(comparison.error, comparison.budget)))
+    if worst.verdict == "cannot tell":
+        raise ArithmeticError(f"{worst.name} is no larger than its error budget")
+    fraction, fallbacks = ratio(worst.error, worst.budget), (*compatibility.fallbacks(),)
+    return Verdict(worst.passed, fraction, worst.name, time.perf_counter() - begin, fallbacks)
