@@ -1,4 +1,4 @@
-"""Train a small byte-level language model whose only position information is the decay of its attention.
+"""Train a small byte-level language model. The decay of its attention is its only position information.
 
     python experiments/train_toy_lm.py                         # no GPU: 3 minutes on 2 cores, 8.06 → 2.13 bits per byte
     python experiments/train_toy_lm.py --decay alibi-learned --data my_texts/
@@ -60,7 +60,7 @@ class ByteData(L.LightningDataModule):
     """Random crops of a text, as bytes.
 
     Args:
-        data: Text to train on: a file, whose last 5 % validate, or a folder, of which every 20th file validates and
+        data: Text to train on: a file (its last 5 % validate), or a folder, of which every 20th file validates and
             binary files are skipped. By default the source files of Python's standard library.
         context: Bytes that the model sees at once.
         batch_size: Sequences per step, of all devices together.

@@ -16,7 +16,7 @@ from decayattn.problem import BackendName
 from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
 from decayattn.testing.table import ratio
 
-# B, T, H of the timed call, whose results are judged too; it skips no keys, so that SDPA does the same work
+# B, T, H of the timed call, which is judged, too; it skips no keys, so that SDPA does the same work
 TIMED_SHAPE = (4, 4096, 16)
 KINDS = {
     "dense": "decay per token",

@@ -19,8 +19,8 @@ tokens the last 2²⁶ / T query rows.
 
 Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name: "ours", "ours, no
 decay", "triton, constant". They skip nothing. A kernel of ours that leaves the error budget of decayattn.testing gets
-no speed, and the exit status is 1. --before adds the same of another version of the package, "ours before", whose
-errors are reported only. Peers that cannot be imported are left out, and named. Without a GPU there are no speeds: our
+no speed, and the exit status is 1. --before adds the same of another version of the package, "ours before", with
+its errors reported only. Peers that cannot be imported are left out, and named. Without a GPU there are no speeds: our
 kernels run in Triton's interpreter on small shapes, for their errors alone.
 """
 
@@ -72,7 +72,7 @@ _TWO_HEADS_UP_TO = 8192
 
 @dataclass(frozen=True)
 class Kernel:
-    """A peer that is timed under a name, ours with a decay or somebody else's, on the inputs of its case."""
+    """A peer that is timed under a name, ours with a decay or another library's, on the inputs of its case."""
 
     name: str
     case: Case
@@ -126,7 +126,7 @@ def measure(run: Run) -> None:
             run.report["rows"] += found
             print(table(found), flush=True)
             run.save()
-        torch._dynamo.reset()  # the next shape compiles anew, without the cache of this one
+        torch._dynamo.reset()  # the next shape compiles again, without the cache of this one
 
 
 def kernels_of(size: tuple[int, ...], options: argparse.Namespace) -> list[Kernel]:
@@ -175,7 +175,7 @@ def check(kernels: Sequence[Kernel], run: Run) -> tuple[dict[str, Prepared], dic
 def rows(case: Case, timings: Timings, errors: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
     """One row per direction: the shape, and of every kernel time, speed, and speed relative to cuDNN's."""
     about = dataclasses.asdict(case)
-    del about["decay"]  # the kernels' names tell
+    del about["decay"]  # the kernels' names show it
     for direction in DIRECTIONS:
         baseline = timings.get((peers.BASELINE, direction))
         figures = {}

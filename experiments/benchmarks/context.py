@@ -1,4 +1,4 @@
-"""Speed and bytes of sequences over several GPUs, in both modes; correct first. And a calculation for more GPUs.
+"""Speed and bytes of a sequence over several GPUs, in both modes; correct first. Also a calculation for more GPUs. Usage::
 
     python experiments/benchmarks/context.py                           # on all GPUs of a machine: tables, JSON, a plot
     python experiments/benchmarks/context.py --check                   # equality with one process alone, no speeds
@@ -16,7 +16,7 @@ all-to-all of 256 MiB for the slowest rank. A call adds the results that its --o
 speeds. Two processes with gloo then run the kernels in Triton's interpreter on small shapes, for their errors and for
 the bytes that they send.
 
---simulate calculates one layer at --simulated tokens, forward and backward. Nothing is run; the model is:
+--simulate calculates one layer at --simulated tokens, forward and backward. Nothing is run; the model is::
 
     time of P ranks = compute + transfer + rest, one after the other, as the library runs them
     compute  = time of one GPU at T, times the share of the rank with the most to do. The time grows as T^e between the
@@ -256,7 +256,7 @@ def results(call: Prepared) -> dict[str, Tensor]:
 
 
 def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
-    """Check one workload against one GPU, count what is sent, then time it; wrong modes get no speed."""
+    """Check one workload against one GPU, count the sent bytes, then time it; wrong modes get no speed."""
     options, ranks = run.options, dist.get_world_size(group)
     print(f"\n{workload}", flush=True)
     inputs = workload.inputs(run.device, options.seed)
@@ -382,7 +382,7 @@ def _slowest(call: Callable[[], object], count: int, group: dist.ProcessGroup) -
 
 
 def bandwidth(group: dist.ProcessGroup, megabytes: int = 256, calls: int = 10) -> float:
-    """Bytes per second that the slowest rank receives from others in an all-to-all of so many megabytes."""
+    """Bytes per second that the slowest rank receives from others in an all-to-all of this size in MiB."""
     ranks = dist.get_world_size(group)
     rows = torch.empty(ranks, megabytes * 2**20 // ranks, dtype=torch.uint8, device="cuda")
     received = torch.empty_like(rows)

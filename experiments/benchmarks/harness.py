@@ -247,7 +247,7 @@ def captured_timer(seconds: float) -> Timer:
 
 
 def captured(call: Callable[[], object], copies: int = 1, stream: Any = None) -> Any:
-    """A CUDA graph of so many calls."""
+    """A CUDA graph of some calls."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(copies):
@@ -267,7 +267,7 @@ def back_to_back(call: Callable[[], object], count: int) -> float:
 
 
 def _milliseconds(call: Callable[[], object], count: int, asleep: int) -> list[float]:
-    """Times of `count` calls, after the device has slept for so many of its clock cycles."""
+    """Times of `count` calls, after the device has slept for some of its clock cycles."""
     cache = torch.empty(_CACHE, dtype=torch.int8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     torch.cuda.synchronize()
@@ -346,7 +346,7 @@ class Run:
 
     @contextlib.contextmanager
     def attempt(self, ours: bool = True, **where: str) -> Iterator[None]:
-        """Record what is raised here: the others go on, and one of ours fails the run."""
+        """Record exceptions raised here: the others go on, and one of ours fails the run."""
         try:
             yield
         except Absent as error:
@@ -371,7 +371,7 @@ class Run:
         return not outside
 
     def save(self) -> None:
-        """Write the report as far as it is: a run that is cut off keeps what it has."""
+        """Write the report so far: a run that is cut off keeps what it has."""
         if self.options.output:
             write(self.report, self.options.output)
 
@@ -420,7 +420,7 @@ def draws(module: Any) -> bool:
 
 
 def draw(module: Any, report: dict[str, Any], output: Path) -> int:
-    """The figure of a report as PNG beside its JSON file; none without rows."""
+    """The figure of a report as PNG next to its JSON file; none without rows."""
     try:
         module.draw(report).savefig(output.with_suffix(".png"))
     except ValueError as error:

@@ -92,7 +92,7 @@ def add(steps: dict[str, dict[str, Step]], name: str, step: Step, run: Run, grap
 
 
 def packed_step(case: Case, totals: int, attend: Callable[..., torch.Tensor], backend: str, device: str) -> Step:
-    """A call on one of so many totals after the other, the last of which is the longest."""
+    """A call on one of the totals after the other; the last total is the longest."""
     longest = case.length + totals - 1
     inputs = dataclasses.replace(case, batch=1, length=longest).inputs(device, seed=0)
     memory = [inputs[name].detach().squeeze(0) for name in ("q", "k", "v", "log_decay")]

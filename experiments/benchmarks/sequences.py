@@ -3,8 +3,8 @@
     python experiments/benchmarks/sequences.py                              # on a GPU: all of it
     python experiments/benchmarks/sequences.py --what decode --decode-batch 16       # part of it, smaller
 
-* packed: decay_attention_varlen on documents of mixed length, and decay_attention with a sliding window, compared with
-  decay_attention on a dense batch, and on one of as many tokens and visible pairs as the documents ("dense alike").
+* packed: decay_attention_varlen on documents of mixed length, and decay_attention with a sliding window. They are
+  compared with a dense batch, and with one of as many tokens and visible pairs as the documents ("dense alike").
   TFLOP/s count 4·D·H operations forward per visible pair, 2.5 times that backward; nothing is skipped.
 * decode: one new token over a long cache; bytes of keys, values and α read per second, compared with those of a copy of
   the keys on the same device. paged: in pages of 64 tokens, in random order.
@@ -242,7 +242,7 @@ ALPHA_BYTES = 8  # the cache holds the running sum of the log-decays in float64
 
 @dataclass(frozen=True)
 class Step:
-    """One new token in each of `batch` entries, whose caches hold `tokens` tokens, the new one among them; D_v = D."""
+    """One new token in each of `batch` entries; each cache holds `tokens` tokens, with the new one; D_v = D."""
 
     batch: int
     heads: int
@@ -384,14 +384,14 @@ def decode_rows(step: Step, copied: int, times: dict[str, list[float]]) -> list[
 MODES = ("recompute", "cache", "captured", "evict")
 # The check's oracle holds the scores of this many tokens in float64. Evictions that come later are not in the check.
 MOST_CHECKED_TOKENS = 8192
-# of the checked tokens, those that come one by one, and whose logits are compared
+# of the checked tokens, those that come one by one; their logits are compared
 CHECKED_STEPS = 16
 
 
 def build_model(
     layers: int, width: int, heads: int, half_lives: Sequence[float], dtype: torch.dtype, device: str, seed: int
 ) -> ByteLM:
-    """ByteLM with random weights, whose scores are bounded (qk_norm), as evict needs it.
+    """ByteLM with random weights and bounded scores (qk_norm), as evict needs them.
 
     The weight of a new ScalarDecay is 0: a head's decay is one per token, and has the same value at every token.
     """
@@ -406,7 +406,7 @@ def build_model(
 
 @dataclass(frozen=True)
 class Eviction:
-    """DecayCache.evict after every so many new tokens, at a tolerance."""
+    """DecayCache.evict after every n new tokens, at a tolerance."""
 
     every: int
     tolerance: float

@@ -8,7 +8,7 @@ too. pruning: one decay per token at 32,768 tokens, with cuDNN without a decay a
 kernel, which prunes by another rule. constant: ALiBi slopes and RetNet rates at 131,072 tokens, with what the visited
 tiles promise. lengths: time over T. Timed in bursts, as attention.py does. plan_us (forward) and that of its mirror
 (backward) are of one of 20 in a CUDA graph, the decay prefix being there; plan_share is over ms. visited: tiles of 64
-rows × 128 keys that are visited, per head; ideal: the gain of a kernel whose time is in proportion to them.
+rows × 128 keys that are visited, per head; ideal: the gain of a kernel with a time in proportion to them.
 
 Up to 32,768 tokens all rows of two heads are held to the error budget; beyond, the last rows may be no more than twice
 as wrong as without skipping, plus rounding. Results that leave their budget get no speed, and the exit status is 1.

@@ -1,4 +1,4 @@
-"""Tokens per second of training a 124 M decoder with one attention or the other, or on several GPUs; correct first.
+"""Tokens per second of training a 124 M decoder with several attentions, or on several GPUs; correct first. Usage::
 
     python experiments/benchmarks/training.py                        # all of it on a GPU: about 20 minutes
     python experiments/benchmarks/training.py --minutes 9 --compiled-lengths         # eager alone, as much as fits
@@ -220,7 +220,7 @@ class Block(nn.Module):
 
 
 class OtherAttention(nn.Module):
-    """Projections and decay as DecayFlashAttention has them, with somebody else's kernel between them.
+    """Projections and decay as DecayFlashAttention has them, with another library's kernel between them.
 
     attend(q, k, v, log_decay): q, k, v (B, T, H, D), log_decay (B, T, H) or None -> (B, T, H, D).
     """
@@ -243,10 +243,10 @@ class OtherAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """One attention. `kind`: "decay", "rotary", "none", or "identity" for what is no attention and not checked.
+    """One attention. `kind`: "decay", "rotary", "none", or "identity" (no attention, and not checked).
 
-    layer(size, backend, length) makes it for one length, backend being that of ours, or raises Absent; `gates` says
-    whose half-lives its decay has; around() is entered around every step.
+    layer(size, backend, length) makes it for one length, backend being that of ours, or raises Absent; `gates`
+    names the half-lives of its decay; around() is entered around every step.
     """
 
     name: str
@@ -319,7 +319,7 @@ VARIANTS = {variant.name: variant for variant in _variants()}
 
 
 def trained_half_lives(layers: int, heads: int) -> list[list[float]]:
-    """Mean half-lives of the toy model's heads [layer][head], in tokens, stretched to so many layers and heads.
+    """Mean half-lives of the toy model's heads [layer][head], in tokens, for these numbers of layers and heads.
 
     Layer and rank of a head among the half-lives of its layer are kept, in between it is geometric.
     """
@@ -390,7 +390,7 @@ _GROUPS = ("in_proj", "decay", "")  # of parameters, by what their names contain
 
 
 def check(models: Models, run: Run) -> Iterator[Variant]:
-    """The variants whose loss and gradients of the first step on the first tokens are right against float64.
+    """Variants with a right loss and gradients in the first step, compared with float64.
 
     The errors of gradients are ‖g − g64‖ / ‖g64‖ over groups of parameters. The budget is that of the library: twice
     the error of the eager reference in the same precision, plus eps of that precision.

@@ -42,7 +42,7 @@ def parse(module: Any, argv: Sequence[str]) -> Namespace:
 
 
 def main(module: Any, argv: Sequence[str] | None = None) -> int:
-    """Train what is missing. The exit status is 1 if a cell fails, 2 for a bad option, 130 after Ctrl-C."""
+    """Train the missing cells. The exit status is 1 if a cell fails, 2 for a bad option, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(module, argv)
     if options.draw:

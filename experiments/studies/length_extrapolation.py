@@ -1,4 +1,4 @@
-"""Loss over position, far beyond the trained length: decays, rotary embeddings and neither, in one and the same model.
+"""Loss over position, far beyond the trained length: decays, rotary embeddings and neither, in one model. Usage::
 
     python experiments/studies/length_extrapolation.py                      # 9 schemes, 3 seeds; on a CPU in miniature
     python experiments/studies/length_extrapolation.py --minutes 9          # stops in time; the same command goes on
@@ -12,7 +12,7 @@ alone, without copies of files and of other packages. The cells of a seed have t
 same initial weights, except those that only one scheme has. bits: mean bits per byte of stretches of positions (edges:
 of each length) with the whole crop before them; columns: of the stretches of the table, also with at most the trained
 length before each byte (in_windows, half a window apart). Each cell (a scheme and a seed) is added to the output as
-soon as it is read, and a call goes on with what the output lacks.
+soon as its texts are read, and a call goes on with what the output lacks.
 """
 
 import functools
@@ -121,7 +121,7 @@ def begin(options: Namespace) -> tuple[dict[str, Any], list[tuple[str, int]], tu
 
 
 def bins(context: int, length: int) -> list[int]:
-    """Edges of the stretches of positions whose mean loss is kept: finer where the loss changes faster."""
+    """Edges of the stretches of positions, each with a mean loss: finer where the loss changes faster."""
     edges, position = [0], 0
     for end, width in ((1, 1 / 64), (16, 1 / 8), (float("inf"), 1)):
         step = max(1, int(width * context))
@@ -139,7 +139,7 @@ def columns(context: int, longest: int) -> list[tuple[int, int]]:
 
 # ------------------------------------------------------------------------------------------------------------- training
 
-# steps whose losses are looked at together: each look waits for the GPU
+# steps with losses that are read together: each read waits for the GPU
 LOOK = 10
 
 
@@ -208,9 +208,9 @@ _TOKENS = {"cuda": 2**18, "cpu": 2**13}
 
 @torch.no_grad()
 def read(model: ByteLM, scheme: str, settings: Settings, corpus: Corpus, text: Tensor) -> Iterator[dict[str, Any]]:
-    """For every length that the scheme takes part in, mean bits per byte over crops of held-out files, twice: with the
-    whole crop before each byte, and in windows of the trained length, each half a window after the one before, whose
-    second halves count. Both are of the same bytes, so their difference is what the longer context does.
+    """Mean bits per byte over crops of held-out files, for every length of the scheme, in two ways: with the whole crop
+    before each byte, and in windows of the trained length. Each window starts half a window after the one before, and
+    its second half counts. Both are of the same bytes, so their difference is what the longer context does.
 
     bits: of every stretch of `bins`; None beyond the trained length for a scheme that takes no longer text. columns: of
     every stretch of the table.

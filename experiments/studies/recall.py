@@ -44,7 +44,7 @@ from studies import grid
 
 
 class Shape(NamedTuple):
-    """Sequences of so many tokens with so many pairs, and how many of those a step has."""
+    """Numbers of tokens and of pairs of a sequence, and of sequences of a step."""
 
     length: int
     pairs: int
@@ -183,7 +183,7 @@ class Task:
         half, shape = self.vocabulary // 2, (draws, self.rows)
         key = 1 + self._distinct(half - 1, self.keys, shape, generator)  # (S, B, keys)
         value = half + self._distinct(self.vocabulary - half, self.pairs, shape, generator)  # (S, B, pairs)
-        # whose pair the n-th one is, in an order that is drawn
+        # the pair of the n-th one, in an order that is drawn
         order = self._uniform((*shape, self.pairs), generator).argsort(-1)
         whose = order // self.repeats
         times = order.argsort(-1).unflatten(-1, (-1, self.repeats))  # (S, B, keys, repeats): when a key has its pairs
@@ -249,7 +249,7 @@ class SideBySide(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, draw_of: Tensor) -> Tensor:
         model = torch.arange(self.models, device=tokens.device)
         tokens = tokens.index_select(0, draw_of).permute(1, 2, 0) + model * self.vocabulary  # (B, T, M)
-        # index_select, whose gradient is added in place; that of an embedding may wait for the device
+        # the gradient of index_select is added in place; that of an embedding may wait for the device
         x = self.embedding.flatten(0, 1).index_select(0, tokens.flatten())
         x = x.view(*tokens.shape[:2], self.models * self.width)
         for gain, layer in zip(self.gains, self.layers, strict=False):

@@ -111,7 +111,7 @@ class AttentionStatistics(Callback):
             self.record(trainer, pl_module)
 
     def record(self, trainer: Trainer, module: LightningModule) -> None:
-        model = plain_copy(module.model)  # every rank takes part in the copy of a sharded model
+        model = plain_copy(module.model)  # every rank joins the copy of a sharded model
         if not trainer.is_global_zero:
             return
         device, step, kernels = trainer.strategy.root_device, trainer.global_step, registry.load("triton")

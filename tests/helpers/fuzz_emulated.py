@@ -1,4 +1,4 @@
-"""Random calls on the Hopper kernels without a GPU (gluon_on_cpu): fuzz_kernels.py's calls, its oracle and its budgets.
+"""Random calls on the Hopper kernels without a GPU (gluon_on_cpu): calls and oracle of fuzz_kernels.py. Usage::
 
 * `python tests/helpers/fuzz_emulated.py --minutes 30`: about one call per second and core.
 * `python tests/helpers/fuzz_emulated.py --seed 7 --only 1234`: one call again, with the errors of all tensors.

@@ -1,4 +1,4 @@
-"""Leave out every wait, arrival and fence of the Hopper kernels, one at a time, and see whether that is noticed.
+"""Leave out every wait, arrival and fence of the Hopper kernels, one at a time, and see if that shows. Usage::
 
     python tests/helpers/leave_out_waits.py                              # everything, on a CPU; about half an hour
     python tests/helpers/leave_out_waits.py --directions backward --head-dims 64

@@ -2,12 +2,12 @@
 
 Each was written from the signature and documentation of the version named here, and none of their code is in it:
 
-* flash-attn 2.8.4, flash_attn/flash_attn_interface.py: flash_attn_func, flash_attn_varlen_func; what causal ALiBi adds
-  to a score, csrc/flash_attn/src/mask.h
-* flash-linear-attention 0.5.2 and 0.6.0, fla/ops/forgetting_attn/parallel.py, fla/ops/attn/parallel.py and
-  fla/layers/forgetting_attn.py
-* the official Forgetting Transformer at commit 883f260, src/forgetting_transformer/ops/forgetting_attention.py and
-  .../model/forgetting_transformer/modeling_forgetting_transformer.py
+* flash-attn 2.8.4, flash_attn/flash_attn_interface.py: flash_attn_func, flash_attn_varlen_func. The score of causal
+  ALiBi: csrc/flash_attn/src/mask.h
+* flash-linear-attention 0.5.2 and 0.6.0: fla/ops/forgetting_attn/parallel.py, fla/ops/attn/parallel.py and
+  fla/layers/forgetting_attn.py.
+* the official Forgetting Transformer at commit 883f260: src/forgetting_transformer/ops/forgetting_attention.py and
+  .../model/forgetting_transformer/modeling_forgetting_transformer.py.
 * x-transformers 2.26.4, x_transformers/x_transformers.py: AlibiPositionalBias, DataDependentAlibi
 
 `modules()` holds them as the modules that a program would import.
