@@ -1,4 +1,4 @@
-"""Speed and bytes of a sequence over several GPUs, in both modes; correct first. Also a calculation for more GPUs. Usage::
+"""Speed and bytes of a sequence over several GPUs, in both modes; correct first. Also calculated for more. Usage::
 
     python experiments/benchmarks/context.py                           # on all GPUs of a machine: tables, JSON, a plot
     python experiments/benchmarks/context.py --check                   # equality with one process alone, no speeds

@@ -233,7 +233,7 @@ def test_wrong_option_exits_with_2(options, capsys):
 
 
 def test_choice_of_auto_has_reasons_against_faster_backends():
-    """On an H100, as far as a machine without one can tell: fake tensors, and its capability."""
+    """On an H100 that fake tensors and a patched capability imitate."""
     for name in registry.KERNELS:
         if isinstance(registry.load(name), str):
             pytest.skip(registry.load(name))

@@ -25,8 +25,8 @@ BELOW = {
 # the most levels of a part of the package: modules of the longest chain of imports inside it. The tenth of backends is
 # runtime/direct_launch.py, which was a part of compatibility.py
 LEVELS = {"decayattn.backends": 10, "decayattn.backends.hopper": 8}
-# functions of more than 16 arguments: users' keyword arguments; and kernels, whose descriptors and unspecialised
-# integers Triton takes at the top level only
+# functions of more than 16 arguments: users' keyword arguments; and kernels, because Triton takes
+# descriptors and unspecialised integers at the top level only
 MANY_ARGUMENTS = {
     "decayattn.backends.hopper.forward.kernel.forward_kernel",
     "decayattn.backends.hopper.backward.kernel.gradients_kernel",

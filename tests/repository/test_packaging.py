@@ -135,7 +135,7 @@ def test_distributions_are_whole_and_work_without_the_repository(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-def test_what_is_cited_is_this_version():
+def test_citation_names_this_version():
     citation = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == decayattn.__version__
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

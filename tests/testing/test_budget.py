@@ -1,4 +1,4 @@
-"""The error budget accepts what is right at every precision, and refuses every error that is planted here."""
+"""The error budget accepts right results at every precision, and refuses every error that is planted here."""
 
 import functools
 import itertools
@@ -116,7 +116,7 @@ def test_accepts_sequences_cut_out_of_the_reference(dtype, decay, causal, evalua
                 assert_eager_equals_the_oracle(evaluations)
 
 
-def test_what_lies_outside_may_be_anything():
+def test_tokens_outside_of_sequences_may_be_anything():
     packed = make_packed_inputs(torch.float32, row_scale=True)
     for name, outside in (("q", [0, 20]), ("scale", [0, 22]), ("k", [21, 22]), ("v", [21]), ("log_decay", [22])):
         packed[name][outside] = math.nan
@@ -238,7 +238,7 @@ def test_rows_that_see_nothing_pass_with_any_lse_gradient():
     ],
 )
 def test_values_slightly_over_budget_get_more_roundings(times, seen, passed, monkeypatch):
-    """dsink is one number per head, whose budget is too small in 1 of 1000 cases with 16 roundings."""
+    """dsink is one value per head. Its budget is too small in 1 of 1000 cases with 16 roundings."""
     factors, draw, run, error = [], attention.Call.draw, attention.Call.run, 1e-3
 
     def drawn(call, factor):
@@ -276,7 +276,7 @@ def test_draws_round_one_by_one():
     assert correlations.max() < 0.45
 
 
-def test_what_overflows_with_a_factor_counts_for_nothing(plant, monkeypatch):
+def test_draws_that_overflow_are_ignored(plant, monkeypatch):
     """A factor may take float16 out of its range where eager is in it: it counts for the other tensors only."""
     draw = attention.Call.draw
 
@@ -498,7 +498,7 @@ def test_accepts_the_unedited_formulas(dtype, monkeypatch):
 
 
 def large_logits(seed):
-    """float32 with logits of hundreds: what P is off by comes from the sum over D, whose rounding follows its order."""
+    """float32 with logits of hundreds. The error of P comes from the sum over D, and follows its order."""
     torch.manual_seed(seed)
     q, k = (4 * torch.randn(2, 20, 8, 165) for _ in range(2))
     return {"q": q, "k": k, "v": torch.randn(2, 20, 8, 32), "scale": 0.4, "causal": False}
@@ -526,7 +526,7 @@ def test_refuses_rounded_operands_of_large_logits(monkeypatch):
 
 
 def one_value_for_all_keys(seed):
-    """The sums over 1,500 keys have one sign, so they grow with every key, and what is added loses bits."""
+    """The sums over 1,500 keys have one sign, so they grow with every key, and later terms lose bits."""
     torch.manual_seed(seed)
     q, k = 0.3 * torch.randn(1, 40, 2, 16), torch.randn(1, 1500, 2, 16)
     return {"q": q, "k": k, "v": torch.randn(17).expand(1, 1500, 2, 17), "causal": False}
@@ -678,7 +678,7 @@ def few_keys_of_a_strong_decay(seed):
 
 
 def prefix_in_base_2(bits, results, q, k, v, log_decay, scale, **heads):
-    """out of a kernel that adds up λ in base 2, to so many bits less, and that rounds nothing else."""
+    """out of a kernel that adds up λ in base 2, to fewer bits, and that rounds nothing else."""
     base2 = log_decay.masked_fill(log_decay.isneginf(), 0.0) / math.log(2)
     alpha = _without_bits(base2.cumsum(1), bits)
     scores = scale[:, None, None] * (q @ k.mT) + math.log(2) * (alpha[:, -1:] - alpha)[:, None]
@@ -695,7 +695,7 @@ def one_row(seed):
 
 
 def from_rounded_p(bits, results, q, k, v, log_decay, scale, grad_lse, **heads):
-    """dλ of a kernel that forms dS from P in bfloat16 and so many bits less, and rounds it."""
+    """dλ of a kernel that forms dS from P in bfloat16 less some bits, and rounds it."""
     decay = (log_decay.cumsum(1)[:, -1:] - log_decay.cumsum(1))[:, None]
     p = (scale[:, None, None] * (q @ k.mT) + decay).softmax(-1)
     p = _without_bits(p.bfloat16().float(), 16 + bits) if bits else p.bfloat16().float()
@@ -711,7 +711,7 @@ def equal_keys(seed):
 
 
 def rounded_in_the_edge_tile(bits, results, q, k, v, scale, **heads):
-    """out of a kernel whose tile of 64 keys fuses the scale with what follows, and whose edge tile rounds the score."""
+    """out of a kernel that fuses the scale in a full tile of 64 keys, and rounds the score in a partial tile."""
     products = q @ k.mT
     scores = scale[:, None, None].double() * products
     scores[..., 64:] = _without_bits(scale[:, None, None] * products[..., 64:], bits)
@@ -759,7 +759,7 @@ def test_roundings_that_kernels_have(make, compute, precisions, name, seeds, mon
 
 
 def _without_bits(x, bits):
-    """x rounded to so many bits less of its mantissa."""
+    """x rounded to a mantissa shorter by `bits`."""
     large = x * (2.0**bits + 1)  # Dekker's splitting
     return large - (large - x)
 

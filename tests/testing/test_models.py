@@ -1,4 +1,4 @@
-"""Gradients of whole models: what is right is accepted, and a wrong or a missing gradient of a decay is refused."""
+"""Gradients of whole models: right ones pass, and a wrong or a missing gradient of a decay fails."""
 
 import copy
 import dataclasses
@@ -109,7 +109,7 @@ class CheckpointedModel(TinyModel):
         return self.head(checkpoint(self.blocks, self.embedding(tokens), use_reentrant=False))
 
 
-def test_what_the_backward_recomputes_is_what_was_run(model_and_batch):
+def test_backward_recomputes_the_tested_forward(model_and_batch):
     model, batch = model_and_batch
     expected = compare_model_gradients(model, weighted_loss, batch, backend="reference")
     checkpointed = CheckpointedModel(decay="scalar", bias=True, num_kv_heads=2, backend="auto")
