@@ -1,25 +1,13 @@
-"""The public functions: contract, checks, then one call."""
+"""The public functions: the contract, then `normalize` and one call."""
 
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from decayattn import autograd, dtensor, keywords, reference
-from decayattn.arguments import check_arguments, check_bool, check_packed_arguments
+from decayattn import autograd, dtensor, normalize, reference, validation
 from decayattn.backends import registry
-from decayattn.problem import (
-    RESET_BELOW,
-    AttentionProblem,
-    BackendName,
-    Inputs,
-    SkipTolerance,
-    autocast_dtype,
-    integer,
-    tolerance_of,
-    window_of,
-    within,
-)
+from decayattn.problem import AttentionProblem, BackendName, Inputs, SkipTolerance
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -66,7 +54,7 @@ def decay_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: bool,
     **options: "Unpack[_DenseOptions]",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@keywords.named
+@validation.hide_unknown
 def decay_attention(
     q: Tensor,
     k: Tensor,
@@ -166,14 +154,14 @@ def decay_attention(
         TypeError, ValueError: for every bad argument, by name, before any kernel starts.
     """
     if unknown:
-        keywords.refuse(decay_attention, unknown)
-    q, k, v = autocast(q, k, v)
+        validation.refuse_unknown(decay_attention, unknown)
+    q, k, v = normalize.autocast(q, k, v)
     if dtensor.any_dtensor(
         q, k, v, log_decay, scale, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k
     ):
         return dtensor.attention(
             decay_attention,
-            check_arguments,
+            validation.check_arguments,
             dict(
                 q=q, k=k, v=v, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q,
                 seqused_k=seqused_k, leftpad_q=leftpad_q, leftpad_k=leftpad_k,
@@ -182,19 +170,12 @@ def decay_attention(
             return_lse=return_lse,
             backend=backend,
         )
-    check_bool("return_lse", return_lse)
-    check_arguments(
+    validation.check_bool("return_lse", return_lse)
+    problem, inputs = normalize.dense(
         q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
         skip_tolerance,
     )
-    log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-    bounds = bounds_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
-    inputs = Inputs(q, k, v, log_decay, row_scale, bounds, bias, sink, number)
-    problem = AttentionProblem.of(
-        q, v, log_decay, row_scale, causal, window_of(window_size, causal), bounds, bias=bias,
-        skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
-    )
-    out, lse = attend(problem, inputs, backend, return_lse)
+    out, lse = _attend(problem, inputs, backend, return_lse)
     if not return_lse:
         return out
     assert lse is not None
@@ -216,7 +197,7 @@ def decay_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None = None, *, return_lse: bool,
     **options: "Unpack[_PackedOptions]",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@keywords.named
+@validation.hide_unknown
 def decay_attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -266,12 +247,12 @@ def decay_attention_varlen(
         TypeError, ValueError: for every bad argument, by name, before any kernel starts.
     """
     if unknown:
-        keywords.refuse(decay_attention_varlen, unknown)
-    q, k, v = autocast(q, k, v)
+        validation.refuse_unknown(decay_attention_varlen, unknown)
+    q, k, v = normalize.autocast(q, k, v)
     if dtensor.any_dtensor(q, k, v, log_decay, scale, sink, cu_seqlens_q, cu_seqlens_k):
         return dtensor.attention(
             decay_attention_varlen,
-            check_packed_arguments,
+            validation.check_packed_arguments,
             dict(
                 q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k,
@@ -283,29 +264,12 @@ def decay_attention_varlen(
             return_lse=return_lse,
             backend=backend,
         )
-    check_bool("return_lse", return_lse)
-    check_packed_arguments(
+    validation.check_bool("return_lse", return_lse)
+    problem, inputs = normalize.packed(
         q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         skip_tolerance,
     )
-    q, k, v = q[None], k[None], v[None]
-    max_seqlen_q, max_seqlen_k = integer(max_seqlen_q), integer(max_seqlen_k)
-    if not torch.compiler.is_compiling():  # a comparison would specialise a graph to these lengths
-        # any max_seqlen then fits into 32 bits
-        max_seqlen_q, max_seqlen_k = within(max_seqlen_q, q.shape[1]), within(max_seqlen_k, k.shape[1])
-    if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
-        log_decay = log_decay[None]
-    log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-    rows = tokens = _between(cu_seqlens_q, q.shape[1], max_seqlen_q)
-    if cu_seqlens_k is not cu_seqlens_q or k.shape[1] != q.shape[1] or max_seqlen_k != max_seqlen_q:
-        tokens = _between(cu_seqlens_k, k.shape[1], max_seqlen_k)
-    bounds = torch.stack([*rows, *tokens], 1)
-    inputs = Inputs(q, k, v, log_decay, row_scale, bounds, None, sink, number)
-    problem = AttentionProblem.of(
-        q, v, log_decay, row_scale, causal, window_of(window_size, causal), bounds, (max_seqlen_q, max_seqlen_k),
-        skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
-    )
-    out, lse = attend(problem, inputs, backend, return_lse)
+    out, lse = _attend(problem, inputs, backend, return_lse)
     out = out.squeeze(0)  # not out[0]: its backward copies the gradient into zeros
     if not return_lse:
         return out
@@ -337,22 +301,17 @@ def visited_fraction(
     Raises:
         TypeError, ValueError: for every bad argument, by name, and if the Triton kernels cannot run.
     """
-    q, k = autocast(q, k)
-    check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
-    log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-    problem = AttentionProblem.of(
-        q, k, log_decay, row_scale, True, window_of(window_size, True),
-        skip_tolerance=tolerance_of(skip_tolerance, q.dtype),
-    )
+    q, k = normalize.autocast(q, k)
+    problem, inputs = normalize.dense(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
     if registry.select(problem, "triton") == "reference":  # meta tensors: nothing runs
         return q.new_empty(problem.batch, problem.num_heads, dtype=torch.float32)
     from decayattn.backends.planning import skipping  # imports Triton
 
     with torch.cuda.device_of(q):
-        return skipping.visited_fraction(problem, q, k, log_decay, number if row_scale is None else row_scale)
+        return skipping.visited_fraction(problem, q, k, inputs.log_decay, inputs.any_scale)
 
 
-def attend(
+def _attend(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """out and lse of checked arguments. lse is None if it is not requested and a kernel backend runs."""
@@ -360,73 +319,3 @@ def attend(
     if chosen == "reference":
         return reference.attention(problem, inputs)
     return autograd.attention(problem, inputs, chosen, return_lse)
-
-
-def bounds_in_entries(
-    q: Tensor, k: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None, leftpad_q: Tensor | None,
-    leftpad_k: Tensor | None,
-) -> Tensor | None:
-    """AttentionProblem's `bounds`; None if every sequence fills its batch entry."""
-    if all(given is None for given in (seqused_q, seqused_k, leftpad_q, leftpad_k)):
-        return None
-
-    def number(given: Tensor | None, default: int) -> Tensor:
-        return q.new_full((q.shape[0],), default, dtype=torch.int32) if given is None else given
-
-    rows = _interval(number(leftpad_q, 0), number(seqused_q, q.shape[1]), q.shape[1])
-    tokens = _interval(number(leftpad_k, 0), number(seqused_k, k.shape[1]), k.shape[1])
-    return torch.stack([*rows, *tokens], 1)
-
-
-def _interval(begin: Tensor, end: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Begin and length (N,), clamped to an axis: the numbers on the device may be anything."""
-    begin = begin.clamp(0, axis).int()
-    # not in place: under vmap, one of the two may be mapped alone
-    return begin, (end.clamp(0, axis).int() - begin).clamp(min=0)
-
-
-def _between(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
-    """Begin and length (N,) of the sequences between N + 1 offsets.
-
-    They lie inside the axis and are disjoint for any offsets, so the axis bounds their sum. An offset smaller than one
-    before it counts as that one.
-    """
-    offsets = offsets.clamp(0, axis).int().cummax(0).values
-    return offsets[:-1], offsets.diff().clamp(0, longest)
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype if it is on, as in scaled_dot_product_attention; float64 keeps its dtype."""
-    first = tensors[0]
-    dtype = autocast_dtype(first.device) if isinstance(first, Tensor) else None
-    if dtype is None:
-        return tensors
-    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in _AUTOCAST_FROM else t for t in tensors)
-
-
-_AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
-    """log_decay as None, (H,) or (B, T_k, H)."""
-    if log_decay is None:
-        return None
-    if not isinstance(log_decay, Tensor):
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        # a lower one may overflow the dtype; all of them are resets
-        number = float(max(log_decay, 2 * RESET_BELOW))
-        return torch.full((q.shape[2],), number, dtype=dtype, device=q.device)
-    batch, _, heads, _ = q.shape
-    shape = log_decay.shape
-    if len(shape) == 3 and (shape[0] != batch or shape[2] != heads):
-        return log_decay.expand(batch, -1, heads)
-    return log_decay if shape else log_decay.expand(heads)
-
-
-def per_row(scale: Tensor | float | None, q: Tensor) -> tuple[Tensor | None, float]:
-    """(row_scale, number) of Inputs: row_scale (B, T_q, H) in the accumulator dtype, or None, and a number."""
-    if scale is None:
-        return None, integer(q.shape[3]) ** -0.5  # under torch.jit.trace sizes are tensors
-    if not isinstance(scale, Tensor):
-        return None, float(scale)
-    return scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32).expand(q.shape[:3]), 1.0

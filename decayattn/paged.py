@@ -5,11 +5,10 @@ from typing import Literal, cast, overload
 import torch
 from torch import Tensor
 
-from decayattn import keywords, reference
-from decayattn.arguments import check_arguments, check_bool, check_count, check_counts, check_tensor, refuse_gradients
+from decayattn import normalize, reference, validation
 from decayattn.backends import registry
-from decayattn.functional import per_head, per_row
-from decayattn.problem import BackendName, Held, Inputs, integer, window_of
+from decayattn.problem import BackendName, Held
+from decayattn.validation import check_bool, check_count, check_counts, check_tensor, refuse_gradients
 
 
 @overload
@@ -22,7 +21,7 @@ def decay_attention_paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, log_decay: Tensor | float | None = None, *, block_table: Tensor,
     cache_seqlens: Tensor, return_lse: Literal[True], **options: object,
 ) -> tuple[Tensor, Tensor]: ...
-@keywords.named  # type: ignore[misc]  # the overloads do not type the other options
+@validation.hide_unknown  # type: ignore[misc]  # the overloads do not type the other options
 def decay_attention_paged(
     q: Tensor,
     k_pages: Tensor,
@@ -80,7 +79,7 @@ def decay_attention_paged(
         RuntimeError: if an input requires a gradient; call it under torch.no_grad().
     """
     if unknown:
-        keywords.refuse(decay_attention_paged, unknown)
+        validation.refuse_unknown(decay_attention_paged, unknown)
     _check_pages(q, k_pages, v_pages, block_table, cache_seqlens)
     if (k is None) != (v is None):
         raise ValueError("v: expected None without k" if v is not None else "v: expected a tensor with k, got None")
@@ -89,7 +88,7 @@ def decay_attention_paged(
         new_k, new_v = (x.new_empty(*of_entry, *x.shape[2:]) for x in (k_pages, v_pages))
     else:
         new_k, new_v = k, v
-    check_arguments(q, new_k, new_v, log_decay, scale, True, window_size, sink)
+    inputs, per_token, left = normalize.decoding(q, new_k, new_v, log_decay, scale, window_size, sink)
     check_bool("return_lse", return_lse)
     if max_seqlen is not None:
         check_count("max_seqlen", max_seqlen)
@@ -99,9 +98,7 @@ def decay_attention_paged(
                 f"{name}: expected the tokens of q and the heads and dimension of {name}_pages, "
                 f"{(q.shape[1], *pages.shape[2:])}, got {tuple(new.shape[1:])}"
             )
-    rates, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-    per_token, rates = (rates, None) if rates is not None and rates.ndim == 3 else (None, rates)
-    _check_decay(q, k_pages, k, per_token, rates, alpha_pages, first)
+    _check_decay(q, k_pages, k, per_token, inputs.log_decay, alpha_pages, first)
     refuse_gradients(
         q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages, log_decay=log_decay, scale=scale, sink=sink,
     )
@@ -114,17 +111,17 @@ def decay_attention_paged(
         lengths = lengths + tokens
     else:
         seen = None if first is None else first[..., None].expand(-1, -1, tokens)
-    left, _ = window_of(window_size, True)
     most = block_table.shape[1] * k_pages.shape[1]
-    longest = most + tokens if max_seqlen is None else integer(max_seqlen)
+    longest = most + tokens if max_seqlen is None else normalize.integer(max_seqlen)
     # with T = 1, rows are counted from the last token with a page; with T > 1 some tokens may lie beyond it
     beyond = None if tokens < 2 or longest <= most else (lengths - most).clamp(0, tokens)
     if beyond is not None:
-        q, row_scale = _later(q, -beyond), None if row_scale is None else _later(row_scale, -beyond)
+        row_scale = None if inputs.row_scale is None else _later(inputs.row_scale, -beyond)
+        inputs = inputs._replace(q=_later(q, -beyond), row_scale=row_scale)
         seen = None if seen is None else _later(seen.mT, -beyond).mT
     out, lse = decoder.decode(
-        Inputs(q, k_pages, v_pages, rates, row_scale, sink=sink, scale=number), lengths, alpha=alpha_pages, first=seen,
-        left=None if left < 0 else left, longest=min(longest, most), block_table=block_table,
+        inputs._replace(k=k_pages, v=v_pages), lengths, alpha=alpha_pages, first=seen, left=left,
+        longest=min(longest, most), block_table=block_table,
     )
     if beyond is not None:
         out, lse = _later(out, beyond), _later(lse.mT, beyond).mT

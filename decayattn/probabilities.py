@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decayattn import dtensor, reference
-from decayattn.arguments import check_arguments, check_count, check_counts, check_tensor
+from decayattn import dtensor, normalize, reference
 from decayattn.compatibility import refuse_unless
-from decayattn.functional import bounds_in_entries, per_head, per_row
-from decayattn.problem import AttentionProblem, Inputs, first_position, integer, window_of, without_autocast
+from decayattn.problem import first_position, without_autocast
+from decayattn.validation import check_count, check_counts, check_tensor
 
 
 def attention_rows(
@@ -51,13 +50,11 @@ def attention_rows(
         q=q, k=k, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q, seqused_k=seqused_k,
         leftpad_q=leftpad_q, leftpad_k=leftpad_k,
     )
-    check_arguments(
+    problem, inputs = normalize.dense(
         q, k, k, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias
     )
+    _, _, _, log_decay, row_scale, bounds, bias, _, _ = inputs
     rows = _checked_rows(rows, q.shape[1], q.device)
-    log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-    bounds = bounds_in_entries(q, k, seqused_q, seqused_k, leftpad_q, leftpad_k)
-    problem = AttentionProblem.of(q, k, log_decay, row_scale, causal, window_of(window_size, causal), bias=bias)
     i, token = (rows + first_position(problem))[None], torch.arange(k.shape[1], device=q.device)
     q = q.index_select(1, rows)
     row_scale = None if row_scale is None else row_scale.index_select(1, rows)
@@ -80,7 +77,7 @@ def attention_rows(
         else:
             bias = torch.where(is_seen, bias, -torch.inf)
     k = reference.repeat_heads(k.to(problem.accumulator_dtype), problem.num_heads // problem.num_kv_heads)
-    inputs = Inputs(q, k, k, log_decay, row_scale, None, bias, sink, number)
+    inputs = inputs._replace(q=q, k=k, log_decay=log_decay, row_scale=row_scale, bias=bias)
     with without_autocast(q.device):
         weights, total, _ = reference.row_weights(problem, inputs, i[:, None], token)
     return weights / total
@@ -115,10 +112,9 @@ def decay_matrix(
         raise ValueError("length: expected the number of keys of a constant log_decay (H,), and None for (B, T, H)")
     if length is not None:
         check_count("length", length)
-    batch, tokens, heads = (1, integer(length), len(log_decay)) if length is not None else log_decay.shape
+    batch, tokens, heads = (1, normalize.integer(length), len(log_decay)) if length is not None else log_decay.shape
     zeros = torch.zeros(batch, tokens, heads, 1, dtype=log_decay.dtype, device=log_decay.device)
-    check_arguments(zeros, zeros, zeros, log_decay, None, causal)
-    problem = AttentionProblem.of(zeros, zeros, log_decay, None, causal)
+    problem, _ = normalize.dense(zeros, zeros, zeros, log_decay, None, causal)
     rows = _checked_rows(range(tokens) if rows is None else rows, tokens, log_decay.device)
     j = torch.arange(tokens, device=log_decay.device)
     factors = reference.decay_bias(problem, log_decay, rows[None, None], j).exp()

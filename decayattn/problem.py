@@ -225,12 +225,6 @@ def is_reset(log_decay: Tensor) -> Tensor:
     return log_decay < RESET_BELOW
 
 
-def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
-    """(left, right) with −1 for no limit; a causal query sees nothing to its right."""
-    left, right = (-1, -1) if window_size is None else map(integer, window_size)
-    return (left, -1) if causal else (left, right)
-
-
 def within(longest: int, axis: int) -> int:
     """longest, at most the axis. A symbolic size is not compared: that would fix it in an exported graph."""
     return longest if isinstance(axis, torch.SymInt) or isinstance(longest, torch.SymInt) else min(longest, axis)
@@ -246,24 +240,6 @@ def _clamped(window: Sequence[int], longest_query: int, longest_key: int) -> tup
         # a comparison would specialise a graph to these lengths; the operator compares them as numbers
         return left, right
     return -1 if left >= longest_key - 1 else left, -1 if right >= longest_query - 1 else right
-
-
-def integer(number: int) -> int:
-    """A checked integer, possibly of numpy, as Python's int, which operators and launches require."""
-    return number if isinstance(number, (int, torch.SymInt)) else int(number)
-
-
-def tolerance_of(skip_tolerance: SkipTolerance, dtype: torch.dtype) -> float:
-    """skip_tolerance as a number. "auto" is below the resolution of the accumulators, None is 0."""
-    if skip_tolerance == "auto":
-        return 2.0**-53 if dtype == torch.float64 else 2.0**-24
-    return 0.0 if skip_tolerance is None else float(skip_tolerance)
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Dtype that autocast casts to; None if it is off. The meta device has no autocast."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:

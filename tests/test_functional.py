@@ -14,6 +14,7 @@ from decayattn import (
     decay_attention_varlen,
     functional,
     reference,
+    validation,
     visited_fraction,
 )
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
@@ -248,12 +249,12 @@ def test_what_only_one_of_both_takes_is_told():
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_no_name_is_both_ours_and_a_hint(function):
     known = inspect.signature(function).parameters
-    ours = {name for name, hint in functional.keywords._HINTS.items() if hint not in _ELSEWHERE}
+    ours = {name for name, hint in validation._HINTS.items() if hint not in _ELSEWHERE}
     assert not ours & set(known)
     assert not any(x.kind is x.VAR_KEYWORD for x in known.values())  # what help() shows has no catch-all
 
 
-_ELSEWHERE = (functional.keywords._PACKED, functional.keywords._PADDED)
+_ELSEWHERE = (validation._PACKED_HINT, validation._PADDED_HINT)
 
 
 @pytest.mark.parametrize(("function", "options"), [

@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decayattn import compatibility, dtensor, keywords
-from decayattn.arguments import check_arguments, check_bias, check_bool, check_count, check_offsets
+from decayattn import compatibility, dtensor, validation
 from decayattn.backends import registry
 from decayattn.distributed import fetching, halo, heads
 from decayattn.distributed.agreement import Handshake, Option
 from decayattn.distributed.exchange import Slices
 from decayattn.distributed.local import Packed
-from decayattn.functional import autocast, per_head, per_row
-from decayattn.problem import AttentionProblem, BackendName, Inputs, SkipTolerance, integer, tolerance_of, window_of
+from decayattn.normalize import autocast, inputs_of, integer, problem_of, window_of
+from decayattn.problem import AttentionProblem, BackendName, SkipTolerance
+from decayattn.validation import check_arguments, check_bias, check_bool, check_count, check_offsets
 
 ModeName = Literal["halo", "heads"]
 MODES = get_args(ModeName)
 _REASON = "context_parallel_attention: torch.compile cannot trace it, because the sizes of exchanges depend on values"
 
 
-@keywords.named
+@validation.hide_unknown
 @compatibility.left_to_eager_code(_REASON)
 def context_parallel_attention(
     q: Tensor,
@@ -111,7 +111,7 @@ def context_parallel_attention(
     }
     with Handshake(group, q) as handshake:
         if unknown:
-            keywords.refuse(context_parallel_attention, unknown)
+            validation.refuse_unknown(context_parallel_attention, unknown)
         if compatibility.is_transformed():
             raise RuntimeError(
                 "context_parallel_attention: expected no transform of torch.func (vmap, grad), which cannot map its "
@@ -130,17 +130,16 @@ def context_parallel_attention(
         packed = _checked_packed(q, slices, cu_seqlens, max_seqlen)
         _check_mode(mode, reach, q, slices, only_heads, packed)
         check_bias(bias, q, k, sum(slices.lengths))
-        log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
+        inputs = inputs_of(q, k, v, log_decay, scale)
+        log_decay, row_scale, number = inputs.log_decay, inputs.row_scale, inputs.scale
         window, reach = window_of(window_size, causal), None if reach is None else integer(reach)
-        problem = AttentionProblem.of(
-            q, v, log_decay, row_scale, causal, window, skip_tolerance=tolerance_of(skip_tolerance, q.dtype)
-        )
+        problem = problem_of(inputs, causal, window_size, skip_tolerance)
         kernels: str | None = registry.select(problem, backend)
         if kernels == "reference":
             kernels = None
         elif mode == "halo" and packed is None:
             # the backend for the slice alone; it may refuse these very tensors
-            kernels = registry.resolve(problem, backend, Inputs(q, k, v, log_decay, row_scale, scale=number))
+            kernels = registry.resolve(problem, backend, inputs)
         differentiable = q, k, v, log_decay, row_scale, sink, bias
         handshake.options = (
             Option("mode", mode), Option("reach", reach),
@@ -151,7 +150,7 @@ def context_parallel_attention(
             Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, differentiable))),
             *(Option(name, x is not None) for name, x in only_heads.items() if name not in ("causal", "bias")),
         )
-        scale = number if row_scale is None else row_scale
+        scale = inputs.any_scale
         call: dict[str, Any] = {"sink": sink, "window_size": window_size, "backend": backend}
         if mode == "heads":
             call |= only_heads if packed is None else {"causal": causal}
@@ -234,16 +233,15 @@ def fetched_tokens(
         _check_device(q, handshake.device_types)
         slices = _checked_slices(q, k, lengths, group)
         packed = _checked_packed(q, slices, cu_seqlens, None)
-        log_decay, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-        problem = AttentionProblem.of(
-            q, k, log_decay, row_scale, True, skip_tolerance=tolerance_of(skip_tolerance, q.dtype)
-        )
+        inputs = inputs_of(q, k, k, log_decay, scale)
+        log_decay, row_scale, number = inputs.log_decay, inputs.row_scale, inputs.scale
+        problem = problem_of(inputs, True, None, skip_tolerance)
         registry.select(problem, "triton")
         window = window_of(window_size, True)
         handshake.options = _compared(slices, problem, log_decay, row_scale, number, window, packed)
         sight = fetching.Sight(window[0], None, cu_seqlens)
         tolerance = problem.skip_tolerance / fetching.shares(problem)
-        scale = number if row_scale is None else row_scale
+        scale = inputs.any_scale
         fetch, _ = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance, handshake)
         handshake.meet()  # fetch meets only if it makes a plan
     offsets = torch.tensor(slices.offsets[:-1], device=q.device)

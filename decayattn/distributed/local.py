@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decayattn import autograd, reference
+from decayattn import autograd, normalize, reference
 from decayattn.backends import registry
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.problem import (
@@ -16,8 +16,6 @@ from decayattn.problem import (
     Inputs,
     Prepared,
     Saved,
-    tolerance_of,
-    window_of,
 )
 
 
@@ -56,10 +54,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, options: dict[str, Any]) -> "Call":
-        problem = AttentionProblem.of(
-            inputs.q, inputs.v, inputs.log_decay, inputs.row_scale, True, window_of(options["window_size"], True),
-            skip_tolerance=tolerance_of(options["skip_tolerance"], inputs.q.dtype),
-        )
+        problem = normalize.problem_of(inputs, True, options["window_size"], options["skip_tolerance"])
         return cls(problem, inputs, registry.select(problem, options["backend"]))
 
     def forward(self, with_lse: bool, prepared: Prepared) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:

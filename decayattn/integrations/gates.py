@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 from transformers.cache_utils import Cache
 
-from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, check_half_lives, spread_half_lives
+from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, spread_half_lives
+from decayattn.validation import check_half_lives
 
 NAME = "decayattn"  # of the attention function
 # a key with its extra channels is a multiple of this number of bytes, as TMA and vector loads need

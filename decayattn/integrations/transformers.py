@@ -49,16 +49,24 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from decayattn.arguments import check_window
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.integrations import attention_interface, gates  # noqa: F401, registers it
 from decayattn.integrations.gates import add_decay  # noqa: F401, published here
 from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention, attention
-from decayattn.nn.attention import check_head_dim, check_kv_heads, default_head_dim
-from decayattn.nn.decay import ScalarDecay, check_bool, check_half_lives, check_log_decays, check_positive_int
+from decayattn.nn.decay import ScalarDecay
 from decayattn.nn.training import spared_parameters
 from decayattn.problem import BackendName
+from decayattn.validation import (
+    check_bool,
+    check_half_lives,
+    check_head_dim,
+    check_kv_heads,
+    check_log_decays,
+    check_positive_int,
+    check_window,
+    default_head_dim,
+)
 
 # the layer's presets, and "constant" with the log_decay of the configuration
 DecayPreset = attention.DecayPreset | Literal["constant-learned"]

@@ -3,21 +3,34 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from decayattn import keywords
-from decayattn.arguments import check_skip_tolerance, check_tensor, check_window, is_finite
+from decayattn import validation
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.dtensor import Linear, local_part, own_heads, replicated, whole
-from decayattn.functional import autocast, decay_attention, decay_attention_varlen
+from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
-from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared, check_bool, check_positive_int
-from decayattn.problem import MAX_HEAD_DIM, BackendName, SkipTolerance
+from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared
+from decayattn.normalize import autocast
+from decayattn.problem import BackendName, SkipTolerance
+from decayattn.validation import (
+    REQUIRED,
+    check_bool,
+    check_head_dim,
+    check_kv_heads,
+    check_positive_int,
+    check_skip_tolerance,
+    check_tensor,
+    check_window,
+    default_head_dim,
+    is_finite,
+    is_real,
+    wrong_type,
+)
 
 if TYPE_CHECKING:
     from decayattn.distributed import ContextParallel
@@ -127,11 +140,11 @@ class DecayFlashAttention(Spared):
         TypeError, ValueError: for every bad argument, by name.
     """
 
-    @keywords.named
+    @validation.hide_unknown
     def __init__(
         self,
-        embed_dim: int = keywords.REQUIRED,
-        num_heads: int = keywords.REQUIRED,
+        embed_dim: int = REQUIRED,
+        num_heads: int = REQUIRED,
         *others: object,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -152,7 +165,7 @@ class DecayFlashAttention(Spared):
         **unknown: object,
     ):
         if others or unknown:
-            keywords.refuse(DecayFlashAttention, unknown, others)
+            validation.refuse_unknown(DecayFlashAttention, unknown, others)
         super().__init__()
         self.embed_dim = check_positive_int("embed_dim", embed_dim)
         self.num_heads = num_heads = check_positive_int("num_heads", num_heads)
@@ -204,10 +217,10 @@ class DecayFlashAttention(Spared):
         parameters = (self._parameters.get(name) for name in ("sink", "log_scale"))
         return (parameter for parameter in parameters if parameter is not None)
 
-    @keywords.named
+    @validation.hide_unknown
     def forward(
         self,
-        x: Tensor = keywords.REQUIRED,
+        x: Tensor = REQUIRED,
         *others: object,
         padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -454,7 +467,7 @@ class DecayFlashAttention(Spared):
     def _check_arguments(self, x: Tensor, given: _Given, others: tuple, unknown: dict) -> int:
         """Check the arguments that decay_attention cannot. Return the position of x's first token; 0 with a cache."""
         if others or unknown:
-            keywords.refuse(DecayFlashAttention.forward, unknown, others)
+            validation.refuse_unknown(DecayFlashAttention.forward, unknown, others)
         self._check_input("x", x)
         if given.cache is not None:
             self._check_cache(x, given.cache)
@@ -528,7 +541,7 @@ class DecayFlashAttention(Spared):
 
     def _check_cache(self, x: Tensor, cache: DecayCache) -> None:
         if not isinstance(cache, DecayCache):
-            raise TypeError(f"cache: expected a DecayCache, got {cache!r} of type {type(cache).__name__}")
+            raise wrong_type("cache", "a DecayCache", cache)
         self._check_cacheable()
         expected = (x.shape[0], self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
         got = (cache.batch_size, cache.num_heads, cache.num_kv_heads, cache.head_dim, cache.value_dim)
@@ -604,7 +617,7 @@ def _check_offsets(cu_seqlens: Tensor, end: int) -> None:
 def _check_integers(name: str, numbers: Tensor, x: Tensor, or_bool: bool = False) -> None:
     expected = "a bool or an integer tensor" if or_bool else "an integer tensor"
     if not isinstance(numbers, Tensor):
-        raise TypeError(f"{name}: expected {expected}, got {numbers!r} of type {type(numbers).__name__}")
+        raise wrong_type(name, expected, numbers)
     check_tensor(name, numbers)
     is_bool = numbers.dtype == torch.bool
     if numbers.is_floating_point() or numbers.is_complex() or (is_bool and not or_bool):
@@ -633,39 +646,17 @@ def _build_decay(decay: DecayPreset | nn.Module, embed_dim: int, num_heads: int,
         if isinstance(decay, Decay) and decay.num_heads != num_heads:
             raise ValueError(f"decay: expected a module for {num_heads} heads, got one for {decay.num_heads}")
         return decay
-    expected = f"decay: expected {', '.join(map(repr, DECAYS))} or a module"
+    expected = f"{', '.join(map(repr, DECAYS))} or a module"
     if not isinstance(decay, str):
-        raise TypeError(f"{expected}, got {decay!r} of type {type(decay).__name__}")
+        raise wrong_type("decay", expected, decay)
     if decay not in DECAYS:
-        raise ValueError(f"{expected}, got {decay!r}")
+        raise ValueError(f"decay: expected {expected}, got {decay!r}")
     return DECAYS[decay](embed_dim, num_heads, **options)
-
-
-def check_kv_heads(name: str, num_kv_heads: int | None, heads_name: str, num_heads: int) -> int:
-    if num_kv_heads is None:
-        return num_heads
-    num_kv_heads = check_positive_int(name, num_kv_heads)
-    if num_heads % num_kv_heads != 0:
-        raise ValueError(f"{name}: expected a divisor of {heads_name} = {num_heads}, got {num_kv_heads}")
-    return num_kv_heads
-
-
-def default_head_dim(name: str, width: int, heads_name: str, num_heads: int) -> int:
-    if width % num_heads != 0:
-        raise ValueError(f"{name}: expected a multiple of {heads_name} = {num_heads} without head_dim, got {width}")
-    return width // num_heads
-
-
-def check_head_dim(name: str, value: int) -> int:
-    value = check_positive_int(name, value)
-    if value > MAX_HEAD_DIM:
-        raise ValueError(f"{name}: expected at most {MAX_HEAD_DIM}, got {value}")
-    return value
 
 
 def _check_position(position: nn.Module | None) -> nn.Module | None:
     if position is not None and not isinstance(position, nn.Module):
-        raise TypeError(f"position: expected a torch.nn.Module, got {position!r} of type {type(position).__name__}")
+        raise wrong_type("position", "a torch.nn.Module", position)
     return position
 
 
@@ -674,8 +665,8 @@ def _check_scale(scale: float | str | None) -> float | str | None:
         return scale
     if isinstance(scale, str):
         raise ValueError(f"scale: expected a number, 'learned' or None, got {scale!r}")
-    if not isinstance(scale, Real) or isinstance(scale, bool):
-        raise TypeError(f"scale: expected a number, 'learned' or None, got {scale!r} of type {type(scale).__name__}")
+    if not is_real(scale):
+        raise wrong_type("scale", "a number, 'learned' or None", scale)
     if not is_finite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)

@@ -3,27 +3,28 @@
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from decayattn import reference
-from decayattn.arguments import check_arguments, check_counts, check_tensor, check_window, is_finite, refuse_gradients
+from decayattn import normalize, reference
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
-from decayattn.functional import decay_attention, per_head, per_row
-from decayattn.nn.decay import check_positive_int
-from decayattn.problem import (
-    RESET_BELOW,
-    SUPPORTED_DTYPES,
-    BackendName,
-    Held,
-    Inputs,
-    SkipTolerance,
-    window_of,
-    without_autocast,
+from decayattn.functional import decay_attention
+from decayattn.problem import RESET_BELOW, SUPPORTED_DTYPES, BackendName, Held, SkipTolerance, without_autocast
+from decayattn.validation import (
+    check_between,
+    check_counts,
+    check_kv_heads,
+    check_positive_int,
+    check_tensor,
+    check_window,
+    is_finite,
+    is_real,
+    refuse_gradients,
+    wrong_type,
 )
 
 # Tokens that a cache with a window holds besides those of the window. When older tokens move out, half of the slack
@@ -99,14 +100,12 @@ class DecayCache:
         self.batch_size = check_positive_int("batch_size", batch_size)
         self.max_length = check_positive_int("max_length", max_length)
         self.num_heads = check_positive_int("num_heads", num_heads)
-        self.num_kv_heads = check_positive_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
-        if num_heads % self.num_kv_heads != 0:
-            raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {num_kv_heads}")
+        self.num_kv_heads = check_kv_heads("num_kv_heads", num_kv_heads, "num_heads", self.num_heads)
         self.head_dim = check_positive_int("head_dim", head_dim)
         self.value_dim = check_positive_int("value_dim", head_dim if value_dim is None else value_dim)
         check_window(window_size)
         self.window_size = window_size
-        left, _ = window_of(window_size, True)
+        left, _ = normalize.window_of(window_size, True)
         self._left = None if left < 0 else left
         if dtype is not None:
             _check_dtype("dtype", dtype)
@@ -165,18 +164,16 @@ class DecayCache:
                 fit in max_length.
             RuntimeError: if an input requires a gradient; call it under torch.no_grad().
         """
-        check_arguments(q, k, v, log_decay, scale, True, window_size, sink, skip_tolerance=skip_tolerance)
+        inputs, per_token, left = normalize.decoding(q, k, v, log_decay, scale, window_size, sink, skip_tolerance)
         if q.shape[1:3] != (k.shape[1], self.num_heads):
             raise ValueError(
                 f"q: expected the tokens of k and the heads of the cache, (T, H) = {(k.shape[1], self.num_heads)}, "
                 f"got {tuple(q.shape[1:3])}"
             )
-        rates, (row_scale, number) = per_head(log_decay, q), per_row(scale, q)
-        log_decay, rates = (rates, None) if rates is not None and rates.ndim == 3 else (None, rates)
-        self._check_tokens(k, v, log_decay, new_lengths)
+        rates = inputs.log_decay
+        self._check_tokens(k, v, per_token, new_lengths)
         refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
-        left, _ = window_of(window_size, True)
-        if self._left is not None and not 0 <= left <= self._left:
+        if self._left is not None and (left is None or left > self._left):
             raise ValueError(
                 f"window_size: expected one within the cache's, {self.window_size}, because older tokens leave it; "
                 f"got {window_size}"
@@ -187,16 +184,16 @@ class DecayCache:
         if is_first:
             with without_autocast(q.device):  # keeps the dtype of the cache, as for later tokens
                 out = decay_attention(
-                    q, k, v, rates if log_decay is None else log_decay, scale=scale, window_size=window_size,
+                    q, k, v, rates if per_token is None else per_token, scale=scale, window_size=window_size,
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
                 )
         narrow = self._make_room(q.shape[1])
-        ends, first = self._append(decoder, k, v, log_decay, counted)
+        ends, first = self._append(decoder, k, v, per_token, counted)
         if not is_first:
             longest = self.keys.shape[1] if self._is_tried else self.longest
             out, _ = decoder.decode(
-                Inputs(q, self.keys, self.values, rates, row_scale, sink=sink, scale=number), ends, alpha=self.alpha,
-                first=first, left=None if left < 0 else left, longest=longest,
+                inputs._replace(k=self.keys, v=self.values), ends, alpha=self.alpha, first=first, left=left,
+                longest=longest,
             )
         self._narrow(narrow)
         if not self._is_tried:  # a CUDA graph may overwrite its outputs
@@ -320,9 +317,7 @@ class DecayCache:
             return tokens.to(self.lengths.device), 0  # before allocation, self.device is None
         numbers: tuple[Any, ...] = tuple(tokens) if isinstance(tokens, (list, tuple)) else (tokens,)
         if any(isinstance(number, bool) or not isinstance(number, Integral) for number in numbers):
-            raise TypeError(
-                f"tokens: expected an int, or one for each entry, got {tokens!r} of type {type(tokens).__name__}"
-            )
+            raise wrong_type("tokens", "an int, or one for each entry", tokens)
         is_sequence = not isinstance(tokens, Integral)
         if is_sequence and len(numbers) != self.batch_size:
             raise ValueError(f"tokens: expected one number for each of {self.batch_size} entries, got {len(numbers)}")
@@ -361,7 +356,7 @@ class DecayCache:
             TypeError, ValueError: for a bad argument, by name, before anything changes. Bad values in a tensor on a GPU
                 fail an assertion there.
         """
-        _check_tolerance(tolerance)
+        check_between("tolerance", tolerance, 0, 1, "a number between 0 and 1")
         score_bound = self._head_numbers("score_bound", score_bound, lowest=0.0)
         if log_decay is not None and self.alpha is not None:
             raise ValueError("log_decay: expected None, because the cache holds a decay per token")
@@ -559,8 +554,8 @@ class DecayCache:
             fits = (value >= lowest) & (value < math.inf)
             refuse_unless(fits.all(), f"{name}: expected finite numbers{expected}, got a tensor with others")
             return value.double()
-        if not isinstance(value, Real) or isinstance(value, bool):
-            raise TypeError(f"{name}: expected a number or a tensor (H,), got {value!r} of type {type(value).__name__}")
+        if not is_real(value):
+            raise wrong_type(name, "a number or a tensor (H,)", value)
         if not is_finite(value) or value < lowest:
             raise ValueError(f"{name}: expected a finite number{expected}, got {value}")
         return torch.full((self.num_heads,), float(value), device=self.device, dtype=torch.float64)
@@ -575,13 +570,6 @@ def _decoder(backend: str, k: Tensor) -> registry.Decoder:
 def _counted(new_lengths: Tensor | None, tokens: int) -> Tensor | None:
     """Number of valid new tokens in each entry, (B,) int32."""
     return None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
-
-
-def _check_tolerance(tolerance: float) -> None:
-    if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
-        raise TypeError(f"tolerance: expected a number, got {tolerance!r} of type {type(tolerance).__name__}")
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decayattn.nn.cache import DecayCache
+from decayattn.validation import wrong_type
 
 
 class CapturedStep:
@@ -45,11 +46,11 @@ class CapturedStep:
 
     def __init__(self, function: Callable[..., Any], caches: Sequence[DecayCache], *inputs: Tensor):
         if not callable(function):
-            raise TypeError(f"function: expected a callable, got {function!r} of type {type(function).__name__}")
+            raise wrong_type("function", "a callable", function)
         self._caches = tuple(caches)
         for cache in self._caches:
             if not isinstance(cache, DecayCache):
-                raise TypeError(f"caches: expected DecayCaches, got {cache!r} of type {type(cache).__name__}")
+                raise wrong_type("caches", "DecayCaches", cache)
             if cache.longest == 0:
                 raise ValueError("caches: expected filled caches, got an empty one; run the prompt first")
         if not self._caches:
@@ -112,7 +113,7 @@ class CapturedStep:
 def _check_tensors(inputs: Sequence[object]) -> None:
     for x in inputs:
         if not isinstance(x, Tensor):
-            raise TypeError(f"inputs: expected tensors, got {x!r} of type {type(x).__name__}")
+            raise wrong_type("inputs", "tensors", x)
 
 
 def _buffers(cache: DecayCache) -> tuple[int | None, ...]:

@@ -8,16 +8,15 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decayattn.arguments import is_finite
 from decayattn.dtensor import fill, is_dtensor, local_part, own_heads, whole
 from decayattn.problem import is_reset, without_autocast
+from decayattn.validation import check_bool, check_half_lives, check_log_decays, check_positive_int
 
 
 class Spared(nn.Module):
@@ -332,21 +331,6 @@ def half_life(log_decay: Tensor) -> Tensor:
     return half_lives.masked_fill(is_reset(log_decay), 0.0)
 
 
-def check_positive_int(name: str, value: int) -> int:
-    """The value as Python's int; it may be numpy's."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, got {value!r} of type {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return int(value)
-
-
-def check_bool(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {value!r} of type {type(value).__name__}")
-    return value
-
-
 def _alibi_geometric(num_heads: int) -> list[float]:
     return [-(2.0 ** (-8 * (h + 1) / num_heads)) for h in range(num_heads)]
 
@@ -383,42 +367,3 @@ def _parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
 def _fill(destination: Tensor, values: Sequence[float]) -> None:
     """Write the values into a parameter or buffer, also into one that FSDP2 has sharded."""
     fill(destination, torch.tensor(values, dtype=destination.dtype, device=destination.device))
-
-
-def check_half_lives(name: str, half_lives: Sequence[float] | Tensor, num_heads: int) -> tuple[float, ...]:
-    expected = (
-        f"{name}: expected two numbers of tokens, 0 < shortest <= longest < inf, or one number for each of the "
-        f"{num_heads} heads, got {half_lives!r}"
-    )
-    numbers = _numbers(half_lives)
-    if numbers is None:
-        raise TypeError(expected)
-    is_pair = len(numbers) == 2 and (num_heads == 2 or numbers[0] <= numbers[1])
-    if not (is_pair or len(numbers) == num_heads) or not all(value > 0 and is_finite(value) for value in numbers):
-        raise ValueError(expected)
-    return tuple(float(value) for value in numbers)
-
-
-def check_log_decays(name: str, values: Sequence[float] | Tensor, learned: bool) -> tuple[float, ...]:
-    numbers = _numbers(values)
-    if numbers is None:
-        raise TypeError(f"{name}: expected one number per head, a sequence or a tensor (H,), got {values!r}")
-    if len(numbers) == 0:
-        raise ValueError(f"{name}: expected at least one head, got none")
-    if not all(is_finite(value) for value in numbers):
-        raise ValueError(f"{name}: expected finite log-decays, got {values!r}")
-    if learned and 0 in numbers:
-        raise ValueError(f"{name}: expected no 0 with learned=True, which keeps signs, got {values!r}")
-    return tuple(float(value) for value in numbers)
-
-
-def _numbers(values: object) -> Sequence[float] | None:
-    """Elements of a sequence, or of a vector of torch or numpy; None for anything else."""
-    numbers = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not all(_is_real(value) for value in numbers):
-        return None
-    return numbers
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
-from decayattn.nn.decay import check_positive_int
+from decayattn.validation import check_positive_int, is_real, wrong_type
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -37,8 +36,8 @@ class Rotary(nn.Module):
         self, base: float = 10_000.0, *, dim: int | None = None, scaling: Mapping[str, float] | None = None
     ) -> None:
         super().__init__()
-        if isinstance(base, bool) or not isinstance(base, (float, Real)):
-            raise TypeError(f"base: expected a number, got {base!r} of type {type(base).__name__}")
+        if not is_real(base):
+            raise wrong_type("base", "a number", base)
         if not 1 < base < math.inf:
             raise ValueError(f"base: expected a finite number above 1, got {base}")
         if dim is not None and check_positive_int("dim", dim) % 2:

@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Iterator
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from decayattn.nn.attention import DecayFlashAttention
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import Decay, Spared, half_life
 from decayattn.problem import is_reset
+from decayattn.validation import is_real, wrong_type
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -41,8 +41,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         TypeError, ValueError: for a bad argument, and for FullyShardedDataParallel (FSDP1), which flattens parameters.
     """
     _check_model(model)
-    if not isinstance(weight_decay, Real) or isinstance(weight_decay, bool):
-        raise TypeError(f"weight_decay: expected a number, got {weight_decay!r} of type {type(weight_decay).__name__}")
+    if not is_real(weight_decay):
+        raise wrong_type("weight_decay", "a number", weight_decay)
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay: expected a finite number of at least 0, got {weight_decay}")
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
@@ -50,7 +50,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             "model: expected parameters in their own shapes, got FullyShardedDataParallel (FSDP1), which flattens "
             "them; use FSDP2: decayattn.nn.fully_shard_attention, then torch's fully_shard"
         )
-    spared, decayed, others = spared_parameters(model), [], []
+    spared = spared_parameters(model)
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             (others if parameter in spared or parameter.ndim < 2 else decayed).append(parameter)

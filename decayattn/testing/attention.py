@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decayattn.arguments import check_arguments, check_packed_arguments
-from decayattn.problem import AttentionProblem, BackendName, window_of, without_autocast
+from decayattn.normalize import window_of
+from decayattn.problem import AttentionProblem, BackendName, without_autocast
 from decayattn.testing.call import Arguments, Call, Comparison, bounds_of
 from decayattn.testing.table import Row, format_table
+from decayattn.validation import check_arguments, check_packed_arguments
 
 # Factors of the eager evaluations. The output gradients (or the loss), the scores and P before its rounding are
 # multiplied by a factor, which is divided out at the end: the same values, rounded differently. Every factor also adds

@@ -36,7 +36,8 @@ from benchmarks.peers import BASELINE, Peer
 from decayattn import decay_attention, visited_fraction
 from decayattn.backends import registry
 from decayattn.nn.decay import alibi_log_decay, retnet_log_decay
-from decayattn.problem import AttentionProblem, tolerance_of
+from decayattn.normalize import tolerance_of
+from decayattn.problem import AttentionProblem
 from decayattn.testing import format_table, verify_attention
 
 STUDIES = ("planning", "pruning", "constant", "lengths")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import decayattn.nn.attention
-from decayattn import DecayFlashAttention, keywords
+from decayattn import DecayFlashAttention, validation
 from decayattn.nn import ConstantDecay, ScalarDecay
 
 WIDTH, BATCH, TOKENS = 12, 2, 9
@@ -493,7 +493,7 @@ OTHER_NAMES = {
 
 @pytest.mark.parametrize("owner", OTHER_NAMES)
 def test_names_of_other_libraries_are_told_ours(owner):
-    layer, hints = DecayFlashAttention(WIDTH, 4), keywords._OF_LAYER[owner]
+    layer, hints = DecayFlashAttention(WIDTH, 4), validation._LAYER_HINTS[owner]
     function = layer.forward if owner.endswith("forward") else DecayFlashAttention
     known = inspect.signature(function).parameters
     assert hints.keys() >= {*OTHER_NAMES[owner]}

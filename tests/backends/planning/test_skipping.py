@@ -14,7 +14,8 @@ from decayattn import DecayFlashAttention, decay_attention, reference, visited_f
 from decayattn.backends.planning import prefix, sequences, skipping
 from decayattn.backends.portable import config
 from decayattn.backends.registry import load
-from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, tolerance_of, window_of
+from decayattn.normalize import tolerance_of, window_of
+from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_GPU = torch.cuda.is_available()

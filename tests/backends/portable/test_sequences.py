@@ -20,7 +20,7 @@ from judged_calls import (
 )
 from torch.autograd import gradcheck
 
-from decayattn import arguments, decay_attention, decay_attention_varlen
+from decayattn import decay_attention, decay_attention_varlen, validation
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_GPU = torch.cuda.is_available()
@@ -434,7 +434,7 @@ def test_a_sequence_is_the_same_in_any_company(decay, device):
 
 def test_offsets_that_decrease_or_leave_the_axis(device, monkeypatch):
     """Against the contract; what is computed then is within the tensors, and what offsets that keep to it give."""
-    monkeypatch.setattr(arguments, "refuse_unless", lambda *_: None)  # a GPU has no such check
+    monkeypatch.setattr(validation, "refuse_unless", lambda *_: None)  # a GPU has no such check
     inputs = make_packed(device, 300, 300, "resets")
     given, kept = [-5, 290, 0, 280, 20, 299, 7, 400], [0, 290, 290, 290, 290, 299, 299, 300]
     found = []

@@ -1,0 +1,182 @@
+"""User arguments as (AttentionProblem, Inputs): for the functions, the cache, pages and several ranks."""
+
+import torch
+from torch import Tensor
+
+from decayattn.problem import RESET_BELOW, AttentionProblem, Inputs, SkipTolerance, within
+from decayattn.validation import check_arguments, check_packed_arguments
+
+_AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | float | None,
+    scale: Tensor | float | None,
+    causal: bool,
+    window_size: tuple[int, int] | None = None,
+    sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_q: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    skip_tolerance: SkipTolerance = None,
+) -> tuple[AttentionProblem, Inputs]:
+    """Check arguments of decay_attention, and bring them to their full shapes."""
+    check_arguments(
+        q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
+        skip_tolerance,
+    )
+    bounds = None
+    if not (seqused_q is None and seqused_k is None and leftpad_q is None and leftpad_k is None):
+        rows = _interval(leftpad_q, seqused_q, q)
+        tokens = _interval(leftpad_k, seqused_k, k)
+        bounds = torch.stack([*rows, *tokens], 1)
+    inputs = inputs_of(q, k, v, log_decay, scale, bounds, bias, sink)
+    return problem_of(inputs, causal, window_size, skip_tolerance), inputs
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | float | None,
+    scale: Tensor | float | None,
+    causal: bool,
+    window_size: tuple[int, int] | None,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    skip_tolerance: SkipTolerance,
+) -> tuple[AttentionProblem, Inputs]:
+    """Check arguments of decay_attention_varlen, and make them a batch of one entry in full shapes."""
+    check_packed_arguments(
+        q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        skip_tolerance,
+    )
+    q, k, v = q[None], k[None], v[None]
+    max_seqlen_q, max_seqlen_k = integer(max_seqlen_q), integer(max_seqlen_k)
+    if not torch.compiler.is_compiling():  # a comparison would specialise a graph to these lengths
+        # any max_seqlen then fits into 32 bits
+        max_seqlen_q, max_seqlen_k = within(max_seqlen_q, q.shape[1]), within(max_seqlen_k, k.shape[1])
+    if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
+        log_decay = log_decay[None]
+    rows = tokens = _between(cu_seqlens_q, q.shape[1], max_seqlen_q)
+    if cu_seqlens_k is not cu_seqlens_q or k.shape[1] != q.shape[1] or max_seqlen_k != max_seqlen_q:
+        tokens = _between(cu_seqlens_k, k.shape[1], max_seqlen_k)
+    inputs = inputs_of(q, k, v, log_decay, scale, torch.stack([*rows, *tokens], 1), None, sink)
+    return problem_of(inputs, causal, window_size, skip_tolerance, (max_seqlen_q, max_seqlen_k)), inputs
+
+
+def decoding(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None,
+    window_size: tuple[int, int] | None, sink: Tensor | None, skip_tolerance: SkipTolerance = None,
+) -> tuple[Inputs, Tensor | None, int | None]:
+    """Check new tokens over a cache. Return inputs, a log_decay per token apart from them, and the window's left."""
+    check_arguments(q, k, v, log_decay, scale, True, window_size, sink, skip_tolerance=skip_tolerance)
+    inputs, (left, _) = inputs_of(q, k, v, log_decay, scale, None, None, sink), window_of(window_size, True)
+    per_token = inputs.log_decay
+    if per_token is None or per_token.ndim == 1:
+        per_token = None
+    else:
+        inputs = inputs._replace(log_decay=None)
+    return inputs, per_token, None if left < 0 else left
+
+
+def inputs_of(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None,
+    bounds: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
+) -> Inputs:
+    """Inputs of checked arguments: a log_decay per head or token, and a scale per row or one number."""
+    row_scale: Tensor | None = None
+    if scale is None:
+        number = integer(q.shape[3]) ** -0.5  # under torch.jit.trace sizes are tensors
+    elif isinstance(scale, Tensor):
+        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+        row_scale, number = scale.to(accumulator).expand(q.shape[:3]), 1.0
+    else:
+        number = float(scale)
+    return Inputs(q, k, v, _per_head(log_decay, q), row_scale, bounds, bias, sink, number)
+
+
+def problem_of(
+    inputs: Inputs, causal: bool, window_size: tuple[int, int] | None, skip_tolerance: SkipTolerance,
+    longest: tuple[int, int] | None = None,
+) -> AttentionProblem:
+    """Problem of checked arguments and their inputs. longest: that of AttentionProblem.of."""
+    q, _, v, log_decay, row_scale, bounds, bias, _, _ = inputs
+    return AttentionProblem.of(
+        q, v, log_decay, row_scale, causal, window_of(window_size, causal), bounds, longest, bias,
+        tolerance_of(skip_tolerance, q.dtype),
+    )
+
+
+def _per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
+    """log_decay as None, (H,) or (B, T_k, H)."""
+    if log_decay is None:
+        return None
+    if not isinstance(log_decay, Tensor):
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        # a lower one may overflow the dtype; all of them are resets
+        number = float(max(log_decay, 2 * RESET_BELOW))
+        return torch.full((q.shape[2],), number, dtype=dtype, device=q.device)
+    batch, _, heads, _ = q.shape
+    shape = log_decay.shape
+    if len(shape) == 3 and (shape[0] != batch or shape[2] != heads):
+        return log_decay.expand(batch, -1, heads)
+    return log_decay if shape else log_decay.expand(heads)
+
+
+def _interval(begin: Tensor | None, end: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Begin and length (B,), clamped to the tokens of x: the numbers on the device may be anything."""
+    axis = x.shape[1]
+    begin, end = (
+        x.new_full((x.shape[0],), default, dtype=torch.int32) if given is None else given
+        for given, default in ((begin, 0), (end, axis))
+    )
+    begin = begin.clamp(0, axis).int()
+    # not in place: under vmap, one of the two may be mapped alone
+    return begin, (end.clamp(0, axis).int() - begin).clamp(min=0)
+
+
+def _between(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
+    """Begin and length (N,) of the sequences between N + 1 offsets.
+
+    They lie inside the axis and are disjoint for any offsets, so the axis bounds their sum. An offset smaller than one
+    before it counts as that one.
+    """
+    offsets = offsets.clamp(0, axis).int().cummax(0).values
+    return offsets[:-1], offsets.diff().clamp(0, longest)
+
+
+def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
+    """(left, right) with −1 for no limit; a causal query sees nothing to its right."""
+    left, right = (-1, -1) if window_size is None else map(integer, window_size)
+    return (left, -1) if causal else (left, right)
+
+
+def tolerance_of(skip_tolerance: SkipTolerance, dtype: torch.dtype) -> float:
+    """skip_tolerance as a number. "auto" is below the resolution of the accumulators, None is 0."""
+    if skip_tolerance == "auto":
+        return 2.0**-53 if dtype == torch.float64 else 2.0**-24
+    return 0.0 if skip_tolerance is None else float(skip_tolerance)
+
+
+def integer(number: int) -> int:
+    """A checked integer, possibly of numpy, as Python's int, which operators and launches require."""
+    return number if isinstance(number, (int, torch.SymInt)) else int(number)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype if it is on, as in scaled_dot_product_attention; float64 keeps its dtype."""
+    first = tensors[0]
+    kind = first.device.type if isinstance(first, Tensor) else "meta"
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in _AUTOCAST_FROM else t for t in tensors)
