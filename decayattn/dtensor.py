@@ -1,4 +1,4 @@
-"""DTensors: decay_attention of tensors that are sharded by batch or by heads, and a rank's part of a parameter.
+"""decay_attention of DTensors that are sharded by batch or by heads.
 
 Attention does not mix batch entries or heads, so every rank attends to its own, and nothing is communicated. A tensor
 that all ranks hold (a sink with a sharded batch) has a gradient that is a sum over the ranks. For sharded sequences
@@ -8,8 +8,8 @@ torch.distributed.tensor takes half a second to import, so only a call with a DT
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,8 @@ def any_dtensor(*values: object) -> bool:
     return any(is_dtensor(value) for value in values)
 
 
-def is_dtensor(value: object) -> bool:
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
+    """True for a DTensor; imports nothing."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
@@ -52,7 +53,7 @@ def refuse(**values: object) -> None:
     if any_dtensor(*values.values()):
         name, value = next((name, value) for name, value in values.items() if is_dtensor(value))
         message = f"{name}: expected this rank's own tensor, got a DTensor; pass {name}.to_local()"
-        if any(placement.is_replicate() for placement in value.placements):  # type: ignore[attr-defined]
+        if any(placement.is_replicate() for placement in value.placements):
             # otherwise each rank would keep its share as if it were the whole gradient
             message += ", with grad_placements=[Partial()] where the ranks share it: its gradient is the sum of theirs"
         raise TypeError(message)
@@ -79,10 +80,10 @@ def attention(
         TypeError, ValueError: by name, for arguments that the ranks cannot compute independently.
     """
     axes = _DENSE if "cu_seqlens_q" not in tensors else _PACKED
-    mesh = _checked("q", tensors["q"], None).device_mesh
+    mesh = check_dtensor("q", tensors["q"], None).device_mesh
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor):
-            _checked(name, tensor, mesh)
+            check_dtensor(name, tensor, mesh)
     check(**tensors, **options)
     splits = [_split_of(placement, axes["q"]) for placement in tensors["q"].placements]
     for axis, name in (("batch", "q"), ("heads", "k")):
@@ -98,85 +99,6 @@ def attention(
     if not isinstance(results, tuple):
         return _global(results, axes["out"], splits, mesh)
     return tuple(_global(x, axes[name], splits, mesh) for x, name in zip(results, ("out", "lse"), strict=True))
-
-
-def local_part(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
-    """This rank's part of a parameter that tensor parallelism distributed on this mesh; unchanged without a mesh.
-
-    Every rank uses a replicated parameter for its own heads, so the gradient is the sum over the ranks.
-    """
-    if mesh is None:
-        return tensor
-    from torch.distributed.tensor import Partial
-
-    dtensor = _checked("parameter", tensor, mesh)  # outside of the layer's forward, FSDP2 may shard it: raises
-    gradient = [Partial() if placement.is_replicate() else placement for placement in dtensor.placements]
-    return _to_local(dtensor, dtensor.placements, gradient)
-
-
-def own_heads(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
-    """local_part of a parameter (H,) or (H, ·) outside of the layer's forward, without a gradient, which FSDP2 would
-    not average. A collective if FSDP2 has sharded it."""
-    tensor = tensor.detach()
-    if mesh is None or not is_dtensor(tensor):
-        return whole(tensor)
-    if tensor.device_mesh == mesh:  # type: ignore[attr-defined]
-        return tensor.to_local()  # type: ignore[attr-defined]
-    return whole(tensor).chunk(mesh.size())[mesh.get_local_rank()]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank; a collective for a DTensor."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def fill(destination: Tensor, source: Tensor) -> None:
-    """Write a whole tensor into a parameter or buffer. For a DTensor this is a collective, with rank 0's values."""
-    if is_dtensor(destination):
-        from torch.distributed.tensor import distribute_tensor
-
-        source = distribute_tensor(source, destination.device_mesh, destination.placements)  # type: ignore[attr-defined]
-    destination.copy_(source)
-
-
-def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
-    """x whole on every rank of the mesh: x itself, or all of a DTensor. Its gradient is summed over the ranks.
-
-    One sum covers everything computed from x, as the f of Megatron-LM does (Shoeybi et al., arXiv 1909.08053).
-    """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    dtensor = x if is_dtensor(x) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return local_part(dtensor.redistribute(placements=[Replicate()]), mesh)  # type: ignore[attr-defined]
-
-
-class Linear(nn.Linear):
-    """nn.Linear that starts with a zero bias, also if it is sharded.
-
-    The class has torch's name, because users and tools match names.
-    """
-
-    def reset_parameters(self) -> None:
-        if is_dtensor(self.weight):
-            reset_whole(self, {name: [value] for name, value in self.named_parameters()}, zero_bias=True)
-            return
-        super().reset_parameters()
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-@torch.no_grad()
-def reset_whole(linear: nn.Linear, parts: Mapping[str, Sequence[Tensor]], *, zero_bias: bool) -> None:
-    """Initialise a Linear as a whole, then divide it. parts: those of weight and bias, in their order.
-
-    Drawn as a whole, because ranks that each draw their own part may draw equal values: a DTensor on CPUs does.
-    """
-    given = parts["weight"][0]
-    kind = Linear if zero_bias else nn.Linear
-    drawn = kind(linear.in_features, linear.out_features, bias="bias" in parts, device=given.device, dtype=given.dtype)
-    for name, divided in parts.items():
-        for part, value in zip(divided, getattr(drawn, name).split([len(part) for part in divided]), strict=True):
-            fill(part, value)
 
 
 def _split_of(placement: Any, axes: Sequence[str]) -> str | None:
@@ -196,16 +118,16 @@ def _split_of(placement: Any, axes: Sequence[str]) -> str | None:
     return axis
 
 
-def _checked(name: str, tensor: object, mesh: "DeviceMesh | None") -> "DTensor":
+def check_dtensor(name: str, tensor: object, mesh: "DeviceMesh | None") -> "DTensor":
     """The tensor, checked to be a DTensor on that mesh."""
     if not is_dtensor(tensor):
         raise TypeError(
             f"{name}: expected a DTensor like the other arguments, got a {type(tensor).__name__}; if it is equal on "
             "every rank, pass DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)"
         )
-    if mesh is not None and tensor.device_mesh != mesh:  # type: ignore[attr-defined]
-        raise ValueError(f"{name}: expected a DTensor on the mesh {mesh}, got one on {tensor.device_mesh}")  # type: ignore[attr-defined]
-    return tensor  # type: ignore[return-value]
+    if mesh is not None and tensor.device_mesh != mesh:
+        raise ValueError(f"{name}: expected a DTensor on the mesh {mesh}, got one on {tensor.device_mesh}")
+    return tensor
 
 
 def _local(name: str, tensor: Any, axes: Sequence[str], splits: Sequence[str | None]) -> Any:
@@ -222,7 +144,7 @@ def _local(name: str, tensor: Any, axes: Sequence[str], splits: Sequence[str | N
         Partial() if split is not None and placement.is_replicate() else placement
         for split, placement in zip(splits, wanted, strict=True)
     ]
-    return _to_local(tensor, wanted, gradient)
+    return to_local(tensor, wanted, gradient)
 
 
 def _placements(
@@ -240,7 +162,8 @@ def _placements(
     return [of(dim, split) for dim, split in enumerate(splits)]
 
 
-def _to_local(tensor: "DTensor", placements: Sequence, gradient: Sequence) -> Tensor:
+def to_local(tensor: "DTensor", placements: Sequence, gradient: Sequence) -> Tensor:
+    """This rank's part under these placements; `gradient` has those of its gradient."""
     # redistribute even if nothing moves: its backward sums partial gradients, which a leaf would keep
     return tensor.redistribute(placements=placements).to_local(grad_placements=gradient)
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from decayattn import validation
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
-from decayattn.dtensor import Linear, local_part, own_heads, replicated, whole
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared
+from decayattn.nn.sharded_parameters import Linear, local_part, own_heads, replicated, whole
 from decayattn.normalize import autocast
 from decayattn.problem import BackendName, SkipTolerance
 from decayattn.validation import (

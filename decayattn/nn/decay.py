@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decayattn.dtensor import fill, is_dtensor, local_part, own_heads, whole
+from decayattn.dtensor import is_dtensor
+from decayattn.nn.sharded_parameters import fill, local_part, own_heads, whole
 from decayattn.problem import is_reset, without_autocast
 from decayattn.validation import check_bool, check_half_lives, check_log_decays, check_positive_int
 

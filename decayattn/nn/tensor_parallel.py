@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from decayattn.dtensor import Linear, local_part, replicated, reset_whole, whole
 from decayattn.nn.attention import DecayFlashAttention
 from decayattn.nn.decay import ConstantDecay, ScalarDecay
+from decayattn.nn.sharded_parameters import Linear, local_part, replicated, reset_whole, whole
 
 
 class PartwiseParallel(ParallelStyle):

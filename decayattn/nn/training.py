@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 from decayattn.compatibility import is_transformed
-from decayattn.dtensor import whole
 from decayattn.nn.attention import DecayFlashAttention
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import Decay, Spared, half_life
+from decayattn.nn.sharded_parameters import whole
 from decayattn.problem import is_reset
 from decayattn.validation import is_real, wrong_type
 

@@ -1,0 +1,94 @@
+"""Parameters that tensor parallelism or FSDP2 shards: whole, or a rank's part of them.
+
+torch.distributed.tensor takes half a second to import, so only a call with a DTensor imports it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from decayattn.dtensor import check_dtensor, is_dtensor, to_local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def local_part(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
+    """This rank's part of a parameter that tensor parallelism distributed on this mesh; unchanged without a mesh.
+
+    Every rank uses a replicated parameter for its own heads, so the gradient is the sum over the ranks.
+    """
+    if mesh is None:
+        return tensor
+    from torch.distributed.tensor import Partial
+
+    dtensor = check_dtensor("parameter", tensor, mesh)  # outside of the layer's forward, FSDP2 may shard it: raises
+    gradient = [Partial() if placement.is_replicate() else placement for placement in dtensor.placements]
+    return to_local(dtensor, dtensor.placements, gradient)
+
+
+def own_heads(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
+    """local_part of a parameter (H,) or (H, ·) outside of the layer's forward, without a gradient, which FSDP2 would
+    not average. A collective if FSDP2 has sharded it."""
+    tensor = tensor.detach()
+    if mesh is None or not is_dtensor(tensor):
+        return whole(tensor)
+    if tensor.device_mesh == mesh:
+        return tensor.to_local()
+    return whole(tensor).chunk(mesh.size())[mesh.get_local_rank()]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank; a collective for a DTensor."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def fill(destination: Tensor, source: Tensor) -> None:
+    """Write a whole tensor into a parameter or buffer. For a DTensor this is a collective, with rank 0's values."""
+    if is_dtensor(destination):
+        from torch.distributed.tensor import distribute_tensor
+
+        source = distribute_tensor(source, destination.device_mesh, destination.placements)
+    destination.copy_(source)
+
+
+def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
+    """x whole on every rank of the mesh: x itself, or all of a DTensor. Its gradient is summed over the ranks.
+
+    One sum covers everything computed from x, as the f of Megatron-LM does (Shoeybi et al., arXiv 1909.08053).
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    dtensor = x if is_dtensor(x) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return local_part(dtensor.redistribute(placements=[Replicate()]), mesh)
+
+
+class Linear(nn.Linear):
+    """nn.Linear that starts with a zero bias, also if it is sharded.
+
+    The class has torch's name, because users and tools match names.
+    """
+
+    def reset_parameters(self) -> None:
+        if is_dtensor(self.weight):
+            reset_whole(self, {name: [value] for name, value in self.named_parameters()}, zero_bias=True)
+            return
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+@torch.no_grad()
+def reset_whole(linear: nn.Linear, parts: Mapping[str, Sequence[Tensor]], *, zero_bias: bool) -> None:
+    """Initialise a Linear as a whole, then divide it. parts: those of weight and bias, in their order.
+
+    Drawn as a whole, because ranks that each draw their own part may draw equal values: a DTensor on CPUs does.
+    """
+    given = parts["weight"][0]
+    kind = Linear if zero_bias else nn.Linear
+    drawn = kind(linear.in_features, linear.out_features, bias="bias" in parts, device=given.device, dtype=given.dtype)
+    for name, divided in parts.items():
+        for part, value in zip(divided, getattr(drawn, name).split([len(part) for part in divided]), strict=True):
+            fill(part, value)
