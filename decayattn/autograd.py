@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decayattn import compatibility
 from decayattn.backends import registry
-from decayattn.problem import AttentionProblem, BackendName, Gradients, Inputs, Prepared, Saved
+from decayattn.problem import AttentionProblem, BackendName, GradientRequest, Gradients, Inputs, Precomputed, Saved
 
 
 class Modes(NamedTuple):
@@ -27,14 +27,6 @@ class Modes(NamedTuple):
     longest: Sequence[int] | None  # (longest_query, longest_key) of packed sequences
     skip_tolerance: float
     backend: BackendName
-
-
-class Asked(NamedTuple):
-    """Flags of the requested gradients, for those that take extra work."""
-
-    decay_gradient: bool
-    bias_gradient: bool
-    sink_gradient: bool
 
 
 _SCHEMA_TYPES = {
@@ -56,8 +48,8 @@ def _results(fields: type) -> str:
 # numbers of arguments in an operator's schema; the last input is the only one that is not a tensor
 _INPUTS, _TENSORS, _SAVED = len(Inputs._fields), len(Inputs._fields) - 1, len(Saved._fields)
 _CALL = _INPUTS + len(Modes._fields)
-# Asked, of ctx.needs_input_grad
-_asked = operator.itemgetter(*map(Inputs._fields.index, ("log_decay", "bias", "sink")))
+# GradientRequest, of ctx.needs_input_grad
+_requested = operator.itemgetter(*map(Inputs._fields.index, ("log_decay", "bias", "sink")))
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -66,7 +58,7 @@ _SCHEMAS = {
         f"({_arguments(Inputs)}, {_arguments(Modes)}, bool with_lse) -> (Tensor out, Tensor lse, {_results(Saved)})",
     "decayattn::backward":
         f"({_arguments(Inputs)}, {_arguments(Modes)}, Tensor out, {_results(Saved)}, Tensor d_out, Tensor? d_lse, "
-        f"{_arguments(Asked)}) -> ({_results(Gradients)})",
+        f"{_arguments(GradientRequest)}) -> ({_results(Gradients)})",
 }
 
 
@@ -105,11 +97,12 @@ def _watched(tensors: Iterable[Tensor]) -> bool:
 
 
 def forward(
-    problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool, prepared: Prepared | None = None
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool,
+    precomputed: Precomputed | None = None,
 ) -> tuple[Tensor, Tensor | None, Saved]:
     """`attention` without autograd, and the state for `backward`; no tracer sees either."""
     launcher, sink = registry.loaded(registry.resolve(problem, backend, inputs)), inputs.sink
-    out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None, prepared)
+    out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None, precomputed)
     if sink is not None:
         assert lse is not None  # requested above
         row_sink = sink.to(lse.dtype)[:, None]
@@ -123,15 +116,13 @@ def forward(
 
 def backward(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, out: Tensor, saved: Saved, d_out: Tensor,
-    d_lse: Tensor | None, asked: Asked, dq: Tensor | None = None,
+    d_lse: Tensor | None, requested: GradientRequest, dq: Tensor | None = None,
 ) -> Gradients:
     """Gradients of a `forward`. dq: output buffer for that of q; its last dimension is contiguous."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     launcher = registry.loaded(registry.resolve(problem, backend, inputs, deterministic))
-    gradients = launcher.backward(
-        problem, inputs, out, saved, d_out, d_lse, asked.decay_gradient, asked.bias_gradient, dq
-    )
-    if not asked.sink_gradient:
+    gradients = launcher.backward(problem, inputs, out, saved, d_out, d_lse, requested, dq)
+    if not requested.sink_gradient:
         return gradients
     return gradients._replace(d_sink=_sink_gradient(inputs, out, saved, d_out, d_lse))
 
@@ -161,10 +152,10 @@ def _split(arguments: Sequence) -> tuple[Inputs, Modes, Sequence]:
     return Inputs(*arguments[:_INPUTS]), Modes(*arguments[_INPUTS:_CALL]), arguments[_CALL:]
 
 
-def _split_backward(arguments: Sequence) -> tuple[Inputs, Modes, Tensor, Saved, Tensor, Tensor | None, Asked]:
+def _split_backward(arguments: Sequence) -> tuple[Inputs, Modes, Tensor, Saved, Tensor, Tensor | None, GradientRequest]:
     inputs, modes, (out, *rest) = _split(arguments)
-    d_out, d_lse, *asked = rest[_SAVED:]
-    return inputs, modes, out, Saved(*rest[:_SAVED]), d_out, d_lse, Asked(*asked)
+    d_out, d_lse, *requested = rest[_SAVED:]
+    return inputs, modes, out, Saved(*rest[:_SAVED]), d_out, d_lse, GradientRequest(*requested)
 
 
 def _problem_of(inputs: Inputs, modes: Modes) -> AttentionProblem:
@@ -187,11 +178,11 @@ def _forward_operator(*arguments):
 
 
 def _backward_operator(*arguments):
-    inputs, modes, out, saved, d_out, d_lse, asked = _split_backward(arguments)
+    inputs, modes, out, saved, d_out, d_lse, requested = _split_backward(arguments)
     problem = _problem_of(inputs, modes)
     heads = problem.batch, problem.num_heads
     saved = saved._replace(base=saved.base.view(*heads, saved.base.numel() // max(1, math.prod(heads))))
-    gradients = backward(problem, inputs, modes.backend, out, saved, d_out, d_lse, asked)
+    gradients = backward(problem, inputs, modes.backend, out, saved, d_out, d_lse, requested)
     return tuple(_tensor(x, saved.row_lse2) for x in gradients)
 
 
@@ -210,7 +201,7 @@ def _forward_fake(*arguments):
 
 
 def _backward_fake(*arguments):
-    inputs, _, _, saved, _, _, asked = _split_backward(arguments)
+    inputs, _, _, saved, _, _, requested = _split_backward(arguments)
     like = saved.row_lse2
 
     def contiguous(x: Tensor) -> Tensor:
@@ -220,10 +211,10 @@ def _backward_fake(*arguments):
         dq=contiguous(inputs.q),
         dk=contiguous(inputs.k),
         dv=contiguous(inputs.v),
-        d_log_decay=contiguous(inputs.log_decay) if asked.decay_gradient else None,
+        d_log_decay=contiguous(inputs.log_decay) if requested.decay_gradient else None,
         d_row_scale=torch.empty_like(like).transpose(1, 2) if inputs.row_scale is not None else None,
-        d_bias=contiguous(inputs.bias) if asked.bias_gradient else None,
-        d_sink=contiguous(inputs.sink) if asked.sink_gradient else None,
+        d_bias=contiguous(inputs.bias) if requested.bias_gradient else None,
+        d_sink=contiguous(inputs.sink) if requested.sink_gradient else None,
     )
     return tuple(_tensor(x, like) for x in gradients)
 
@@ -275,13 +266,13 @@ def _differentiate(ctx, d_out, d_lse, *_):
     """Gradients of the tensors, in the order of Inputs."""
     kept = ctx.saved_tensors
     inputs, out, saved = Inputs(*kept[:_TENSORS], ctx.scale), kept[_TENSORS], Saved(*kept[_TENSORS + 1 :])
-    asked = Asked(*_asked(ctx.needs_input_grad))
+    requested = GradientRequest(*_requested(ctx.needs_input_grad))
     d_lse = d_lse if ctx.with_lse else None
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     if ctx.problem is not None and not torch.is_grad_enabled() and not _watched((d_out,)):
         try:
-            gradients = backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, asked)
+            gradients = backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, requested)
         except RuntimeError as error:
             if not (_is_batch(d_out) or _is_batch(d_lse)):
                 raise
@@ -292,17 +283,17 @@ def _differentiate(ctx, d_out, d_lse, *_):
         # recorded gradients are meant to be differentiated again, which this operator refuses
         is_seen = torch.is_grad_enabled() or compatibility.below_autograd is None
         with contextlib.nullcontext() if is_seen else compatibility.below_autograd():
-            gradients = torch.ops.decayattn.backward.default(*inputs, *ctx.modes, out, *saved, d_out, d_lse, *asked)
+            gradients = torch.ops.decayattn.backward.default(*inputs, *ctx.modes, out, *saved, d_out, d_lse, *requested)
         gradients = Gradients(*gradients)
     return (
         gradients.dq,
         gradients.dk,
         gradients.dv,
-        gradients.d_log_decay if asked.decay_gradient else None,
+        gradients.d_log_decay if requested.decay_gradient else None,
         gradients.d_row_scale if inputs.row_scale is not None else None,
         None,  # bounds
-        gradients.d_bias if asked.bias_gradient else None,
-        gradients.d_sink if asked.sink_gradient else None,
+        gradients.d_bias if requested.bias_gradient else None,
+        gradients.d_sink if requested.sink_gradient else None,
     )
 
 

@@ -1,13 +1,13 @@
 """Attention over a cache that a serving engine keeps in pages; inference only."""
 
-from typing import Literal, cast, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from decayattn import normalize, reference, validation
 from decayattn.backends import registry
-from decayattn.problem import BackendName, Held
+from decayattn.problem import BackendName
 from decayattn.validation import check_bool, check_count, check_counts, check_tensor, refuse_gradients
 
 
@@ -102,12 +102,11 @@ def decay_attention_paged(
     refuse_gradients(
         q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages, log_decay=log_decay, scale=scale, sink=sink,
     )
-    kernels = registry.decoder(backend, q.dtype, q.device)
-    decoder = cast(registry.Decoder, reference) if kernels is None else kernels
+    decoder = registry.decoder(backend, q.dtype, q.device)
     lengths, tokens = cache_seqlens.to(torch.int32), q.shape[1]
     if k is not None and tokens and q.device.type != "meta":  # meta has nothing to write
-        held = Held(k_pages, v_pages, lengths, first, None, alpha_pages, block_table)
-        seen = decoder.append(held, new_k, new_v, per_token, None)
+        cache = reference.CacheBuffers(k_pages, v_pages, lengths, first, None, alpha_pages, block_table)
+        seen = decoder.append(cache, new_k, new_v, per_token, None)
         lengths = lengths + tokens
     else:
         seen = None if first is None else first[..., None].expand(-1, -1, tokens)

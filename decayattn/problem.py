@@ -146,21 +146,6 @@ def any_scale(inputs: Inputs) -> Tensor | float:
     return inputs.scale if inputs.row_scale is None else inputs.row_scale
 
 
-class Held(NamedTuple):
-    """Buffers of a cache of keys and values; DecayCache documents each.
-
-    With a block table, the tokens of an entry are in pages: keys, values and alpha are (pages, page, ·, ·).
-    """
-
-    keys: Tensor  # (B, max_length, H_kv, D)
-    values: Tensor  # (B, max_length, H_kv, D_v)
-    lengths: Tensor  # (B,) int32
-    first: Tensor | None  # (B, H) int32; None: 0, unless the decay is per token
-    log_evicted: Tensor | None  # (B, H) float64; None: nothing is evicted
-    alpha: Tensor | None  # (B, max_length, H) float64
-    block_table: Tensor | None = None  # (B, blocks) int32: an entry's pages, in the order of its tokens
-
-
 class DecayPrefix(NamedTuple):
     """Prefix of a per-token decay for the kernels, in (B, H, ·) and base 2; empty tensors for other decays.
 
@@ -200,12 +185,20 @@ class KeyDecay(NamedTuple):
     counter: Tensor | None = None
 
 
-class Prepared(NamedTuple):
+class Precomputed(NamedTuple):
     """Parts of a forward that the caller has precomputed."""
 
     out: Tensor  # (B, T_q, H, D_v), the output buffer; its last dimension is contiguous
     terms: tuple[Tensor, Tensor] | None = None  # skipping.summaries, of at most the call's granules
     key_decay: KeyDecay | None = None
+
+
+class GradientRequest(NamedTuple):
+    """Flags of the requested gradients, for those that take extra work."""
+
+    decay_gradient: bool
+    bias_gradient: bool
+    sink_gradient: bool
 
 
 class Gradients(NamedTuple):

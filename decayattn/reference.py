@@ -6,6 +6,7 @@ their scores, so that memory grows with the length and not with its square.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -15,7 +16,6 @@ from torch.nn.functional import pad
 from decayattn import compatibility
 from decayattn.problem import (
     AttentionProblem,
-    Held,
     Inputs,
     accumulator_dtype,
     any_scale,
@@ -28,6 +28,21 @@ from decayattn.problem import (
 # Scores of a block of rows over all batch entries and heads: 16 MB in float32. On two cores with 4,096 tokens and 8
 # heads, blocks are 1.7 times as fast forward and 1.1 times with the backward, and take 0.2 GB instead of 3.3 GB
 SCORES_AT_ONCE = 2**22
+
+
+class CacheBuffers(NamedTuple):
+    """Buffers of a cache of keys and values; DecayCache documents each.
+
+    With a block table, the tokens of an entry are in pages: keys, values and alpha are (pages, page, ·, ·).
+    """
+
+    keys: Tensor  # (B, max_length, H_kv, D)
+    values: Tensor  # (B, max_length, H_kv, D_v)
+    lengths: Tensor  # (B,) int32
+    first: Tensor | None  # (B, H) int32; None: 0, unless the decay is per token
+    log_evicted: Tensor | None  # (B, H) float64; None: nothing is evicted
+    alpha: Tensor | None  # (B, max_length, H) float64
+    block_table: Tensor | None = None  # (B, blocks) int32: an entry's pages, in the order of its tokens
 
 
 def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -44,21 +59,23 @@ def attention(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor
         return _attend(problem, inputs, i[None, None], None, (first, first))
 
 
-def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None) -> Tensor | None:
+def append(
+    cache: CacheBuffers, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
+) -> Tensor | None:
     """Write T new tokens after those of every cache entry, except its lengths. Return the first keys that they see.
 
     α continues as the running sum of λ, in which a reset and an entry's first token count as 0. A reset becomes the
     first key of its head, with nothing evicted.
 
     Args:
-        held: the cache, written in place except for lengths.
+        cache: the buffers, written in place except for lengths.
         k, v: (B, T, H_kv, D) and (B, T, H_kv, D_v), T ≥ 1.
-        log_decay: (B, T, H), if held has alpha.
+        log_decay: (B, T, H), if cache has alpha.
         counted: (B,) int32, number of valid tokens of each entry. The others are written as 0, because their own rows
             read them with probability 0. None: all are valid.
 
     Returns:
-        (B, H, T) int32, any strides; None if held has no `first` and the decay is not per token.
+        (B, H, T) int32, any strides; None if cache has no `first` and the decay is not per token.
     """
     tokens = k.shape[1]
     token = torch.arange(tokens, device=k.device)
@@ -66,37 +83,37 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
         padding = token >= counted[:, None]
         k, v = (x.masked_fill(padding[..., None, None], 0) for x in (k, v))
         log_decay = None if log_decay is None else log_decay.masked_fill(padding[..., None], 0)
-    position = held.lengths[:, None] + token
-    place, fits = _places(held, position)
-    held.keys[place], held.values[place] = k[fits], v[fits]
-    if log_decay is None or held.alpha is None:
-        return None if held.first is None else held.first[..., None].expand(-1, -1, tokens)
-    assert held.first is not None
+    position = cache.lengths[:, None] + token
+    place, fits = _places(cache, position)
+    cache.keys[place], cache.values[place] = k[fits], v[fits]
+    if log_decay is None or cache.alpha is None:
+        return None if cache.first is None else cache.first[..., None].expand(-1, -1, tokens)
+    assert cache.first is not None
     resets = is_reset(log_decay)
     unused = resets | (position == 0)[..., None]  # an entry's first token has nothing before it
     steps = torch.where(unused, 0.0, log_decay.double()).cumsum(1)
-    newest, before = _places(held, position[:, :1].sub(1).clamp(min=0))
-    last = held.alpha.new_zeros(len(k), 1, held.alpha.shape[2])
-    last[before] = held.alpha[newest]
+    newest, before = _places(cache, position[:, :1].sub(1).clamp(min=0))
+    last = cache.alpha.new_zeros(len(k), 1, cache.alpha.shape[2])
+    last[before] = cache.alpha[newest]
     alpha = torch.where(position[:, :1, None] > 0, last, 0.0) + steps
-    held.alpha[place] = alpha[fits]
+    cache.alpha[place] = alpha[fits]
     last_reset = torch.where(resets, position[..., None], 0).to(torch.int32).cummax(1).values
-    first = torch.maximum(last_reset, held.first[:, None]).transpose(1, 2)
-    held.first.copy_(first[..., -1])
-    if held.log_evicted is not None:
-        held.log_evicted.masked_fill_(last_reset[:, -1] > 0, -torch.inf)
+    first = torch.maximum(last_reset, cache.first[:, None]).transpose(1, 2)
+    cache.first.copy_(first[..., -1])
+    if cache.log_evicted is not None:
+        cache.log_evicted.masked_fill_(last_reset[:, -1] > 0, -torch.inf)
     return first
 
 
-def _places(held: Held, position: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _places(cache: CacheBuffers, position: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Indices into the buffers, and (entry, token), of the tokens with a place; position: their positions (B, T)."""
     entry, token = torch.meshgrid(*(torch.arange(n, device=position.device) for n in position.shape), indexing="ij")
-    if held.block_table is None:
+    if cache.block_table is None:
         return (entry.flatten(), position.flatten()), (entry.flatten(), token.flatten())
-    page = held.keys.shape[1]
-    fits = position < held.block_table.shape[1] * page
+    page = cache.keys.shape[1]
+    fits = position < cache.block_table.shape[1] * page
     entry, token, position = entry[fits], token[fits], position[fits]
-    return (held.block_table[entry, position // page].long(), position % page), (entry, token)
+    return (cache.block_table[entry, position // page].long(), position % page), (entry, token)
 
 
 def _entries(pages: Tensor, block_table: Tensor) -> Tensor:
@@ -104,13 +121,13 @@ def _entries(pages: Tensor, block_table: Tensor) -> Tensor:
     return pages[block_table.long().clamp(0, len(pages) - 1)].flatten(1, 2)
 
 
-def evict(held: Held, alpha: Tensor, log_tolerance: float, score_bound: Tensor) -> Tensor:
+def evict(cache: CacheBuffers, alpha: Tensor, log_tolerance: float, score_bound: Tensor) -> Tensor:
     """Hide the oldest tokens of every head from all later rows, as many as a bound on the loss allows.
 
     With |s q·k| ≤ S, a row i that sees itself loses at most exp(2 S + α_i) Σ_evicted exp(−α_j) of its probability.
 
     Args:
-        held: the cache; its first and log_evicted (log Σ_evicted exp(−α_j)) are written in place.
+        cache: the buffers; its first and log_evicted (log Σ_evicted exp(−α_j)) are written in place.
         alpha: (B or 1, T, H) float64, of the T tokens that the longest entry holds.
         log_tolerance: upper limit of the log of the bound.
         score_bound: (H,), S.
@@ -118,23 +135,23 @@ def evict(held: Held, alpha: Tensor, log_tolerance: float, score_bound: Tensor) 
     Returns:
         (B, H) float64, the log of the bound for the newest row of every entry.
     """
-    assert held.first is not None
-    assert held.log_evicted is not None
+    assert cache.first is not None
+    assert cache.log_evicted is not None
     j = torch.arange(alpha.shape[1], device=alpha.device)[:, None]
-    lengths = held.lengths[:, None]
+    lengths = cache.lengths[:, None]
     alpha = alpha.expand(len(lengths), -1, -1)
     entry = torch.arange(len(lengths), device=alpha.device)
-    newest = torch.where(lengths > 0, alpha[entry, (held.lengths - 1).clamp(min=0)], 0.0)
-    seen = (j >= held.first[:, None]) & (j < lengths[..., None])
+    newest = torch.where(lengths > 0, alpha[entry, (cache.lengths - 1).clamp(min=0)], 0.0)
+    seen = (j >= cache.first[:, None]) & (j < lengths[..., None])
     weights = torch.where(seen, newest[:, None] - alpha, -torch.inf).logcumsumexp(1)
     # log of the bound after evicting all tokens up to j; non-decreasing in j
-    lost = torch.logaddexp((held.log_evicted + newest)[:, None], weights) + 2 * score_bound
+    lost = torch.logaddexp((cache.log_evicted + newest)[:, None], weights) + 2 * score_bound
     last = torch.minimum((lost <= log_tolerance).sum(1), lengths - 1)  # the newest token stays
-    first = torch.maximum(held.first, last.to(torch.int32))
+    first = torch.maximum(cache.first, last.to(torch.int32))
     after = lost.gather(1, (first.long() - 1).clamp(min=0)[:, None])[:, 0]
-    bound = torch.where(first > held.first, after, held.log_evicted + newest + 2 * score_bound)
-    held.log_evicted.copy_(bound - 2 * score_bound - newest)
-    held.first.copy_(first)
+    bound = torch.where(first > cache.first, after, cache.log_evicted + newest + 2 * score_bound)
+    cache.log_evicted.copy_(bound - 2 * score_bound - newest)
+    cache.first.copy_(first)
     return bound
 
 
@@ -158,7 +175,7 @@ def decode(
         first: (B, H, T_q), the first key that a row sees; default 0.
         left: a row at position i sees the keys j ≥ i − left only; None is no limit.
         longest: upper bound on the lengths; default T_max.
-        block_table: (B, blocks) int32, if the cache is in pages (Held): k, v and alpha are (pages, page, ·, ·).
+        block_table: (B, blocks) int32, if the cache is in pages (CacheBuffers): k, v and alpha are (pages, page, ·, ·).
     """
     if block_table is not None:
         inputs = inputs._replace(k=_entries(inputs.k, block_table), v=_entries(inputs.v, block_table))

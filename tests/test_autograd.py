@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from decayattn import autograd, decay_attention, decay_attention_varlen
 from decayattn.backends import registry
-from decayattn.problem import Gradients, Inputs, Saved
+from decayattn.problem import GradientRequest, Gradients, Inputs, Saved
 
 ON_GPU = torch.cuda.is_available()
 NAMES = ("q", "k", "v", "log_decay", "scale")
@@ -80,7 +80,7 @@ def test_the_schemas_are_those_of_the_named_tuples():
     assert [x.name for x in forward.arguments] == [*call, "with_lse"]
     assert [x.name for x in forward.returns] == ["out", "lse", *Saved._fields]
     between = ["out", *Saved._fields, "d_out", "d_lse"]
-    assert [x.name for x in backward.arguments] == [*call, *between, *autograd.Asked._fields]
+    assert [x.name for x in backward.arguments] == [*call, *between, *GradientRequest._fields]
     assert [x.name for x in backward.returns] == list(Gradients._fields)
     types = {x.name: str(x.type) for x in forward.arguments}
     optional = {name for name in Inputs._fields if name in Inputs._field_defaults and name != "scale"}

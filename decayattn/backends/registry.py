@@ -8,8 +8,18 @@ from typing import Protocol, cast, get_args
 import torch
 from torch import Tensor
 
+from decayattn import reference
 from decayattn.compatibility import assume_constant_result
-from decayattn.problem import AttentionProblem, BackendName, Gradients, Held, Inputs, KeyDecay, Prepared, Saved
+from decayattn.problem import (
+    AttentionProblem,
+    BackendName,
+    GradientRequest,
+    Gradients,
+    Inputs,
+    KeyDecay,
+    Precomputed,
+    Saved,
+)
 
 # kernel backends: modules that implement Backend
 KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn.backends.hopper.backend"}
@@ -25,7 +35,7 @@ class Append(Protocol):
     """Append tokens to a cache. reference.append documents the arguments."""
 
     def __call__(
-        self, held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
+        self, cache: reference.CacheBuffers, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
     ) -> Tensor | None: ...
 
 
@@ -86,12 +96,12 @@ class Backend(Protocol):
         """Compute the decay's part of `forward`s with the same dense keys and any queries."""
 
     def forward(
-        self, problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None
+        self, problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, precomputed: Precomputed | None = None
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """Return out, lse, and the tensors that any backend's backward reads.
 
         out is (B, T_q, H, D_v). lse is (B, H, T_q), and may be None if not requested; a row without a key has −inf,
-        with or without a sink. With a sink, lse is always requested. Parts in `prepared` need not be computed again.
+        with or without a sink. With a sink, lse is always requested. Parts in `precomputed` need not be computed again.
         """
 
     def backward(
@@ -102,8 +112,7 @@ class Backend(Protocol):
         saved: Saved,
         d_out: Tensor,
         d_lse: Tensor | None,
-        decay_gradient: bool,
-        bias_gradient: bool,
+        requested: GradientRequest,
         dq: Tensor | None = None,
     ) -> Gradients:
         """Return the gradients of q, k, v and a scale per row, and as requested of log_decay and bias.
@@ -170,15 +179,15 @@ def select(problem: AttentionProblem, name: str) -> BackendName:
     return name
 
 
-def decoder(name: str, dtype: torch.dtype, device: torch.device) -> Decoder | None:
-    """Backend that appends to and reads caches for `name`, as `select` chooses; None for the reference."""
+def decoder(name: str, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Backend that appends to and reads caches for `name`, as `select` chooses."""
     name = check_name(name)
     if name == "reference" or device.type == "meta":
-        return None
+        return reference
     if name == "auto":
         candidates = _decoding() if device.type == "cuda" else ()
         name = next((kernel for kernel in candidates if _unavailable(kernel, dtype, device) is None), "reference")
-        return None if name == "reference" else cast(Decoder, loaded(name))
+        return reference if name == "reference" else cast(Decoder, loaded(name))
     reason = _unavailable(name, dtype, device)
     if reason is None and not _decodes(name):
         others = " and ".join(map(repr, _decoding()))

@@ -12,9 +12,10 @@ from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.problem import (
     AttentionProblem,
     BackendName,
+    GradientRequest,
     Gradients,
     Inputs,
-    Prepared,
+    Precomputed,
     Saved,
 )
 
@@ -57,17 +58,17 @@ class Call(NamedTuple):
         problem = normalize.problem_of(inputs, True, options["window_size"], options["skip_tolerance"])
         return cls(problem, inputs, registry.select(problem, options["backend"]))
 
-    def forward(self, with_lse: bool, prepared: Prepared) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """lse, if requested, and the tensors for the backward. The result is written to prepared.out."""
+    def forward(self, with_lse: bool, precomputed: Precomputed) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        """lse, if requested, and the tensors for the backward. The result is written to precomputed.out."""
         if self.backend == "reference":
             out, of_rows = reference.attention(self.problem, self.inputs)
-            prepared.out.copy_(out)
+            precomputed.out.copy_(out)
             return of_rows, ()
-        _, lse, saved = autograd.forward(self.problem, self.inputs, self.backend, with_lse, prepared)
+        _, lse, saved = autograd.forward(self.problem, self.inputs, self.backend, with_lse, precomputed)
         return lse, saved
 
     def backward(
-        self, out: Tensor, saved: Sequence[Tensor | None], d_out: Tensor, d_lse: Tensor | None, asked: autograd.Asked,
+        self, out: Tensor, saved: Sequence[Tensor | None], d_out: Tensor, d_lse: Tensor | None, asked: GradientRequest,
         dq: Tensor,
     ) -> Gradients:
         """Gradients of the call. dq: output buffer for that of q."""

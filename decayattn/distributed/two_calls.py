@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from decayattn.autograd import Asked
 from decayattn.distributed.agreement import Handshake
 from decayattn.distributed.fetching import Fetch
 from decayattn.distributed.local import Call
 from decayattn.distributed.moving import add_returned, extend, send_back
-from decayattn.problem import GRANULE, Inputs, KeyDecay, Prepared
+from decayattn.problem import GRANULE, GradientRequest, Inputs, KeyDecay, Precomputed
 
 # Divisors of a slice's length: the near call has one such part of its rows, or all. Only a few numbers, so that
 # launches are mostly cached
@@ -61,14 +60,14 @@ class TwoCalls(torch.autograd.Function):
             if terms is not None:
                 of_blocks, of_granules = terms
                 terms = of_blocks, of_granules[:, :, rows // GRANULE :]
-            prepared = Prepared(out[:, rows:], terms, settings.key_decay)
-            far_lse, of_far = _far(inputs, rows, settings.options).forward(with_lse, prepared)
+            precomputed = Precomputed(out[:, rows:], terms, settings.key_decay)
+            far_lse, of_far = _far(inputs, rows, settings.options).forward(with_lse, precomputed)
         parts = [k, v, log_decay if _is_per_token(log_decay) else None]
         extended = extend(fetch, parts, rows, settings.runs_kernels, settings.handshake)
         near_lse, of_near, has_near = None, (), rows > 0 or fetch.halo > 0 or not length
         if has_near:
             near = _near(inputs, extended, rows, settings.options)
-            near_lse, of_near = near.forward(with_lse, Prepared(out[:, :rows]))
+            near_lse, of_near = near.forward(with_lse, Precomputed(out[:, :rows]))
         ctx.fetch, ctx.rows, ctx.has_near, ctx.of_near = fetch, rows, has_near, len(of_near)
         ctx.save_for_backward(q, k, v, log_decay, row_scale, sink, out, *extended, *of_near, *of_far)
         if not with_lse:
@@ -84,7 +83,7 @@ class TwoCalls(torch.autograd.Function):
         fetch, rows, length = ctx.fetch, ctx.rows, q.shape[1]
         of_q, of_k, of_v, of_decay, of_scale, of_sink, _ = ctx.needs_input_grad
         per_token = _is_per_token(log_decay)
-        asked = Asked(decay_gradient=of_decay, bias_gradient=False, sink_gradient=of_sink)
+        asked = GradientRequest(decay_gradient=of_decay, bias_gradient=False, sink_gradient=of_sink)
         if d_out is None:
             d_out = out.new_zeros(()).expand(out.shape)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)

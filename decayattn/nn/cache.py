@@ -13,7 +13,7 @@ from decayattn import normalize, reference
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention
-from decayattn.problem import RESET_BELOW, SUPPORTED_DTYPES, BackendName, Held, SkipTolerance, without_autocast
+from decayattn.problem import RESET_BELOW, SUPPORTED_DTYPES, BackendName, SkipTolerance, without_autocast
 from decayattn.validation import (
     check_between,
     check_counts,
@@ -179,7 +179,8 @@ class DecayCache:
                 f"got {window_size}"
             )
         counted, is_first = _counted(new_lengths, q.shape[1]), self.longest == 0
-        decoder = _decoder("auto" if is_first and backend == "hopper" else backend, k)  # "hopper" cannot append
+        # "hopper" cannot append
+        decoder = registry.decoder("auto" if is_first and backend == "hopper" else backend, k.dtype, k.device)
         self._prepare(k)
         if is_first:
             with without_autocast(q.device):  # keeps the dtype of the cache, as for later tokens
@@ -214,7 +215,8 @@ class DecayCache:
         self._check_tokens(k, v, log_decay, new_lengths)
         self._prepare(k)
         narrow = self._make_room(k.shape[1])
-        self._append(_decoder("auto", k), k, v, log_decay, _counted(new_lengths, k.shape[1]))
+        decoder = registry.decoder("auto", k.dtype, k.device)
+        self._append(decoder, k, v, log_decay, _counted(new_lengths, k.shape[1]))
         self._narrow(narrow)
 
     def grow(self, max_length: int) -> None:
@@ -375,7 +377,7 @@ class DecayCache:
             alpha = (self.dropped[:, None, None] + j) * rates
         else:
             alpha = self.alpha[:, : self.longest]
-        bound = reference.evict(self._held(), alpha, math.log(tolerance), score_bound)
+        bound = reference.evict(self._buffers(), alpha, math.log(tolerance), score_bound)
         # the newest token stays, even if `crop` has left it hidden: the next α continues from its own
         gone = torch.minimum(self.first.amin(1), (self.lengths - 1).clamp(min=0))
         self._drop(gone, int((self.lengths - gone).max()))
@@ -513,14 +515,14 @@ class DecayCache:
             self.alpha = None  # tokens before `reset` may have had a decay
         elif self.alpha is None:
             self.alpha = self._new_alpha()
-        first = cast(Tensor, decoder.append(self._held(), k, v, log_decay, counted))
+        first = cast(Tensor, decoder.append(self._buffers(), k, v, log_decay, counted))
         ends = self.lengths if counted is None else self.lengths + tokens
         self.lengths.add_(tokens if counted is None else counted)
         self.longest += tokens
         return ends, first
 
-    def _held(self) -> Held:
-        return Held(self.keys, self.values, self.lengths, self.first, self._log_evicted, self.alpha)
+    def _buffers(self) -> reference.CacheBuffers:
+        return reference.CacheBuffers(self.keys, self.values, self.lengths, self.first, self._log_evicted, self.alpha)
 
     @contextlib.contextmanager
     def _trial(self) -> Iterator[None]:
@@ -559,12 +561,6 @@ class DecayCache:
         if not is_finite(value) or value < lowest:
             raise ValueError(f"{name}: expected a finite number{expected}, got {value}")
         return torch.full((self.num_heads,), float(value), device=self.device, dtype=torch.float64)
-
-
-def _decoder(backend: str, k: Tensor) -> registry.Decoder:
-    """Backend that writes and reads a cache of such keys."""
-    kernels = registry.decoder(backend, k.dtype, k.device)
-    return cast(registry.Decoder, reference) if kernels is None else kernels
 
 
 def _counted(new_lengths: Tensor | None, tokens: int) -> Tensor | None:

@@ -51,7 +51,8 @@ from decayattn.backends.portable import backend as portable
 from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
 from decayattn.backends.runtime import launching
-from decayattn.problem import DECAY_BLOCK, AttentionProblem, Held, Inputs
+from decayattn.problem import DECAY_BLOCK, AttentionProblem, GradientRequest, Inputs
+from decayattn.reference import CacheBuffers
 
 SCRIPT = "experiments/tools/compile_kernels.py"
 # PyTorch 2.10 to 2.14 bring 3.6.0, 3.7.0, 3.7.1 and 3.8; a build for CPUs takes the newest
@@ -347,7 +348,8 @@ def compiled_kernels(
             module.forward(problem, inputs._replace(sink=q.new_empty(problem.num_heads)), True)
             for with_lse in (True, False):
                 out, _, saved = module.forward(problem, inputs, with_lse)
-            module.backward(problem, inputs, out, saved, d_out, None, decay != "none", bias is not None)
+            requested = GradientRequest(decay != "none", bias is not None, sink_gradient=False)
+            module.backward(problem, inputs, out, saved, d_out, None, requested)
     return kernels
 
 
@@ -356,11 +358,11 @@ def decode(inputs: Inputs, decay: str) -> None:
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
     alpha = log_decay.double().mT.contiguous().mT if decay == "scalar" else None
     lengths, first = torch.empty(2, dtype=torch.int32), torch.empty(2, 4, dtype=torch.int32)
-    held = Held(k, v, lengths, first, torch.empty(2, 4, dtype=torch.float64), alpha)
+    held = CacheBuffers(k, v, lengths, first, torch.empty(2, 4, dtype=torch.float64), alpha)
     k_pages, v_pages = (torch.empty(9, 16, *k.shape[2:], dtype=k.dtype) for _ in range(2))
     alpha_pages = None if alpha is None else torch.empty(9, 16, 4, dtype=torch.float64)
     table = torch.empty(2, 40, dtype=torch.int32)
-    paged = Held(k_pages, v_pages, lengths, first, None, alpha_pages, table)
+    paged = CacheBuffers(k_pages, v_pages, lengths, first, None, alpha_pages, table)
     one_block = paged._replace(block_table=table[:, :1])  # a number that is 1 is no argument
     for cache, new, counted in (
         (held, slice(1), None), (held, slice(300), lengths), (paged, slice(1), None), (one_block, slice(1), None),

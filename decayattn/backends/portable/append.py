@@ -21,18 +21,20 @@ from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import Strided, strided
 from decayattn.backends.tiles.scores import RESET_BELOW
-from decayattn.problem import Held
+from decayattn.reference import CacheBuffers
 
 # upper bound on the tokens that a program copies, and on those that one step scans; one for a single new token
 _MOST_COPIED = 16
 _MOST_SUMMED = 128
 
 
-def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None) -> Tensor | None:
+def append(
+    cache: CacheBuffers, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
+) -> Tensor | None:
     """Implement reference.append by one launch; the caller has checked the arguments."""
     batch, tokens, kv_heads, dim = k.shape
-    value_dim, page = v.shape[3], 0 if held.block_table is None else held.keys.shape[1]
-    first = None if held.first is None else held.first[..., None].expand(-1, -1, tokens)
+    value_dim, page = v.shape[3], 0 if cache.block_table is None else cache.keys.shape[1]
+    first = None if cache.first is None else cache.first[..., None].expand(-1, -1, tokens)
     with launching.on_device(k.device):
         copied, summed = (min(next_power_of_2(tokens), most) for most in (_MOST_COPIED, _MOST_SUMMED))
         copies, sums, heads = batch * kv_heads * cdiv(tokens, copied), 0, 0
@@ -41,14 +43,14 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
             heads = log_decay.shape[2]
             sums = batch * heads
             new_first = first = torch.empty(batch, heads, tokens, device=k.device, dtype=torch.int32)
-        given = (k, v, log_decay, counted, *held)
-        table, blocks = table_and_blocks(held.block_table)
+        given = (k, v, log_decay, counted, *cache)
+        table, blocks = table_and_blocks(cache.block_table)
         launch = launching.of_call(k.device, given, k.shape, value_dim, heads, page, blocks)
         launch(
             append_kernel, copies + sums,
             HeldTokens(
-                strided(held.keys), strided(held.values), held.lengths, held.first, held.log_evicted,
-                strided(held.alpha), table,
+                strided(cache.keys), strided(cache.values), cache.lengths, cache.first, cache.log_evicted,
+                strided(cache.alpha), table,
             ),
             NewTokens(strided(k), strided(v), strided(log_decay), counted, new_first), tokens, kv_heads, heads, copies,
             blocks, TRAITS=AppendTraits(dim, value_dim, copied, summed, padded(dim), padded(value_dim), page),
@@ -58,9 +60,9 @@ def append(held: Held, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: 
 
 
 class HeldTokens(NamedTuple):
-    """Held's fields for append_kernel, which writes all but the lengths.
+    """Fields of CacheBuffers for append_kernel, which writes all but the lengths.
 
-    A field named `values`, as Held has, would hide that of Triton's tuples.
+    A field named `values`, as CacheBuffers has, would hide that of Triton's tuples.
     """
 
     k: Strided

@@ -35,7 +35,16 @@ from decayattn.backends.runtime import launching, outputs, tma
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import Strided, contiguous_like, strided
-from decayattn.problem import AttentionProblem, DecayPrefix, Gradients, Inputs, KeyDecay, Prepared, Saved
+from decayattn.problem import (
+    AttentionProblem,
+    DecayPrefix,
+    GradientRequest,
+    Gradients,
+    Inputs,
+    KeyDecay,
+    Precomputed,
+    Saved,
+)
 
 _ROW_TERMS_BLOCK = 64
 # 16-bit values in the longest line that a product reads from shared memory
@@ -57,21 +66,21 @@ def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
 
 
 def forward(
-    problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None
+    problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, precomputed: Precomputed | None = None
 ) -> tuple[Tensor, Tensor | None, Saved]:
     """Return out (B, T_q, H, D_v), lse (B, H, T_q) or None, and the tensors that the backward reads."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
     scale, bounds, bias = inputs.any_scale, inputs.bounds, _bias_to_read(inputs)
     with launching.on_device(problem.device):
-        results = outputs.allocate(problem, q, with_lse, prepared)
+        results = outputs.allocate(problem, q, with_lse, precomputed)
         out, row_lse2, lse = results
         if problem.is_empty:
             results.fill()
             return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
         q, k, v = (_in_lines(x) for x in (q, k, v))
         sink = None if inputs.sink is None else inputs.sink.contiguous()
-        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, sink, None if prepared is None else out)
-        terms, key_decay = (None, None) if prepared is None else (prepared.terms, prepared.key_decay)
+        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, sink, None if precomputed is None else out)
+        terms, key_decay = (None, None) if precomputed is None else (precomputed.terms, precomputed.key_decay)
         modes = problem, skipping.is_planned(problem), _shape(bias), with_lse, terms is None
         launch = launching.of_call(problem.device, given, *modes)
         sequences = sequence_blocks.find(problem, bounds, launch)
@@ -103,14 +112,14 @@ def backward(
     saved: Saved,
     d_out: Tensor,
     d_lse: Tensor | None,
-    decay_gradient: bool,
-    bias_gradient: bool,
+    requested: GradientRequest,
     dq: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients of q, k, v and a scale per row, and as requested of log_decay and bias."""
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
     scale, bounds, bias = inputs.any_scale, inputs.bounds, _bias_to_read(inputs)
     # None if their gradient is not requested
+    decay_gradient, bias_gradient, _ = requested
     decay_leaf, bias_leaf = log_decay if decay_gradient else None, bias if bias_gradient else None
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):

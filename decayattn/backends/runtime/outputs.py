@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decayattn.problem import AttentionProblem, Prepared
+from decayattn.problem import AttentionProblem, Precomputed
 
 
 class Outputs(NamedTuple):
@@ -24,12 +24,12 @@ class Outputs(NamedTuple):
             x.fill_(value)
 
 
-def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool, prepared: Prepared | None = None) -> Outputs:
-    """Allocate the outputs, uninitialised; out is the prepared one, if there is one."""
+def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool, precomputed: Precomputed | None = None) -> Outputs:
+    """Allocate the outputs, uninitialised; out is the given one, if there is one."""
     rows = problem.batch, problem.num_heads, problem.query_length
     row_lse2 = q.new_empty(rows, dtype=problem.accumulator_dtype)
-    if prepared is None:
+    if precomputed is None:
         out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
     else:
-        out = prepared.out
+        out = precomputed.out
     return Outputs(out, row_lse2, torch.empty_like(row_lse2) if with_lse else None)

@@ -37,7 +37,7 @@ from decayattn.backends.hopper.forward.shared import NORMAL
 from decayattn.backends.portable import backend as portable
 from decayattn.backends.runtime import launching
 from decayattn.nn import DecayCache
-from decayattn.problem import AttentionProblem, Inputs, Prepared
+from decayattn.problem import AttentionProblem, Inputs, Precomputed
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the kernels themselves run here")
 
@@ -313,11 +313,11 @@ def test_what_was_made_of_the_decay_is_taken(decay, by):
     whole, far = (AttentionProblem.of(x, v, log_decay, None, True) for x in (q, q[:, 128:]))
     inputs = Inputs(q[:, 128:], k, v, log_decay, scale=0.125)
     expected, _, _ = hopper.forward(far, inputs)
-    prepared = Prepared(torch.empty_like(expected), key_decay=by.decay_of_keys(whole, inputs._replace(q=q)))
+    precomputed = Precomputed(torch.empty_like(expected), key_decay=by.decay_of_keys(whole, inputs._replace(q=q)))
     with pytest.MonkeyPatch.context() as patch:
         if by is hopper:
             patch.setattr(launch, "_decay", None)
-        found, _, _ = hopper.forward(far, inputs, False, prepared)
+        found, _, _ = hopper.forward(far, inputs, False, precomputed)
     assert torch.equal(found, expected)
 
 

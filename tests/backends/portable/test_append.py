@@ -7,7 +7,7 @@ import torch
 
 from decayattn import reference
 from decayattn.backends.portable.append import append
-from decayattn.problem import Held
+from decayattn.reference import CacheBuffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS, KV_HEADS, ROOM = 3, 4, 2, 400
@@ -26,7 +26,7 @@ def held(dim=16, value_dim=8, alpha=True, dtype=torch.float16, lengths=(0, 5, 13
     for x in (keys, values, *([] if sums is None else [sums])):
         beyond = torch.arange(ROOM, device=DEVICE) >= lengths[:, None]
         x.masked_fill_(beyond.reshape(*beyond.shape, *(1,) * (x.ndim - 2)), torch.nan)
-    return Held(keys, values, lengths, first, evicted, sums)
+    return CacheBuffers(keys, values, lengths, first, evicted, sums)
 
 
 def tokens(number, dim=16, value_dim=8, dtype=torch.float16, resets=0.1):
@@ -40,7 +40,7 @@ def tokens(number, dim=16, value_dim=8, dtype=torch.float16, resets=0.1):
 
 
 def clone(state):
-    return Held(*(None if x is None else x.clone(memory_format=torch.preserve_format) for x in state))
+    return CacheBuffers(*(None if x is None else x.clone(memory_format=torch.preserve_format) for x in state))
 
 
 @pytest.mark.parametrize("number", [1, 2, 17, 129, 260])
@@ -58,7 +58,7 @@ def test_the_kernel_writes_what_eager_code_writes(number, counted, alpha):
     expected = reference.append(eager, k, v, log_decay, counted)
     found = append(kernel, k, v, log_decay, counted)
     assert torch.equal(found, expected)
-    for name, got, want in zip(Held._fields, kernel, eager, strict=True):
+    for name, got, want in zip(CacheBuffers._fields, kernel, eager, strict=True):
         if name == "alpha" and alpha:
             torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14, equal_nan=True)
         elif want is not None:

@@ -32,7 +32,7 @@ from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import contiguous_like, strided
 from decayattn.backends.tiles import bf16_splits
-from decayattn.problem import AttentionProblem, Gradients, Inputs, Saved
+from decayattn.problem import AttentionProblem, GradientRequest, Gradients, Inputs, Saved
 
 # rows of a program of row_terms_kernel; divides every query tile
 _ROW_TERMS_BLOCK = 32
@@ -45,8 +45,7 @@ def backward(
     saved: Saved,
     d_out: Tensor,
     d_lse: Tensor | None,
-    decay_gradient: bool,
-    bias_gradient: bool,
+    requested: GradientRequest,
     dq: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients of q, k, v and a scale per row, and as requested of log_decay.
@@ -54,6 +53,7 @@ def backward(
     The forward does not support a bias, so there is no gradient of one.
     """
     q, k, v, log_decay, row_scale, bounds = inputs[:6]
+    decay_gradient = requested.decay_gradient
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
         dq = contiguous_like(q) if dq is None else dq

@@ -16,7 +16,7 @@ from decayattn.backends.planning.sequences import Sequences
 from decayattn.backends.runtime import launching, outputs
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.runtime.strided import strided
-from decayattn.problem import AttentionProblem, Inputs, KeyDecay, Prepared, Saved
+from decayattn.problem import AttentionProblem, Inputs, KeyDecay, Precomputed, Saved
 
 
 def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
@@ -30,19 +30,19 @@ def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
 
 
 def forward(
-    problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, prepared: Prepared | None = None
+    problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, precomputed: Precomputed | None = None
 ) -> tuple[Tensor, Tensor | None, Saved]:
     """Return out (B, T_q, H, D_v), lse (B, H, T_q) or None, and the tensors that the backward reads."""
     q, k, v, log_decay, row_scale, bounds = inputs[:6]
     with launching.on_device(problem.device):
-        results = outputs.allocate(problem, q, with_lse, prepared)
+        results = outputs.allocate(problem, q, with_lse, precomputed)
         out, row_lse2, lse = results
         if problem.is_empty:
             results.fill()
             return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
         sink = None if inputs.sink is None else inputs.sink.contiguous()
-        given = (q, k, v, log_decay, row_scale, bounds, sink, None if prepared is None else out)
-        terms, key_decay = (None, None) if prepared is None else (prepared.terms, prepared.key_decay)
+        given = (q, k, v, log_decay, row_scale, bounds, sink, None if precomputed is None else out)
+        terms, key_decay = (None, None) if precomputed is None else (precomputed.terms, precomputed.key_decay)
         modes = problem, skipping.is_planned(problem), with_lse, terms is None
         launch = launching.of_call(problem.device, given, *modes)
         sequences = sequence_blocks.find(problem, bounds, launch)
