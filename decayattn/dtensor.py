@@ -60,7 +60,7 @@ def refuse(**values: object) -> None:
 
 
 def attention(
-    function: Callable, check: Callable, tensors: dict[str, Any], options: dict[str, Any], **unchecked: Any
+    function: Callable, check: Callable, tensors: dict[str, Any], options: dict[str, Any], unchecked: dict[str, Any]
 ) -> Any:
     """Call function(**tensors, **options, **unchecked) on every rank's batch entries or heads; return DTensors.
 

@@ -156,30 +156,21 @@ def decay_attention(
     if unknown:
         validation.refuse_unknown(decay_attention, unknown)
     q, k, v = normalize.autocast(q, k, v)
-    if dtensor.any_dtensor(
-        q, k, v, log_decay, scale, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k
-    ):
-        return dtensor.attention(
-            decay_attention,
-            validation.check_arguments,
-            dict(
-                q=q, k=k, v=v, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q,
-                seqused_k=seqused_k, leftpad_q=leftpad_q, leftpad_k=leftpad_k,
-            ),
-            dict(causal=causal, window_size=window_size, skip_tolerance=skip_tolerance),
-            return_lse=return_lse,
-            backend=backend,
+    if dtensor.any_dtensor(q, k, v, log_decay, scale, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k):
+        tensors = dict(
+            q=q, k=k, v=v, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q,
+            seqused_k=seqused_k, leftpad_q=leftpad_q, leftpad_k=leftpad_k,
         )
+        options = dict(causal=causal, window_size=window_size, skip_tolerance=skip_tolerance)
+        others = dict(return_lse=return_lse, backend=backend)
+        return dtensor.attention(decay_attention, validation.check_arguments, tensors, options, others)
     validation.check_bool("return_lse", return_lse)
     problem, inputs = normalize.dense(
         q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
         skip_tolerance,
     )
     out, lse = _attend(problem, inputs, backend, return_lse)
-    if not return_lse:
-        return out
-    assert lse is not None
-    return out, lse
+    return (out, lse) if return_lse else out
 
 
 @overload
@@ -250,20 +241,16 @@ def decay_attention_varlen(
         validation.refuse_unknown(decay_attention_varlen, unknown)
     q, k, v = normalize.autocast(q, k, v)
     if dtensor.any_dtensor(q, k, v, log_decay, scale, sink, cu_seqlens_q, cu_seqlens_k):
-        return dtensor.attention(
-            decay_attention_varlen,
-            validation.check_packed_arguments,
-            dict(
-                q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-            ),
-            dict(
-                max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window_size=window_size,
-                skip_tolerance=skip_tolerance,
-            ),
-            return_lse=return_lse,
-            backend=backend,
+        tensors = dict(
+            q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
         )
+        options = dict(
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window_size=window_size,
+            skip_tolerance=skip_tolerance,
+        )
+        others = dict(return_lse=return_lse, backend=backend)
+        return dtensor.attention(decay_attention_varlen, validation.check_packed_arguments, tensors, options, others)
     validation.check_bool("return_lse", return_lse)
     problem, inputs = normalize.packed(
         q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -271,10 +258,7 @@ def decay_attention_varlen(
     )
     out, lse = _attend(problem, inputs, backend, return_lse)
     out = out.squeeze(0)  # not out[0]: its backward copies the gradient into zeros
-    if not return_lse:
-        return out
-    assert lse is not None
-    return out, lse.squeeze(0)
+    return (out, lse.squeeze(0)) if return_lse else out
 
 
 @torch.no_grad()
@@ -311,11 +295,9 @@ def visited_fraction(
         return skipping.visited_fraction(problem, q, k, inputs.log_decay, inputs.any_scale)
 
 
-def _attend(
-    problem: AttentionProblem, inputs: Inputs, backend: BackendName, return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+def _attend(problem: AttentionProblem, inputs: Inputs, backend: BackendName, return_lse: bool) -> tuple[Tensor, Tensor]:
     """out and lse of checked arguments. lse is None if it is not requested and a kernel backend runs."""
     chosen = registry.select(problem, backend)
     if chosen == "reference":
         return reference.attention(problem, inputs)
-    return autograd.attention(problem, inputs, chosen, return_lse)
+    return autograd.attention(problem, inputs, chosen, return_lse)  # type: ignore[return-value]

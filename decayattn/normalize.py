@@ -10,20 +10,10 @@ _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | float | None,
-    scale: Tensor | float | None,
-    causal: bool,
-    window_size: tuple[int, int] | None = None,
-    sink: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    leftpad_q: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    bias: Tensor | None = None,
-    skip_tolerance: SkipTolerance = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None, causal: bool,
+    window_size: tuple[int, int] | None = None, sink: Tensor | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, leftpad_q: Tensor | None = None, leftpad_k: Tensor | None = None,
+    bias: Tensor | None = None, skip_tolerance: SkipTolerance = None,
 ) -> tuple[AttentionProblem, Inputs]:
     """Check arguments of decay_attention, and bring them to their full shapes."""
     check_arguments(
@@ -40,19 +30,9 @@ def dense(
 
 
 def packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | float | None,
-    scale: Tensor | float | None,
-    causal: bool,
-    window_size: tuple[int, int] | None,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    skip_tolerance: SkipTolerance,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None, causal: bool,
+    window_size: tuple[int, int] | None, sink: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, skip_tolerance: SkipTolerance,
 ) -> tuple[AttentionProblem, Inputs]:
     """Check arguments of decay_attention_varlen, and make them a batch of one entry in full shapes."""
     check_packed_arguments(

@@ -234,7 +234,7 @@ def _attend(
     batch, rows, heads, _ = inputs.q.shape
     step, results = max(1, SCORES_AT_ONCE // (batch * heads * keys)), []
     for start in range(0, rows, step):
-        some, seen = slice(start, start + step), _seen(problem, first, start, min(start + step, rows), keys)
+        some, seen = slice(start, start + step), _visible_keys(problem, first, start, min(start + step, rows), keys)
         block = inputs._replace(
             q=inputs.q[:, some], k=k[:, seen], v=v[:, seen],
             row_scale=None if inputs.row_scale is None else inputs.row_scale[:, some],
@@ -317,7 +317,7 @@ class _Recomputed(torch.autograd.Function):
         return None, *(next(found) if needed else None for needed in asked)
 
 
-def _seen(problem: AttentionProblem, first: tuple[int, int] | None, start: int, stop: int, keys: int) -> slice:
+def _visible_keys(problem: AttentionProblem, first: tuple[int, int] | None, start: int, stop: int, keys: int) -> slice:
     """The keys that any of the rows start … stop − 1 may see."""
     if first is None:
         return slice(0, keys)

@@ -21,20 +21,10 @@ _LARGEST_FLOAT32, _LARGEST_FLOAT64 = torch.finfo(torch.float32).max, torch.finfo
 
 
 def check_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | float | None,
-    scale: Tensor | float | None,
-    causal: bool,
-    window_size: tuple[int, int] | None = None,
-    sink: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    leftpad_q: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    bias: Tensor | None = None,
-    skip_tolerance: SkipTolerance = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None, causal: bool,
+    window_size: tuple[int, int] | None = None, sink: Tensor | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, leftpad_q: Tensor | None = None, leftpad_k: Tensor | None = None,
+    bias: Tensor | None = None, skip_tolerance: SkipTolerance = None,
 ) -> None:
     """Refuse every bad argument of decay_attention by name."""
     axes = ("batch", "sequence", "heads", "head_dim")
@@ -62,19 +52,9 @@ def check_arguments(
 
 
 def check_packed_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | float | None,
-    scale: Tensor | float | None,
-    causal: bool,
-    window_size: tuple[int, int] | None,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    skip_tolerance: SkipTolerance = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None, causal: bool,
+    window_size: tuple[int, int] | None, sink: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, skip_tolerance: SkipTolerance = None,
 ) -> None:
     """Refuse every bad argument of decay_attention_varlen by name."""
     _check_tensors(q, k, v, ("tokens", "heads", "head_dim"))
@@ -121,7 +101,7 @@ def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
 
 def check_count(name: str, number: int) -> None:
     """Refuse anything but a number of tokens."""
-    if not _is_integer(number):
+    if not is_integer(number):
         raise wrong_type(name, "an int", number)
     if number < 0:
         raise ValueError(f"{name}: expected at least 0, got {number}")
@@ -159,7 +139,7 @@ def check_window(window_size: tuple[int, int] | None) -> None:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise wrong_type("window_size", "None or a pair (left, right)", window_size)
     for side in window_size:
-        if not _is_integer(side):
+        if not is_integer(side):
             raise wrong_type("window_size", "two ints", window_size)
         if side < -1:
             raise ValueError(f"window_size: expected numbers of tokens, or -1 for no limit, got {window_size}")
@@ -218,6 +198,12 @@ def check_counts(
         raise ValueError(f"{name}: expected shape {axes} = {shape}, got {tuple(numbers.shape)}")
 
 
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype that no backend has."""
+    if dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {dtype}")
+
+
 def _check_dense(name: str, tensor: Tensor) -> None:
     """Refuse nested and sparse tensors."""
     if tensor.is_nested:
@@ -236,8 +222,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
             raise ValueError(
                 f"{name}: expected {len(axes)} dimensions ({', '.join(axes)}), got shape {tuple(tensor.shape)}"
             )
-        if tensor.dtype not in SUPPORTED_DTYPES:
-            raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {tensor.dtype}")
+        check_dtype(name, tensor.dtype)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name}: expected the dtype of q, {q.dtype}, got {tensor.dtype}")
@@ -360,7 +345,7 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
         )
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
     """True for an int of Python, numpy or torch (symbolic), not for a bool."""
     return type(value) is int or (isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool))
 

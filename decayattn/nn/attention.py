@@ -17,20 +17,7 @@ from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared
 from decayattn.nn.sharded_parameters import Linear, local_part, own_heads, replicated, whole
 from decayattn.normalize import autocast
 from decayattn.problem import BackendName, SkipTolerance
-from decayattn.validation import (
-    REQUIRED,
-    check_bool,
-    check_head_dim,
-    check_kv_heads,
-    check_positive_int,
-    check_skip_tolerance,
-    check_tensor,
-    check_window,
-    default_head_dim,
-    is_finite,
-    is_real,
-    wrong_type,
-)
+from decayattn.validation import REQUIRED, check_bool, check_head_dim, check_positive_int, check_tensor, wrong_type
 
 if TYPE_CHECKING:
     from decayattn.distributed import ContextParallel
@@ -48,7 +35,7 @@ DECAYS: dict[str, Callable[..., nn.Module | None]] = {
 }
 
 
-class _Given(NamedTuple):
+class _CallArguments(NamedTuple):
     """Arguments of the layer's forward besides x."""
 
     padding_mask: Tensor | None
@@ -60,6 +47,18 @@ class _Given(NamedTuple):
     log_decay: Tensor | None
     memory: Tensor | None
     memory_padding_mask: Tensor | None
+
+
+# arguments that need, or exclude, another one
+_NEEDS = (
+    ("new_lengths", "cache", "a cache"), ("memory_padding_mask", "memory", "memory"),
+    ("max_seqlen", "cu_seqlens", "cu_seqlens"),
+)
+_EXCLUDES = (
+    ("cu_seqlens", "padding_mask", "sequences are packed or padded"),
+    ("cu_seqlens", "cache", "pad the sequences, and pass padding_mask"),
+    ("new_lengths", "padding_mask", "a mask gives the lengths"),
+)
 
 
 class DecayFlashAttention(Spared):
@@ -169,19 +168,21 @@ class DecayFlashAttention(Spared):
         super().__init__()
         self.embed_dim = check_positive_int("embed_dim", embed_dim)
         self.num_heads = num_heads = check_positive_int("num_heads", num_heads)
-        self.num_kv_heads = check_kv_heads("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+        self.num_kv_heads = validation.check_kv_heads("num_kv_heads", num_kv_heads, "num_heads", num_heads)
         if head_dim is None:
-            head_dim = default_head_dim("embed_dim", self.embed_dim, "num_heads", num_heads)
+            head_dim = validation.default_head_dim("embed_dim", self.embed_dim, "num_heads", num_heads)
         self.head_dim = check_head_dim("head_dim", head_dim)
         self.value_dim = check_head_dim("value_dim", self.head_dim if value_dim is None else value_dim)
         self.causal = check_bool("causal", causal)
         self.qk_norm = check_bool("qk_norm", qk_norm)
         self.output_gate = check_bool("output_gate", output_gate)
-        self.position = _check_position(position)
-        check_window(window_size)
+        if position is not None and not isinstance(position, nn.Module):
+            raise wrong_type("position", "a torch.nn.Module", position)
+        self.position = position
+        validation.check_window(window_size)
         self.window_size = window_size
-        self.scale = _check_scale(scale)
-        check_skip_tolerance(skip_tolerance)
+        self.scale = _checked_scale(scale)
+        validation.check_skip_tolerance(skip_tolerance)
         self.skip_tolerance = skip_tolerance
         self.backend = registry.check_name(backend)
         self.context: ContextParallel | None = None
@@ -274,7 +275,7 @@ class DecayFlashAttention(Spared):
                 assertion on the device, without a synchronisation.
             RuntimeError: with a cache, if a gradient would be needed.
         """
-        given = _Given(
+        given = _CallArguments(
             padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, log_decay, memory, memory_padding_mask
         )
         if self.context is None:
@@ -304,12 +305,12 @@ class DecayFlashAttention(Spared):
         if self.output_gate:
             out = out * gate.sigmoid()
         if cache is not None and padding_mask is not None:
-            out = _rolled(out, -_first(padding_mask)).masked_fill(padding_mask[..., None] == 0, 0)
+            out = _roll_left(out, -_left_padding(padding_mask)).masked_fill(padding_mask[..., None] == 0, 0)
         return self.out_proj(out)
 
     def _prepare(
-        self, x: Tensor, given: _Given, others: tuple, unknown: dict
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, _Given, dict[str, Any]]:
+        self, x: Tensor, given: _CallArguments, others: tuple, unknown: dict
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, _CallArguments, dict[str, Any]]:
         """The forward before its attention. Return q, k, v, the gate, and the attention's arguments and options."""
         begin = self._check_arguments(x, given, others, unknown)
         cache, resets, log_decay, memory = given.cache, given.resets, given.log_decay, given.memory
@@ -322,7 +323,7 @@ class DecayFlashAttention(Spared):
         padding: Tensor | None = None
         bounds: dict[str, Any] = {}
         if given.padding_mask is not None:
-            padding, (first, end) = given.padding_mask == 0, _bounds(given.padding_mask)
+            padding, (first, end) = given.padding_mask == 0, _mask_bounds(given.padding_mask)
             bounds = {"leftpad_q": first, "seqused_q": end}
             bounds |= {"leftpad_k": first, "seqused_k": end} if memory is None else {}
         elif given.cu_seqlens is not None:
@@ -333,15 +334,15 @@ class DecayFlashAttention(Spared):
             # for any contents: the gradients of the weights are sums over all tokens, and 0 · NaN is NaN
             x = x.masked_fill(padding[..., None], 0)
         if cache is not None and padding is not None:  # a cache needs an entry's tokens before its padding
-            x, resets = _rolled(x, first), None if resets is None else _rolled(resets, first)
+            x, resets = _roll_left(x, first), None if resets is None else _roll_left(resets, first)
             if log_decay is not None and log_decay.ndim == 3:
-                log_decay = _rolled(log_decay, first)
+                log_decay = _roll_left(log_decay, first)
             given, bounds = given._replace(new_lengths=end - first), {}
         tokens, rows = x, x.shape[1]
         if memory is not None:
             if given.memory_padding_mask is not None:
                 memory = memory.masked_fill(given.memory_padding_mask[..., None] == 0, 0)
-                first, end = _bounds(given.memory_padding_mask, "memory_padding_mask")
+                first, end = _mask_bounds(given.memory_padding_mask, "memory_padding_mask")
                 bounds |= {"leftpad_k": first, "seqused_k": end}
             # one call of in_proj, which may be quantised, adapted or sharded
             tokens, x = torch.cat([x, memory], 1), memory
@@ -359,7 +360,7 @@ class DecayFlashAttention(Spared):
                 start = {"start": cache.lengths + cache.dropped}
             elif cache is not None or self.context is not None:
                 start = {"start": torch.full(x.shape[:1], begin, dtype=torch.int32, device=x.device)}
-            q, k = _check_placed(self.position(q, k, **start), q, k)
+            q, k = _check_positioned(self.position(q, k, **start), q, k)
         if log_decay is None and self.decay is not None:
             log_decay = self.decay(x)
         if memory is not None and not self.causal and isinstance(log_decay, Tensor) and log_decay.ndim == 3:
@@ -439,19 +440,17 @@ class DecayFlashAttention(Spared):
         wide = torch.promote_types(self.log_scale.dtype, torch.float32)
         return part(self.log_scale, self.tensor_mesh).to(wide).exp() / math.sqrt(self.head_dim)
 
-    def _check_input(self, name: str, x: Tensor) -> None:
-        check_tensor(name, x)
+    def _check_input(self, name: str, x: Tensor, device: torch.device | None = None) -> None:
+        check_tensor(name, x, device, "x")
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"{name}: expected shape (B, T, embed_dim = {self.embed_dim}), got {tuple(x.shape)}")
         if not x.is_floating_point():
             raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
 
-    def _check_memory(self, x: Tensor, given: _Given, memory: Tensor) -> None:
-        self._check_input("memory", memory)
+    def _check_memory(self, x: Tensor, given: _CallArguments, memory: Tensor) -> None:
+        self._check_input("memory", memory, x.device)
         if memory.shape[0] != x.shape[0]:
             raise ValueError(f"memory: expected the batch size of x, {x.shape[0]}, got {memory.shape[0]}")
-        if memory.device != x.device:
-            raise ValueError(f"memory: expected the device of x, {x.device}, got {memory.device}")
         if memory.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"memory: expected the dtype of x, {x.dtype}, got {memory.dtype}")
         for name, value, remedy in (
@@ -464,19 +463,15 @@ class DecayFlashAttention(Spared):
             if value is not None:
                 raise ValueError(f"{name}: expected None with memory; {remedy}")
 
-    def _check_arguments(self, x: Tensor, given: _Given, others: tuple, unknown: dict) -> int:
+    def _check_arguments(self, x: Tensor, given: _CallArguments, others: tuple, unknown: dict) -> int:
         """Check the arguments that decay_attention cannot. Return the position of x's first token; 0 with a cache."""
         if others or unknown:
             validation.refuse_unknown(DecayFlashAttention.forward, unknown, others)
         self._check_input("x", x)
         if given.cache is not None:
             self._check_cache(x, given.cache)
-        elif given.new_lengths is not None:
-            raise ValueError("new_lengths: expected only with a cache")
         if given.memory is not None:
             self._check_memory(x, given, given.memory)
-        elif given.memory_padding_mask is not None:
-            raise ValueError("memory_padding_mask: expected only with memory")
         self._check_sequences(x, given)
         if given.log_decay is not None:
             self._check_log_decay(x if given.memory is None else given.memory, given.log_decay)
@@ -489,7 +484,7 @@ class DecayFlashAttention(Spared):
             _check_offsets(given.cu_seqlens, end)
         return begin
 
-    def _check_sequences(self, x: Tensor, given: _Given) -> None:
+    def _check_sequences(self, x: Tensor, given: _CallArguments) -> None:
         for name, mask, tokens in (
             ("padding_mask", given.padding_mask, x), ("resets", given.resets, x),
             ("memory_padding_mask", given.memory_padding_mask, given.memory),
@@ -505,18 +500,15 @@ class DecayFlashAttention(Spared):
                 "resets: expected 0, or 1 for the first token of a document, got other numbers; from document "
                 "numbers, compute F.pad(numbers.diff() != 0, (1, 0))",
             )
-        for one, other, remedy in (
-            ("cu_seqlens", "padding_mask", "sequences are packed or padded"),
-            ("cu_seqlens", "cache", "pad the sequences, and pass padding_mask"),
-            ("new_lengths", "padding_mask", "a mask gives the lengths"),
-        ):
+        for name, other, noun in _NEEDS:
+            if getattr(given, name) is not None and getattr(given, other) is None:
+                raise ValueError(f"{name}: expected only with {noun}")
+        for one, other, remedy in _EXCLUDES:
             if getattr(given, one) is not None and getattr(given, other) is not None:
                 raise ValueError(f"{one}, {other}: expected at most one of them; {remedy}")
         if self.context is not None and (given.padding_mask is not None or given.cache is not None):
             name = "cache" if given.padding_mask is None else "padding_mask"
             raise ValueError(f"{name}: expected None where the layer has a context; cu_seqlens keeps sequences apart")
-        if given.cu_seqlens is None and given.max_seqlen is not None:
-            raise ValueError("max_seqlen: expected only with cu_seqlens")
         if given.cu_seqlens is not None:
             _check_integers("cu_seqlens", given.cu_seqlens, x)
             if given.cu_seqlens.ndim != 1 or not given.cu_seqlens.numel():
@@ -568,20 +560,20 @@ def _normalise(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
     return norm(heads.to(norm.weight.dtype)).to(heads.dtype)
 
 
-def _rolled(x: Tensor, tokens: Tensor) -> Tensor:
+def _roll_left(x: Tensor, tokens: Tensor) -> Tensor:
     """x (B, T, …), with every entry rolled to the left by a number of tokens (B,)."""
     index = torch.arange(x.shape[1], device=x.device) + tokens[:, None]
     return x.take_along_dim((index % max(x.shape[1], 1)).view(*x.shape[:2], *[1] * (x.ndim - 2)), 1)
 
 
-def _first(padding_mask: Tensor) -> Tensor:
+def _left_padding(padding_mask: Tensor) -> Tensor:
     """Number of padding tokens on the left of the rows, (B,) int32."""
     return ((padding_mask != 0).cumsum(1) == 0).sum(1, dtype=torch.int32)
 
 
-def _bounds(padding_mask: Tensor, name: str = "padding_mask") -> tuple[Tensor, Tensor]:
+def _mask_bounds(padding_mask: Tensor, name: str = "padding_mask") -> tuple[Tensor, Tensor]:
     """First tokens (B,) int32 of the rows, and their ends. For an empty row both are equal."""
-    begin = _first(padding_mask)
+    begin = _left_padding(padding_mask)
     end = begin + (padding_mask != 0).sum(1, dtype=torch.int32)
     index = torch.arange(padding_mask.shape[1], device=padding_mask.device)
     one_stretch = (index >= begin[:, None]) & (index < end[:, None])
@@ -618,27 +610,24 @@ def _check_integers(name: str, numbers: Tensor, x: Tensor, or_bool: bool = False
     expected = "a bool or an integer tensor" if or_bool else "an integer tensor"
     if not isinstance(numbers, Tensor):
         raise wrong_type(name, expected, numbers)
-    check_tensor(name, numbers)
-    is_bool = numbers.dtype == torch.bool
-    if numbers.is_floating_point() or numbers.is_complex() or (is_bool and not or_bool):
+    check_tensor(name, numbers, x.device, "x")
+    if numbers.is_floating_point() or numbers.is_complex() or (numbers.dtype == torch.bool and not or_bool):
         raise TypeError(f"{name}: expected {expected}, got {numbers.dtype}")
-    if numbers.device != x.device:
-        raise ValueError(f"{name}: expected the device of x, {x.device}, got {numbers.device}")
 
 
-def _check_placed(placed: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _check_positioned(positioned: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Check that a position module returned q and k in their shapes and dtypes, and return them."""
-    if not isinstance(placed, (tuple, list)) or len(placed) != 2:
-        raise TypeError(f"position: expected a module that returns (q, k), got a {type(placed).__name__}")
-    for name, got, given in zip("qk", placed, (q, k), strict=True):
-            # autocast casts them later
+    if not isinstance(positioned, (tuple, list)) or len(positioned) != 2:
+        raise TypeError(f"position: expected a module that returns (q, k), got a {type(positioned).__name__}")
+    for name, got, given in zip("qk", positioned, (q, k), strict=True):
+        # autocast casts them later
         wrong_dtype = got.dtype != given.dtype and not torch.is_autocast_enabled(q.device.type)
         if got.shape != given.shape or wrong_dtype:
             raise ValueError(
                 f"position: expected {name} back as {tuple(given.shape)} in {given.dtype}, "
                 f"got {tuple(got.shape)} in {got.dtype}"
             )
-    return placed
+    return positioned
 
 
 def _build_decay(decay: DecayPreset | nn.Module, embed_dim: int, num_heads: int, options: dict) -> nn.Module | None:
@@ -654,19 +643,13 @@ def _build_decay(decay: DecayPreset | nn.Module, embed_dim: int, num_heads: int,
     return DECAYS[decay](embed_dim, num_heads, **options)
 
 
-def _check_position(position: nn.Module | None) -> nn.Module | None:
-    if position is not None and not isinstance(position, nn.Module):
-        raise wrong_type("position", "a torch.nn.Module", position)
-    return position
-
-
-def _check_scale(scale: float | str | None) -> float | str | None:
+def _checked_scale(scale: float | str | None) -> float | str | None:
     if scale is None or scale == "learned":
         return scale
     if isinstance(scale, str):
         raise ValueError(f"scale: expected a number, 'learned' or None, got {scale!r}")
-    if not is_real(scale):
+    if not validation.is_real(scale):
         raise wrong_type("scale", "a number, 'learned' or None", scale)
-    if not is_finite(scale):
+    if not validation.is_finite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)

@@ -3,29 +3,17 @@
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from numbers import Integral
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from decayattn import normalize, reference
+from decayattn import normalize, reference, validation
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention
-from decayattn.problem import RESET_BELOW, SUPPORTED_DTYPES, BackendName, SkipTolerance, without_autocast
-from decayattn.validation import (
-    check_between,
-    check_counts,
-    check_kv_heads,
-    check_positive_int,
-    check_tensor,
-    check_window,
-    is_finite,
-    is_real,
-    refuse_gradients,
-    wrong_type,
-)
+from decayattn.problem import RESET_BELOW, BackendName, SkipTolerance, without_autocast
+from decayattn.validation import check_counts, check_positive_int, check_tensor, refuse_gradients, wrong_type
 
 # Tokens that a cache with a window holds besides those of the window. When older tokens move out, half of the slack
 # stays, for `crop`; the other half fills before the next move. One copy of the window per 128 steps is 3 % of the bytes
@@ -100,17 +88,17 @@ class DecayCache:
         self.batch_size = check_positive_int("batch_size", batch_size)
         self.max_length = check_positive_int("max_length", max_length)
         self.num_heads = check_positive_int("num_heads", num_heads)
-        self.num_kv_heads = check_kv_heads("num_kv_heads", num_kv_heads, "num_heads", self.num_heads)
+        self.num_kv_heads = validation.check_kv_heads("num_kv_heads", num_kv_heads, "num_heads", self.num_heads)
         self.head_dim = check_positive_int("head_dim", head_dim)
         self.value_dim = check_positive_int("value_dim", head_dim if value_dim is None else value_dim)
-        check_window(window_size)
+        validation.check_window(window_size)
         self.window_size = window_size
         left, _ = normalize.window_of(window_size, True)
         self._left = None if left < 0 else left
         if dtype is not None:
-            _check_dtype("dtype", dtype)
+            validation.check_dtype("dtype", dtype)
         self.longest = 0
-        self._is_tried = False  # if True, launches are sized for full buffers
+        self._in_trial = False  # if True, launches are sized for full buffers
         is_known = device is not None and dtype is not None
         self._allocate(self._room if is_known else 0, device, dtype)
         # None until the first tokens
@@ -178,7 +166,7 @@ class DecayCache:
                 f"window_size: expected one within the cache's, {self.window_size}, because older tokens leave it; "
                 f"got {window_size}"
             )
-        counted, is_first = _counted(new_lengths, q.shape[1]), self.longest == 0
+        counted, is_first = _valid_lengths(new_lengths, q.shape[1]), self.longest == 0
         # "hopper" cannot append
         decoder = registry.decoder("auto" if is_first and backend == "hopper" else backend, k.dtype, k.device)
         self._prepare(k)
@@ -188,16 +176,16 @@ class DecayCache:
                     q, k, v, rates if per_token is None else per_token, scale=scale, window_size=window_size,
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
                 )
-        narrow = self._make_room(q.shape[1])
+        replaced = self._make_room(q.shape[1])
         ends, first = self._append(decoder, k, v, per_token, counted)
         if not is_first:
-            longest = self.keys.shape[1] if self._is_tried else self.longest
+            longest = self.keys.shape[1] if self._in_trial else self.longest
             out, _ = decoder.decode(
                 inputs._replace(k=self.keys, v=self.values), ends, alpha=self.alpha, first=first, left=left,
                 longest=longest,
             )
-        self._narrow(narrow)
-        if not self._is_tried:  # a CUDA graph may overwrite its outputs
+        self._restore_buffers(replaced)
+        if not self._in_trial:  # a CUDA graph may overwrite its outputs
             self._rates = 0.0 if rates is None else rates
         return out
 
@@ -214,10 +202,10 @@ class DecayCache:
         """
         self._check_tokens(k, v, log_decay, new_lengths)
         self._prepare(k)
-        narrow = self._make_room(k.shape[1])
+        replaced = self._make_room(k.shape[1])
         decoder = registry.decoder("auto", k.dtype, k.device)
-        self._append(decoder, k, v, log_decay, _counted(new_lengths, k.shape[1]))
-        self._narrow(narrow)
+        self._append(decoder, k, v, log_decay, _valid_lengths(new_lengths, k.shape[1]))
+        self._restore_buffers(replaced)
 
     def grow(self, max_length: int) -> None:
         """Allocate new buffers for max_length tokens and copy the tokens; a window may need less."""
@@ -225,7 +213,7 @@ class DecayCache:
         if max_length < self.longest:
             raise ValueError(f"max_length: expected at least the {self.longest} tokens held, got {max_length}")
         self.max_length = max_length
-        if self._is_allocated and self.keys.shape[1] != self._room:
+        if self.keys.shape[1] not in (0, self._room):
             self._resize(self._room)
 
     def _resize(self, tokens: int) -> None:
@@ -236,10 +224,10 @@ class DecayCache:
 
     def _move_to(self, keys: Tensor, values: Tensor, alpha: Tensor | None = None) -> None:
         """Copy the tokens into these buffers and use them. Without `alpha`, α gets a new buffer."""
-        used, held = slice(0, self.longest), (self.keys, self.values, self.alpha)
+        used, before = slice(0, self.longest), (self.keys, self.values, self.alpha)
         self.keys, self.values = keys, values
         self.alpha = None if self.alpha is None else self._new_alpha() if alpha is None else alpha
-        for to, of in zip((self.keys, self.values, self.alpha), held, strict=True):
+        for to, of in zip((self.keys, self.values, self.alpha), before, strict=True):
             if to is not None and of is not None:
                 to[:, used] = of[:, used]
 
@@ -271,10 +259,8 @@ class DecayCache:
             raise ValueError(f"index: expected (N,) int32 or int64, got {index.dtype} {tuple(index.shape)}")
         index = index.to(self.lengths.device)
         with torch.inference_mode(False):
-            self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
-            self.first, self.lengths = self.first.index_select(0, index), self.lengths.index_select(0, index)
-            self.dropped, self._moved = self.dropped.index_select(0, index), self._moved.index_select(0, index)
-            self._log_evicted = self._log_evicted.index_select(0, index)
+            for name in ("keys", "values", "first", "lengths", "dropped", "_moved", "_log_evicted"):
+                setattr(self, name, getattr(self, name).index_select(0, index))
             if self.alpha is not None:
                 self.alpha = self.alpha[index]
         self.batch_size = len(index)
@@ -318,9 +304,9 @@ class DecayCache:
             refuse_unless(((tokens >= 0) & (tokens <= self.longest)).all(), f"{expected}, got a tensor with others")
             return tokens.to(self.lengths.device), 0  # before allocation, self.device is None
         numbers: tuple[Any, ...] = tuple(tokens) if isinstance(tokens, (list, tuple)) else (tokens,)
-        if any(isinstance(number, bool) or not isinstance(number, Integral) for number in numbers):
+        if not all(map(validation.is_integer, numbers)):
             raise wrong_type("tokens", "an int, or one for each entry", tokens)
-        is_sequence = not isinstance(tokens, Integral)
+        is_sequence = not validation.is_integer(tokens)
         if is_sequence and len(numbers) != self.batch_size:
             raise ValueError(f"tokens: expected one number for each of {self.batch_size} entries, got {len(numbers)}")
         if not all(0 <= number <= self.longest for number in numbers):
@@ -358,7 +344,7 @@ class DecayCache:
             TypeError, ValueError: for a bad argument, by name, before anything changes. Bad values in a tensor on a GPU
                 fail an assertion there.
         """
-        check_between("tolerance", tolerance, 0, 1, "a number between 0 and 1")
+        validation.check_between("tolerance", tolerance, 0, 1, "a number between 0 and 1")
         score_bound = self._head_numbers("score_bound", score_bound, lowest=0.0)
         if log_decay is not None and self.alpha is not None:
             raise ValueError("log_decay: expected None, because the cache holds a decay per token")
@@ -402,15 +388,15 @@ class DecayCache:
         self._move_out()
         if self.longest + tokens <= self.keys.shape[1]:
             return None
-        narrow = self.keys, self.values, self.alpha
+        replaced = self.keys, self.values, self.alpha
         self._resize(self.longest + tokens)
-        return narrow
+        return replaced
 
-    def _narrow(self, narrow: tuple[Tensor, Tensor, Tensor | None] | None) -> None:
+    def _restore_buffers(self, replaced: tuple[Tensor, Tensor, Tensor | None] | None) -> None:
         """Return to the buffers that `_make_room` replaced, because CUDA graphs may hold their addresses."""
-        if narrow is not None:
+        if replaced is not None:
             self._move_out()
-            self._move_to(*narrow)
+            self._move_to(*replaced)
 
     def _move_out(self) -> None:
         """Drop the tokens that no later row sees, except the slack."""
@@ -442,7 +428,7 @@ class DecayCache:
         """Refuse tokens that cannot be appended."""
         check_tensor("k", k, self.device, "the cache")
         device, dtype = k.device, k.dtype if self.dtype is None else self.dtype
-        _check_dtype("k", dtype)
+        validation.check_dtype("k", dtype)
         for name, x, dim in (("k", k, self.head_dim), ("v", v, self.value_dim)):
             check_tensor(name, x, device, "the cache")
             if x.dtype != dtype:
@@ -465,15 +451,17 @@ class DecayCache:
             if log_decay.shape != per_token:
                 raise ValueError(f"log_decay: expected (B, T, H) = {per_token}, got {tuple(log_decay.shape)}")
         if self.longest > 0 and (log_decay is not None) != (self.alpha is not None):
-            held, came = ("one per token", "none") if log_decay is None else ("none", "one per token")
-            raise ValueError(f"log_decay: expected {held}, as for the tokens in the cache, got {came}; reset the cache")
+            expected, got = ("one per token", "none") if log_decay is None else ("none", "one per token")
+            raise ValueError(
+                f"log_decay: expected {expected}, as for the tokens in the cache, got {got}; reset the cache"
+            )
         if new_lengths is not None:
             check_counts("new_lengths", new_lengths, device, "(B,)", (self.batch_size,), "the cache")
         refuse_gradients(k=k, v=v, log_decay=log_decay)
 
     def _check_room(self, name: str, tokens: int) -> None:
         """Refuse more tokens than fit."""
-        moves_out = self._kept is not None and not self._is_tried
+        moves_out = self._kept is not None and not self._in_trial
         if moves_out or self._fits(tokens, self._room):
             return
         limit = f"max_length = {self.max_length}"
@@ -486,18 +474,14 @@ class DecayCache:
 
     def _fits(self, tokens: int, room: int) -> bool:
         """True if each entry has space for more tokens. Reads the lengths if their upper bound is not enough."""
-        is_readable = not (self._is_tried or self.lengths.is_meta)
+        is_readable = not (self._in_trial or self.lengths.is_meta)
         if self.longest and self.longest + tokens > room and is_readable:
             self.longest = int(self.lengths.max())
         return self.longest + tokens <= room
 
-    @property
-    def _is_allocated(self) -> bool:
-        return self.keys.shape[1] > 0
-
     def _prepare(self, k: Tensor) -> None:
         """Allocate the buffers, if these are the first keys."""
-        if not self._is_allocated:
+        if self.keys.shape[1] == 0:
             self._allocate(self._room, k.device, k.dtype)
             self.device, self.dtype = k.device, k.dtype
 
@@ -531,11 +515,11 @@ class DecayCache:
             self._move_out()  # a step needs space
         state, longest = [self.lengths, self.first, self._log_evicted], self.longest
         before = [x.clone() for x in state]
-        self._is_tried = True
+        self._in_trial = True
         try:
             yield
         finally:
-            self._is_tried, self.longest = False, longest
+            self._in_trial, self.longest = False, longest
             for x, value in zip(state, before, strict=True):
                 x.copy_(value)
 
@@ -556,18 +540,13 @@ class DecayCache:
             fits = (value >= lowest) & (value < math.inf)
             refuse_unless(fits.all(), f"{name}: expected finite numbers{expected}, got a tensor with others")
             return value.double()
-        if not is_real(value):
+        if not validation.is_real(value):
             raise wrong_type(name, "a number or a tensor (H,)", value)
-        if not is_finite(value) or value < lowest:
+        if not validation.is_finite(value) or value < lowest:
             raise ValueError(f"{name}: expected a finite number{expected}, got {value}")
         return torch.full((self.num_heads,), float(value), device=self.device, dtype=torch.float64)
 
 
-def _counted(new_lengths: Tensor | None, tokens: int) -> Tensor | None:
+def _valid_lengths(new_lengths: Tensor | None, tokens: int) -> Tensor | None:
     """Number of valid new tokens in each entry, (B,) int32."""
     return None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
-
-
-def _check_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in SUPPORTED_DTYPES:
-        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {dtype}")

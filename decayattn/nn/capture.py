@@ -92,14 +92,14 @@ class CapturedStep:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._tried()  # compiles, and makes lasting allocations
-                self._tokens, _ = self._tried()
+                self._run_trial()  # compiles, and makes lasting allocations
+                self._tokens, _ = self._run_trial()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            _, self._outputs = self._tried(torch.cuda.graph(graph))
+            _, self._outputs = self._run_trial(torch.cuda.graph(graph))
             self._graph = graph
 
-    def _tried(self, context: Any = None) -> tuple[list[int], Any]:
+    def _run_trial(self, context: Any = None) -> tuple[list[int], Any]:
         """(tokens appended to each cache, outputs) of one call; the caches keep their state."""
         with contextlib.ExitStack() as stack:
             for cache in self._caches:

@@ -61,7 +61,7 @@ class Rotary(nn.Module):
             position = position + start[:, None]
         angle = position[..., None, None] * self._rates(dim, q.device)  # (1 or B, T, 1, dim / 2)
         cos, sin = angle.cos(), angle.sin()
-        return _turned(q, cos, sin), _turned(k, cos, sin)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
     def extra_repr(self) -> str:
         parts = [f"base={self.base:g}"]
@@ -79,8 +79,8 @@ class Rotary(nn.Module):
         return rates * (kept + (1 - kept) / factor)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     dim = 2 * cos.shape[-1]
     first, second = x[..., :dim].chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-    return turned if dim == x.shape[-1] else torch.cat([turned, x[..., dim:]], dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return rotated if dim == x.shape[-1] else torch.cat([rotated, x[..., dim:]], dim=-1)

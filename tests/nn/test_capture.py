@@ -22,12 +22,12 @@ class Replayed:
         caches = self.step._caches
         longest = [cache.longest for cache in caches]
         for cache in caches:
-            cache._is_tried = True
+            cache._in_trial = True
         outputs = self.step._function(*self.step._inputs)
         for own, new in zip(self.step._outputs, outputs, strict=True):
             own.copy_(new)
         for cache, number in zip(caches, longest, strict=True):
-            cache.longest, cache._is_tried = number, False
+            cache.longest, cache._in_trial = number, False
 
 
 @pytest.fixture(params=[
@@ -39,7 +39,7 @@ def capture(request, monkeypatch):
     if request.param == "replayed":
 
         def on_a_cpu(step):
-            step._tokens, step._outputs = step._tried(contextlib.nullcontext())
+            step._tokens, step._outputs = step._run_trial(contextlib.nullcontext())
             step._graph = Replayed(step)
 
         init = CapturedStep.__init__
