@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from shared.poison import poisoned_allocations
 from shared.provenance import provenance
 
 ON_GPU = torch.cuda.is_available()
@@ -83,25 +84,9 @@ def interpreter() -> None:
 
 
 @pytest.fixture(autouse=True)
-def poison_uninitialised_memory(monkeypatch):
-    """Fresh buffers hold NaN (integers: a huge number), so that whatever reads or returns an unwritten entry shows."""
-
-    def poisoned(allocate):
-        def wrapper(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            if torch.compiler.is_compiling() or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-                return tensor
-            if tensor.is_floating_point():
-                tensor.detach().fill_(torch.nan)
-            elif tensor.dtype in (torch.int32, torch.int64):
-                tensor.fill_(torch.iinfo(tensor.dtype).max // 2)
-            return tensor
-
-        return wrapper
-
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+def poison_uninitialised_memory():
+    with poisoned_allocations():
+        yield
 
 
 @pytest.fixture(autouse=True)

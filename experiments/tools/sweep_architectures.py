@@ -39,7 +39,9 @@ import torch
 import transformers
 from shared import workers
 from shared.provenance import provenance
+from shared.report import write
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
@@ -101,34 +103,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args(argv)
     began = time.monotonic()
-    found = {}
-    for name, outcome in sweep(options.only or architectures(), options.processes):
+    found, names = {}, options.only or architectures()
+    for name, outcome in tqdm(sweep(names, options.processes), total=len(names), disable=not sys.stderr.isatty()):
         found[name] = outcome
         if options.only or outcome["outcome"] == "wrong":
-            print(name, json.dumps(outcome), flush=True)
+            tqdm.write(f"{name} {json.dumps(outcome)}")
     counts = Counter(outcome["outcome"] for outcome in found.values())
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
     if options.output is not None:
-        report = {
-            **provenance(SCRIPT, argv, options.commit), "transformers": transformers.__version__,
-            "seconds": round(time.monotonic() - began, 1), "counts": counts,
-            "architectures": dict(sorted(found.items())),
-        }
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        seconds, ordered = round(time.monotonic() - began, 1), dict(sorted(found.items()))
+        about = {"transformers": transformers.__version__, "seconds": seconds, "counts": counts}
+        write({**provenance(SCRIPT, argv, options.commit), **about, "architectures": ordered}, options.output)
     return int("wrong" in counts)
 
 
 def architectures() -> list[str]:
     """Names of the model classes to judge, a few of each configuration."""
-    with_head: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
+
+    def add(table: dict[str, Any], known: set[str]) -> None:
+        for kind, names in table.items():
+            if kind not in known:
+                found.setdefault(kind, []).append(names if isinstance(names, str) else names[0])
+
     for head in HEADS:
-        for kind, names in getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES").items():
-            with_head.setdefault(kind, []).append(names if isinstance(names, str) else names[0])
-    bare = {
-        kind: [names if isinstance(names, str) else names[0]]
-        for kind, names in modeling_auto.MODEL_MAPPING_NAMES.items() if kind not in with_head
-    }
-    return sorted({name for names in (with_head | bare).values() for name in names})
+        add(getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES"), set())
+    add(modeling_auto.MODEL_MAPPING_NAMES, set(found))
+    return sorted({name for names in found.values() for name in names})
 
 
 def sweep(names: Sequence[str], processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -182,10 +183,6 @@ def compare(kind: Any, eager: PreTrainedModel, other: PreTrainedModel, inputs: d
             return {"outcome": "refused", "reason": described(error)}
         return {"outcome": "wrong", "reason": f"after {', '.join(compared)}: {described(error)}"}
     return {"outcome": "right", "error": float(f"{max(compared.values()):.0e}"), "compared": " ".join(compared)}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Models
 
 
 def small_config(kind: type[PreTrainedConfig], values: dict[str, Any]) -> PreTrainedConfig:
@@ -278,10 +275,6 @@ def randomise(model: PreTrainedModel) -> None:
             parameter.add_(0.1 * noise)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Inputs and outputs
-
-
 def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Inputs of a batch of 2 that a model may take."""
     names = inspect.signature(model.forward).parameters
@@ -290,7 +283,10 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    channels, size = setting(model, "num_channels", "in_channels", default=3), setting(model, "image_size", default=32)
+    def of(*settings: str, default: int) -> int:
+        return setting(model, *settings, default=default)
+
+    channels, size = of("num_channels", "in_channels", default=3), of("image_size", default=32)
     image = {"pixel_values": random(2, channels, size, size)}
     if "input_ids" in names:
         text = {"input_ids": torch.randint(5, VOCABULARY // 2 - 4, (2, TOKENS), generator=generator)}
@@ -298,29 +294,24 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
             text["bbox"] = torch.randint(0, 10, (2, TOKENS, 4), generator=generator).sort(-1).values
         if "decoder_input_ids" in names and model.config.is_encoder_decoder:
             text["decoder_input_ids"] = torch.randint(5, VOCABULARY // 2 - 4, (2, 7), generator=generator)
-        yield text
-        if "pixel_values" in names:
-            yield text | image
+        yield from (text, text | image) if "pixel_values" in names else (text,)
         return
     decoder = {"decoder_input_ids": torch.randint(5, 60, (2, 7), generator=generator)}
     extra = decoder if "decoder_input_ids" in names else {}
     if "grid_thw" in names:
-        patch = setting(model, "patch_size", default=8)
-        width = channels * setting(model, "temporal_patch_size", default=1) * patch**2
+        width = channels * of("temporal_patch_size", default=1) * of("patch_size", default=8) ** 2
         yield {next(iter(names)): random(40, width), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 6]])}
     if "pixel_values" in names:
         yield image | extra
-        frames = setting(model, "num_frames", default=2)
-        yield {"pixel_values": random(2, frames, channels, size, size)}
+        yield {"pixel_values": random(2, of("num_frames", default=2), channels, size, size)}
     if "pixel_values_videos" in names:
-        frames = setting(model, "frames_per_clip", "num_frames", default=2)
+        frames = of("frames_per_clip", "num_frames", default=2)
         yield {"pixel_values_videos": random(2, frames, channels, size, size)}
     if "input_values" in names:
         yield {"input_values": random(2, 3200)}
-        bins = setting(model, "num_mel_bins", default=32)
-        yield {"input_values": random(2, setting(model, "max_length", default=64), bins)}
+        yield {"input_values": random(2, of("max_length", default=64), of("num_mel_bins", default=32))}
     if "input_features" in names:
-        for bins in {setting(model, "num_mel_bins", "feature_size", "input_dim", default=80), 80, 160}:
+        for bins in {of("num_mel_bins", "feature_size", "input_dim", default=80), 80, 160}:
             for shape in ((2, bins, 64), (2, 64, bins), (2, bins, 2 * VOCABULARY)):
                 yield {"input_features": random(*shape)} | extra
 
@@ -328,13 +319,10 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
 def setting(model: PreTrainedModel, *names: str, default: int) -> int:
     """The first integer of these names in a configuration or its parts; the first of several."""
     config = model.config
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        for name in names:
-            value = getattr(part, name, None)
-            value = value[0] if isinstance(value, (list, tuple)) else value
-            if isinstance(value, int):
-                return value
-    return default
+    parts = (config, *(getattr(config, name, None) for name in config.sub_configs))
+    values = (getattr(part, name, None) for part in parts for name in names)
+    firsts = (value[0] if isinstance(value, (list, tuple)) else value for value in values)
+    return next((value for value in firsts if isinstance(value, int)), default)
 
 
 @torch.no_grad()
@@ -379,10 +367,6 @@ def difference(found: Tensor, expected: Tensor, real: Tensor | None = None) -> f
         found, expected = found[real], expected[real]
     error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
     return float(error) if error.isfinite() else float("inf")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Cases
 
 
 def cases(eager: Any, ours: Any, inputs: dict[str, Tensor]) -> Iterator[tuple[str, float]]:

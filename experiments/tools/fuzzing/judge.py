@@ -4,15 +4,13 @@ Eager and A are explicit_attention's (decayattn.testing), which has a float64 pr
 numbers are −inf there already, so nothing large is in that prefix, and it can hide no error of a kernel.
 """
 
-import contextlib
 import math
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
+from shared.poison import poisoned_allocations
 from torch import Tensor
 
 from decayattn import decay_attention, decay_attention_varlen
@@ -105,29 +103,6 @@ def gradients(
     if grad_out.is_cuda:
         torch.cuda.synchronize()  # a fault belongs to the call that made it
     return found
-
-
-@contextlib.contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """Fresh buffers hold NaN (integers: a huge number), so that whatever reads or returns an unwritten entry shows."""
-
-    def poisoned(allocate):
-        def wrapper(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                tensor.detach().fill_(math.nan)
-            elif isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64):
-                tensor.fill_(torch.iinfo(tensor.dtype).max // 2)
-            return tensor
-
-        return wrapper
-
-    with (
-        mock.patch.object(torch, "empty", poisoned(torch.empty)),
-        mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),
-        mock.patch.object(Tensor, "new_empty", poisoned(Tensor.new_empty)),
-    ):
-        yield
 
 
 class FuzzedCall(Call):

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from shared.poison import poisoned_allocations
 from torch import Tensor
 
 from decayattn.distributed import context_parallel_attention
 from tools.fuzzing.draws import MOST_SCORES, Draw, draw
-from tools.fuzzing.judge import differentiable, gradients, outputs, poisoned_allocations
+from tools.fuzzing.judge import differentiable, gradients, outputs
 from tools.fuzzing.tensors import Case, build
 
 # the axis of tokens, of what has one, in a dense call; one less in a packed one
