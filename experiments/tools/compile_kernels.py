@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the printed figures, the largest of kernels of one name")
     options = parser.parse_args(argv)
     if options.short or options.versions:
-        rows, failures = of_versions(options, argv)
+        rows, failures = of_versions(options)
     else:
         print(f"triton {triton.__version__}")
         found = []
@@ -194,21 +194,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failures > 0)
 
 
-def of_versions(options: argparse.Namespace, argv: Sequence[str]) -> tuple[list[dict], int]:
+def of_versions(options: argparse.Namespace) -> tuple[list[dict], int]:
     """The rows of every version of Triton, and the number of runs with a fault."""
-    versions = options.versions or VERSIONS
+    versions, lists = options.versions or VERSIONS, ("backends", "head_dims", "decays", "paths", "targets")
+    own = [word for name in lists for word in (f"--{name.replace('_', '-')}", *map(str, getattr(options, name)))]
+    short = {version: SHORT[: None if version in (versions[0], versions[-1]) else 1] for version in versions}
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
         folders = {version: installed(version, options.folder or Path(temporary)) for version in versions}
-        given = argparse.ArgumentParser(add_help=False)  # of the arguments, those for each version
-        for name, count in (("--versions", "+"), ("--folder", None), ("--json", None)):
-            given.add_argument(name, nargs=count)
-        own = [given.parse_known_args(argv)[1]]
-        short = {version: SHORT[: None if version in (versions[0], versions[-1]) else 1] for version in versions}
         runs = [
             (folders[version], part, Path(temporary, f"{version}-{number}.json")) for version in versions
-            for number, part in enumerate(map(shlex.split, short[version]) if options.short else own)
+            for number, part in enumerate(map(shlex.split, short[version]) if options.short else [own])
         ]
-        statuses = list(pool.map(compiled_apart, *zip(*runs, strict=True)))
+        statuses = list(pool.map(lambda run: compiled_apart(*run, options.dtype), runs))
         rows = [row for *_, path in runs if path.exists() for row in json.loads(path.read_text())["kernels"]]
     return rows, sum(map(bool, statuses))
 
@@ -222,11 +219,11 @@ def installed(version: str, folder: Path) -> Path:
     return target
 
 
-def compiled_apart(folder: Path, part: Sequence[str], path: Path) -> int:
+def compiled_apart(folder: Path, part: Sequence[str], path: Path, dtype: str) -> int:
     """The exit status of this script with the Triton of the folder; it writes its rows to the path."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join((str(folder), str(ROOT)))
-    command = [sys.executable, str(ROOT / SCRIPT), *part, "--json", str(path)]
+    command = [sys.executable, str(ROOT / SCRIPT), *part, "--dtype", dtype, "--json", str(path)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, end="", flush=True)  # at once: several compile side by side
     return done.returncode

@@ -92,7 +92,7 @@ def test_each_triton_compiles_in_its_process(script, tmp_path, monkeypatch, caps
             (folder / "__init__.py").touch()
             return None
         version = env["PYTHONPATH"].split(os.pathsep)[0].rpartition("-")[2]
-        runs.append((version, command[2:-2]))
+        runs.append((version, command[2:-4]))
         fault = ["serialised"] if (version, "gfx942" in command) == ("3.7.1", False) else []
         facts = {"target": "sm_90", "backend": "triton", "dim": 64, "decay": "none", "path": "TMA", "kernel": "forward"}
         kernels = [facts | dict(registers=n, spills=8 - n, shared=0, faults=fault * n, notes=[]) for n in range(2)]
@@ -103,8 +103,10 @@ def test_each_triton_compiles_in_its_process(script, tmp_path, monkeypatch, caps
     monkeypatch.setattr(script.subprocess, "run", run)
     monkeypatch.setattr(script.os, "cpu_count", lambda: 1)
     own = ["--folder", str(tmp_path), "--json", str(tmp_path / "m.json")]
+    all_options = ["--backends", "triton", "--head-dims", "64", "--decays", "none", "--paths", "row scales"]
+    all_options += ["--targets", "sm_80", "sm_90"]
     for versions, more, status, expected in (
-        (["3.6.0"], ["--targets", "sm_80"], 0, [("3.6.0", ["--targets", "sm_80"])]),
+        (["3.6.0"], all_options, 0, [("3.6.0", all_options)]),
         (["3.6.0", "3.7.1", "3.9.0"], ["--short"], 1, [
             (version, script.shlex.split(part)) for version, parts in
             (("3.6.0", script.SHORT), ("3.7.1", script.SHORT[:1]), ("3.9.0", script.SHORT)) for part in parts
