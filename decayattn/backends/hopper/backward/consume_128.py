@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from decayattn.backends.hopper.backward.consume import walk
 from decayattn.backends.hopper.backward.dq import (
     add_dq_part,
     add_row_sums,
@@ -21,24 +22,18 @@ from decayattn.backends.hopper.backward.dq import (
 )
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile
 from decayattn.backends.hopper.backward.row_terms import DELTA
-from decayattn.backends.hopper.backward.score_tile import keys_of_head, operand_of_dk, scaled_scores
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
+from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import (
-    KEYS,
     PART,
-    SHARES,
-    bits_before,
-    by_threads,
-    from_threads,
     ones_of_splits,
     operand_layout,
     product_layout,
-    where_bits,
 )
 from decayattn.backends.hopper.common.pipelines import arrive, signal
 from decayattn.backends.hopper.common.tile_table import flat, stacked
-from decayattn.backends.tiles.scores import LOG2E, decayed_score, probability, score_gradient
+from decayattn.backends.tiles.scores import score_gradient
 
 
 @gluon.jit
@@ -56,19 +51,13 @@ def _widened(x):
 
 @gluon.jit
 def _next_tile(
-    n, tile, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
-    D: gl.constexpr, EDGE: gl.constexpr,
+    n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, EDGE: gl.constexpr
 ):
-    """Add the n-th query tile to gradients, (dk, dv, key_sum), and dq of the previous visit to its target.
-
-    keys: (key, α of it, first and end of the rows that see it), one per key of the warpgroup
-    dq_target: (descriptor of the fragments, first part of the head, row sums, first row of the head)
-    previous: the previous visit as tile · SIDES + side; −1 if there is none in this head
-    """
-    dk, dv, key_sum = gradients
-    _, key_alpha, first, end = keys
+    """Add the n-th query tile, as consume.walk asks."""
+    dk, dv, key_sum = sums
     dq_desc, first_part, row_sums, first_row = dq_target
     ROWS: gl.constexpr = work.schedule.ROWS
+    D: gl.constexpr = shared.keys.shape[-1]
     DECAY: gl.constexpr = work.schedule.DECAY
     SCORE: gl.constexpr = product_layout(ROWS)
     OPERAND: gl.constexpr = operand_layout(dk.type.layout)
@@ -102,20 +91,7 @@ def _next_tile(
     scoreT = warpgroup_mma_wait(2, (scoreT,))
     if WARPGROUP == 0:
         signal(shared.barriers.first_scores.index(stage))
-    # inlined tile_probability of score_tile.py: with the call ptxas allocates other registers, which has not been timed
-    if DECAY != "none":
-        # the term that the tile's rows share is added to the key's
-        key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
-    scoreT = scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES)
-    scoreT = decayed_score(scoreT, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none")
-    if EDGE:
-        # read the tile's first row here: if it were known earlier, the compiler would compare before the scores are
-        # ready
-        here = shared.starts.index(stage).load(key_alpha.type.layout)
-        x = by_threads(scoreT)
-        seen = bits_before(end - here, x) & ~bits_before(first - here, x)
-        scoreT = from_threads(where_bits(seen, x), SCORE)
-    p = probability(scoreT, 0)
+    p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, ROW_SCALES=ROW_SCALES)
     pT = p.to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
@@ -187,8 +163,39 @@ def _dk_staging(dk_desc, shared, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr)
 
 
 @gluon.jit
-def _store_dk(dk_desc, dk, n, work, shared, WARPGROUP: gl.constexpr, D: gl.constexpr):
+def _zeros(shared, WARPGROUP: gl.constexpr):
+    D: gl.constexpr = shared.keys.shape[-1]
+    dk = gl.zeros([WARPGROUP_KEYS, D], gl.float32, product_layout(D))
+    return dk, dk
+
+
+@gluon.jit
+def _end_head(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
+    dq_desc, first_part, row_sums, first_row = dq_target
+    D: gl.constexpr = shared.keys.shape[-1]
+    ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS
+    LOADED: gl.constexpr = is_loaded(D, ROW_SUMS, work.schedule.ROW_SCALES)
+    shared.wait_d_scores(n - 1, pred=previous >= 0)
+    last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
+    dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, D, ROW_SUMS, LOADED)
+    dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
+    arrive(shared.barriers.keys_read, is_last)
+    if previous >= 0:
+        tma.store_wait(0)
+        gluon_compat.thread_barrier()
+        stage_dq_part(shared, dq, WARPGROUP)
+        fence_async_shared()
+        gluon_compat.thread_barrier()
+        add_dq_part(dq_desc, first_part + previous // work.schedule.SIDES * 2, shared, WARPGROUP)
+        if ROW_SUMS:
+            add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
+
+
+@gluon.jit
+def _store(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
     """Start to store dk, 64 columns at a time."""
+    D: gl.constexpr = shared.keys.shape[-1]
+    dk = (dk * scale).to(shared.d_scores.dtype)
     halves = (dk, dk)
     if D == 128:
         halves = gl.split(gl.permute(gl.reshape(dk, [WARPGROUP_KEYS, 2, PART]), [0, 2, 1]))
@@ -203,95 +210,6 @@ def _store_dk(dk_desc, dk, n, work, shared, WARPGROUP: gl.constexpr, D: gl.const
 
 
 @gluon.jit
-def consume(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.constexpr, D: gl.constexpr):
-    """Run one consumer warpgroup: its 64 keys of every work tile, through the query tiles that see the tile's keys."""
-    ROWS: gl.constexpr = schedule.ROWS
-    DECAY: gl.constexpr = schedule.DECAY
-    SCORE: gl.constexpr = product_layout(ROWS)
-    KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
-    ACC: gl.constexpr = product_layout(D)
-    LOADED: gl.constexpr = is_loaded(D, schedule.ROW_SUMS, schedule.ROW_SCALES)
-    index = shared.published_index(0)
-    count = index * 0
-    n = index * 0
-    while index < schedule.work_tiles:
-        work = find_work(schedule, index)
-        own_start = work.bounds.start + WARPGROUP * WARPGROUP_KEYS
-        key = own_start + gl.arange(0, WARPGROUP_KEYS, KEY)
-        inside = gl.minimum(key, work.bounds.key_length - 1)
-        dk = gl.zeros([WARPGROUP_KEYS, D], gl.float32, ACC)
-        dv = gl.zeros([WARPGROUP_KEYS, D], gl.float32, ACC)
-        for member in range(schedule.GROUP):
-            tokens = work.first_token(member)
-            first_part = work.first_tile(member) * 2 + WARPGROUP
-            first_row = work.first_row(member)
-            dq_target = (dq_desc, first_part, decay.sums.rows, first_row)
-            key_alpha, rows, ends = keys_of_head(work, member, tokens, key, inside, decay)
-            key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
-            # the previous visit, as tile · SIDES + side
-            previous = -1
-            for side in range(schedule.SIDES):
-                first, end = work.rows_of_side(rows, side)
-                visited = work.visited(ends, side)
-
-                # wait late, so that the loads above run while the keys arrive
-                mbarrier.wait(shared.barriers.keys_ready, count & 1)
-                # One thread waits until dk of the last work tile has left the slots of dSᵀ. The barrier holds back the
-                # others, which write there too
-                tma.store_wait(0)
-                gluon_compat.thread_barrier()
-                for EDGE in gl.static_range(1, -1, -1):
-                    first_visit, end_visit = visits(visited, EDGE)
-                    for visit in range(first_visit, end_visit):
-                        tile = query_tile(visit, visited)
-                        dk, dv, key_sum = _next_tile(
-                            n, tile, previous, (dk, dv, key_sum), (key, key_alpha, first, end), work, shared, dq_target,
-                            scale * LOG2E, WARPGROUP, D, EDGE,
-                        )
-                        previous = tile * schedule.SIDES + side
-                        n += 1
-                if schedule.SIDES == 2:
-                    # right of the diagonal the sign is reversed: with a change of sign after each side, sums are
-                    # left − right
-                    key_alpha, key_sum = -key_alpha, -key_sum
-            if member == schedule.GROUP - 1:
-                # store dv to the buffer of this warpgroup's values
-                flat(shared.values.index(WARPGROUP)).store(dv.to(shared.values.dtype))
-                fence_async_shared()
-                arrive(shared.barriers.dv_ready)
-            # dq of the head's last tile
-            shared.wait_d_scores(n - 1, pred=previous >= 0)
-            last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
-            dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, D, schedule.ROW_SUMS, LOADED)
-            dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
-            arrive(shared.barriers.keys_read, member == schedule.GROUP - 1)
-            if previous >= 0:
-                tma.store_wait(0)
-                gluon_compat.thread_barrier()
-                stage_dq_part(shared, dq, WARPGROUP)
-                fence_async_shared()
-                gluon_compat.thread_barrier()
-                add_dq_part(dq_desc, first_part + previous // schedule.SIDES * 2, shared, WARPGROUP)
-                if schedule.ROW_SUMS:
-                    add_row_sums(row_sum, decay.sums.rows, first_row, previous, work, WARPGROUP, D)
-            if schedule.DECAY_GRADIENT:
-                # Find the work tile again: its bounds would take registers in the loop. store_key_sums is inlined for
-                # the same reason as tile_probability
-                done = find_work(schedule, index)
-                tokens, own_start = done.first_token(member), done.bounds.start + WARPGROUP * WARPGROUP_KEYS
-                total = gl.sum(key_sum, 1)
-                if DECAY == "scalar":
-                    total *= 0.25  # of 4 copies
-                    share = gl.arange(0, WARPGROUP_KEYS, total.type.layout)
-                    here = decay.sums.columns + tokens + own_start + share
-                    gl.store(here, total, mask=own_start + share < done.bounds.key_length)
-                else:
-                    tile = done.first_block(member) + done.bounds.start // KEYS
-                    gl.store(decay.sums.rates + tile * 2 + WARPGROUP, gl.sum(total, 0))
-
-        # both warpgroups have read dSᵀ of the last tile, too
-        mbarrier.wait(shared.barriers.keys_read, count & 1)
-        _store_dk(dk_desc, (dk * scale).to(shared.d_scores.dtype), n, find_work(schedule, index), shared, WARPGROUP, D)
-        count += 1
-        index = shared.published_index(count)
-    tma.store_wait(0)
+def consume_128(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
+    """Run one consumer warpgroup, with 64 keys of its own in every work tile."""
+    walk(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP, _zeros, _next_tile, _end_head, _store)

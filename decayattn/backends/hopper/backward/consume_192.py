@@ -26,19 +26,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from decayattn.backends.hopper.backward.consume import walk
 from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
-from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
-from decayattn.backends.hopper.backward.score_tile import keys_of_head, operand_of_dk, tile_probability
+from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile
+from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
 from decayattn.backends.hopper.backward.shared import DK_BLOCKS
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common import gluon_compat
-from decayattn.backends.hopper.common.fragments import COPIES, PART, SHARES, operand_layout, product_layout
+from decayattn.backends.hopper.common.fragments import COPIES, PART, operand_layout, product_layout
 from decayattn.backends.hopper.common.pipelines import arrive, signal
 from decayattn.backends.hopper.common.tile_table import flat, stacked
-from decayattn.backends.tiles.scores import LOG2E, score_gradient
+from decayattn.backends.tiles.scores import score_gradient
 
-# blocks of dq that are allocated in memory
-DQ_BLOCKS: gl.constexpr = gl.constexpr(4)
 # layout of a block of dk
 DK: gl.constexpr = gl.constexpr(product_layout(PART.value))
 
@@ -54,7 +53,7 @@ def _add_dq(shared, n, visit, work, dq_target, zero, BLOCK: gl.constexpr):
         key = flat(shared.keys.index(zero + part * DK_BLOCKS + BLOCK))
         dq = warpgroup_mma(left, key, dq, use_acc=part > 0, is_async=True)
     dq = warpgroup_mma_wait(0, (dq,))
-    add_from_registers(dq_fragments, first_part + visit // work.schedule.SIDES * DQ_BLOCKS + BLOCK, dq)
+    add_from_registers(dq_fragments, first_part + visit // work.schedule.SIDES * shared.DQ_PARTS + BLOCK, dq)
 
 
 @gluon.jit
@@ -71,19 +70,16 @@ def _take_turn(shared, n, visit, work, dq_target, zero, WARPGROUP: gl.constexpr)
             left = shared.d_scores.index(slot * 2 + part).permute((1, 0))
             row_sum = warpgroup_mma(left, ones, row_sum, use_acc=part > 0, is_async=True)
         row_sum = warpgroup_mma_wait(0, (row_sum,))
-        add_row_sums(row_sum, row_sums, first_row, visit, work, 0, DQ_BLOCKS * PART)
+        add_row_sums(row_sum, row_sums, first_row, visit, work, 0, shared.DQ_PARTS * PART)
 
 
 @gluon.jit
 def _next_tile(
-    n, tile, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
-    EDGE: gl.constexpr,
+    n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, EDGE: gl.constexpr
 ):
-    """Add the n-th query tile to gradients, (dk's blocks, dv, key_sum), and dq of the previous visit to its target.
-
-    The arguments are those of consumer._next_tile.
-    """
-    dk0, dk1, dk2, dv, key_sum = gradients
+    """Add the n-th query tile, as consume.walk asks; dk is a tuple of its blocks."""
+    dk, dv, key_sum = sums
+    dk0, dk1, dk2 = dk
     HALF: gl.constexpr = work.schedule.ROWS // 2
     DECAY: gl.constexpr = work.schedule.DECAY
     ROW_SCALES: gl.constexpr = work.schedule.ROW_SCALES
@@ -160,12 +156,29 @@ def _next_tile(
     arrive(shared.barriers.empty.index(stage))
     if KEY_SUMS:
         key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], EDGE)
-    return dk0, dk1, dk2, dv, key_sum
+    return (dk0, dk1, dk2), dv, key_sum
 
 
 @gluon.jit
-def _store_dk(dk_desc, blocks, n, work, shared, WARPGROUP: gl.constexpr):
+def _zeros(shared, WARPGROUP: gl.constexpr):
+    D_V: gl.constexpr = shared.values.shape[-1]
+    dk = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
+    return (dk, dk, dk), gl.zeros([WARPGROUP_KEYS, D_V], gl.float32, product_layout(D_V))
+
+
+@gluon.jit
+def _end_head(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
+    shared.wait_d_scores(n - 1, pred=previous >= 0)
+    if previous >= 0:
+        _add_dq(shared, n, previous, work, dq_target, opaque_zero(n), 2 * WARPGROUP)
+        _take_turn(shared, n, previous, work, dq_target, opaque_zero(n), WARPGROUP)
+    arrive(shared.barriers.keys_read, is_last)
+
+
+@gluon.jit
+def _store(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
     """Start to store dk, block after block, from the two slots of dSᵀ that are not the last tile's (consume_128.py)."""
+    blocks = (dk[0] * scale, dk[1] * scale, dk[2] * scale)
     for block in gl.static_range(DK_BLOCKS):
         if block >= 2:
             tma.store_wait(0)
@@ -180,70 +193,5 @@ def _store_dk(dk_desc, blocks, n, work, shared, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def consume_192(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
-    """Run one consumer warpgroup: its 64 keys of every work tile, through the query tiles that see the tile's keys."""
-    KEY: gl.constexpr = gl.SliceLayout(1, product_layout(schedule.ROWS // 2))
-    D_V: gl.constexpr = shared.values.shape[-1]
-    index = shared.published_index(0)
-    count = index * 0
-    n = index * 0
-    while index < schedule.work_tiles:
-        work = find_work(schedule, index)
-        key = work.bounds.start + WARPGROUP * WARPGROUP_KEYS + gl.arange(0, WARPGROUP_KEYS, KEY)
-        inside = gl.minimum(key, work.bounds.key_length - 1)
-        dk0 = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
-        dk1 = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
-        dk2 = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
-        dv = gl.zeros([WARPGROUP_KEYS, D_V], gl.float32, product_layout(D_V))
-        for member in range(schedule.GROUP):
-            tokens = work.first_token(member)
-            key_alpha, rows, ends = keys_of_head(work, member, tokens, key, inside, decay)
-            first_part = work.first_tile(member) * DQ_BLOCKS
-            dq_target = (dq_fragments, first_part, decay.sums.rows, work.first_row(member))
-            key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
-            # the previous visit, as tile · SIDES + side
-            previous = -1
-            for side in range(schedule.SIDES):
-                first, end = work.rows_of_side(rows, side)
-                visited = work.visited(ends, side)
-                # wait late, so that the loads above run while the keys arrive
-                mbarrier.wait(shared.barriers.keys_ready, count & 1)
-                # One thread waits until dk of the last work tile has left the slots of dSᵀ. The barrier holds back the
-                # others, which write there too
-                tma.store_wait(0)
-                gluon_compat.thread_barrier()
-                for EDGE in gl.static_range(1, -1, -1):
-                    first_visit, end_visit = visits(visited, EDGE)
-                    for visit in range(first_visit, end_visit):
-                        tile = query_tile(visit, visited)
-                        dk0, dk1, dk2, dv, key_sum = _next_tile(
-                            n, tile, previous, (dk0, dk1, dk2, dv, key_sum), (key, key_alpha, first, end), work, shared,
-                            dq_target, scale * LOG2E, WARPGROUP, EDGE,
-                        )
-                        previous = tile * schedule.SIDES + side
-                        n += 1
-                if schedule.SIDES == 2:
-                    # right of the diagonal the sign is reversed: with a change of sign after each side, sums are
-                    # left − right
-                    key_alpha, key_sum = -key_alpha, -key_sum
-            if member == schedule.GROUP - 1:
-                # store dv to the buffer of this warpgroup's values
-                flat(shared.values.index(WARPGROUP)).store(dv.to(shared.values.dtype))
-                fence_async_shared()
-                arrive(shared.barriers.dv_ready)
-            # dq of the head's last tile
-            shared.wait_d_scores(n - 1, pred=previous >= 0)
-            if previous >= 0:
-                _add_dq(shared, n, previous, work, dq_target, opaque_zero(n), 2 * WARPGROUP)
-                _take_turn(shared, n, previous, work, dq_target, opaque_zero(n), WARPGROUP)
-            arrive(shared.barriers.keys_read, member == schedule.GROUP - 1)
-            if schedule.DECAY_GRADIENT:
-                # find the work tile again: its bounds would take registers in the loop
-                store_key_sums(find_work(schedule, index), member, key_sum, decay, WARPGROUP)
-
-        # both warpgroups have read dSᵀ of the last tile, too
-        mbarrier.wait(shared.barriers.keys_read, count & 1)
-        blocks = (dk0 * scale, dk1 * scale, dk2 * scale)
-        _store_dk(dk_desc, blocks, n, find_work(schedule, index), shared, WARPGROUP)
-        count += 1
-        index = shared.published_index(count)
-    tma.store_wait(0)
+    """Run one consumer warpgroup, with 64 keys of its own in every work tile."""
+    walk(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP, _zeros, _next_tile, _end_head, _store)

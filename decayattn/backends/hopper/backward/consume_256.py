@@ -37,25 +37,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from decayattn.backends.hopper.backward.consume import walk
 from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
-from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, store_key_sums
+from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile
 from decayattn.backends.hopper.backward.row_terms import DELTA
-from decayattn.backends.hopper.backward.score_tile import keys_of_head, operand_of_dk, tile_probability
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
+from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
+from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
     PART,
-    SHARES,
     ones_of_splits,
     product_layout,
 )
 from decayattn.backends.hopper.common.pipelines import arrive
 from decayattn.backends.hopper.common.tile_table import flat
-from decayattn.backends.tiles.scores import LOG2E, score_gradient
-
-# parts of dq, of 64 columns, that a warpgroup multiplies for a tile
-PARTS: gl.constexpr = gl.constexpr(2)
+from decayattn.backends.tiles.scores import score_gradient
 
 
 @gluon.constexpr_function
@@ -96,21 +93,25 @@ def _start_dq_part(shared, n, slot, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def _next_tile(
-    n, tile, previous, gradients, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr,
-    READ: gl.constexpr, EDGE: gl.constexpr,
-):
-    """Add the n-th query tile to gradients, (dk, dv, key_sum), and dq of the previous visit to its target.
+def _start_row_sums(shared, slot, zero):
+    """Issue the row sums of dS of the tile in a slot, (64, 8 copies); zero: opaque_zero."""
+    left = shared.d_scores.index(slot).permute((1, 0))
+    ones = shared.constants.ones.index(zero).permute((1, 0))
+    return warpgroup_mma(left, ones, gl.zeros([PART, COPIES], gl.float32, SUMS), use_acc=False, is_async=True)
 
-    The arguments are those of consumer._next_tile.
-    """
-    dk, dv, key_sum = gradients
+
+@gluon.jit
+def _next_tile(
+    n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, EDGE: gl.constexpr
+):
+    """Add the n-th query tile, as consume.walk asks."""
+    dk, dv, key_sum = sums
     dq_fragments, first_part, row_sums, first_row = dq_target
     ROWS: gl.constexpr = work.schedule.ROWS
     OWN: gl.constexpr = ROWS // 2
     DECAY: gl.constexpr = work.schedule.DECAY
     DTYPE: gl.constexpr = shared.queries.dtype
-    DQ_PARTS: gl.constexpr = _parts(WARPGROUP, READ)
+    OWN_PARTS: gl.constexpr = _parts(WARPGROUP, shared.READ)
     ROW_SCALES: gl.constexpr = work.schedule.ROW_SCALES
     # warpgroup 0 makes the row sums, the other one the sums of keys
     ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS and WARPGROUP == 0
@@ -120,38 +121,36 @@ def _next_tile(
     stage, phase = shared.stage(n), shared.phase(n)
     query, d_out = flat(shared.queries.index(stage)), flat(shared.d_outs.index(stage))
     own = opaque_zero(n)
-    previous_part = first_part + previous // work.schedule.SIDES * (PARTS * 2)
+    previous_part = first_part + previous // work.schedule.SIDES * shared.DQ_PARTS
 
     mbarrier.wait(shared.barriers.queries_ready.index(stage), phase)
     own_terms = shared.terms.index(stage).slice(WARPGROUP * OWN, OWN, 0).permute((1, 0))
     own_query = query.slice(WARPGROUP * OWN, OWN, 0)
     # the terms have LSE₂ divided by the scale of all scores; with a scale per row, tile_probability subtracts LSE₂
     LSE2: gl.constexpr = -1 if ROW_SCALES else 0
-    scoreT = _start_scores(flat(shared.keys.index(own)), own_query, own_terms, LSE2, READ)
+    scoreT = _start_scores(flat(shared.keys.index(own)), own_query, own_terms, LSE2, shared.READ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
     before = shared.slot(n - 1)
-    if DQ_PARTS > 0:
+    if OWN_PARTS > 0:
         first_dq = _start_dq_part(shared, n, before, WARPGROUP * D // 2)
     if ROW_SUMS:
-        ones = shared.constants.ones.index(own).permute((1, 0))
-        left = shared.d_scores.index(before).permute((1, 0))
-        row_sum = warpgroup_mma(left, ones, row_sum, use_acc=False, is_async=True)
+        row_sum = _start_row_sums(shared, before, own)
     mbarrier.wait(shared.barriers.d_outs_ready.index(stage), phase)
     own_d_out = d_out.slice(WARPGROUP * OWN, OWN, 0)
     dpT = _start_scores(flat(shared.values.index(own)), own_d_out, own_terms, DELTA, D_V)
     # numbers of products issued for dP, and for dq with the row sums
     OF_DP: gl.constexpr = D_V // 64 + 1
-    OF_DQ: gl.constexpr = (1 if DQ_PARTS > 0 else 0) + (1 if ROW_SUMS else 0)
+    OF_DQ: gl.constexpr = (1 if OWN_PARTS > 0 else 0) + (1 if ROW_SUMS else 0)
     scoreT = warpgroup_mma_wait(OF_DP + OF_DQ, (scoreT,))
     p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, WARPGROUP * OWN, ROW_SCALES)
-    if DQ_PARTS > 0:
+    if OWN_PARTS > 0:
         first_dq, row_sum = warpgroup_mma_wait(OF_DP, (first_dq, row_sum))
         if previous >= 0:
             add_from_registers(dq_fragments, previous_part, first_dq)
     if ROW_SUMS and previous >= 0:
         add_row_sums(row_sum, row_sums, first_row, previous, work, 0, D)
     dpT = warpgroup_mma_wait(0, (dpT,))
-    if DQ_PARTS > 1:
+    if OWN_PARTS > 1:
         # issued only after dP is ready: earlier, ptxas would have too few registers, and serialise all products
         second_dq = _start_dq_part(shared, n, before, WARPGROUP * D // 2 + PART)
     d_scores = score_gradient(p, dpT, 0)
@@ -160,7 +159,7 @@ def _next_tile(
     pT = shared.p.index(own)
     pT.slice(WARPGROUP * OWN, OWN, 1).store(p.to(DTYPE))
     shared.d_scores.index(shared.slot(n)).slice(WARPGROUP * OWN, OWN, 1).store(dsT)
-    if ROW_SCALES and DQ_PARTS > 1:
+    if ROW_SCALES and OWN_PARTS > 1:
         # once both have arrived, its operand is overwritten
         second_dq = warpgroup_mma_wait(0, (second_dq,))
         if previous >= 0:
@@ -188,7 +187,7 @@ def _next_tile(
         of_keys = warpgroup_mma(left, weights.index(own).permute((1, 0)), of_keys, use_acc=False, is_async=True)
     # number of products issued after dv
     LATER: gl.constexpr = 2 if KEY_SUMS else 1
-    if DQ_PARTS > 1 and not ROW_SCALES:
+    if OWN_PARTS > 1 and not ROW_SCALES:
         second_dq = warpgroup_mma_wait(LATER + 1, (second_dq,))
         if previous >= 0:
             add_from_registers(dq_fragments, previous_part + 1, second_dq)
@@ -205,80 +204,47 @@ def _next_tile(
 
 
 @gluon.jit
-def consume_256(schedule, shared, dq_fragments, decay, scale, WARPGROUP: gl.constexpr, READ: gl.constexpr):
-    """Run one consumer warpgroup: its columns of every work tile, through the query tiles that see the tile's keys."""
-    ROWS: gl.constexpr = schedule.ROWS
-    SCORE: gl.constexpr = product_layout(ROWS // 2)
-    KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
+def _zeros(shared, WARPGROUP: gl.constexpr):
+    D_V: gl.constexpr = shared.values.shape[-1]
+    DK: gl.constexpr = _dk_columns(WARPGROUP, shared.READ)
+    dk = gl.zeros([WARPGROUP_KEYS, DK], gl.float32, product_layout(DK))
+    return dk, gl.zeros([WARPGROUP_KEYS, D_V // 2], gl.float32, product_layout(D_V // 2))
+
+
+@gluon.jit
+def _end_head(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
+    dq_fragments, first_part, row_sums, first_row = dq_target
+    D: gl.constexpr = shared.keys.shape[-1]
+    last, last_part = shared.slot(n - 1), first_part + previous // work.schedule.SIDES * shared.DQ_PARTS
+    for part in gl.static_range(_parts(WARPGROUP, shared.READ)):
+        dq = _start_dq_part(shared, n, last, WARPGROUP * D // 2 + part * PART)
+        dq = warpgroup_mma_wait(0, (dq,))
+        if previous >= 0:
+            add_from_registers(dq_fragments, last_part + part, dq)
+    if work.schedule.ROW_SUMS and WARPGROUP == 0:
+        row_sum = warpgroup_mma_wait(0, (_start_row_sums(shared, last, opaque_zero(n)),))
+        if previous >= 0:
+            add_row_sums(row_sum, row_sums, first_row, previous, work, 0, D)
+
+
+@gluon.jit
+def _store(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
+    """Store dv to the buffer of the values, and dk to that of the keys.
+
+    The other warpgroup had its last scores before it stored dS of the last tile, and for dq it reads its own columns of
+    the keys only. So only warps of this warpgroup may still read the overwritten columns.
+    """
+    gluon_compat.thread_barrier()
+    values, keys = flat(shared.values.index(0)), flat(shared.keys.index(0))
     D: gl.constexpr = shared.keys.shape[-1]
     D_V: gl.constexpr = shared.values.shape[-1]
-    DK: gl.constexpr = _dk_columns(WARPGROUP, READ)
-    DQ_PARTS: gl.constexpr = _parts(WARPGROUP, READ)
-    KEY_SUMS: gl.constexpr = schedule.DECAY_GRADIENT and WARPGROUP == 1
-    index = shared.published_index(0)
-    count = index * 0
-    n = index * 0
-    while index < schedule.work_tiles:
-        work = find_work(schedule, index)
-        key = work.bounds.start + gl.arange(0, WARPGROUP_KEYS, KEY)
-        inside = gl.minimum(key, work.bounds.key_length - 1)
-        dk = gl.zeros([WARPGROUP_KEYS, DK], gl.float32, product_layout(DK))
-        dv = gl.zeros([WARPGROUP_KEYS, D_V // 2], gl.float32, product_layout(D_V // 2))
-        for member in range(schedule.GROUP):
-            tokens = work.first_token(member)
-            key_alpha, rows, ends = keys_of_head(work, member, tokens, key, inside, decay)
-            first_part = work.first_tile(member) * (PARTS * 2) + WARPGROUP * PARTS
-            first_row = work.first_row(member)
-            dq_target = (dq_fragments, first_part, decay.sums.rows, first_row)
-            key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
-            # the previous visit, as tile · SIDES + side
-            previous = -1
-            for side in range(schedule.SIDES):
-                first, end = work.rows_of_side(rows, side)
-                visited = work.visited(ends, side)
-                # wait late, so that the loads above run while the keys arrive
-                mbarrier.wait(shared.barriers.keys_ready, count & 1)
-                for EDGE in gl.static_range(1, -1, -1):
-                    first_visit, end_visit = visits(visited, EDGE)
-                    for visit in range(first_visit, end_visit):
-                        tile = query_tile(visit, visited)
-                        dk, dv, key_sum = _next_tile(
-                            n, tile, previous, (dk, dv, key_sum), (key, key_alpha, first, end), work, shared, dq_target,
-                            scale * LOG2E, WARPGROUP, READ, EDGE,
-                        )
-                        previous = tile * schedule.SIDES + side
-                        n += 1
-                if schedule.SIDES == 2:
-                    # right of the diagonal the sign is reversed: with a change of sign after each side, sums are
-                    # left − right
-                    key_alpha, key_sum = -key_alpha, -key_sum
-            # dq of the head's last tile
-            last, last_part = shared.slot(n - 1), first_part + previous // schedule.SIDES * (PARTS * 2)
-            for part in gl.static_range(DQ_PARTS):
-                dq = _start_dq_part(shared, n, last, WARPGROUP * D // 2 + part * PART)
-                dq = warpgroup_mma_wait(0, (dq,))
-                if previous >= 0:
-                    add_from_registers(dq_fragments, last_part + part, dq)
-            if schedule.ROW_SUMS and WARPGROUP == 0:
-                row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
-                ones = shared.constants.ones.index(opaque_zero(n)).permute((1, 0))
-                left = shared.d_scores.index(last).permute((1, 0))
-                row_sum = warpgroup_mma(left, ones, row_sum, use_acc=False, is_async=True)
-                row_sum = warpgroup_mma_wait(0, (row_sum,))
-                if previous >= 0:
-                    add_row_sums(row_sum, decay.sums.rows, first_row, previous, work, 0, D)
-            if KEY_SUMS:
-                # find the work tile again: its bounds would take registers in the loop
-                store_key_sums(find_work(schedule, index), member, key_sum, decay, 0)
+    values.slice(WARPGROUP * D_V // 2, D_V // 2, 1).store(dv.to(values.dtype))
+    keys.slice(WARPGROUP * D // 2, dk.shape[1], 1).store((dk * scale).to(keys.dtype))
+    fence_async_shared()
+    arrive(shared.barriers.dv_ready)
 
-        # Store dv to the buffer of the values, and dk to that of the keys. The other warpgroup had its last scores
-        # before it stored dS of the last tile, and for dq it reads its own columns of the keys only. So only warps of
-        # this warpgroup may still read the overwritten columns
-        gluon_compat.thread_barrier()
-        values, keys = flat(shared.values.index(0)), flat(shared.keys.index(0))
-        values.slice(WARPGROUP * D_V // 2, D_V // 2, 1).store(dv.to(values.dtype))
-        keys.slice(WARPGROUP * D // 2, DK, 1).store((dk * scale).to(keys.dtype))
-        fence_async_shared()
-        arrive(shared.barriers.dv_ready)
-        count += 1
-        index = shared.published_index(count)
+
+@gluon.jit
+def consume_256(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
+    """Run one consumer warpgroup, with its columns of the gradients of every work tile; the producer stores them."""
+    walk(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP, _zeros, _next_tile, _end_head, _store)

@@ -70,7 +70,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from decayattn.backends.hopper import config
-from decayattn.backends.hopper.backward.consume_128 import consume
+from decayattn.backends.hopper.backward.consume_128 import consume_128
 from decayattn.backends.hopper.backward.consume_192 import consume_192
 from decayattn.backends.hopper.backward.consume_256 import consume_256
 from decayattn.backends.hopper.backward.dq import is_loaded, product_keys
@@ -81,7 +81,14 @@ from decayattn.backends.hopper.backward.shared import DK_BLOCKS, BackwardConstan
 from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums, side_count
 from decayattn.backends.hopper.backward.zero_dq import allocate_zeros
 from decayattn.backends.hopper.common.call import field
-from decayattn.backends.hopper.common.fragments import COPIES, DEPTH, FRAGMENT_COLUMNS, FRAGMENT_ROWS, ones_of_columns
+from decayattn.backends.hopper.common.fragments import (
+    COPIES,
+    DEPTH,
+    FRAGMENT_COLUMNS,
+    FRAGMENT_ROWS,
+    PART,
+    ones_of_columns,
+)
 from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
 from decayattn.backends.hopper.common.tile_table import allocate_tiles
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
@@ -133,6 +140,17 @@ class BackwardTile(NamedTuple):
     stages: int
     slots: int
     registers: int
+
+
+@gluon.jit
+def consume(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
+    """Run one consumer warpgroup."""
+    if shared.WIDE:
+        consume_256(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP)
+    elif shared.BLOCKS > 1:
+        consume_192(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP)
+    else:
+        consume_128(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP)
 
 
 # separate arguments: Triton specialises integers in a tuple (for 1 and multiples of 16) despite do_not_specialize
@@ -238,6 +256,9 @@ def gradients_kernel(
         SLOTS,
         BLOCKS,
         WIDE,
+        READ,
+        STORED,
+        ROWS * D // (PART * PART),
     )
     shared.barriers.init(STAGES, SLOTS, WIDE, WIDE and ROW_SCALES)
 
@@ -254,35 +275,14 @@ def gradients_kernel(
         CAUSAL, side_count(DECAY, CAUSAL),
     )
     sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc)
-    if WIDE:
-        gl.warp_specialize(
-            [
-                (consume_256, (schedule, shared, dq_fragments, decay, scale, 0, READ)),
-                (consume_256, (schedule, shared, dq_fragments, decay, scale, 1, READ)),
-                (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    elif BLOCKED:
-        gl.warp_specialize(
-            [
-                (consume_192, (schedule, shared, dq_fragments, dk_desc, decay, scale, 0)),
-                (consume_192, (schedule, shared, dq_fragments, dk_desc, decay, scale, 1)),
-                (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (schedule, shared, dq_fragments, dk_desc, decay, scale, 0, D)),
-                (consume, (schedule, shared, dq_fragments, dk_desc, decay, scale, 1, D)),
-                (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (consume, (schedule, shared, dq_fragments, dk_desc, decay, scale, 0)),
+            (consume, (schedule, shared, dq_fragments, dk_desc, decay, scale, 1)),
+            (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
     # keeps the barrier's memory to the end: Triton reuses it if nothing waits for it (pipelines.make_pipeline)
     mbarrier.invalidate(shared.barriers.d_scores_read)

@@ -105,6 +105,9 @@ class BackwardShared:
     SLOTS: gl.constexpr
     BLOCKS: gl.constexpr  # buffers that make up one tile of q or k
     WIDE: gl.constexpr  # consumers of consume_256.py
+    READ: gl.constexpr  # columns of q and k that hold values
+    SCORE_ROWS: gl.constexpr  # rows of the scores that a warpgroup has at once
+    DQ_PARTS: gl.constexpr  # parts of dq of a query tile, (64, 64) each
 
     @gluon.jit
     def stage(self, n):
@@ -118,6 +121,11 @@ class BackwardShared:
     def slot(self, n):
         """Slot of dSᵀ of the n-th tile; n may be −1."""
         return (n + self.SLOTS) % self.SLOTS
+
+    @gluon.jit
+    def first_part(self, WARPGROUP: gl.constexpr):
+        """First part of dq that a warpgroup adds; those of consume_192.py take turns."""
+        return 0 if self.BLOCKS > 1 else WARPGROUP * (self.DQ_PARTS // 2)
 
     @gluon.jit
     def wait_d_scores(self, n, pred=True):
