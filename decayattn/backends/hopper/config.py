@@ -129,8 +129,8 @@ def backward(widths: Widths) -> BackwardConfig:
     and dO, with dSᵀ and dq on their way out, fill the shared memory (213 and 223 KB).
 
     spill_bytes are those of kernels with one side (work.py); hardly any are in a loop over tiles. With two sides, a
-    decay per token spills 300 bytes (D = 64), 368 (D = 128, where each loop loads one word), 248 (three blocks) and 292
-    (wide).
+    decay per token spills 300 bytes (D = 64), 368 (D = 128, where each loop loads one word), 248 (consume_192.py) and
+    292 (consume_256.py).
     """
     if widths.qk == 64:
         return BackwardConfig("consume_128", KEY_TILE, 64, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)

@@ -26,18 +26,20 @@ from decayattn.backends.planning import skipping
 from decayattn.backends.planning.skipping import (
     ALPHA_MARGIN,
     BETA_MARGIN,
-    BLOCK,
     CHUNK,
     MOST_TOGETHER,
-    ROWS,
     first_visited,
 )
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.runtime.strided import strided
+from decayattn.backends.tiles.decay import DECAY_BLOCK
 from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
-from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, DecayPrefix
+from decayattn.backends.tiles.visibility import GRANULE
+from decayattn.problem import DECAY_BLOCK as _DECAY_BLOCK
+from decayattn.problem import GRANULE as _GRANULE
+from decayattn.problem import AttentionProblem, DecayPrefix
 
 
 class Place(NamedTuple):
@@ -53,7 +55,7 @@ class Place(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks of the longest slice; every slice is given as many."""
-        return cdiv(max(self.lengths), DECAY_BLOCK)
+        return cdiv(max(self.lengths), _DECAY_BLOCK)
 
 
 class SliceSummary(NamedTuple):
@@ -90,7 +92,7 @@ def summarise(
             prefix = decay_prefix.build(problem, log_decay, launch=launch)
         elif prefix is None:
             prefix = decay_prefix.allocate(problem, q)
-        granules = cdiv(length, GRANULE)
+        granules = cdiv(length, _GRANULE)
         if problem.is_empty:
             empty = q.new_empty(problem.batch, problem.num_heads, 0, 2, dtype=torch.float64)
             terms = empty, empty
@@ -240,7 +242,7 @@ def _join(
     limits += 3 * head
     tl.store(limits, first)
     tl.store(limits + 1, tl.where(first < begin, rows, 0))
-    tl.store(limits + 2, slice_ * blocks + (first - tl.load(offsets + slice_)) // BLOCK)
+    tl.store(limits + 2, slice_ * blocks + (first - tl.load(offsets + slice_)) // DECAY_BLOCK)
     if head % GROUP == 0:
         tl.store(found + head // GROUP, begin)
     if head == 0:
@@ -281,7 +283,7 @@ def _find_first_fetched(
     granule = tl.minimum(tl.program_id(0) % programs * TOGETHER + tl.arange(0, TOGETHER), granules - 1)
     first, rows = tl.load(limits + 3 * head), tl.load(limits + 3 * head + 1)
     end = rank * blocks
-    begin = tl.where(granule * ROWS < rows, tl.load(limits + 3 * head + 2).to(tl.int32), end)
+    begin = tl.where(granule * GRANULE < rows, tl.load(limits + 3 * head + 2).to(tl.int32), end)
     visited = first_visited(
         of_granules + 2 * head * granules, granule, log_tolerance, of_blocks + 2 * head * end, begin,
         granule * 0 + end, CHUNK, TOGETHER,
@@ -290,8 +292,8 @@ def _find_first_fetched(
     if block < end:
         # blocks without a key begin at the end of their slice
         slice_ = block // blocks
-        token = tl.load(offsets + slice_) + (block - slice_ * blocks).to(tl.int64) * BLOCK
+        token = tl.load(offsets + slice_) + (block - slice_ * blocks).to(tl.int64) * DECAY_BLOCK
         token = tl.maximum(tl.minimum(token, tl.load(offsets + slice_ + 1)), first)
         tl.atomic_min(found + head // GROUP, token, sem="relaxed")
-        needed = tl.max(tl.where(visited < end, (granule + 1) * ROWS, 0), 0).to(tl.int64)
+        needed = tl.max(tl.where(visited < end, (granule + 1) * GRANULE, 0), 0).to(tl.int64)
         tl.atomic_max(found + heads // GROUP, tl.minimum(needed, rows), sem="relaxed")

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from decayattn.backends.planning.offsets import parts_before, start_of_head
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
@@ -247,34 +248,6 @@ def count_ends(ends, count, block, SEARCHES: tl.constexpr):
         before = tl.maximum(before, tl.max(tl.where(passed, end, 0), 0))
         found += tl.sum(passed.to(tl.int32), 0) * group
     return found, before
-
-
-@triton.jit
-def parts_before(first, sequence, SIZE: tl.constexpr):
-    """Index of the first part of SIZE rows or tokens of a packed sequence that begins at `first`.
-
-    Every sequence before it has at most one partial part, hence the spare one per sequence.
-    """
-    return first // SIZE + sequence
-
-
-@triton.jit
-def row_pointers(source, entry, head, row):
-    """Pointers to the starts of rows of a head of a Strided (B, T, H, …)."""
-    strides = source.strides
-    of_head = source.data + entry.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
-    return of_head + row.to(tl.int64) * strides[1]
-
-
-@triton.jit
-def start_of_head(head_row, axis, first, WIDE: tl.constexpr = True):
-    """Offset of a head of a sequence in a buffer (B, H, axis), if the sequence begins at `first` on that axis.
-
-    head_row is batch entry · H + head. Without WIDE, the buffer has fewer than 2^31 values.
-    """
-    if WIDE:
-        head_row = head_row.to(tl.int64)
-    return head_row * axis + first
 
 
 @triton.jit

@@ -31,22 +31,19 @@ from torch import Tensor
 
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as packing
+from decayattn.backends.planning.offsets import parts_before, row_pointers, start_of_head
 from decayattn.backends.planning.prefix import prefix_of_head
-from decayattn.backends.planning.sequences import (
-    Sequences,
-    offsets_of_head,
-    parts_before,
-    row_pointers,
-    start_of_head,
-    tile_of_program,
-)
+from decayattn.backends.planning.sequences import Sequences, offsets_of_head, tile_of_program
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.runtime.strided import strided
+from decayattn.backends.tiles.decay import DECAY_BLOCK
 from decayattn.backends.tiles.scores import LOG2E
-from decayattn.backends.tiles.visibility import keys_seen
-from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, DecayPrefix
+from decayattn.backends.tiles.visibility import GRANULE, keys_seen
+from decayattn.problem import DECAY_BLOCK as _DECAY_BLOCK
+from decayattn.problem import GRANULE as _GRANULE
+from decayattn.problem import AttentionProblem, DecayPrefix
 
 # With fewer rows or keys attention takes about as long as two launches, and with few rows the plan reads the keys
 # almost as often as attention does (not measured)
@@ -64,8 +61,6 @@ _COLUMNS = 64
 # bytes of a row of q or k up to which the next rows are copied to shared memory while the current ones are added up
 _PREFETCHED_ROW = 256
 
-ROWS: tl.constexpr = tl.constexpr(GRANULE)
-BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
 _MARGIN: tl.constexpr = tl.constexpr(2.0**-14)
 BETA_MARGIN: tl.constexpr = tl.constexpr(2.0**-23)
 ALPHA_MARGIN: tl.constexpr = tl.constexpr(2.0**-44)
@@ -110,11 +105,11 @@ def allocate(problem: AttentionProblem, like: Tensor) -> Tensor:
     """Allocate a plan: (B, H, at least all granules) int32, or (B, H, 0) if no key may be skipped.
 
     It holds, for every granule of a sequence, the first block of the sequence's keys to visit. If the problem is not
-    planned, nothing reads it. Packed, the granules of a sequence begin at sequences.parts_before.
+    planned, nothing reads it. Packed, the granules of a sequence begin at offsets.parts_before.
     """
     # never a size of 1, which torch.compile would specialise: one graph for short and long lengths
     more = problem.sequences + 1 if problem.layout == "packed" else 2
-    granules = problem.query_length // GRANULE + more if _can_skip(problem) else 0
+    granules = problem.query_length // _GRANULE + more if _can_skip(problem) else 0
     return like.new_empty(problem.batch, problem.num_heads, granules, dtype=torch.int32)
 
 
@@ -134,10 +129,10 @@ def plan(
     else:
         of_blocks, of_granules = terms
     # two blocks of a packed or padded problem may belong to two sequences
-    most = MOST_TOGETHER if sequences is None else DECAY_BLOCK // GRANULE
-    together = programs_together(packing.row_programs(problem, sequences, GRANULE, problem.num_heads), most)
+    most = MOST_TOGETHER if sequences is None else _DECAY_BLOCK // _GRANULE
+    together = programs_together(packing.row_programs(problem, sequences, _GRANULE, problem.num_heads), most)
     launch(
-        _find_first_blocks, packing.row_programs(problem, sequences, GRANULE * together, problem.num_heads),
+        _find_first_blocks, packing.row_programs(problem, sequences, _GRANULE * together, problem.num_heads),
         prefix.last_reset, prefix.next_reset, of_blocks, (of_granules, of_granules.stride(1) // 2), first_block,
         sequences, _left(problem), math.log2(problem.skip_tolerance), _sizes(problem, granules), CHUNK=CHUNK,
         TOGETHER=together, num_warps=1, **_constants(problem, sequences), **COMPILER_OPTIONS,
@@ -161,18 +156,18 @@ def summaries(
     row_bytes = width * q.element_size()
     # packed or padded, the keys of one block belong to one sequence
     most = MOST_TOGETHER if sequences is None else 1
-    together = programs_together(packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads), most)
+    together = programs_together(packing.token_programs(problem, sequences, _DECAY_BLOCK, problem.num_heads), most)
     traits = _Traits(
         d=problem.head_dim,
         width=width,
         part=min(width, _COLUMNS),
         group=problem.num_heads // problem.num_kv_heads,
         together=together,
-        aligned=sequences is None and problem.first_position % GRANULE == 0,
+        aligned=sequences is None and problem.first_position % _GRANULE == 0,
         stages=2 if row_bytes <= _PREFETCHED_ROW else 1,
         prunes=prunes,
     )
-    programs = packing.token_programs(problem, sequences, DECAY_BLOCK * together, problem.num_heads)
+    programs = packing.token_programs(problem, sequences, _DECAY_BLOCK * together, problem.num_heads)
     if programs:
         launch(
             _summarise, programs,
@@ -217,7 +212,7 @@ def last_granules(
     blocks = packing.decay_blocks(problem)
     last = torch.empty(problem.batch, problem.num_heads, blocks, dtype=torch.int32, device=first_block.device)
     launch(
-        _find_last_granules, packing.token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads),
+        _find_last_granules, packing.token_programs(problem, sequences, _DECAY_BLOCK, problem.num_heads),
         first_block, last, sequences, _sizes(problem, first_block.shape[-1]), **packing.constants(problem, sequences),
         CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
     )
@@ -237,14 +232,14 @@ def visited_fraction(
     scalar = problem.decay == "scalar"
     prefix = decay_prefix.build(problem, log_decay) if scalar else decay_prefix.allocate(problem, q)
     first_block = plan(problem, q, k, log_decay, scale, prefix, None)
-    row = torch.arange(0, problem.query_length, GRANULE, device=q.device)
+    row = torch.arange(0, problem.query_length, _GRANULE, device=q.device)
     position = row + problem.first_position
-    last_position = (row + GRANULE).clamp(max=problem.query_length) - 1 + problem.first_position
+    last_position = (row + _GRANULE).clamp(max=problem.query_length) - 1 + problem.first_position
     # both ends of a row's visible keys never decrease: the first row has the granule's first key, the last row its last
     first_key = prefix.last_reset[..., position.clamp(min=0)] if scalar else torch.zeros_like(position)
     if problem.window[0] >= 0:
         first_key = torch.maximum(first_key, position - problem.window[0])
-    begin, end = first_key // DECAY_BLOCK, last_position // DECAY_BLOCK + 1
+    begin, end = first_key // _DECAY_BLOCK, last_position // _DECAY_BLOCK + 1
     seen = (end - begin).clamp(min=0)
     visited = seen
     if is_planned(problem):
@@ -260,13 +255,13 @@ def as_argument(problem: AttentionProblem, plan: Tensor) -> tuple[Tensor, int] |
 @triton.jit
 def granules_of_head(axis, work, head, heads, PACKED: tl.constexpr):
     """Offset of the granules of a head of work's sequence in a (B, H, axis) buffer of a plan."""
-    return _offset_of_head(axis, work.sequence, head, heads, work.first_row, PACKED, ROWS)
+    return _offset_of_head(axis, work.sequence, head, heads, work.first_row, PACKED, GRANULE)
 
 
 @triton.jit
 def blocks_of_head(axis, work, head, heads, PACKED: tl.constexpr):
     """Offset of the blocks of keys of a head of work's sequence in such a buffer."""
-    return _offset_of_head(axis, work.sequence, head, heads, work.first_token, PACKED, BLOCK)
+    return _offset_of_head(axis, work.sequence, head, heads, work.first_token, PACKED, DECAY_BLOCK)
 
 
 @triton.jit
@@ -283,19 +278,19 @@ def _offset_of_head(axis, sequence, head, heads, first, PACKED: tl.constexpr, SI
 def first_planned_key(plan, work, heads, TILE: tl.constexpr, PACKED: tl.constexpr):
     """The first key that any granule of a tile of TILE rows visits; plan is `as_argument` of first_block."""
     first_block = plan[0] + granules_of_head(plan[1], work, work.head, heads, PACKED)
-    granule = work.start // ROWS
+    granule = work.start // GRANULE
     block = tl.load(first_block + granule)
-    for other in tl.static_range(1, TILE // ROWS):
-        last = (work.query_length - 1) // ROWS
+    for other in tl.static_range(1, TILE // GRANULE):
+        last = (work.query_length - 1) // GRANULE
         block = tl.minimum(block, tl.load(first_block + tl.minimum(granule + other, last)))
-    return block * BLOCK
+    return block * DECAY_BLOCK
 
 
 @triton.jit
 def end_of_planned_rows(plan, work, head, heads, PACKED: tl.constexpr):
     """End of a head's rows that visit a key tile; plan is `as_argument` of last_granules."""
     last_granule = plan[0] + blocks_of_head(plan[1], work, head, heads, PACKED)
-    return (tl.load(last_granule + work.start // BLOCK) + 1) * ROWS
+    return (tl.load(last_granule + work.start // DECAY_BLOCK) + 1) * GRANULE
 
 
 @triton.jit
@@ -353,7 +348,8 @@ def _summarise(
     ACCUMULATOR: tl.constexpr = tl.float64 if q.data.dtype.element_ty == tl.float64 else tl.float32
     heads = sizes.heads
     work = tile_of_program(
-        sequences, heads, sizes.query_length, sizes.key_length, BLOCK * TOGETHER, True, False, PACKED, SEARCHES, True
+        sequences, heads, sizes.query_length, sizes.key_length, DECAY_BLOCK * TOGETHER, True, False, PACKED, SEARCHES,
+        True,
     )
     start, head, entry, query_length, key_length = work.start, work.head, work.entry, work.query_length, work.key_length
     if start >= key_length:
@@ -365,40 +361,40 @@ def _summarise(
 
     # blocks past the end repeat the last one
     own, last = tl.arange(0, TOGETHER), key_length - 1
-    block = tl.minimum(start // BLOCK + own, last // BLOCK)
+    block = tl.minimum(start // DECAY_BLOCK + own, last // DECAY_BLOCK)
     # (keys, blocks): in this order the sums over keys cross few lanes
-    key = block[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
+    key = block[None, :] * DECAY_BLOCK + tl.arange(0, DECAY_BLOCK)[:, None]
     inside = key < key_length
     alpha, slack = _load_alpha(key, block[None, :], rates, head, prefix, DECAY, inside)
     growth = tl.where(inside, slack - alpha, float("-inf"))
     largest = tl.max(growth, 0)
     weight = largest + tl.log2(tl.sum(tl.exp2((growth - largest[None, :]).to(tl.float32)), 0)).to(tl.float64)
     tl.store(of_blocks + 2 * block + 1, weight)
-    lowest, _ = _load_alpha(last, last // BLOCK, rates, head, prefix, DECAY)
+    lowest, _ = _load_alpha(last, last // DECAY_BLOCK, rates, head, prefix, DECAY)
     can_skip = lowest + weight <= log_tolerance
     if not PRUNES:
         can_skip = block >= 0
     tl.store(of_blocks + 2 * block, float("inf"), mask=can_skip == 0)
     # one bit for each block with norms to read, and one for each granule
-    blocks = tl.sum((can_skip & (start // BLOCK + own <= last // BLOCK)).to(tl.int32) << own, 0)
+    blocks = tl.sum((can_skip & (start // DECAY_BLOCK + own <= last // DECAY_BLOCK)).to(tl.int32) << own, 0)
 
     # Each lane tests one granule; lanes without one repeat the last one. A sum over all lanes of a warp is one
     # instruction, and the compiler knows that the branches on it are uniform
     lane, first_position = tl.arange(0, _LANES), key_length - query_length
     if ALIGNED:
-        first_granule = (start - first_position) // ROWS  # exact; negative before the first row
+        first_granule = (start - first_position) // GRANULE  # exact; negative before the first row
     else:
-        first_granule = tl.cdiv(tl.maximum(start - first_position, 0), ROWS)
+        first_granule = tl.cdiv(tl.maximum(start - first_position, 0), GRANULE)
     granule = first_granule + tl.minimum(lane, 2 * TOGETHER - 1)
-    position = granule * ROWS + first_position
-    there = (granule >= 0) & (granule * ROWS < query_length) & (position < start + BLOCK * TOGETHER)
+    position = granule * GRANULE + first_position
+    there = (granule >= 0) & (granule * GRANULE < query_length) & (position < start + DECAY_BLOCK * TOGETHER)
     position = tl.where(there, position, 0)
     first, _ = keys_seen(
         position, key_length, prefix.last_reset, prefix.next_reset, True, DECAY == "scalar", left, None
     )
-    begin, end = first // BLOCK, position // BLOCK
+    begin, end = first // DECAY_BLOCK, position // DECAY_BLOCK
     # one key's α instead of W of its block, because no other program's W is known here
-    first_key = tl.minimum(begin * BLOCK + BLOCK - 1, last)
+    first_key = tl.minimum(begin * DECAY_BLOCK + DECAY_BLOCK - 1, last)
     first_alpha, _ = _load_alpha(position, end, rates, head, prefix, DECAY)
     key_alpha, _ = _load_alpha(first_key, begin, rates, head, prefix, DECAY)
     can_skip = there & (begin < end) & (first_alpha - key_alpha <= log_tolerance)
@@ -414,8 +410,8 @@ def _summarise(
     # the granule's rows are those of the half (ALIGNED), or reach into the next half: in the cache, or read soon anyway
     for n in tl.range(0, 2 * TOGETHER, num_stages=TRAITS.stages):
         of_block, of_granule = ((blocks >> (n // 2)) & 1) != 0, ((granules >> n) & 1) != 0
-        token = start + n * ROWS + tl.arange(0, ROWS)
-        row = (first_granule + n) * ROWS + tl.arange(0, ROWS)
+        token = start + n * GRANULE + tl.arange(0, GRANULE)
+        row = (first_granule + n) * GRANULE + tl.arange(0, GRANULE)
         own_key = row + first_position
         # a step without a granule may have rows before the first one
         is_row = tl.where(of_granule, row, query_length) < query_length
@@ -427,18 +423,18 @@ def _summarise(
             keys, queries, own_keys, k.strides[3], q.strides[3], is_key, is_row, TRAITS.d, TRAITS.width, TRAITS.part,
             ALIGNED, ACCUMULATOR,
         )
-        block_of_row = tl.minimum(own_key, last) // BLOCK
+        block_of_row = tl.minimum(own_key, last) // DECAY_BLOCK
         alpha_of_row, slack_of_row = _load_alpha(
             own_key, block_of_row, rates, head, prefix, DECAY, is_row
         )
         if row_scales is None:
-            s = tl.full([ROWS], scale, ACCUMULATOR) * LOG2E
+            s = tl.full([GRANULE], scale, ACCUMULATOR) * LOG2E
         else:
             here = row_pointers(row_scales, entry, head, work.first_row + row)
             s = tl.load(here, mask=is_row, other=0.0).to(ACCUMULATOR) * LOG2E
         longest = tl.maximum(tl.where(n % 2 == 0, 0.0, longest), _longest(k_squares))
         both_halves = ((blocks >> (n // 2)) & (n % 2)) != 0
-        tl.store(of_blocks + 2 * (start // BLOCK + n // 2), longest.to(tl.float64), mask=both_halves)
+        tl.store(of_blocks + 2 * (start // DECAY_BLOCK + n // 2), longest.to(tl.float64), mask=both_halves)
         u = tl.max(_nan_is_infinite(tl.abs(s) * tl.sqrt(q_squares + _MIN_SQUARE)), 0)
         own_score = (s * products).to(tl.float64)
         e = tl.where(is_row, _nan_is_infinite(alpha_of_row + slack_of_row - own_score), float("-inf"))
@@ -457,7 +453,7 @@ def _sums(
 
     ALIGNED: each k is its row's own key.
     """
-    nothing = tl.zeros([ROWS, PART], ACCUMULATOR)
+    nothing = tl.zeros([GRANULE, PART], ACCUMULATOR)
     k_squares, q_squares, own_squares, products = nothing, nothing, nothing, nothing
     # columns PART apart are added up first, so that fewer lanes have to exchange sums
     for begin in tl.static_range(0, WIDTH, PART):
@@ -481,7 +477,7 @@ def _find_first_blocks(
     """
     heads = sizes.heads
     work = tile_of_program(
-        sequences, heads, sizes.query_length, sizes.key_length, ROWS * TOGETHER, False, True, PACKED, SEARCHES
+        sequences, heads, sizes.query_length, sizes.key_length, GRANULE * TOGETHER, False, True, PACKED, SEARCHES
     )
     start, query_length, key_length = work.start, work.query_length, work.key_length
     if (start >= query_length) | (key_length == 0):
@@ -493,13 +489,13 @@ def _find_first_blocks(
     of_granules = of_granules[0] + 2 * granules_of_head(of_granules[1], work, work.head, heads, PACKED)
 
     # granules past the end repeat the last one
-    granule = tl.minimum(start // ROWS + tl.arange(0, TOGETHER), (query_length - 1) // ROWS)
-    position = tl.maximum(granule * ROWS + key_length - query_length, 0)
+    granule = tl.minimum(start // GRANULE + tl.arange(0, TOGETHER), (query_length - 1) // GRANULE)
+    position = tl.maximum(granule * GRANULE + key_length - query_length, 0)
     first, _ = keys_seen(
         position, key_length, last_reset + head_tokens, next_reset + head_tokens, True, DECAY == "scalar", left, None
     )
     # the block of the own key of the granule's first row is always visited
-    begin, end = first // BLOCK, position // BLOCK
+    begin, end = first // DECAY_BLOCK, position // DECAY_BLOCK
     found = first_visited(of_granules, granule, log_tolerance, of_blocks, begin, end, CHUNK, TOGETHER)
     tl.store(first_block + granule, found)
 
@@ -540,18 +536,18 @@ def _find_last_granules(
     """Find the last granule that visits one block of keys."""
     heads = sizes.heads
     work = tile_of_program(
-        sequences, heads, sizes.query_length, sizes.key_length, BLOCK, True, False, PACKED, SEARCHES
+        sequences, heads, sizes.query_length, sizes.key_length, DECAY_BLOCK, True, False, PACKED, SEARCHES
     )
     start, query_length, key_length = work.start, work.query_length, work.key_length
     if start >= key_length:
         return
     first_block += granules_of_head(sizes.granules, work, work.head, heads, PACKED)
     # the block is not visible to rows before it
-    own = tl.maximum(start + query_length - key_length, 0) // ROWS
+    own = tl.maximum(start + query_length - key_length, 0) // GRANULE
     last = tl.zeros([CHUNK], tl.int32) - 1
-    for chunk in range(own, tl.cdiv(query_length, ROWS), CHUNK):
+    for chunk in range(own, tl.cdiv(query_length, GRANULE), CHUNK):
         granule = chunk + tl.arange(0, CHUNK)
-        first = tl.load(first_block + granule, mask=granule * ROWS < query_length, other=2147483647)
-        last = tl.maximum(last, tl.where(first <= start // BLOCK, granule, -1))
-    here = blocks_of_head(sizes.blocks, work, work.head, heads, PACKED) + start // BLOCK
+        first = tl.load(first_block + granule, mask=granule * GRANULE < query_length, other=2147483647)
+        last = tl.maximum(last, tl.where(first <= start // DECAY_BLOCK, granule, -1))
+    here = blocks_of_head(sizes.blocks, work, work.head, heads, PACKED) + start // DECAY_BLOCK
     tl.store(last_granule + here, tl.max(last, 0))

@@ -35,7 +35,7 @@ from decayattn.backends.portable.tiles import (
 from decayattn.backends.runtime.strided import Strided
 from decayattn.backends.tiles.decay import base_difference, key_alpha, side_of_head
 from decayattn.backends.tiles.scores import LOG2E, decay_sign, decayed_score, probability, score_gradient, visible
-from decayattn.backends.tiles.visibility import edge_tile, rows_that_see, visited_tiles
+from decayattn.backends.tiles.visibility import partial_tile, rows_that_see, visited_tiles
 
 
 class KeyTile(NamedTuple):
@@ -114,7 +114,7 @@ def row_terms_kernel(
 @triton.jit
 def _add_rows(
     sums, keys, q_source, d_out_source, head, tile, work, row_lse2, delta, scale, row_scales, decay, bias,
-    DECAY_GRADIENT: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
+    DECAY_GRADIENT: tl.constexpr, PARTIAL: tl.constexpr, TRAITS: tl.constexpr,
 ):
     """Add one tile of query rows to a key tile's KeySums; scores are transposed, keys × rows."""
     BLOCK_M: tl.constexpr = TRAITS.block_m
@@ -123,9 +123,9 @@ def _add_rows(
     ACCUMULATOR: tl.constexpr = sums.dk.dtype
     prefix, query_length = decay.prefix, work.query_length
     start = tile * BLOCK_M
-    rows = load_rows(start, head, work, scale, row_scales, decay, EDGE, ACCUMULATOR, TRAITS)
+    rows = load_rows(start, head, work, scale, row_scales, decay, PARTIAL, ACCUMULATOR, TRAITS)
     difference = base_difference(rows.anchor, work.start, decay.rate, prefix.base, prefix.beta, DECAY)
-    if EDGE:
+    if PARTIAL:
         inside = rows.index < query_length
         lse2 = tl.load(row_lse2 + rows.index, mask=inside, other=float("inf"))
         row_delta = tl.load(delta + rows.index, mask=inside, other=0.0)
@@ -139,7 +139,7 @@ def _add_rows(
         row_scale = row_scale[None, :]
 
     q = load_tile(
-        q_source, work.entry, head, work.first_row, start, query_length, BLOCK_M, TRAITS.d, TRAITS.block_d, EDGE
+        q_source, work.entry, head, work.first_row, start, query_length, BLOCK_M, TRAITS.d, TRAITS.block_d, PARTIAL
     )
     scoreT = tl.dot(keys.k, tl.trans(q), input_precision=PRECISION, out_dtype=ACCUMULATOR) * (row_scale * LOG2E)
     scoreT = decayed_score(
@@ -148,11 +148,12 @@ def _add_rows(
     )
     if bias is not None:
         scoreT += load_bias(bias, rows.row[None, :], keys.key[:, None], work, ACCUMULATOR)
-    if EDGE:
+    if PARTIAL:
         scoreT = tl.where(visible(rows.index[None, :], keys.first[:, None], keys.end[:, None]), scoreT, float("-inf"))
     pT = probability(scoreT, lse2[None, :])
     do = load_tile(
-        d_out_source, work.entry, head, work.first_row, start, query_length, BLOCK_M, TRAITS.d_v, TRAITS.block_dv, EDGE
+        d_out_source, work.entry, head, work.first_row, start, query_length, BLOCK_M, TRAITS.d_v, TRAITS.block_dv,
+        PARTIAL,
     )
     dv = add_product(pT.to(do.dtype), do, sums.dv, PRECISION)
     dpT = tl.dot(keys.v, tl.trans(do), input_precision=PRECISION, out_dtype=ACCUMULATOR)
@@ -229,15 +230,15 @@ def key_gradients_kernel(
         if mirror is not None:
             end = tl.minimum(end, end_of_planned_rows(mirror, work, head, heads, PACKED))
         keys = KeyTile(k, v, key, alpha, first, end)
-        tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_m)
-        edge_tiles = tile_end - tile_begin - (whole_end - whole_begin)
+        tile_begin, full_begin, full_end, tile_end = visited_tiles(first, end, TRAITS.block_m)
+        partial_tiles = tile_end - tile_begin - (full_end - full_begin)
         sums = KeySums(dk, dv, tl.zeros([BLOCK_N], ACCUMULATOR))
-        for whole in tl.static_range(2):  # partial tiles, then full ones
-            for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
-                tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
+        for full in tl.static_range(2):  # partial tiles, then full ones
+            for n in range(full_begin if full else 0, full_end if full else partial_tiles):
+                tile = n if full else partial_tile(n, tile_begin, full_begin, full_end)
                 sums = _add_rows(
                     sums, keys, q_source, d_out_source, head, tile, work, row_lse2, delta, scale,
-                    row_terms.scales, head_decay, head_bias, gradients.column_sums is not None, not whole, TRAITS,
+                    row_terms.scales, head_decay, head_bias, gradients.column_sums is not None, not full, TRAITS,
                 )
         dk, dv = sums.dk, sums.dv
         if gradients.column_sums is not None:
@@ -252,7 +253,7 @@ def key_gradients_kernel(
 @triton.jit
 def _add_keys(
     sums, queries, k_source, v_source, kv_head, tile, work, decay, bias, d_bias,
-    DECAY_GRADIENT: tl.constexpr, SCORE_SUMS: tl.constexpr, EDGE: tl.constexpr, TRAITS: tl.constexpr,
+    DECAY_GRADIENT: tl.constexpr, SCORE_SUMS: tl.constexpr, PARTIAL: tl.constexpr, TRAITS: tl.constexpr,
 ):
     """Add one key tile to a query tile's QuerySums; SCORE_SUMS: also to the two sums that correct the error of Δ."""
     BLOCK_N: tl.constexpr = TRAITS.block_n
@@ -262,7 +263,7 @@ def _add_keys(
     rows, start = queries.rows, tile * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)
     score, difference, k = scores_of_rows(
-        queries, queries.scale * LOG2E, k_source, kv_head, start, work, decay, bias, EDGE, ACCUMULATOR, TRAITS
+        queries, queries.scale * LOG2E, k_source, kv_head, start, work, decay, bias, PARTIAL, ACCUMULATOR, TRAITS
     )
     lse2 = queries.lse2
     if TRAITS.row_cancels:
@@ -270,7 +271,7 @@ def _add_keys(
     p = probability(score, lse2[:, None])
     v = load_tile(
         v_source, work.entry, kv_head, work.first_token, start, work.key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv,
-        EDGE,
+        PARTIAL,
     )
     dp = tl.dot(queries.d_out, tl.trans(v), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     ds = score_gradient(p, dp, queries.delta[:, None])
@@ -340,17 +341,17 @@ def query_gradients_kernel(
     )
     first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
     queries = QueryTile(q, do, rows, row_scale, lse2, row_delta, first, end)
-    tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_n)
+    tile_begin, full_begin, full_end, tile_end = visited_tiles(first, end, TRAITS.block_n)
 
     nothing = tl.zeros([BLOCK_M], ACCUMULATOR)
     sums = QuerySums(tl.zeros([BLOCK_M, BLOCK_D], ACCUMULATOR), nothing, nothing, nothing)
-    edge_tiles = tile_end - tile_begin - (whole_end - whole_begin)
-    for whole in tl.static_range(2):  # partial tiles, then full ones
-        for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
-            tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
+    partial_tiles = tile_end - tile_begin - (full_end - full_begin)
+    for full in tl.static_range(2):  # partial tiles, then full ones
+        for n in range(full_begin if full else 0, full_end if full else partial_tiles):
+            tile = n if full else partial_tile(n, tile_begin, full_begin, full_end)
             sums = _add_keys(
                 sums, queries, k_source, v_source, kv_head, tile, work, head_decay, bias, d_bias,
-                DECAY_GRADIENT, SCORE_SUMS, not whole, TRAITS,
+                DECAY_GRADIENT, SCORE_SUMS, not full, TRAITS,
             )
 
     here, inside = offsets.rows + rows.index, rows.index < query_length

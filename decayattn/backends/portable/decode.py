@@ -288,13 +288,13 @@ def split_kernel(
 @triton.jit
 def _load_cached(
     buffer, batch, head, start, length, table, blocks, PAGE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Load (TOKENS, COLUMNS) of an entry's head from token `start` on, 0 beyond its length."""
+    """Load (TOKENS, WIDTH) of an entry's head from token `start` on, 0 beyond its length."""
     if table is None:
-        tile = load_tile(TileSource(None, buffer), batch, head, 0, start, length, TOKENS, DIM, COLUMNS, True)
+        tile = load_tile(TileSource(None, buffer), batch, head, 0, start, length, TOKENS, DIM, WIDTH, True)
     else:
-        token, column = start + tl.arange(0, TOKENS), tl.arange(0, COLUMNS)[None, :]
+        token, column = start + tl.arange(0, TOKENS), tl.arange(0, WIDTH)[None, :]
         used = token < length
         rows = entry_start(buffer, batch, table) + head.to(tl.int64) * buffer.strides[2]
         rows += token_offset(buffer, batch, token, used, table, blocks, PAGE)[:, None]

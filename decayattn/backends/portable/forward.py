@@ -32,7 +32,7 @@ from decayattn.backends.tiles.scores import (
     rescale,
     with_sink,
 )
-from decayattn.backends.tiles.visibility import edge_tile, visited_tiles
+from decayattn.backends.tiles.visibility import partial_tile, visited_tiles
 
 
 class QueryTile(NamedTuple):
@@ -55,7 +55,7 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def _attend(
-    state, queries, k_source, v_source, kv_head, tile, work, decay, bias, EDGE: tl.constexpr, TRAITS: tl.constexpr
+    state, queries, k_source, v_source, kv_head, tile, work, decay, bias, PARTIAL: tl.constexpr, TRAITS: tl.constexpr
 ):
     """Add one key tile to the running Softmax."""
     BLOCK_N: tl.constexpr = TRAITS.block_n
@@ -63,20 +63,20 @@ def _attend(
     ACCUMULATOR: tl.constexpr = state.acc.dtype
     start = tile * BLOCK_N
     score, difference, _ = scores_of_rows(
-        queries, queries.scale, k_source, kv_head, start, work, decay, bias, EDGE, ACCUMULATOR, TRAITS
+        queries, queries.scale, k_source, kv_head, start, work, decay, bias, PARTIAL, ACCUMULATOR, TRAITS
     )
     tile_max = tl.max(score, 1)
     if TRAITS.row_cancels:
         tile_max += difference
     new_max = tl.maximum(state.row_max, tile_max)
-    anchor = finite_or_zero(new_max) if EDGE or bias is not None else new_max
+    anchor = finite_or_zero(new_max) if PARTIAL or bias is not None else new_max
     tile_anchor = anchor - difference if TRAITS.row_cancels else anchor
     p = probability(score, tile_anchor[:, None])
     correction = rescale(state.row_max, anchor)
     row_sum = state.row_sum * correction + tl.sum(p, 1)
     v = load_tile(
         v_source, work.entry, kv_head, work.first_token, start, work.key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv,
-        EDGE,
+        PARTIAL,
     )
     acc = add_product(p.to(v.dtype), v, state.acc * correction[:, None], PRECISION)
     return Softmax(acc, row_sum, new_max)
@@ -126,19 +126,19 @@ def forward_kernel(
     )
     first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
     queries = QueryTile(q, rows, row_scale, first, end)
-    tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, TRAITS.block_n)
+    tile_begin, full_begin, full_end, tile_end = visited_tiles(first, end, TRAITS.block_n)
 
     state = Softmax(
         tl.zeros([BLOCK_M, BLOCK_DV], ACCUMULATOR),
         tl.zeros([BLOCK_M], ACCUMULATOR),
         tl.full([BLOCK_M], float("-inf"), ACCUMULATOR),
     )
-    edge_tiles = tile_end - tile_begin - (whole_end - whole_begin)
-    for whole in tl.static_range(2):  # partial tiles, then full ones
-        for n in range(whole_begin if whole else 0, whole_end if whole else edge_tiles):
-            tile = n if whole else edge_tile(n, tile_begin, whole_begin, whole_end)
+    partial_tiles = tile_end - tile_begin - (full_end - full_begin)
+    for full in tl.static_range(2):  # partial tiles, then full ones
+        for n in range(full_begin if full else 0, full_end if full else partial_tiles):
+            tile = n if full else partial_tile(n, tile_begin, full_begin, full_end)
             state = _attend(
-                state, queries, k_source, v_source, kv_head, tile, work, head_decay, bias, not whole, TRAITS
+                state, queries, k_source, v_source, kv_head, tile, work, head_decay, bias, not full, TRAITS
             )
 
     # a row without a visible key: row_sum 0 gives out 0 and lse −inf

@@ -366,14 +366,14 @@ def _descriptor(
 
 
 def _tiled(
-    tile: TileConfig, sequences: Sequences | None, edges: tuple[Tensor, ...], *tensors: Tensor
+    tile: TileConfig, sequences: Sequences | None, partial: tuple[Tensor, ...], *tensors: Tensor
 ) -> Tiled:
     """Return q, k, v and perhaps dO as load_tile reads them through pointers.
 
-    With descriptors, only the edges: the tensors for which a descriptor would read values beyond a sequence's end that
-    must not enter a product.
+    With descriptors, only `partial`: tensors of which a descriptor would read values beyond a sequence's end that must
+    not enter a product.
     """
-    needed = edges if sequences is not None else ()
+    needed = partial if sequences is not None else ()
     return Tiled(
         *(Strided(None if tile.descriptors and all(x is not y for y in needed) else x, x.stride()) for x in tensors)
     )

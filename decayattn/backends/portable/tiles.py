@@ -102,19 +102,19 @@ def load_scale(scale, row_scales, entry, head, first, row, ACCUMULATOR: tl.const
 @triton.jit
 def load_tile(
     source, entry, head, first, start, length,
-    ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+    TOKENS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """Load (ROWS, COLUMNS) of a TileSource from token `start` on of the sequence that begins at token `first`.
+    """Load (TOKENS, WIDTH) of a TileSource from token `start` on of the sequence that begins at token `first`.
 
     MASKED: zeros beyond the sequence's length; or the values that follow there, if only a descriptor reads the tensor.
     """
     if source.descriptor is not None and (source.tensor.data is None or not MASKED):
-        tile = source.descriptor.load([entry, start + first, head, 0]).reshape([ROWS, COLUMNS])
+        tile = source.descriptor.load([entry, start + first, head, 0]).reshape([TOKENS, WIDTH])
     else:
-        pointers, row, column = _pointers(source.tensor, entry, head, start + first, ROWS, COLUMNS)
+        pointers, row, column = _pointers(source.tensor, entry, head, start + first, TOKENS, WIDTH)
         if MASKED:
             tile = tl.load(pointers, mask=(start + row < length) & (column < DIM), other=0.0)
-        elif DIM != COLUMNS:
+        elif DIM != WIDTH:
             tile = tl.load(pointers, mask=column < DIM, other=0.0)
         else:
             tile = tl.load(pointers)
@@ -129,23 +129,23 @@ def from_token(tensor, first):
 
 @triton.jit
 def store_tile(
-    target, entry, head, start, length, tile, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
+    target, entry, head, start, length, tile, TOKENS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Store (ROWS, COLUMNS) to a (B, T, H, DIM) tensor, moved to a sequence, from its token `start` up to its length.
+    """Store (TOKENS, WIDTH) to a (B, T, H, DIM) tensor, moved to a sequence, from its token `start` up to its length.
     """
-    pointers, row, column = _pointers(target, entry, head, start, ROWS, COLUMNS)
+    pointers, row, column = _pointers(target, entry, head, start, TOKENS, WIDTH)
     tl.store(pointers, tile.to(target.data.dtype.element_ty), mask=(start + row < length) & (column < DIM))
 
 
 @triton.jit
-def _pointers(tensor, entry, head, token, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Addresses of a tile, its rows (ROWS, 1) and its columns (1, COLUMNS)."""
+def _pointers(tensor, entry, head, token, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    """Addresses of a tile, its rows (TOKENS, 1) and its columns (1, WIDTH)."""
     # 64-bit offsets: strided views reach past 2^31 elements
     strides = tensor.strides
     corner = tensor.data + entry.to(tl.int64) * strides[0] + token.to(tl.int64) * strides[1]
     corner += head.to(tl.int64) * strides[2]
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
+    row = tl.arange(0, TOKENS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
     return corner + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[3], row, column
 
 
@@ -156,19 +156,19 @@ def _pointers(tensor, entry, head, token, ROWS: tl.constexpr, COLUMNS: tl.conste
 @triton.jit
 def scores_of_rows(
     queries, scale2, k_source, kv_head, start, work, decay, bias,
-    EDGE: tl.constexpr, ACCUMULATOR: tl.constexpr, TRAITS: tl.constexpr,
+    PARTIAL: tl.constexpr, ACCUMULATOR: tl.constexpr, TRAITS: tl.constexpr,
 ):
     """Decayed scores in base 2 of a tile of queries (q, rows, first, end) and of the keys from `start` on.
 
     Also returns the difference of their bases, which the scores lack if it cancels in a row, and the keys.
-    scale2: s·log2(e), a scalar or (BLOCK_M, 1). In an EDGE (partial) tile, pairs that do not see each other have −inf.
+    scale2: s·log2(e), a scalar or (BLOCK_M, 1). In a PARTIAL tile, pairs that do not see each other have −inf.
     """
     BLOCK_N: tl.constexpr = TRAITS.block_n
     DECAY: tl.constexpr = TRAITS.decay
     rows, prefix, key_length = queries.rows, decay.prefix, work.key_length
     key = start + tl.arange(0, BLOCK_N)
     k = load_tile(
-        k_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d, TRAITS.block_d, EDGE
+        k_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d, TRAITS.block_d, PARTIAL
     )
     score = tl.dot(queries.q, tl.trans(k), input_precision=TRAITS.precision, out_dtype=ACCUMULATOR) * scale2
     key_side = key_alpha(key, start, key_length, decay.rate, prefix.beta, DECAY)
@@ -179,7 +179,7 @@ def scores_of_rows(
     )
     if bias is not None:
         score += load_bias(bias, rows.row[:, None], key[None, :], work, ACCUMULATOR)
-    if EDGE:
+    if PARTIAL:
         score = tl.where(visible(key[None, :], queries.first[:, None], queries.end[:, None]), score, float("-inf"))
     return score, difference, k
 

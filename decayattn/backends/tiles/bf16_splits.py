@@ -10,7 +10,7 @@ import triton.language as tl
 # high, middle and low bits
 SPLITS = 3
 # columns in memory: 16 bytes, the minimum of a TMA copy, which fills the rest of a tile with zeros
-COLUMNS = 8
+SPLIT_COLUMNS = 8
 # columns or rows of a tile: the depth of a matrix instruction
 DEPTH = 16
 
@@ -27,7 +27,7 @@ def in_splits(value):
 
 @triton.jit
 def with_splits(columns, value, FIRST: tl.constexpr):
-    """Return the bfloat16 columns (rows, COLUMNS) with the splits of value (rows,) in columns FIRST to FIRST + 2."""
+    """Return bfloat16 columns (rows, SPLIT_COLUMNS) with the splits of value (rows,) in columns FIRST to FIRST + 2."""
     high, middle, low = in_splits(value)
     column = tl.arange(0, columns.shape[1])[None, :]
     columns = tl.where(column == FIRST, high[:, None], columns)

@@ -58,9 +58,9 @@ def rows_that_see(
 
 @triton.jit
 def visited_tiles(first, end, BLOCK: tl.constexpr):
-    """(begin, whole_begin, whole_end, end) in tiles of BLOCK indices, for a vector of intervals.
+    """(begin, full_begin, full_end, end) in tiles of BLOCK indices, for a vector of intervals.
 
-    Tiles in [whole_begin, whole_end) are full tiles, inside every interval. The rest of [begin, end) are edge tiles:
+    Tiles in [full_begin, full_end) are full tiles, inside every interval. The rest of [begin, end) are edge tiles:
     partial tiles, where the kernel compares every index with the intervals. No interval reaches outside [begin, end).
     """
     return tiles_between(tl.min(first, 0), tl.max(first, 0), tl.min(end, 0), tl.max(end, 0), BLOCK)
@@ -71,13 +71,13 @@ def tiles_between(first_min, first_max, end_min, end_max, BLOCK: tl.constexpr):
     """visited_tiles, given the extremes of the intervals' first and end indices."""
     visited_begin = first_min // BLOCK
     visited_end = tl.maximum(tl.cdiv(end_max, BLOCK), visited_begin)
-    whole_begin = tl.minimum(tl.cdiv(first_max, BLOCK), visited_end)
-    whole_end = tl.maximum(tl.minimum(end_min // BLOCK, visited_end), whole_begin)
-    return visited_begin, whole_begin, whole_end, visited_end
+    full_begin = tl.minimum(tl.cdiv(first_max, BLOCK), visited_end)
+    full_end = tl.maximum(tl.minimum(end_min // BLOCK, visited_end), full_begin)
+    return visited_begin, full_begin, full_end, visited_end
 
 
 @triton.jit
-def edge_tile(n, visited_begin, whole_begin, whole_end):
+def partial_tile(n, visited_begin, full_begin, full_end):
     """Index of the n-th edge tile: first those left of the full tiles, then those right of them."""
-    left = whole_begin - visited_begin
-    return tl.where(n < left, visited_begin + n, whole_end + n - left)
+    left = full_begin - visited_begin
+    return tl.where(n < left, visited_begin + n, full_end + n - left)

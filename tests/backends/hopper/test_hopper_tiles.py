@@ -11,14 +11,9 @@ from pairwise import pairwise
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
-from decayattn.backends.hopper.backward.row_terms import (
-    FACTORS,
-    RowDecay,
-    RowTermsTraits,
-    row_terms_kernel,
-    unpack_dq_kernel,
-)
+from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTraits, row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.hopper.common import descriptors, tile_table
+from decayattn.backends.hopper.common.fragments import FACTORS
 from decayattn.backends.hopper.forward import launch
 from decayattn.backends.planning.sequences import decay_blocks
 from decayattn.backends.runtime import launching, tma
@@ -120,7 +115,7 @@ def test_what_stands_around_the_gradients(lengths, rows, decay, device):
     base = -1e4 * torch.rand(axes[0], HEADS, decay_blocks(problem), dtype=torch.float64, device=device)
     of_rows = RowDecay(rates, beta, base, problem.key_length, base.shape[-1])
     sides = 1 if decay == "none" else 2
-    terms = row_lse2.new_empty(HEADS, tiles.row_tiles, sides, rows, bf16_splits.COLUMNS, dtype=torch.bfloat16)
+    terms = row_lse2.new_empty(HEADS, tiles.row_tiles, sides, rows, bf16_splits.SPLIT_COLUMNS, dtype=torch.bfloat16)
     fragments = row_lse2.new_full((HEADS * tiles.row_tiles * rows * WIDTH // 256, 256), 7)
     row_sums = torch.empty_like(row_lse2)
     counters = torch.full([4], 7, dtype=torch.int32, device=device)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from hypothesis import strategies as st
 
-from decayattn.backends.tiles.visibility import edge_tile, keys_seen, rows_that_see, visited_tiles
+from decayattn.backends.tiles.visibility import keys_seen, partial_tile, rows_that_see, visited_tiles
 
 settings = hypothesis.settings(
     max_examples=150 if torch.cuda.is_available() else 30, deadline=None, derandomize=True,
@@ -17,15 +17,15 @@ settings = hypothesis.settings(
 
 @triton.jit
 def _store_visits(first, end, ranges, edges, most_edges, BLOCK: tl.constexpr):
-    """One program's four ends of visited_tiles, and its edge tiles in the order of edge_tile."""
-    tile_begin, whole_begin, whole_end, tile_end = visited_tiles(first, end, BLOCK)
+    """One program's four ends of visited_tiles, and its edge tiles in the order of partial_tile."""
+    tile_begin, full_begin, full_end, tile_end = visited_tiles(first, end, BLOCK)
     ranges += tl.program_id(0) * 4
     tl.store(ranges, tile_begin)
-    tl.store(ranges + 1, whole_begin)
-    tl.store(ranges + 2, whole_end)
+    tl.store(ranges + 1, full_begin)
+    tl.store(ranges + 2, full_end)
     tl.store(ranges + 3, tile_end)
-    for n in range(0, tile_end - tile_begin - (whole_end - whole_begin)):
-        tl.store(edges + tl.program_id(0) * most_edges + n, edge_tile(n, tile_begin, whole_begin, whole_end))
+    for n in range(0, tile_end - tile_begin - (full_end - full_begin)):
+        tl.store(edges + tl.program_id(0) * most_edges + n, partial_tile(n, tile_begin, full_begin, full_end))
 
 
 @triton.jit
@@ -82,14 +82,14 @@ def segments(key_length, resets, device):
 
 def check_visits(inside, ranges, edges, rows, block):
     """inside (lines, columns) says what is visible; one program had `rows` lines, tiles are `block` columns."""
-    for lines, (begin, whole_begin, whole_end, end), edge in zip(inside.split(rows), ranges, edges, strict=True):
-        assert begin <= whole_begin <= whole_end <= end
+    for lines, (begin, full_begin, full_end, end), edge in zip(inside.split(rows), ranges, edges, strict=True):
+        assert begin <= full_begin <= full_end <= end
         edge = edge[edge >= 0].tolist()
         # every visited tile once: as whole or as edge
-        assert sorted(edge + list(range(whole_begin, whole_end))) == list(range(begin, end))
+        assert sorted(edge + list(range(full_begin, full_end))) == list(range(begin, end))
         seen = lines.any(0).nonzero().flatten() // block
         assert set(seen.tolist()) <= set(range(begin, end))
-        for tile in range(whole_begin, whole_end):
+        for tile in range(full_begin, full_end):
             assert (tile + 1) * block <= lines.shape[1]
             assert lines[:, tile * block : (tile + 1) * block].all()
 

@@ -1,6 +1,6 @@
 """The loop of the backward's consumers, which is the same for all head dimensions: work tiles, heads, query tiles.
 
-Each of consume_128.py, consume_192.py and consume_256.py gives it four functions: zeros of its gradients (dk, dv), a
+Each of consume_128.py, consume_192.py and consume_256.py has four functions for it: zeros of the gradients (dk, dv), a
 query tile's contribution, dq of a head's last query tile, and the store of a work tile's gradients. Timeline::
 
     work tile    zeros | head 0                                               | head 1 … | dv and dk → shared memory
@@ -11,36 +11,40 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from decayattn.backends.hopper.backward.consume_128 import end_head_128, next_tile_128, store_128, zeros_128
+from decayattn.backends.hopper.backward.consume_192 import end_head_192, next_tile_192, store_192, zeros_192
+from decayattn.backends.hopper.backward.consume_256 import end_head_256, next_tile_256, store_256, zeros_256
 from decayattn.backends.hopper.backward.key_sums import store_key_sums
 from decayattn.backends.hopper.backward.score_tile import keys_of_head
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visits
+from decayattn.backends.hopper.backward.work import find_work, query_tile, visits
 from decayattn.backends.hopper.common import gluon_compat
-from decayattn.backends.hopper.common.fragments import SHARES, product_layout
-from decayattn.backends.hopper.common.pipelines import arrive
-from decayattn.backends.hopper.common.tile_table import flat
+from decayattn.backends.hopper.common.fragments import SHARES, WARPGROUP_KEYS, product_layout
+from decayattn.backends.hopper.common.pipelines import arrive, flat
 from decayattn.backends.tiles.scores import LOG2E
 
 
 @gluon.jit
-def walk(
+def _walk(
     schedule, shared, dq_memory, dk_desc, decay, scale, WARPGROUP: gl.constexpr, ZEROS: gl.constexpr,
     NEXT_TILE: gl.constexpr, END_HEAD: gl.constexpr, STORE: gl.constexpr,
 ):
     """Run one consumer warpgroup: its part of every work tile, through the query tiles that see the tile's keys.
 
     ZEROS(shared, WARPGROUP): (dk, dv).
-    NEXT_TILE(n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP, EDGE): add the n-th query
-    tile to sums, (dk, dv, key_sum), and dq of the previous visit to its target. keys: (key, α of it, first and end of
-    the rows that see it), one per key of the warpgroup; dq_target: (memory of dq or its descriptor, first part of the
-    head, row sums, first row of the head); previous: the previous visit as tile · SIDES + side, −1 if there is none in
-    this head.
-    END_HEAD(n, previous, is_last, work, shared, dq_target, WARPGROUP): the same dq after the head's last query tile.
+    NEXT_TILE(n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP, PARTIAL): add the n-th
+        query tile to sums, (dk, dv, key_sum), and dq of the previous visit to its target.
+    END_HEAD(n, previous, is_last, work, shared, dq_target, WARPGROUP): add dq of the head's last visit; is_last: the
+        head is the group's last one.
     STORE(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP): store gradients after a work tile's last head.
+
+    keys: (key, α of it, first and end of the rows that see it), one per key of the warpgroup
+    dq_target: (memory of dq or its descriptor, first part of the head, row sums, first row of the head)
+    previous: the previous visit as tile · SIDES + side; −1 if there is none in this head
     """
-    WIDE: gl.constexpr = shared.WIDE
+    COMMON_KEYS: gl.constexpr = shared.COMMON_KEYS
     # consumers of consume_256.py share their keys, and the second one makes the sums
-    OWN: gl.constexpr = 0 if WIDE else WARPGROUP
-    KEY_SUMS: gl.constexpr = schedule.DECAY_GRADIENT and (WARPGROUP == 1 or not WIDE)
+    OWN: gl.constexpr = 0 if COMMON_KEYS else WARPGROUP
+    KEY_SUMS: gl.constexpr = schedule.DECAY_GRADIENT and (WARPGROUP == 1 or not COMMON_KEYS)
     KEY: gl.constexpr = gl.SliceLayout(1, product_layout(shared.SCORE_ROWS))
     index = shared.published_index(0)
     count = index * 0
@@ -63,18 +67,18 @@ def walk(
                 visited = work.visited(ends, side)
                 # wait late, so that the loads above run while the keys arrive
                 mbarrier.wait(shared.barriers.keys_ready, count & 1)
-                if not WIDE:
+                if not COMMON_KEYS:
                     # One thread waits until dk of the last work tile has left the slots of dSᵀ. The barrier holds back
                     # the others, which write there too
                     tma.store_wait(0)
                     gluon_compat.thread_barrier()
-                for EDGE in gl.static_range(1, -1, -1):
-                    first_visit, end_visit = visits(visited, EDGE)
+                for PARTIAL in gl.static_range(1, -1, -1):
+                    first_visit, end_visit = visits(visited, PARTIAL)
                     for visit in range(first_visit, end_visit):
                         tile = query_tile(visit, visited)
                         dk, dv, key_sum = NEXT_TILE(
                             n, tile, previous, (dk, dv, key_sum), (key, key_alpha, first, end), work, shared, dq_target,
-                            scale * LOG2E, WARPGROUP, EDGE,
+                            scale * LOG2E, WARPGROUP, PARTIAL,
                         )
                         previous = tile * schedule.SIDES + side
                         n += 1
@@ -83,7 +87,7 @@ def walk(
                     # left − right
                     key_alpha, key_sum = -key_alpha, -key_sum
             is_last = member == schedule.GROUP - 1
-            if not WIDE:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
+            if not COMMON_KEYS:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
                 if is_last:
                     # store dv to the buffer of this warpgroup's values
                     flat(shared.values.index(WARPGROUP)).store(dv.to(shared.values.dtype))
@@ -93,11 +97,31 @@ def walk(
             if KEY_SUMS:
                 # find the work tile again: its bounds would take registers in the loop
                 store_key_sums(find_work(schedule, index), member, key_sum, decay, OWN)
-        if not WIDE:
+        if not COMMON_KEYS:
             # both warpgroups have read dSᵀ of the last tile, too
             mbarrier.wait(shared.barriers.keys_read, count & 1)
         STORE(n, dk, dv, find_work(schedule, index), shared, dk_desc, scale, WARPGROUP)
         count += 1
         index = shared.published_index(count)
-    if not WIDE:
+    if not COMMON_KEYS:
         tma.store_wait(0)
+
+
+@gluon.jit
+def consume(schedule, shared, dq_memory, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
+    """Run one consumer warpgroup."""
+    if shared.COMMON_KEYS:
+        _walk(
+            schedule, shared, dq_memory, dk_desc, decay, scale, WARPGROUP, zeros_256, next_tile_256, end_head_256,
+            store_256,
+        )
+    elif shared.BLOCKS > 1:
+        _walk(
+            schedule, shared, dq_memory, dk_desc, decay, scale, WARPGROUP, zeros_192, next_tile_192, end_head_192,
+            store_192,
+        )
+    else:
+        _walk(
+            schedule, shared, dq_memory, dk_desc, decay, scale, WARPGROUP, zeros_128, next_tile_128, end_head_128,
+            store_128,
+        )

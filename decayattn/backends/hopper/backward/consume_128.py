@@ -10,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from decayattn.backends.hopper.backward.consume import walk
 from decayattn.backends.hopper.backward.dq import (
     add_dq_part,
     add_row_sums,
@@ -20,19 +19,18 @@ from decayattn.backends.hopper.backward.dq import (
     stage_dq_part,
     start_dq_part,
 )
-from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile
-from decayattn.backends.hopper.backward.row_terms import DELTA
+from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import (
+    DELTA,
     PART,
+    WARPGROUP_KEYS,
     ones_of_splits,
     operand_layout,
     product_layout,
 )
-from decayattn.backends.hopper.common.pipelines import arrive, signal
-from decayattn.backends.hopper.common.tile_table import flat, stacked
+from decayattn.backends.hopper.common.pipelines import arrive, flat, signal, stacked
 from decayattn.backends.tiles.scores import score_gradient
 
 
@@ -50,8 +48,8 @@ def _widened(x):
 
 
 @gluon.jit
-def _next_tile(
-    n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, EDGE: gl.constexpr
+def next_tile_128(
+    n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr
 ):
     """Add the n-th query tile, as consume.walk asks."""
     dk, dv, key_sum = sums
@@ -76,7 +74,7 @@ def _next_tile(
 
     # In step with the first warpgroup, the second is 1 to 3 % slower. With a constant decay and D = 64, waiting at
     # every tile costs 1 to 5 %; waiting at partial tiles, which come first, is enough to keep them apart
-    if WARPGROUP == 1 and (EDGE or D == 128 or DECAY != "constant"):
+    if WARPGROUP == 1 and (PARTIAL or D == 128 or DECAY != "constant"):
         mbarrier.wait(shared.barriers.first_scores.index(stage), phase)
     mbarrier.wait(shared.barriers.queries_ready.index(stage), phase)
     key = flat(shared.keys.index(own))
@@ -91,7 +89,7 @@ def _next_tile(
     scoreT = warpgroup_mma_wait(2, (scoreT,))
     if WARPGROUP == 0:
         signal(shared.barriers.first_scores.index(stage))
-    p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, ROW_SCALES=ROW_SCALES)
+    p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, PARTIAL, ROW_SCALES=ROW_SCALES)
     pT = p.to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
@@ -124,11 +122,7 @@ def _next_tile(
     left_of_dk = operand_of_dk(left, d_scores, shared, stage, ROW_SCALES)
     dk = warpgroup_mma(left_of_dk, query, dk, is_async=True)
     # a product issued with dk (key_sums.py)
-    weights = shared.constants.weights
-    if DECAY == "constant" and EDGE:
-        weights = shared.constants.bits
-    COLUMNS: gl.constexpr = weights.shape[1]
-    of_keys = gl.zeros([WARPGROUP_KEYS, COLUMNS], gl.float32, product_layout(COLUMNS))
+    weights, of_keys = sum_operands(shared, DECAY, PARTIAL)
     if KEY_SUMS:
         right = weights.index(opaque_zero(n)).permute((1, 0))
         of_keys = warpgroup_mma(left, right, of_keys, use_acc=False, is_async=True)
@@ -144,7 +138,7 @@ def _next_tile(
         if ROW_SUMS:
             add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
     if work.schedule.DECAY_GRADIENT:
-        key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], EDGE)
+        key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], PARTIAL)
     return dk, dv, key_sum
 
 
@@ -163,14 +157,14 @@ def _dk_staging(dk_desc, shared, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr)
 
 
 @gluon.jit
-def _zeros(shared, WARPGROUP: gl.constexpr):
+def zeros_128(shared, WARPGROUP: gl.constexpr):
     D: gl.constexpr = shared.keys.shape[-1]
     dk = gl.zeros([WARPGROUP_KEYS, D], gl.float32, product_layout(D))
     return dk, dk
 
 
 @gluon.jit
-def _end_head(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
+def end_head_128(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
     dq_desc, first_part, row_sums, first_row = dq_target
     D: gl.constexpr = shared.keys.shape[-1]
     ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS
@@ -192,7 +186,7 @@ def _end_head(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.const
 
 
 @gluon.jit
-def _store(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
+def store_128(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
     """Start to store dk, 64 columns at a time."""
     D: gl.constexpr = shared.keys.shape[-1]
     dk = (dk * scale).to(shared.d_scores.dtype)
@@ -207,9 +201,3 @@ def _store(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
     for half in gl.static_range(HALVES):
         staging = _dk_staging(dk_desc, shared, n, half, WARPGROUP)
         gluon_compat.store(dk_desc, work.key_at(WARPGROUP, half * PART), staging)
-
-
-@gluon.jit
-def consume_128(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
-    """Run one consumer warpgroup, with 64 keys of its own in every work tile."""
-    walk(schedule, shared, dq_desc, dk_desc, decay, scale, WARPGROUP, _zeros, _next_tile, _end_head, _store)

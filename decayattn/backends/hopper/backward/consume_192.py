@@ -26,16 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from decayattn.backends.hopper.backward.consume import walk
 from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
-from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile
+from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
 from decayattn.backends.hopper.backward.shared import DK_BLOCKS
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common import gluon_compat
-from decayattn.backends.hopper.common.fragments import COPIES, PART, operand_layout, product_layout
-from decayattn.backends.hopper.common.pipelines import arrive, signal
-from decayattn.backends.hopper.common.tile_table import flat, stacked
+from decayattn.backends.hopper.common.fragments import COPIES, PART, WARPGROUP_KEYS, operand_layout, product_layout
+from decayattn.backends.hopper.common.pipelines import arrive, flat, signal, stacked
 from decayattn.backends.tiles.scores import score_gradient
 
 # layout of a block of dk
@@ -74,24 +71,20 @@ def _take_turn(shared, n, visit, work, dq_target, zero, WARPGROUP: gl.constexpr)
 
 
 @gluon.jit
-def _next_tile(
-    n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, EDGE: gl.constexpr
+def next_tile_192(
+    n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr
 ):
     """Add the n-th query tile, as consume.walk asks; dk is a tuple of its blocks."""
     dk, dv, key_sum = sums
     dk0, dk1, dk2 = dk
-    HALF: gl.constexpr = work.schedule.ROWS // 2
+    HALF: gl.constexpr = shared.SCORE_ROWS
     DECAY: gl.constexpr = work.schedule.DECAY
     ROW_SCALES: gl.constexpr = work.schedule.ROW_SCALES
     KEY_SUMS: gl.constexpr = work.schedule.DECAY_GRADIENT
     SCORE: gl.constexpr = product_layout(HALF)
     DTYPE: gl.constexpr = shared.queries.dtype
     stage, phase = shared.stage(n), shared.phase(n)
-    weights = shared.constants.weights
-    if DECAY == "constant" and EDGE:
-        weights = shared.constants.bits
-    COLUMNS: gl.constexpr = weights.shape[1]
-    of_keys = gl.zeros([WARPGROUP_KEYS, COLUMNS], gl.float32, product_layout(COLUMNS))
+    weights, of_keys = sum_operands(shared, DECAY, PARTIAL)
 
     if WARPGROUP == 1:
         mbarrier.wait(shared.barriers.first_scores.index(stage), phase)
@@ -120,7 +113,7 @@ def _next_tile(
         scoreT = warpgroup_mma_wait(2, (scoreT,))
         if half == 0 and WARPGROUP == 0:
             signal(shared.barriers.first_scores.index(stage))
-        p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, half * HALF, ROW_SCALES)
+        p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, PARTIAL, half * HALF, ROW_SCALES)
         pT = gl.convert_layout(p.to(DTYPE), operand_layout(dv.type.layout))
         dv = warpgroup_mma(pT, d_out, dv, is_async=True)
         dpT = warpgroup_mma_wait(1, (dpT,))
@@ -155,19 +148,19 @@ def _next_tile(
         dk0, dk1, dk2, of_keys = warpgroup_mma_wait(0, (dk0, dk1, dk2, of_keys))
     arrive(shared.barriers.empty.index(stage))
     if KEY_SUMS:
-        key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], EDGE)
+        key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], PARTIAL)
     return (dk0, dk1, dk2), dv, key_sum
 
 
 @gluon.jit
-def _zeros(shared, WARPGROUP: gl.constexpr):
+def zeros_192(shared, WARPGROUP: gl.constexpr):
     D_V: gl.constexpr = shared.values.shape[-1]
     dk = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
     return (dk, dk, dk), gl.zeros([WARPGROUP_KEYS, D_V], gl.float32, product_layout(D_V))
 
 
 @gluon.jit
-def _end_head(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
+def end_head_192(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
     shared.wait_d_scores(n - 1, pred=previous >= 0)
     if previous >= 0:
         _add_dq(shared, n, previous, work, dq_target, opaque_zero(n), 2 * WARPGROUP)
@@ -176,7 +169,7 @@ def _end_head(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.const
 
 
 @gluon.jit
-def _store(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
+def store_192(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
     """Start to store dk, block after block, from the two slots of dSᵀ that are not the last tile's (consume_128.py)."""
     blocks = (dk[0] * scale, dk[1] * scale, dk[2] * scale)
     for block in gl.static_range(DK_BLOCKS):
@@ -189,9 +182,3 @@ def _store(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
         fence_async_shared()
         gluon_compat.thread_barrier()
         gluon_compat.store(dk_desc, work.key_at(WARPGROUP, block * PART), tiles.index(0))
-
-
-@gluon.jit
-def consume_192(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
-    """Run one consumer warpgroup, with 64 keys of its own in every work tile."""
-    walk(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP, _zeros, _next_tile, _end_head, _store)

@@ -37,21 +37,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from decayattn.backends.hopper.backward.consume import walk
 from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
-from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile
-from decayattn.backends.hopper.backward.row_terms import DELTA
+from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
+    DELTA,
     PART,
+    WARPGROUP_KEYS,
     ones_of_splits,
     product_layout,
 )
-from decayattn.backends.hopper.common.pipelines import arrive
-from decayattn.backends.hopper.common.tile_table import flat
+from decayattn.backends.hopper.common.pipelines import arrive, flat
 from decayattn.backends.tiles.scores import score_gradient
 
 
@@ -73,12 +71,11 @@ def _start_scores(keys, rows, terms, FIRST: gl.constexpr, READ: gl.constexpr):
 
     The term's splits are in the columns of `terms` from FIRST on; FIRST < 0: no term.
     """
-    ROWS: gl.constexpr = rows.shape[0]
-    SCORE: gl.constexpr = product_layout(ROWS)
-    score = gl.zeros([WARPGROUP_KEYS, ROWS], gl.float32, SCORE)
-    for begin in gl.static_range(0, READ, 64):
-        right = rows.slice(begin, 64, 1).permute((1, 0))
-        score = warpgroup_mma(keys.slice(begin, 64, 1), right, score, use_acc=begin > 0, is_async=True)
+    SCORE: gl.constexpr = product_layout(rows.shape[0])
+    score = gl.zeros([WARPGROUP_KEYS, rows.shape[0]], gl.float32, SCORE)
+    for begin in gl.static_range(0, READ, PART):
+        right = rows.slice(begin, PART, 1).permute((1, 0))
+        score = warpgroup_mma(keys.slice(begin, PART, 1), right, score, use_acc=begin > 0, is_async=True)
     if FIRST >= 0:
         score = warpgroup_mma(ones_of_splits(FIRST, SCORE), terms, score, is_async=True)
     return score
@@ -101,14 +98,13 @@ def _start_row_sums(shared, slot, zero):
 
 
 @gluon.jit
-def _next_tile(
-    n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, EDGE: gl.constexpr
+def next_tile_256(
+    n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr
 ):
     """Add the n-th query tile, as consume.walk asks."""
     dk, dv, key_sum = sums
     dq_fragments, first_part, row_sums, first_row = dq_target
-    ROWS: gl.constexpr = work.schedule.ROWS
-    OWN: gl.constexpr = ROWS // 2
+    OWN: gl.constexpr = shared.SCORE_ROWS
     DECAY: gl.constexpr = work.schedule.DECAY
     DTYPE: gl.constexpr = shared.queries.dtype
     OWN_PARTS: gl.constexpr = _parts(WARPGROUP, shared.READ)
@@ -142,7 +138,7 @@ def _next_tile(
     OF_DP: gl.constexpr = D_V // 64 + 1
     OF_DQ: gl.constexpr = (1 if OWN_PARTS > 0 else 0) + (1 if ROW_SUMS else 0)
     scoreT = warpgroup_mma_wait(OF_DP + OF_DQ, (scoreT,))
-    p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, EDGE, WARPGROUP * OWN, ROW_SCALES)
+    p = tile_probability(scoreT, shared, stage, keys, score_scale, DECAY, PARTIAL, WARPGROUP * OWN, ROW_SCALES)
     if OWN_PARTS > 0:
         first_dq, row_sum = warpgroup_mma_wait(OF_DP, (first_dq, row_sum))
         if previous >= 0:
@@ -178,11 +174,7 @@ def _next_tile(
         arrive(shared.barriers.scaled_ready)
         mbarrier.wait(shared.barriers.scaled_ready, n & 1)
     dk = warpgroup_mma(left_of_dk, query.slice(WARPGROUP * D // 2, dk.shape[1], 1), dk, is_async=True)
-    weights = shared.constants.weights
-    if DECAY == "constant" and EDGE:
-        weights = shared.constants.bits
-    COLUMNS: gl.constexpr = weights.shape[1]
-    of_keys = gl.zeros([WARPGROUP_KEYS, COLUMNS], gl.float32, product_layout(COLUMNS))
+    weights, of_keys = sum_operands(shared, DECAY, PARTIAL)
     if KEY_SUMS:
         of_keys = warpgroup_mma(left, weights.index(own).permute((1, 0)), of_keys, use_acc=False, is_async=True)
     # number of products issued after dv
@@ -199,12 +191,12 @@ def _next_tile(
         arrive(shared.barriers.p_read)
     arrive(shared.barriers.empty.index(stage))
     if KEY_SUMS:
-        key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], EDGE)
+        key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], PARTIAL)
     return dk, dv, key_sum
 
 
 @gluon.jit
-def _zeros(shared, WARPGROUP: gl.constexpr):
+def zeros_256(shared, WARPGROUP: gl.constexpr):
     D_V: gl.constexpr = shared.values.shape[-1]
     DK: gl.constexpr = _dk_columns(WARPGROUP, shared.READ)
     dk = gl.zeros([WARPGROUP_KEYS, DK], gl.float32, product_layout(DK))
@@ -212,7 +204,7 @@ def _zeros(shared, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def _end_head(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
+def end_head_256(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
     dq_fragments, first_part, row_sums, first_row = dq_target
     D: gl.constexpr = shared.keys.shape[-1]
     last, last_part = shared.slot(n - 1), first_part + previous // work.schedule.SIDES * shared.DQ_PARTS
@@ -228,7 +220,7 @@ def _end_head(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.const
 
 
 @gluon.jit
-def _store(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
+def store_256(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
     """Store dv to the buffer of the values, and dk to that of the keys.
 
     The other warpgroup had its last scores before it stored dS of the last tile, and for dq it reads its own columns of
@@ -242,9 +234,3 @@ def _store(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
     keys.slice(WARPGROUP * D // 2, dk.shape[1], 1).store((dk * scale).to(keys.dtype))
     fence_async_shared()
     arrive(shared.barriers.dv_ready)
-
-
-@gluon.jit
-def consume_256(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
-    """Run one consumer warpgroup, with its columns of the gradients of every work tile; the producer stores them."""
-    walk(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP, _zeros, _next_tile, _end_head, _store)

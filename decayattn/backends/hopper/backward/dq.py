@@ -9,19 +9,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
 from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
     FRAGMENT_COLUMNS,
     FRAGMENT_ROWS,
-    KEYS,
+    KEY_TILE,
     PART,
+    WARPGROUP_KEYS,
     operand_layout,
     product_layout,
     to_fragments,
 )
-from decayattn.backends.hopper.common.tile_table import flat
+from decayattn.backends.hopper.common.pipelines import flat
 from decayattn.backends.hopper.config import WARPGROUP_ROWS
 
 # layouts of a part of dq, and of copies of a sum of dS
@@ -68,7 +68,7 @@ def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, LOADED
     """
     STEP: gl.constexpr = product_keys(LOADED)
     d_scores = ()
-    for key in gl.static_range(0, KEYS, STEP):
+    for key in gl.static_range(0, KEY_TILE, STEP):
         left = shared.d_scores.index(slot * 2 + key // WARPGROUP_KEYS).slice(key % WARPGROUP_KEYS, STEP, 0)
         if D == 64:
             left = left.slice(PART * PART_OF, PART, 1)
@@ -91,7 +91,7 @@ def start_dq_part(
     dq = gl.zeros([PART, PART], gl.float32, DQ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
     first = opaque_zero(n)
-    for key in gl.static_range(0, KEYS, STEP):
+    for key in gl.static_range(0, KEY_TILE, STEP):
         left = d_scores[key // STEP]
         right = flat(shared.keys.index(first + key // WARPGROUP_KEYS)).slice(key % WARPGROUP_KEYS, STEP, 0)
         if D == 128:
@@ -133,9 +133,9 @@ def add_from_registers(dq_fragments, part, dq):
 @gluon.jit
 def _axis(x, AXIS: gl.constexpr):
     """Index along one axis of a tensor of three dimensions."""
-    ROWS: gl.constexpr = gl.SliceLayout(2 if AXIS < 2 else 1, x.type.layout)
-    COLUMNS: gl.constexpr = gl.SliceLayout(1 if AXIS == 0 else 0, ROWS)
-    index = gl.expand_dims(gl.arange(0, x.shape[AXIS], COLUMNS), 1 if AXIS == 0 else 0)
+    PLANE: gl.constexpr = gl.SliceLayout(2 if AXIS < 2 else 1, x.type.layout)
+    LINE: gl.constexpr = gl.SliceLayout(1 if AXIS == 0 else 0, PLANE)
+    index = gl.expand_dims(gl.arange(0, x.shape[AXIS], LINE), 1 if AXIS == 0 else 0)
     return gl.expand_dims(index, 2 if AXIS < 2 else 1)
 
 

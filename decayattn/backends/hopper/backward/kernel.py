@@ -44,7 +44,7 @@ times the scale; dq and the sums are made of dS alone. The gradient of a scale i
 
 Row and column sums of dS read the same rounded dSᵀ as the products, so both cancel wherever the gradient of a decay
 cancels. Both are products with few columns: sums of keys are issued with dk (key_sums.py), sums of rows with dq.
-Partial tiles (EDGE, "edge tiles"), which are masked, come first. They and full tiles have a loop each: in a common
+Partial tiles (PARTIAL, "edge tiles"), which are masked, come first. They and full tiles have a loop each: in a common
 loop, full tiles would jump over a third of the instructions or more (D = 64).
 
 Not causal, the sign of a decay differs between the sides of the diagonal, and the loops run once per side (work.py). A
@@ -70,27 +70,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from decayattn.backends.hopper import config
-from decayattn.backends.hopper.backward.consume_128 import consume_128
-from decayattn.backends.hopper.backward.consume_192 import consume_192
-from decayattn.backends.hopper.backward.consume_256 import consume_256
+from decayattn.backends.hopper.backward.consume import consume
 from decayattn.backends.hopper.backward.dq import is_loaded, product_keys
 from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights, rate_weights
 from decayattn.backends.hopper.backward.producer import produce
-from decayattn.backends.hopper.backward.row_terms import DELTA, FACTORS
 from decayattn.backends.hopper.backward.shared import DK_BLOCKS, BackwardConstants, BackwardShared, allocate_barriers
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, KeySchedule, has_row_sums, side_count
+from decayattn.backends.hopper.backward.work import KeySchedule, has_row_sums, side_count
 from decayattn.backends.hopper.backward.zero_dq import allocate_zeros
 from decayattn.backends.hopper.common.call import field
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
+    DELTA,
     DEPTH,
+    FACTORS,
     FRAGMENT_COLUMNS,
     FRAGMENT_ROWS,
     PART,
+    WARPGROUP_KEYS,
     ones_of_columns,
 )
-from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
-from decayattn.backends.hopper.common.tile_table import allocate_tiles
+from decayattn.backends.hopper.common.pipelines import allocate_tiles, allocate_words, make_pipeline
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.tiles.scores import LN2
 from decayattn.problem import DecayName
@@ -142,17 +141,6 @@ class BackwardTile(NamedTuple):
     registers: int
 
 
-@gluon.jit
-def consume(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
-    """Run one consumer warpgroup."""
-    if shared.WIDE:
-        consume_256(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP)
-    elif shared.BLOCKS > 1:
-        consume_192(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP)
-    else:
-        consume_128(schedule, shared, dq_fragments, dk_desc, decay, scale, WARPGROUP)
-
-
 # separate arguments: Triton specialises integers in a tuple (for 1 and multiples of 16) despite do_not_specialize
 _INTEGERS = [
     "left", "right", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "entries", "heads", "together",
@@ -195,7 +183,7 @@ def gradients_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     STEP: gl.constexpr = product_keys(is_loaded(D, has_row_sums(DECAY, DECAY_GRADIENT), ROW_SCALES))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
-    WIDE: gl.constexpr = CONSUMERS == "consume_256"
+    COMMON_KEYS: gl.constexpr = CONSUMERS == "consume_256"
     BLOCKED: gl.constexpr = CONSUMERS == "consume_192"
     # columns that are stored or read one half at a time: no swizzle pattern may cross the halves
     STORED: gl.constexpr = ROWS if CONSUMERS == "consume_128" else ROWS // 2
@@ -229,7 +217,7 @@ def gradients_kernel(
     zeros = allocate_zeros(zeros_desc)
     fence_async_shared()
     p = ones
-    if WIDE:
+    if COMMON_KEYS:
         p = gl.allocate_shared_memory(DTYPE, [1, WARPGROUP_KEYS, ROWS], D_SCORES)
     factors, factors_desc = ones, terms_desc
     if ROW_SCALES:
@@ -250,17 +238,17 @@ def gradients_kernel(
         gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_fragments.layout)
         if CONSUMERS == "consume_128" else ones,
         BackwardConstants(zeros, ones, weights, bits, splits),
-        allocate_barriers(STAGES, SLOTS, WIDE, WIDE and ROW_SCALES),
+        allocate_barriers(STAGES, SLOTS, COMMON_KEYS, COMMON_KEYS and ROW_SCALES),
         make_pipeline(allocate_words(1), 1, 2),
         STAGES,
         SLOTS,
         BLOCKS,
-        WIDE,
+        COMMON_KEYS,
         READ,
         STORED,
         ROWS * D // (PART * PART),
     )
-    shared.barriers.init(STAGES, SLOTS, WIDE, WIDE and ROW_SCALES)
+    shared.barriers.init(STAGES, SLOTS, COMMON_KEYS, COMMON_KEYS and ROW_SCALES)
 
     let_next_start(heads)
     wait_for_launch_before(heads)

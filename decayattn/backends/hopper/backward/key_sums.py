@@ -14,8 +14,7 @@ the tile, its bits beyond those of the tile's rows count for all rows alike.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS
-from decayattn.backends.hopper.common.fragments import COPIES, SHARES, by_threads
+from decayattn.backends.hopper.common.fragments import COPIES, SHARES, WARPGROUP_KEYS, by_threads, product_layout
 
 # columns of bit_weights: two for each bit of a row's index, and for the first bit beyond
 BIT_COLUMNS: gl.constexpr = gl.constexpr(16)
@@ -47,6 +46,16 @@ def _row_bits(rows):
 
 
 @gluon.jit
+def sum_operands(shared, DECAY: gl.constexpr, PARTIAL: gl.constexpr):
+    """Return the weights of a tile's rows, (1, columns, rows), and zeros of the product (64 keys, columns)."""
+    weights = shared.constants.weights
+    if DECAY == "constant" and PARTIAL:
+        weights = shared.constants.bits
+    SUMS: gl.constexpr = weights.shape[1]
+    return weights, gl.zeros([WARPGROUP_KEYS, SUMS], gl.float32, product_layout(SUMS))
+
+
+@gluon.jit
 def _sum_and_moment(of_keys):
     """Return the two columns of the product that a thread has, (64 keys, 4 threads) each."""
     return gl.split(gl.reshape(of_keys, [WARPGROUP_KEYS, COPIES // 2, 2]))
@@ -71,7 +80,7 @@ def distance_sum(of_keys, own_row):
 
 
 @gluon.jit
-def edge_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
+def partial_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
     """The same for a partial tile, from dSᵀ times bit_weights."""
     with_bit, without_bit = gl.split(by_threads(of_bits))
     BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, with_bit.type.layout))
@@ -90,23 +99,23 @@ def edge_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def key_sum_of_tile(of_keys, work, tile, key, EDGE: gl.constexpr):
+def key_sum_of_tile(of_keys, work, tile, key, PARTIAL: gl.constexpr):
     """Return a query tile's contribution to the sums of keys, from the product issued with dk."""
     ROWS: gl.constexpr = work.schedule.ROWS
     own_row = key - work.first_position() - tile * ROWS
     if work.schedule.DECAY == "scalar":
         total = copies_of_sum(of_keys)
-    elif EDGE:
-        total = edge_distance_sum(of_keys, own_row, ROWS)
+    elif PARTIAL:
+        total = partial_distance_sum(of_keys, own_row, ROWS)
     else:
         total = distance_sum(of_keys, own_row)
     return total
 
 
 @gluon.jit
-def store_key_sums(done, member, key_sum, decay, PART: gl.constexpr):
+def store_key_sums(done, member, key_sum, decay, NTH: gl.constexpr):
     """Store the sums of a query head over WARPGROUP_KEYS keys of a work tile."""
-    tokens, start = done.first_token(member), done.bounds.start + PART * WARPGROUP_KEYS
+    tokens, start = done.first_token(member), done.bounds.start + NTH * WARPGROUP_KEYS
     total = gl.sum(key_sum, 1)
     if done.schedule.DECAY == "scalar":
         total *= 0.25  # of 4 copies

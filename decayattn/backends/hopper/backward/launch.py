@@ -13,17 +13,11 @@ from decayattn.backends.hopper.backward.kernel import (
     BackwardTile,
     gradients_kernel,
 )
-from decayattn.backends.hopper.backward.row_terms import (
-    FACTORS,
-    RowDecay,
-    RowTermsTraits,
-    row_terms_kernel,
-    unpack_dq_kernel,
-)
+from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTraits, row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.hopper.backward.work import side_count
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.common.call import heads_together, limits_of, source_of
-from decayattn.backends.hopper.common.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, PART
+from decayattn.backends.hopper.common.fragments import FACTORS, FRAGMENT_COLUMNS, FRAGMENT_ROWS, PART
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
@@ -94,7 +88,7 @@ def backward(
         blocks = sequence_blocks.decay_blocks(problem)
         sides = side_count(problem.decay, problem.causal)
         decay_of_rows = RowDecay(rates, prefix.beta, prefix.base, problem.key_length, blocks)
-        terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.COLUMNS, dtype=torch.bfloat16)
+        terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.SPLIT_COLUMNS, dtype=torch.bfloat16)
         scale, row_factors, of_scales = inputs.scale, None, None
         if row_scale is not None:
             row_factors = strided(row_scale), new(head_rows, tiles.row_tiles, sides, FACTORS.value, tile.rows)

@@ -7,11 +7,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from decayattn.backends.hopper.backward.row_terms import FACTORS, terms_row_of_tile
-from decayattn.backends.hopper.backward.work import WARPGROUP_KEYS, find_work, query_tile, visit_count
+from decayattn.backends.hopper.backward.row_terms import terms_row_of_tile
+from decayattn.backends.hopper.backward.work import find_work, query_tile, visit_count
 from decayattn.backends.hopper.backward.zero_dq import publish_zeroed, start_zeroing, wait_zeroed
 from decayattn.backends.hopper.common import gluon_compat
-from decayattn.backends.hopper.common.fragments import PART
+from decayattn.backends.hopper.common.fragments import FACTORS, PART, WARPGROUP_KEYS
 from decayattn.backends.tiles.decay import DECAY_BLOCK, constant_rate
 
 
@@ -35,14 +35,14 @@ def _base_difference(work, tile, side, bases, key_base, rate):
 def _store_gradients(schedule, index, shared, count, results):
     """Start to store dv of the count-th work tile from the buffer of its values, once both warpgroups have written it.
 
-    WIDE: also dk, from the buffer of its keys.
+    COMMON_KEYS: also dk, from the buffer of its keys.
     """
     dk_desc, dv_desc = results
     mbarrier.wait(shared.barriers.dv_ready, count & 1)
     work = find_work(schedule, index)
     for part in gl.static_range(schedule.KEYS // WARPGROUP_KEYS):
         gluon_compat.store(dv_desc, work.key_at(part), shared.values.index(part))
-    if shared.WIDE:
+    if shared.COMMON_KEYS:
         gluon_compat.store(dk_desc, work.key_at(0), shared.keys.index(0))
 
 
@@ -51,7 +51,7 @@ def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, resul
     """Store gradients of the last work tile, and load keys and values of the count-th one into their buffers."""
     if count > 0:
         _store_gradients(schedule, previous, shared, count - 1, results)
-        if shared.WIDE:
+        if shared.COMMON_KEYS:
             tma.store_wait(0)
         else:
             mbarrier.wait(shared.barriers.keys_read, (count - 1) & 1)
@@ -62,7 +62,7 @@ def _replace_keys(schedule, previous, work, shared, count, k_desc, v_desc, resul
         for block in gl.static_range(shared.BLOCKS):
             at = work.key_at(part, block * PART)
             gluon_compat.load(k_desc, at, shared.barriers.keys_ready, shared.keys.index(part * shared.BLOCKS + block))
-    if not shared.WIDE:
+    if not shared.COMMON_KEYS:
         tma.store_wait(0)
     for part in gl.static_range(PARTS):
         gluon_compat.load(v_desc, work.key_at(part), shared.barriers.keys_ready, shared.values.index(part))

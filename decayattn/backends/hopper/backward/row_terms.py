@@ -4,8 +4,8 @@ Formulas::
 
     Δ_i = Σ_c dO_ic O_ic − dLSE_i        P_ij = exp2(S_ij − LSE₂_i)        dS_ij = P_ij (dP_ij − Δ_i)
 
-row_terms_kernel has a program per BLOCK_M rows of a head. It writes bfloat16 terms (ROWS, COLUMNS) of a query tile.
-Layout::
+row_terms_kernel has a program per BLOCK_M rows of a head. It writes bfloat16 terms (ROWS, SPLIT_COLUMNS) of a query
+tile. Layout::
 
     column    0   1   2           |  3   4   5  |  6   7
               score_factor · LSE₂ |     −Δ      |    0       three splits of each, high to low
@@ -26,7 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decayattn.backends.hopper.common.fragments import PART, from_fragments
+from decayattn.backends.hopper.common.fragments import (
+    DELTA,
+    FACTORS,
+    MINUS_LSE2,
+    PART,
+    SCALE,
+    SPLIT_COLUMNS,
+    from_fragments,
+)
 from decayattn.backends.hopper.common.tile_table import (
     ENTRY,
     FIRST_BLOCK,
@@ -37,21 +45,13 @@ from decayattn.backends.hopper.common.tile_table import (
     START,
     line_of_tile,
 )
-from decayattn.backends.planning.sequences import row_pointers, start_of_head
+from decayattn.backends.planning.offsets import row_pointers, start_of_head
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
-from decayattn.backends.tiles import bf16_splits
 from decayattn.backends.tiles.bf16_splits import with_splits
 from decayattn.backends.tiles.decay import load_rate, row_alpha, row_anchor
 from decayattn.backends.tiles.scores import LOG2E
 from decayattn.problem import DecayName
 
-COLUMNS: tl.constexpr = tl.constexpr(bf16_splits.COLUMNS)
-# the first column of Δ, after those of LSE₂
-DELTA: tl.constexpr = tl.constexpr(bf16_splits.SPLITS)
-# factors of rows, with a scale per row: s·log2(e), and −LSE₂
-SCALE: tl.constexpr = tl.constexpr(0)
-MINUS_LSE2: tl.constexpr = tl.constexpr(1)
-FACTORS: tl.constexpr = tl.constexpr(2)
 # a score below all others for any scale; finite, because a product multiplies it by 0 too
 NEVER: tl.constexpr = tl.constexpr(-3.0e38)
 
@@ -124,11 +124,11 @@ def row_terms_kernel(
 ):
     """Write the row terms that the backward adds to scores and to dP: LSE₂ of the forward, and −Δ = dLSE − Σ dO·O.
 
-    terms is (head rows, row tiles, SIDES, ROWS, COLUMNS), or (heads, tiles of the table, …). First come the splits of
-    score_factor · LSE₂, divided by the scale like everything that is added to products of q and k; then the splits of
-    −Δ. Rows past the end and rows that see no key get an LSE₂ for which P is 0 without a mask, and no gradient for any
-    dLSE. With two sides (work.py) the forward saves the whole LSE₂, and this kernel adds α_i with the sign of the side;
-    decay is a RowDecay, None with one side.
+    terms is (head rows, row tiles, SIDES, ROWS, SPLIT_COLUMNS), or (heads, tiles of the table, …). First come the
+    splits of score_factor · LSE₂, divided by the scale like everything that is added to products of q and k; then the
+    splits of −Δ. Rows past the end and rows that see no key get an LSE₂ for which P is 0 without a mask, and no
+    gradient for any dLSE. With two sides (work.py) the forward saves the whole LSE₂, and this kernel adds α_i with the
+    sign of the side; decay is a RowDecay, None with one side.
 
     zeroed: (row sums, dq fragments, counters), which the next kernel adds to and this one zeroes first. Of dq, these
     are the head rows from first_zeroed on. There are no more counters than programs here.
@@ -183,7 +183,7 @@ def row_terms_kernel(
         own_term = tl.where(seen, score_factor * side_lse2, NEVER)
         in_tile = block % (ROWS // BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)
         terms_row = terms_row_of_tile(tile_row * row_tiles + tile, side, SIDES, ROWS)
-        tile_terms = tl.zeros([BLOCK_M, COLUMNS], tl.bfloat16)
+        tile_terms = tl.zeros([BLOCK_M, SPLIT_COLUMNS], tl.bfloat16)
         if row_factors is None:
             tile_terms = with_splits(tile_terms, own_term, 0)
         else:
@@ -191,7 +191,7 @@ def row_terms_kernel(
             tl.store(in_factors + SCALE * ROWS, row_scale)
             tl.store(in_factors + MINUS_LSE2 * ROWS, own_term)
         tile_terms = with_splits(tile_terms, tl.where(seen, -delta, 0.0), DELTA)
-        at_terms = (terms_row + in_tile)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        at_terms = (terms_row + in_tile)[:, None] * SPLIT_COLUMNS + tl.arange(0, SPLIT_COLUMNS)[None, :]
         tl.store(terms + at_terms, tile_terms)
 
     SIZE: tl.constexpr = BLOCK_M * D

@@ -3,8 +3,15 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.backward.row_terms import FACTORS, MINUS_LSE2, SCALE
-from decayattn.backends.hopper.common.fragments import bits_before, by_threads, from_threads, where_bits
+from decayattn.backends.hopper.common.fragments import (
+    FACTORS,
+    MINUS_LSE2,
+    SCALE,
+    bits_before,
+    by_threads,
+    from_threads,
+    where_bits,
+)
 from decayattn.backends.tiles.decay import constant_rate
 from decayattn.backends.tiles.scores import decayed_score, probability
 
@@ -58,7 +65,7 @@ def operand_of_dk(left, d_scores, shared, stage, ROW_SCALES: gl.constexpr, ROW: 
 
 @gluon.jit
 def tile_probability(
-    scoreT, shared, stage, keys, score_scale, DECAY: gl.constexpr, EDGE: gl.constexpr, ROW: gl.constexpr = 0,
+    scoreT, shared, stage, keys, score_scale, DECAY: gl.constexpr, PARTIAL: gl.constexpr, ROW: gl.constexpr = 0,
     ROW_SCALES: gl.constexpr = False,
 ):
     """P of the query tile in a stage, from products with keys; scoreT begins with its row ROW."""
@@ -69,7 +76,7 @@ def tile_probability(
         key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
     scoreT = scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES, ROW)
     scoreT = decayed_score(scoreT, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none")
-    if EDGE:
+    if PARTIAL:
         # read the tile's first row here: if it were known earlier, the compiler would compare before the scores are
         # ready
         here = shared.starts.index(stage).load(key_alpha.type.layout)

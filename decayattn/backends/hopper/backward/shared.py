@@ -34,26 +34,26 @@ class BackwardBarriers:
     d_scores_ready: gl.shared_memory_descriptor
     d_scores_read: gl.shared_memory_descriptor  # both have read dSᵀ of the previous tile; with two slots only
     keys_ready: gl.shared_memory_descriptor
-    keys_read: gl.shared_memory_descriptor  # both have read the keys, and dSᵀ of the last tile; not in wide kernels
-    dv_ready: gl.shared_memory_descriptor  # both have stored dv to the values' buffer; wide: also dk to the keys'
-    # wide kernels only (consume_256.py)
+    keys_read: gl.shared_memory_descriptor  # both have read the keys, and dSᵀ of the last tile; not in consume_256.py
+    dv_ready: gl.shared_memory_descriptor  # both have stored dv where v was; in consume_256.py also dk where k was
+    # of consume_256.py only
     p_read: gl.shared_memory_descriptor  # both have read P of the previous tile, and dS of the one before that
     scaled_ready: gl.shared_memory_descriptor  # both have stored dS times scales of rows
 
     @gluon.jit
-    def init(self, STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr):
+    def init(self, STAGES: gl.constexpr, SLOTS: gl.constexpr, COMMON_KEYS: gl.constexpr, SCALED: gl.constexpr):
         """Initialise each barrier for the number of arrivals in a phase of it."""
         for stage in gl.static_range(STAGES):
             mbarrier.init(self.queries_ready.index(stage), count=1)
             mbarrier.init(self.d_outs_ready.index(stage), count=1)
             mbarrier.init(self.empty.index(stage), count=2)
-            if not WIDE:
+            if not COMMON_KEYS:
                 mbarrier.init(self.first_scores.index(stage), count=1)
         for slot in gl.static_range(SLOTS):
             mbarrier.init(self.d_scores_ready.index(slot), count=2)
-        mbarrier.init(self.p_read if WIDE else self.d_scores_read, count=2)
+        mbarrier.init(self.p_read if COMMON_KEYS else self.d_scores_read, count=2)
         mbarrier.init(self.keys_ready, count=1)
-        if not WIDE:
+        if not COMMON_KEYS:
             mbarrier.init(self.keys_read, count=2)
         if SCALED:
             mbarrier.init(self.scaled_ready, count=2)
@@ -61,7 +61,7 @@ class BackwardBarriers:
 
 
 @gluon.jit
-def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr):
+def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, COMMON_KEYS: gl.constexpr, SCALED: gl.constexpr):
     """Allocate the barriers. SCALED: including scaled_ready.
 
     A field without waiters is another field's barrier (pipelines.make_pipeline has the reason).
@@ -70,11 +70,11 @@ def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, WIDE: gl.conste
     queries_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     d_outs_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    first_scores = empty if WIDE else gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
+    first_scores = empty if COMMON_KEYS else gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     d_scores_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], LAYOUT)
     read = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    keys_read = read if WIDE else gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
+    keys_read = read if COMMON_KEYS else gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     dv_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     scaled_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT) if SCALED else read
     return BackwardBarriers(
@@ -95,8 +95,8 @@ class BackwardShared:
     factors: gl.shared_memory_descriptor  # (STAGES · FACTORS, 1, ROWS), with a scale per row
     differences: gl.shared_memory_descriptor  # (STAGES, 1): α at the anchor of the rows minus α at the key tile's
     starts: gl.shared_memory_descriptor  # (STAGES, 1): the tile's first row
-    d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS), then dk; wide: (SLOTS, …)
-    p: gl.shared_memory_descriptor  # (1, 64, ROWS) of a wide kernel: Pᵀ
+    d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS); then dk
+    p: gl.shared_memory_descriptor  # (1, 64, ROWS), of consume_256.py only: Pᵀ
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256), of consume_128.py only
     constants: BackwardConstants
     barriers: BackwardBarriers
@@ -104,7 +104,7 @@ class BackwardShared:
     STAGES: gl.constexpr
     SLOTS: gl.constexpr
     BLOCKS: gl.constexpr  # buffers that make up one tile of q or k
-    WIDE: gl.constexpr  # consumers of consume_256.py
+    COMMON_KEYS: gl.constexpr  # both warpgroups have all keys of a work tile (consume_256.py)
     READ: gl.constexpr  # columns of q and k that hold values
     SCORE_ROWS: gl.constexpr  # rows of the scores that a warpgroup has at once
     DQ_PARTS: gl.constexpr  # parts of dq of a query tile, (64, 64) each

@@ -10,15 +10,12 @@ diagonal twice: a visit has one sign.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.fragments import ROWS
+from decayattn.backends.hopper.common.fragments import WARPGROUP_KEYS
 from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
-from decayattn.backends.planning.sequences import start_of_head
+from decayattn.backends.planning.offsets import start_of_head
 from decayattn.backends.tiles.decay import DECAY_BLOCK, side_of_head
-from decayattn.backends.tiles.visibility import GRANULE, edge_tile, rows_that_see, tiles_between
-
-# keys of a product
-WARPGROUP_KEYS: gl.constexpr = ROWS
+from decayattn.backends.tiles.visibility import GRANULE, partial_tile, rows_that_see, tiles_between
 
 
 @gluon.constexpr_function
@@ -158,11 +155,11 @@ class KeyWork:
         )
 
     @gluon.jit
-    def key_at(self, PART: gl.constexpr, COLUMN: gl.constexpr = 0):
+    def key_at(self, NTH: gl.constexpr, COLUMN: gl.constexpr = 0):
         """TMA coordinates of WARPGROUP_KEYS keys, from a column on."""
         bounds = self.bounds
         return coordinates(
-            bounds.entry, self.kv_head, bounds.start + PART * WARPGROUP_KEYS, bounds.first_token,
+            bounds.entry, self.kv_head, bounds.start + NTH * WARPGROUP_KEYS, bounds.first_token,
             bounds.key_length, self.schedule.key_axis, self.schedule.RAGGED, COLUMN,
         )
 
@@ -228,7 +225,7 @@ class KeyWork:
 
     @gluon.jit
     def visited(self, ends, side):
-        """(begin, whole_begin, whole_end, end) of the query tiles on a side that see a key of the tile (tiles_between).
+        """(begin, full_begin, full_end, end) of the query tiles on a side that see a key of the tile (tiles_between).
         """
         first_min, end_min = self.rows_of_side(ends[0], side)
         first_max, end_max = self.rows_of_side(ends[1], side)
@@ -243,17 +240,17 @@ def visit_count(visited):
 
 
 @gluon.jit
-def edge_count(visited):
+def partial_count(visited):
     """Number of partial tiles among them."""
-    begin, whole_begin, whole_end, end = visited
-    return end - begin - (whole_end - whole_begin)
+    begin, full_begin, full_end, end = visited
+    return end - begin - (full_end - full_begin)
 
 
 @gluon.jit
-def visits(visited, EDGE: gl.constexpr):
+def visits(visited, PARTIAL: gl.constexpr):
     """[first, end) of the visits to partial tiles, or to full ones."""
-    first, end = edge_count(visited), visit_count(visited)
-    if EDGE:
+    first, end = partial_count(visited), visit_count(visited)
+    if PARTIAL:
         first, end = first * 0, first
     return first, end
 
@@ -261,10 +258,10 @@ def visits(visited, EDGE: gl.constexpr):
 @gluon.jit
 def query_tile(visit, visited):
     """Tile of a visit, for the producer and the consumers: partial tiles come first, then full ones."""
-    begin, whole_begin, whole_end, _ = visited
-    edges = edge_count(visited)
-    edge = edge_tile(visit, begin, whole_begin, whole_end)
-    return gl.where(visit < edges, edge, whole_begin + visit - edges)
+    begin, full_begin, full_end, _ = visited
+    partials = partial_count(visited)
+    partial = partial_tile(visit, begin, full_begin, full_end)
+    return gl.where(visit < partials, partial, full_begin + visit - partials)
 
 
 @gluon.jit

@@ -19,15 +19,15 @@ from triton.experimental.gluon import language as gl
 from decayattn.backends.hopper.common import gluon_compat
 
 # columns of dq, seen as lines of consecutive values
-COLUMNS: gl.constexpr = gl.constexpr(256)
+LINE_VALUES: gl.constexpr = gl.constexpr(256)
 
 
 @gluon.jit
 def allocate_zeros(zeros_desc):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     LINES: gl.constexpr = zeros_desc.block_shape[0]
-    zeros = gl.allocate_shared_memory(gl.float32, [LINES, COLUMNS], zeros_desc.layout)
-    zeros.store(gl.zeros([LINES, COLUMNS], gl.float32, LAYOUT))
+    zeros = gl.allocate_shared_memory(gl.float32, [LINES, LINE_VALUES], zeros_desc.layout)
+    zeros.store(gl.zeros([LINES, LINE_VALUES], gl.float32, LAYOUT))
     return zeros
 
 
@@ -36,7 +36,7 @@ def start_zeroing(schedule, zeros, zeros_desc, index, D: gl.constexpr):
     """Start to zero a work tile's share of the next chunk's dq; return True if there is a next chunk."""
     # lines that one copy zeroes
     LINES: gl.constexpr = zeros_desc.block_shape[0]
-    OF_A_TILE: gl.constexpr = schedule.ROWS * D // (LINES * COLUMNS)
+    OF_A_TILE: gl.constexpr = schedule.ROWS * D // (LINES * LINE_VALUES)
     work_tiles = schedule.chunk_work_tiles()
     has_next = schedule.chunk(index) + 1 < schedule.chunks()
     if has_next:

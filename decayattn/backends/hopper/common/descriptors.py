@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from decayattn.backends.runtime.tma import CACHED_DESCRIPTORS, Memory, usable_strides
-from decayattn.backends.tiles.bf16_splits import COLUMNS, DEPTH
+from decayattn.backends.tiles.bf16_splits import DEPTH, SPLIT_COLUMNS
 
 # end of every slice of `slices` on the slice's own axis; larger than the rows of any tensor
 SLICE_END = 2**30
@@ -74,12 +74,13 @@ def columns(x: Tensor, rows: int) -> TensorDescriptor:
 def key_splits(x: Tensor) -> TensorDescriptor:
     """Describe tiles of the splits of PART_KEYS of one block's keys.
 
-    The contiguous tensor (…, splits, keys) is seen as (blocks, splits, keys). Zeros fill up its splits to COLUMNS rows;
-    coordinates are (block, 0, key).
+    The contiguous tensor (…, splits, keys) is seen as (blocks, splits, keys). Zeros fill up its splits to SPLIT_COLUMNS
+    rows; coordinates are (block, 0, key).
     """
     splits, keys = x.shape[-2:]
     blocks = x.numel() // (splits * keys)
-    return _describe(x.data_ptr(), x.dtype, (blocks, splits, keys), (splits * keys, keys, 1), (1, COLUMNS, PART_KEYS))
+    tile = (1, SPLIT_COLUMNS, PART_KEYS)
+    return _describe(x.data_ptr(), x.dtype, (blocks, splits, keys), (splits * keys, keys, 1), tile)
 
 
 def plain(x: Tensor, rows: int) -> TensorDescriptor:

@@ -8,22 +8,31 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.config import KEY_TILE, WARPGROUP_ROWS
+from decayattn.backends.hopper.config import KEY_TILE as _KEY_TILE
+from decayattn.backends.hopper.config import WARPGROUP_ROWS as _WARPGROUP_ROWS
 from decayattn.backends.tiles import bf16_splits
 
 # rows of one warpgroup's product: query rows in the forward, keys in the backward
-ROWS: gl.constexpr = gl.constexpr(WARPGROUP_ROWS)
+WARPGROUP_ROWS: gl.constexpr = gl.constexpr(_WARPGROUP_ROWS)
+WARPGROUP_KEYS: gl.constexpr = WARPGROUP_ROWS
 # warps of a warpgroup
 WARPS: gl.constexpr = gl.constexpr(4)
 # keys of a block of the decay prefix, and of a tile of the backward
-KEYS: gl.constexpr = gl.constexpr(KEY_TILE)
+KEY_TILE: gl.constexpr = gl.constexpr(_KEY_TILE)
 SPLITS: gl.constexpr = gl.constexpr(bf16_splits.SPLITS)
+SPLIT_COLUMNS: gl.constexpr = gl.constexpr(bf16_splits.SPLIT_COLUMNS)
 DEPTH: gl.constexpr = gl.constexpr(bf16_splits.DEPTH)
+# terms of rows (backward/row_terms.py): the first column of Δ, after those of LSE₂
+DELTA: gl.constexpr = SPLITS
+# factors of rows, with a scale per row: s·log2(e), and −LSE₂
+SCALE: gl.constexpr = gl.constexpr(0)
+MINUS_LSE2: gl.constexpr = gl.constexpr(1)
+FACTORS: gl.constexpr = gl.constexpr(2)
 
 # layout (64 rows, 4): one value for each of the four threads that share a row
 SHARES: gl.constexpr = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [WARPGROUP_ROWS, 4]
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [_WARPGROUP_ROWS, 4]
     )
 )
 
@@ -37,7 +46,7 @@ FRAGMENT_COLUMNS: gl.constexpr = gl.constexpr(256)
 
 @gluon.constexpr_function
 def product_layout(columns):
-    """Layout of a warpgroup's product, (ROWS, columns)."""
+    """Layout of a warpgroup's product, (WARPGROUP_ROWS, columns)."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -106,7 +115,7 @@ def ones_of_columns(FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     """Ones (64, DEPTH) at the splits of a value, in any layout."""
     column = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT)), 0)
     ones = ((column >= FIRST) & (column < FIRST + SPLITS)).to(gl.bfloat16)
-    ones, _ = gl.broadcast(ones, gl.full([ROWS, DEPTH], 0.0, gl.bfloat16, LAYOUT))
+    ones, _ = gl.broadcast(ones, gl.full([WARPGROUP_ROWS, DEPTH], 0.0, gl.bfloat16, LAYOUT))
     return ones
 
 

@@ -106,6 +106,28 @@ def make_pipeline(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     return Pipeline(tiles, full, empty, STAGES)
 
 
+@gluon.constexpr_function
+def stacked(count, shape):
+    return [count, *shape]
+
+
+@gluon.jit
+def allocate_tiles(desc, COUNT: gl.constexpr):
+    """Allocate shared memory for COUNT tiles of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, stacked(COUNT, desc.block_shape), desc.layout)
+
+
+@gluon.constexpr_function
+def _matrix(shape):
+    return list(shape[-2:])
+
+
+@gluon.jit
+def flat(tile):
+    """View a (1, …, rows, D) tile of shared memory as (rows, D)."""
+    return tile.reshape(_matrix(tile.shape))
+
+
 @gluon.jit
 def allocate_words(COUNT: gl.constexpr, DTYPE: gl.constexpr = gl.int32):
     """Allocate shared memory for COUNT values."""

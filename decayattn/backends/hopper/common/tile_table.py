@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.descriptors import SLICE_END
 from decayattn.backends.hopper.common.gluon_compat import aggregate
-from decayattn.backends.planning.sequences import parts_before
+from decayattn.backends.planning.offsets import parts_before
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
@@ -183,25 +183,3 @@ def coordinates(entry, head, row, first, length, axis, RAGGED: gl.constexpr, COL
     else:
         at = (entry, head, row, COLUMN)
     return at
-
-
-@gluon.constexpr_function
-def stacked(count, shape):
-    return [count, *shape]
-
-
-@gluon.jit
-def allocate_tiles(desc, COUNT: gl.constexpr):
-    """Allocate shared memory for COUNT tiles of a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, stacked(COUNT, desc.block_shape), desc.layout)
-
-
-@gluon.constexpr_function
-def _matrix(shape):
-    return list(shape[-2:])
-
-
-@gluon.jit
-def flat(tile):
-    """View a (1, …, rows, D) tile of shared memory as (rows, D)."""
-    return tile.reshape(_matrix(tile.shape))

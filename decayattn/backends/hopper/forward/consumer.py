@@ -10,18 +10,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper.common import gluon_compat
-from decayattn.backends.hopper.common.fragments import ROWS, SHARES, ones_of_splits, operand_layout, product_layout
-from decayattn.backends.hopper.common.pipelines import stage
-from decayattn.backends.hopper.common.tile_table import flat
+from decayattn.backends.hopper.common.fragments import (
+    SHARES,
+    WARPGROUP_ROWS,
+    ones_of_splits,
+    operand_layout,
+    product_layout,
+)
+from decayattn.backends.hopper.common.pipelines import flat, stage
 from decayattn.backends.hopper.forward.rows import Rows, masked
 from decayattn.backends.hopper.forward.shared import (
     CAREFUL,
     END,
+    FULL_BEGIN,
+    FULL_END,
     VISITED_BEGIN,
     VISITED_END,
     WARPS,
-    WHOLE_BEGIN,
-    WHOLE_END,
     first_seen,
     published_work,
     seen_tile,
@@ -40,7 +45,7 @@ from decayattn.backends.hopper.forward.softmax import (
     softmax,
 )
 from decayattn.backends.hopper.forward.work import Walk
-from decayattn.backends.planning.sequences import row_pointers
+from decayattn.backends.planning.offsets import row_pointers
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
 
 # columns of q and k per product, for tiles with more than 128: skips columns without values, and the matrix descriptors
@@ -97,18 +102,18 @@ def _base_difference(shared, n, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _whole_begin(shared, rows, is_right, WARPGROUP: gl.constexpr):
+def _full_begin(shared, rows, is_right, WARPGROUP: gl.constexpr):
     """Index of the first full tile on that side of the diagonal: no row of the warpgroup has its first key in it."""
-    whole_begin = seen_tile(shared.left, rows.count, WHOLE_BEGIN, WARPGROUP)
+    full_begin = seen_tile(shared.left, rows.count, FULL_BEGIN, WARPGROUP)
     if not rows.decay.CAUSAL:
-        whole_begin = gl.where(is_right, seen_tile(shared.right, rows.count, WHOLE_BEGIN, WARPGROUP), whole_begin)
-    return whole_begin
+        full_begin = gl.where(is_right, seen_tile(shared.right, rows.count, FULL_BEGIN, WARPGROUP), full_begin)
+    return full_begin
 
 
 @gluon.jit
 def _next_tile(
-    shared, rows, n, acc, p, row_max, row_sum, scale, row_scale, zero, WARPGROUP: gl.constexpr, EDGE: gl.constexpr,
-    WIDE: gl.constexpr,
+    shared, rows, n, acc, p, row_max, row_sum, scale, row_scale, zero, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr,
+    BFLOAT16: gl.constexpr,
 ):
     """Issue and use the scores of the n-th tile while P V of the previous tile is added to acc.
 
@@ -132,18 +137,18 @@ def _next_tile(
     acc = warpgroup_mma(p, flat(values.tile(n - 1)), acc, is_async=True)
     score = warpgroup_mma_wait(1, (score,))
     keys.consumer_release(n)
-    if EDGE:
-        whole_begin = _whole_begin(shared, rows, is_right, WARPGROUP)
-        score = masked(score, rows, tile, is_right, whole_begin, False)
-    next_p, row_max, row_sum, correction = softmax(score, row_max, row_sum, difference, scale, None, EDGE, WIDE)
+    if PARTIAL:
+        full_begin = _full_begin(shared, rows, is_right, WARPGROUP)
+        score = masked(score, rows, tile, is_right, full_begin, False)
+    next_p, row_max, row_sum, correction = softmax(score, row_max, row_sum, difference, scale, None, PARTIAL, BFLOAT16)
     # ptxas would move the wait for P V above the exponentials; a store that needs their sum keeps it below them
     shared.fences.index(WARPGROUP).store(row_sum)
     keys.consumer_wait(n + 1, n + 1 < rows.n_end)
     acc = warpgroup_mma_wait(0, (acc,))
     values.consumer_release(n - 1)
-    if EDGE or not WIDE:
+    if PARTIAL or not BFLOAT16:
         acc = rescale_accumulator(acc, correction, acc.shape[1])
-    return acc, as_operand(next_p, shared, rows.count, EDGE, P), row_max, row_sum
+    return acc, as_operand(next_p, shared, rows.count, PARTIAL, P), row_max, row_sum
 
 
 @gluon.jit
@@ -170,12 +175,12 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
     lse, row_lse2 = row_outputs
     scale, row_scales = scales
     queries, keys, values = shared.queries, shared.keys, shared.values
-    WIDE: gl.constexpr = queries.tiles.dtype == gl.bfloat16
+    BFLOAT16: gl.constexpr = queries.tiles.dtype == gl.bfloat16
     # two slots: one in use while TMA fills the other; with one slot, TMA waits until out has left
     TWO_SLOTS: gl.constexpr = queries.STAGES == 2
     # α of the rows is needed
     ROW_ALPHA: gl.constexpr = KIND != "none" and (lse is not None or not CAUSAL)
-    zero = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
+    zero = gl.zeros([WARPGROUP_ROWS, KEYS], gl.float32, SCORE)
     row_alphas = shared.row_alphas.index(WARPGROUP)
     state = wait_for_work(shared, 0)
     count = state * 0
@@ -184,13 +189,13 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
         work, tiles, key_tile_end = published_work(shared, count, schedule)
         bounds, head = work.bounds, work.head
         query_length, first_position = bounds.query_length, work.first_position()
-        start = bounds.start + WARPGROUP * ROWS
+        start = bounds.start + WARPGROUP * WARPGROUP_ROWS
         overflow = shared.overflow(count, WARPGROUP)
         if start < query_length:
             head_decay = decay.of(schedule, work)
             # rows past the end repeat the last one, and are never stored
-            final_row = gl.minimum(start + ROWS, query_length) - 1
-            position = gl.minimum(start + gl.arange(0, ROWS, ROW), final_row) + first_position
+            final_row = gl.minimum(start + WARPGROUP_ROWS, query_length) - 1
+            position = gl.minimum(start + gl.arange(0, WARPGROUP_ROWS, ROW), final_row) + first_position
             tile_end = seen_tile(shared.left, count, VISITED_END, WARPGROUP)
             row_scale = None
             if row_scales is not None:
@@ -225,40 +230,40 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
                 queries.consumer_release(count - 1, count > 0)
             score = warpgroup_mma_wait(0, (score,))
             keys.consumer_release(n)
-            row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-            row_sum = gl.zeros([ROWS, 4], gl.float32, SHARES)
-            whole_begin = _whole_begin(shared, rows, False, WARPGROUP)
-            score = masked(score, rows, tile_end - 1, False, whole_begin, True)
+            row_max = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, ROW)
+            row_sum = gl.zeros([WARPGROUP_ROWS, 4], gl.float32, SHARES)
+            full_begin = _full_begin(shared, rows, False, WARPGROUP)
+            score = masked(score, rows, tile_end - 1, False, full_begin, True)
             ahead = None
-            if WIDE:
+            if BFLOAT16:
                 ahead = gl.where(state == CAREFUL, 0.0, AHEAD)
-            p, row_max, row_sum, _ = softmax(score, row_max, row_sum, difference, scale, ahead, True, WIDE)
+            p, row_max, row_sum, _ = softmax(score, row_max, row_sum, difference, scale, ahead, True, BFLOAT16)
             if ROW_ALPHA:
                 # stored until the end, so that it takes no registers in the loop
                 row_alphas.store(row_alpha.sum())
             p = as_operand(p, shared, count, True, P)
-            acc = gl.zeros([ROWS, D], gl.float32, ACC)
+            acc = gl.zeros([WARPGROUP_ROWS, D], gl.float32, ACC)
             keys.consumer_wait(n + 1, n + 1 < n_end)
             n += 1
             # partial tiles, then full ones, left of the diagonal; not causal, the same on its right; then partial tiles
-            whole = gl.maximum(sent + key_tile_end - seen_tile(shared.left, count, WHOLE_END, WARPGROUP), n)
-            edge = gl.maximum(sent + key_tile_end - seen_tile(shared.left, count, WHOLE_BEGIN, WARPGROUP), whole)
+            full = gl.maximum(sent + key_tile_end - seen_tile(shared.left, count, FULL_END, WARPGROUP), n)
+            partial = gl.maximum(sent + key_tile_end - seen_tile(shared.left, count, FULL_BEGIN, WARPGROUP), full)
             right_follows = not CAUSAL
             while n < n_end:
-                for are_whole in gl.static_range(2):
-                    for m in range(whole if are_whole else n, edge if are_whole else whole):
+                for are_full in gl.static_range(2):
+                    for m in range(full if are_full else n, partial if are_full else full):
                         acc, p, row_max, row_sum = _next_tile(
                             shared, rows, m, acc, p, row_max, row_sum, scale, row_scale, zero, WARPGROUP,
-                            not are_whole, WIDE,
+                            not are_full, BFLOAT16,
                         )
-                n = edge
-                whole, edge = n_end, n_end
+                n = partial
+                full, partial = n_end, n_end
                 if not CAUSAL:
                     if right_follows:
                         # index that a visit of tile 0 on that side would have
                         right_n = sent + walk.left_visits - walk.right_begin
-                        whole = gl.maximum(right_n + seen_tile(shared.right, count, WHOLE_BEGIN, WARPGROUP), n)
-                        edge = gl.maximum(right_n + seen_tile(shared.right, count, WHOLE_END, WARPGROUP), whole)
+                        full = gl.maximum(right_n + seen_tile(shared.right, count, FULL_BEGIN, WARPGROUP), n)
+                        partial = gl.maximum(right_n + seen_tile(shared.right, count, FULL_END, WARPGROUP), full)
                     right_follows = False
             values.consumer_wait(n_end - 1)
             acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
@@ -272,16 +277,16 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             factor = reciprocal(total)
             if sink is not None:
                 row_sink = gl.load(sink + head).to(gl.float32) * LOG2E
-                lacking = gl.zeros([ROWS], gl.float32, ROW)
+                lacking = gl.zeros([WARPGROUP_ROWS], gl.float32, ROW)
                 if ROW_ALPHA:
                     lacking = row_alphas.load(ROW)
                 # combine the sink with the log-sum of all keys instead of row_max, which may exceed every score
                 # (softmax.AHEAD) and the sink
                 row_max += log2_of_sum(total)
-                one = gl.full([ROWS], 1.0, gl.float32, ROW)
+                one = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, ROW)
                 sink_factor, row_max, total, whole_max = with_sink(row_max, one, row_sink, lacking)
                 factor *= sink_factor
-            if WIDE:
+            if BFLOAT16:
                 # a wrong sum makes out wrong: set out to NaN, which are_finite finds
                 factor = gl.where(fits, factor, float("nan"))
                 factor *= gl.where(shared.is_careful(count), HEADROOM, 1.0)
@@ -289,7 +294,7 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             if ROW_ALPHA and not CAUSAL:
                 # the sign of a row's α differs between the sides, so α does not cancel in the backward's scores either
                 lse2 += row_alphas.load(ROW)
-            row = start + gl.arange(0, ROWS, ROW)
+            row = start + gl.arange(0, WARPGROUP_ROWS, ROW)
             here = schedule.rows(work) + row
             inside = row < query_length
             gl.store(row_lse2 + here, gl.where(seen, lse2, float("inf")), mask=inside)
@@ -304,9 +309,9 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             acc = warpgroup_mma_wait(0, (acc,))
             values.consumer_release(n_end - 1)
             acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC)), 1)
-            if WIDE:
+            if BFLOAT16:
                 # per warp, 1 if any row of out is wrong
-                wrong = gl.max(gl.where(are_finite(acc), 0, 1).reshape([WARPS, ROWS // WARPS * 4]), 1)
+                wrong = gl.max(gl.where(are_finite(acc), 0, 1).reshape([WARPS, WARPGROUP_ROWS // WARPS * 4]), 1)
                 overflow.store(gl.where(shared.is_careful(count), 0, wrong))
             # q has been read: store out to its slot
             out = shared.out_tile(count, out_desc, WARPGROUP)

@@ -21,7 +21,7 @@ Timeline and barriers::
     keys         STAGES   TMA: k, and β if the decay is per token  consumers, after S
     values       STAGES   TMA: v                                   consumers, after P V
 
-A full tile of keys is visible to all rows of a warpgroup. A partial tile (EDGE, "edge tile") is masked key by key.
+A full tile of keys is visible to all rows of a warpgroup. A partial tile (PARTIAL, "edge tile") is masked key by key.
 
 The softmax is online. It starts at the tile of the rows' own keys and goes down to the first key; not causal, it then
 goes up from there to the last key (work.Walk). The exponentials of a tile overlap the product P V of the previous tile
@@ -59,9 +59,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from decayattn.backends.hopper.common.call import field
-from decayattn.backends.hopper.common.fragments import DEPTH, ROWS
-from decayattn.backends.hopper.common.pipelines import allocate_words, make_pipeline
-from decayattn.backends.hopper.common.tile_table import allocate_tiles
+from decayattn.backends.hopper.common.fragments import DEPTH, WARPGROUP_ROWS
+from decayattn.backends.hopper.common.pipelines import allocate_tiles, allocate_words, make_pipeline
 from decayattn.backends.hopper.forward.consumer import consume
 from decayattn.backends.hopper.forward.decay import Decay
 from decayattn.backends.hopper.forward.producer import produce
@@ -168,8 +167,8 @@ def forward_kernel(
     for n in gl.static_range(SLOTS * WARPGROUPS_PADDED):
         overflows.index(n).store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
     FENCE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS, 4], FENCE)
-    row_alphas = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS], WORD)
+    fences = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, WARPGROUP_ROWS, 4], FENCE)
+    row_alphas = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, WARPGROUP_ROWS], WORD)
     differences = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUPS_PADDED], WORD)
     left_tiles = gl.allocate_shared_memory(gl.int32, [SLOTS * BOUNDS, WARPGROUPS_PADDED], WORD)
     right_tiles, beta, signs = left_tiles, q_tiles, q_tiles
@@ -178,11 +177,11 @@ def forward_kernel(
     if KIND != "none":
         beta = allocate_beta(beta_desc, STAGES if KIND == "scalar" else SLOTS, KEYS)
         if not CAUSAL:
-            SIGNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], gl.bfloat16)
-            signs = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, DEPTH], SIGNS)
+            SIGNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_ROWS, DEPTH], gl.bfloat16)
+            signs = gl.allocate_shared_memory(gl.bfloat16, [2, WARPGROUP_ROWS, DEPTH], SIGNS)
             ONES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
-            signs.index(0).store(gl.full([ROWS, DEPTH], 1.0, gl.bfloat16, ONES))
-            signs.index(1).store(gl.full([ROWS, DEPTH], -1.0, gl.bfloat16, ONES))
+            signs.index(0).store(gl.full([WARPGROUP_ROWS, DEPTH], 1.0, gl.bfloat16, ONES))
+            signs.index(1).store(gl.full([WARPGROUP_ROWS, DEPTH], -1.0, gl.bfloat16, ONES))
         fence_async_shared()
     wait_for_launch_before(work_tiles)
     if RAGGED:

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from decayattn.backends.hopper.common import gluon_compat
-from decayattn.backends.hopper.common.fragments import ROWS
+from decayattn.backends.hopper.common.fragments import WARPGROUP_ROWS
 from decayattn.backends.hopper.common.pipelines import fetch_next, stage
 from decayattn.backends.hopper.forward.shared import (
     CAREFUL,
@@ -68,7 +68,7 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
     EVERY: gl.constexpr = gl.BlockedLayout([WARPGROUPS_PADDED], [32], [1], [0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     values = shared.values
-    work = schedule.find(gl.minimum(index, schedule.work_tiles - 1), WARPGROUPS * ROWS)
+    work = schedule.find(gl.minimum(index, schedule.work_tiles - 1), WARPGROUPS * WARPGROUP_ROWS)
     bounds, head = work.bounds, work.head
     start = bounds.start
     kv_head = head // schedule.group
@@ -78,9 +78,9 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
 
     head_decay = decay.of(schedule, work)
     rate = head_decay.rate(head)
-    tile_end = work.tile_end(start, WARPGROUPS * ROWS)
+    tile_end = work.tile_end(start, WARPGROUPS * WARPGROUP_ROWS)
     key = (tile_end - 1) * KEYS
-    anchor = work.anchor(start + gl.arange(0, WARPGROUPS_PADDED, LANES) * ROWS)
+    anchor = work.anchor(start + gl.arange(0, WARPGROUPS_PADDED, LANES) * WARPGROUP_ROWS)
     if decay.KIND == "scalar":
         anchor = gl.minimum(anchor, bounds.key_length - 1)
         anchor_bases = head_decay.base(anchor // DECAY_BLOCK)
@@ -98,7 +98,7 @@ def _stream(shared, schedule, decay, count, sent, state, index, is_first_pass, n
     tiles = tile_end - first_min // KEYS
     walk = Walk(tile_end, tiles, tile_end, True, KEYS)
     if not decay.CAUSAL:
-        final_row = gl.minimum(start + WARPGROUPS * ROWS, bounds.query_length) - 1
+        final_row = gl.minimum(start + WARPGROUPS * WARPGROUP_ROWS, bounds.query_length) - 1
         end_max = head_decay.keys_end(final_row + work.first_position(), bounds.key_length)
         right_begin = work.first_right_key() // KEYS
         walk = Walk(tile_end, tiles, right_begin, False, KEYS)
@@ -140,7 +140,7 @@ def _block_of(tile, KEYS: gl.constexpr):
 @gluon.jit
 def _first_rows(work, WARPGROUPS: gl.constexpr, LAYOUT: gl.constexpr):
     """First row of each warpgroup; the last row of the sequence for a warpgroup after it."""
-    start = work.bounds.start + gl.minimum(gl.arange(0, WARPGROUPS_PADDED, LAYOUT), WARPGROUPS - 1) * ROWS
+    start = work.bounds.start + gl.minimum(gl.arange(0, WARPGROUPS_PADDED, LAYOUT), WARPGROUPS - 1) * WARPGROUP_ROWS
     return gl.minimum(start, work.bounds.query_length - 1)
 
 
@@ -149,14 +149,14 @@ def _seen_tiles(decay, work, WARPGROUPS: gl.constexpr, LAYOUT: gl.constexpr):
     """Key tiles that each warpgroup's rows see left and right of the diagonal, for the record (publish)."""
     first_rows = _first_rows(work, WARPGROUPS, LAYOUT)
     first_position = first_rows + work.first_position()
-    final_position = gl.minimum(first_rows + ROWS, work.bounds.query_length) - 1 + work.first_position()
+    final_position = gl.minimum(first_rows + WARPGROUP_ROWS, work.bounds.query_length) - 1 + work.first_position()
     KEYS: gl.constexpr = work.KEYS
     # both ends of a row's visible keys grow with the row: a warpgroup's first and last row have the extremes
     first_min = decay.first_visited(first_position, first_rows)
     first_max = decay.first_visited(final_position, first_rows)
     # a tile that ends with the first row's own key counts as partial too: after it every row has a maximum
     own = gl.maximum(first_position, 0)
-    left = tiles_between(first_min, first_max, own, work.tile_end(first_rows, ROWS) * KEYS, KEYS)
+    left = tiles_between(first_min, first_max, own, work.tile_end(first_rows, WARPGROUP_ROWS) * KEYS, KEYS)
     right = left
     if not decay.CAUSAL:
         end_min = decay.keys_end(first_position, work.bounds.key_length)
@@ -183,7 +183,7 @@ def _load_queries(shared, schedule, decay, work, count, q_desc, beta_desc):
         mbarrier.expect(barrier, WARPGROUPS * q_desc.block_type.nbytes)
     for w in gl.static_range(WARPGROUPS):
         q = shared.query_tile(count, w)
-        gluon_compat.load(q_desc, schedule.rows_at(work, work.bounds.start + w * ROWS), barrier, q)
+        gluon_compat.load(q_desc, schedule.rows_at(work, work.bounds.start + w * WARPGROUP_ROWS), barrier, q)
 
 
 @gluon.jit

@@ -52,10 +52,10 @@ class Rows:
 
 
 @gluon.jit
-def masked(score, rows, tile, is_right, whole_begin, BITS: gl.constexpr):
+def masked(score, rows, tile, is_right, full_begin, BITS: gl.constexpr):
     """Scores of a partial tile, with −inf where a row does not see the key.
 
-    whole_begin: the first tile on that side of the diagonal without any row's first key
+    full_begin: the first tile on that side of the diagonal without any row's first key
     BITS: mask by bit tests. With them ptxas compares eight columns at once and makes no branch; but in the loop over
     tiles they would take registers that P needs.
     """
@@ -68,7 +68,7 @@ def masked(score, rows, tile, is_right, whole_begin, BITS: gl.constexpr):
     if BITS:
         seen = bits_before(end, x)
         if HAS_FIRST:
-            has_firsts = tile < whole_begin
+            has_firsts = tile < full_begin
             if has_firsts:
                 seen &= ~bits_before(rows.first_key(is_right) - tile * KEYS, x)
         x = where_bits(seen, x)
@@ -76,7 +76,7 @@ def masked(score, rows, tile, is_right, whole_begin, BITS: gl.constexpr):
         key = common_columns(x)
         x = gl.where(key < among_columns(end, x), x, float("-inf"))
         if HAS_FIRST:
-            has_firsts = tile < whole_begin
+            has_firsts = tile < full_begin
             if has_firsts:
                 x = gl.where(key >= among_columns(rows.first_key(is_right) - tile * KEYS, x), x, float("-inf"))
     return from_threads(x, SCORE)

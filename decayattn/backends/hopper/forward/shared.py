@@ -4,17 +4,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common import descriptors, gluon_compat
-from decayattn.backends.hopper.common.fragments import DEPTH, WARPS
+from decayattn.backends.hopper.common.fragments import DEPTH, SPLIT_COLUMNS, WARPS
 from decayattn.backends.hopper.common.gluon_compat import aggregate
-from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, stage, store_word
-from decayattn.backends.hopper.common.tile_table import TileBounds, dense_bounds, stacked
+from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, stacked, stage, store_word
+from decayattn.backends.hopper.common.tile_table import TileBounds, dense_bounds
 from decayattn.backends.hopper.forward.work import QueryWork
-from decayattn.backends.tiles import bf16_splits
 
 # consumer warpgroups, as a size that a tensor can have
 WARPGROUPS_PADDED: gl.constexpr = gl.constexpr(4)
-# rows of β that TMA fetches, and keys of a tile that it fetches
-COLUMNS: gl.constexpr = gl.constexpr(bf16_splits.COLUMNS)
+# keys of a tile of β that TMA fetches, SPLIT_COLUMNS rows of them
 PART_KEYS: gl.constexpr = gl.constexpr(descriptors.PART_KEYS)
 
 # states of a record: first pass; second pass, which treats every tile as partial; no work tile left
@@ -38,8 +36,8 @@ FIRST_BLOCK: gl.constexpr = gl.constexpr(11)
 WORDS: gl.constexpr = gl.constexpr(12)
 # bounds of the key tiles that each warpgroup's rows see on a side of the diagonal (visibility.tiles_between)
 VISITED_BEGIN: gl.constexpr = gl.constexpr(0)
-WHOLE_BEGIN: gl.constexpr = gl.constexpr(1)
-WHOLE_END: gl.constexpr = gl.constexpr(2)
+FULL_BEGIN: gl.constexpr = gl.constexpr(1)
+FULL_END: gl.constexpr = gl.constexpr(2)
 VISITED_END: gl.constexpr = gl.constexpr(3)
 BOUNDS: gl.constexpr = gl.constexpr(4)
 
@@ -131,10 +129,10 @@ def load_beta(desc, block, key, barrier, beta, n):
     The other rows of beta stay zeros.
     """
     PARTS: gl.constexpr = beta.shape[2] // PART_KEYS
-    COUNT: gl.constexpr = beta.shape[0] * PARTS * (DEPTH // COLUMNS)
+    COUNT: gl.constexpr = beta.shape[0] * PARTS * (DEPTH // SPLIT_COLUMNS)
     tiles = gluon_compat.reinterpret(beta, gl.bfloat16, stacked(COUNT, desc.block_shape), desc.layout)
     for part in gl.static_range(PARTS):
-        tile = tiles.index((n * PARTS + part) * (DEPTH // COLUMNS))
+        tile = tiles.index((n * PARTS + part) * (DEPTH // SPLIT_COLUMNS))
         gluon_compat.load(desc, [block, 0, key + part * PART_KEYS], barrier, tile)
 
 
@@ -223,11 +221,11 @@ def _seen(side, count, BOUND: gl.constexpr):
 
 @gluon.jit
 def _store_seen(side, count, tiles, state):
-    begin, whole_begin, whole_end, end = tiles
+    begin, full_begin, full_end, end = tiles
     _seen(side, count, VISITED_BEGIN).store(begin)
-    _seen(side, count, WHOLE_BEGIN).store(whole_begin)
+    _seen(side, count, FULL_BEGIN).store(full_begin)
     # a second pass treats every tile as partial
-    _seen(side, count, WHOLE_END).store(gl.where(state == CAREFUL, whole_begin, whole_end))
+    _seen(side, count, FULL_END).store(gl.where(state == CAREFUL, full_begin, full_end))
     _seen(side, count, VISITED_END).store(end)
 
 

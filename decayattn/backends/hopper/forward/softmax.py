@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.fragments import ROWS, SHARES, WARPS, by_threads, shares
+from decayattn.backends.hopper.common.fragments import SHARES, WARPGROUP_ROWS, WARPS, by_threads, shares
 from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
 
 # powers of two by which scores may exceed a row's maximum before it moves: p stays far below float16's 2^16
@@ -12,7 +12,7 @@ LAG: gl.constexpr = gl.constexpr(8.0)
 SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**120)
 # The same before a partial tile, for each of the four threads that share a row. The tile may move the maximum so far
 # that the factor for the sum, below 2^-126, becomes 0. The loss is then at most 2^-28 of what the tile adds
-EDGE_SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**96)
+PARTIAL_SUM_LIMIT: gl.constexpr = gl.constexpr(2.0**96)
 # Powers of two by which a row's first maximum may exceed its own, if another row's does. In a tile of which a row sees
 # few keys, its own maximum says little about later scores. The row's keys still count in its sums
 AHEAD: gl.constexpr = gl.constexpr(64.0)
@@ -67,7 +67,7 @@ def _of_both_rows(tile_max, ahead):
     """
     pairs = tile_max.reshape([WARPS, 2, 8])
     _, larger = gl.broadcast(pairs, gl.expand_dims(gl.max(pairs, 1), 1))
-    larger = gl.convert_layout(larger.reshape([ROWS]), tile_max.type.layout, assert_trivial=True)
+    larger = gl.convert_layout(larger.reshape([WARPGROUP_ROWS]), tile_max.type.layout, assert_trivial=True)
     above = gl.where(larger > tile_max + LAG, gl.minimum(larger - tile_max, ahead), 0.0)
     return tile_max + gl.floor(above)
 
@@ -87,18 +87,18 @@ def _anchored(score, row_max, difference, scale, ahead):
 
 
 @gluon.jit
-def softmax(score, row_max, row_sum, difference, scale, ahead, EDGE: gl.constexpr, WIDE: gl.constexpr):
+def softmax(score, row_max, row_sum, difference, scale, ahead, PARTIAL: gl.constexpr, BFLOAT16: gl.constexpr):
     """Return (p, row_max, row_sum, correction): unnormalised p of a tile, and the factor for earlier sums.
 
-    WIDE: p has the exponents of float32, so that only partial tiles (EDGE) look for a maximum; the correction of full
+    BFLOAT16: p has the exponents of float32, so that only PARTIAL tiles look for a maximum; the correction of full
     tiles is not read. A row without a maximum gets p = inf, an overflow. ahead: for a first tile only (_of_both_rows).
     """
-    if EDGE and WIDE:
+    if PARTIAL and BFLOAT16:
         # an overflow stays one, however far this tile moves the maximum
-        row_sum = gl.where(row_sum >= EDGE_SUM_LIMIT, float("inf"), row_sum)
+        row_sum = gl.where(row_sum >= PARTIAL_SUM_LIMIT, float("inf"), row_sum)
     new_max, anchor = row_max, row_max
     correction = row_max
-    if EDGE or not WIDE:
+    if PARTIAL or not BFLOAT16:
         new_max, anchor = _anchored(score, row_max, difference, scale, ahead)
         correction = rescale(row_max, anchor)
         row_sum *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
@@ -108,10 +108,10 @@ def softmax(score, row_max, row_sum, difference, scale, ahead, EDGE: gl.constexp
 
 
 @gluon.jit
-def as_operand(p, shared, count, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
+def as_operand(p, shared, count, PARTIAL: gl.constexpr, LAYOUT: gl.constexpr):
     """Convert P of a tile to a 16-bit left operand of P V; a second pass divides it by HEADROOM."""
     p = p.to(shared.queries.tiles.dtype)
-    if EDGE and p.dtype == gl.bfloat16:
+    if PARTIAL and p.dtype == gl.bfloat16:
         # read again for every partial tile, because keeping it would take a register; partial tiles are few
         factor = gl.where(shared.is_careful(count), 1.0 / HEADROOM, 1.0).to(gl.bfloat16)
         # one instruction per pair; Triton would use one per value

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
-from decayattn.backends.planning.sequences import parts_before, start_of_head
+from decayattn.backends.planning.offsets import parts_before, start_of_head
 from decayattn.backends.tiles.decay import DECAY_BLOCK
 from decayattn.backends.tiles.visibility import GRANULE
 
@@ -88,7 +88,7 @@ class QuerySchedule:
         """Offset of the granules of a work tile's sequence and head in a plan (as skipping.granules_of_head)."""
         bounds, first_granule = work.bounds, 0
         if self.PACKED:
-            # the sequence's index, which follows from two offsets of the table (sequences.parts_before)
+            # the sequence's index, which follows from two offsets of the table (offsets.parts_before)
             sequence = bounds.first_block - bounds.first_token // DECAY_BLOCK
             first_granule = parts_before(bounds.first_row, sequence, GRANULE)
         return start_of_head(work.head_row, self.granule_axis, first_granule, False)
@@ -129,12 +129,12 @@ class QueryWork:
         return start // DECAY_BLOCK * DECAY_BLOCK + self.first_position()
 
     @gluon.jit
-    def tile_end(self, start, ROWS_: gl.constexpr):
+    def tile_end(self, start, ROWS: gl.constexpr):
         """End of the key tiles of the rows from `start` on, at least 1.
 
         Rows that see no key visit one tile, in which every score is masked.
         """
-        final_row = gl.minimum(start + ROWS_, self.bounds.query_length) - 1
+        final_row = gl.minimum(start + ROWS, self.bounds.query_length) - 1
         return gl.maximum(gl.cdiv(final_row + 1 + self.first_position(), self.KEYS), 1)
 
     @gluon.jit
