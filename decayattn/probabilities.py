@@ -76,7 +76,7 @@ def attention_rows(
             bias = is_seen if bias is None else bias & is_seen
         else:
             bias = torch.where(is_seen, bias, -torch.inf)
-    k = reference.repeat_heads(k.to(problem.accumulator_dtype), problem.num_heads // problem.num_kv_heads)
+    (k,) = reference.keys_of_heads(problem, k)
     inputs = inputs._replace(q=q, k=k, log_decay=log_decay, row_scale=row_scale, bias=bias)
     with without_autocast(q.device):
         weights, total, _ = reference.row_weights(problem, inputs, i[:, None], token)
@@ -118,7 +118,7 @@ def decay_matrix(
     rows = _checked_rows(range(tokens) if rows is None else rows, tokens, log_decay.device)
     j = torch.arange(tokens, device=log_decay.device)
     factors = reference.decay_bias(problem, log_decay, rows[None, None], j).exp()
-    factors = torch.where(reference.visible_pairs(problem, log_decay, rows[None, None], j, None), factors, 0.0)
+    factors = torch.where(reference.visible_pairs(problem, log_decay, rows[None, None], j), factors, 0.0)
     factors = factors.to(log_decay.dtype)
     return factors.squeeze(0) if constant else factors
 

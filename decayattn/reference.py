@@ -181,40 +181,24 @@ def decode(
         inputs = inputs._replace(k=_entries(inputs.k, block_table), v=_entries(inputs.v, block_table))
         alpha = None if alpha is None else _entries(alpha, block_table)
         lengths = lengths.clamp(max=inputs.k.shape[1])
-    q, log_decay, rows = inputs.q, inputs.log_decay, inputs.q.shape[1]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, rows = inputs.q, inputs.q.shape[1]
     longest = inputs.k.shape[1] if longest is None else longest
     j = torch.arange(longest, device=q.device)
-    i = lengths[:, None] - rows + torch.arange(rows, device=q.device)
+    i = (lengths[:, None] - rows + torch.arange(rows, device=q.device))[:, None]
     used = (j < lengths[:, None])[..., None]  # the rest may hold NaN, and 0 · NaN is NaN
-    k, v = (torch.where(used[..., None], x[:, :longest], 0.0).to(dtype) for x in (inputs.k, inputs.v))
-    k, v = (repeat_heads(x, q.shape[2] // x.shape[2]) for x in (k, v))
-    distance = i[:, None, :, None] - j
-    visible = distance >= 0
-    if first is not None:
-        visible = visible & (j >= first[..., None])
-    if log_decay is not None:  # with a rate that resets, a row sees only its own token
-        alone = is_reset(log_decay)
-        visible = visible & ((distance == 0) | ~alone[:, None, None])
-        log_decay = log_decay.masked_fill(alone, 0)
-    if left is not None:
-        visible = visible & (distance <= left)
+    k, v = (torch.where(used[..., None], x[:, :longest], 0.0) for x in (inputs.k, inputs.v))
+    window = (-1 if left is None else left, -1)
+    problem = AttentionProblem.of(q, v, inputs.log_decay, inputs.row_scale, True, window)
+    k, v = keys_of_heads(problem, k, v)
+    inside = None if first is None else j >= first[..., None]
+    bias = None
+    if alpha is not None:
+        alpha = torch.where(used, alpha[:, :longest], 0.0).transpose(1, 2)
+        bias = _at_rows(alpha, i)[..., :, None] - alpha[..., None, :]
     with without_autocast(q.device):  # it would round the scores
-        scores = scaled_products(q.to(dtype), k, any_scale(inputs))
-        if alpha is not None:
-            alpha = torch.where(used, alpha[:, :longest], 0.0).transpose(1, 2)
-            scores = scores + (_at_rows(alpha, i[:, None])[..., :, None] - alpha[..., None, :]).to(dtype)
-        elif log_decay is not None:
-            scores = scores + (log_decay.double()[:, None, None] * distance).to(dtype)
-        weights, total, lse = masked_softmax(scores, visible)
-        out = weighted_values(weights, total, v)
-    if inputs.sink is not None:
-        sink = inputs.sink.to(dtype)[:, None]
-        # a row without a key has 0, also if the sink is −inf
-        share = torch.where(lse.isneginf(), 0.0, torch.sigmoid(lse - sink))
-        out = out * share.transpose(1, 2)[..., None]
-        lse = torch.where(lse.isneginf(), lse, torch.logaddexp(lse, sink))
-    return out.to(q.dtype), lse
+        out, lse = _attend_rows(problem, inputs._replace(k=k, v=v, bias=bias), i, j, inside)
+    # a row without a key has no sink either
+    return out, lse.masked_fill(i < (0 if first is None else first), -torch.inf)
 
 
 def _attend(
@@ -227,10 +211,14 @@ def _attend(
         num_keys: (B, 1), the number of keys; None: T_k.
         first: smallest and largest position of row 0, if the host knows them.
     """
-    dtype, keys = accumulator_dtype(problem), inputs.k.shape[1]
-    k, v = (repeat_heads(x.to(dtype), problem.num_heads // problem.num_kv_heads) for x in (inputs.k, inputs.v))
+    keys = inputs.k.shape[1]
+    k, v = keys_of_heads(problem, inputs.k, inputs.v)
+
+    def attend_rows(inputs: Inputs, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        return _attend_rows(problem, inputs, i, j, None if num_keys is None else (j < num_keys)[:, None, None])
+
     if _is_traced(inputs) or inputs.q.shape[:3].numel() * keys <= SCORES_AT_ONCE:
-        return _attend_rows(problem, inputs._replace(k=k, v=v), i, torch.arange(keys, device=i.device), num_keys)
+        return attend_rows(inputs._replace(k=k, v=v), i, torch.arange(keys, device=i.device))
     batch, rows, heads, _ = inputs.q.shape
     step, results = max(1, SCORES_AT_ONCE // (batch * heads * keys)), []
     for start in range(0, rows, step):
@@ -243,7 +231,7 @@ def _attend(
         j = torch.arange(seen.start, seen.stop, device=i.device)
 
         def rows_of(*tensors: Tensor, at: Tensor = i[..., some], j: Tensor = j, scale: float = inputs.scale):
-            return _attend_rows(problem, Inputs._make((*tensors, scale)), at, j, num_keys)
+            return attend_rows(Inputs._make((*tensors, scale)), at, j)
 
         results.append(_Recomputed.apply(rows_of, *block.tensors))
     outs, lses = zip(*results, strict=True)
@@ -251,25 +239,26 @@ def _attend(
 
 
 def _attend_rows(
-    problem: AttentionProblem, inputs: Inputs, i: Tensor, j: Tensor, num_keys: Tensor | None
+    problem: AttentionProblem, inputs: Inputs, i: Tensor, j: Tensor, inside: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`_attend` of the rows at positions i to the keys j. k and v are those keys, repeated per query head."""
-    weights, total, lse = row_weights(problem, inputs, i, j, num_keys)
+    weights, total, lse = row_weights(problem, inputs, i, j, inside)
     return weighted_values(weights, total, inputs.v).to(problem.dtype), lse
 
 
 def row_weights(
-    problem: AttentionProblem, inputs: Inputs, i: Tensor, j: Tensor, num_keys: Tensor | None = None
+    problem: AttentionProblem, inputs: Inputs, i: Tensor, j: Tensor, inside: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`masked_softmax` of the rows at positions i (B or 1, 1, T_q) and the keys j; k holds those keys per query head.
 
+    inside: True for visible keys, broadcastable to (B, H, T_q, T_k); the problem and the bias may hide others.
     The sum and the logsumexp include the sink; the weights do not.
     """
     dtype, log_decay, bias, sink = accumulator_dtype(problem), inputs.log_decay, inputs.bias, inputs.sink
     scores = scaled_products(inputs.q.to(dtype), inputs.k, any_scale(inputs))
     if log_decay is not None:
         scores = scores + decay_bias(problem, log_decay, i, j).to(dtype)
-    visible = visible_pairs(problem, log_decay, i, j, num_keys)
+    visible = visible_pairs(problem, log_decay, i, j, inside)
     if bias is not None and bias.dtype == torch.bool:
         visible = visible & bias
     elif bias is not None:
@@ -443,9 +432,9 @@ def decay_bias(problem: AttentionProblem, log_decay: Tensor, i: Tensor, j: Tenso
 
 
 def visible_pairs(
-    problem: AttentionProblem, log_decay: Tensor | None, i: Tensor, j: Tensor, num_keys: Tensor | None
+    problem: AttentionProblem, log_decay: Tensor | None, i: Tensor, j: Tensor, inside: Tensor | None = None
 ) -> Tensor:
-    """True where query row i sees key j, broadcastable to (B, H, T_q, T_k)."""
+    """True where query row i sees key j, broadcastable to (B, H, T_q, T_k); inside: that of row_weights."""
     distance = i[..., :, None] - j
     left, right = problem.window
     visible = distance >= 0 if problem.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -453,8 +442,8 @@ def visible_pairs(
         visible = visible & (distance <= left)
     if right >= 0:
         visible = visible & (distance >= -right)
-    if num_keys is not None:
-        visible = visible & (j < num_keys)[:, None, None]
+    if inside is not None:
+        visible = visible & inside
     if log_decay is None:
         return visible
     if problem.decay == "constant":
@@ -496,6 +485,7 @@ def _at_rows(x: Tensor, i: Tensor) -> Tensor:
     return x.gather(-1, i.clamp(0, x.shape[-1] - 1).expand(*x.shape[:2], -1))
 
 
-def repeat_heads(x: Tensor, group: int) -> Tensor:
-    """Keys or values (B, T_k, H_kv, ·), repeated for every query head."""
-    return x if group == 1 else repeat(x, "b j h d -> b j (h g) d", g=group)
+def keys_of_heads(problem: AttentionProblem, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Keys or values (B, T_k, H_kv, ·) in the accumulator dtype, repeated for every query head."""
+    group, wide = problem.num_heads // problem.num_kv_heads, [x.to(accumulator_dtype(problem)) for x in tensors]
+    return tuple(x if group == 1 else repeat(x, "b j h d -> b j (h g) d", g=group) for x in wide)
