@@ -73,7 +73,7 @@ def attention(
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
     longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
     modes = Modes(problem.causal, problem.window, longest, problem.skip_tolerance, backend)
-    if _watched(tensors):
+    if _is_observed(tensors):
         if not torch.compiler.is_compiling():
             _count_flops()
         out, lse, *_ = torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
@@ -82,7 +82,7 @@ def attention(
     return out, lse if with_lse else None
 
 
-def _watched(tensors: Iterable[Tensor]) -> bool:
+def _is_observed(tensors: Iterable[Tensor]) -> bool:
     """True if operators must be visible: to a tracer, a dispatch mode, a torch.func transform, or a Tensor subclass."""
     return (
         torch.compiler.is_compiling()
@@ -252,7 +252,7 @@ def _count_flops() -> None:
 # Autograd
 
 
-def _keep(ctx, problem, inputs, modes, with_lse, output):
+def _save(ctx, problem, inputs, modes, with_lse, output):
     """Save the state of a forward for its backward."""
     ctx.problem, ctx.scale, ctx.modes, ctx.with_lse = problem, inputs.scale, modes, with_lse
     ctx.set_materialize_grads(False)
@@ -270,7 +270,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
     d_lse = d_lse if ctx.with_lse else None
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-    if ctx.problem is not None and not torch.is_grad_enabled() and not _watched((d_out,)):
+    if ctx.problem is not None and not torch.is_grad_enabled() and not _is_observed((d_out,)):
         try:
             gradients = backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, requested)
         except RuntimeError as error:
@@ -324,7 +324,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx, *arguments):
         *_, problem, inputs, modes, with_lse = arguments
         output = _without_gradient(problem, inputs, modes, with_lse)
-        _keep(ctx, problem, inputs, modes, with_lse, output)
+        _save(ctx, problem, inputs, modes, with_lse, output)
         # with a problem the others are not used, and each output takes host time here and in the backward
         return output if problem is None else output[:2]
 
@@ -356,9 +356,9 @@ def _operator_with_gradient(*arguments):
     return _with_gradient(None, inputs, modes, with_lse)
 
 
-def _keep_of_operator(ctx, inputs, output):
+def _save_operator(ctx, inputs, output):
     call, modes, (with_lse,) = _split(inputs)
-    _keep(ctx, None, call, modes, with_lse, output)
+    _save(ctx, None, call, modes, with_lse, output)
 
 
 def _differentiate_operator(ctx, *gradients):
@@ -378,7 +378,7 @@ def _register() -> None:
     if compatibility.below_autograd is not None:
         library.impl("decayattn::forward", "Autograd", _operator_with_gradient)
     else:
-        library.register_autograd("decayattn::forward", _differentiate_operator, setup_context=_keep_of_operator)
+        library.register_autograd("decayattn::forward", _differentiate_operator, setup_context=_save_operator)
     library.register_autograd("decayattn::backward", _refuse_second_derivative)
 
 
