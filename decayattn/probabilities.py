@@ -60,6 +60,7 @@ def attention_rows(
     row_scale = None if row_scale is None else row_scale.index_select(1, rows)
     if bias is not None and bias.ndim > 1 and bias.shape[-2] > 1:
         bias = bias.index_select(-2, rows)
+    is_seen = None
     if bounds is not None:
         first_row, num_rows, first_key, num_keys = bounds.long().T[..., None]
         i = rows - first_row + first_key + num_keys - num_rows
@@ -72,14 +73,10 @@ def attention_rows(
             log_decay = torch.where((is_key & (token > first_key))[..., None], log_decay, 0.0)
             is_row = is_row & (i >= first_key)  # before the first key there is no λ
         is_seen = (is_row[..., None] & is_key[:, None])[:, None]
-        if bias is None or bias.dtype == torch.bool:
-            bias = is_seen if bias is None else bias & is_seen
-        else:
-            bias = torch.where(is_seen, bias, -torch.inf)
     (k,) = reference.keys_of_heads(problem, k)
     inputs = inputs._replace(q=q, k=k, log_decay=log_decay, row_scale=row_scale, bias=bias)
     with without_autocast(q.device):
-        weights, total, _ = reference.row_weights(problem, inputs, i[:, None], token)
+        weights, total, _ = reference.row_weights(problem, inputs, i[:, None], token, is_seen)
     return weights / total
 
 

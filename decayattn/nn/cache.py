@@ -418,11 +418,9 @@ class DecayCache:
         self.longest = longest
 
     def __repr__(self) -> str:
-        shape = f"batch_size={self.batch_size}, max_length={self.max_length}, longest={self.longest}"
-        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
-        dims = f"head_dim={self.head_dim}, value_dim={self.value_dim}"
-        kind = f"device={self.device and str(self.device)!r}, dtype={self.dtype}"
-        return f"{type(self).__name__}({shape}, {heads}, {dims}, {kind})"
+        names = "batch_size", "max_length", "longest", "num_heads", "num_kv_heads", "head_dim", "value_dim"
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return f"{type(self).__name__}({sizes}, device={self.device and str(self.device)!r}, dtype={self.dtype})"
 
     def _check_tokens(self, k: Tensor, v: Tensor, log_decay: Tensor | None, new_lengths: Tensor | None) -> None:
         """Refuse tokens that cannot be appended."""

@@ -203,7 +203,7 @@ class ScalarDecay(Decay):
         return half_life(self._gates(x, own_heads) if gathered else self(x))
 
     def _gates(self, x: Tensor, part: Callable[[Tensor, Any], Tensor]) -> Tensor:
-        dtype = _gate_dtype(x)
+        dtype = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x.device):
             weight, bias = (part(self._wide(name), self.tensor_mesh).to(dtype) for name in ("weight", "bias"))
             return F.logsigmoid(F.linear(x.to(dtype), weight, bias))
@@ -288,7 +288,8 @@ class ConstantDecay(Decay):
 
     def forward(self, x: Tensor) -> Tensor:
         """log_decay (H,); only the dtype of x matters."""
-        return self._values(functools.partial(local_part, mesh=self.tensor_mesh)).to(_gate_dtype(x))
+        values = self._values(functools.partial(local_part, mesh=self.tensor_mesh))
+        return values.to(torch.promote_types(x.dtype, torch.float32))
 
     forward.refuses_16_bits = True  # type: ignore[attr-defined]  # by _wide
 
@@ -354,10 +355,6 @@ def _gate_logit(half_life: float) -> float:
 
 def _mark_loaded(module: Spared, _: object) -> None:
     module._mark()
-
-
-def _gate_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
