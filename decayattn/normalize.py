@@ -60,11 +60,9 @@ def decoding(
     """Check new tokens over a cache. Return inputs, a log_decay per token apart from them, and the window's left."""
     check_arguments(q, k, v, log_decay, scale, True, window_size, sink, skip_tolerance=skip_tolerance)
     inputs, (left, _) = inputs_of(q, k, v, log_decay, scale, None, None, sink), window_of(window_size, True)
-    per_token = inputs.log_decay
-    if per_token is None or per_token.ndim == 1:
-        per_token = None
-    else:
-        inputs = inputs._replace(log_decay=None)
+    per_token = None
+    if inputs.log_decay is not None and inputs.log_decay.ndim == 3:
+        per_token, inputs = inputs.log_decay, Inputs(q, k, v, None, *inputs[4:])  # faster than _replace
     return inputs, per_token, None if left < 0 else left
 
 

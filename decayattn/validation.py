@@ -152,15 +152,10 @@ def check_skip_tolerance(skip_tolerance: SkipTolerance) -> None:
     expected = "'auto', None or a number between 0 and 1"
     if isinstance(skip_tolerance, str):
         raise ValueError(f"skip_tolerance: expected {expected}, got {skip_tolerance!r}")
-    check_between("skip_tolerance", skip_tolerance, 0, 1, expected)
-
-
-def check_between(name: str, value: float, low: float, high: float, expected: str) -> None:
-    """Refuse anything but a number between the two."""
-    if not is_real(value):
-        raise wrong_type(name, expected, value)
-    if not low < value < high:
-        raise ValueError(f"{name}: expected {expected}, got {value}")
+    if not is_real(skip_tolerance):
+        raise wrong_type("skip_tolerance", expected, skip_tolerance)
+    if not 0 < skip_tolerance < 1:
+        raise ValueError(f"skip_tolerance: expected {expected}, got {skip_tolerance}")
 
 
 def check_bias(bias: Tensor | None, q: Tensor, k: Tensor, tokens: int | None = None) -> None:

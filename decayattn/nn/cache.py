@@ -12,7 +12,7 @@ from decayattn import normalize, reference, validation
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention
-from decayattn.problem import RESET_BELOW, BackendName, SkipTolerance, without_autocast
+from decayattn.problem import RESET_BELOW, BackendName, Inputs, SkipTolerance, without_autocast
 from decayattn.validation import check_counts, check_positive_int, check_tensor, refuse_gradients, wrong_type
 
 # Tokens that a cache with a window holds besides those of the window. When older tokens move out, half of the slack
@@ -181,7 +181,7 @@ class DecayCache:
         if not is_first:
             longest = self.keys.shape[1] if self._in_trial else self.longest
             out, _ = decoder.decode(
-                inputs._replace(k=self.keys, v=self.values), ends, alpha=self.alpha, first=first, left=left,
+                Inputs(q, self.keys, self.values, *inputs[3:]), ends, alpha=self.alpha, first=first, left=left,
                 longest=longest,
             )
         self._restore_buffers(replaced)
@@ -344,7 +344,10 @@ class DecayCache:
             TypeError, ValueError: for a bad argument, by name, before anything changes. Bad values in a tensor on a GPU
                 fail an assertion there.
         """
-        validation.check_between("tolerance", tolerance, 0, 1, "a number between 0 and 1")
+        if not validation.is_real(tolerance):
+            raise wrong_type("tolerance", "a number", tolerance)
+        if not 0 < tolerance < 1:
+            raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
         score_bound = self._head_numbers("score_bound", score_bound, lowest=0.0)
         if log_decay is not None and self.alpha is not None:
             raise ValueError("log_decay: expected None, because the cache holds a decay per token")
