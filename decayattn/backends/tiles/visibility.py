@@ -60,7 +60,7 @@ def rows_that_see(
 def visited_tiles(first, end, BLOCK: tl.constexpr):
     """(begin, full_begin, full_end, end) in tiles of BLOCK indices, for a vector of intervals.
 
-    Tiles in [full_begin, full_end) are full tiles, inside every interval. The rest of [begin, end) are edge tiles:
+    Tiles in [full_begin, full_end) are full tiles, inside every interval. The rest of [begin, end) are
     partial tiles, where the kernel compares every index with the intervals. No interval reaches outside [begin, end).
     """
     return tiles_between(tl.min(first, 0), tl.max(first, 0), tl.min(end, 0), tl.max(end, 0), BLOCK)
@@ -78,6 +78,6 @@ def tiles_between(first_min, first_max, end_min, end_max, BLOCK: tl.constexpr):
 
 @triton.jit
 def partial_tile(n, visited_begin, full_begin, full_end):
-    """Index of the n-th edge tile: first those left of the full tiles, then those right of them."""
+    """Index of the n-th partial tile: first those left of the full tiles, then those right of them."""
     left = full_begin - visited_begin
     return tl.where(n < left, visited_begin + n, full_end + n - left)

@@ -17,7 +17,7 @@ settings = hypothesis.settings(
 
 @triton.jit
 def _store_visits(first, end, ranges, edges, most_edges, BLOCK: tl.constexpr):
-    """One program's four ends of visited_tiles, and its edge tiles in the order of partial_tile."""
+    """One program's four ends of visited_tiles, and its partial tiles in the order of partial_tile."""
     tile_begin, full_begin, full_end, tile_end = visited_tiles(first, end, BLOCK)
     ranges += tl.program_id(0) * 4
     tl.store(ranges, tile_begin)

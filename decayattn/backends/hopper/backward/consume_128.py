@@ -51,7 +51,7 @@ def _widened(x):
 def next_tile_128(
     n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr
 ):
-    """Add the n-th query tile, as consume.walk asks."""
+    """Add the n-th query tile; consume.py has the arguments."""
     dk, dv, key_sum = sums
     dq_desc, first_part, row_sums, first_row = dq_target
     ROWS: gl.constexpr = work.schedule.ROWS
@@ -158,6 +158,7 @@ def _dk_staging(dk_desc, shared, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr)
 
 @gluon.jit
 def zeros_128(shared, WARPGROUP: gl.constexpr):
+    """Return (dk, dv) before the first query tile."""
     D: gl.constexpr = shared.keys.shape[-1]
     dk = gl.zeros([WARPGROUP_KEYS, D], gl.float32, product_layout(D))
     return dk, dk
@@ -165,6 +166,7 @@ def zeros_128(shared, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def end_head_128(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
+    """Add dq and the row sums of a head's last visit."""
     dq_desc, first_part, row_sums, first_row = dq_target
     D: gl.constexpr = shared.keys.shape[-1]
     ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS

@@ -74,7 +74,7 @@ def _take_turn(shared, n, visit, work, dq_target, zero, WARPGROUP: gl.constexpr)
 def next_tile_192(
     n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr
 ):
-    """Add the n-th query tile, as consume.walk asks; dk is a tuple of its blocks."""
+    """Add the n-th query tile; consume.py has the arguments, and dk is a tuple of its blocks."""
     dk, dv, key_sum = sums
     dk0, dk1, dk2 = dk
     HALF: gl.constexpr = shared.SCORE_ROWS
@@ -154,6 +154,7 @@ def next_tile_192(
 
 @gluon.jit
 def zeros_192(shared, WARPGROUP: gl.constexpr):
+    """Return (dk, dv) before the first query tile; dk is a tuple of its blocks."""
     D_V: gl.constexpr = shared.values.shape[-1]
     dk = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
     return (dk, dk, dk), gl.zeros([WARPGROUP_KEYS, D_V], gl.float32, product_layout(D_V))
@@ -161,6 +162,7 @@ def zeros_192(shared, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def end_head_192(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
+    """Add dq and the row sums of a head's last visit."""
     shared.wait_d_scores(n - 1, pred=previous >= 0)
     if previous >= 0:
         _add_dq(shared, n, previous, work, dq_target, opaque_zero(n), 2 * WARPGROUP)

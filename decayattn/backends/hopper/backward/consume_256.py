@@ -101,7 +101,7 @@ def _start_row_sums(shared, slot, zero):
 def next_tile_256(
     n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr
 ):
-    """Add the n-th query tile, as consume.walk asks."""
+    """Add the n-th query tile; consume.py has the arguments."""
     dk, dv, key_sum = sums
     dq_fragments, first_part, row_sums, first_row = dq_target
     OWN: gl.constexpr = shared.SCORE_ROWS
@@ -197,6 +197,7 @@ def next_tile_256(
 
 @gluon.jit
 def zeros_256(shared, WARPGROUP: gl.constexpr):
+    """Return (dk, dv) before the first query tile; the warpgroup's columns of them."""
     D_V: gl.constexpr = shared.values.shape[-1]
     DK: gl.constexpr = _dk_columns(WARPGROUP, shared.READ)
     dk = gl.zeros([WARPGROUP_KEYS, DK], gl.float32, product_layout(DK))
@@ -205,6 +206,7 @@ def zeros_256(shared, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def end_head_256(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
+    """Add dq and the row sums of a head's last visit."""
     dq_fragments, first_part, row_sums, first_row = dq_target
     D: gl.constexpr = shared.keys.shape[-1]
     last, last_part = shared.slot(n - 1), first_part + previous // work.schedule.SIDES * shared.DQ_PARTS

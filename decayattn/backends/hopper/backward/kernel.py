@@ -44,7 +44,7 @@ times the scale; dq and the sums are made of dS alone. The gradient of a scale i
 
 Row and column sums of dS read the same rounded dSᵀ as the products, so both cancel wherever the gradient of a decay
 cancels. Both are products with few columns: sums of keys are issued with dk (key_sums.py), sums of rows with dq.
-Partial tiles (PARTIAL, "edge tiles"), which are masked, come first. They and full tiles have a loop each: in a common
+PARTIAL tiles, which are masked, come first. They and full tiles have a loop each: in a common
 loop, full tiles would jump over a third of the instructions or more (D = 64).
 
 Not causal, the sign of a decay differs between the sides of the diagonal, and the loops run once per side (work.py). A
@@ -52,8 +52,8 @@ row has an LSE₂ for each side, with ∓α_i. The producer sends the side's LSE
 side's sign. So the loops do not depend on the side, except for adding row sums. α_j and the sums of keys change sign
 between sides.
 
-Beyond 128 columns the consumers' threads add dq themselves. Those of consume_192.py, up to 192 columns with a D_v of
-up to 128, have 64 keys each; those of consume_256.py have 64 keys together.
+consume.py has the loop of all consumers. Beyond 128 columns their threads add dq themselves: those of consume_192.py,
+up to 192 columns with a D_v of up to 128, have 64 keys each; those of consume_256.py have 64 keys together.
 
 zero_dq.py zeroes the memory that dq is added to. row_terms.py prepares the row terms before this kernel and unpacks dq
 after it.

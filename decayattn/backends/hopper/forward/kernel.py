@@ -21,7 +21,7 @@ Timeline and barriers::
     keys         STAGES   TMA: k, and β if the decay is per token  consumers, after S
     values       STAGES   TMA: v                                   consumers, after P V
 
-A full tile of keys is visible to all rows of a warpgroup. A partial tile (PARTIAL, "edge tile") is masked key by key.
+A full tile of keys is visible to all rows of a warpgroup. A PARTIAL tile is masked key by key.
 
 The softmax is online. It starts at the tile of the rows' own keys and goes down to the first key; not causal, it then
 goes up from there to the last key (work.Walk). The exponentials of a tile overlap the product P V of the previous tile
