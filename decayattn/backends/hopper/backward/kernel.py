@@ -77,7 +77,6 @@ from decayattn.backends.hopper.backward.producer import produce
 from decayattn.backends.hopper.backward.shared import DK_BLOCKS, BackwardConstants, BackwardShared, allocate_barriers
 from decayattn.backends.hopper.backward.work import KeySchedule, has_row_sums, side_count
 from decayattn.backends.hopper.backward.zero_dq import allocate_zeros
-from decayattn.backends.hopper.common.call import field
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
     DELTA,
@@ -165,23 +164,16 @@ def gradients_kernel(
     query_length, key_length, blocks (of the decay prefix): lengths of the axes that hold the sequences
     key_tiles: those of an entry; together: heads of keys that are computed at the same time (KeySchedule)
     """
-    GROUP: gl.constexpr = field(MODES, "group")
-    DECAY: gl.constexpr = field(MODES, "decay")
-    DECAY_GRADIENT: gl.constexpr = field(MODES, "decay_gradient")
-    RAGGED: gl.constexpr = field(MODES, "ragged")
-    ROW_SCALES: gl.constexpr = field(MODES, "row_scales")
-    CAUSAL: gl.constexpr = field(MODES, "causal")
-    CONSUMERS: gl.constexpr = field(TILE, "consumers")
-    D: gl.constexpr = field(TILE, "dim")
-    READ: gl.constexpr = field(TILE, "read")
-    KEYS: gl.constexpr = field(TILE, "keys")
-    ROWS: gl.constexpr = field(TILE, "rows")
-    STAGES: gl.constexpr = field(TILE, "stages")
-    SLOTS: gl.constexpr = field(TILE, "slots")
-    REGISTERS: gl.constexpr = field(TILE, "registers")
+    DECAY: gl.constexpr = MODES.decay
+    ROW_SCALES: gl.constexpr = MODES.row_scales
+    CONSUMERS: gl.constexpr = TILE.consumers
+    D: gl.constexpr = TILE.dim
+    ROWS: gl.constexpr = TILE.rows
+    STAGES: gl.constexpr = TILE.stages
+    SLOTS: gl.constexpr = TILE.slots
     key_table, counters = scheduler
     DTYPE: gl.constexpr = q_desc.dtype
-    STEP: gl.constexpr = product_keys(is_loaded(D, has_row_sums(DECAY, DECAY_GRADIENT), ROW_SCALES))
+    STEP: gl.constexpr = product_keys(is_loaded(D, has_row_sums(DECAY, MODES.decay_gradient), ROW_SCALES))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
     COMMON_KEYS: gl.constexpr = CONSUMERS == "consume_256"
     BLOCKED: gl.constexpr = CONSUMERS == "consume_192"
@@ -190,7 +182,7 @@ def gradients_kernel(
     MULTIPLIED: gl.constexpr = ROWS // 2 if BLOCKED else ROWS
     D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_KEYS, STORED], DTYPE)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, MULTIPLIED], DTYPE)
-    KEY_PARTS: gl.constexpr = KEYS // WARPGROUP_KEYS
+    KEY_PARTS: gl.constexpr = TILE.keys // WARPGROUP_KEYS
     BLOCKS: gl.constexpr = DK_BLOCKS if BLOCKED else 1
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(DTYPE, [1, COPIES, STEP], ONES)
@@ -201,7 +193,7 @@ def gradients_kernel(
     bits = weights
     if DECAY == "constant":
         weights.index(0).store(rate_weights(column, row).to(DTYPE))
-        if DECAY_GRADIENT:
+        if MODES.decay_gradient:
             BITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BIT_COLUMNS, MULTIPLIED], DTYPE)
             bits = gl.allocate_shared_memory(DTYPE, [1, BIT_COLUMNS, ROWS], BITS)
             column = gl.expand_dims(gl.arange(0, BIT_COLUMNS, gl.SliceLayout(1, LAYOUT)), 1)
@@ -244,7 +236,7 @@ def gradients_kernel(
         SLOTS,
         BLOCKS,
         COMMON_KEYS,
-        READ,
+        TILE.read,
         STORED,
         ROWS * D // (PART * PART),
     )
@@ -252,15 +244,15 @@ def gradients_kernel(
 
     let_next_start(heads)
     wait_for_launch_before(heads)
-    if RAGGED:
+    if MODES.ragged:
         # the host knows only an upper bound
         key_tiles = gl.load(key_table)
-    kv_heads = entries * (heads // GROUP)
+    kv_heads = entries * (heads // MODES.group)
     schedule = KeySchedule(
         key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, right, decay.mirror, KEYS, ROWS, GROUP, DECAY, DECAY_GRADIENT,
-        has_row_sums(DECAY, DECAY_GRADIENT), ROW_SCALES, RAGGED, field(MODES, "window"), field(MODES, "planned"),
-        CAUSAL, side_count(DECAY, CAUSAL),
+        row_tiles, left, right, decay.mirror, TILE.keys, ROWS, MODES.group, DECAY, MODES.decay_gradient,
+        has_row_sums(DECAY, MODES.decay_gradient), ROW_SCALES, MODES.ragged, MODES.window, MODES.planned,
+        MODES.causal, side_count(DECAY, MODES.causal),
     )
     sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc)
     gl.warp_specialize(
@@ -270,7 +262,7 @@ def gradients_kernel(
             (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
         ],
         [4, 1],
-        [REGISTERS, 24],
+        [TILE.registers, 24],
     )
     # keeps the barrier's memory to the end: Triton reuses it if nothing waits for it (pipelines.make_pipeline)
     mbarrier.invalidate(shared.barriers.d_scores_read)

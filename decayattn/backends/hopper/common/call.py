@@ -1,24 +1,14 @@
-"""Properties of a call that launches need: descriptors of its tensors, limits of a row's view, heads per chunk.
-
-Also reads fields of the tuples that kernels are compiled for.
-"""
+"""Properties of a call that launches need: descriptors of its tensors, limits of a row's view, heads per chunk."""
 
 from collections.abc import Callable
 
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.common import descriptors
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.problem import AttentionProblem
-
-
-@gluon.constexpr_function
-def field(of_call, name):
-    """Return a field of a NamedTuple that a kernel is compiled for."""
-    return getattr(of_call, name)
 
 
 def limits_of(problem: AttentionProblem) -> tuple[int, int]:

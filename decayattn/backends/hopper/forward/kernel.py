@@ -58,7 +58,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from decayattn.backends.hopper.common.call import field
 from decayattn.backends.hopper.common.fragments import DEPTH, WARPGROUP_ROWS
 from decayattn.backends.hopper.common.pipelines import allocate_tiles, allocate_words, make_pipeline
 from decayattn.backends.hopper.forward.consumer import consume
@@ -138,24 +137,16 @@ def forward_kernel(
     group: query heads per head of keys; together: heads that are computed at the same time (QuerySchedule)
     query_length, key_length, blocks (of the decay prefix), granules: lengths of the axes that hold the sequences
     """
-    KIND: gl.constexpr = field(MODES, "decay")
-    RAGGED: gl.constexpr = field(MODES, "ragged")
-    PACKED: gl.constexpr = field(MODES, "packed")
-    CAUSAL: gl.constexpr = field(MODES, "causal")
-    WINDOW: gl.constexpr = field(MODES, "window")
-    PLANNED: gl.constexpr = field(MODES, "planned")
-    READ: gl.constexpr = field(TILE, "read")
-    D_V: gl.constexpr = field(TILE, "value_dim")
-    KEYS: gl.constexpr = field(TILE, "keys")
-    SLOTS: gl.constexpr = field(TILE, "slots")
-    WARPGROUPS: gl.constexpr = field(TILE, "warpgroups")
-    STAGES: gl.constexpr = field(TILE, "stages")
-    REGISTERS: gl.constexpr = field(TILE, "registers")
-    PRODUCER_REGISTERS: gl.constexpr = field(TILE, "producer_registers")
+    KIND: gl.constexpr = MODES.decay
+    CAUSAL: gl.constexpr = MODES.causal
+    SLOTS: gl.constexpr = TILE.slots
+    WARPGROUPS: gl.constexpr = TILE.warpgroups
+    STAGES: gl.constexpr = TILE.stages
+    D_V: gl.constexpr = TILE.value_dim
     rates, token_beta, bases, last_reset, next_reset, plan = decay_tensors
     decay = Decay(
-        rates, token_beta, bases, last_reset, next_reset, left, right, plan, KIND, CAUSAL, WINDOW, PLANNED,
-        WINDOW or KIND == "constant",
+        rates, token_beta, bases, last_reset, next_reset, left, right, plan, KIND, CAUSAL, MODES.window, MODES.planned,
+        MODES.window or KIND == "constant",
     )
 
     q_tiles = allocate_tiles(q_desc, SLOTS * WARPGROUPS)
@@ -175,7 +166,7 @@ def forward_kernel(
     if not CAUSAL:
         right_tiles = gl.allocate_shared_memory(gl.int32, [SLOTS * BOUNDS, WARPGROUPS_PADDED], WORD)
     if KIND != "none":
-        beta = allocate_beta(beta_desc, STAGES if KIND == "scalar" else SLOTS, KEYS)
+        beta = allocate_beta(beta_desc, STAGES if KIND == "scalar" else SLOTS, TILE.keys)
         if not CAUSAL:
             SIGNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_ROWS, DEPTH], gl.bfloat16)
             signs = gl.allocate_shared_memory(gl.bfloat16, [2, WARPGROUP_ROWS, DEPTH], SIGNS)
@@ -184,18 +175,18 @@ def forward_kernel(
             signs.index(1).store(gl.full([WARPGROUP_ROWS, DEPTH], -1.0, gl.bfloat16, ONES))
         fence_async_shared()
     wait_for_launch_before(work_tiles)
-    if RAGGED:
+    if MODES.ragged:
         # the host knows only an upper bound
         row_tiles = gl.load(table)
         work_tiles = row_tiles * heads
     schedule = QuerySchedule(
-        work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules, table, RAGGED,
-        PACKED, KEYS,
+        work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules, table, MODES.ragged,
+        MODES.packed, TILE.keys,
     )
     shared = ForwardShared(
         make_pipeline(q_tiles, SLOTS, WARPGROUPS), make_pipeline(k_tiles, STAGES, WARPGROUPS),
         make_pipeline(v_tiles, STAGES, WARPGROUPS), make_pipeline(published, SLOTS, 0), beta, differences,
-        left_tiles, right_tiles, signs, overflows, fences, row_alphas, WARPGROUPS, READ,
+        left_tiles, right_tiles, signs, overflows, fences, row_alphas, WARPGROUPS, TILE.read,
     )
 
     outputs = (out_desc, row_outputs)
@@ -208,7 +199,7 @@ def forward_kernel(
                 (produce, (shared, schedule, decay, counter, sources)),
             ],
             [4, 1],
-            [REGISTERS, PRODUCER_REGISTERS],
+            [TILE.registers, TILE.producer_registers],
         )
     else:
         gl.warp_specialize(
@@ -219,5 +210,5 @@ def forward_kernel(
                 (produce, (shared, schedule, decay, counter, sources)),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+            [TILE.registers, TILE.registers, TILE.producer_registers],
         )
