@@ -5,29 +5,21 @@ Three evaluations of the same problem decide, per tensor and head, in the Froben
     ‖x − x64‖  ≤  2 ‖eager − x64‖ + eps(dtype of x) ‖x64‖ + 4 eps(accumulator) ‖A‖
 
 * x64: `decay_attention(backend="reference")` on float64 inputs, gradients by autograd. Packed or padded sequences are
-cut out and evaluated one by one, here and below, so that nothing can cross a boundary.
+  cut out and evaluated one by one, here and below, so that nothing can cross a boundary.
 * eager: `explicit_attention`, the formulas written out by hand: the error that this precision costs in any program. It
-rounds the operands of matrix products, P, dS and the results to the inputs' dtype, and computes everything else in the
-accumulator dtype.
+  rounds the operands of matrix products, P, dS and the results to the inputs' dtype, and nothing else.
 * A: `explicit_attention` over absolute values: the size of all terms of a sum. It gives a scale to a result that
-cancels, such as a gradient that is zero in exact arithmetic.
+  cancels, such as a gradient that is zero in exact arithmetic.
 
-eps(accumulator) is float32's, and for 16-bit inputs the last term is far below the first two. For float64 inputs the
-oracle is no more exact than the tested results, so eps is float64's and A is multiplied by 1 + max |S|. Both sides
-round their scores, and exp turns an absolute error of eps·|S| in a score into a relative one.
+eps(accumulator) is float32's. For float64 inputs the oracle is no more exact than the tested results, so eps is
+float64's and A is multiplied by 1 + max |S|: exp turns an absolute error of eps·|S| in a score into a relative one.
 
-A norm with few independent entries makes one rounding a matter of chance: a constant decay's gradient is one number per
-head. So ‖eager − x64‖ is the largest of up to 16 roundings of the same values (`DRAWS`). Each draw adds the products
-q·k in its own order, because A does not cover how exp magnifies the rounding of a score.
-
-Above 16 bits, each draw also has its own order for P·V, for the sum of P and for dv: their terms may all have one sign.
-For 16-bit inputs P is rounded relative to a number per row, as in an online softmax. There the decay is added in two
-parts: that of a key inside its block of tokens, and that of the blocks (DERIVATION.md, section 8). Half of these draws
-truncate scores, as tensor cores do. All scores then become slightly smaller, and a sum over rows, such as a sink's
-gradient, has this error in full.
-
-A result that exceeds its budget by less than a factor of 2 gets 64 roundings (`MORE_DRAWS`). Nothing is tuned by hand,
-and nothing needs Triton.
+A norm with few independent entries makes one rounding a matter of chance: a constant decay's gradient is one value per
+head. So ‖eager − x64‖ is the largest of up to 16 roundings of the same values (`DRAWS`), each with its own orders of
+summation. For 16-bit inputs P is rounded relative to a number per row, as in an online softmax, and half of the draws
+truncate scores, as tensor cores do. There the decay is added in two parts (DERIVATION.md, section 8). A result that
+exceeds its budget by less than a factor of 2 gets 64 roundings (`MORE_DRAWS`). Nothing is tuned by hand, and nothing
+needs Triton.
 
 The verdict of a comparison is "ok", "wrong", or "cannot tell": the budget is no smaller than the result, so zeros would
 pass. Results that are 0 by contract must be exactly 0: the gradients of a first λ and of a reset, of rows that see no

@@ -130,16 +130,16 @@ def verify_attention(
         q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias
     )
     lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
+
+    def extents(first: Tensor | None, end: Tensor | None, axis: int) -> list[tuple[int, int]]:
+        firsts = [0] * len(q) if first is None else first.tolist()
+        ends = [axis] * len(q) if end is None else end.tolist()
+        return [_extent(start, stop, axis) for start, stop in zip(firsts, ends, strict=True)]
+
     sequences = None
     if any(x is not None for x in lengths.values()):
-
-        def extents(first: Tensor | None, end: Tensor | None, axis: int) -> list[tuple[int, int]]:
-            firsts = [0] * len(q) if first is None else first.tolist()
-            ends = [axis] * len(q) if end is None else end.tolist()
-            return [_extent(start, stop, axis) for start, stop in zip(firsts, ends, strict=True)]
-
-        rows, tokens = extents(leftpad_q, seqused_q, q.shape[1]), extents(leftpad_k, seqused_k, k.shape[1])
-        sequences = [(*own_rows, *own_tokens) for own_rows, own_tokens in zip(rows, tokens, strict=True)]
+        parts = zip(extents(leftpad_q, seqused_q, q.shape[1]), extents(leftpad_k, seqused_k, k.shape[1]), strict=True)
+        sequences = [(*rows, *tokens) for rows, tokens in parts]
     inputs = Arguments(q, k, v, log_decay, scale, bias, sink)
     problem = _problem(inputs, causal, window_size, sequences, None)
     options |= {"window_size": window_size, **lengths}
@@ -180,10 +180,8 @@ def verify_attention_varlen(
     Returns:
         One Comparison per tensor, as verify_attention; its head is (sequence, head).
     """
-    if max_seqlen_q is None:
-        max_seqlen_q = _longest(cu_seqlens_q)
-    if max_seqlen_k is None:
-        max_seqlen_k = _longest(cu_seqlens_k)
+    max_seqlen_q = _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
+    max_seqlen_k = _longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
     check_packed_arguments(
         q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     )
@@ -239,22 +237,16 @@ def _judge(
     backend: BackendName, options: dict[str, Any],
 ) -> list[Comparison]:
     batch, rows, num_heads, device = problem.batch, problem.query_length, problem.num_heads, problem.device
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
-
+    like: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     if grad_out is None:
-        grad_out = normal(batch, rows, num_heads, problem.value_dim, dtype=problem.dtype)
+        grad_out = torch.randn(batch, rows, num_heads, problem.value_dim, dtype=problem.dtype, **like)
     if grad_lse is None:
-        grad_lse = normal(batch, num_heads, rows, dtype=problem.accumulator_dtype)
-    inputs = inputs.detach()
-    grad_out, grad_lse = grad_out.detach(), grad_lse.detach()
+        grad_lse = torch.randn(batch, num_heads, rows, dtype=problem.accumulator_dtype, **like)
+    inputs, grad_out, grad_lse = inputs.detach(), grad_out.detach(), grad_lse.detach()
     all_bounds = bounds_of(problem, sequences)
     pairs = [(bounds, head) for bounds in all_bounds for head in range(num_heads)]
     if heads is not None:
-        unknown = set(heads) - {(bounds.number, head) for bounds, head in pairs}
-        if unknown:
+        if unknown := set(heads) - {(bounds.number, head) for bounds, head in pairs}:
             expected = f"(batch entry or sequence, query head) pairs of q {tuple(inputs.q.shape)}"
             raise ValueError(f"heads: expected {expected}, got {sorted(unknown)}")
         pairs = [(bounds, head) for bounds, head in pairs if (bounds.number, head) in set(heads)]
@@ -262,13 +254,12 @@ def _judge(
         for bounds, head in pairs:
             judged[bounds.entry, head, bounds.rows] = True
         judged_out = judged.transpose(1, 2)[..., None]
-        grad_out, grad_lse = torch.where(judged_out, grad_out, 0.0), torch.where(judged, grad_lse, 0.0)
+        grad_out, grad_lse = grad_out.where(judged_out, 0.0), grad_lse.where(judged, 0.0)
     call = Call(inputs, grad_out, grad_lse, all_bounds, tuple(pairs), problem)
     with without_autocast(device):
         tested = call.run(backend, options)
         if heads is not None:  # the oracle has no outputs of the other pairs
-            tested["out"] = torch.where(judged_out, tested["out"], 0.0)
-            tested["lse"] = torch.where(judged, tested["lse"], 0.0)
+            tested |= {"out": tested["out"].where(judged_out, 0.0), "lse": tested["lse"].where(judged, 0.0)}
         return Budget(call, call.oracle()).judge(tested)
 
 

@@ -5,7 +5,7 @@ Comparison compares one result with its budget.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +16,7 @@ from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.problem import AttentionProblem, BackendName
 from decayattn.testing import formulas
 from decayattn.testing.formulas import explicit_attention
-from decayattn.testing.table import Verdict, ratio
+from decayattn.testing.table import Row, Verdict, ratio
 
 # For 16-bit inputs the prefix of the decay inside a block of tokens is in float32. Its rounding enters the scores, to
 # which it is added, the LSE, and the probability of a sink, which comes from the LSE. For float64 inputs it is in
@@ -53,7 +53,7 @@ INPUTS = Arguments._fields
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Row):
     """One tensor against its budget, at the head and in the norm with the largest ratio.
 
     The verdict is "cannot tell" if the budget of a head is no smaller than its result, in both norms: zeros would pass.
@@ -63,7 +63,7 @@ class Comparison:
     (sequence, head); sequence −1 is the tokens outside of them.
     """
 
-    HEADINGS: ClassVar[tuple[str, ...]] = ("tensor", "head")
+    HEADINGS: ClassVar = ("tensor", "head")
 
     name: str
     head: tuple[int, int]
@@ -72,10 +72,6 @@ class Comparison:
     relative_error: float
     norm: str  # "frobenius", "maximum", or "zeros": the entries that are 0 by contract
     verdict: Verdict
-
-    @property
-    def passed(self) -> bool:
-        return self.verdict == "ok"
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -114,26 +110,22 @@ def bounds_of(problem: AttentionProblem, sequences: Sequence[Sequence[int]] | No
             all_bounds.append(SequenceBounds(n, entry, slice(row, row + rows - tokens), slice(0, 0)))
             row, rows = row + rows - tokens, tokens
         all_bounds.append(SequenceBounds(n, entry, slice(row, row + rows), slice(token, token + tokens)))
-    taken_of: list[list[SequenceBounds]] = [[] for _ in range(problem.batch)]
-    for bounds in all_bounds:
-        taken_of[bounds.entry].append(bounds)
-    for entry, taken in enumerate(taken_of):
-        number = -1 if packed else entry
-        for gap in _gaps([bounds.rows for bounds in taken], problem.query_length):
-            all_bounds.append(SequenceBounds(number, entry, gap, slice(0, 0)))
-        for gap in _gaps([bounds.tokens for bounds in taken], problem.key_length):
-            all_bounds.append(SequenceBounds(number, entry, slice(0, 0), gap))
-    return tuple(all_bounds)
+    outside, none = [], slice(0, 0)
+    for entry in range(problem.batch):
+        number, own = -1 if packed else entry, [bounds for bounds in all_bounds if bounds.entry == entry]
+        for gap in _gaps((bounds.rows for bounds in own), problem.query_length):
+            outside.append(SequenceBounds(number, entry, gap, none))
+        for gap in _gaps((bounds.tokens for bounds in own), problem.key_length):
+            outside.append(SequenceBounds(number, entry, none, gap))
+    return (*all_bounds, *outside)
 
 
-def _gaps(taken: list[slice], length: int) -> Iterator[slice]:
-    end = 0
-    for start, stop in sorted((part.start, part.stop) for part in taken if part.start < part.stop):
+def _gaps(taken: Iterable[slice], length: int) -> Iterator[slice]:
+    end, parts = 0, sorted((part.start, part.stop) for part in taken if part.start < part.stop)
+    for start, stop in (*parts, (length, length)):
         if start > end:
             yield slice(end, start)
         end = stop
-    if end < length:
-        yield slice(end, length)
 
 
 @dataclass(frozen=True)
@@ -198,25 +190,22 @@ class Call:
 
     def gather(self, evaluate: Callable[..., dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
         """evaluate(**heads) of all pairs, in the layouts of decay_attention; gradients of shared tensors are summed."""
-        problem, (q, _, _, log_decay, scale, bias, sink) = self.problem, self.inputs
-        batch, rows, keys, heads = problem.batch, problem.query_length, problem.key_length, problem.num_heads
-        group = heads // problem.num_kv_heads
-        shapes = {
-            "out": (batch, heads, rows, problem.value_dim),
-            "lse": (batch, heads, rows),
-            "dq": (batch, heads, rows, problem.head_dim),
-            "dk": (batch, problem.num_kv_heads, keys, problem.head_dim),
-            "dv": (batch, problem.num_kv_heads, keys, problem.value_dim),
+        problem, given = self.problem, self.inputs._asdict()
+        rows, keys, group = problem.query_length, problem.key_length, problem.num_heads // problem.num_kv_heads
+        shapes: dict[str, tuple[int, ...]] = {  # of one head
+            "out": (rows, problem.value_dim), "lse": (rows,), "dq": (rows, problem.head_dim),
+            "dk": (keys, problem.head_dim), "dv": (keys, problem.value_dim),
         }
-        if isinstance(log_decay, Tensor):
-            shapes["dlog_decay"] = (batch, heads, keys) if log_decay.ndim == 3 else (batch, heads)
-        if isinstance(scale, Tensor):
-            shapes["dscale"] = (batch, heads, rows)
-        if bias is not None and bias.is_floating_point():
-            shapes["dbias"] = (batch, heads, rows, keys)
-        if sink is not None:
-            shapes["dsink"] = (batch, heads)
-        total = {name: q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+        broadcast = {f"d{name}": x for name, x in list(given.items())[3:] if isinstance(x, Tensor)}
+        optional = {"dscale": (rows,), "dbias": (rows, keys), "dsink": ()}
+        for name, x in broadcast.items():
+            if x.is_floating_point():
+                shapes[name] = optional[name] if name in optional else (keys,) * (x.ndim == 3)
+        total = {
+            name: given["q"].new_zeros(
+                problem.batch, problem.num_kv_heads if name in ("dk", "dv") else problem.num_heads, *shape, dtype=dtype
+            ) for name, shape in shapes.items()
+        }
         for bounds, some in self.groups():
             part = evaluate(**self.heads(bounds, some, dtype))
             b, h = some.unbind(1)
@@ -227,8 +216,6 @@ class Call:
                 elif result.ndim > 2:
                     result = result[:, :, bounds.tokens if name in OVER_TOKENS else bounds.rows]
                 result.index_put_(at, part[name].to(dtype), accumulate=True)
-        given = {"dlog_decay": log_decay, "dscale": scale, "dbias": bias, "dsink": sink}
-        broadcast = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         for name, x in total.items():
             if name not in ("lse", "dbias"):
                 x = x[:, None] if x.ndim == 2 else x.transpose(1, 2)

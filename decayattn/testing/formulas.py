@@ -55,22 +55,18 @@ def explicit_attention(
         window: (left, right), row i sees the keys i − left ≤ j ≤ i + right; −1 is no limit.
         bias: None, or (N, T_q, T_k), added to the scores; boolean: False hides a key.
         sink: None, or (N,) in the dtype of the computation: the score of one more key in every row, with value 0.
-        rounding: dtype to which P, dS and out are rounded, as a kernel for inputs of that dtype must; None: no
-            rounding.
-        factor: the scores and P are rounded as multiples by this factor. Kernels, too, hold scores as multiples (by
-            log2 e, for exp2), and an online softmax rounds P before it is normalised. Every factor but 1 also adds the
-            products of a score in its own orders. Above 16 bits it has its own order of the keys in P·V and in the sum
-            that normalises P, and of the rows in dv. For 16 bits it has its own number per row, relative to which P is
-            rounded for P·V. Half of the factors truncate the sums of scores, as tensor cores do, instead of rounding
-            them. Half form dS from the rounded P, as attention does that keeps P in 16 bits. Half form Δ from an out
-            that is rounded as a multiple.
-        absolute: every term enters with its absolute value, so no sum cancels. P is the true P, which is never
-            negative. A result is 0 only where nothing is summed, for any P; that of λ only where its gradient is 0 by
-            contract.
-        prefix_block: with absolute, the decay of a score counts as the difference of two prefixes that start in the
-            last prefix_block tokens, and not only with its own size. Without absolute, 0 makes the decay of a score one
-            number; otherwise it is two, as in the tiles: the key's part inside its block of prefix_block tokens is
-            added to the products.
+        rounding: dtype to which P, dS and out are rounded, as a kernel for inputs of that dtype must; None: none.
+        factor: the scores and P are rounded as multiples by this factor, as kernels hold scores as multiples by log2 e.
+            Every factor but 1 also has its own order of the products of a score. Above 16 bits it has its own order of
+            the keys in P·V and in the sum of P, and of the rows in dv. For 16 bits it has its own number per row,
+            relative to which P is rounded (`_anchor`). Half of the factors truncate the sums of scores
+            (`_products_cut_off`), half form dS from the rounded P (`_p_in_ds`), half round Δ's out (`_out_in_delta`).
+        absolute: every term enters with its absolute value, so no sum cancels. P is the true P. A result is 0 only
+            where nothing is summed; that of λ only where its gradient is 0 by contract.
+        prefix_block: tokens of a block. With absolute, the decay of a score counts as the difference of two prefixes
+            that start in the last block. Without, the decay of a score is one number if this is 0; otherwise two, as in
+            the tiles: the products get the key's part inside its block.
+
     Returns:
         out, lse, dq, dk, dv, dscale (N, T_q), dlog_decay (log_decay's shape), dbias (N, T_q, T_k), dsink (N,).
         Gradients are not rounded yet, because heads may share them. With absolute also score_size (N,), the largest |S|
@@ -119,8 +115,7 @@ def explicit_attention(
         if sink is not None:
             total = _with_sink(total, sink, factor)
         p = _probabilities(scores, total, visible, absolute).to(q.dtype)
-        p_rounded = rounded(p * factor)
-        normaliser: Tensor | float
+        p_rounded, normaliser = rounded(p * factor), q.new_ones(())
         if in_order:
             weighted = _over_tokens(p_rounded, nn.functional.pad(v, (0, 1), value=1.0), factor) / factor
             # a kernel divides by this sum, which is 1 up to rounding, and its log-sum-exp contains it
@@ -130,12 +125,9 @@ def explicit_attention(
             normaliser = torch.where(normaliser > 0, normaliser, 1.0)  # no visible key
             total = total + normaliser[..., 0].double().log()
         else:
-            weighted, normaliser = p_rounded @ size(v) / factor, 1.0
-        if online:
-            p_anchor = _anchor(scores, factor, chunk.start, q.dtype)
-            if p_anchor is not None:
-                assert rounding is not None
-                weighted = _online_softmax(scores, total, p_anchor, v, rounding)
+            weighted = p_rounded @ size(v) / factor
+        if online and (p_anchor := _anchor(scores, factor, chunk.start, q.dtype)) is not None:
+            weighted = _online_softmax(scores, total, p_anchor, v, rounded)
 
         def in_dtype(x: Tensor) -> Tensor:
             return (x * factor).to(q.dtype).double() / factor
@@ -216,8 +208,7 @@ def _draw(factor: float) -> int:
 
 def _kind(factor: float) -> int:
     """Kind of `_anchor` of a factor, from 0 to 3; equally frequent among 16 factors and among 64."""
-    draw = _draw(factor)
-    return (draw + draw // 4) % 4
+    return (_draw(factor) + _draw(factor) // 4) % 4
 
 
 def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
@@ -275,12 +266,11 @@ def _over_tokens(p: Tensor, x: Tensor, factor: float) -> Tensor:
 def _anchor(scores: Tensor, factor: float, start: int, dtype: torch.dtype) -> Tensor | None:
     """Number per row (N, rows) relative to which P is rounded to 16 bits, in the factor's own online softmax.
 
-    Usually the row's maximum; the largest P is then 1, up to a rounding of the maximum. Kernels fuse the scale with the
-    subtraction for the scores, but not for the maximum, and for large scores this error exceeds a 16-bit rounding. Or a
-    different number in every row, like a maximum that lags behind. None: P is normalised first.
+    Kinds 2 and 3: the row's maximum. It is rounded, because kernels fuse the scale with the subtraction for the scores,
+    but not for the maximum; for large scores this error exceeds a 16-bit rounding. Kind 1: a different number in every
+    row, like a maximum that lags behind. None: P is normalised first.
     """
-    kind = _kind(factor)
-    if kind == 0:
+    if (kind := _kind(factor)) == 0:
         return None
     anchor = scores.amax(-1)
     if kind == 1:
@@ -291,11 +281,13 @@ def _anchor(scores: Tensor, factor: float, start: int, dtype: torch.dtype) -> Te
     return (anchor * multiple).to(dtype).double() / multiple
 
 
-def _online_softmax(scores: Tensor, total: Tensor, anchor: Tensor, v: Tensor, rounding: torch.dtype) -> Tensor:
+def _online_softmax(
+    scores: Tensor, total: Tensor, anchor: Tensor, v: Tensor, rounded: Callable[[Tensor], Tensor]
+) -> Tensor:
     """P·V with P rounded relative to a number per row, which is divided out exactly."""
     seen = ~anchor.isneginf()
     anchor = torch.where(seen, anchor, 0.0)
-    p = (scores - anchor[..., None]).exp().to(rounding).to(v.dtype)
+    p = rounded((scores - anchor[..., None]).exp()).to(v.dtype)
     return p @ v * torch.where(seen, (anchor - total).exp(), 0.0).to(v.dtype)[..., None]
 
 
@@ -331,16 +323,10 @@ def _added_up(a: Tensor, b: Tensor, random: torch.Generator, at_once: int) -> Te
 def _scores(
     scale: Tensor, products: Tensor, decay: Tensor, bias: Tensor, visible: Tensor, factor: float, cut_off: bool
 ) -> Tensor:
-    """S in float64, rounded as a multiple by the factor to the products' dtype; −inf for invisible pairs.
-
-    cut_off: truncate, because a tensor core also adds the decay.
-    """
-    dtype = products.dtype
-    multiple = scale * factor * products
-    if cut_off:
-        multiple = _toward_zero(multiple + decay * factor, dtype)
-    else:
-        multiple = multiple + (decay * factor).to(dtype)
+    """S in float64, rounded as a multiple by the factor to the products' dtype; −inf for invisible pairs."""
+    dtype, multiple = products.dtype, scale * factor * products
+    # a tensor core also adds the decay
+    multiple = _toward_zero(multiple + decay * factor, dtype) if cut_off else multiple + (decay * factor).to(dtype)
     multiple = multiple + (bias * factor).to(dtype)
     return torch.where(visible, multiple.double() / factor, -math.inf)
 
@@ -459,14 +445,11 @@ def _visible(log_decay: Tensor | None, causal: bool, window: tuple[int, int], i:
 def _suffix_sums(dalpha: Tensor, log_decay: Tensor) -> Tensor:
     """dλ_t = Σ_{u ≥ t} dα_u within the segment between two resets; exactly 0 for the first λ of a segment."""
     keys = dalpha.shape[1]
-    resets = is_reset(log_decay)
-    sums = dalpha.flip(1).cumsum(1).flip(1)
-    after = torch.cat([sums, torch.zeros_like(sums[:, :1])], 1) if keys else sums
-    t = torch.arange(keys, device=dalpha.device)
+    sums = nn.functional.pad(dalpha, (0, 1)).flip(1).cumsum(1).flip(1)
+    resets = torch.where(is_reset(log_decay), torch.arange(keys, device=dalpha.device), keys)
     # the first reset after t, or the end
-    ends = torch.where(resets, t, keys).flip(1).cummin(1).values.flip(1) if keys else resets.long()
-    ends = torch.cat([ends[:, 1:], torch.full_like(ends[:, :1], keys)], 1)
-    return torch.where(_has_no_gradient(log_decay), 0.0, sums - after.gather(1, ends))
+    ends = nn.functional.pad(resets, (0, 1), value=keys).flip(1).cummin(1).values.flip(1)[:, 1:]
+    return torch.where(_has_no_gradient(log_decay), 0.0, sums[:, :-1] - sums.gather(1, ends))
 
 
 def _has_no_gradient(log_decay: Tensor) -> Tensor:

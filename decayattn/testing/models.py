@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 import random
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from decayattn import reference
-from decayattn.problem import AttentionProblem, BackendName, Inputs
+from decayattn.problem import AttentionProblem, BackendName, Inputs, without_autocast
 from decayattn.testing.attention import DRAWS, MORE_DRAWS, may_be_chance
 from decayattn.testing.call import INPUTS, NORMS, Arguments, Call, bounds_of
-from decayattn.testing.table import Verdict, ratio
+from decayattn.testing.table import Row, Verdict, ratio
 
 if TYPE_CHECKING:
     from decayattn.nn.attention import DecayFlashAttention
@@ -34,10 +35,10 @@ SAME_RANDOM_NUMBERS = 1e-2
 
 
 @dataclass(frozen=True)
-class GradientRow:
+class GradientRow(Row):
     """Error and budget of one parameter's gradient, in the norm with the largest ratio."""
 
-    HEADINGS: ClassVar[tuple[str, ...]] = ("parameter", "decay")
+    HEADINGS: ClassVar = ("parameter", "decay")
 
     parameter: str
     is_decay: bool
@@ -49,10 +50,6 @@ class GradientRow:
     relative_budget: float
     norm: str  # "frobenius", "maximum", or "zeros": the entries that are 0 in every other evaluation
     verdict: Verdict
-
-    @property
-    def passed(self) -> bool:
-        return self.verdict == "ok"
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -73,19 +70,16 @@ def compare_model_gradients(
     """Compare the gradient of every parameter, computed through a kernel backend, with the error budget.
 
     The oracle is a float64 copy of the model with backend "reference". Eager is a copy in the model's own precision,
-    with an attention that rounds as a kernel must (`explicit_attention`). Eager is evaluated with all `DRAWS`, and with
-    `MORE_DRAWS` if a gradient exceeds its budget by little. A parameter may be a single number, and all layers after an
-    attention depend on its rounding. A enters through eager, too: above 16 bits, every gradient of its attention is off
-    by eps·A with random signs, because sums that cancel round differently in every schedule.
+    with an attention that rounds as a kernel must. It is evaluated with all `DRAWS`, and with `MORE_DRAWS` if a
+    gradient exceeds its budget by little. Above 16 bits, every gradient of its attention is off by eps·A with random signs, because sums
+    that cancel round differently in every schedule.
 
-    The precision decides which errors show. In float32 an error of 1e-5 of a gradient shows. In bfloat16 rounding alone
-    moves gradients by about 0.5 %, and budgets are 1 to 3 %. Run both: float32 for the formulas, and the training
-    precision for its own kernels. The verdict is "cannot tell" if the budget is no smaller than the gradient, so that
-    zeros would pass. Above 16 bits, entries that are 0 in the oracle and in eager must be 0: for example embeddings of
-    padding.
+    In float32 an error of 1e-5 of a gradient shows. In bfloat16 rounding alone moves gradients by about 0.5 %, and
+    budgets are 1 to 3 %. Run both: float32 for the formulas, and the training precision for its own kernels. Above 16
+    bits, entries that are 0 in the oracle and in eager must be 0: for example embeddings of padding.
 
-    Every evaluation has a fresh copy of the model and of the batch. Both stay unchanged, and so do the random number
-    generators of torch, numpy and Python. Hooks on parameters are not copied. Compiled parts run eagerly.
+    Model, batch and the random number generators of torch, numpy and Python stay unchanged. Hooks on parameters are not
+    copied. Compiled parts run eagerly.
 
     Args:
         model: contains DecayFlashAttention layers; not wrapped.
@@ -164,11 +158,7 @@ def compare_model_gradients(
 def _deterministic(
     model: nn.Module, gradients: Callable[..., dict[str, Tensor]], states: Callable[[], tuple]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Gradients in float64, and the norms of the differences between two evaluations.
-
-    Raises:
-        ValueError: if they differ by more than rounding, depend on random numbers, or are all 0.
-    """
+    """Gradients in float64, and the norms of the differences between two evaluations; raise if they are random or 0."""
 
     def evaluate(dtype: torch.dtype = torch.float64, factor: float = 1.0) -> dict[str, Tensor]:
         return gradients(copy.deepcopy(model).to(dtype), "reference", dtype, None, factor)
@@ -295,44 +285,33 @@ class _RoundedAttention(torch.autograd.Function):
 
     @staticmethod
     def call(problem: AttentionProblem, inputs: Inputs, *, factor: float) -> tuple[Tensor, Tensor]:
-        return _RoundedAttention.apply(
-            problem, factor, inputs.bounds, inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.any_scale,
-            inputs.bias, inputs.sink,
-        )
-
-    @staticmethod
-    def forward(ctx, problem, factor, bounds, *inputs):
-        ctx.problem, ctx.factor, ctx.bounds, ctx.inputs = problem, factor, bounds, inputs
-        q, v = inputs[0], inputs[2]
+        all_bounds = bounds_of(problem, None if inputs.bounds is None else inputs.bounds.tolist())
+        pairs = tuple((own, head) for own in all_bounds for head in range(problem.num_heads))
+        q, v = inputs.q, inputs.v
+        leaves = Arguments(q, inputs.k, v, inputs.log_decay, inputs.any_scale, inputs.bias, inputs.sink)
         grad_out = q.new_zeros(*q.shape[:3], v.shape[3])
         grad_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=problem.accumulator_dtype)
-        results = _RoundedAttention.evaluate(problem, factor, bounds, inputs, grad_out, grad_lse)
+        call = Call(leaves.detach(), grad_out, grad_lse, all_bounds, pairs, problem)
+        return _RoundedAttention.apply(call, factor, *leaves)
+
+    @staticmethod
+    def forward(ctx, call, factor, *inputs):
+        ctx.call, ctx.factor = call, factor
+        with without_autocast(call.problem.device):
+            results = call.eager(factor=factor)
         return results["out"], results["lse"]
 
     @staticmethod
+    @torch.no_grad()
     def backward(ctx, grad_out, grad_lse):
-        with torch.no_grad():
-            # the loss contains the factor, too
-            results = _RoundedAttention.evaluate(
-                ctx.problem, ctx.factor, ctx.bounds, ctx.inputs, grad_out, grad_lse
-            )
-            if ctx.problem.dtype.itemsize > 2:  # 16-bit rounding is far larger
-                sizes = _RoundedAttention.call_of(ctx.problem, ctx.bounds, ctx.inputs, grad_out, grad_lse).sizes()
+        call = dataclasses.replace(ctx.call, grad_out=grad_out, grad_lse=grad_lse)
+        with without_autocast(call.problem.device):
+            results = call.eager(factor=ctx.factor)  # the loss contains the factor, too
+            if call.problem.dtype.itemsize > 2:  # 16-bit rounding is far larger
                 generator = torch.Generator().manual_seed(round(16 * ctx.factor))
-                for name, size in sizes.items():
+                for name, size in call.sizes().items():
                     if name.startswith("d") and name in results:
                         sign = torch.randint(0, 2, size.shape, generator=generator).to(size) * 2 - 1
-                        error = torch.finfo(ctx.problem.accumulator_dtype).eps * sign * size
+                        error = torch.finfo(call.problem.accumulator_dtype).eps * sign * size
                         results[name] = results[name] + error.to(results[name].dtype)
-        return None, None, None, *(results.get(f"d{name}") for name in INPUTS)
-
-    @staticmethod
-    def evaluate(problem, factor, bounds, inputs, grad_out, grad_lse) -> dict[str, Tensor]:
-        with torch.autocast(problem.device.type, enabled=False):
-            return _RoundedAttention.call_of(problem, bounds, inputs, grad_out, grad_lse).eager(factor=factor)
-
-    @staticmethod
-    def call_of(problem, bounds, inputs, grad_out, grad_lse) -> Call:
-        all_bounds = bounds_of(problem, None if bounds is None else bounds.tolist())
-        pairs = tuple((own, head) for own in all_bounds for head in range(problem.num_heads))
-        return Call(Arguments(*inputs).detach(), grad_out, grad_lse, all_bounds, pairs, problem)
+        return None, None, *(results.get(f"d{name}") for name in INPUTS)

@@ -2,28 +2,28 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 Verdict = Literal["ok", "wrong", "cannot tell"]
 
 
-class Row(Protocol):
-    """Line of the table: labels, numbers and verdict."""
+class Row:
+    """Line of the table: labels, figures and verdict. "cannot tell": the budget is no smaller than the result."""
 
     HEADINGS: ClassVar[tuple[str, ...]]  # headings of `labels`
+    error: float
+    budget: float
+    relative_error: float
+    norm: str
+    verdict: Verdict
 
     @property
-    def labels(self) -> tuple[str, ...]: ...
+    def labels(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
     @property
-    def error(self) -> float: ...
-    @property
-    def budget(self) -> float: ...
-    @property
-    def relative_error(self) -> float: ...
-    @property
-    def norm(self) -> str: ...
-    @property
-    def verdict(self) -> Verdict: ...
+    def passed(self) -> bool:
+        return self.verdict == "ok"
 
 
 def format_table(rows: Sequence[Row]) -> str:

@@ -47,6 +47,12 @@ def weighted_loss(model, batch):
     return (losses * batch["weights"].flatten()).mean()
 
 
+def gradients_of(model, loss, batch, **options):
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss(model, batch), [*parameters.values()], **options)
+    return dict(zip(parameters, gradients, strict=True))
+
+
 @pytest.fixture
 def model_and_batch():
     torch.manual_seed(0)
@@ -77,8 +83,7 @@ def test_a_scaled_decay_gradient_in_a_model_is_refused(model_and_batch, autocast
     model, batch = model_and_batch
     name = "blocks.1.attention.decay.weight"
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        weighted_loss(model, batch).backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+        gradients = gradients_of(model, weighted_loss, batch)
     scaled = gradients | {name: factor * gradients[name]}
     rows = compare_model_gradients(model, weighted_loss, batch, autocast=autocast, tested=scaled)
     assert {row.parameter: row.verdict for row in rows if not row.passed} == {name: "wrong"}
@@ -136,10 +141,7 @@ def test_the_modes_of_the_caller_change_nothing(model_and_batch, mode):
 
 def test_given_gradients_may_require_gradients(model_and_batch):
     model, batch = model_and_batch
-    gradients = dict(zip(
-        dict(model.named_parameters()),
-        torch.autograd.grad(weighted_loss(model, batch), [*model.parameters()], create_graph=True), strict=True,
-    ))
+    gradients = gradients_of(model, weighted_loss, batch, create_graph=True)
     rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", tested=gradients)
     assert all(row.passed for row in rows), format_table(rows)
 
@@ -295,11 +297,6 @@ def test_models_are_left_as_they_were(model, loss):
 
 
 # Budgets that say nothing, and zeros
-
-
-def gradients_of(model, loss, batch):
-    parameters = dict(model.named_parameters())
-    return dict(zip(parameters, torch.autograd.grad(loss(model, batch), [*parameters.values()]), strict=True))
 
 
 def test_budget_above_the_gradient_cannot_tell():
