@@ -181,9 +181,9 @@ class DecayConfig(PreTrainedConfig):
         self.head_dim = check_head_dim("head_dim", head_dim)
         self.decay = decay
         self.log_decay = _check_log_decay(log_decay, decay, heads)
-        if initial_half_lives is not None and decay != "scalar":
-            raise ValueError(f"initial_half_lives: expected only with decay='scalar', got decay={decay!r}")
         if initial_half_lives is not None:
+            if decay != "scalar":
+                raise ValueError(f"initial_half_lives: expected only with decay='scalar', got decay={decay!r}")
             initial_half_lives = check_half_lives("initial_half_lives", initial_half_lives, heads)
         self.initial_half_lives = initial_half_lives
         self.qk_norm = check_bool("qk_norm", qk_norm)
@@ -192,14 +192,10 @@ class DecayConfig(PreTrainedConfig):
         # JSON gives a list
         self.window_size = None if window_size is None else (window_size[0], window_size[1])
         self.sink = check_bool("sink", sink)
-        self.rms_norm_eps = rms_norm_eps
-        self.initializer_range = initializer_range
-        self.max_position_embeddings = max_position_embeddings
-        self.use_cache = use_cache
+        self.rms_norm_eps, self.initializer_range = rms_norm_eps, initializer_range
+        self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
         self.tie_word_embeddings = tie_word_embeddings
-        self.pad_token_id = pad_token_id
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
+        self.pad_token_id, self.bos_token_id, self.eos_token_id = pad_token_id, bos_token_id, eos_token_id
         self.backend = registry.check_name(backend)
         super().__init__(**kwargs)
 
@@ -480,9 +476,9 @@ class DecayModel(DecayPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if x.ndim != 3 and input_ids is not None:
-            raise ValueError(f"input_ids: expected (B, T), got {tuple(input_ids.shape)}")
         if x.ndim != 3:
+            if input_ids is not None:
+                raise ValueError(f"input_ids: expected (B, T), got {tuple(input_ids.shape)}")
             raise ValueError(f"inputs_embeds: expected (B, T, hidden_size), got {tuple(x.shape)}")
         may_pack = len(x) == 1 and attention_mask is None and cache is None and not use_cache
         sequences = _sequences(packing, may_pack, position_ids is not None)
@@ -514,11 +510,8 @@ class DecayModel(DecayPreTrainedModel):
             back = order.argsort(dim=1)[..., None]
             # zeros, because padding after the tokens has seen all of them: no loss may learn from it
             states = [x.take_along_dim(back, 1).masked_fill(~real[..., None], 0) for x in states]
-        return BaseModelOutputWithPast(
-            last_hidden_state=states[-1],
-            hidden_states=tuple(states) if output_hidden_states else None,
-            **{_CACHE: cache},
-        )
+        hidden_states = tuple(states) if output_hidden_states else None
+        return BaseModelOutputWithPast(last_hidden_state=states[-1], hidden_states=hidden_states, **{_CACHE: cache})
 
 
 class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
@@ -569,12 +562,8 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **of_loss)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            **{_CACHE: getattr(outputs, _CACHE)},
-        )
+        cached = {_CACHE: getattr(outputs, _CACHE)}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=outputs.hidden_states, **cached)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> None:
         """Do nothing; the original counts positions for every model with position_ids in its forward."""
