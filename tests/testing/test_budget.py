@@ -587,8 +587,8 @@ def strong_decay(seed):
 
 
 def by_columns(bits, results, q, k, v, log_decay, scale, grad_out, grad_lse, **heads):
-    """dλ of a kernel that adds −β_j, and LSE before that, to the products of q and k, in float32 and so many bits
-    less."""
+    """dλ of a kernel that adds −β_j, and LSE before that, to the products of q and k, in float32 with `bits`
+    bits less."""
     scale = scale[:, None, None]
     beta = (log_decay.cumsum(1)[:, None] / scale).float()
     seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
