@@ -21,7 +21,7 @@ from decayattn.check.processes import Tasks, one_line
 
 
 def usable_device(text: str) -> torch.device:
-    """Type of an argument."""
+    """Device of an argument."""
     with contextlib.suppress(RuntimeError):
         device = torch.device(text)
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--no-speed", action="store_true", help="measure no times (a CPU never does)")
-    parser.add_argument(
-        "--device", type=usable_device, default=default, help="cpu, cuda or cuda:N (here: %(default)s)"
-    )
+    parser.add_argument("--device", type=usable_device, default=default, help="cpu, cuda or cuda:N (here: %(default)s)")
     options = parser.parse_args(arguments)
     device: torch.device = options.device
     begin = time.perf_counter()

@@ -19,9 +19,6 @@ from decayattn.check.calls import half
 from decayattn.check.processes import one_line
 from decayattn.problem import AttentionProblem, Inputs
 
-# other names of a published package
-_PUBLISHED_AS = {"triton": ("triton-rocm", "pytorch-triton-rocm", "triton-windows")}
-
 
 def versions() -> list[tuple[str, str]]:
     """(name, version) of the software, then the GPUs."""
@@ -48,7 +45,8 @@ def versions() -> list[tuple[str, str]]:
 
 def version(package: str) -> str:
     """Installed version of a package, under any of its names."""
-    for name in (package, *_PUBLISHED_AS.get(package, ())):
+    others = ("triton-rocm", "pytorch-triton-rocm", "triton-windows") if package == "triton" else ()
+    for name in (package, *others):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name) + ("" if name == package else f" ({name})")
     return "not installed"
@@ -70,8 +68,7 @@ def enable_interpreter(device: torch.device) -> None:
 
 def backends(device: torch.device) -> tuple[dict[str, str], list[str]]:
     """Kernel backends that cannot be checked here, with the reasons; and the reasons that are faults."""
-    unchecked: dict[str, str] = {}
-    faults: list[str] = []
+    unchecked, faults = dict[str, str](), list[str]()
     for name in registry.AUTOMATIC:
         try:
             found = registry.load(name)

@@ -34,7 +34,11 @@ class Tasks:
     def start(self) -> None:
         self.connection, theirs = CONTEXT.Pipe(duplex=False)
         self.process = CONTEXT.Process(target=_work, args=(self.function, self.tasks, theirs), daemon=True)
-        self.process.start()
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: the parent ends this process
+        try:
+            self.process.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
         theirs.close()
 
     def __iter__(self) -> Iterator[Any]:
@@ -58,7 +62,6 @@ class Tasks:
 
 
 def _work(function: Callable[..., Any], tasks: Iterable[tuple], connection: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):  # the parent is gone
         for task in tasks:
