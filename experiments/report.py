@@ -442,11 +442,8 @@ def overhead(results: Results, report: Report) -> list[str]:
         "flex-grad": "FlexAttention, decay and its gradient", "fla": LABELS["fla"], "cudnn": LABELS["cudnn"],
     }
     found = index(report["rows"], "peer", "head_dim")
-    keys = {"host_us": "host, D{} (range)", "one_thread_us": "host, all in one thread, D{} (range)",
-            "graph_us": "GPU in a CUDA graph, D{}"}
-    if not any("one_thread_us" in row for row in report["rows"]):  # older reports
-        del keys["one_thread_us"]
-    dims = sorted({dim for _, dim in found})
+    keys, dims = {"host_us": "host, D{} (range)", "one_thread_us": "host, all in one thread, D{} (range)",
+                  "graph_us": "GPU in a CUDA graph, D{}"}, sorted({dim for _, dim in found})
 
     def cell(peer: str, column: tuple[str, int]) -> str:
         key, dim = column
@@ -455,7 +452,8 @@ def overhead(results: Results, report: Report) -> list[str]:
         return f"{row[key]:.0f} {spread}".rstrip() if key in row else "–"
 
     rows = {peer: label for peer, label in labels.items() if any(peer == name for name, _ in found)}
-    columns = {(key, dim): title.format(dim) for key, title in keys.items() for dim in dims}
+    columns = {(key, dim): title.format(dim) for key, title in keys.items() for dim in dims
+               if any(key in row for row in found.values())}  # older reports lack one
     return [*pivot("µs per forward and backward", rows, columns, cell), "",
             f"B1 H8 T256, {where(report)} ({results.link('benchmark_overhead.json')})."]
 

@@ -1,7 +1,6 @@
 """Tables and the picture of the pages follow from the JSON in results/; JSON of unknown origin raises."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -196,17 +195,6 @@ def test_missing_runs_are_named(results):
     assert "| decayattn, decay | 300, 1.50 (25%) |" in said
     assert "| no attention (its output is v) | 400, 2.00 |" in said
     assert said[-1].endswith("Absent: fla. No speed: fox, D64 B4 T8192 eager: failed.")
-    rows = [{"run": "float32", "gradients": [{"step": 0, "runs": {"bfloat16": {"in_proj": 2e-3, "decay": 3e-3},
-                                                                 "float32": "failed"}}]}]
-    summary = [{"run": "float32", "loss": math.log(2), "difference": 0.0, "largest_difference": 0.0},
-               {"run": "bfloat16", "loss": 2 * math.log(2), "difference": math.log(2), "largest_difference": 1.0}]
-    labels = {"float32": "ours 32", "bfloat16": "ours 16", "fla": "theirs"}
-    put(results, "training_precision.json", rows=rows, summary=summary, labels=labels,
-        missing=[{"run": "fla", "kind": "absent"}])
-    said = report.precision(results)
-    assert "| ours 32 | 1.0000 | 0.0000 | 0.0000 | – |" in said
-    assert "| ours 16 | 2.0000 | 1.0000 | 1.4427 | 2.0e-03 / 3.0e-03 |" in said
-    assert said[-1].endswith("Not there: theirs (absent).")
 
 
 def test_context_has_dashes_where_no_speed_is(results):

@@ -5,6 +5,8 @@ pair is the sum of the λ between its positions, every one of them picked by an 
 and count as 0 then.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,18 +18,14 @@ def is_reset(log_decay: Tensor) -> Tensor:
     return log_decay < RESET_BELOW
 
 
-def attention(
-    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor, causal: bool, window: tuple[int, int],
-    bias: Tensor | None, sink: Tensor | None, grad_out: Tensor, grad_lse: Tensor,
-) -> dict[str, Tensor]:
+def attention(*, grad_out: Tensor, grad_lse: Tensor, **heads: Any) -> dict[str, Tensor]:
     """out, lse and all gradients of N independent heads; the arguments are explicit_attention's."""
-    given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "scale": scale, "bias": bias, "sink": sink}
     leaves = {
         name: x.to(torch.float64, copy=True).requires_grad_()
-        for name, x in given.items() if x is not None and x.is_floating_point()
+        for name, x in heads.items() if isinstance(x, Tensor) and x.is_floating_point()
     }
     with torch.enable_grad():
-        out, lse, _ = _forward(**given | leaves, causal=causal, window=window)
+        out, lse, _ = _forward(**heads | leaves)
     grads = torch.autograd.grad(
         [out, lse], list(leaves.values()), [grad_out.double(), grad_lse.double()], materialize_grads=True
     )
@@ -35,17 +33,15 @@ def attention(
     return {"out": out.detach(), "lse": lse.detach(), **results}
 
 
-def lost(
-    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor, causal: bool, window: tuple[int, int],
-    bias: Tensor | None, sink: Tensor | None, grad_out: Tensor, grad_lse: Tensor, tolerance: float,
-) -> dict[str, Tensor]:
+def lost(*, tolerance: float, **heads: Any) -> dict[str, Tensor]:
     """Upper bound on the change of every entry if each row may lose keys of probability `tolerance` together.
 
     A kept P grows to at most P / (1 − ε), a lost one, which is at most ε, goes to 0; Δ moves by at most 2 ε max |dP|.
     """
-    q, k, v, scale, grad_out, grad_lse = (x.double() for x in (q, k, v, scale, grad_out, grad_lse))
-    given = {"bias": bias, "sink": sink, "causal": causal, "window": window}
-    out, lse, p = _forward(q=q, k=k, v=v, log_decay=log_decay, scale=scale, **given)
+    wide = ("q", "k", "v", "scale", "grad_out", "grad_lse")
+    q, k, v, scale, grad_out, grad_lse = (heads.pop(name).double() for name in wide)
+    out, lse, p = _forward(q=q, k=k, v=v, scale=scale, **heads)
+    log_decay, sink = heads["log_decay"], heads["sink"]
     grown = tolerance / (1 - tolerance)
     moved = p * grown + p.clamp(max=tolerance)
     grad_lse = torch.where(lse.isneginf(), 0.0, grad_lse)  # of a row that sees nothing it may be anything
