@@ -18,7 +18,7 @@ from tools.fuzzing.tensors import build, place
 ON_GPU = torch.cuda.is_available()
 LONGEST = 48  # two of the interpreter's tiles; packed sequences are longer together
 INF = math.inf
-# quick calls of seed 1, each of another family: every kind of decay, layout, bias, scale, window and tolerance; and more
+# quick calls of seed 1, each of another family: every kind of decay, layout, bias, scale, window, tolerance; and more
 NUMBERS = (0, 104, 208, 494, 650, 26, 130, 260, 286, 416, 676, 1144)
 MORE_NUMBERS = (52, 182, 234, 312, 546, 572, 598, 754, 884, 910, 988, 1092, 1196)
 
