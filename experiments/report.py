@@ -158,6 +158,11 @@ def index(rows: Iterable[Report], *names: str) -> dict[Any, Report]:
     return {tuple(row[name] for name in names): row for row in rows}
 
 
+def each(found: dict[Any, Report], figure: str, *key: Any) -> list[float | None]:
+    """A figure of both directions, of rows with the direction as their last key."""
+    return [found.get((*key, way), {}).get(figure) for way in WAYS]
+
+
 def both(values: Iterable[float | None], form: Callable[[float], str] = "{:.2f}".format) -> str:
     """The values in a cell, such as those of forward and backward."""
     return " / ".join("–" if x is None else form(x) for x in values)
@@ -359,7 +364,7 @@ def skipping(results: Results, report: Report) -> list[str]:
     def cell(peer: str, column: tuple) -> str:
         if not peer:
             return f"{1 / found[(*column, 'skipping', 'forward')]['ideal']:.2f}"
-        return both((found.get((*column, peer, way), {}).get("ms") for way in WAYS), three_digits)
+        return both(each(found, "ms", *column, peer), three_digits)
 
     corner = f"ms forward / backward; {report['gpu']}, bfloat16, causal, B1 H16 ({results.link(SKIPPING_FILE)})"
     return pivot(corner, peers, columns, cell)
@@ -386,9 +391,8 @@ def lengths(results: Results, report: Report) -> list[str]:
     rows = {row["length"]: f"T{row['length']}" for row in own}
     columns = {"skipping": "decayattn", "whole": "nothing skipped"}
 
-    def cell(length: int, peer: str) -> str:
-        ms = [found[length, peer, way]["ms"] for way in WAYS if (length, peer, way) in found]
-        return both(ms or [None], three_digits)
+    def cell(*key: Any) -> str:
+        return both(filter(None, each(found, "ms", *key)), three_digits) or "–"
 
     return [*pivot("ms forward / backward", rows, columns, cell), "",
             f"B1 H16 D{own[-1]['head_dim']}, mean λ −0.01, {where(report)} ({results.link(SKIPPING_FILE)})."]
@@ -397,11 +401,9 @@ def lengths(results: Results, report: Report) -> list[str]:
 @block("benchmark_sequences.json")
 def sequences(results: Results, report: Report) -> list[str]:
     """Packed documents and a dense batch of the same work, and decoding and a copy of memory."""
-    packed: dict[int, list[float]] = {}
-    for row in report["packed"]:
-        if row["workload"] == "packed":
-            packed.setdefault(row["head_dim"], []).append(row["ratio_to_alike"])
-    fraction = ", ".join(f"{both(ratios)} (D{dim})" for dim, ratios in packed.items())
+    packed = index(report["packed"], "head_dim", "workload", "direction")
+    dims = dict.fromkeys(dim for dim, workload, _ in packed if workload == "packed")
+    fraction = ", ".join(f"{both(each(packed, 'ratio_to_alike', dim, 'packed'))} (D{dim})" for dim in dims)
     labels = {"cache": "with the cache", "captured": "captured in a CUDA graph", "evict": "evicting",
               "recompute": "without a cache"}
     written, first = {row["mode"]: row["tokens_per_second"] for row in report["generate"]}, report["generate"][0]
@@ -615,17 +617,14 @@ def context(results: Results, report: Report) -> list[str]:
 @block("simulate_context.json")
 def simulation(results: Results, report: Report) -> list[str]:
     """A calculation: milliseconds on more GPUs than were measured."""
-    found = index(report["rows"], "decay", "mode", "direction", "ranks")
-    ranks = list(dict.fromkeys(key[3] for key in found))
+    found = index(report["rows"], "decay", "mode", "ranks", "direction")
+    ranks = list(dict.fromkeys(key[2] for key in found))
 
     def cell(row: tuple[str, str], number: int) -> str:
-        pair = [found[(*row, way, number or ranks[0])] for way in WAYS]
         if not number:
-            return both((one["one_gpu_ms"] for one in pair), three_figures)
-        if pair[0]["ms"] is None:
-            return "–"
-        speeds_over_one = both((one["speed_over_one"] for one in pair), "{:.0f}".format)
-        return f"{both((one['ms'] for one in pair), three_figures)} ({speeds_over_one})"
+            return both(each(found, "one_gpu_ms", *row, ranks[0]), three_figures)
+        ms, over_one = (each(found, figure, *row, number) for figure in ("ms", "speed_over_one"))
+        return "–" if ms[0] is None else f"{both(ms, three_figures)} ({both(over_one, '{:.0f}'.format)})"
 
     rows = {key[:2]: f"{decay_of(key[0])}, {key[1]}" for key in found}
     return [
@@ -698,25 +697,22 @@ def choice(results: Results, read: Report, recalled: Report) -> list[str]:
 @block(SPEED_FILE, TRAINING_FILE, SKIPPING_FILE)
 def speed(results: Results, report: Report, trained: Report, skipped: Report) -> list[str]:
     """Attention and a training step relative to other libraries, and the gain of skipping, a column per length."""
-    rows, ratios = {}, {}
-    for (shape, way), kernels in speeds(report).items():
-        ratios[way, shape[2], shape[0]] = kernels["ours"]["ratio_to_cudnn"]
-    rows |= {way: f"attention, {way}, × cuDNN without a decay" for way in WAYS}
+    ratios = {(way, shape[2], shape[0]): kernels["ours"]["ratio_to_cudnn"] for (shape, way), kernels
+              in speeds(report).items()}
     steps = {(row["variant"], *setting_of(row)): row["tokens_per_second"] for row in trained["rows"]}
-    for (name, dim, length, compiled), x in steps.items():
-        if not compiled and ("ours", dim, length, False) in steps:
-            ratios[name, length, dim] = steps["ours", dim, length, False] / x
-    rows |= {
+    ratios |= {(name, length, dim): steps["ours", dim, length, False] / x for (name, dim, length, compiled), x
+               in steps.items() if not compiled and ("ours", dim, length, False) in steps}
+    rows = {way: f"attention, {way}, × cuDNN without a decay" for way in WAYS} | {
         BASELINE: "training step, × cuDNN with rotary embeddings",
         "cudnn": "training step, × cuDNN without position embeddings",
         "fox-pruned": "training step, × FoX's kernel, pruned at e⁻¹⁰",
         "skipping": "attention that skips, × the same without skipping",
     }
-    gain = index((row for row in skipped["rows"] if row["study"] == "lengths"), "peer", "length", "direction")
+    gain = index(skipped["rows"], "study", "peer", "length", "direction")
 
     def cell(row: str, length: int) -> str:
         if row == "skipping":
-            return both(gain[row, length, way]["speed_over_whole"] for way in WAYS)
+            return both(each(gain, "speed_over_whole", "lengths", row, length))
         return both(ratios[row, length, dim] for dim in (64, 128) if (row, length, dim) in ratios) or "–"
 
     columns = {length: f"{length:,} tokens" for length in (2048, 8192, 32768)}
