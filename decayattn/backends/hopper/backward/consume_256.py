@@ -71,8 +71,9 @@ def _start_scores(keys, rows, terms, FIRST: gl.constexpr, READ: gl.constexpr):
 
     The term's splits are in the columns of `terms` from FIRST on; FIRST < 0: no term.
     """
-    SCORE: gl.constexpr = product_layout(rows.shape[0])
-    score = gl.zeros([WARPGROUP_KEYS, rows.shape[0]], gl.float32, SCORE)
+    ROWS: gl.constexpr = rows.shape[0]  # zeros takes no plain int
+    SCORE: gl.constexpr = product_layout(ROWS)
+    score = gl.zeros([WARPGROUP_KEYS, ROWS], gl.float32, SCORE)
     for begin in gl.static_range(0, READ, PART):
         right = rows.slice(begin, PART, 1).permute((1, 0))
         score = warpgroup_mma(keys.slice(begin, PART, 1), right, score, use_acc=begin > 0, is_async=True)
