@@ -1,5 +1,5 @@
 """Sequences sharded over several GPUs: context parallelism with a decay, on torch.distributed."""
 
-from decayattn.distributed.context import ContextParallel, context_parallel_attention, fetched_tokens
+from decayattn.distributed.api import ContextParallel, context_parallel_attention, fetched_tokens
 
 __all__ = ["ContextParallel", "context_parallel_attention", "fetched_tokens"]

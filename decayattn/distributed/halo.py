@@ -1,92 +1,250 @@
-"""Each rank keeps its queries and fetches the keys before its slice that can matter to them: the halo.
+"""Halo mode: each rank keeps its queries and fetches the keys before its slice that can matter to them.
 
-fetching.py chooses the keys and the rows that see them. two_calls.py makes the calls. Packed sequences instead use one
-call of decay_attention_varlen, after an autograd Function for the exchange.
+halo_plan.py chooses the keys and the rows that see them, halo_exchange.py moves them. The slice's rows are one call of
+packed sequences, or two calls::
+
+    near   the first rows: they need keys of other ranks
+    far    the other rows: they see nothing before their slice
+
+In the backward the near call comes first: its gradients of other ranks' keys are sent while the far call computes. If
+the near call has few rows, and so little to send, the far call comes first: after the forward's wait, the host then
+gives the GPU work sooner. Both calls write into one dq. The near call's gradients of the slice's keys are added to the
+far call's in the launch that adds the rows from other ranks.
 """
 
-from typing import Any
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from decayattn import autograd, reference
 from decayattn.backends import registry
-from decayattn.distributed import local
-from decayattn.distributed.agreement import Handshake
-from decayattn.distributed.exchange import Slices
-from decayattn.distributed.fetching import Sight, can_plan, fetch, shares
-from decayattn.distributed.local import Packed
-from decayattn.distributed.moving import add_returned, extend, send_back
-from decayattn.distributed.two_calls import Settings, TwoCalls
-from decayattn.problem import AttentionProblem, Inputs
+from decayattn.distributed.collectives import Slices
+from decayattn.distributed.halo_exchange import add_returned, fetch_halo, return_gradients
+from decayattn.distributed.halo_plan import HaloPlan, ViewLimits, make_plan, tolerance_share
+from decayattn.distributed.option_check import OptionCheck
+from decayattn.normalize import _between
+from decayattn.problem import (
+    GRANULE,
+    AttentionProblem,
+    BackendName,
+    GradientRequest,
+    Gradients,
+    Inputs,
+    Precomputed,
+    Saved,
+)
+
+# Divisors of a slice's length: the near call has one such part of its rows, or all. Only a few numbers, so that
+# launches are mostly cached
+_PARTS = 32, 16, 8, 4, 2
+# the near call has few rows if they are at most 1/_FEW_ROWS of the slice
+_FEW_ROWS = 8
+
+
+class Settings(NamedTuple):
+    """Arguments of both calls of a slice besides tensors of its rows and keys."""
+
+    plan: HaloPlan
+    rows: int  # of the near call
+    limits: ViewLimits
+    tolerance: float
+    backend: BackendName
+    runs_kernels: bool
+    return_lse: bool
+    scale: float  # if it is not one per row
 
 
 def attention(
-    slices: Slices, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None,
-    scale: Tensor | float, sight: Sight, packed: Packed | None, kernels: str | None, return_lse: bool,
-    options: dict[str, Any], handshake: Handshake,
+    slices: Slices, problem: AttentionProblem, inputs: Inputs, limits: ViewLimits, kernels: str | None,
+    backend: BackendName, return_lse: bool, check: OptionCheck,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """An exchange, and one call or two. problem is that of the slice alone; the eager reference skips nothing.
+    """One exchange, and attention of this rank's rows. problem and inputs are those of the slice alone.
 
-    kernels: the backend for that slice; any name if it is packed, None for the reference.
-    The handshake comes before the first collective and after all launches that need none.
+    kernels: the backend for that slice; any name with packed sequences, None for the reference, which skips nothing.
+    The check of options comes before the first collective and after all launches that need none.
     """
-    runs_kernels = kernels is not None
-    planned = sight.reach is None and can_plan(problem) and runs_kernels
-    waits = sight.reach is None and (problem.decay != "none" or packed is not None)
-    if waits and q.is_cuda and torch.cuda.is_current_stream_capturing():
+    packed, runs_kernels, decays = limits.cu_seqlens is not None, kernels is not None, problem.decay != "none"
+    waits = limits.reach is None and (decays or packed)
+    planned = limits.reach is None and runs_kernels and decays and problem.skip_tolerance > 0
+    if waits and inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "reach: expected a number in a CUDA graph, because the host waits for the size of a planned halo, got "
             "None; pass reach, or mode='heads'"
         )
-    tolerance = problem.skip_tolerance / (shares(problem) if planned else 1)
-    row_scale, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
-    key_decay = None
+    key_decay, tolerance = None, tolerance_share(problem) if planned else problem.skip_tolerance
     with torch.no_grad():
-        if planned and kernels is not None and packed is None:  # shared by the plan and the rows without a halo
-            inputs = Inputs(q, k, v, log_decay, row_scale, scale=number)
+        if planned and kernels is not None and not packed:  # shared by the plan and the far rows
             key_decay = registry.loaded(kernels).decay_of_keys(problem, inputs)
         prefix = None if key_decay is None else key_decay.prefix
-        found, terms = fetch(
-            slices, problem, q, k, log_decay, scale, sight, tolerance if planned else 0.0, handshake, prefix
-        )
-    options = options | {"skip_tolerance": tolerance or None}
-    if packed is None:
-        settings = Settings(
-            found, terms, waits, number, key_decay, return_lse, runs_kernels, options, handshake
-        )
-        return TwoCalls.apply(q, k, v, log_decay, row_scale, options["sink"], settings)
-    length = q.shape[1]
-    per_token = log_decay if problem.decay == "scalar" else None
-    k, v, extended = Halo.apply(k, v, per_token, found, runs_kernels, handshake)
-    begins, halo = packed.cu_seqlens_k - slices.begin, found.halo
-    packed = Packed(
-        begins.clamp(0, length), (begins + halo).clamp(0, k.shape[1]),
-        min(packed.longest_query, length), min(packed.longest_key, k.shape[1]),
-    )
-    return local.attention(q, k, v, log_decay if extended is None else extended, scale, packed, return_lse, options)
+        plan, terms = make_plan(slices, problem, inputs, limits, tolerance if planned else 0.0, check, prefix)
+    rows = slices.length if packed else _near_rows(plan, waits, 1 if terms is None else GRANULE)
+    if terms is not None:
+        terms = terms[0], terms[1][:, :, rows // GRANULE :]  # of blocks and of granules
+    settings = Settings(plan, rows, limits, tolerance, backend, runs_kernels, return_lse, inputs.scale)
+    return TwoCalls.apply(*inputs[:5], inputs.sink, settings, (terms, key_decay), check)
 
 
-class Halo(torch.autograd.Function):
-    """k, v and λ per token of a slice → the same with the halo before them. One exchange; in the backward, another one
-    returns the gradients to their owners."""
+class TwoCalls(torch.autograd.Function):
+    """q, k, v, λ, scales and sink of a slice → out, and lse if requested."""
 
     @staticmethod
-    def forward(ctx, k, v, log_decay, fetch, runs_kernels, handshake):
-        parts = [k, v, log_decay]
-        ctx.fetch, ctx.runs_kernels = fetch, runs_kernels
-        ctx.asked = [x is not None and asked for x, asked in zip(parts, ctx.needs_input_grad[:3], strict=True)]
-        extended = extend(fetch, parts, k.shape[1], runs_kernels, handshake)
-        ctx.mark_non_differentiable(
-            *(x for x, asked in zip(extended, ctx.asked, strict=True) if x is not None and not asked)
-        )
-        return tuple(extended)
+    def forward(ctx, q, k, v, log_decay, row_scale, sink, settings, precomputed, check):
+        ctx.set_materialize_grads(False)
+        # not the check: it has the group, which must not live as long as a graph
+        ctx.settings, inputs = settings, Inputs(q, k, v, log_decay, row_scale, sink=sink, scale=settings.scale)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        plan, rows, with_lse, length = settings.plan, settings.rows, settings.return_lse, q.shape[1]
+        far_lse, of_far = None, ()
+        if rows < length:
+            far_lse, of_far = _far(inputs, settings).forward(with_lse, Precomputed(out[:, rows:], *precomputed))
+        parts = [k, v, None if log_decay is None or log_decay.ndim == 1 else log_decay]
+        extended = fetch_halo(plan, parts, rows, settings.runs_kernels, check)
+        near_lse, of_near, ctx.has_near = None, (), rows > 0 or plan.halo > 0 or not length
+        if ctx.has_near:
+            near_lse, of_near = _near(inputs, extended, settings).forward(with_lse, Precomputed(out[:, :rows]))
+        ctx.of_near = len(of_near)
+        ctx.save_for_backward(q, k, v, log_decay, row_scale, sink, out, *extended, *of_near, *of_far)
+        if not with_lse:
+            return out
+        return out, torch.cat([lse for lse in (near_lse, far_lse) if lse is not None], 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
-        grads = [x if asked else None for x, asked in zip(grads, ctx.asked, strict=True)]
-        returned = send_back(ctx.fetch, grads, ctx.runs_kernels)
-        # cloned: a gradient that autograd passes must not be changed in place
-        own = [None if x is None else x[:, ctx.fetch.halo :].clone() for x in grads]
-        return *add_returned(ctx.fetch, returned, own, grads, 0, ctx.runs_kernels), None, None, None
+    def backward(ctx, d_out, d_lse=None):
+        q, k, v, log_decay, row_scale, sink, out, *kept = ctx.saved_tensors
+        settings, length = ctx.settings, q.shape[1]
+        inputs = Inputs(q, k, v, log_decay, row_scale, sink=sink, scale=settings.scale)
+        extended, of_near, of_far = kept[:3], kept[3 : 3 + ctx.of_near], kept[3 + ctx.of_near :]
+        plan, rows, runs_kernels = settings.plan, settings.rows, settings.runs_kernels
+        needs_q, needs_k, needs_v, needs_decay, needs_scale, needs_sink, *_ = ctx.needs_input_grad
+        per_token = log_decay is not None and log_decay.ndim == 3
+        request = GradientRequest(decay_gradient=needs_decay, bias_gradient=False, sink_gradient=needs_sink)
+        if d_out is None:
+            d_out = out.new_zeros(()).expand(out.shape)
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+
+        def gradients(call, saved, part):
+            of_lse = None if d_lse is None else d_lse[:, :, part]
+            return call.backward(out[:, part], saved, d_out[:, part], of_lse, request, dq[:, part])
+
+        def of_keys(*grads):
+            needed = needs_k, needs_v, needs_decay and per_token
+            return [x if is_needed else None for x, is_needed in zip(grads, needed, strict=True)]
+
+        def far_call():
+            return gradients(_far(inputs, settings), of_far, slice(rows, length)) if rows < length else None
+
+        far_first = rows * _FEW_ROWS <= length
+        near, far = None, far_call() if far_first else None
+        near_keys = of_keys(*extended)  # without a near call: only for dtypes and widths
+        if ctx.has_near:
+            near = gradients(_near(inputs, extended, settings), of_near, slice(0, rows))
+            near_keys = of_keys(near.dk, near.dv, near.d_log_decay)
+        exchanges = any(x is not None for x in near_keys)
+        returned = return_gradients(plan, near_keys, runs_kernels) if exchanges else None
+        if not far_first:
+            far = far_call()
+        if far is None:
+            totals = [None if x is None else x[:, plan.halo :] for x in near_keys]
+        else:
+            totals = of_keys(far.dk, far.dv, far.d_log_decay)
+        if returned is not None:
+            totals = add_returned(plan, returned, totals, near_keys, 0 if far is None else rows, runs_kernels)
+        calls = [x for x in (near, far) if x is not None]
+        dk, dv, d_log_decay = totals
+        if needs_decay and not per_token:
+            d_log_decay = functools.reduce(operator.add, [x.d_log_decay for x in calls])
+        d_scale = torch.cat([x.d_row_scale for x in calls], 1) if needs_scale else None
+        d_sink = functools.reduce(operator.add, [x.d_sink for x in calls]) if needs_sink else None
+        return dq if needs_q else None, dk, dv, d_log_decay, d_scale, d_sink, None, None, None
+
+
+class Call(NamedTuple):
+    """decay_attention of causal rows with checked arguments: a forward and a backward for a caller's Function."""
+
+    problem: AttentionProblem
+    inputs: Inputs
+    backend: BackendName
+
+    @classmethod
+    def of(cls, inputs: Inputs, settings: Settings, longest: Sequence[int] | None = None) -> "Call":
+        problem = AttentionProblem.of(
+            inputs.q, inputs.v, inputs.log_decay, inputs.row_scale, True, (settings.limits.left, -1), inputs.bounds,
+            longest, skip_tolerance=settings.tolerance,
+        )
+        return cls(problem, inputs, registry.select(problem, settings.backend))
+
+    def forward(self, with_lse: bool, precomputed: Precomputed) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        """lse, if requested, and the tensors for the backward. The result is written to precomputed.out."""
+        if self.backend == "reference":
+            out, lse = reference.attention(self.problem, self.inputs)
+            precomputed.out.copy_(out)
+            return lse, ()
+        return autograd.forward(self.problem, self.inputs, self.backend, with_lse, precomputed)[1:]
+
+    def backward(
+        self, out: Tensor, saved: Sequence[Tensor | None], d_out: Tensor, d_lse: Tensor | None,
+        request: GradientRequest, dq: Tensor,
+    ) -> Gradients:
+        """Gradients of the call. dq: output buffer for that of q."""
+        if self.backend != "reference":
+            forward = Saved(*saved)  # type: ignore[arg-type]  # None without a sink
+            return autograd.backward(self.problem, self.inputs, self.backend, out, forward, d_out, d_lse, request, dq)
+        with torch.enable_grad():  # through another forward
+            leaves = {
+                name: x.detach().requires_grad_(x.is_floating_point())
+                for name, x in self.inputs._asdict().items() if isinstance(x, Tensor)
+            }
+            out, lse = reference.attention(self.problem, Inputs(**leaves, scale=self.inputs.scale))
+            outputs, grads = ([out], [d_out]) if d_lse is None else ([out, lse], [d_out, d_lse])
+            leaves = {name: x for name, x in leaves.items() if x.requires_grad}  # not bounds
+            found = dict(zip(leaves, torch.autograd.grad(outputs, [*leaves.values()], grads), strict=True))
+        dq.copy_(found["q"])
+        others = found.get("log_decay"), found.get("row_scale"), None, found.get("sink")
+        return Gradients(dq, found["k"], found["v"], *others)
+
+
+def _far(inputs: Inputs, settings: Settings) -> Call:
+    """Call of the rows after the near ones, with all keys of the slice."""
+    rows, scale = settings.rows, inputs.row_scale
+    scale = None if scale is None else scale[:, rows:]
+    return Call.of(inputs._replace(q=inputs.q[:, rows:], row_scale=scale), settings)
+
+
+def _near(inputs: Inputs, extended: Sequence[Any], settings: Settings) -> Call:
+    """Call of the first rows, with the halo and the first keys."""
+    rows, scale, (k, v, log_decay) = settings.rows, inputs.row_scale, extended
+    near = inputs._replace(
+        q=inputs.q[:, :rows], k=k, v=v, log_decay=inputs.log_decay if log_decay is None else log_decay,
+        row_scale=None if scale is None else scale[:, :rows],
+    )
+    limits, plan, tokens = settings.limits, settings.plan, k.shape[1]
+    if limits.cu_seqlens is None:
+        return Call.of(near, settings)
+    longest_query, longest_key = min(limits.max_seqlen, rows), min(limits.max_seqlen, tokens)
+    begins = limits.cu_seqlens - plan.slices.begin
+    bounds = *_between(begins, rows, longest_query), *_between(begins + plan.halo, tokens, longest_key)
+    return Call.of(near._replace(bounds=torch.stack(bounds, 1)), settings, (longest_query, longest_key))
+
+
+def _near_rows(plan: HaloPlan, waited: bool, multiple: int) -> int:
+    """Number of this rank's near rows, which include its rows that see the halo.
+
+    If the host has waited for the plan, they are the smallest part of the slice, in a multiple, that is enough on every
+    rank: all ranks then reach the exchange at the same time. Otherwise they are the rows that see the halo, or all rows
+    if these are more than half of them on any rank.
+    """
+    lengths, rank = plan.slices.lengths, plan.slices.rank
+    if not waited:
+        few = all(2 * seeing <= length for seeing, length in zip(plan.rows, lengths, strict=True))
+        return plan.rows[rank] if few else lengths[rank]
+    for part in _PARTS:
+        rows = [length // part // multiple * multiple for length in lengths]
+        if all(map(operator.le, plan.rows, rows)):
+            return rows[rank]
+    return lengths[rank]

@@ -13,100 +13,81 @@ from distributed_pool import DIED, Pool
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from decayattn import DecayFlashAttention
-from decayattn.distributed import ContextParallel, agreement, context_parallel_attention, exchange, heads
+from decayattn.distributed import ContextParallel, collectives, context_parallel_attention, option_check, ulysses
 
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 # all in one process, which has the pool
 pytestmark = pytest.mark.xdist_group("distributed")
-# of numbers around 1 in float64, added up in another order
+# of values around 1 in float64, added up in another order
 EXACT = 1e-12
 
 
 @pytest.fixture(scope="module")
 def pool():
-    """Four processes with gloo on the CPU, whatever else is there."""
+    """Four processes with gloo on the CPU, on any machine."""
     with Pool(4, sizes=(2, 4)) as started:
         yield started
 
 
-def compare(pool, ranks, *args, bound=EXACT, **kwargs):
-    worst = {}
-    for of_rank in pool.run("distributed_cases.compare", *args, ranks=ranks, **kwargs):
-        for name, error in of_rank.items():
-            worst[name] = max(worst.get(name, 0.0), error)
-    assert {"out", "lse", "d_q", "d_k", "d_v"} <= worst.keys()
-    assert all(error <= bound for error in worst.values()), worst
+def assert_exact(of_ranks, bound=EXACT):
+    """Errors by name, of every rank."""
+    assert all(error <= bound for errors in of_ranks for error in errors.values()), of_ranks
 
 
-BOTH = {
-    "a gate": {},
-    "no decay": dict(decay="none"),
-    "constant": dict(decay="constant"),
-    "growth": dict(decay="growth", mean=0.1),
-    "growing constant": dict(decay="constant", mean=0.01),
-    "resets": dict(resets=0.02),
-    "most tokens reset": dict(resets=0.6),
-    "masks for resets": dict(mean=-2e3),
-    "a constant that resets": dict(decay="constant", mean=-1e4),
-    "window": dict(options=dict(window_size=(30, 0))),
-    "window of the own key": dict(options=dict(window_size=(0, -1))),
-    "window without a decay": dict(decay="none", options=dict(window_size=(50, -1))),
-    "scales and sink": dict(row_scale=True, sink=True, options=dict(window_size=(40, 0))),
-    "a number for the scale": dict(options=dict(scale=-0.3)),
-    "uneven": dict(lengths="uneven", resets=0.01),
-    "chunks": dict(lengths="chunk", length=109, sink=True),
-    "empty slices": dict(lengths="chunk", length=5, resets=0.2),
-    "no token": dict(length=0),
-    "multi-query": dict(kv_heads=1),
-    "multi-head": dict(kv_heads=4, dim=3),
-    "packed": dict(batch=1, cu_seqlens=[0, 3, 3, 50, 51, 99]),
-    "packed and a tail": dict(batch=1, cu_seqlens=[2, 80], resets=0.02, sink=True),
-    "packed at the edges": dict(batch=1, cu_seqlens=[0, 25, 50, 100], row_scale=True),
-    "packed, uneven, constant, window": dict(
-        batch=1, cu_seqlens=[0, 17, 60, 99], decay="constant", lengths="uneven", options=dict(window_size=(20, 0))
+# name → the modes, and the case
+BOTH, HALO, HEADS = ("halo", "heads"), ("halo",), ("heads",)
+CASES = {
+    "a gate": (BOTH, {}),
+    "no decay": (BOTH, dict(decay="none")),
+    "constant": (BOTH, dict(decay="constant")),
+    "growth": (BOTH, dict(decay="growth", mean=0.1)),
+    "growing constant": (BOTH, dict(decay="constant", mean=0.01)),
+    "resets": (BOTH, dict(resets=0.02)),
+    "most tokens reset": (BOTH, dict(resets=0.6)),
+    "masks for resets": (BOTH, dict(mean=-2e3)),
+    "a constant that resets": (BOTH, dict(decay="constant", mean=-1e4)),
+    "window": (BOTH, dict(options=dict(window_size=(30, 0)))),
+    "window of the own key": (BOTH, dict(options=dict(window_size=(0, -1)))),
+    "window without a decay": (BOTH, dict(decay="none", options=dict(window_size=(50, -1)))),
+    "scales and sink": (BOTH, dict(row_scale=True, sink=True, options=dict(window_size=(40, 0)))),
+    "a number for the scale": (BOTH, dict(options=dict(scale=-0.3))),
+    "uneven": (BOTH, dict(lengths="uneven", resets=0.01)),
+    "chunks": (BOTH, dict(lengths="chunk", length=109, sink=True)),
+    "empty slices": (BOTH, dict(lengths="chunk", length=5, resets=0.2)),
+    "no token": (BOTH, dict(length=0)),
+    "multi-query": (BOTH, dict(kv_heads=1)),
+    "multi-head": (BOTH, dict(kv_heads=4, dim=3)),
+    "packed": (BOTH, dict(batch=1, cu_seqlens=[0, 3, 3, 50, 51, 99])),
+    "packed and a tail": (BOTH, dict(batch=1, cu_seqlens=[2, 80], resets=0.02, sink=True)),
+    "packed at the edges": (BOTH, dict(batch=1, cu_seqlens=[0, 25, 50, 100], row_scale=True)),
+    "packed without a decay": (BOTH, dict(batch=1, cu_seqlens=[0, 60, 100], decay="none")),
+    "packed, uneven, constant, window": (
+        BOTH,
+        dict(batch=1, cu_seqlens=[0, 17, 60, 99], decay="constant", lengths="uneven", options=dict(window_size=(20, 0)))
     ),
-    "packed without a decay": dict(batch=1, cu_seqlens=[0, 60, 100], decay="none"),
+    "packed and no token of a sequence": (BOTH, dict(batch=1, cu_seqlens=[0], sink=True)),
+    "not causal": (HEADS, dict(options=dict(causal=False))),
+    "not causal, constant": (HEADS, dict(options=dict(causal=False), decay="constant", lengths="uneven")),
+    "a window to both sides": (HEADS, dict(options=dict(causal=False, window_size=(9, 20)), kv_heads=1)),
+    "repeated key heads": (HEADS, dict(heads=12, kv_heads=3, sink=True, decay="constant", spread=100.0)),
+    "rows of many heads": (HEADS, dict(heads=8, kv_heads=2, row_scale=True, sink=True, spread=10.0)),
+    "reach of a window": (HALO, dict(decay="none", options=dict(window_size=(30, 0), reach=30))),
+    "reach over a window": (HALO, dict(options=dict(window_size=(30, 0), reach=70))),
+    "short reach": (HALO, dict(mean=-30.0, options=dict(reach=5))),
+    "reach, packed": (HALO, dict(mean=-30.0, options=dict(reach=5), batch=1, cu_seqlens=[0, 20, 55, 100])),
+    "reach over everything": (HALO, dict(options=dict(reach=10**6), lengths="uneven")),
 }
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("mode", ["halo", "heads"])
-@pytest.mark.parametrize("case", BOTH)
-def test_ranks_compute_what_one_process_does(pool, ranks, mode, case):
-    compare(pool, ranks, mode, **dict(length=100) | BOTH[case])
+@pytest.mark.parametrize(("mode", "case"), [(mode, case) for case, (modes, _) in CASES.items() for mode in modes])
+def test_ranks_match_one_process(pool, ranks, mode, case):
+    found = pool.run("distributed_cases.compare", mode, ranks=ranks, **dict(length=100) | CASES[case][1])
+    assert all({"out", "lse", "d_q", "d_k", "d_v"} <= errors.keys() for errors in found)
+    assert_exact(found)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(
-    "case",
-    [
-        dict(options=dict(causal=False)),
-        dict(options=dict(causal=False), decay="constant", lengths="uneven"),
-        dict(options=dict(causal=False, window_size=(9, 20)), kv_heads=1),
-        dict(heads=12, kv_heads=3, sink=True, decay="constant", spread=100.0),
-        dict(heads=8, kv_heads=2, row_scale=True, sink=True, spread=10.0),
-    ],
-)
-def test_what_heads_mode_alone_takes(pool, ranks, case):
-    compare(pool, ranks, "heads", length=60, **case)
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(
-    "case",
-    [
-        dict(decay="none", options=dict(window_size=(30, 0), reach=30)),
-        dict(options=dict(window_size=(30, 0), reach=70)),
-        dict(mean=-30.0, options=dict(reach=5)),
-        dict(mean=-30.0, options=dict(reach=5), batch=1, cu_seqlens=[0, 20, 55, 100]),
-        dict(options=dict(reach=10**6), lengths="uneven"),
-    ],
-)
-def test_a_fixed_reach(pool, ranks, case):
-    compare(pool, ranks, "halo", length=100, **case)
-
-
-# Which keys are sent
+# Keys that are sent
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -115,12 +96,11 @@ def test_a_fixed_reach(pool, ranks, case):
     "case", [{}, dict(lengths="uneven", resets=0.02), dict(kv_heads=1, sink=True, row_scale=True), dict(kv_heads=4)]
 )
 def test_heads_that_fetch_less_than_others_see_no_zeros(pool, ranks, seen, case):
-    found = pool.run("distributed_cases.random_halo", ranks=ranks, seen=seen, length=100, **case)
-    assert all(error <= EXACT for errors in found for error in errors.values()), found
+    assert_exact(pool.run("distributed_cases.random_halo", ranks=ranks, seen=seen, length=100, **case))
 
 
 @pytest.mark.parametrize("seen", [1.0, 0.5])
-def test_zeros_that_nothing_hides_are_noticed(pool, seen):
+def test_visible_zeros_change_results(pool, seen):
     found = pool.run("distributed_cases.random_halo", hides=False, seen=seen, ranks=2, length=100)
     assert found[1]["out"] > 1e-3
     assert found[1]["d_log_decay"] > 1e-3
@@ -137,64 +117,67 @@ def test_zeros_that_nothing_hides_are_noticed(pool, seen):
 )
 def test_keys_that_cannot_matter_are_not_fetched(pool, interpreter, ranks, case):
     """Through the kernels, in Triton's interpreter."""
-    found = pool.run("distributed_cases.planned", ranks=ranks, batch=1, **case)
-    assert all(error <= EXACT for errors, _ in found for error in errors.values()), found
-    tokens = torch.tensor(found[0][1])
-    assert all(other == found[0][1] for _, other in found)
+    errors, everyone = zip(*pool.run("distributed_cases.planned", ranks=ranks, batch=1, **case), strict=True)
+    assert_exact(errors)
+    assert all(other == everyone[0] for other in everyone)
+    tokens = torch.tensor(everyone[0])
     assert tokens[0].max() == 0
     assert 0 < tokens.max() < case["length"] / 2
     assert len(tokens[-1].unique()) > 1  # heads have halos of their own
 
 
+PLANNED = dict(length=1280, batch=1, mean=-1.0, backend="triton")
+
+
 @pytest.mark.parametrize(
-    ("window", "expected", "expected_of_gate"),
-    [(2, [48, 2], [47, 3]), (20, [30, 20], [25, 25]), (25, [25, 25], [25, 25]), (26, [50], [50])],
+    ("expected", "case"),
+    [
+        *(
+            (rows, dict(decay=decay, options=dict(window_size=(window, 0))))
+            for window, none, gate in ((2, [48, 2], [47, 3]), (20, [30, 20], [25, 25]), (25, [25, 25], [25, 25]),
+                                       (26, [50], [50]))
+            for decay, rows in (("none", none), ("gate", gate))
+        ),
+        pytest.param([576, 64], PLANNED, marks=pytest.mark.slow),
+        pytest.param(
+            [576, 64], PLANNED | dict(decay="constant", row_scale=True, sink=True, kv_heads=1), marks=pytest.mark.slow
+        ),
+    ],
 )
-def test_rows_that_see_only_their_slice_do_not_wait_for_keys(pool, window, expected, expected_of_gate):
-    """The first call has those rows; if they are less than half, there is one call. The number of rows that wait is
-    rounded up, here to half of the rows or a sixteenth. Their backward comes after the others'."""
-    options = dict(window_size=(window, 0))
-    for decay, of_decay in (("none", expected), ("gate", expected_of_gate)):
-        found = pool.run("distributed_cases.calls", ranks=2, length=100, decay=decay, options=options)
-        assert found[1][1] == of_decay
-        assert all(error <= EXACT for errors, _ in found for error in errors.values()), found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [{}, dict(decay="constant", row_scale=True, sink=True, kv_heads=1)])
-def test_rows_that_see_only_their_slice_are_planned(pool, interpreter, case):
-    """The first call of these rows skips keys, by what the plan of the halo knows of them."""
-    found = pool.run("distributed_cases.calls", ranks=2, length=1280, batch=1, mean=-1.0, backend="triton", **case)
-    assert [counted for _, counted in found] == [[576, 64]] * 2
-    assert all(error <= EXACT for errors, _ in found for error in errors.values()), found
-
-
-def test_a_result_of_two_calls_is_not_to_be_changed_in_place(pool):
-    """The backward reads it, as that of one call."""
-    errors = pool.run("distributed_cases.changed_in_place", ranks=2, length=100, window_size=(20, 0))
-    assert all("modified by an inplace operation" in error for error in errors), errors
+def test_rows_that_see_only_their_slice_have_a_call(pool, interpreter, expected, case):
+    """The first call has those rows, unless they are less than half. With a plan, the number of other rows is rounded
+    up to a part of the slice, and the first call skips keys by the plan's summaries."""
+    errors, counted = zip(*pool.run("distributed_cases.calls", ranks=2, **dict(length=100) | case), strict=True)
+    assert counted[1] == expected
+    assert_exact(errors)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(cu_seqlens=torch.tensor([0, 120, 640]), window_size=(200, 0))])
-def test_a_harmless_loss_is_no_more_than_the_tolerance(pool, interpreter, options):
+def test_lost_probability_is_within_the_tolerance(pool, interpreter, options):
     case = dict(length=640, batch=1, mean=-0.14, heads=2, kv_heads=2)
     found = pool.run("distributed_cases.lost", 1e-3, ranks=2, options=options, **case)
-    assert max(lost for lost, _ in found) <= 1e-3
-    assert max(lost for lost, _ in found) > 0
+    assert 0 < max(lost for lost, _ in found) <= 1e-3
     assert 0 < max(fetched for _, fetched in found) < 320
-
-
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 256), (torch.float16, 2048)])
-def test_gradients_of_repeated_heads_round_once(dtype, size):
-    """size + 1 is no number of the dtype."""
-    grad = torch.tensor([size, 1, 1, 1, 2, 3], dtype=dtype)[:, None].expand(2, 5, 6, 7)
-    expected = torch.tensor([size + 2, 6], dtype=dtype)[:, None].expand(2, 5, 2, 7)
-    torch.testing.assert_close(heads._added(grad, 2), expected, rtol=0, atol=0)
 
 
 def test_halo_and_skipping_share_the_tolerance(pool, interpreter):
     assert max(pool.run("distributed_cases.lost_twice", ranks=2)) <= 1
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 256), (torch.float16, 2048)])
+def test_gradients_of_repeated_heads_round_once(dtype, size):
+    """The dtype has no value size + 1."""
+    grad = torch.tensor([size, 1, 1, 1, 2, 3], dtype=dtype)[:, None].expand(2, 5, 6, 7)
+    expected = torch.tensor([size + 2, 6], dtype=dtype)[:, None].expand(2, 5, 2, 7)
+    torch.testing.assert_close(ulysses._sum_repeated(grad, 2), expected, rtol=0, atol=0)
+
+
+def test_rows_keep_values_of_any_strides():
+    """A last dimension of size 1 is contiguous with any stride, and is viewed in a narrower dtype."""
+    parts = [torch.randn(5, 4).bfloat16(), torch.randn(9, 5)[:1].t()]
+    assert parts[1].stride() == (1, 5)
+    assert all(map(torch.equal, collectives.unpack(collectives.pack(parts), parts), parts))
 
 
 def test_a_forward_and_a_backward_have_one_exchange_each_way(pool):
@@ -231,9 +214,11 @@ def test_a_forward_and_a_backward_have_one_exchange_each_way(pool):
     ],
 )
 def test_options_that_differ_are_named_on_every_rank(pool, ranks, name, options, of_last_rank):
-    found = pool.outcomes("distributed_cases.call", options, of_last_rank, ranks=ranks, seconds=30)
-    for error, _ in found:
+    for error, _ in pool.outcomes("distributed_cases.call", options, of_last_rank, ranks=ranks, seconds=30):
         assert f"ValueError: {name}: expected the same on every rank" in error
+
+
+PACKED = dict(cu_seqlens=torch.tensor([0, 24]))
 
 
 @pytest.mark.parametrize(
@@ -242,53 +227,78 @@ def test_options_that_differ_are_named_on_every_rank(pool, ranks, name, options,
         (dict(mode="heads"), {}, [0, 0]),
         (dict(reach=3), {}, [0]),
         (dict(log_decay=None), {}, [0]),
-        (dict(log_decay=None, cu_seqlens=torch.tensor([0, 24])), dict(batch=1), [3, 0]),
+        (dict(log_decay=None) | PACKED, dict(batch=1), [3, 0]),
         ({}, dict(decay="constant"), [5, 0]),
-        ({}, {}, [8, 5, 0]),  # resets, and what is fetched
-        (dict(backend="triton"), {}, [36, 5, 0]),  # what slices know of themselves
+        ({}, {}, [8, 5, 0]),  # resets, and the plan
+        (dict(backend="triton"), {}, [36, 5, 0]),  # summaries of slices, and the plan
     ],
 )
-def test_options_are_compared_before_anything_else_is_exchanged(pool, interpreter, options, inputs, others):
+def test_options_are_compared_before_any_other_collective(pool, interpreter, options, inputs, others):
     """Ranks that do not agree might wait for one another in it."""
-    found = pool.run("distributed_cases.collectives", options, ranks=2, **inputs)
-    assert found == [[32, *others]] * 2
+    assert pool.run("distributed_cases.collective_sizes", options, ranks=2, **inputs) == [[32, *others]] * 2
 
 
-def test_options_that_come_to_differ_are_named(pool):
-    for mode in ("halo", "heads"):
-        pool.run("distributed_cases.twice", mode, ranks=2, seconds=30)
-
-
-ON_META = torch.zeros(2, 6, 4, 16, dtype=torch.float64, device="meta")
-
-
-@pytest.mark.parametrize(
-    ("of_last_rank", "refused"),
-    [
-        (dict(log_decay="half"), "TypeError: log_decay: expected float32"),
-        (dict(q=None), "TypeError: q: expected a torch.Tensor, got None"),
-        (dict(softmax_scale=1.0), "TypeError: softmax_scale: unexpected keyword argument"),
-        (dict(lengths=[6, 6, 6, math.inf]), "TypeError: lengths: expected an int, got inf"),
-        (dict(mode="heads", bias=torch.zeros(4, 1, 6)), "ValueError: bias: expected a tensor broadcastable to"),
-        (dict(scale=Unreadable()), "ZeroDivisionError"),
-        (dict.fromkeys("qkv", ON_META) | dict(log_decay=-0.1), "ValueError: q: expected a device of the group"),
-        (dict(k=ON_META), "ValueError: k: expected"),
-        (dict(cu_seqlens=torch.tensor([0, 30, 24])), "ValueError: cu_seqlens: expected offsets that never fall"),
-        (dict(mapped=True), "RuntimeError: context_parallel_attention: expected no transform of torch.func"),
-    ],
-)
-def test_call_error_on_one_rank_ends_the_others(pool, of_last_rank, refused):
-    assert_others_end(pool.outcomes("distributed_cases.call", {}, of_last_rank, seconds=30), refused)
+@pytest.mark.parametrize("mode", BOTH)
+def test_known_options_that_differ_are_named(pool, mode):
+    pool.run("distributed_cases.disagree_later", mode, ranks=2, seconds=30)
 
 
 def assert_others_end(outcomes, own_error):
+    """The last rank has its own error, and the others name it."""
     *others, (own, _) = outcomes
     assert own_error in own
+    raised = f"expected a call on every rank, got an error on rank {len(others)}"
     for error, _ in others:
-        assert f"RuntimeError: context_parallel_attention: {RAISED} on rank {len(others)}" in error
+        assert f"RuntimeError: context_parallel_attention: {raised}" in error
 
 
-RAISED = "expected a call on every rank, got an error"
+ON_META = torch.zeros(2, 12, 4, 16, dtype=torch.float64, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("of_last_rank", "error"),
+    [
+        (dict(mode="ring"), "ValueError: mode: expected 'halo' or 'heads', got 'ring'"),
+        (dict(causal=False), "ValueError: causal: expected True with mode='halo'"),
+        (dict(bias=torch.zeros(1)), "ValueError: bias: expected None with mode='halo'"),
+        (dict(mode="heads", bias=1.0), "TypeError: bias: expected None or a tensor, got 1.0"),
+        (dict(mode="heads", bias=torch.zeros(2, 1, 24)), "ValueError: bias: expected a tensor broadcastable to (B, H,"),
+        (dict(seqused_k=torch.tensor([1, 2])), "ValueError: seqused_k: expected None with mode='halo'"),
+        (dict(reach=-1), "ValueError: reach: expected at least 0, got -1"),
+        (dict(reach=1.5), "TypeError: reach: expected an int"),
+        (dict(reach=1, mode="heads"), "ValueError: reach: expected only with mode='halo'"),
+        (dict(lengths=[6, 6]), "ValueError: lengths: expected the number of tokens of each of 2 ranks, with 12"),
+        (dict(lengths=[12.0, 12.0]), "TypeError: lengths: expected an int, got 12.0"),
+        (dict(lengths=[12, math.inf]), "TypeError: lengths: expected an int, got inf"),
+        (dict(lengths="44"), "TypeError: lengths: expected a number of tokens for each rank, got '44'"),
+        (dict(max_seqlen=4), "ValueError: max_seqlen: expected only with cu_seqlens"),
+        (PACKED, "ValueError: q: expected shape (1, T, H, D) with cu_seqlens"),
+        (dict(cu_seqlens=[0, 24]), "TypeError: cu_seqlens: expected a torch.Tensor"),
+        (dict(cu_seqlens=torch.tensor([0, 30, 24])), "ValueError: cu_seqlens: expected offsets that never fall"),
+        (dict(backend="cuda"), "ValueError: backend: expected one of"),
+        (dict(skip_tolerance=0.0), "ValueError: skip_tolerance"),
+        (dict(softmax_scale=1.0), "TypeError: softmax_scale: unexpected keyword argument"),
+        (dict(scale=Unreadable()), "ZeroDivisionError"),
+        (dict(log_decay="half"), "TypeError: log_decay: expected float32"),
+        (dict(q=None), "TypeError: q: expected a torch.Tensor, got None"),
+        (dict.fromkeys("qkv", ON_META) | dict(log_decay=-0.1), "ValueError: q: expected a device of the group"),
+        (dict(k=ON_META), "ValueError: k: expected"),
+        (dict(k="half of the tokens"), "ValueError: k: expected the sequence length of q, 12, got 6"),
+        (dict(mapped=True), "RuntimeError: context_parallel_attention: expected no transform of torch.func"),
+        (dict(mode="heads", heads=3, kv_heads=3), "ValueError: mode: expected query heads in a multiple of the 2"),
+    ],
+)
+def test_bad_arguments_on_one_rank_are_named_on_all(pool, of_last_rank, error):
+    shape = {name: of_last_rank[name] for name in ("heads", "kv_heads") if name in of_last_rank}
+    changed = {name: x for name, x in of_last_rank.items() if name not in shape}
+    assert_others_end(pool.outcomes("distributed_cases.call", {}, changed, ranks=2, seconds=30, **shape), error)
+
+
+def test_a_bad_group_is_refused(pool):
+    for error, _ in pool.outcomes("distributed_cases.call", dict(group="world"), ranks=2, seconds=30):
+        assert "TypeError: group: expected a torch.distributed.ProcessGroup" in error
+
+
 A_RESET = torch.zeros(1, 4, dtype=torch.bool)
 
 
@@ -321,12 +331,12 @@ def test_layer_error_on_one_rank_ends_the_others(pool, options, of_last_rank, re
 @pytest.mark.parametrize(
     ("where", "options", "inputs"),
     [
-        ("distributed.heads.pack", dict(mode="heads"), {}),
-        ("distributed.rows.pack_sent", dict(reach=3), {}),
-        ("distributed.rows.pack_sent", dict(reach=3, cu_seqlens=torch.tensor([0, 24])), dict(batch=1)),
-        ("distributed.fetching._resets", {}, {}),
-        ("distributed.fetching.is_reset", {}, dict(decay="constant")),
-        ("distributed.fetching._sequence_at", dict(cu_seqlens=torch.tensor([0, 24])), dict(batch=1)),
+        ("distributed.ulysses.pack", dict(mode="heads"), {}),
+        ("distributed.halo_exchange.EagerRows.pack_sent", dict(reach=3), {}),
+        ("distributed.halo_exchange.EagerRows.pack_sent", dict(reach=3) | PACKED, dict(batch=1)),
+        ("distributed.halo_plan._resets", {}, {}),
+        ("distributed.halo_plan.is_reset", {}, dict(decay="constant")),
+        ("distributed.halo_plan._sequence_at", PACKED, dict(batch=1)),
         ("backends.planning.halo_bound.summarise", dict(backend="triton"), {}),
         ("backends.planning.halo_bound.first_keys", dict(backend="triton"), {}),
     ],
@@ -338,11 +348,11 @@ def test_error_before_the_exchange_ends_the_others(pool, interpreter, where, opt
     assert_others_end(found, "OutOfMemoryError: on one rank")
 
 
-def test_ranks_that_say_the_same_in_other_types_agree(pool):
+def test_equal_options_of_other_types_agree(pool):
     pool.run("distributed_cases.call", dict(reach=3), dict(reach=np.int64(3), lengths=np.full(2, 12)), ranks=2)
 
 
-def test_fetched_tokens_are_told_on_all_ranks_or_none(pool, interpreter):
+def test_fetched_tokens_raises_on_all_ranks_or_none(pool, interpreter):
     for error, _ in pool.outcomes("distributed_cases.would_fetch", dict(scale=0.5), ranks=2, seconds=30):
         assert "ValueError: scale: expected the same on every rank" in error
     refused = "TypeError: scale: expected None, a number or a tensor"
@@ -357,65 +367,24 @@ def test_a_rank_that_dies_ends_the_others(interpreter):
     assert died == DIED
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (dict(mode="ring"), "ValueError: mode: expected 'halo' or 'heads', got 'ring'"),
-        (dict(causal=False), "ValueError: causal: expected True with mode='halo'"),
-        (dict(bias=torch.zeros(1)), "ValueError: bias: expected None with mode='halo'"),
-        (dict(seqused_k=torch.tensor([1, 2])), "ValueError: seqused_k: expected None with mode='halo'"),
-        (dict(reach=-1), "ValueError: reach: expected at least 0, got -1"),
-        (dict(reach=1.5), "TypeError: reach: expected an int"),
-        (dict(reach=1, mode="heads"), "ValueError: reach: expected only with mode='halo'"),
-        (dict(lengths=[6, 6]), "ValueError: lengths: expected the number of tokens of each of 2 ranks, with 12"),
-        (dict(lengths=[12.0, 12.0]), "TypeError: lengths: expected an int, got 12.0"),
-        (dict(lengths="44"), "TypeError: lengths: expected a number of tokens for each rank, got '44'"),
-        (dict(mode="heads", bias=torch.zeros(2, 1, 24)), "ValueError: bias: expected a tensor broadcastable to (B, H,"),
-        (dict(mode="heads", bias=1.0), "TypeError: bias: expected None or a tensor, got 1.0"),
-        (dict(max_seqlen=4), "ValueError: max_seqlen: expected only with cu_seqlens"),
-        (dict(cu_seqlens=torch.tensor([0, 24])), "ValueError: q: expected shape (1, T, H, D) with cu_seqlens"),
-        (dict(cu_seqlens=[0, 24]), "TypeError: cu_seqlens: expected a torch.Tensor"),
-        (dict(backend="cuda"), "ValueError: backend: expected one of"),
-        (dict(skip_tolerance=0.0), "ValueError: skip_tolerance"),
-        (dict(softmax_scale=1.0), "TypeError: softmax_scale: unexpected keyword argument"),
-        (dict(group="world"), "TypeError: group: expected a torch.distributed.ProcessGroup"),
-        (dict(k="half of the tokens"), "ValueError: k: expected the sequence length of q, 12, got 6"),
-    ],
-)
-def test_bad_arguments_are_named(pool, options, error):
-    for found, _ in pool.outcomes("distributed_cases.call", options, ranks=2, seconds=30):
-        assert error in found
+NAMES = "q k v log_decay scale sink bias cu_seqlens seqused_q seqused_k leftpad_q leftpad_k"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "q", "k", "v", "log_decay", "scale", "sink", "bias", "cu_seqlens", "seqused_q", "seqused_k", "leftpad_q",
-        "leftpad_k",
-    ],
-)
+@pytest.mark.parametrize("name", NAMES.split())
 def test_a_dtensor_is_named_and_ends_the_others(pool, name):
     case = dict(row_scale=True, sink=True, ranks=2, seconds=30)
-    found = pool.outcomes("distributed_cases.distributed", name, **case)
+    found = pool.outcomes("distributed_cases.pass_dtensor", name, **case)
     refused = f"TypeError: {name}: expected this rank's own tensor, got a DTensor; pass {name}.to_local()"
     assert_others_end(found, refused)
     assert ("its gradient is the sum of theirs" in found[1][0]) == (name not in ("q", "k", "v", "scale"))
 
 
-def test_heads_that_the_ranks_cannot_share(pool):
-    for found, _ in pool.outcomes("distributed_cases.call", dict(mode="heads"), heads=6, kv_heads=3, seconds=30):
-        assert "ValueError: mode: expected query heads in a multiple of the 4 ranks with 'heads'" in found
-
-
-def test_without_a_process_group():
+def test_missing_groups_are_refused():
     q = torch.zeros(1, 2, 1, 4)
     with pytest.raises(ValueError, match=r"group: expected torch.distributed.init_process_group"):
         context_parallel_attention(q, q, q, group=None)
-
-
-def test_backward_refuses_a_destroyed_group():
     with pytest.raises(RuntimeError, match="group: expected to live until the backward has run"):
-        _ = exchange.Slices((1,), 0, lambda: None).group
+        _ = collectives.Slices((1,), 0, lambda: None).group
 
 
 @pytest.mark.parametrize(
@@ -425,36 +394,42 @@ def test_backward_refuses_a_destroyed_group():
         ("cuda:nccl,xpu:nccl,cpu:nccl", ("cpu", "cuda", "xpu")),
     ],
 )
-def test_ranks_meet_in_one_backend(monkeypatch, backends, types):
-    """Tensors of another device are refused, and the ranks that wait hear of it there."""
+def test_ranks_compare_options_in_one_backend(monkeypatch, backends, types):
+    """Tensors of another device raise, and the waiting ranks raise there, too."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda _: backends)
-    handshake = agreement.Handshake(None, torch.zeros(1, device="meta"))
-    assert (handshake.device_types, handshake.device.type) == (types, types[0])
+    check = option_check.OptionCheck(None, torch.zeros(1, device="meta"))
+    assert (check.device_types, check.device.type) == (types, types[0])
 
 
 # In a program
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["halo", "heads"])
+@pytest.mark.parametrize("mode", BOTH)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(pool, mode, reentrant):
+def test_checkpointing_keeps_the_bits_of_gradients(pool, mode, reentrant):
     assert all(pool.run("distributed_cases.checkpointed", mode, reentrant, ranks=2))
 
 
-@pytest.mark.parametrize("mode", ["halo", "heads"])
-def test_a_second_derivative_is_refused(pool, mode):
-    for error, _ in pool.outcomes("distributed_cases.differentiate_twice", mode, ranks=2, seconds=30):
-        assert "once_differentiable" in error
+@pytest.mark.parametrize(
+    ("function", "arguments", "refused"),
+    [
+        ("differentiate_twice", ["halo"], "once_differentiable"),
+        ("differentiate_twice", ["heads"], "once_differentiable"),
+        ("change_in_place", [], "modified by an inplace operation"),  # the backward reads the result
+        ("compiled", [True], "torch.compile cannot trace it"),
+    ],
+)
+def test_unsupported_uses_are_refused(pool, function, arguments, refused):
+    for error, _ in pool.outcomes(f"distributed_cases.{function}", *arguments, ranks=2, seconds=60):
+        assert refused in error
 
 
 def test_compiled_code_leaves_the_call_to_eager_code(pool):
-    for error, _ in pool.outcomes("distributed_cases.compiled", True, ranks=2):
-        assert "torch.compile cannot trace it" in error
     assert pool.run("distributed_cases.compiled", False, ranks=2) == [0.0, 0.0]
 
 
-# two processes each time, which end as a script does: nothing waits for the other one
+# two processes each time, which end as a script does: neither waits for the other one
 SCRIPT = """
 import os, sys, weakref
 import torch
@@ -505,10 +480,10 @@ def test_script_on_gloo_ends_without_a_barrier(tmp_path):
         ("heads", dict(given="H", decay="none", packed=True)),
     ],
 )
-def test_a_layer_with_a_context(pool, ranks, mode, case):
-    for errors in pool.run("distributed_cases.of_the_first_layer", mode, ranks=ranks, **case):
-        assert all(error <= 1e-11 for error in errors.values()), errors
-        assert len(errors) > 5
+def test_a_layer_with_a_context_matches_one_without(pool, ranks, mode, case):
+    found = pool.run("distributed_cases.layer_errors", mode, ranks=ranks, **case)
+    assert_exact(found, 1e-11)
+    assert all(len(errors) > 5 for errors in found)
 
 
 def test_layer_with_a_context_refuses_padding_caches_and_memory():
@@ -526,19 +501,19 @@ def test_layer_with_a_context_refuses_padding_caches_and_memory():
 # Constants of calls on their device
 
 
-def test_what_a_cuda_graph_reads_is_kept(monkeypatch):
-    """However many other constants calls ask for meanwhile."""
+def test_constants_of_cuda_graphs_stay_alive(monkeypatch):
+    """For any number of other constants."""
     device, numbers = torch.device("cuda", 0), (1, 2, 3)
-    monkeypatch.setattr(exchange, "_kept", lambda numbers, device: torch.tensor(numbers))
-    monkeypatch.setattr(exchange, "_of_graphs", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert exchange.on_device(numbers, device) is not exchange.on_device(numbers, device)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert exchange.on_device(numbers, device) is exchange.on_device(numbers, device)
+    monkeypatch.setattr(collectives, "_constant", lambda numbers, device: torch.tensor(numbers))
+    monkeypatch.setattr(collectives, "_graph_constants", {})
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        same = collectives.on_device(numbers, device) is collectives.on_device(numbers, device)
+        assert same == capturing
 
 
-def test_constants_of_a_dispatch_mode_are_not_those_of_calls():
+def test_constants_of_a_dispatch_mode_are_not_cached():
     with FakeTensorMode():
-        fake = exchange.on_device((7, 5, 3), torch.device("cpu"))
+        fake = collectives.on_device((7, 5, 3), torch.device("cpu"))
     assert isinstance(fake, FakeTensor)
-    assert exchange.on_device((7, 5, 3), torch.device("cpu")).tolist() == [7, 5, 3]
+    assert collectives.on_device((7, 5, 3), torch.device("cpu")).tolist() == [7, 5, 3]

@@ -23,7 +23,7 @@ def test_gpus_stay_within_the_budget_of_one_process(gpus, length, dtype):
     assert gpus.run("distributed_cases.equality", length, dtype, seconds=280) == [[], []]
 
 
-def test_gpus_fetch_what_matters(gpus):
+def test_gpus_fetch_few_keys_of_a_strong_decay(gpus):
     weak, strong = (gpus.run("distributed_cases.fetched_on_gpus", mean) for mean in (-1e-4, -1.0))
     assert weak == [[[[0, 0]], [[2048, 2048]]]] * 2
     assert strong == [[[[0, 0]], [[128, 128]]]] * 2
@@ -31,14 +31,14 @@ def test_gpus_fetch_what_matters(gpus):
 
 @pytest.mark.parametrize("mode", ["halo", "heads"])
 def test_options_that_differ_are_named_by_gpus(gpus, mode):
-    """The first time: nobody has seen them yet."""
+    """For options without an earlier call."""
     options = dict(mode=mode, scale=0.125, device="cuda")
     for error, _ in gpus.outcomes("distributed_cases.call", options, dict(scale=0.25), seconds=60):
         assert "ValueError: scale: expected the same on every rank" in error
 
 
 @pytest.mark.parametrize(("mode", "options"), [("heads", {}), ("halo", dict(reach=100))])
-def test_a_cuda_graph_holds_what_needs_no_plan(gpus, mode, options):
+def test_a_cuda_graph_replays_calls_without_a_plan(gpus, mode, options):
     assert gpus.run("distributed_cases.captured", mode, options) == [0.0, 0.0]
 
 
@@ -49,7 +49,7 @@ def test_a_cuda_graph_expects_a_call_before_it():
 
 
 def test_a_planned_halo_in_a_cuda_graph_is_refused():
-    """With processes of its own, whose streams a failed capture leaves as it likes."""
+    """The processes are new: a failed capture leaves their streams in any state."""
     with Pool(2, "cuda") as own:
         for error, _ in own.outcomes("distributed_cases.captured", "halo", {}, seconds=60):
             assert "RuntimeError: reach: expected a number in a CUDA graph" in error

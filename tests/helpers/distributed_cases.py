@@ -1,8 +1,7 @@
-"""Context parallelism against one process: what every rank of a group computes and compares."""
+"""Context parallelism against one process: computations and comparisons of every rank of a group."""
 
 import contextlib
 import copy
-import functools
 import itertools
 import math
 import os
@@ -18,11 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from decayattn import DecayFlashAttention, compatibility, decay_attention, decay_attention_varlen
 from decayattn.distributed import (
     ContextParallel,
+    collectives,
     context_parallel_attention,
-    exchange,
     fetched_tokens,
-    fetching,
-    local,
+    halo,
+    halo_exchange,
+    halo_plan,
 )
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -65,13 +65,12 @@ def make(
         found["sink"] = normal(heads)
     d_out, d_lse = normal(batch, length, heads, value_dim), normal(batch, heads, length)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    dtypes = {"q": dtype, "k": dtype, "v": dtype}
-    found = {name: x.to(device, dtypes.get(name, wide)) for name, x in found.items()}
+    found = {name: x.to(device, dtype if name in ("q", "k", "v") else wide) for name, x in found.items()}
     return found, d_out.to(device, dtype), d_lse.to(device, wide)
 
 
 def lengths_of(how, length, ranks):
-    """T_r of every rank: equal, random cuts, or torch.chunk's, whose last ones are shorter or empty."""
+    """T_r of every rank: equal, random cuts, or torch.chunk's, of which the last ones are shorter or empty."""
     if how == "equal":
         return [length // ranks] * ranks
     if how == "uneven":
@@ -82,17 +81,34 @@ def lengths_of(how, length, ranks):
     return [max(0, min(each, length - rank * each)) for rank in range(ranks)]
 
 
+def part_of(name, x, mine):
+    """This rank's part of one of decay_attention's tensors, or of a result or a gradient of one."""
+    bare = name.removeprefix("d_")
+    if bare == "lse":
+        return x[:, :, mine]
+    return x[:, mine] if bare in (*PER_TOKEN, "out") or (bare == "log_decay" and x.ndim == 3) else x
+
+
+def own(group, inputs, lengths=None, needs_grad=False):
+    """This rank's tensors of decay_attention, and its slice; all slices have the same length by default."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    lengths = lengths or [inputs["q"].shape[1] // ranks] * ranks
+    mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+    return {name: part_of(name, x, mine).clone().requires_grad_(needs_grad) for name, x in inputs.items()}, mine
+
+
 def whole(inputs, d_out, d_lse, cu_seqlens=None, **options):
     """out, lse and every gradient in one process."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    options |= dict(return_lse=True, backend="reference")
     if cu_seqlens is None:
-        out, lse = decay_attention(**leaves, return_lse=True, **options)
+        out, lse = decay_attention(**leaves, **options)
     else:
         flat = {name: x.squeeze(0) if x.ndim > 2 else x for name, x in leaves.items()}
         longest = d_out.shape[1]
         out, lse = decay_attention_varlen(
             **flat, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
-            return_lse=True, **options,
+            **options,
         )
         out, lse = out[None], lse[None]
     return results(leaves, out, lse, d_out, d_lse)
@@ -107,19 +123,9 @@ def results(leaves, out, lse, d_out, d_lse):
     return found | {f"d_{name}": x.grad for name, x in leaves.items()}
 
 
-def part_of(name, x, mine):
-    """This rank's part of one of decay_attention's tensors, or of a result or a gradient of one."""
-    bare = name.removeprefix("d_")
-    if bare == "lse":
-        return x[:, :, mine]
-    return x[:, mine] if bare in (*PER_TOKEN, "out") or (bare == "log_decay" and x.ndim == 3) else x
-
-
 def parallel(group, inputs, d_out, d_lse, lengths, **options):
-    """The same of this rank's slice; the gradients of what the ranks share are added up."""
-    rank = dist.get_rank(group)
-    mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
-    leaves = {name: part_of(name, x, mine).detach().clone().requires_grad_() for name, x in inputs.items()}
+    """The same of this rank's slice; the gradients of tensors that the ranks share are added up."""
+    leaves, mine = own(group, inputs, lengths, needs_grad=True)
     out, lse = context_parallel_attention(**leaves, group=group, lengths=lengths, return_lse=True, **options)
     found = results(leaves, out, lse, d_out[:, mine], d_lse[:, :, mine])
     for name, x in found.items():
@@ -129,7 +135,7 @@ def parallel(group, inputs, d_out, d_lse, lengths, **options):
 
 
 def errors(found, expected, mine):
-    """name → the largest difference, over the largest number of what is expected."""
+    """name → the largest difference, over the largest expected value."""
     worst = {}
     for name, x in found.items():
         theirs = part_of(name, expected[name], mine)
@@ -143,17 +149,14 @@ def errors(found, expected, mine):
 
 
 def compare(group, mode, *, lengths="equal", cu_seqlens=None, options=None, backend="reference", **inputs):
-    """The errors of both modes' results on this rank against the whole in one process."""
+    """The errors of a mode's results on this rank against the whole in one process."""
     inputs, d_out, d_lse = make(**inputs)
     lengths = lengths_of(lengths, d_out.shape[1], dist.get_world_size(group))
     options = dict(options or {})
     if cu_seqlens is not None:
         cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32)
-    ours = ("reach", "skip_tolerance")
-    expected = whole(
-        inputs, d_out, d_lse, cu_seqlens, backend="reference",
-        **{name: x for name, x in options.items() if name not in ours},
-    )
+    shared = {name: x for name, x in options.items() if name not in ("reach", "skip_tolerance")}
+    expected = whole(inputs, d_out, d_lse, cu_seqlens, **shared)
     found, mine = parallel(
         group, inputs, d_out, d_lse, lengths, mode=mode, cu_seqlens=cu_seqlens, backend=backend, **options
     )
@@ -161,10 +164,10 @@ def compare(group, mode, *, lengths="equal", cu_seqlens=None, options=None, back
 
 
 def random_halo(group, *, hides=True, seen=1.0, lengths="equal", **inputs):
-    """`compare` with a halo of a random length for every rank, batch entry and key head, which nobody has planned.
+    """`compare` with an unplanned halo: a random length for every rank, batch entry and key head.
 
-    In one process a mask leaves out what is not fetched. hides=False: nothing hides the zeros of shorter heads. seen:
-    the share of every slice's rows that see the halo.
+    In one process a mask leaves out the keys that are not fetched. hides=False: the zeros of shorter heads stay
+    visible. seen: the share of every slice's rows that see the halo.
     """
     inputs, d_out, d_lse = make(**inputs)
     rank, ranks, length = dist.get_rank(group), dist.get_world_size(group), d_out.shape[1]
@@ -177,107 +180,101 @@ def random_halo(group, *, hides=True, seen=1.0, lengths="equal", **inputs):
     row = torch.arange(length)
     slice_of_row = torch.repeat_interleave(torch.arange(ranks), torch.tensor(lengths))
     first_of_row = first[slice_of_row].repeat_interleave(d_out.shape[2] // shape[2], 2)  # (T, B, H)
-    rows = [int(seen * own) for own in lengths]
+    rows = [int(seen * number) for number in lengths]
     is_far = row - begins[slice_of_row] >= torch.tensor(rows)[slice_of_row]
     first_of_row = torch.where(is_far[:, None, None], begins[slice_of_row][:, None, None], first_of_row)
-    expected = whole(
-        inputs, d_out, d_lse, backend="reference", bias=row >= first_of_row.permute(1, 2, 0)[..., None],
-    )
+    expected = whole(inputs, d_out, d_lse, bias=row >= first_of_row.permute(1, 2, 0)[..., None])
     with pytest.MonkeyPatch.context() as patch:
         found = torch.cat([first[rank].flatten(), torch.tensor([rows[rank]])])
-        patch.setattr(fetching, "first_keys", lambda *_: (found, None))
+        patch.setattr(halo_plan, "first_keys", lambda *_: (found, None))
         if not hides:
-            patch.setattr(fetching.Fetch, "cut", property(lambda self: torch.zeros_like(self.first[0])))
+            patch.setattr(halo_exchange, "_first_keys", lambda plan: [0] * plan.begins.shape[1])
         computed, mine = parallel(group, inputs, d_out, d_lse, lengths, backend="reference")
     return errors(computed, expected, mine)
 
 
-def planned(group, *, lengths="equal", options=None, backend="triton", **inputs):
-    """`compare` through the kernels, and how many tokens every rank fetches: (ranks, B, H_kv), and all that there are.
-    """
-    worst = compare(group, "halo", lengths=lengths, options=options, backend=backend, **inputs)
+def planned(group, *, lengths="equal", **inputs):
+    """`compare` through the kernels, and the number of tokens that every rank fetches, (ranks, B, H_kv)."""
+    worst = compare(group, "halo", lengths=lengths, backend="triton", **inputs)
     inputs, d_out, _ = make(**inputs)
-    rank = dist.get_rank(group)
     lengths = lengths_of(lengths, d_out.shape[1], dist.get_world_size(group))
-    mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
-    names = ("q", "k", "log_decay", "scale")
-    own = {name: part_of(name, x, mine) for name, x in inputs.items() if name in names}
-    return worst, fetched_tokens(**own, group=group, lengths=lengths, **options or {}).tolist()
+    return worst, fetched(group, inputs, lengths=lengths).tolist()
 
 
-@contextlib.contextmanager
-def counted_calls():
-    """Count the rows of each call of attention in the forwards of slices."""
-    counted, forward = [], local.Call.forward
+def fetched(group, inputs, lengths=None, **options):
+    """fetched_tokens of these tensors."""
+    arguments, _ = own(group, {name: x for name, x in inputs.items() if name not in ("v", "sink")}, lengths)
+    return fetched_tokens(**arguments, group=group, lengths=lengths, **options)
+
+
+def calls(group, **case):
+    """`compare`, and the rows of each call of attention in the slice's forward."""
+    counted, forward = [], halo.Call.forward
 
     def counting(call, *args):
         counted.append(call.problem.query_length)
         return forward(call, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local.Call, "forward", counting)
-        yield counted
-
-
-def calls(group, **case):
-    """`compare`, and how many calls of attention a slice is in its forward."""
-    with counted_calls() as counted:
+        patch.setattr(halo.Call, "forward", counting)
         return compare(group, "halo", **case), counted
 
 
-def changed_in_place(group, length, **options):
-    """Error of a backward after a change of the forward's result in place."""
-    inputs, _, _ = make(length=length)
-    part, rank = length // dist.get_world_size(group), dist.get_rank(group)
-    leaves = {name: part_of(name, x, slice(rank * part, (rank + 1) * part)) for name, x in inputs.items()}
-    leaves = {name: x.clone().requires_grad_() if torch.is_tensor(x) else x for name, x in leaves.items()}
-    out = context_parallel_attention(**leaves, group=group, backend="reference", **options)
-    out.mul_(2)
-    try:
-        out.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+@contextlib.contextmanager
+def recorded(group):
+    """Collectives in their order: the number of values that a rank gathers, or the bytes that it sends to others."""
+    found, gather, exchange = [], compatibility.all_gather, dist.all_to_all_single
+
+    def exchanging(received, rows, receive, send, **options):
+        bytes_of_row = rows[:1].nbytes if len(rows) else 0
+        found.append(("bytes", (sum(send) - send[dist.get_rank(group)]) * bytes_of_row))
+        return exchange(received, rows, receive, send, **options)
+
+    def gathering(everyone, own, group):
+        found.append(("values", own.numel()))
+        return gather(everyone, own, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compatibility, "all_gather", gathering)
+        patch.setattr(dist, "all_to_all_single", exchanging)
+        yield found
 
 
 def sent_bytes(group, mode, **options):
-    """Bytes that a rank passes to all_to_all_single in a forward and a backward, in the order of the calls."""
+    """Bytes that a rank sends to others in each exchange of a forward and a backward."""
     inputs, d_out, d_lse = make(**options)
-    counted, exchange = [], dist.all_to_all_single
-
-    def counting(received, rows, receive, send, group, **options):
-        rank = dist.get_rank(group)
-        counted.append((sum(send) - send[rank]) * rows[:1].nbytes if len(rows) else 0)
-        return exchange(received, rows, receive, send, group=group, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", counting)
+    with recorded(group) as found:
         lengths = lengths_of("equal", d_out.shape[1], dist.get_world_size(group))
         parallel(group, inputs, d_out, d_lse, lengths, mode=mode, backend="reference")
-    return counted
+    return [number for kind, number in found if kind == "bytes"]
+
+
+def collective_sizes(group, options, **inputs):
+    """Collectives of a call in their order: the number of values that every rank gathers; 0 for an exchange."""
+    with recorded(group) as found:
+        call(group, options, **inputs)
+    return [number if kind == "values" else 0 for kind, number in found]
 
 
 def call(group, options=None, of_last_rank=None, *, length=24, **inputs):
-    """A call with options, of which the last rank has others, or other tensors: shapes and dtypes by name."""
+    """A call with options. The last rank has other ones, or other tensors: shapes and dtypes by name."""
     options = dict(options or {})
     inputs, _, _ = make(length=length, device=options.pop("device", "cpu"), **inputs)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    part = length // ranks
-    arguments = {name: part_of(name, x, slice(rank * part, (rank + 1) * part)) for name, x in inputs.items()}
+    arguments, mine = own(group, inputs)
     arguments |= options
-    if rank == ranks - 1:
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
         arguments |= of_last_rank or {}
-    # functions have no way to other processes
+    # functions cannot be sent to other processes
     if isinstance(arguments.get("lengths"), str) and arguments["lengths"] == "halved":
         arguments |= {name: arguments[name][:, ::2] for name in ("q", "k", "v", "log_decay")} | {"lengths": None}
-    if arguments["log_decay"] is not None and isinstance(arguments["log_decay"], str):
-        arguments["log_decay"] = inputs["log_decay"][:, :part].half()
+    if isinstance(arguments["log_decay"], str):
+        arguments["log_decay"] = inputs["log_decay"][:, mine].half()
     if isinstance(arguments["k"], str):
-        arguments |= {name: inputs[name][:, : part // 2] for name in ("k", "v")} | {"log_decay": -0.1}
-    call = functools.partial(context_parallel_attention, group=group)
+        arguments |= {name: arguments["q"][:, ::2, :2] for name in ("k", "v")} | {"log_decay": -0.1}
+    arguments = {"group": group} | arguments
     if arguments.pop("mapped", False):
-        torch.vmap(lambda q: call(**arguments | {"q": q}))(arguments["q"][None])
-    call(**arguments)
+        torch.vmap(lambda q: context_parallel_attention(**arguments | {"q": q}))(arguments["q"][None])
+    context_parallel_attention(**arguments)
 
 
 class Unreadable:
@@ -301,7 +298,7 @@ def layer_call(group, of_last_rank, **options):
     try:
         bad(changed.get("x", x), **{name: changed[name] for name in ("resets", "attn_mask") if name in changed})
     except Exception:
-        layer(x)  # the ranks have met once
+        layer(x)  # the ranks are in step again
         raise
 
 
@@ -335,45 +332,29 @@ def failing_call(group, where, options, **inputs):
             call(group, options, **inputs)
         except Exception as error:
             found = error
-    call(group, options, **inputs)  # the ranks have met once
+    call(group, options, **inputs)  # the ranks are in step again
     raise found
 
 
 def would_fetch(group, of_last_rank):
-    """fetched_tokens, of which the last rank has other options."""
+    """fetched_tokens; the last rank has other options."""
     inputs, _, _ = make(length=12, dtype=torch.float32)
-    arguments = {name: inputs[name] for name in ("q", "k", "log_decay")}
-    if dist.get_rank(group) == dist.get_world_size(group) - 1:
-        arguments |= of_last_rank
-    fetched_tokens(**arguments, group=group)
+    fetched(group, inputs, **of_last_rank if dist.get_rank(group) == dist.get_world_size(group) - 1 else {})
 
 
-def distributed(group, name, **inputs):
+def pass_dtensor(group, name, **inputs):
     """A call in which one argument is a DTensor, on the last rank."""
-    inputs, _, _ = make(length=24, batch=1, **inputs)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    part = 24 // ranks
-    arguments = {of: part_of(of, x, slice(rank * part, (rank + 1) * part)) for of, x in inputs.items()}
+    arguments, _ = own(group, make(length=24, batch=1, **inputs)[0])
     others = {"bias": torch.zeros(24, 24), "cu_seqlens": torch.tensor([0, 24])}
     mesh = DeviceMesh.from_group(group, "cpu")
-    if rank == ranks - 1:
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
         x = arguments.get(name, others.get(name, torch.tensor([24])))
         arguments[name] = DTensor.from_local(x, mesh, [Shard(1) if name in PER_TOKEN else Replicate()])
     context_parallel_attention(**arguments, group=group, mode="heads", backend="reference")
 
 
-def collectives(group, options, **inputs):
-    """Collectives of a call in their order: the length of every rank's part; 0 for an exchange."""
-    found, gather, exchange = [], compatibility.all_gather, dist.all_to_all_single
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compatibility, "all_gather", lambda *args: found.append(args[1].numel()) or gather(*args))
-        patch.setattr(dist, "all_to_all_single", lambda *args, **kw: found.append(0) or exchange(*args, **kw))
-        call(group, options, **inputs)
-    return found
-
-
-def twice(group, mode):
-    """Calls with the same options, and with others, which ranks that know both do not agree on in the end."""
+def disagree_later(group, mode):
+    """Calls with the same options and with others, which all ranks know; then one rank mixes them up."""
     call(group, {"mode": mode})
     call(group, {"mode": mode, "scale": 0.5})
     with pytest.raises(ValueError, match="scale: expected the same"):
@@ -386,9 +367,8 @@ def checkpointed(group, mode, reentrant):
     found = []
     for checkpoint in (False, True):
         inputs, d_out, _ = make(length=64, resets=0.02)
-        rank, part = dist.get_rank(group), 64 // dist.get_world_size(group)
-        mine = slice(rank * part, (rank + 1) * part)
-        leaves = [x[:, mine].clone().requires_grad_() for x in inputs.values()]
+        leaves, mine = own(group, inputs, needs_grad=True)
+        leaves = list(leaves.values())
 
         def attend(*leaves):
             return context_parallel_attention(*leaves, group=group, mode=mode).sin()
@@ -397,35 +377,38 @@ def checkpointed(group, mode, reentrant):
             out = torch.utils.checkpoint.checkpoint(attend, *leaves, use_reentrant=reentrant)
         else:
             out = attend(*leaves)
-        found.append(torch.autograd.grad((out * d_out[:, mine]).sum(), leaves) if not reentrant else None)
-        if reentrant:
-            (out * d_out[:, mine]).sum().backward()
-            found[-1] = [x.grad for x in leaves]
+        (out * d_out[:, mine]).sum().backward()
+        found.append([x.grad for x in leaves])
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def change_in_place(group):
+    """A backward of two calls after a change of the forward's result in place."""
+    leaves, _ = own(group, make(length=100)[0], needs_grad=True)
+    out = context_parallel_attention(**leaves, group=group, backend="reference", window_size=(20, 0))
+    out.mul_(2)
+    out.sum().backward()
+
+
 def differentiate_twice(group, mode):
-    inputs, _, _ = make(length=8)
-    rank, part = dist.get_rank(group), 8 // dist.get_world_size(group)
-    leaves = [x[:, rank * part : (rank + 1) * part].clone().requires_grad_() for x in inputs.values()]
-    out = context_parallel_attention(*leaves, group=group, mode=mode, backend="reference")
-    grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    leaves, _ = own(group, make(length=8)[0], needs_grad=True)
+    out = context_parallel_attention(**leaves, group=group, mode=mode, backend="reference")
+    grads = torch.autograd.grad(out.square().sum(), leaves.values(), create_graph=True)
     sum(x.sum() for x in grads).backward()
 
 
 def compiled(group, fullgraph):
     """The result of compiled code around a call, less that of eager code."""
-    inputs, _, _ = make(length=8)
-    rank, part = dist.get_rank(group), 8 // dist.get_world_size(group)
-    q, k, v, log_decay = (x[:, rank * part : (rank + 1) * part].clone() for x in inputs.values())
+    arguments, _ = own(group, make(length=8)[0])
 
     def model(q):
-        return context_parallel_attention(q * 2, k, v, log_decay, group=group).cos()
+        return context_parallel_attention(**arguments | {"q": q * 2}, group=group).cos()
 
+    q = arguments["q"]
     return float((torch.compile(model, backend="eager", fullgraph=fullgraph)(q) - model(q)).abs().max())
 
 
-def of_the_first_layer(group, mode, *, lengths="equal", packed=False, length=60, given=None, **options):
+def layer_errors(group, mode, *, lengths="equal", packed=False, length=60, given=None, **options):
     """A layer with and without a context: the errors of y, of dx and of every parameter's gradient.
 
     given: shape of a log_decay, of "B", "T" and "H".
@@ -468,7 +451,7 @@ def of_the_first_layer(group, mode, *, lengths="equal", packed=False, length=60,
 
 
 class Turn(torch.nn.Module):
-    """Rotary positions of two columns, which only a slice that knows where it begins gets right."""
+    """Rotary positions of two columns; a slice needs its first position for them."""
 
     def forward(self, q, k, start=0):
         start = torch.as_tensor(start)
@@ -490,21 +473,11 @@ def die(group):
 
 
 def lost(group, tolerance, *, options, **inputs):
-    """The largest probability that a row of this rank loses, and how many tokens it fetches.
-
-    lse is that of the keys that are left.
-    """
+    """The largest probability that a row of this rank loses, and the number of tokens that it fetches."""
     inputs, _, _ = make(**inputs)
-    rank, part = dist.get_rank(group), inputs["q"].shape[1] // dist.get_world_size(group)
-    own = {name: x[:, rank * part : (rank + 1) * part] for name, x in inputs.items()}
-    full = whole_lse(inputs, options)[:, :, rank * part : (rank + 1) * part]
-    _, lse = context_parallel_attention(
-        **own, group=group, skip_tolerance=tolerance, backend="triton", return_lse=True, **options
-    )
-    tokens = fetched_tokens(
-        **{name: own[name] for name in ("q", "k", "log_decay")}, group=group, skip_tolerance=tolerance, **options
-    )
-    return float((1 - (lse - full).exp()).max()), int(tokens[rank].max())
+    worst = _lost(group, inputs, options, tolerance)
+    tokens = fetched(group, inputs, skip_tolerance=tolerance, **options)
+    return worst, int(tokens[dist.get_rank(group)].max())
 
 
 def lost_twice(group):
@@ -519,20 +492,19 @@ def lost_twice(group):
     inputs["q"].zero_(), inputs["log_decay"].zero_()
     inputs["log_decay"][:, length] = math.log(far / length)
     inputs["log_decay"][:, length + far] = math.log(0.6 * tolerance / far)
-    rank = dist.get_rank(group)
-    own = {name: x[:, rank * length : (rank + 1) * length] for name, x in inputs.items()}
-    full = whole_lse(inputs, {})[:, :, rank * length : (rank + 1) * length]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skipping, "SHORTEST", 64)
-        options = dict(skip_tolerance=tolerance, backend="triton", return_lse=True)
-        _, lse = context_parallel_attention(**own, group=group, **options)
-    return float((1 - (lse - full).exp()).max()) / tolerance
+        return _lost(group, inputs, {}, tolerance) / tolerance
 
 
-def whole_lse(inputs, options):
-    """lse in one process, nothing skipped."""
-    d_out, d_lse = torch.zeros_like(inputs["q"][..., : inputs["v"].shape[3]]), torch.zeros(())
-    return whole(inputs, d_out, d_lse, backend="reference", **options)["lse"]
+def _lost(group, inputs, options, tolerance):
+    """The largest probability that a row of this rank loses: its lse is that of the keys that are left."""
+    d_out, (arguments, mine) = torch.zeros_like(inputs["q"][..., : inputs["v"].shape[3]]), own(group, inputs)
+    options = dict(options)
+    full = whole(inputs, d_out, torch.zeros(()), **options)["lse"][:, :, mine]
+    options |= dict(skip_tolerance=tolerance, backend="triton", return_lse=True)
+    _, lse = context_parallel_attention(**arguments, group=group, **options)
+    return float((1 - (lse - full).exp()).max())
 
 
 def equality(group, length, dtype):
@@ -545,14 +517,14 @@ def equality(group, length, dtype):
 
 def fetched_on_gpus(group, mean):
     inputs, _, _ = make(length=4096, batch=1, dim=64, mean=mean, dtype=torch.bfloat16, device="cuda")
-    rank, part = dist.get_rank(group), 4096 // dist.get_world_size(group)
-    own = {name: inputs[name][:, rank * part : (rank + 1) * part] for name in ("q", "k", "log_decay")}
-    return fetched_tokens(**own, group=group).tolist()
+    return fetched(group, inputs).tolist()
 
 
 def captured(group, mode, options, before=3):
-    """The largest difference between a CUDA graph's results and a call's, on inputs that came after the capture; so
-    many calls were before it. Constants that were made on the GPU for calls are not kept beside those of the graph."""
+    """The largest difference between a CUDA graph's results and a call's, on inputs that are newer than the graph.
+
+    before: number of calls before the capture. Constants that calls made on the GPU are then freed, unlike the graph's.
+    """
     torch.manual_seed(dist.get_rank(group))
     q, k, v = torch.randn(3, 1, 256, 4, 64, dtype=torch.bfloat16, device="cuda")
     log_decay = -torch.rand(1, 256, 4, device="cuda")
@@ -569,8 +541,8 @@ def captured(group, mode, options, before=3):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attend()
-    exchange._kept.cache_clear()
-    others = [torch.full((64,), -1, dtype=torch.int64, device="cuda") for _ in range(64)]  # where they were
+    collectives._constant.cache_clear()
+    others = [torch.full((64,), -1, dtype=torch.int64, device="cuda") for _ in range(64)]  # at their addresses
     q.normal_()
     k.normal_()
     graph.replay()

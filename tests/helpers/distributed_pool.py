@@ -144,7 +144,7 @@ def _work(rank, ranks, device, sizes, seconds, store, calls, results):
         backend = "nccl"
         torch.cuda.set_device(rank)
     else:
-        os.environ["TRITON_INTERPRET"] = "1"  # on a machine with GPUs, too, whose tests compile the kernels
+        os.environ["TRITON_INTERPRET"] = "1"  # also on a machine with GPUs, where other tests compile the kernels
     start, limit = timedelta(seconds=_START), timedelta(seconds=seconds)
     try:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=start)

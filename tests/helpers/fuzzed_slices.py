@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tools import fuzz_context
 from tools.fuzzing import slices
 
-from decayattn.distributed import fetching
+from decayattn.distributed import halo_exchange
 
 
 def fuzzed(group, argv, wrong=None):
@@ -24,7 +24,7 @@ def fuzzed(group, argv, wrong=None):
 
 def without_a_key(patch, rank):
     """No row sees the first token of its rank's part of the sequence."""
-    patch.setattr(fetching.Fetch, "cut", property(lambda self: torch.ones_like(self.first[0])))
+    patch.setattr(halo_exchange, "_first_keys", lambda plan: [1] * plan.begins.shape[1])
 
 
 def one_gradient(patch, rank):

@@ -32,7 +32,7 @@ MANY_ARGUMENTS = {
     "decayattn.backends.hopper.backward.kernel.gradients_kernel",
     "decayattn.integrations.transformers.__init__",
     "decayattn.nn.attention.__init__",
-    "decayattn.distributed.context.context_parallel_attention",
+    "decayattn.distributed.api.context_parallel_attention",
     "decayattn.testing.attention.verify_attention",
 }
 

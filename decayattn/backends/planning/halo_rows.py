@@ -1,7 +1,7 @@
 """Rows of a halo's exchange: pack them, unpack them into the halo, and add up the gradients that come back.
 
 A row holds the values of one token and key head in k, v and λ per token, side by side. Its dtype is that of the first
-of them that is present (distributed/exchange.py's pack has the same bits). For each batch entry and key head a rank
+of them that is present (distributed/collectives.py's pack has the same bits). For each batch entry and key head a rank
 fetches all tokens from a first one up to its slice. Rows are sent and received in this order:
 
     rank | batch entry | key head | token        rank: the receiver when sending, the sender when receiving

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from decayattn.backends.planning import halo_rows
-from decayattn.distributed import rows as eager_rows
-from decayattn.distributed.exchange import Slices
-from decayattn.distributed.fetching import Fetch
+from decayattn.distributed.collectives import Slices
+from decayattn.distributed.halo_exchange import EagerRows as eager_rows
+from decayattn.distributed.halo_plan import HaloPlan as Fetch
 
 
 def bits(x):

@@ -1,4 +1,4 @@
-"""The public function and the layer's settings: contract, checks, and the dispatch to a mode."""
+"""Public functions of several ranks: checks of their arguments, and the choice of a mode."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -11,21 +11,22 @@ from torch import Tensor
 
 from decayattn import compatibility, dtensor, validation
 from decayattn.backends import registry
-from decayattn.distributed import fetching, halo, heads
-from decayattn.distributed.agreement import Handshake, Option
-from decayattn.distributed.exchange import Slices
-from decayattn.distributed.local import Packed
+from decayattn.distributed import halo, ulysses
+from decayattn.distributed.collectives import Slices
+from decayattn.distributed.halo_plan import ViewLimits, make_plan, tolerance_share
+from decayattn.distributed.option_check import Option, OptionCheck
 from decayattn.normalize import autocast, inputs_of, integer, problem_of, window_of
-from decayattn.problem import AttentionProblem, BackendName, SkipTolerance
+from decayattn.problem import AttentionProblem, BackendName, Inputs, SkipTolerance
 from decayattn.validation import check_arguments, check_bias, check_bool, check_count, check_offsets
 
 ModeName = Literal["halo", "heads"]
 MODES = get_args(ModeName)
-_REASON = "context_parallel_attention: torch.compile cannot trace it, because the sizes of exchanges depend on values"
 
 
 @validation.hide_unknown
-@compatibility.left_to_eager_code(_REASON)
+@compatibility.left_to_eager_code(
+    "context_parallel_attention: torch.compile cannot trace it, because the sizes of exchanges depend on values"
+)
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -54,8 +55,7 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""decay_attention of sequences that are cut into consecutive slices of tokens, one for each rank of a group.
 
-    Rank r has T_r tokens. Every rank gets its own rows of decay_attention over all T = ΣT_r tokens. There are two
-    modes:
+    Rank r has T_r tokens and gets its own rows of decay_attention over all T = ΣT_r tokens. There are two modes:
 
     "halo": every rank keeps its queries and fetches the keys before its slice that matter to any of its rows. The bound
     of skip_tolerance selects them before any key is sent: a strong decay sends a few hundred tokens of a head, no decay
@@ -69,14 +69,12 @@ def context_parallel_attention(
         log_decay: as in decay_attention; one per token is (B, T_r, H). A slice's first λ acts between the slices.
         group: the process group; None is torch.distributed's default group. All its ranks call with the same options.
         lengths: T_r of every rank, 0 included; None: all the same.
-        mode: "halo" or "heads".
         reach: halo only: every rank fetches the last `reach` tokens before its slice, and rows see no further. The
             caller guarantees that no key beyond `reach` matters; this is exact for a window of that size. Skips
             planning, so the host does not synchronise.
         scale, window_size, skip_tolerance, backend: as in decay_attention; a tensor scale broadcasts to (B, T_r, H). In
-            halo mode, keys that are not fetched and keys that the call skips share skip_tolerance: half each, or a
-            third each for a constant decay. With None, or with the "reference" backend, a rank fetches every key that a
-            row sees.
+            halo mode, keys that are not fetched and keys that the call skips get half of skip_tolerance each (a third
+            for a constant decay). Without it, or with "reference", a rank fetches every key that a row sees.
         causal, bias, seqused_q, seqused_k, leftpad_q, leftpad_k: as in decay_attention, heads mode only. bias and
             padding cover all T tokens and are the same on every rank.
         sink: (H,), as in decay_attention.
@@ -93,23 +91,22 @@ def context_parallel_attention(
 
     The first collective of every call compares the options of the ranks. On a GPU the host waits for it only with new
     options; an assertion on the device checks later ones. A planned halo waits once per call, to size the exchange.
-    Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode, and a halo with a fixed
-    reach, after a call outside of it. torch.compile leaves the call to eager code.
+    Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode, and a halo with a fixed reach,
+    after a call outside of it. torch.compile leaves the call to eager code.
 
     Raises:
         TypeError, ValueError: for every bad argument, by name, and if the ranks' options differ.
         RuntimeError: under a transform of torch.func (vmap, grad). On every other rank if a rank raises in its checks
             or in the plan; it names the rank. On a GPU, if an earlier call had these options, an assertion on the
-            device fails instead. An error in a rank's own kernels or in its backward is not reported: the other ranks
-            wait until the group's timeout. In a CUDA graph, for a planned halo and for options without an earlier call.
+            device fails instead. An error in a rank's own kernels or in its backward is not reported: the others wait
+            until the group's timeout. In a CUDA graph, for a planned halo and for options without an earlier call.
             Under torch.compile with fullgraph=True.
     """
-    group = _checked_group(group)
     only_heads = {
         "causal": causal, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q,
         "leftpad_k": leftpad_k,
     }
-    with Handshake(group, q) as handshake:
+    with OptionCheck(_checked_group(group), q) as check:
         if unknown:
             validation.refuse_unknown(context_parallel_attention, unknown)
         if compatibility.is_transformed():
@@ -125,40 +122,34 @@ def context_parallel_attention(
         )
         check_bool("return_lse", return_lse)
         registry.check_name(backend)
-        _check_device(q, handshake.device_types)
-        slices = _checked_slices(q, k, lengths, group)
-        packed = _checked_packed(q, slices, cu_seqlens, max_seqlen)
-        _check_mode(mode, reach, q, slices, only_heads, packed)
+        slices, problem, inputs, limits, options = _sliced(
+            check, q, k, v, log_decay, sink, scale, causal, window_size, lengths, cu_seqlens, max_seqlen, skip_tolerance
+        )
+        _check_mode(mode, reach, q, slices, only_heads, cu_seqlens is not None)
         check_bias(bias, q, k, sum(slices.lengths))
-        inputs = inputs_of(q, k, v, log_decay, scale)
-        log_decay, row_scale, number = inputs.log_decay, inputs.row_scale, inputs.scale
-        window, reach = window_of(window_size, causal), None if reach is None else integer(reach)
-        problem = problem_of(inputs, causal, window_size, skip_tolerance)
+        limits = limits._replace(reach=None if reach is None else integer(reach))
         kernels: str | None = registry.select(problem, backend)
         if kernels == "reference":
             kernels = None
-        elif mode == "halo" and packed is None:
+        elif mode == "halo" and cu_seqlens is None:
             # the backend for the slice alone; it may refuse these very tensors
             kernels = registry.resolve(problem, backend, inputs)
-        differentiable = q, k, v, log_decay, row_scale, sink, bias
-        handshake.options = (
-            Option("mode", mode), Option("reach", reach),
-            *_compared(slices, problem, log_decay, row_scale, number, window, packed),
-            Option("causal", causal), Option("sink", sink is not None), Option("return_lse", return_lse),
+        requires_grad = (x is not None and x.requires_grad for x in (*inputs.tensors, bias))
+        check.options = (
+            Option("mode", mode), Option("reach", limits.reach), *options, Option("causal", causal),
+            Option("sink", sink is not None), Option("return_lse", return_lse),
             Option("backend", (backend, kernels is not None)),
             Option("bias", None if bias is None else (tuple(bias.shape), bias.dtype)),
-            Option("requires_grad", (torch.is_grad_enabled(), *map(_requires_grad, differentiable))),
+            Option("requires_grad", (torch.is_grad_enabled(), *requires_grad)),
             *(Option(name, x is not None) for name, x in only_heads.items() if name not in ("causal", "bias")),
         )
-        scale = inputs.any_scale
-        call: dict[str, Any] = {"sink": sink, "window_size": window_size, "backend": backend}
-        if mode == "heads":
-            call |= only_heads if packed is None else {"causal": causal}
-            call["skip_tolerance"] = skip_tolerance
-            return heads.attention(slices, q, k, v, log_decay, scale, packed, return_lse, call, handshake)
-        sight = fetching.Sight(window[0], reach, cu_seqlens)
-        return halo.attention(
-            slices, problem, q, k, v, log_decay, scale, sight, packed, kernels, return_lse, call, handshake,
+        if mode == "halo":
+            return halo.attention(slices, problem, inputs, limits, kernels, backend, return_lse, check)
+        heads_options = only_heads if cu_seqlens is None else {"causal": causal}
+        return ulysses.attention(
+            slices, q, k, v, inputs.log_decay, inputs.any_scale, cu_seqlens, limits.max_seqlen, check, sink=sink,
+            window_size=window_size, return_lse=return_lse, skip_tolerance=skip_tolerance, backend=backend,
+            **heads_options,
         )
 
 
@@ -187,7 +178,7 @@ class ContextParallel(NamedTuple):
         """Context manager before `attend`: if this rank raises, the ranks waiting in `attend` raise too."""
         if not (dist.is_available() and dist.is_initialized()):
             return nullcontext()
-        return Handshake(_checked_group(self.group), x)
+        return OptionCheck(_checked_group(self.group), x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, **options: Any) -> Tensor:
         """context_parallel_attention with these settings."""
@@ -211,13 +202,9 @@ def fetched_tokens(
 ) -> Tensor:
     """Number of tokens before its slice that every rank fetches in "halo" mode for these arguments.
 
-    For each batch entry and key head, a rank receives this number of rows with D and D_v values and H / H_kv
-    log-decays. The plan of "triton" gives the answer, so this needs a GPU or Triton's interpreter. Every rank of the
-    group calls it.
-
-    Args:
-        q, k, log_decay, group, lengths, scale, window_size, cu_seqlens, skip_tolerance: as in
-            context_parallel_attention.
+    The arguments are those of context_parallel_attention. For each batch entry and key head, a rank receives this
+    number of rows with D and D_v values and H / H_kv log-decays. The plan of "triton" gives the answer, so this needs a
+    GPU or Triton's interpreter. Every rank of the group calls it.
 
     Returns:
         (ranks, B, H_kv) int64, the same on every rank.
@@ -225,48 +212,45 @@ def fetched_tokens(
     Raises:
         TypeError, ValueError: for every bad argument, by name, and if the Triton kernels cannot run.
     """
-    group = _checked_group(group)
-    with Handshake(group, q) as handshake:
+    with OptionCheck(_checked_group(group), q) as check:
         dtensor.refuse(q=q, k=k, log_decay=log_decay, scale=scale, cu_seqlens=cu_seqlens)
         q, k = autocast(q, k)
         check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
-        _check_device(q, handshake.device_types)
-        slices = _checked_slices(q, k, lengths, group)
-        packed = _checked_packed(q, slices, cu_seqlens, None)
-        inputs = inputs_of(q, k, k, log_decay, scale)
-        log_decay, row_scale, number = inputs.log_decay, inputs.row_scale, inputs.scale
-        problem = problem_of(inputs, True, None, skip_tolerance)
+        slices, problem, inputs, limits, check.options = _sliced(
+            check, q, k, k, log_decay, None, scale, True, window_size, lengths, cu_seqlens, None, skip_tolerance
+        )
         registry.select(problem, "triton")
-        window = window_of(window_size, True)
-        handshake.options = _compared(slices, problem, log_decay, row_scale, number, window, packed)
-        sight = fetching.Sight(window[0], None, cu_seqlens)
-        tolerance = problem.skip_tolerance / fetching.shares(problem)
-        scale = inputs.any_scale
-        fetch, _ = fetching.fetch(slices, problem, q, k, log_decay, scale, sight, tolerance, handshake)
-        handshake.meet()  # fetch meets only if it makes a plan
+        plan, _ = make_plan(slices, problem, inputs, limits, tolerance_share(problem), check)
+        check.compare()  # a call without a plan has not compared them yet
     offsets = torch.tensor(slices.offsets[:-1], device=q.device)
-    return offsets[:, None, None] - fetch.first
+    return offsets[:, None, None] - plan.begins.unflatten(1, (-1, plan.kv_heads))
 
 
-def _compared(
-    slices: Slices, problem: AttentionProblem, log_decay: Tensor | None, row_scale: Tensor | None, number: float,
-    window: tuple[int, int], packed: Packed | None,
-) -> tuple[Option, ...]:
-    """Options that every call of a group compares."""
-    return (
+def _sliced(
+    check: OptionCheck, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, sink: Tensor | None,
+    scale: Tensor | float | None, causal: bool, window_size: tuple[int, int] | None, lengths: Sequence[int] | None,
+    cu_seqlens: Tensor | None, max_seqlen: int | None, skip_tolerance: SkipTolerance,
+) -> tuple[Slices, AttentionProblem, Inputs, ViewLimits, tuple[Option, ...]]:
+    """Slices, this rank's part of the call, and the options that every call of a group compares."""
+    if q.device.type not in check.device_types:
+        raise ValueError(
+            f"q: expected a device of the group's backend, {' or '.join(check.device_types)}, got {q.device}; move the "
+            "tensors, or make a group with a backend for them: torch.distributed.new_group(backend=…)"
+        )
+    slices = _checked_slices(q, k, lengths, check.group)
+    longest = _checked_longest(q, slices, cu_seqlens, max_seqlen)
+    inputs, window = inputs_of(q, k, v, log_decay, scale, sink=sink), window_of(window_size, causal)
+    problem, rates = problem_of(inputs, causal, window_size, skip_tolerance), inputs.log_decay
+    options = (
         Option("lengths", slices.lengths),
         Option("q", (problem.device.type, problem.dtype, problem.batch, problem.num_heads, problem.head_dim)),
         Option("k", (problem.num_kv_heads, problem.head_dim)), Option("v", problem.value_dim),
-        Option("log_decay", None if log_decay is None else (problem.decay, log_decay.dtype)),
-        Option("scale", "one per row" if row_scale is not None else number), Option("window_size", window),
-        Option("cu_seqlens", None if packed is None else packed.cu_seqlens_k.shape[0]),
-        Option("max_seqlen", None if packed is None else packed.longest_key),
+        Option("log_decay", None if rates is None else (problem.decay, rates.dtype)),
+        Option("scale", inputs.scale if inputs.row_scale is None else "one per row"), Option("window_size", window),
+        Option("cu_seqlens", None if cu_seqlens is None else cu_seqlens.shape[0]), Option("max_seqlen", longest),
         Option("skip_tolerance", problem.skip_tolerance),
     )
-
-
-def _requires_grad(x: Tensor | None) -> bool:
-    return x is not None and x.requires_grad
+    return slices, problem, inputs, ViewLimits(window[0], None, cu_seqlens, longest), options
 
 
 def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -276,14 +260,6 @@ def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {group!r}")
     return group
-
-
-def _check_device(q: Tensor, types: Sequence[str]) -> None:
-    if q.device.type not in types:
-        raise ValueError(
-            f"q: expected a device of the group's backend, {' or '.join(types)}, got {q.device}; move the tensors, or "
-            "make a group with a backend for them: torch.distributed.new_group(backend=…)"
-        )
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -307,24 +283,22 @@ def _checked_slices(q: Tensor, k: Tensor, lengths: Sequence[int] | None, group: 
     return Slices(found, rank, weakref.ref(group))
 
 
-def _checked_packed(
-    q: Tensor, slices: Slices, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> Packed | None:
-    if cu_seqlens is None:
-        if max_seqlen is not None:
-            raise ValueError("max_seqlen: expected only with cu_seqlens")
-        return None
-    check_offsets("cu_seqlens", cu_seqlens, q)
-    if q.shape[0] != 1:
-        raise ValueError(f"q: expected shape (1, T, H, D) with cu_seqlens, got {tuple(q.shape)}")
-    if max_seqlen is not None:
-        check_count("max_seqlen", max_seqlen)
-    longest = sum(slices.lengths) if max_seqlen is None else integer(max_seqlen)
-    return Packed(cu_seqlens, cu_seqlens, longest, longest)
+def _checked_longest(q: Tensor, slices: Slices, cu_seqlens: Tensor | None, max_seqlen: int | None) -> int:
+    """Upper bound on the lengths of packed sequences; the number of all tokens by default."""
+    if cu_seqlens is not None:
+        check_offsets("cu_seqlens", cu_seqlens, q)
+        if q.shape[0] != 1:
+            raise ValueError(f"q: expected shape (1, T, H, D) with cu_seqlens, got {tuple(q.shape)}")
+    elif max_seqlen is not None:
+        raise ValueError("max_seqlen: expected only with cu_seqlens")
+    if max_seqlen is None:
+        return sum(slices.lengths)
+    check_count("max_seqlen", max_seqlen)
+    return integer(max_seqlen)
 
 
 def _check_mode(
-    mode: ModeName, reach: int | None, q: Tensor, slices: Slices, only_heads: dict[str, Any], packed: Packed | None
+    mode: ModeName, reach: int | None, q: Tensor, slices: Slices, only_heads: dict[str, Any], packed: bool
 ) -> None:
     if mode not in MODES:
         raise ValueError(f"mode: expected 'halo' or 'heads', got {mode!r}")
@@ -333,15 +307,14 @@ def _check_mode(
         if mode == "heads":
             raise ValueError("reach: expected only with mode='halo'")
     given = [name for name, x in only_heads.items() if name != "causal" and x is not None]
-    if mode == "halo":
-        if not only_heads["causal"]:
-            raise ValueError("causal: expected True with mode='halo', which fetches earlier keys; 'heads' takes False")
-        if given:
-            raise ValueError(f"{given[0]}: expected None with mode='halo'; 'heads' takes it")
-    elif q.shape[2] % slices.ranks:
+    if mode == "halo" and not only_heads["causal"]:
+        raise ValueError("causal: expected True with mode='halo', which fetches earlier keys; 'heads' takes False")
+    if mode == "halo" and given:
+        raise ValueError(f"{given[0]}: expected None with mode='halo'; 'heads' takes it")
+    if mode == "heads" and q.shape[2] % slices.ranks:
         raise ValueError(
             f"mode: expected query heads in a multiple of the {slices.ranks} ranks with 'heads', got "
             f"{q.shape[2]}; 'halo' takes any number"
         )
-    if packed is not None and given:
+    if packed and given:
         raise ValueError(f"{given[0]}: expected None with cu_seqlens")

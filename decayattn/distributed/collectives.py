@@ -1,10 +1,10 @@
-"""Rows that ranks send to one another, and the range of the sequence that each rank holds."""
+"""Collectives of a group, and the slices of a sequence that its ranks hold."""
 
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,8 @@ class Slices(NamedTuple):
         return self.offsets[self.rank]
 
     @property
-    def end(self) -> int:
-        return self.offsets[self.rank + 1]
+    def length(self) -> int:
+        return self.lengths[self.rank]
 
 
 @functools.lru_cache(maxsize=64)
@@ -54,62 +54,53 @@ def _offsets(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # tensors that CUDA graphs read: their addresses must stay valid while the graphs may be replayed
-_of_graphs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+_graph_constants: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """The numbers as an int64 tensor. Cached, because copying new numbers to a GPU synchronises."""
     if compatibility.has_observers():  # a dispatch mode may intercept tensor creation
         return torch.tensor(numbers, dtype=torch.int64, device=device)
-    kept = _kept(numbers, device)
+    constant = _constant(numbers, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _of_graphs.setdefault((numbers, device), kept)
-    return kept
+        return _graph_constants.setdefault((numbers, device), constant)
+    return constant
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def gather(own: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
+def all_gather(own: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     """Every rank's tensor, as (ranks, ·)."""
     everyone = own.new_empty(ranks, *own.shape)
     compatibility.all_gather(everyone, own[None], group)
     return everyone
 
 
-def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send the first rows to rank 0, and so on. Return the rows of every rank, `receive` of each, in order of ranks."""
+def all_to_all(
+    rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup, async_op: bool = False
+) -> tuple[Tensor, Any]:
+    """Send the first rows to rank 0, and so on. Return the rows of every rank, `receive` of each, in order of ranks,
+    and with async_op the work to wait for."""
     received = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
-    return received
-
-
-def all_to_all_beside(
-    rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
-) -> Callable[[], Tensor]:
-    """all_to_all that overlaps with work launched before its result is requested."""
-    received = rows.new_empty(sum(receive), *rows.shape[1:])
-    work = dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group, async_op=True)
-
-    def result() -> Tensor:
-        work.wait()
-        return received
-
-    return result
+    arguments = received, rows.contiguous(), list(receive), list(send)
+    return received, dist.all_to_all_single(*arguments, group=group, async_op=async_op)
 
 
 def pack(parts: Sequence[Tensor], multiple: int = 1) -> Tensor:
     """Tensors (..., ·) joined on the last axis in the dtype of the first, padded to a multiple of bytes.
 
-    Each tensor must either have the dtype of the first, or a wider one (its bits become several values), or a narrower
-    one (converted without loss).
+    Bits of a tensor with a wider dtype become several values; one with a narrower dtype is converted without loss.
     """
     carrier = parts[0].dtype
 
     def carried(x: Tensor) -> Tensor:
-        return x.contiguous().view(carrier) if x.dtype.itemsize > carrier.itemsize else x.to(carrier)
+        if x.dtype.itemsize <= carrier.itemsize:
+            return x.to(carrier)
+        # not contiguous(): it keeps a last dimension of size 1 as it is, with any stride
+        return x.clone(memory_format=torch.contiguous_format).view(carrier)
 
     carriers = [carried(x) for x in parts]
     filling = -sum(x.shape[-1] for x in carriers) % max(1, multiple // carrier.itemsize)

@@ -1,4 +1,4 @@
-"""First collective of every call: the ranks of a group compare their options, or learn that one of them has raised."""
+"""First collective of every call: the ranks compare their options. If one rank raises, all ranks raise."""
 
 import contextlib
 import functools
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decayattn import compatibility
-from decayattn.distributed.exchange import gather, on_device
+from decayattn.distributed.collectives import all_gather, on_device
 
 # upper bound on the compared options of a call: the size of the first collective must not depend on them
-_MOST = 32
+_MAX_OPTIONS = 32
+# gathered instead of a rank's values if it raises
 _RAISED = -1
-# upper bound on the remembered options of a group: lengths may change in every step
-_REMEMBERED = 4096
+_MAX_CACHED = 4096  # options of a group: lengths may change in every step
 # groups, and the options on which their ranks have already agreed
 _agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]]" = weakref.WeakKeyDictionary()
 
@@ -28,7 +28,7 @@ class Option(NamedTuple):
     value: Any  # the same repr on every rank
 
 
-class Handshake:
+class OptionCheck:
     """Context manager around a call: if this rank raises, the ranks that wait for it in a gather raise too.
 
     The last gather comes before the exchange of rows. If a rank raises after it, the others keep waiting.
@@ -41,10 +41,10 @@ class Handshake:
         if self.device.type not in self.device_types:
             self.device = torch.device(self.device_types[0])
         self.options: tuple[Option, ...] = ()
-        self.width = _MOST  # int64 values per rank in the gather that other ranks wait in; 0: none
-        self._met = False
+        self.width = _MAX_OPTIONS  # int64 values per rank in the gather that other ranks wait in; 0: none
+        self._compared = False
 
-    def __enter__(self) -> "Handshake":
+    def __enter__(self) -> "OptionCheck":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -54,23 +54,18 @@ class Handshake:
             return
         with contextlib.suppress(Exception):  # the caller sees this rank's own error
             raised = torch.full((self.width,), _RAISED, dtype=torch.int64, device=self.device)
-            gather(raised, dist.get_world_size(self.group), self.group)
+            all_gather(raised, dist.get_world_size(self.group), self.group)
 
-    def meet(self) -> None:
-        """Compare the options, once per call and before any other collective: with different options, ranks might wait
-        for each other in one.
+    def compare(self) -> None:
+        """Raise ValueError with the name of an option that differs, or RuntimeError if a rank has raised.
 
+        Compares once per call, before any other collective: ranks with other options might wait for each other in it.
         On a GPU the host waits only for the first call with these options in this group. In later calls an assertion on
-        the device fails if the ranks do not agree.
-
-        Raises:
-            ValueError: names an option that differs, and the ranks.
-            RuntimeError: another rank has raised; or a CUDA graph is being captured without an earlier call with these
-                options.
+        the device fails instead. A CUDA graph needs an earlier call.
         """
-        if self._met:
+        if self._compared:
             return
-        self._met = True
+        self._compared = True
         digests = _digests(self.options)
         agreed = _agreed.setdefault(self.group, set())
         known = self.device.type != "cpu" and digests in agreed
@@ -81,7 +76,7 @@ class Handshake:
             )
         own = on_device(digests, self.device)
         self.width = 0
-        everyone = gather(own, dist.get_world_size(self.group), self.group)
+        everyone = all_gather(own, dist.get_world_size(self.group), self.group)
         if known:
             compatibility.assert_on_device(
                 (everyone == own).all(),
@@ -97,7 +92,7 @@ class Handshake:
                     f"{name}: expected the same on every rank of the group, got {value!r} on rank "
                     f"{dist.get_rank(self.group)} and something else on {_ranks(others)}"
                 )
-        if len(agreed) >= _REMEMBERED:
+        if len(agreed) >= _MAX_CACHED:
             agreed.clear()
         agreed.add(digests)
 
@@ -125,9 +120,9 @@ def _device_types(group: dist.ProcessGroup) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _digests(options: tuple[Option, ...]) -> tuple[int, ...]:
-    assert len(options) <= _MOST
+    assert len(options) <= _MAX_OPTIONS
     hashed = (hashlib.blake2b(repr(option).encode(), digest_size=7).digest() for option in options)
-    return *(int.from_bytes(digest, "big") for digest in hashed), *(0,) * (_MOST - len(options))
+    return *(int.from_bytes(digest, "big") for digest in hashed), *(0,) * (_MAX_OPTIONS - len(options))
 
 
 def _ranks(ranks: list[int]) -> str:

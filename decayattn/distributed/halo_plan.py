@@ -1,0 +1,192 @@
+"""The plan of a halo: the keys that a rank fetches from before its slice, and its rows that see any of them.
+
+The bound of backends/planning/halo_bound.py keeps the sum over all keys that are not fetched below a share of the
+tolerance.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from decayattn.distributed.collectives import Slices, all_gather, on_device
+from decayattn.distributed.option_check import OptionCheck, refuse_raised
+from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, is_reset
+
+if TYPE_CHECKING:
+    from decayattn.backends.planning import halo_rows
+
+_NEVER = 2**31 - 1
+
+
+class ViewLimits(NamedTuple):
+    """Limits on how far the rows of a slice see, apart from decay and resets."""
+
+    left: int  # the window; −1: none
+    reach: int | None  # given by the caller
+    cu_seqlens: Tensor | None  # of packed sequences, on the axis of all slices
+    max_seqlen: int = 0
+
+
+@dataclass(frozen=True)
+class HaloPlan:
+    """Keys that every rank fetches. For a batch entry and key head they are all tokens from one up to the rank's slice.
+    """
+
+    slices: Slices
+    begins: Tensor  # (ranks, B·H_kv) int64: that token on the axis of all slices, at most the slice's start
+    kv_heads: int
+    hosts: list[list[int]]  # copy of begins on the host
+    rows: Sequence[int]  # for every rank: its rows from here on see nothing before the slice
+
+    @functools.cached_property
+    def halo(self) -> int:
+        """Number of tokens from this rank's first fetched one to its slice, over all heads."""
+        begin = self.slices.begin
+        return begin - min(self.hosts[self.slices.rank], default=begin)
+
+    @functools.cached_property
+    def send(self) -> list[int]:
+        """Rows (a row is one token of one key head) to send to every rank."""
+        return [self._number(to, self.slices.rank) for to in range(self.slices.ranks)]
+
+    @functools.cached_property
+    def receive(self) -> list[int]:
+        """Rows to receive from every rank."""
+        return [self._number(self.slices.rank, of) for of in range(self.slices.ranks)]
+
+    def _number(self, to: int, of: int) -> int:
+        """Number of rows that rank `to` fetches from rank `of`."""
+        begin, end = self.slices.offsets[of : of + 2]
+        return sum(end - max(first, begin) for first in self.hosts[to] if first < end) if to > of else 0
+
+    @functools.cached_property
+    def segments(self) -> "halo_rows.Segments":
+        """The plan as the kernels' argument."""
+        from decayattn.backends.planning import halo_rows  # imports Triton
+
+        slices = self.slices
+        begin, end = slices.offsets[slices.rank : slices.rank + 2]
+        fetched = [first for firsts in self.hosts[slices.rank + 1 :] for first in firsts]
+        kept = min(end, max(begin, min(fetched, default=end))) - begin
+        return halo_rows.Segments(
+            self.begins, on_device(slices.offsets, self.begins.device), slices.rank, self.kv_heads, slices.length,
+            self.halo, kept, sum(self.send), sum(self.receive),
+        )
+
+
+def tolerance_share(problem: AttentionProblem) -> float:
+    """Tolerance for keys that are not fetched, and again for keys that the call then skips.
+
+    A constant rate has a third share: for the zeros of heads that fetch fewer keys than others, which it cannot hide.
+    Zeros take no more probability than those keys would.
+    """
+    return problem.skip_tolerance / (3 if problem.decay == "constant" else 2)
+
+
+def make_plan(
+    slices: Slices, problem: AttentionProblem, inputs: Inputs, limits: ViewLimits, tolerance: float, check: OptionCheck,
+    prefix: DecayPrefix | None = None,
+) -> tuple[HaloPlan, tuple[Tensor, Tensor] | None]:
+    """Choose the keys that every rank fetches, so that no row loses more than the tolerance. Tolerance 0 fetches all
+    keys that a row sees. Also return skipping.summaries of this rank's slice, or None if the plan did not need them.
+
+    problem and inputs are those of the slice alone. Without packed sequences, a call with no decay or with a reach
+    needs no collective, and the host does not wait for a GPU. Otherwise it waits once, and the check of options comes
+    before the first collective. prefix: that of log_decay, if already computed.
+    """
+    batch, kv_heads = problem.batch, problem.num_kv_heads
+    if limits.reach is not None or (inputs.log_decay is None and limits.cu_seqlens is None):
+        reach = min(x for x in (limits.reach, limits.left, slices.offsets[-1]) if x is not None and x >= 0)
+        rows = slices.lengths if limits.left < 0 else [min(length, limits.left) for length in slices.lengths]
+        firsts = tuple(max(0, begin - reach) for begin in slices.offsets[:-1])
+        begins = on_device(firsts, problem.device)[:, None].expand(slices.ranks, batch * kv_heads)
+        return HaloPlan(slices, begins, kv_heads, [[first] * batch * kv_heads for first in firsts], rows), None
+    found, terms = first_keys(slices, problem, inputs, limits, tolerance, check, prefix)
+    check.width = 0
+    everyone = all_gather(found, slices.ranks, slices.group)
+    hosts = everyone.tolist()
+    refuse_raised(hosts)
+    begins_of_ranks, rows = [values[:-1] for values in hosts], [values[-1] for values in hosts]
+    return HaloPlan(slices, everyone[:, :-1], kv_heads, begins_of_ranks, rows), terms
+
+
+def first_keys(
+    slices: Slices, problem: AttentionProblem, inputs: Inputs, limits: ViewLimits, tolerance: float, check: OptionCheck,
+    prefix: DecayPrefix | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """This rank's HaloPlan.begins and rows, as flat int64, and the summaries of `make_plan`.
+
+    After the check of options the other ranks wait for these values, or for an error instead of them.
+    """
+    begin, length, left = slices.begin, problem.query_length, limits.left
+    lowest, rows = (0, length) if left < 0 else (max(0, begin - left), min(length, left))
+    pairs = problem.batch * problem.num_kv_heads
+    if tolerance == 0 or inputs.log_decay is None:
+        return _first_visible(slices, problem, inputs.log_decay, limits.cu_seqlens, lowest, rows, check), None
+    from decayattn.backends.planning import halo_bound  # imports Triton
+
+    q, k, log_decay = inputs.q, inputs.k, inputs.log_decay
+    cu_seqlens = None if limits.cu_seqlens is None else limits.cu_seqlens.contiguous()
+    place = halo_bound.Place(slices.lengths, slices.rank, on_device(slices.offsets, q.device), lowest, rows, cu_seqlens)
+    launch = halo_bound.launch_for(problem, place, q, k, log_decay, inputs.row_scale)
+    summary = halo_bound.summarise(problem, q, k, log_decay, inputs.any_scale, place.blocks, launch, prefix)
+    check.compare()  # after the launches, so that the GPU is busy meanwhile
+    everyone = all_gather(summary.keys, slices.ranks, slices.group)
+    check.width = pairs + 1
+    if not begin or not pairs:
+        return on_device((0,) * (pairs + 1), q.device), summary.terms
+    return halo_bound.first_keys(problem, place, everyone, summary, tolerance, launch), summary.terms
+
+
+def _first_visible(
+    slices: Slices, problem: AttentionProblem, log_decay: Tensor | None, cu_seqlens: Tensor | None, lowest: int,
+    rows: int, check: OptionCheck,
+) -> Tensor:
+    """`first_keys` without a tolerance: all keys that rows see."""
+    begin, heads, device = slices.begin, (problem.batch, problem.num_heads), problem.device
+    pairs = problem.batch * problem.num_kv_heads
+    if log_decay is not None and problem.decay == "scalar":
+        first_reset, last_reset = _resets(log_decay)
+    check.compare()
+    if problem.decay == "scalar":
+        last_resets = all_gather(last_reset.flatten(), slices.ranks, slices.group).unflatten(1, heads)
+    check.width = pairs + 1
+    if not begin or not pairs:
+        return on_device((0,) * (pairs + 1), device)
+    first, seeing = (torch.full(heads, number, device=device) for number in (lowest, rows))
+    if cu_seqlens is not None:
+        start, end = _sequence_at(cu_seqlens, begin)
+        first, seeing = torch.maximum(first, start), torch.minimum(seeing, (end - begin).clamp(min=0))
+    if log_decay is not None and problem.decay == "constant":
+        seeing = torch.where(is_reset(log_decay), 0, seeing)  # with such a rate a row sees only its own key
+    elif problem.decay == "scalar":
+        seeing = torch.minimum(seeing, first_reset)
+        last_resets = last_resets[: slices.rank].long()
+        offsets = on_device(slices.offsets[: slices.rank], device)[:, None, None]
+        first = torch.maximum(first, torch.where(last_resets < 0, last_resets, last_resets + offsets).amax(0))
+    first = torch.where(seeing > 0, first, begin).clamp(max=begin)
+    seeing = torch.where(first < begin, seeing, 0)
+    return torch.cat([first.unflatten(1, (problem.num_kv_heads, -1)).amin(2).flatten(), seeing.amax()[None]])
+
+
+def _resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, H) int64: the first reset of a slice, or a number above its length; and the last one, or −1."""
+    reset = is_reset(log_decay)
+    token = torch.arange(reset.shape[1], device=reset.device, dtype=torch.int32)[:, None]
+    first = pad(token.where(reset, token.new_full((), _NEVER)), (0, 0, 0, 1), value=_NEVER).amin(1)
+    last = pad(token.where(reset, token.new_full((), -1)), (0, 0, 0, 1), value=-1).amax(1)
+    return first.long(), last.long()
+
+
+def _sequence_at(cu_seqlens: Tensor, token: int) -> tuple[Tensor, Tensor]:
+    """Begin and end of the sequence that contains a token; the token itself, twice, if none does."""
+    cu = cu_seqlens.long().cummax(0).values
+    at = torch.full((), token, device=cu.device)
+    n = torch.searchsorted(cu, at, right=True)
+    inside = (n > 0) & (n < len(cu))
+    return torch.where(inside, cu[(n - 1).clamp(min=0)], at), torch.where(inside, cu[n.clamp(max=len(cu) - 1)], at)

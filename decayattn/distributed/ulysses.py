@@ -1,0 +1,124 @@
+"""Heads mode: an all-to-all gives every rank the whole sequences of some heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+Key heads, repeated to a multiple of the ranks, go to the ranks in turn with their query heads: rates that fall from
+head to head are spread over all ranks.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from decayattn.distributed.collectives import Slices, all_to_all, pack, unpack
+from decayattn.distributed.option_check import OptionCheck
+from decayattn.functional import decay_attention, decay_attention_varlen
+
+
+def attention(
+    slices: Slices, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
+    cu_seqlens: Tensor | None, max_seqlen: int, check: OptionCheck, **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Two exchanges around one call of decay_attention, or of decay_attention_varlen, with these options."""
+    kv_heads = math.lcm(k.shape[2], slices.ranks)
+    per_row: dict[str, Any] = {"log_decay": log_decay, "scale": scale}
+    per_row = {name: x for name, x in per_row.items() if isinstance(x, Tensor) and x.ndim == 3}
+    q, k, v, *exchanged = RowsToHeads.apply(slices, kv_heads, check, q, k, v, *(x[..., None] for x in per_row.values()))
+    options |= {"log_decay": log_decay, "scale": scale}
+    options |= {name: x.squeeze(-1) for name, x in zip(per_row, exchanged, strict=True)}
+    if log_decay is not None and log_decay.ndim == 1:
+        options["log_decay"] = _own_heads(log_decay, 0, slices, kv_heads)
+    for name, axis in (("sink", 0), ("bias", -3)):
+        x = options.get(name)
+        if x is not None and x.ndim >= -axis and x.shape[axis] > 1:
+            options[name] = _own_heads(x, axis, slices, kv_heads)
+    if cu_seqlens is None:
+        result = decay_attention(q, k, v, **options)
+    else:
+        options |= {name: x.squeeze(0) for name, x in options.items() if isinstance(x, Tensor) and x.ndim == 3}
+        result = decay_attention_varlen(
+            q.squeeze(0), k.squeeze(0), v.squeeze(0), cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, **options,
+        )
+        result = result[None] if isinstance(result, Tensor) else (result[0][None], result[1][None])
+    if isinstance(result, Tensor):
+        return HeadsToRows.apply(slices, kv_heads, result)[0]
+    out, lse = result
+    out, lse = HeadsToRows.apply(slices, kv_heads, out, lse.transpose(1, 2)[..., None])
+    return out, lse.squeeze(-1).transpose(1, 2)
+
+
+class RowsToHeads(torch.autograd.Function):
+    """Rows (B, T_r, heads, ·) of all heads → (B, T, heads / ranks, ·): one exchange."""
+
+    @staticmethod
+    def forward(ctx, slices, kv_heads, check, *tensors):
+        ctx.slices, ctx.kv_heads, ctx.heads = slices, kv_heads, [x.shape[2] for x in tensors]
+        repeated = [x.repeat_interleave(kv_heads // x.shape[2], 2) if x.shape[2] < kv_heads else x for x in tensors]
+        return tuple(_to_heads(repeated, kv_heads, slices, check))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        requested = [n for n in range(len(grads)) if ctx.needs_input_grad[n + 3]]
+        result = [None] * len(grads)
+        for n, grad in zip(requested, _to_rows([grads[n] for n in requested], ctx.kv_heads, ctx.slices), strict=True):
+            result[n] = _sum_repeated(grad, ctx.heads[n])
+        return None, None, None, *result
+
+
+class HeadsToRows(torch.autograd.Function):
+    """Inverse of RowsToHeads: rows of some heads (B, T, heads / ranks, ·) → (B, T_r, heads, ·)."""
+
+    @staticmethod
+    def forward(ctx, slices, kv_heads, *tensors):
+        ctx.slices, ctx.kv_heads = slices, kv_heads
+        return tuple(_to_rows(tensors, kv_heads, slices))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return None, None, *_to_heads(grads, ctx.kv_heads, ctx.slices, None)
+
+
+def _to_heads(tensors: Sequence[Tensor], kv_heads: int, slices: Slices, check: OptionCheck | None) -> list[Tensor]:
+    """(B, T_r, heads, ·) → (B, T, heads / ranks, ·); the check of options, if any, comes before the exchange."""
+    parts, ranks = [], slices.ranks
+    for x in tensors:
+        # (B, T_r, own key heads, ranks, their query heads, ·) → (ranks, T_r, B, ·)
+        groups = x.unflatten(2, (kv_heads // ranks, ranks, x.shape[2] // kv_heads))
+        parts.append(groups.permute(3, 1, 0, 2, 4, 5).flatten(3))
+    # q, k and v are read in place, and the kernels need rows of a multiple of 16 bytes
+    own = pack(parts, 16).flatten(0, 1)
+    if check is not None:
+        check.compare()
+    rows, _ = all_to_all(own, [slices.length] * ranks, slices.lengths, slices.group)
+    whole = unpack(rows.transpose(0, 1), parts)
+    return [y.unflatten(-1, (x.shape[2] // ranks, x.shape[3])) for x, y in zip(tensors, whole, strict=True)]
+
+
+def _to_rows(tensors: Sequence[Tensor], kv_heads: int, slices: Slices) -> list[Tensor]:
+    """(B, T, heads / ranks, ·) → (B, T_r, heads, ·)"""
+    ranks = slices.ranks
+    parts = [x.transpose(0, 1).flatten(2) for x in tensors]
+    rows, _ = all_to_all(pack(parts), slices.lengths, [slices.length] * ranks, slices.group)
+    found = unpack(rows.unflatten(0, (ranks, slices.length)), parts)
+    result = []
+    for x, y in zip(tensors, found, strict=True):
+        groups = y.unflatten(-1, (kv_heads // ranks, x.shape[2] * ranks // kv_heads, x.shape[3]))
+        result.append(groups.permute(2, 1, 3, 0, 4, 5).flatten(2, 4))
+    return result
+
+
+def _own_heads(x: Tensor, axis: int, slices: Slices, kv_heads: int) -> Tensor:
+    """This rank's heads of a tensor that has all H heads on an axis."""
+    axis %= x.ndim
+    groups = x.unflatten(axis, (kv_heads // slices.ranks, slices.ranks, x.shape[axis] // kv_heads))
+    return groups.select(axis + 1, slices.rank).flatten(axis, axis + 1)
+
+
+def _sum_repeated(grad: Tensor, heads: int) -> Tensor:
+    """Gradient of heads that may have been repeated. torch.sum adds 16-bit values in float32 and rounds once."""
+    return grad if grad.shape[2] == heads else grad.unflatten(2, (heads, -1)).sum(3)
