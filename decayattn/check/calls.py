@@ -22,7 +22,7 @@ KINDS = {
     "dense": "decay per token",
     "timed": "decay per token, as timed",
     "packed": "growth and resets, packed",
-    "constant": "constant decay, not causal, sink",
+    "constant": "constant decay, two-sided window, sink",
     "plan": "strong decay, far keys skipped",
     "cache": "decay per token, DecayCache",
 }
@@ -58,18 +58,17 @@ class Case:
         def uniform(*shape: int) -> Tensor:
             return torch.rand(shape, generator=generator, device=device)
 
+        tokens = self.batch, self.length
         q, k, v = (
-            torch.randn(
-                self.batch, self.length, heads, self.head_dim, generator=generator, dtype=self.dtype, device=device
-            ) for heads in (self.heads, self.kv_heads, self.kv_heads)
+            torch.randn(*tokens, heads, self.head_dim, generator=generator, dtype=self.dtype, device=device)
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
         )
-        per_token = self.batch, self.length, self.heads
         if self.kind == "constant":
             return q, k, v, -0.2 * uniform(self.heads)
         if self.kind == "packed":
-            log_decay = 0.1 - 0.4 * uniform(*per_token)
-            return q, k, v, log_decay.masked_fill(uniform(*per_token) < 0.02, -math.inf)
-        return q, k, v, {"plan": -1.0, "timed": -0.02}.get(self.kind, -0.2) * uniform(*per_token)
+            log_decay = 0.1 - 0.4 * uniform(*tokens, self.heads)
+            return q, k, v, log_decay.masked_fill(uniform(*tokens, self.heads) < 0.02, -math.inf)
+        return q, k, v, {"plan": -1.0, "timed": -0.02}.get(self.kind, -0.2) * uniform(*tokens, self.heads)
 
     def compare(self, device: torch.device) -> list[Comparison]:
         """Compare every result of the call with its error budget."""
@@ -84,7 +83,8 @@ class Case:
             return verify_attention(q[:, -1:], k, v, log_decay, attend=self.attend_by_cache)[:1]
         options: dict[str, Any] = {}
         if self.kind == "constant":
-            options = {"causal": False, "sink": torch.linspace(-1, 1, self.heads, device=device)}
+            options = {"causal": False, "window_size": (self.length // 2, self.length // 4)}
+            options |= {"sink": torch.linspace(-1, 1, self.heads, device=device)}
         if self.kind == "timed":
             options = {"heads": [(self.batch - 1, self.heads - 1)], "skip_tolerance": None}  # one head: float64 is slow
         if self.kind == "plan" and bool((visited_fraction(q, k, log_decay) == 1).any()):
