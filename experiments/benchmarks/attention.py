@@ -27,12 +27,12 @@ kernels run in Triton's interpreter on small shapes, for their errors alone.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +43,7 @@ from shared.provenance import ROOT
 from benchmarks import harness, peers
 from benchmarks.harness import DECAYS, DIRECTIONS, Case, Prepared, Run, Timings
 from decayattn.backends import registry
+from decayattn.testing import Comparison, verify_attention
 
 # each with its clock, and the seconds that a figure takes by default
 REGIMES: dict[str, tuple[Callable[[float], harness.Timer], float]] = {
@@ -70,8 +71,7 @@ OPTIONS = {
 _TWO_HEADS_UP_TO = 8192
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A peer that is timed under a name, ours with a decay or another library's, on the inputs of its case."""
 
     name: str
@@ -79,9 +79,9 @@ class Kernel:
     peer: peers.Peer
 
     @property
-    def where(self) -> dict[str, str]:
+    def where(self) -> dict[str, Any]:
         """Its place in a report."""
-        return {"case": str(self.case), "kernel": self.name}
+        return {"ours": self.peer.backend is not None, "case": str(self.case), "kernel": self.name}
 
 
 def check_options(options: argparse.Namespace, cuda: bool) -> tuple[str, ...]:
@@ -109,20 +109,19 @@ def measure(run: Run) -> None:
         "seconds": seconds, "kernels": {},
     }
     for size in options.shapes:
-        kernels = kernels_of(size, options)
-        print(f"\n{kernels[0].case}", flush=True)
-        prepared, errors = check(kernels, run)
+        kernels = {kernel.name: kernel for kernel in kernels_of(size, options)}
+        case = next(iter(kernels.values())).case
+        print(f"\n{case}", flush=True)
+        prepared, errors = check(list(kernels.values()), run)
         if run.timed:
             torch.cuda.empty_cache()
             # a backward runs on its forward's stream, and a graph is not captured on the default one
             aside = options.regime == "captured"
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()) if aside else contextlib.nullcontext():
-                timings, failed = harness.time_rounds(prepared, options.rounds, clock(seconds))
-            for kernel in kernels:
-                if kernel.name in failed:
-                    run.missing(kernel.peer.backend is not None, "failed", failed[kernel.name], **kernel.where)
-            found = list(rows(kernels[0].case, timings, errors))
+                calls = {name: prepared[name].parts for name in kernels if name in prepared}
+                timings = run.time(calls, clock(seconds), {name: kernels[name].where for name in calls})
+            found = list(rows(case, timings, errors))
             run.report["rows"] += found
             print(table(found), flush=True)
             run.save()
@@ -156,48 +155,51 @@ def check(kernels: Sequence[Kernel], run: Run) -> tuple[dict[str, Prepared], dic
     for decay in dict.fromkeys(kernel.case.decay for kernel in kernels):
         same = [kernel for kernel in kernels if kernel.case.decay == decay]
         inputs = same[0].case.inputs(run.device, run.options.seed)
-        expected = harness.oracles(same[0].case, inputs)
+        expected = functools.cache(functools.partial(harness.oracle, same[0].case, inputs))
         for kernel in same:
-            case, peer = kernel.case, kernel.peer
-            with run.attempt(peer.backend is not None, **kernel.where):
-                if peer.backend:
-                    heads = [(0, 0)] * (case.length <= _TWO_HEADS_UP_TO) + [(case.batch - 1, case.heads - 1)]
-                    if not run.passed(harness.verify_ours(case, inputs, peer.backend, heads), **kernel.where):
-                        continue
+            name, case, peer = kernel
+            with run.attempt(**kernel.where):
+                if peer.backend and not run.passed(verify_ours(case, inputs, peer.backend), **kernel.where):
+                    continue
                 call = peer.prepare(case, inputs)
                 own = case.decay != "none" and peer.decay != "none"
-                errors[kernel.name] = harness.relative_errors(case, call, expected(own, peer.row_scales))
-                prepared[kernel.name] = call
-                run.report["kernels"][kernel.name] = peer.label
-    return {kernel.name: prepared[kernel.name] for kernel in kernels if kernel.name in prepared}, errors
+                errors[name] = harness.relative_errors(case, call, expected(own, peer.row_scales))
+                prepared[name] = call
+                run.report["kernels"][name] = peer.label
+    return prepared, errors
+
+
+def verify_ours(case: Case, inputs: dict[str, Any], backend: str) -> list[Comparison]:
+    """decay_attention on the inputs that are timed: the first head and the last one, or the last one of long ones."""
+    heads = [(0, 0)] * (case.length <= _TWO_HEADS_UP_TO) + [(case.batch - 1, case.heads - 1)]
+    return verify_attention(
+        *(inputs.get(name) for name in ("q", "k", "v", "log_decay")), scale=inputs.get("scale"), heads=heads,
+        grad_out=inputs["grad_out"], backend=backend, causal=case.causal, skip_tolerance=None,
+    )
 
 
 def rows(case: Case, timings: Timings, errors: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
     """One row per direction: the shape, and of every kernel time, speed, and speed relative to cuDNN's."""
     about = dataclasses.asdict(case)
-    del about["decay"]  # the kernels' names show it
-    for direction in DIRECTIONS:
-        baseline = timings.get((peers.BASELINE, direction))
-        figures = {}
-        for (name, way), times in timings.items():
-            if way == direction:
-                ratios = [b / t for b, t in zip(baseline, times, strict=True)] if baseline else []
-                ms, ms_range = harness.spread(times)
-                figures[name] = {
-                    "ms": ms, "ms_range": ms_range, "tflops": case.tflops(direction, ms),
-                    "ratio_to_cudnn": statistics.median(ratios) if ratios else None, "relative_error": errors[name],
-                }
-        if figures:
-            yield about | {"direction": direction, "kernels": figures}
+    del about["decay"]  # the kernels' names say it
+    for direction in DIRECTIONS if timings else ():
+        baseline, figures = timings.get((peers.BASELINE, direction)), {}
+        for name, times in ((name, times) for (name, way), times in timings.items() if way == direction):
+            ratios = [b / t for b, t in zip(baseline, times, strict=True)] if baseline else []
+            figures[name] = harness.spread(times) | {
+                "tflops": case.tflops(direction, statistics.median(times)), "relative_error": errors[name],
+                "ratio_to_cudnn": statistics.median(ratios) if ratios else None,
+            }
+        yield about | {"direction": direction, "kernels": figures}
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """The rows of one shape: a line per kernel, forward and backward."""
-    head = ["", *(f"{row['direction']} {what}" for row in found for what in ("ms", "TFLOP/s", "/cuDNN"))]
-    names = found[0]["kernels"] if found else ()
-    keys = ("ms", "tflops", "ratio_to_cudnn")
-    cells = {name: [row["kernels"][name][key] for row in found for key in keys] for name in names}
-    return harness.table(head, ([name, *row] for name, row in cells.items()))
+    keys = {"ms": "ms", "TFLOP/s": "tflops", "/cuDNN": "ratio_to_cudnn"}
+    columns = {f"{row['direction']} {label}": (row["kernels"], key) for row in found for label, key in keys.items()}
+    lines = ({"name": name} | {column: kernels[name][key] for column, (kernels, key) in columns.items()}
+             for name in (found[0]["kernels"] if found else ()))
+    return harness.table(lines, "{name}", list(columns))
 
 
 if __name__ == "__main__":

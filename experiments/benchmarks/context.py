@@ -1,31 +1,31 @@
 """Speed and bytes of a sequence over several GPUs, in both modes; correct first. Also calculated for more. Usage::
 
     python experiments/benchmarks/context.py                           # on all GPUs of a machine: tables, JSON, a plot
-    python experiments/benchmarks/context.py --check                   # equality with one process alone, no speeds
+    python experiments/benchmarks/context.py --lengths                 # equality with one process alone, no speeds
     torchrun --nproc-per-node 2 experiments/benchmarks/context.py      # the same, started by torchrun
     python experiments/benchmarks/context.py --simulate results/benchmark_context.json    # 8, 64 and 512 GPUs, on paper
 
-A causal layer's attention, forward and backward, over T tokens: "halo" and "heads" on all ranks compared with one GPU
-alone, without a decay, with one per token of a mean log-decay, and with ALiBi slopes. Results that leave their error
-budget get no speed, and the exit status is 1: first the equality cases, every tensor within the error budget, then out
-and every gradient of the timed inputs within 2 eps of one GPU's. ms is the median over interleaved rounds of the
-slowest rank's mean of calls back to back (one call where that is longer than a round); "both" is a forward and its
+A causal layer's attention, forward and backward, over T tokens. "halo" and "heads" on all ranks are compared with one
+GPU alone: without a decay, with one per token of a mean log-decay, and with ALiBi slopes. Results that leave their
+error budget get no speed, and the exit status is 1: first the equality cases, every tensor within the error budget,
+then out and every gradient of the timed inputs within 2 eps of one GPU's. ms is the median over interleaved rounds of
+the slowest rank's mean of calls back to back (one call where that is longer than a round); "both" is a forward and its
 backward in turns. received counts the bytes that all_to_all_single brings from others, not the gathered summaries of
 the plan; everything counts those of the last rank if it fetched all keys before its slice; bandwidth is that of an
 all-to-all of 256 MiB for the slowest rank. A call adds the results that its --output lacks. Without a GPU there are no
 speeds. Two processes with gloo then run the kernels in Triton's interpreter on small shapes, for their errors and for
 the bytes that they send.
 
---simulate calculates one layer at --simulated tokens, forward and backward. Nothing is run; the model is::
+--simulate calculates one layer at --simulated tokens, forward and backward. Nothing is run. The time of P ranks is
+compute + transfer + rest, one after the other, as the library runs them:
 
-    time of P ranks = compute + transfer + rest, one after the other, as the library runs them
-    compute  = time of one GPU at T, times the share of the rank with the most to do. The time grows as T^e between the
-               two longest lengths that were measured. The share is 1 − ((P − 1) / P)^e of a halo (its last slice sees
-               the most), and 1 / P of heads
-    transfer = bytes / bandwidth. A halo has as many tokens as at the longest length measured, or all before the last
-               slice if that was so there; heads send a token's values in proportion to (P − 1) / P² of T. Up to --node
-               ranks have the bandwidth between those measured. Beyond them each GPU has --network
-    rest     = time of the measured ranks beyond compute and transfer at the shortest length: plans, launches, waits
+* compute: the time of one GPU at T, times the share of the rank with the most to do. The time grows as T^e between the
+  two longest lengths that were measured. The share is 1 − ((P − 1) / P)^e of a halo (its last slice sees the most), and
+  1 / P of heads.
+* transfer: bytes / bandwidth. A halo has as many tokens as at the longest length measured, or all before the last slice
+  if that was so there. Heads send a token's values in proportion to (P − 1) / P² of T. Up to 8 ranks have the bandwidth
+  between those measured. Beyond them each GPU has 50 GB/s (400 Gb/s).
+* rest: the time of the measured ranks beyond compute and transfer at the shortest length: plans, launches, waits.
 
 Left out: that a halo grows with log T, congestion, and ranks that are slower than others.
 """
@@ -34,16 +34,17 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,12 +52,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from shared.plots import frame, length_axis
+from shared.plots import frame
 from shared.provenance import ROOT, command_line
 from shared.report import write
 
 from benchmarks import harness
-from benchmarks.harness import DTYPES, Prepared, Run, spread
+from benchmarks.harness import DTYPES, Prepared, Run, Timings
 from decayattn import decay_attention
 from decayattn.backends import registry
 from decayattn.distributed import context_parallel_attention
@@ -65,9 +66,8 @@ from decayattn.testing import Comparison, verify_attention, verify_attention_var
 
 MODES = ("halo", "heads")
 OPTIONS = {
-    "check": (False, False, "the equality tables alone"),
     "ranks": (max(1, torch.cuda.device_count()), 2, "processes, one for each GPU; torchrun has its own number"),
-    "lengths": ([32768, 65536, 131072, 262144, 524288], [320], "sequence lengths T over all ranks"),
+    "lengths": ([32768, 65536, 131072, 262144, 524288], [320], "sequence lengths T over all ranks; none: equality"),
     "heads": (32, 2, "query heads H"),
     "kv_heads": (8, 1, "key and value heads H_kv"),
     "head_dim": (128, 16, "head dimension D = D_v"),
@@ -81,11 +81,9 @@ OPTIONS = {
     "limit": (300, 300, "seconds after which ranks that wait for another one end"),
     "rounds": (3, 3, "interleaved rounds"),
     "output": harness.output("benchmark_context.json"),
-    "simulate": (None, None, "a report to reckon from, and nothing is run", Path),
+    "simulate": (None, None, "a report to calculate from, and nothing is run", Path),
     "simulated": (2**20, 2**20, "of the calculation: tokens T"),
     "gpus": ([8, 64, 512], [8, 64, 512], "of the calculation: numbers of GPUs"),
-    "node": (8, 8, "of the calculation: GPUs that the measured bandwidth is taken to be between"),
-    "network": (50.0, 50.0, "of the calculation: GB/s that a GPU receives from other machines; 50 is 400 Gb/s"),
 }
 # options that all rows of a report share
 SAME = ("ranks", "heads", "kv_heads", "head_dim", "dtype", "modes", "backend", "check_length", "alone_up_to", "rounds",
@@ -94,6 +92,8 @@ CASES = ("none", "scalar", "scalar, strong", "constant", "resets", "window", "pa
 RATES = ("none", "alibi")
 ALONE = "one GPU"
 FORWARD, BACKWARD, BOTH = TIMED = ("forward", "backward", "both")
+# of the calculation: GPUs that the measured bandwidth is taken to be between, and bytes per second to other machines
+NODE, NETWORK = 8, 50e9
 
 
 def check_options(options: argparse.Namespace, cuda: bool) -> Iterator[str]:
@@ -112,9 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     own = sys.modules[__name__]
     options = harness.parse(own, argv)
-    if options.draw or options.simulate:
-        report = json.loads((options.draw or options.simulate).read_text(encoding="utf-8"))
-        return harness.draw(own, report, options.draw) if options.draw else simulate(report, options, argv)
+    if options.draw:
+        return harness.main(own, argv)
+    if options.simulate:
+        return simulate(json.loads(options.simulate.read_text(encoding="utf-8")), options, argv)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, options.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return work(rank, int(os.environ.get("LOCAL_RANK", rank)), "env://", options, argv)
@@ -134,10 +135,8 @@ def work(rank: int, device: int, store: str, options: argparse.Namespace, argv: 
     torch.set_num_threads(1)
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=options.ranks,
-        timeout=timedelta(seconds=options.limit),
-    )
+    limit = timedelta(seconds=options.limit)
+    dist.init_process_group("nccl" if cuda else "gloo", store, limit, options.ranks, rank)
     quiet = contextlib.nullcontext()
     if rank:
         options.output, quiet = None, contextlib.redirect_stdout(io.StringIO())
@@ -162,12 +161,14 @@ def measure(run: Run) -> None:
     if run.timed and "bandwidth" not in run.report:
         run.report["bandwidth"] = bandwidth(group)
         print(f"all-to-all: a rank receives {run.report['bandwidth'] / 1e9:.0f} GB/s")
+    sizes = options.heads, options.kv_heads, options.head_dim
     checked = {check["dtype"] for check in run.report["checks"]}
     for dtype in dict.fromkeys([options.dtype, "float32"]):
         if dtype not in checked:
             print(f"\n{options.ranks} ranks and one process, T{options.check_length}, {dtype}: error over budget")
-            sizes = options.check_length, options.heads, options.kv_heads, options.head_dim
-            for mode, case, comparisons in equality(group, *sizes, dtype, options.backend, options.seed):
+            for mode, case, comparisons in equality(
+                group, options.check_length, *sizes, dtype, options.backend, options.seed
+            ):
                 ratios = {c.name: c.error / c.budget if c.budget else None for c in comparisons}
                 errors = {c.name: {"over_budget": ratios[c.name], "relative": c.relative_error} for c in comparisons}
                 run.report["checks"].append({"mode": mode, "case": case, "dtype": dtype, "errors": errors})
@@ -175,22 +176,16 @@ def measure(run: Run) -> None:
                 print(f"  {mode:6}{case:16}{said}", flush=True)
                 for c in comparisons:
                     if not c.passed:
-                        run.missing(True, "wrong", f"{c.name} {c.verdict}", case=f"{mode}, {case}, {dtype}")
+                        run.missing("wrong", f"{c.name} {c.verdict}", case=f"{mode}, {case}, {dtype}")
+    run.save()
     measured = {(row["length"], row["decay"]) for row in run.report["rows"]}
-    if not options.check and not run.report["missing"]:
-        shape = options.heads, options.kv_heads, options.head_dim, options.dtype
-        for length in options.lengths:
-            for decay in options.decays:
-                if (length, decay) not in measured:
-                    measure_one(Workload(length, *shape, decay), run, group)
-                    run.save()
+    todo = [Workload(length, *sizes, options.dtype, decay) for length in options.lengths for decay in options.decays]
+    for workload in todo if not run.report["missing"] else ():
+        if (workload.length, workload.decay) not in measured:
+            measure_one(workload, run, group)
 
 
-# ------------------------------------------------------------------------------------------------------------ workloads
-
-
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """One causal sequence; decay is "none", "alibi" (constant slopes) or a mean log-decay per token, as text."""
 
     length: int
@@ -205,8 +200,7 @@ class Workload:
         return f"T{self.length} H{self.heads}/{self.kv_heads} D{self.head_dim} {self.dtype}, decay {decay}"
 
     def everything(self, ranks: int) -> int:
-        """Bytes that the last rank receives in a forward if it fetches all keys, values and log-decays before its
-        slice."""
+        """Bytes that the last rank receives in a forward if it fetches all keys, values and log-decays before it."""
         decays = 4 * self.heads if self.decay not in RATES else 0
         row = 2 * self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize + decays
         return self.length // ranks * (ranks - 1) * row
@@ -214,19 +208,14 @@ class Workload:
     def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
         """q, k, v, grad_out (1, T, heads, D), normal, and log_decay, uniform in [2m, 0] around a mean m; the same on
         every rank."""
-        generator = torch.Generator(device).manual_seed(seed)
+        options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
         heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "grad_out": self.heads}
-        found = {
-            name: torch.randn(1, self.length, number, self.head_dim, generator=generator, device=device).to(
-                DTYPES[self.dtype]
-            )
-            for name, number in heads.items()
-        }
+        found = {name: torch.randn(1, self.length, number, self.head_dim, **options).to(DTYPES[self.dtype])
+                 for name, number in heads.items()}
         if self.decay == "alibi":
             found["log_decay"] = torch.tensor(alibi_log_decay(self.heads), device=device)
         elif self.decay != "none":
-            uniform = torch.rand(1, self.length, self.heads, generator=generator, device=device)
-            found["log_decay"] = 2 * float(self.decay) * uniform
+            found["log_decay"] = 2 * float(self.decay) * torch.rand(1, self.length, self.heads, **options)
         return found
 
 
@@ -238,15 +227,11 @@ def slice_of(length: int, group: dist.ProcessGroup) -> slice:
 
 def prepare(mode: str, inputs: dict[str, Tensor], group: dist.ProcessGroup, backend: str) -> Prepared:
     """A call on leaves of its own; ALONE has whole tensors, a mode this rank's slice."""
-    attend, mine = functools.partial(decay_attention, backend=backend), slice(None)
-    if mode != ALONE:
-        attend = functools.partial(context_parallel_attention, group=group, mode=mode, backend=backend)
-        mine = slice_of(inputs["q"].shape[1], group)
-    leaves = {name: (x[:, mine] if x.ndim > 1 else x).detach().clone() for name, x in inputs.items()}
-    grad_out = leaves.pop("grad_out")
-    for x in leaves.values():
-        x.requires_grad_()
-    return Prepared(attend, leaves, leaves, grad_out)
+    if mode == ALONE:
+        return harness.prepare(functools.partial(decay_attention, backend=backend), inputs)
+    mine = slice_of(inputs["q"].shape[1], group)
+    attend = functools.partial(context_parallel_attention, group=group, mode=mode, backend=backend)
+    return harness.prepare(attend, {name: x[:, mine].clone() if x.ndim > 1 else x for name, x in inputs.items()})
 
 
 def results(call: Prepared) -> dict[str, Tensor]:
@@ -256,7 +241,7 @@ def results(call: Prepared) -> dict[str, Tensor]:
 
 
 def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
-    """Check one workload against one GPU, count the sent bytes, then time it; wrong modes get no speed."""
+    """Check one workload against one GPU, count the bytes, then time it; wrong modes get no speed."""
     options, ranks = run.options, dist.get_world_size(group)
     print(f"\n{workload}", flush=True)
     inputs = workload.inputs(run.device, options.seed)
@@ -268,33 +253,28 @@ def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
         if workload.length % ranks or (mode == "heads" and workload.heads % ranks):
             print(f"  {mode}: {ranks} ranks do not divide this")
             continue
-        calls[mode] = prepare(mode, inputs, group, options.backend)
-        # counted is the second call: the first one may have exchanged what calls before it had in common
+        call = prepare(mode, inputs, group, options.backend)
         if whole is None:
-            calls[mode].forward()
+            call.forward()  # counted is the second call: the first one has something to prepare
         else:
-            found[mode] = differences(calls[mode], whole, group)
+            found[mode] = differences(call, whole, group)
             wrong = objection(found[mode], workload.dtype)
             if wrong:
-                run.missing(True, "wrong", f"differs from one GPU alone: {wrong}", case=f"{workload}: {mode}")
-                del calls[mode]
+                run.missing("wrong", f"differs from one GPU alone: {wrong}", case=f"{workload}: {mode}")
                 continue
-        received[mode] = received_bytes(calls[mode], group)
+        calls[mode], received[mode] = call, received_bytes(call, group)
     del whole
-    timings = {}
+    timings: Timings = {}
     if run.timed:
         if workload.length <= options.alone_up_to:
             calls[ALONE] = prepare(ALONE, inputs, group, options.backend)
         del inputs
-        timings = time_rounds(calls, options.rounds, options.seconds, group)
-    new = list(rows(workload, ranks, received, found, timings))
-    run.report["rows"] += new
-    lines = []
-    for row in new:
-        most, everything = max(row["received"] or [0]), row["everything"] or 1  # of one rank nothing
-        lines.append([f"{row['mode']} {row['direction']}", row["ms"], row["speed_over_alone"], most / 1e6,
-                      most / everything])
-    print(harness.table(["", "ms", "/one GPU", "MB received", "of all"], lines), flush=True)
+        parts = {name: functools.partial(parts_of, call) for name, call in calls.items()}
+        timings = harness.time_rounds(
+            parts, options.rounds, lambda call: _milliseconds(call, options.seconds, group)
+        )
+    run.add(rows(workload, ranks, received, found, timings), "{mode} {direction}",
+            ("ms", "speed_over_alone", "received", "everything"))
     del calls
     if run.timed:
         torch.cuda.empty_cache()
@@ -302,21 +282,17 @@ def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
 
 def rows(
     workload: Workload, ranks: int, received: dict[str, dict[str, list[int]]], found: dict[str, dict[str, float]],
-    timings: dict[tuple[str, str], list[float]],
+    timings: Timings,
 ) -> Iterator[dict[str, Any]]:
     """One row per mode and direction."""
-    for name in [*received, ALONE]:
-        for direction in TIMED:
-            times, alone = timings.get((name, direction)), timings.get((ALONE, direction))
-            ms, ms_range = spread(times) if times else (None, None)
-            if name == ALONE and ms is None:
-                continue
-            yield asdict(workload) | {
-                "ranks": 1 if name == ALONE else ranks, "mode": name, "direction": direction, "ms": ms,
-                "ms_range": ms_range, "speed_over_alone": spread(alone)[0] / ms if alone and ms else None,
-                "received": received.get(name, {}).get(direction), "everything": workload.everything(ranks),
-                "difference": found.get(name),
-            }
+    for name, direction in itertools.product([*received, *[ALONE] * ((ALONE, FORWARD) in timings)], TIMED):
+        times, alone = timings.get((name, direction)), timings.get((ALONE, direction))
+        yield workload._asdict() | (harness.spread(times) if times else {"ms": None, "ms_range": None}) | {
+            "ranks": 1 if name == ALONE else ranks, "mode": name, "direction": direction,
+            "speed_over_alone": statistics.median(alone) / statistics.median(times) if alone and times else None,
+            "received": received.get(name, {}).get(direction), "everything": workload.everything(ranks),
+            "difference": found.get(name),
+        }
 
 
 def received_bytes(call: Prepared, group: dist.ProcessGroup) -> dict[str, list[int]]:
@@ -343,29 +319,14 @@ def received_bytes(call: Prepared, group: dist.ProcessGroup) -> dict[str, list[i
     return {direction: [of_rank[direction] for of_rank in everyone] for direction in received}
 
 
-def time_rounds(
-    calls: dict[str, Prepared], rounds: int, seconds: float, group: dist.ProcessGroup
-) -> dict[tuple[str, str], list[float]]:
-    """(call, direction) → milliseconds of the slowest rank, a mean of calls back to back for every round.
-
-    Both are a forward and its backward in turns, as in a step of training. No rank begins before the others are ready.
-    """
-    found: dict[tuple[str, str], list[float]] = {}
-    for name in harness.interleaved(calls, rounds):
-        call = calls[name]
-        out = call.forward()
-        timed = {
-            FORWARD: call.forward,
-            BACKWARD: lambda call=call, out=out: call.backward(out),
-            BOTH: lambda call=call: call.backward(call.forward()),
-        }
-        for direction, function in timed.items():
-            found.setdefault((name, direction), []).append(_milliseconds(function, seconds, group))
-        del out, timed
-    return found
+def parts_of(call: Prepared) -> Iterator[tuple[str, Callable[[], object]]]:
+    """A forward, a backward, and both in turns, as in a step of training."""
+    yield from call.parts()
+    yield BOTH, lambda: call.backward(call.forward())
 
 
 def _milliseconds(call: Callable[[], object], seconds: float, group: dist.ProcessGroup) -> float:
+    """Mean of calls back to back; no rank begins before the others are ready."""
     each = _slowest(call, 1, group)
     if each >= seconds * 1e3:
         return each  # seconds are minutes of a whole table
@@ -382,7 +343,7 @@ def _slowest(call: Callable[[], object], count: int, group: dist.ProcessGroup) -
 
 
 def bandwidth(group: dist.ProcessGroup, megabytes: int = 256, calls: int = 10) -> float:
-    """Bytes per second that the slowest rank receives from others in an all-to-all of this size in MiB."""
+    """Bytes per second that the slowest rank receives from others in an all-to-all of `megabytes` MiB."""
     ranks = dist.get_world_size(group)
     rows = torch.empty(ranks, megabytes * 2**20 // ranks, dtype=torch.uint8, device="cuda")
     received = torch.empty_like(rows)
@@ -395,47 +356,29 @@ def bandwidth(group: dist.ProcessGroup, megabytes: int = 256, calls: int = 10) -
     return (ranks - 1) * rows[0].nbytes / _slowest(exchange, calls, group) * 1e3
 
 
-# -------------------------------------------------------------------------------------------- checks: right before fast
-
-
 def equality(
     group: dist.ProcessGroup, length: int, heads: int, kv_heads: int, head_dim: int, dtype: str, backend: str, seed: int
 ) -> Iterator[tuple[str, str, list[Comparison]]]:
     """(mode, case, comparisons): out, lse and every gradient of a sequence over all ranks within the budget of one
     process."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    ranks = dist.get_world_size(group)
-    for case in CASES:
-        for mode in MODES:
-            generator = torch.Generator(device).manual_seed(seed)
-            q, k, v = (
-                torch.randn(1, length, number, head_dim, generator=generator, device=device).to(DTYPES[dtype])
-                for number in (heads, kv_heads, kv_heads)
-            )
-            uniform = torch.rand(1, length, heads, generator=generator, device=device)
-            log_decay: Tensor | None = -2 * uniform * (1.0 if case == "scalar, strong" else 0.02)
-            options: dict[str, Any] = {}
-            if case == "none":
-                log_decay = None
-            elif case == "constant":
-                log_decay = torch.linspace(-0.5, 0.0, heads, device=device)
-            elif case == "resets":
-                log_decay = log_decay.masked_fill(uniform < 3 / length, -math.inf)
-            elif case == "window":
-                options["window_size"] = (length // 3, 0)
-            lengths = [length // ranks] * (ranks - 1)
-            attend = whole_attention(group, mode, [*lengths, length - sum(lengths)])
-            given = {"backend": backend, "attend": attend, "heads": [(0, 0), (0, heads - 1)], **options}
-            if case == "packed":
-                third = length // 3
-                offsets = torch.tensor([0, third, third, 2 * third + 5, length - 1], device=device, dtype=torch.int32)
-                given["heads"] = [(0, 0), (2, heads - 1), (3, 1)]
-                found = verify_attention_varlen(
-                    q[0], k[0], v[0], log_decay[0], cu_seqlens_q=offsets, cu_seqlens_k=offsets, **given
-                )
-            else:
-                found = verify_attention(q, k, v, log_decay, **given)
-            yield mode, case, found
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for case, mode in itertools.product(CASES, MODES):
+        mean = {"none": "none", "scalar, strong": "-1"}.get(case, "-0.02")
+        inputs = Workload(length, heads, kv_heads, head_dim, dtype, mean).inputs(device, seed)
+        options: dict[str, Any] = {"backend": backend, "heads": [(0, 0), (0, heads - 1)]}
+        if case == "constant":
+            inputs["log_decay"] = torch.linspace(-0.5, 0.0, heads, device=device)
+        elif case == "resets":  # three per head, on average
+            inputs["log_decay"].masked_fill_(inputs["log_decay"] > -0.04 * 3 / length, -math.inf)
+        elif case == "window":
+            options["window_size"] = (length // 3, 0)
+        elif case == "packed":
+            third = length // 3
+            offsets = torch.tensor([0, third, third, 2 * third + 5, length - 1], device=device, dtype=torch.int32)
+            options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "heads": [(0, 0), (2, heads - 1), (3, 1)]}
+            inputs = {name: x[0] for name, x in inputs.items()}
+        verify = verify_attention_varlen if case == "packed" else verify_attention
+        yield mode, case, verify(**inputs, attend=whole_attention(group, mode, length), **options)
 
 
 def differences(call: Prepared, whole: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, float]:
@@ -453,90 +396,72 @@ def differences(call: Prepared, whole: dict[str, Tensor], group: dist.ProcessGro
 
 
 def objection(errors: dict[str, float], dtype: str) -> str:
-    """Both results are within eps of the truth, or nearly: they may differ by 2 eps of their dtype, and in float32 by
-    what sums that cancel, as those of dλ, lose in any order."""
+    """Errors of over 2 eps, or "": both results are within eps of the truth, or nearly. In float32, sums that cancel,
+    as those of dλ, lose more in any order."""
     allowed = 2 * max(torch.finfo(DTYPES[dtype]).eps, 16 * torch.finfo(torch.float32).eps)
     return ", ".join(f"{name} by {error:.1e}" for name, error in errors.items() if not error <= allowed)
 
 
-def whole_attention(group: dist.ProcessGroup, mode: str, lengths: Sequence[int]) -> Callable:
-    """Function of whole tensors as decay_attention and decay_attention_varlen; every rank attends to its slice.
+def whole_attention(group: dist.ProcessGroup, mode: str, length: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(out, lse) of whole tensors, as decay_attention and decay_attention_varlen; every rank attends to its slice.
 
-    Its first derivatives are those of one loss of the whole results, and all ranks get them.
+    All ranks get all results, and the gradients of one loss of the whole results.
     """
-    rank = dist.get_rank(group)
-    mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    part = length // ranks
+    lengths = [part] * (ranks - 1) + [length - part * (ranks - 1)]
+    mine = slice(rank * part, rank * part + lengths[rank])
 
-    def attend(q, k, v, log_decay=None, *, scale=None, bias=None, sink=None, cu_seqlens_q=None, **given: Any):
+    def attend(
+        *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, Tensor]:
         packed = cu_seqlens_q is not None
         given = {name: x for name, x in given.items() if x is not None}
         if packed:
-            given.pop("cu_seqlens_k")
-            given["cu_seqlens"] = cu_seqlens_q
-            given["max_seqlen"] = max(given.pop("max_seqlen_q"), given.pop("max_seqlen_k"))
-        assert given.pop("return_lse")
-
-        def run(*parts: Tensor | float | None) -> tuple[Tensor, Tensor]:
-            q, k, v, log_decay, scale, sink = parts
-            return context_parallel_attention(
-                q, k, v, log_decay, scale=scale, sink=sink, bias=bias, group=group, mode=mode, lengths=lengths,
-                return_lse=True, **given,
-            )
-
-        tensors = [q, k, v, log_decay, scale, sink]
-        if packed:
-            tensors = [x[None] if isinstance(x, Tensor) and x.ndim > 1 else x for x in tensors]
-        out, lse = _Whole.apply(run, group, mine, sum(lengths), *tensors)
+            del given["cu_seqlens_k"]
+            given |= {"cu_seqlens": cu_seqlens_q, "max_seqlen": max(given.pop(f"max_seqlen_{of}") for of in "qk")}
+        own = [None if x is None else _Shared.apply(x[None] if packed and x.ndim > 1 else x, group)
+               for x in (q, k, v, log_decay)]
+        own = [x[:, mine] if x is not None and x.ndim > 1 else x for x in own]
+        out, lse = context_parallel_attention(*own, group=group, mode=mode, lengths=lengths, **given)
+        out, lse = _Joined.apply(out, 1, mine, group), _Joined.apply(lse, 2, mine, group)
         return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
     return attend
 
 
-class _Whole(torch.autograd.Function):
-    """Each rank runs its slice, and all get all results and gradients."""
+class _Shared(torch.autograd.Function):
+    """A tensor that all ranks have; its gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx, run, group, mine, length, *tensors):
-        ctx.group, ctx.mine = group, mine
-        ctx.by_token = [isinstance(x, Tensor) and x.ndim > 2 and x.shape[1] == length for x in tensors]
-        ctx.leaves = []
-        for x, by_token in zip(tensors, ctx.by_token, strict=True):
-            x = x.detach() if isinstance(x, Tensor) else x
-            x = x[:, mine] if by_token else x
-            ctx.leaves.append(x.requires_grad_() if isinstance(x, Tensor) else x)
-        with torch.enable_grad():
-            ctx.results = run(*ctx.leaves)
-        out, lse = (x.detach() for x in ctx.results)
-        return _joined(out, 1, group), _joined(lse, 2, group)
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, d_out, d_lse):
-        leaves = [x for x in ctx.leaves if isinstance(x, Tensor)]
-        mine = (d_out[:, ctx.mine], d_lse[:, :, ctx.mine])
-        grads = iter(torch.autograd.grad(ctx.results, leaves, mine, materialize_grads=True))
-        found: list[Tensor | None] = []
-        for x, by_token in zip(ctx.leaves, ctx.by_token, strict=True):
-            grad = next(grads) if isinstance(x, Tensor) else None
-            if by_token:
-                grad = _joined(grad, 1, ctx.group)
-            elif grad is not None:
-                dist.all_reduce(grad, group=ctx.group)
-            found.append(grad)
-        return None, None, None, None, *found
+    def backward(ctx, gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
 
 
-def _joined(part: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' consecutive parts, of any lengths, as one tensor."""
-    pieces: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(pieces, part.cpu(), group=group)
-    return torch.cat([piece.to(part.device) for piece in pieces], axis)
+class _Joined(torch.autograd.Function):
+    """The ranks' consecutive parts, of any lengths, as one tensor; the gradient of a rank's part is its slice."""
+
+    @staticmethod
+    def forward(ctx, part, axis, mine, group):
+        ctx.at = (slice(None),) * axis + (mine,)
+        pieces: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(pieces, part.detach().cpu(), group=group)
+        return torch.cat([piece.to(part.device) for piece in pieces], axis)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[ctx.at], None, None, None
 
 
-# ---------------------------------------------------------------------------------------------------------- calculation
-
-
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Rows of one mode with one decay in one direction, and of one GPU alone, both by increasing length."""
 
     own: list[dict[str, Any]]
@@ -548,7 +473,7 @@ class Measured:
         return math.log(last["ms"] / before["ms"]) / math.log(last["length"] / before["length"])
 
     def alone_ms(self, length: int) -> float:
-        """Measured, or beyond what was measured by the exponent."""
+        """Measured, or beyond that by the exponent."""
         last = self.alone[-1]
         measured = next((row["ms"] for row in self.alone if row["length"] == length), None)
         return measured or last["ms"] * (length / last["length"]) ** self.exponent()
@@ -569,13 +494,8 @@ class Measured:
         before = per_token * length * (ranks - 1) / ranks
         return before if received > 0.99 * last["everything"] else min(before, received)
 
-    def rest_ms(self, bandwidth: float) -> float:
-        first = self.own[0]
-        compute = self.share(first["ranks"]) * self.alone_ms(first["length"])
-        return max(0.0, first["ms"] - compute - 1e3 * max(first["received"]) / bandwidth)
-
     def row(self, length: int, ranks: int, bandwidth: float, network: float, node: int) -> dict[str, Any]:
-        """A calculation; its times are None where the heads cannot be dealt out."""
+        """A calculation; its times are None where the ranks do not divide the heads."""
         first = self.own[0]
         row = {key: first[key] for key in ("decay", "mode", "direction")} | {
             "ranks": ranks, "length": length, "exponent": self.exponent(), "one_gpu_ms": self.alone_ms(length)}
@@ -584,48 +504,45 @@ class Measured:
         received = self.bytes_received(length, ranks)
         compute = self.share(ranks) * self.alone_ms(length)
         transfer = 1e3 * received / (bandwidth if ranks <= node else network)
-        rest = self.rest_ms(bandwidth)
+        known = self.share(first["ranks"]) * self.alone_ms(first["length"])
+        rest = max(0.0, first["ms"] - known - 1e3 * max(first["received"]) / bandwidth)
         total = compute + transfer + rest
         return row | {"bytes": received, "compute_ms": compute, "transfer_ms": transfer, "rest_ms": rest, "ms": total,
                       "speed_over_one": self.alone_ms(length) / total}
 
 
 def measured_in(report: dict[str, Any]) -> Iterator[Measured]:
-    """Everything that was measured at two lengths or more, also on one GPU."""
+    """Rows of every mode, decay and direction that was measured at two lengths or more, also on one GPU."""
     found: dict[tuple, list[dict[str, Any]]] = {}
-    for row in sorted(report["rows"], key=lambda row: row["length"]):
-        if row["ms"] and row["direction"] != BOTH:
-            found.setdefault((row["decay"], row["mode"], row["direction"]), []).append(row)
-    keys = dict.fromkeys((row["decay"], row["mode"], row["direction"]) for row in report["rows"])
-    for decay, mode, direction in keys:
-        own, alone = found.get((decay, mode, direction)), found.get((decay, ALONE, direction), [])
+    for row in report["rows"]:
+        found.setdefault((row["decay"], row["mode"], row["direction"]), []).append(row)
+    timed = {key: sorted((row for row in rows if row["ms"]), key=lambda row: row["length"])
+             for key, rows in found.items() if key[2] != BOTH}
+    for (decay, mode, direction), own in timed.items():
+        alone = timed.get((decay, ALONE, direction), [])
         if own and mode != ALONE and len(alone) > 1:
             yield Measured(own, alone)
 
 
 def simulate(report: dict[str, Any], options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Times on more GPUs than were measured, to results/simulate_context.json or --output."""
-    network = options.network * 1e9
     found = [
-        measured.row(options.simulated, ranks, report["bandwidth"], network, options.node)
+        measured.row(options.simulated, ranks, report["bandwidth"], NETWORK, NODE)
         for measured in measured_in(report) for ranks in options.gpus
     ]
-    keys = ("ranks", "bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one")
-    names = ("{decay}, {mode}, {direction}".format(**row) for row in found)
-    print(harness.table(["", *keys], ([name, *map(row.get, keys)] for name, row in zip(names, found, strict=True))))
+    columns = ("ranks", "bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one")
+    print(harness.table(found, "{decay}, {mode}, {direction}", columns))
     # the default of --output is the measured report's, which stays
     output = options.output if "--output" in argv else ROOT / "results/simulate_context.json"
     origin = {key: report[key] for key in ("gpu", "torch", "triton", "cudnn", "commit", "dirty", "date")}
     write({
         **origin, "command": command_line("experiments/benchmarks/context.py", list(argv)), "method": __doc__,
-        "measured": options.simulate.name, "bandwidth": report["bandwidth"], "network": network, "node": options.node,
+        "measured": options.simulate.name, "bandwidth": report["bandwidth"], "network": NETWORK, "node": NODE,
         "measured_ranks": report["ranks"], "length": options.simulated, "rows": found,
     }, output)
     print(f"wrote {output}")
     return 0
 
-
-# --------------------------------------------------------------------------------------------------------------- figure
 
 # colour-blind safe (Okabe and Ito)
 _COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
@@ -634,54 +551,42 @@ _NAMES = {"alibi": "ALiBi", "none": "no decay"}
 
 def draw(report: dict[str, Any]) -> Any:
     """A panel of bytes that a rank receives in a forward over T, and one of speeds of both where there are any."""
-    from matplotlib.figure import Figure  # not for the processes of tests, which check
-
     forward = [row for row in report["rows"] if row["direction"] == FORWARD and row["received"] is not None]
-    if not forward:
-        raise ValueError("report: has no rows to draw")
     both = [row for row in report["rows"] if row["direction"] == BOTH and row["mode"] != ALONE]
     timed = [row for row in both if row["speed_over_alone"] is not None]
-    panels = [(_bytes, forward), *([(_speeds, timed)] if timed else [])]
-    figure = Figure(figsize=(1.0 + 7.0 * len(panels), 4.8), dpi=150, layout="constrained")
-    for (panel, rows), axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        panel(axes, rows)
-        length_axis(axes, sorted({row["length"] for row in rows}))
+    drawn = [(panel, rows) for panel, rows in ((_bytes, forward), (_speeds, timed)) if rows]
+    about = {"gpu": report["gpu"] or "CPU process", **{name: report[name] for name in ("torch", "triton")}}
+    title = "{ranks} × {gpu}, H{heads} H_kv{kv_heads} D{head_dim} {dtype}, torch {torch}, triton {triton}"
+    title = title.format(**forward[0], **about) if forward else ""
+    figure, panels = harness.panels(len(drawn), (1.0 + 7.0 * len(drawn), 4.8), title)
+    for (draw_panel, rows), axes in zip(drawn, panels, strict=True):
+        draw_panel(axes, rows)
         axes.set_xlabel("sequence length")
         frame(axes)
         axes.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    first = forward[0]
-    figure.suptitle(
-        f"{first['ranks']} × {report['gpu'] or 'CPU process'}, H{first['heads']} H_kv{first['kv_heads']} "
-        f"D{first['head_dim']} {first['dtype']}, torch {report['torch']}, triton {report['triton']}", fontsize="medium",
-    )
     return figure
 
 
-def _lines(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, list[dict[str, Any]]]]:
-    decays = list(dict.fromkeys(row["decay"] for row in rows))
-    for mode, style in (("halo", "-"), ("heads", ":")):
-        for decay, colour in zip(decays, _COLOURS, strict=False):
-            own = sorted((r for r in rows if (r["mode"], r["decay"]) == (mode, decay)), key=lambda row: row["length"])
-            if own:
-                yield f"{mode}, {_NAMES.get(decay, f'mean λ {decay}')}", style, colour, own
+def _series(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    decays = dict(zip(dict.fromkeys(row["decay"] for row in rows), _COLOURS, strict=False))
+    for (mode, style), (decay, colour) in itertools.product((("halo", "-"), ("heads", ":")), decays.items()):
+        looks = {"linestyle": style, "color": colour}
+        yield f"{mode}, {_NAMES.get(decay, f'mean λ {decay}')}", {"mode": mode, "decay": decay}, looks
 
 
 def _bytes(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for label, style, colour, own in _lines(rows):
-        if style == "-" or own[0]["decay"] == rows[0]["decay"]:  # heads mode sends the same whatever the decay is
-            label = label if style == "-" else "heads"
-            axes.plot([r["length"] for r in own], [max(r["received"]) for r in own], style, marker="o", color=colour,
-                      label=label)
+    # heads mode sends the same bytes whatever the decay is
+    series = [(label if entries["mode"] == "halo" else "heads", entries, looks) for label, entries, looks in
+              _series(rows) if entries["mode"] == "halo" or entries["decay"] == rows[0]["decay"]]
+    axes.set_yscale("log")
+    harness.lines(axes, rows, lambda row: max(row["received"]), series)
     whole = {row["length"]: row["everything"] for row in rows}
     axes.plot(sorted(whole), [whole[n] for n in sorted(whole)], "--", color="#999999", label="everything")
-    axes.set_yscale("log")
     axes.set_ylabel("bytes that a rank receives, forward")
 
 
 def _speeds(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for label, style, colour, own in _lines(rows):
-        axes.plot([r["length"] for r in own], [r["speed_over_alone"] for r in own], style, marker="o", color=colour,
-                  label=label)
+    harness.lines(axes, rows, lambda row: row["speed_over_alone"], _series(rows))
     axes.axhline(rows[0]["ranks"], color="#999999", linewidth=0.8)
     axes.set_ylabel("speed over one GPU, forward and backward")
 

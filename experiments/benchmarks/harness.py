@@ -5,7 +5,6 @@ part of its report. With draw(report) it has a figure; check_options(options, cu
 """
 
 import contextlib
-import functools
 import json
 import os
 import statistics
@@ -18,12 +17,13 @@ from typing import Any
 
 import torch
 from shared.options import REPORT, parser_of
+from shared.plots import length_axis
 from shared.provenance import ROOT, commit_of, provenance
 from shared.report import resumed, write
 from torch import Tensor
 
 from decayattn import decay_attention
-from decayattn.testing import Comparison, format_table, verify_attention
+from decayattn.testing import Comparison, format_table
 
 DECAYS = ("scalar", "constant", "none")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -33,6 +33,7 @@ BACKWARD_WORK = 2.5
 # float64 scores of the oracle (0.5 GB): of longer sequences it takes the last rows only
 ORACLE_SCORES = 2**26
 
+
 class Absent(Exception):
     """A peer cannot run a case here; the message says why."""
 
@@ -40,9 +41,6 @@ class Absent(Exception):
 def reason(error: Exception) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-
-
-# ----------------------------------------------------------------------------------------------------- cases and inputs
 
 
 @dataclass(frozen=True)
@@ -123,25 +121,26 @@ class Prepared:
         grad_out = self.grad_out if grad_out is None else grad_out
         return torch.autograd.grad(out, list(self.wanted.values()), grad_out, retain_graph=True)
 
+    def parts(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """The calls to time, by direction."""
+        yield "forward", self.forward
+        out = self.forward()
+        yield "backward", lambda: self.backward(out)
+
+
+def prepare(
+    attend: Callable[..., Tensor], inputs: dict[str, Tensor], layout: str = "BTHD", fixed: Sequence[str] = ()
+) -> Prepared:
+    """A call on leaves of its own, which require gradients unless they are `fixed`."""
+    tensors = {name: in_layout(x, layout).contiguous().detach() for name, x in inputs.items()}
+    grad_out = tensors.pop("grad_out")
+    wanted = {name: x.requires_grad_() for name, x in tensors.items() if name not in fixed}
+    return Prepared(attend, tensors, wanted, grad_out, layout)
+
 
 def in_layout(x: Tensor, layout: str) -> Tensor:
     """A tensor of the contract's layout (B, T, H, …) as a view in `layout`, and back: the two are their own inverse."""
     return x.transpose(1, 2) if layout == "BHTD" and x.ndim > 1 else x
-
-
-# -------------------------------------------------------------------------------------------- checks: right before fast
-
-
-def verify_ours(
-    case: Case, inputs: dict[str, Tensor], backend: str, heads: Sequence[tuple[int, int]] | None = None
-) -> list[Comparison]:
-    """decay_attention on the very inputs that are timed: these (batch entry, head) pairs against the budget, the first
-    and the last one by default."""
-    return verify_attention(
-        inputs["q"], inputs["k"], inputs["v"], inputs.get("log_decay"), scale=inputs.get("scale"),
-        grad_out=inputs["grad_out"], backend=backend, causal=case.causal, skip_tolerance=None,
-        heads=[(0, 0), (case.batch - 1, case.heads - 1)] if heads is None else heads,
-    )
 
 
 def oracle_rows(case: Case) -> int:
@@ -170,11 +169,6 @@ def oracle(case: Case, inputs: dict[str, Tensor], decay: bool, row_scales: bool 
     return {"out": out.detach().flatten()} | result
 
 
-def oracles(case: Case, inputs: dict[str, Tensor]) -> Callable[..., dict[str, Tensor]]:
-    """The oracle with and without decay and row scales, each computed when it is first asked for."""
-    return functools.cache(lambda decay, row_scales=True: oracle(case, inputs, decay, row_scales))
-
-
 def relative_errors(case: Case, prepared: Prepared, expected: dict[str, Tensor]) -> dict[str, float]:
     """‖x − x64‖ / ‖x64‖ of out and of every gradient that the peer has, where the oracle has looked."""
     rows = oracle_rows(case)
@@ -192,8 +186,6 @@ def relative_errors(case: Case, prepared: Prepared, expected: dict[str, Tensor])
         for name, x in results.items()
     }
 
-
-# --------------------------------------------------------------------------------------------------------------- clocks
 
 # milliseconds of a call
 Timer = Callable[[Callable[[], object]], float]
@@ -247,7 +239,7 @@ def captured_timer(seconds: float) -> Timer:
 
 
 def captured(call: Callable[[], object], copies: int = 1, stream: Any = None) -> Any:
-    """A CUDA graph of some calls."""
+    """A CUDA graph of `copies` calls."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(copies):
@@ -267,7 +259,7 @@ def back_to_back(call: Callable[[], object], count: int) -> float:
 
 
 def _milliseconds(call: Callable[[], object], count: int, asleep: int) -> list[float]:
-    """Times of `count` calls, after the device has slept for some of its clock cycles."""
+    """Times of `count` calls, after the device has slept for `asleep` clock cycles."""
     cache = torch.empty(_CACHE, dtype=torch.int8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     torch.cuda.synchronize()
@@ -288,34 +280,36 @@ def interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
         yield from order[:: -1 if number % 2 else 1]
 
 
-# by name and direction, milliseconds of every round
+# by name and part (a direction, say), the figures of every round
 Timings = dict[tuple[str, str], list[float]]
+Parts = Callable[[], Iterable[tuple[str, Callable[[], Any]]]]
 
 
-def time_rounds(prepared: dict[str, Prepared], rounds: int, timer: Timer) -> tuple[Timings, dict[str, str]]:
-    """(timings, reasons of the peers that failed). Only one peer's graph is alive at a time."""
-    timings: Timings = {(name, direction): [] for name in prepared for direction in DIRECTIONS}
-    failed: dict[str, str] = {}
-    for name in interleaved(prepared, rounds):
-        if name in failed:
+def time_rounds(
+    calls: dict[str, Parts], rounds: int, timer: Callable[[Any], float], failed: dict[str, str] | None = None
+) -> Timings:
+    """Time the parts of all calls; only one call's parts, and their graph, are alive at a time.
+
+    failed: receives the reason of each call that raises, and the others go on. With None it raises.
+    """
+    timings: Timings = {}
+    for name in interleaved(calls, rounds):
+        if failed and name in failed:
             continue
-        call = prepared[name]
         try:
-            timings[name, "forward"].append(timer(call.forward))
-            out = call.forward()
-            timings[name, "backward"].append(timer(lambda call=call, out=out: call.backward(out)))
-            del out
-        except Exception as error:  # out of memory, say: the other peers go on
+            for part, figure in ((part, timer(call)) for part, call in calls[name]()):
+                timings.setdefault((name, part), []).append(figure)
+        except Exception as error:  # out of memory, say
+            if failed is None:
+                raise
             failed[name] = reason(error)
-    return {key: times for key, times in timings.items() if key[0] not in failed}, failed
+            timings = {key: figures for key, figures in timings.items() if key[0] != name}
+    return timings
 
 
-def spread(values: Sequence[float]) -> tuple[float, list[float]]:
-    """Median, and [least, largest]."""
-    return statistics.median(values), [min(values), max(values)]
-
-
-# ------------------------------------------------------------------------------------------------------------- the run
+def spread(values: Sequence[float], name: str = "ms") -> dict[str, Any]:
+    """Entries of a row: the median under `name`, and [least, largest] under `name`_range."""
+    return {name: statistics.median(values), f"{name}_range": [min(values), max(values)]}
 
 
 def machine() -> tuple[str, bool]:
@@ -335,43 +329,60 @@ class Run:
         self.report: dict[str, Any] = provenance(script, argv, options.commit)
         self.report |= {"method": method, "rounds": options.rounds, "checks": [], "missing": [], "rows": []}
 
+    def add(self, rows: Iterable[dict[str, Any]], label: str, columns: Sequence[str], to: str = "rows") -> None:
+        """Add rows to the report, write it, and print them as a table."""
+        found = list(rows)
+        self.report[to] += found
+        self.save()
+        print(table(found, label, columns), flush=True)
+
     def resume(self, **setup: Any) -> None:
         """Go on with the report of an earlier call with the same code, machine and setup, if there is one."""
         self.report = resumed(self.report | {"setup": setup}, self.options.output)
 
-    def missing(self, ours: bool, kind: str, why: str, **where: str) -> None:
-        """Record what has no figure, and why; kind is "wrong", "failed" or "absent"."""
+    def missing(self, kind: str, why: str, ours: bool = True, **where: str) -> None:
+        """Record the reason for a missing figure; kind is "wrong", "failed" or "absent"."""
         self.report["missing"].append(where | {"ours": ours, "kind": kind, "reason": why})
         print(f"  {', '.join(where.values())}: {kind}: {why}", flush=True)
 
     @contextlib.contextmanager
-    def attempt(self, ours: bool = True, **where: str) -> Iterator[None]:
-        """Record exceptions raised here: the others go on, and one of ours fails the run."""
+    def attempt(self, **where: Any) -> Iterator[None]:
+        """Record an exception: the others go on, and one of ours fails the run."""
         try:
             yield
         except Absent as error:
-            self.missing(ours, "absent", str(error), **where)
+            self.missing("absent", str(error), **where)
         except Exception as error:
-            self.missing(ours, "failed", reason(error), **where)
+            self.missing("failed", reason(error), **where)
 
-    def passed(self, comparisons: Sequence[Comparison], **where: str) -> bool:
-        """Record a check; what leaves the error budget gets no speed."""
+    def time(
+        self, calls: dict[str, Parts], timer: Callable[[Any], float], where: dict[str, dict[str, Any]]
+    ) -> Timings:
+        """Interleaved timings of the calls that do not fail. where: arguments of `missing`, by a call's name."""
+        failed: dict[str, str] = {}
+        timings = time_rounds(calls, self.options.rounds, timer, failed)
+        for name, why in failed.items():
+            self.missing("failed", why, **where[name])
+        return timings
+
+    def passed(self, comparisons: Sequence[Comparison], **where: Any) -> bool:
+        """Record a check; a result outside its error budget gets no speed."""
         outside = [c.name for c in comparisons if not c.passed]
         return self.right(outside, format_table(comparisons).splitlines(), **where)
 
-    def right(self, outside: Sequence[str], table: list[str], **where: str) -> bool:
-        """The same of what was found to be outside."""
+    def right(self, outside: Sequence[str], table: list[str], ours: bool = True, **where: str) -> bool:
+        """Record a check with these tensors outside of the error budget."""
         self.report["checks"].append(where | {"table": table})
         if outside:
             print("\n".join(table))
             why = f"{', '.join(outside)} outside the error budget: no speed is reported"
-            self.missing(True, "wrong", why, **where)
+            self.missing("wrong", why, ours, **where)
         else:
             print(f"  {', '.join(where.values())}: within the error budget", flush=True)
         return not outside
 
     def save(self) -> None:
-        """Write the report so far: a run that is cut off keeps what it has."""
+        """Write the report; a run that is cut off keeps its rows."""
         if self.options.output:
             write(self.report, self.options.output)
 
@@ -430,24 +441,43 @@ def draw(module: Any, report: dict[str, Any], output: Path) -> int:
     return 0
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Aligned columns for a terminal; numbers that are None are dashes, others have four digits."""
+def panels(count: int, size: tuple[float, float], title: str, **options: Any) -> tuple[Any, Sequence[Any]]:
+    """(figure, its panels in a row). size: inches. options: of Figure.subplots. Raises ValueError for no panel."""
+    from matplotlib.figure import Figure  # not for the processes of tests, which draw nothing
+
+    if not count:
+        raise ValueError("report: has no rows to draw")
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    return figure, figure.subplots(1, count, squeeze=False, **options)[0]
+
+
+def lines(
+    panel: Any, rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float],
+    series: Iterable[tuple[str, dict[str, Any], dict[str, Any]]],
+) -> None:
+    """Values over the sequence length: a line per series (label, entries that its rows have, looks)."""
+    for label, entries, looks in series:
+        own = sorted((row for row in rows if entries.items() <= row.items()), key=lambda row: row["length"])
+        if own:
+            panel.plot([row["length"] for row in own], list(map(value, own)), marker="o", label=label, **looks)
+    length_axis(panel, sorted({row["length"] for row in rows}))
+
+
+def table(rows: Iterable[dict[str, Any]], label: str, columns: Sequence[str]) -> str:
+    """Rows as aligned lines for a terminal, which begin with `label`, a format of entries. None and entries that a row
+    lacks are dashes, other numbers have four digits."""
 
     def said(x: Any) -> str:
         return "–" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x)
 
-    lines = [list(head), *([said(x) for x in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [["", *columns], *([label.format(**row), *(said(row.get(key)) for key in columns)] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  " + "  ".join(cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in
                          enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines
+        for line in cells
     )
-
-
-def before_commit(options: Namespace) -> str | None:
-    """For the report; None without another version, and where it is not known."""
-    return options.before and (options.before_commit or commit_of(options.before))
 
 
 def tree(text: str) -> Path:
@@ -457,13 +487,16 @@ def tree(text: str) -> Path:
     return Path(text)
 
 
+def before_commit(options: Namespace) -> str | None:
+    """For the report; None without another version, and where it is not known."""
+    return options.before and (options.before_commit or commit_of(options.before))
+
+
 # another version of the package, measured in the same rounds
 BEFORE = {
     "before": (None, None, "a checkout of another commit, to measure in the same rounds", tree),
     "before_commit": (None, None, "its commit, for a copy whose git does not know", str),
 }
-
-
 DTYPE = ("bfloat16", "float32", "dtype of q, k, v", DTYPES)
 
 

@@ -15,10 +15,11 @@ host times of the eager reference are printed, which says nothing about kernels.
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import decayattn
 from benchmarks import harness, peers
-from benchmarks.harness import Case, Run
+from benchmarks.harness import Case, Parts, Run
 from decayattn.backends import registry
 
 OPTIONS = {
@@ -56,43 +57,57 @@ def measure(run: Run) -> None:
     for head_dim in options.head_dims:
         case = Case(options.batch, options.heads, options.length, head_dim, options.dtype, "scalar", -0.01)
         print(f"\n{case}", flush=True)
-        inputs = case.inputs(run.device, run.options.seed)
+        inputs = case.inputs(run.device, options.seed)
         chosen = [peers.OTHERS[name] for name in options.peers]
         chosen += [peers.ours(b, version=v, skip_tolerance="auto") for v in versions for b in options.backends]
-        steps: dict[str, dict[str, Step]] = {column: {} for column in COLUMNS}
+        calls: dict[str, Parts] = {}
         for peer in chosen:
-            with run.attempt(peer.backend is not None, case=str(case), peer=peer.name):
+            with run.attempt(ours=peer.backend is not None, case=str(case), peer=peer.name):
                 call = peer.prepare(case, inputs)
-                add(steps, peer.name, lambda call=call: call.backward(call.forward()), run)
-        steps["one_thread_us"] = dict(steps["host_us"])
-        if options.packed:
-            for backend in options.backends:
-                for version in versions:
-                    package = version or decayattn
-                    for totals, what in ((1, "packed"), (options.calls * options.rounds + 3, "other totals")):
-                        step = packed_step(case, totals, package.decay_attention_varlen, backend, run.device)
-                        add(steps, f"decayattn {backend}, {what}{' before' if version else ''}", step, run, False)
-        found = list(rows(case, head_dim, times_of(steps, run)))
-        run.report["rows"] += found
-        print(harness.table(["µs", *COLUMNS], ([row["peer"], *map(row.get, COLUMNS)] for row in found)), flush=True)
+                step = functools.partial(lambda call: call.backward(call.forward()), call)
+                calls[peer.name] = functools.partial(parts, step, run, warm(step, graph=run.timed))
+        for backend, version in itertools.product(options.backends, versions) if options.packed else ():
+            for totals, what in ((1, "packed"), (options.calls * options.rounds + 3, "other totals")):
+                attend = (version or decayattn).decay_attention_varlen
+                step = packed_step(case, totals, attend, backend, run.device)
+                warm(step, graph=False)
+                timed = functools.partial(host_microseconds, step, options.calls, run.device)
+                name = f"decayattn {backend}, {what}{' before' if version else ''}"
+                calls[name] = functools.partial(iter, [("host_us", timed)])
+        timings = harness.time_rounds(calls, options.rounds, lambda timed: timed())
+        about = {"case": str(case), "head_dim": head_dim}
+        rows: dict[str, dict[str, Any]] = {name: about | {"peer": name} for name in calls}
+        for (name, column), microseconds in timings.items():
+            rows[name] |= harness.spread(microseconds, column)
+        run.add(rows.values(), "{peer}", COLUMNS)
 
 
-def add(steps: dict[str, dict[str, Step]], name: str, step: Step, run: Run, graph: bool = True) -> None:
-    """A call to time, warm, and its launches as a CUDA graph."""
+def warm(step: Step, graph: bool) -> Step | None:
+    """Three calls; then the replay of a call's launches as a CUDA graph, if asked for."""
     for _ in range(3):
         step()
-    if run.timed and graph:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
-        steps["graph_us"][name] = harness.captured(step).replay
-    steps["host_us"][name] = step
+    if not graph:
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    return harness.captured(step).replay
+
+
+def parts(step: Step, run: Run, replay: Step | None) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Functions that measure a call's microseconds, by column."""
+    host = functools.partial(host_microseconds, step, run.options.calls, run.device)
+    yield "host_us", host
+    with torch.autograd.set_multithreading_enabled(False):
+        yield "one_thread_us", host
+    if replay:
+        yield "graph_us", lambda: harness.burst_timer(0.006)(replay) * 1e3
 
 
 def packed_step(case: Case, totals: int, attend: Callable[..., torch.Tensor], backend: str, device: str) -> Step:
-    """A call on one of the totals after the other; the last total is the longest."""
+    """A call on `totals` numbers of tokens in turns, the last of which is the largest."""
     longest = case.length + totals - 1
     inputs = dataclasses.replace(case, batch=1, length=longest).inputs(device, seed=0)
     memory = [inputs[name].detach().squeeze(0) for name in ("q", "k", "v", "log_decay")]
@@ -111,19 +126,6 @@ def packed_step(case: Case, totals: int, attend: Callable[..., torch.Tensor], ba
     return step
 
 
-def times_of(steps: dict[str, dict[str, Step]], run: Run) -> dict[str, dict[str, list[float]]]:
-    """By call and column, microseconds of every round."""
-    times: dict[str, dict[str, list[float]]] = {name: {key: [] for key in COLUMNS} for name in steps["host_us"]}
-    for _ in range(run.options.rounds):
-        for column in ("host_us", "one_thread_us"):
-            with torch.autograd.set_multithreading_enabled(column == "host_us"):
-                for name, step in steps[column].items():
-                    times[name][column].append(host_microseconds(step, run.options.calls, run.device))
-        for name, replay in steps["graph_us"].items():
-            times[name]["graph_us"].append(harness.burst_timer(0.006)(replay) * 1e3)
-    return times
-
-
 def host_microseconds(step: Step, calls: int, device: str) -> float:
     """The clock per call of a series that nothing waits for."""
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -134,16 +136,6 @@ def host_microseconds(step: Step, calls: int, device: str) -> float:
     elapsed = time.perf_counter() - start
     synchronise()
     return elapsed / calls * 1e6
-
-
-def rows(case: Case, head_dim: int, times: dict[str, dict[str, list[float]]]) -> Any:
-    """A row for every call: medians and ranges of the columns that it has."""
-    for name, series in times.items():
-        row: dict[str, Any] = {"case": str(case), "head_dim": head_dim, "peer": name}
-        for key, own in series.items():
-            if own:
-                row[key], row[f"{key}_range"] = harness.spread(own)
-        yield row
 
 
 if __name__ == "__main__":

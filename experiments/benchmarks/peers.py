@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import decayattn
-from benchmarks.harness import Absent, Case, Prepared, in_layout, reason
+from benchmarks.harness import Absent, Case, Prepared, prepare, reason
 
 BASELINE = "cudnn"
 Attend = Callable[..., Tensor]
@@ -53,17 +53,10 @@ class Peer:
         # the graph is kept to time one backward many times, so no buffer of it may be given away
         functorch_config.donated_buffer = False
         attend = self.build(case, inputs["q"].device)
-        tensors = {name: in_layout(x, self.layout).contiguous() for name, x in inputs.items()}
-        grad_out = tensors.pop("grad_out")
-        if self.decay == "none":
-            tensors.pop("log_decay", None)
-        if not self.row_scales:
-            tensors.pop("scale", None)
-        tensors = {name: x.detach() for name, x in tensors.items()}
-        wanted = {name: x for name, x in tensors.items() if name != "log_decay" or self.decay == "learned"}
-        for x in wanted.values():
-            x.requires_grad_()
-        return Prepared(attend, tensors, wanted, grad_out, self.layout)
+        left = {"log_decay"} if self.decay == "none" else set()
+        left |= set() if self.row_scales else {"scale"}
+        own = {name: x for name, x in inputs.items() if name not in left}
+        return prepare(attend, own, self.layout, fixed=["log_decay"] * (self.decay == "fixed"))
 
 
 def ours(backend: str, decay: bool = True, *, version: ModuleType | None = None, **options: object) -> Peer:

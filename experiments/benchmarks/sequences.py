@@ -24,6 +24,7 @@ import copy
 import functools
 import math
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,21 +34,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from toy_lm.model import BYTES, ByteLM
 
 from benchmarks import harness
-from benchmarks.harness import BACKWARD_WORK, DECAYS, DIRECTIONS, DTYPES, Case, Prepared, Run, Timings, spread
+from benchmarks.harness import BACKWARD_WORK, DECAYS, DIRECTIONS, DTYPES, Case, Parts, Prepared, Run, Timings, spread
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen
 from decayattn.backends import registry
 from decayattn.nn import CapturedStep, DecayCache, ScalarDecay
-from decayattn.problem import AttentionProblem, Inputs
+from decayattn.problem import Inputs
 from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
-from decayattn.testing.attention import Budget
-from decayattn.testing.call import Arguments, Call, bounds_of
 
 OPTIONS = {
     "what": (["packed", "decode", "generate"],) * 2 + ("parts to run", ("packed", "decode", "generate")),
@@ -92,10 +90,8 @@ def measure(run: Run) -> None:
         PARTS[part](run)
         if cuda:
             torch.cuda.empty_cache()
-        run.save()
+    run.save()
 
-
-# --------------------------------------------------------------------------------------------------------------- packed
 
 # what the others are compared with: a dense batch of long sequences, and one of as many tokens with as many visible
 # pairs as the packed documents have
@@ -135,11 +131,10 @@ class Workload:
         """q, k, v, grad_out and log_decay, as Case draws them."""
         batch, length = (1, sum(self.lengths)) if self.packed else (len(self.lengths), self.lengths[0])
         case = Case(batch, self.heads, length, self.head_dim, self.dtype, "scalar", self.mean_log_decay)
-        inputs = case.inputs(device, seed)
-        return {name: x[0] for name, x in inputs.items()} if self.packed else inputs
+        return {name: x[0] if self.packed else x for name, x in case.inputs(device, seed).items()}
 
     def options(self, backend: str, device: str) -> dict[str, Any]:
-        """Arguments of the call, those that say where packed sequences are among them."""
+        """Arguments of the call, the bounds of packed sequences among them."""
         window = None if self.left < 0 else (self.left, 0)
         found: dict[str, Any] = {"window_size": window, "skip_tolerance": None, "backend": backend}
         if self.packed:
@@ -152,16 +147,12 @@ class Workload:
         by_length = sorted(range(len(self.lengths)), key=lambda n: self.lengths[n])
         judged = {(by_length[-1], 0), (by_length[0], self.heads - 1), (len(self.lengths) - 1, self.heads // 2)}
         verify = verify_attention_varlen if self.packed else verify_attention
-        return verify(
-            *(inputs[name] for name in ("q", "k", "v", "log_decay")), grad_out=inputs["grad_out"],
-            heads=sorted(judged), **self.options(backend, inputs["q"].device.type),
-        )
+        return verify(**inputs, heads=sorted(judged), **self.options(backend, inputs["q"].device.type))
 
     def prepare(self, inputs: dict[str, Tensor], backend: str, device: str) -> Prepared:
         """The call with its tensors, those that require gradients."""
-        wanted = {name: inputs[name].detach().requires_grad_() for name in ("q", "k", "v", "log_decay")}
         attend = decay_attention_varlen if self.packed else decay_attention
-        return Prepared(functools.partial(attend, **self.options(backend, device)), wanted, wanted, inputs["grad_out"])
+        return harness.prepare(functools.partial(attend, **self.options(backend, device)), inputs)
 
 
 def visible_pairs(length: int, left: int = -1) -> int:
@@ -197,42 +188,35 @@ def packed(run: Run) -> None:
     for head_dim in options.packed_head_dims:
         print(f"\npacked sequences and a sliding window, D {head_dim}", flush=True)
         chosen = {workload.name: workload for workload in workloads(options, head_dim)}
-        prepared: dict[str, Prepared] = {}
-        for name, workload in chosen.items():
-            where = {"section": "packed", "case": str(workload)}
+        prepared: dict[str, Parts] = {}
+        places = {name: {"section": "packed", "case": str(workload)} for name, workload in chosen.items()}
+        for (name, workload), where in zip(chosen.items(), places.values(), strict=True):
             with run.attempt(**where):
                 inputs = workload.inputs(run.device, options.seed)
                 if run.passed(workload.verify(inputs, options.backend), **where):
-                    prepared[name] = workload.prepare(inputs, options.backend, run.device)
+                    prepared[name] = workload.prepare(inputs, options.backend, run.device).parts
         if run.timed:
-            timings, failed = harness.time_rounds(prepared, options.rounds, harness.burst_timer(options.seconds))
-            for name, why in failed.items():
-                run.missing(True, "failed", why, section="packed", case=str(chosen[name]))
-            found = list(packed_rows(chosen, timings))
-            run.report["packed"] += found
+            timings = run.time(prepared, harness.burst_timer(options.seconds), places)
             keys = ("ms", "tflops", "ratio_to_dense", "ratio_to_alike")
-            lines = ([f"{row['workload']} {row['direction']}", *map(row.get, keys)] for row in found)
-            print(harness.table(["", *keys], lines))
+            run.add(packed_rows(chosen, timings), "{workload} {direction}", keys, to="packed")
 
 
 def packed_rows(chosen: dict[str, Workload], timings: Timings) -> Iterator[dict[str, Any]]:
     """One row per workload and direction; ratios compare TFLOP/s, above 1 is faster than the dense call."""
-    speeds = {(name, way): chosen[name].flops(way) / spread(times)[0] / 1e9 for (name, way), times in timings.items()}
+    speeds = {(name, way): chosen[name].flops(way) / statistics.median(times) / 1e9
+              for (name, way), times in timings.items()}
     for (name, direction), times in timings.items():
-        workload, (ms, ms_range), speed = chosen[name], spread(times), speeds[name, direction]
+        workload, speed = chosen[name], speeds[name, direction]
         flops = workload.flops(direction)
         dense, alike = speeds.get((DENSE, direction)), speeds.get((ALIKE, direction))
-        yield {
+        yield spread(times) | spread([flops / ms / 1e9 for ms in times], "tflops") | {
             "workload": name, "case": str(workload), "direction": direction, "heads": workload.heads,
             "head_dim": workload.head_dim, "dtype": workload.dtype, "sequences": len(workload.lengths),
-            "tokens": sum(workload.lengths), "left": workload.left, "flops": flops, "ms": ms, "ms_range": ms_range,
-            "tflops": speed, "tflops_range": [flops / bound / 1e9 for bound in reversed(ms_range)],
+            "tokens": sum(workload.lengths), "left": workload.left, "flops": flops, "tflops": speed,
             "ratio_to_dense": speed / dense if dense else None,
             "ratio_to_alike": speed / alike if alike and workload.packed else None,
         }
 
-
-# --------------------------------------------------------------------------------------------------------------- decode
 
 COPY = "copy"  # what the steps are compared with
 PAGED = ", paged"  # after the name of a decay: the cache is in pages of PAGE tokens, in random order
@@ -300,36 +284,23 @@ class Step:
         return lambda: decode(given, lengths, alpha=alpha, block_table=inputs.get("block_table"))
 
 
-@torch.no_grad()
 def verify_step(step: Step, inputs: dict[str, Tensor], decay: str, results: tuple[Tensor, Tensor]) -> list[Comparison]:
-    """out and lse of two key heads' queries against the error budget of decayattn.testing around float64.
-
-    They are those of the first key head of the first entry, and of the last one of the last entry.
-    """
-    comparisons = []
-    group = step.heads // step.kv_heads
+    """out and lse against the error budget: the queries of the first key head of the first entry, and of the last one
+    of the last entry."""
+    comparisons, group = [], step.heads // step.kv_heads
     for entry, kv_head in dict.fromkeys([(0, 0), (step.batch - 1, step.kv_heads - 1)]):
         own, heads = slice(entry, entry + 1), slice(kv_head * group, (kv_head + 1) * group)
-        q = inputs["q"][own, :, heads]
+        tested = results[0][own, :, heads], results[1][own, heads]
         k, v = (inputs[name][own, :, kv_head : kv_head + 1] for name in ("keys", "values"))
-        log_decay = None
-        if decay == "constant":
-            log_decay = inputs["rates"][heads]
-        elif decay == "scalar":
-            log_decay = inputs["log_decay"][own, :, heads]
-        problem = AttentionProblem.of(q, v, log_decay, row_scale=None, causal=True)
-        all_bounds = bounds_of(problem, None)
-        pairs = tuple((bounds, head) for bounds in all_bounds for head in range(group))
-        # a step has no gradients: they are evaluated for zeros, and left aside
-        grad_lse = q.new_zeros(1, group, 1, dtype=problem.accumulator_dtype)
-        arguments = Arguments(q, k, v, log_decay, None, None, None)
-        call = Call(arguments, torch.zeros_like(q), grad_lse, all_bounds, pairs, problem)
-        with torch.enable_grad():
-            x64 = call.oracle()
-        out, lse = results
-        tested = {"out": out[own, :, heads], "lse": lse[own, heads]}
-        for found in Budget(call, {name: x64[name] for name in tested}).judge(tested):
-            comparisons.append(replace(found, head=(entry, kv_head * group + found.head[1])))
+        log_decay = {"scalar": inputs["log_decay"][own, :, heads], "constant": inputs["rates"][heads]}.get(decay)
+
+        def attend(*, tested: tuple[Tensor, Tensor] = tested, **inputs: Any) -> list[Tensor]:
+            # a step has no gradients: they are 0, as the oracle's for zeros, and left aside
+            return [x + sum(y[:0].sum() for y in inputs.values() if isinstance(y, Tensor)) for x in tested]
+
+        gradients = {"grad_out": torch.zeros_like(tested[0]), "grad_lse": torch.zeros_like(tested[1])}
+        found = verify_attention(inputs["q"][own, :, heads], k, v, log_decay, attend=attend, **gradients)
+        comparisons += [replace(c, head=(entry, heads.start + c.head[1])) for c in found if c.name in ("out", "lse")]
     return comparisons
 
 
@@ -353,33 +324,25 @@ def decode(run: Run) -> None:
                 if run.passed(verify_step(step, inputs, decay, call()), **where):
                     calls[name] = call
         if run.timed and calls:
-            target, timer = torch.empty_like(inputs["keys"]), harness.burst_timer(options.seconds)
+            target = torch.empty_like(inputs["keys"])
             calls = {COPY: lambda: target.copy_(inputs["keys"]), **calls}
-            times: dict[str, list[float]] = {name: [] for name in calls}
-            for name in harness.interleaved(calls, options.rounds):
-                times[name].append(timer(calls[name]))
-            found = decode_rows(step, 2 * inputs["keys"].nbytes, times)
-            run.report["decode"] += found
-            keys = ("ms", "gigabytes_per_second", "ratio_to_copy")
-            print(harness.table(["", *keys], ([row["decay"], *map(row.get, keys)] for row in found)))
+            parts = {name: lambda call=call: [("", call)] for name, call in calls.items()}
+            timings = harness.time_rounds(parts, options.rounds, harness.burst_timer(options.seconds))
+            found = decode_rows(step, 2 * inputs["keys"].nbytes, {name: times for (name, _), times in timings.items()})
+            run.add(found, "{decay}", ("ms", "gigabytes_per_second", "ratio_to_copy"), to="decode")
 
 
-def decode_rows(step: Step, copied: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+def decode_rows(step: Step, copied: int, times: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
     """The copy and every decay; ratio_to_copy compares bytes per second. copied: bytes that the copy reads and writes.
     times: milliseconds per round, by decay or "copy"."""
-    copy_speed, found = copied / spread(times[COPY])[0] / 1e6, []
+    copy_speed = copied / statistics.median(times[COPY]) / 1e6
     for name, values in times.items():
-        ms, ms_range = spread(values)
         moved = copied if name == COPY else step.bytes_read(name.removesuffix(PAGED))
-        found.append(asdict(step) | {
-            "decay": name, "bytes": moved, "ms": ms, "ms_range": ms_range, "gigabytes_per_second": moved / ms / 1e6,
-            "gigabytes_per_second_range": [moved / bound / 1e6 for bound in reversed(ms_range)],
-            "ratio_to_copy": moved / ms / 1e6 / copy_speed,
-        })
-    return found
+        row = asdict(step) | {"decay": name, "bytes": moved} | spread(values)
+        speed = moved / row["ms"] / 1e6
+        yield row | spread([moved / ms / 1e6 for ms in values], "gigabytes_per_second") | {
+            "gigabytes_per_second": speed, "ratio_to_copy": speed / copy_speed}
 
-
-# ------------------------------------------------------------------------------------------------------------- generate
 
 MODES = ("recompute", "cache", "captured", "evict")
 # The check's oracle holds the scores of this many tokens in float64. Evictions that come later are not in the check.
@@ -432,41 +395,33 @@ def held_bound(model: ByteLM, eviction: Eviction) -> int:
     return max(bounds) + 1  # 1 for roundings
 
 
-class Recompute:
-    """Writes text without a cache: every step is a call on the whole text so far."""
+class Writer:
+    """Writes text with a cache per layer that holds `room` tokens, or without: each step then reads the text so far.
 
-    def __init__(self, model: ByteLM, prompt: Tensor):
-        self.model, self.text = model, prompt
-        self.new = greedy(model(prompt))
-
-    def step(self) -> None:
-        self.text = torch.cat([self.text, self.new], 1)
-        self.new = greedy(self.model(self.text))
-
-
-class Cached:
-    """Writes text with a cache per layer that holds `room` tokens.
-
-    Evictions begin after the prompt. `lengths`: of each later one the longest cache's tokens before and after it.
-    captured: the steps are a CUDA graph's.
+    Evictions begin after the prompt. `lengths`: the longest cache's tokens before and after each later one. captured:
+    the steps are a CUDA graph's.
     """
 
     def __init__(
-        self, model: ByteLM, prompt: Tensor, room: int, eviction: Eviction | None = None, captured: bool = False
+        self, model: ByteLM, prompt: Tensor, room: int = 0, eviction: Eviction | None = None, captured: bool = False
     ):
-        self.model, self.eviction = model, eviction
-        self.caches = model.make_caches(len(prompt), room)
+        self.model, self.eviction, self.text = model, eviction, prompt
+        self.caches = model.make_caches(len(prompt), room) if room else None
         self.new = greedy(model(prompt, self.caches))
         self.steps = 0
         self.lengths: list[tuple[int, int]] = []
         if eviction:
             eviction(model, self.caches)
-        self.next: Callable[[Tensor], Tensor] = self._next
+        self.next: Callable[[Tensor], Tensor] = self._cached if room else self._recomputed
         if captured:
-            self.next = CapturedStep(self._next, self.caches, self.new)
+            self.next = CapturedStep(self._cached, self.caches, self.new)
 
-    def _next(self, new: Tensor) -> Tensor:
+    def _cached(self, new: Tensor) -> Tensor:
         return greedy(self.model(new, self.caches))
+
+    def _recomputed(self, new: Tensor) -> Tensor:
+        self.text = torch.cat([self.text, new], 1)
+        return greedy(self.model(self.text))
 
     def step(self) -> None:
         self.new = self.next(self.new)
@@ -524,8 +479,7 @@ def last_logits(model: ByteLM, tokens: Tensor, eviction: Eviction, mode: str) ->
 
 @torch.no_grad()
 def generate(run: Run) -> None:
-    """Check the logits, time every mode, and write a long text with evictions; on a CPU, too, for text is timed by the
-    clock."""
+    """Check the logits, time every mode, and write a long text with evictions; also on a CPU, by the clock."""
     options, device = run.options, run.report["device"]
     shape = options.generate_layers, options.generate_width, options.generate_heads
     case = "{} layers, width {}, {} heads, {}, half-lives {:g} to {:g}, tolerance {:.1e}".format(
@@ -543,11 +497,14 @@ def generate(run: Run) -> None:
         if not run.right(outside, [f"{mode}: {x:.3f}" for mode, x in ratios.items()], section="generate", case=case):
             return
         prompt = torch.randint(BYTES, (1, options.generate_prompt), generator=generator).to(run.device)
-        seconds = time_modes(model, prompt, options.generate_timed, options.rounds, eviction)
-        found = generate_rows(case, device, prompt.shape[1], options.generate_timed, seconds)
-        run.report["generate"] += found
-        keys = ("tokens_per_second", "ratio_to_recompute")
-        print(harness.table(["", *keys], ([row["mode"], *map(row.get, keys)] for row in found)), flush=True)
+        count = options.generate_timed
+        speeds = {mode: spread([count / x for x in found], "tokens_per_second")
+                  for mode, found in time_modes(model, prompt, count, options.rounds, eviction).items()}
+        about = {"case": case, "device": device, "prompt": prompt.shape[1], "count": count}
+        alone = speeds["recompute"]["tokens_per_second"]
+        found = (about | {"mode": mode, "ratio_to_recompute": speed["tokens_per_second"] / alone} | speed
+                 for mode, speed in speeds.items())
+        run.add(found, "{mode}", ("tokens_per_second", "ratio_to_recompute"), to="generate")
         run.report["stream"] = stream(model, options.generate_stream, eviction)
 
 
@@ -558,20 +515,21 @@ def time_modes(model: ByteLM, prompt: Tensor, count: int, rounds: int, eviction:
     """
     length = prompt.shape[1]
     room = max(length, held_bound(model, eviction)) + eviction.every
-    start: dict[str, Callable[[], Recompute | Cached]] = {
-        "recompute": lambda: Recompute(model, prompt),
-        "cache": lambda: Cached(model, prompt, length + count),
-        "captured": lambda: Cached(model, prompt, length + count, captured=True),
-        "evict": lambda: Cached(model, prompt, room, eviction, captured=True),
+    start: dict[str, Callable[[], Writer]] = {
+        "recompute": lambda: Writer(model, prompt),
+        "cache": lambda: Writer(model, prompt, length + count),
+        "captured": lambda: Writer(model, prompt, length + count, captured=True),
+        "evict": lambda: Writer(model, prompt, room, eviction, captured=True),
     }
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for mode in harness.interleaved(MODES, rounds + 1):
-        writer = start[mode]()
+
+    def seconds(writer: Writer) -> float:
         began = clock(prompt)
         for _ in range(count):
             writer.step()
-        seconds[mode].append(clock(prompt) - began)
-    return {mode: found[1:] for mode, found in seconds.items()}
+        return clock(prompt) - began
+
+    parts = {mode: lambda mode=mode: [("", start[mode]())] for mode in MODES}
+    return {mode: found[1:] for (mode, _), found in harness.time_rounds(parts, rounds + 1, seconds).items()}
 
 
 def clock(x: Tensor) -> float:
@@ -589,7 +547,7 @@ def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
     """
     held = held_bound(model, eviction)
     prompt = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
-    writer = Cached(model, prompt, held + eviction.every, eviction, captured=True)
+    writer = Writer(model, prompt, held + eviction.every, eviction, captured=True)
     began = clock(prompt)
     for number in range(1, count + 1):
         writer.step()
@@ -604,46 +562,28 @@ def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
     }
 
 
-def generate_rows(
-    case: str, device: str, prompt: int, count: int, seconds: dict[str, list[float]]
-) -> list[dict[str, Any]]:
-    """One row per mode; ratio_to_recompute above 1 is faster than without a cache."""
-    rates = {mode: spread([count / value for value in values]) for mode, values in seconds.items()}
-    return [
-        {
-            "mode": mode, "case": case, "device": device, "prompt": prompt, "count": count, "tokens_per_second": rate,
-            "tokens_per_second_range": rate_range, "ratio_to_recompute": rate / rates["recompute"][0],
-        }
-        for mode, (rate, rate_range) in rates.items()
-    ]
-
-
 PARTS = {"packed": packed, "decode": decode, "generate": generate}
 
-# --------------------------------------------------------------------------------------------------------------- figure
 
 # colour-blind safe (Okabe and Ito)
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 
-def draw(report: dict[str, Any]) -> Figure:
+def draw(report: dict[str, Any]) -> Any:
     """A panel for each part: bars with the range over the rounds, and the cache's length over the tokens of a text."""
     parts = (("packed", _packed), ("decode", _decode), ("generate", _generate), ("stream", _stream))
-    panels = [panel for key, panel in parts if report[key]]
-    if not panels:
-        raise ValueError("report: has no results to draw")
-    figure = Figure(figsize=(1.0 + 4.8 * len(panels), 4.4), dpi=150, layout="constrained")
-    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        panel(axes, report)
+    drawn = [(panel, report[key]) for key, panel in parts if report[key]]
+    title = f"{report['device']}, torch {report['torch']}, triton {report['triton']}"
+    figure, panels = harness.panels(len(drawn), (1.0 + 4.8 * len(drawn), 4.4), title)
+    for (draw_panel, found), axes in zip(drawn, panels, strict=True):
+        draw_panel(axes, found)
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{report['device']}, torch {report['torch']}, triton {report['triton']}", fontsize="medium")
     return figure
 
 
-def _packed(axes: Any, report: dict[str, Any]) -> None:
-    rows = report["packed"]
+def _packed(axes: Any, rows: list[dict[str, Any]]) -> None:
     groups = list(dict.fromkeys((direction, row["head_dim"]) for direction in DIRECTIONS for row in rows))
     names = list(dict.fromkeys(row["workload"] for row in rows))
     width = 0.8 / len(names)
@@ -658,25 +598,21 @@ def _packed(axes: Any, report: dict[str, Any]) -> None:
     axes.legend(frameon=False)
 
 
-def _decode(axes: Any, report: dict[str, Any]) -> None:
-    rows = report["decode"]
-    _bars(axes, list(range(len(rows))), rows, "gigabytes_per_second")
+def _decode(axes: Any, rows: list[dict[str, Any]]) -> None:
+    _bars(axes, range(len(rows)), rows, "gigabytes_per_second")
     axes.set_xticks(range(len(rows)), [row["decay"].replace(", ", "\n") for row in rows])
     axes.set_ylabel("GB/s")
-    first = rows[0]
-    axes.set_title(f"one new token, B {first['batch']}, {first['tokens']:,} tokens cached", fontsize="medium")
+    axes.set_title("one new token, B {batch}, {tokens:,} tokens cached".format(**rows[0]), fontsize="medium")
 
 
-def _generate(axes: Any, report: dict[str, Any]) -> None:
-    rows = report["generate"]
-    _bars(axes, list(range(len(rows))), rows, "tokens_per_second")
+def _generate(axes: Any, rows: list[dict[str, Any]]) -> None:
+    _bars(axes, range(len(rows)), rows, "tokens_per_second")
     axes.set_xticks(range(len(rows)), [row["mode"] for row in rows])
     axes.set_ylabel("tokens per second")
     axes.set_title(f"text after a prompt of {rows[0]['prompt']:,} tokens", fontsize="medium")
 
 
-def _stream(axes: Any, report: dict[str, Any]) -> None:
-    stream = report["stream"]
+def _stream(axes: Any, stream: dict[str, Any]) -> None:
     axes.plot(stream["tokens"], stream["before"], color=_COLOURS[0], label="before an eviction")
     axes.plot(stream["tokens"], stream["after"], color=_COLOURS[1], label="after it")
     axes.axhline(stream["held_bound"], color="#000000", linestyle="--", linewidth=1, label="bound after it")
@@ -686,13 +622,11 @@ def _stream(axes: Any, report: dict[str, Any]) -> None:
 
 
 def _bars(
-    axes: Any, places: list[float], rows: list[dict[str, Any]], value: str, width: float = 0.6,
+    axes: Any, places: Sequence[float], rows: list[dict[str, Any]], value: str, width: float = 0.6,
     label: str | None = None, colour: str = _COLOURS[0],
 ) -> None:
-    speed = [row[value] for row in rows]
-    below = [row[value] - row[f"{value}_range"][0] for row in rows]
-    above = [row[f"{value}_range"][1] - row[value] for row in rows]
-    axes.bar(places, speed, width, yerr=[below, above], capsize=3, label=label, color=colour)
+    ranges = [[abs(row[value] - row[f"{value}_range"][end]) for row in rows] for end in (0, 1)]
+    axes.bar(places, [row[value] for row in rows], width, yerr=ranges, capsize=3, label=label, color=colour)
 
 
 if __name__ == "__main__":

@@ -17,22 +17,21 @@ much they skip.
 """
 
 import dataclasses
+import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from shared.plots import frame, kilo, length_axis
+from shared.plots import frame, kilo
 
 from benchmarks import harness, peers
-from benchmarks.harness import DIRECTIONS, Case, Prepared, Run, Timer, Timings
-from benchmarks.peers import BASELINE, Peer
+from benchmarks.harness import DIRECTIONS, Case, Prepared, Run, Timings
+from benchmarks.peers import BASELINE
 from decayattn import decay_attention, visited_fraction
 from decayattn.backends import registry
 from decayattn.nn.decay import alibi_log_decay, retnet_log_decay
@@ -67,8 +66,7 @@ OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """One causal problem of a study; `gain` multiplies q and k, so that scores grow by its square.
 
     rates: "uniform" (per token, as Case draws them), "none to speak of" (per token, −10⁻⁶), "alibi" or "retnet"
@@ -114,19 +112,9 @@ def workloads(options: Any) -> list[Workload]:
     return found + [Workload("lengths", case(length, max(options.head_dims))) for length in options.lengths]
 
 
-def peers_of(study: str, backend: str) -> list[Peer]:
-    """Calls of a study: without and with skipping, and in "pruning" those that compete."""
-    chosen = [
-        dataclasses.replace(peers.ours(backend, skip_tolerance=tolerance), name=name)
-        for name, tolerance in ((WHOLE, None), (SKIPPING, "auto"))
-    ]
-    return [peers.OTHERS[BASELINE], peers.PRUNED, *chosen] if study == "pruning" else chosen
-
-
 def measure(run: Run) -> None:
     """Check every workload, then time all calls on it."""
     options = run.options
-    timer = harness.burst_timer(options.seconds)
     for workload in workloads(options):
         if workload.study not in options.studies:
             continue
@@ -135,43 +123,40 @@ def measure(run: Run) -> None:
         visited = visited_fraction(inputs["q"], inputs["k"], inputs["log_decay"])
         print(f"  visits {float(visited.mean()):.3f} of the tiles (heads {visited.min():.3f} to {visited.max():.3f})")
         if run.right(*compared(workload, inputs, options.backend), case=str(workload), peer=SKIPPING) and run.timed:
-            run.report["rows"] += timed(workload, inputs, visited, run, timer)
-            run.save()
+            keys = ("ms", "speed_over_whole", "ideal", "speed_over_cudnn", "speed_over_fox_pruned", "plan_us",
+                    "plan_share")
+            run.add(timed(workload, inputs, visited, run), "{peer} {direction}", keys)
             torch.cuda.empty_cache()
 
 
-def timed(
-    workload: Workload, inputs: dict[str, Tensor], visited: Tensor, run: Run, timer: Timer
-) -> list[dict[str, Any]]:
-    """The rows of one workload, which was right."""
-    options = run.options
-    prepared: dict[str, Prepared] = {}
-    for peer in peers_of(workload.study, options.backend):
-        if peer.name == WHOLE and workload.case.length > options.whole_up_to:
-            continue
-        with run.attempt(peer.backend is not None, case=str(workload), peer=peer.name):
+def timed(workload: Workload, inputs: dict[str, Tensor], visited: Tensor, run: Run) -> Iterator[dict[str, Any]]:
+    """The rows of one workload, which was right: without and with skipping, in "pruning" also of calls that compete."""
+    options, timer = run.options, harness.burst_timer(run.options.seconds)
+    chosen = {SKIPPING: peers.ours(options.backend, skip_tolerance="auto")}
+    if workload.case.length <= options.whole_up_to:
+        chosen = {WHOLE: peers.ours(options.backend)} | chosen
+    if workload.study == "pruning":
+        chosen = {BASELINE: peers.OTHERS[BASELINE], PRUNED: peers.PRUNED} | chosen
+    prepared, where = {}, {}
+    for name, peer in chosen.items():
+        where[name] = {"ours": peer.backend is not None, "case": str(workload), "peer": name}
+        with run.attempt(**where[name]):
             call = peer.prepare(workload.case, inputs)
             call.backward(call.forward())
-            prepared[peer.name] = call
-    timings, failed = harness.time_rounds(prepared, options.rounds, timer)
-    for name, why in failed.items():
-        run.missing(name in (SKIPPING, WHOLE), "failed", why, case=str(workload), peer=name)
+            prepared[name] = call.parts
+    timings = run.time(prepared, timer, where)
     plan_us = {}
     if workload.study == "planning" and run.device == "cuda":
         for direction, call in plans(workload, inputs).items():
             call()  # compiles
             torch.cuda.synchronize()
             replay = harness.captured(call, COPIES).replay
-            plan_us[direction] = harness.spread([timer(replay) for _ in range(options.rounds)])[0] * 1e3 / COPIES
-    found = list(rows(workload, timings, visited, plan_us))
-    keys = ("ms", "speed_over_whole", "ideal", "speed_over_cudnn", "speed_over_fox_pruned", "plan_us", "plan_share")
-    lines = ([f"{row['peer']} {row['direction']}", *map(row.get, keys)] for row in found)
-    print(harness.table(["", *keys], lines), flush=True)
-    return found
+            plan_us[direction] = statistics.median(timer(replay) for _ in range(options.rounds)) * 1e3 / COPIES
+    return rows(workload, timings, visited, plan_us)
 
 
 def plans(workload: Workload, inputs: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """By direction, what the plan adds to a call's launches; nothing where the workload is not planned."""
+    """The launches that a plan adds to a call, by direction; none if the workload is not planned."""
     from decayattn.backends.planning import prefix as decay_prefix  # imports Triton
     from decayattn.backends.planning import skipping
 
@@ -193,22 +178,18 @@ def rows(
     workload: Workload, timings: Timings, visited: Tensor, plan_us: dict[str, float]
 ) -> Iterator[dict[str, Any]]:
     """One row per call and direction; speeds are ratios of medians, above 1 is faster than the one that it names."""
+    medians = {key: statistics.median(times) for key, times in timings.items()}
     for (name, direction), times in timings.items():
-        ms, ms_range = harness.spread(times)
-        of_plan = plan_us.get(direction) if name == SKIPPING else None
-        other = {against: timings.get((against, direction)) for against in (WHOLE, BASELINE, PRUNED)}
-        speed = {against: harness.spread(found)[0] / ms if found else None for against, found in other.items()}
-        yield {"study": workload.study, **dataclasses.asdict(workload.case)} | {
-            "rates": workload.rates, "gain": workload.gain, "peer": name, "direction": direction, "ms": ms,
-            "ms_range": ms_range, "speed_over_whole": speed[WHOLE], "speed_over_cudnn": speed[BASELINE],
-            "speed_over_fox_pruned": speed[PRUNED], "plan_us": of_plan,
-            "plan_share": None if of_plan is None else of_plan / (1e3 * ms),
-            "visited": [float(x) for x in visited.mean(0)] if name == SKIPPING else None,
-            "ideal": 1 / float(visited.mean()) if name == SKIPPING else None,
+        ms, is_ours = medians[name, direction], name == SKIPPING
+        speeds = {f"speed_over_{key}": medians[other, direction] / ms if (other, direction) in medians else None
+                  for key, other in (("whole", WHOLE), ("cudnn", BASELINE), ("fox_pruned", PRUNED))}
+        of_plan = plan_us.get(direction) if is_ours else None
+        yield dataclasses.asdict(workload.case) | harness.spread(times) | speeds | {
+            "study": workload.study, "rates": workload.rates, "gain": workload.gain, "peer": name,
+            "direction": direction, "plan_us": of_plan, "plan_share": None if of_plan is None else of_plan / (1e3 * ms),
+            "visited": [float(x) for x in visited.mean(0)] if is_ours else None,
+            "ideal": 1 / float(visited.mean()) if is_ours else None,
         }
-
-
-# -------------------------------------------------------------------------------------------- checks: right before fast
 
 
 def compared(workload: Workload, inputs: dict[str, Tensor], backend: str) -> tuple[list[str], list[str]]:
@@ -236,55 +217,41 @@ def _last_rows(workload: Workload, inputs: dict[str, Tensor], backend: str) -> t
 
 
 def _prepared(inputs: dict[str, Tensor], rows: int, tolerance: str | None, backend: str) -> Prepared:
-    wanted = {name: inputs[name].detach() for name in ("q", "k", "v", "log_decay")}
-    wanted["q"] = wanted["q"][:, -rows:]
-    for x in wanted.values():
-        x.requires_grad_()
-
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         return decay_attention(q, k, v, log_decay, skip_tolerance=tolerance, backend=backend)
 
-    return Prepared(attend, wanted, wanted, inputs["grad_out"][:, -rows:])
+    return harness.prepare(attend, inputs | {name: inputs[name][:, -rows:] for name in ("q", "grad_out")})
 
-
-# --------------------------------------------------------------------------------------------------------------- figure
 
 # colour-blind safe (Okabe and Ito)
 _COLOURS = {WHOLE: "#000000", SKIPPING: "#d55e00"}
 _BARS = ("#0072b2", "#56b4e9")
 
 
-def draw(report: dict[str, Any]) -> Figure:
+def draw(report: dict[str, Any]) -> Any:
     """A panel of times over T, and one of speeds over the kernel that visits every tile, where they were measured."""
     over_length = [row for row in report["rows"] if row["study"] == "lengths"]
     compared = [row for row in report["rows"] if row["peer"] == SKIPPING and row["speed_over_whole"] is not None]
     compared = [row for row in compared if row["study"] != "lengths"]
-    panels = [(panel, rows) for panel, rows in ((_times, over_length), (_gains, compared)) if rows]
-    if not panels:
-        raise ValueError("report: has no rows to draw")
-    figure = Figure(figsize=(1.0 + 6.0 * len(panels), 4.8), dpi=150, layout="constrained")
-    for (panel, rows), axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        panel(axes, rows)
+    drawn = [(panel, rows) for panel, rows in ((_times, over_length), (_gains, compared)) if rows]
+    title = f"{report['gpu']}, torch {report['torch']}, triton {report['triton']}"
+    figure, panels = harness.panels(len(drawn), (1.0 + 6.0 * len(drawn), 4.8), title)
+    for (draw_panel, rows), axes in zip(drawn, panels, strict=True):
+        axes.set_yscale("log")
+        draw_panel(axes, rows)
+        axes.legend(frameon=False)
         frame(axes)
-    figure.suptitle(f"{report['gpu']}, torch {report['torch']}, triton {report['triton']}", fontsize="medium")
     return figure
 
 
 def _times(panel: Any, rows: list[dict[str, Any]]) -> None:
-    for name, colour in _COLOURS.items():
-        for direction, style in zip(DIRECTIONS, ("-", "--"), strict=True):
-            own = [row for row in rows if (row["peer"], row["direction"]) == (name, direction)]
-            own.sort(key=lambda row: row["length"])
-            if own:
-                lengths, times = zip(*((row["length"], row["ms"]) for row in own), strict=True)
-                panel.plot(lengths, times, style, marker="o", color=colour, label=f"{name}, {direction}")
-    panel.set_yscale("log")
-    length_axis(panel, sorted({row["length"] for row in rows}))
-    first = rows[0]
+    harness.lines(panel, rows, lambda row: row["ms"], (
+        (f"{name}, {direction}", {"peer": name, "direction": direction}, {"color": colour, "linestyle": style})
+        for name, colour in _COLOURS.items() for direction, style in zip(DIRECTIONS, ("-", "--"), strict=True)
+    ))
     panel.set(xlabel="sequence length", ylabel="ms")
-    title = f"H{first['heads']} D{first['head_dim']}, λ uniform with mean {first['mean_log_decay']:g}"
+    title = "H{heads} D{head_dim}, λ uniform with mean {mean_log_decay:g}".format(**rows[0])
     panel.set_title(title, fontsize="medium")
-    panel.legend(frameon=False)
 
 
 def _gains(panel: Any, rows: list[dict[str, Any]]) -> None:
@@ -304,10 +271,8 @@ def _gains(panel: Any, rows: list[dict[str, Any]]) -> None:
         for rates, gain, dim, length in groups
     ]
     panel.set_xticks(range(len(groups)), names, fontsize="x-small", rotation=45, ha="right")
-    panel.set_yscale("log")
     panel.axhline(1.0, color="#000000", linewidth=0.8)
     panel.set_ylabel("speed over the kernel that visits every tile")
-    panel.legend(frameon=False)
 
 
 if __name__ == "__main__":

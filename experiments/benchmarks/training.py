@@ -1,20 +1,19 @@
 """Tokens per second of training a 124 M decoder with several attentions, or on several GPUs; correct first. Usage::
 
-    python experiments/benchmarks/training.py                        # all of it on a GPU: about 20 minutes
-    python experiments/benchmarks/training.py --minutes 9 --compiled-lengths         # eager alone, as much as fits
-    python experiments/benchmarks/training.py --lengths --head-dims 64               # then the rest, into the same file
-    python experiments/benchmarks/training.py --lengths 8192 --compiled-lengths --variants ours cudnn-rotary identity
-    python experiments/benchmarks/training.py --strategies all       # on two GPUs: 7 runs of the toy LM, 18 minutes
+* `python experiments/benchmarks/training.py`: all of it on a GPU, about 20 minutes
+* `… --minutes 9 --compiled-lengths`: eager alone, as much as fits; then `… --lengths --head-dims 64`: the rest, into
+  the same file
+* `… --lengths 8192 --compiled-lengths --variants ours cudnn-rotary identity`: some attentions
+* `… --strategies all`: on two GPUs, 7 runs of the toy LM in 18 minutes
 
 Every variant steps on the same parameters and the same tokens; its first step is held against float64 before it is
 timed. Steps follow one another for --seconds, in interleaved rounds, so that all meet the power limit. Eager at every
 length, compiled at --compiled-lengths, which cost most of the time: each variant is compiled again for each of them. A
-setting (head dimension, length, eager or compiled) is done or not: --output keeps those that are. Peers that cannot be
-imported are named as absent. attention_share is 1 − the time of the same step with v for attention and decay, over
-that of the step. A first step's loss and gradients may be off by twice the error of the eager reference in the
-same precision, plus eps. Gates "as trained" have the half-lives of the trained toy LM. The exit status is 1 if a
-variant of ours is wrong or fails. Without a GPU there are no speeds: the checks run on a tiny model, ours in Triton's
-interpreter.
+setting (head dimension, length, eager or compiled) is done or not: --output keeps those that are. attention_share is
+1 − the time of the same step with v for attention and decay, over that of the step. A first step's loss and gradients
+may be off by twice the error of the eager reference in the same precision, plus eps. Gates "as trained" have the
+half-lives of the trained toy LM. The exit status is 1 if a variant of ours is wrong or fails. Without a GPU there are
+no speeds: the checks run on a tiny model, ours in Triton's interpreter.
 
 --strategies runs train_toy_lm.py as a user starts it, once per strategy: the same weights, bytes and total batch, its
 gradients checked against one process first and last. "one" is one device; "one again" repeats it, because the atomic
@@ -39,14 +38,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # in this process: the pool of processes that compiles for FlexAttention has hung for good (torch 2.11)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -57,7 +56,7 @@ from shared.provenance import ROOT
 from shared.workers import in_time
 
 from benchmarks import harness, peers
-from benchmarks.harness import Absent, Case, Run, in_layout, reason, spread
+from benchmarks.harness import Absent, Case, Run, Timings, in_layout, reason, spread
 from decayattn import DecayFlashAttention
 from decayattn.backends import registry
 from decayattn.nn import Rotary
@@ -112,14 +111,13 @@ def measure(run: Run) -> None:
     run.report["variants"] = {name: VARIANTS[name].label for name in options.variants}
     run.resume(**{name: getattr(options, name) for name in SETUP})
     settings = [
-        Setting(Size(options.layers, options.width, head_dim, options.vocabulary), max(1, options.tokens // length),
-                length, compiled)
+        Setting(options.layers, options.width, head_dim, options.vocabulary, max(1, options.tokens // length), length,
+                compiled)
         for compiled, lengths in ((False, options.lengths), (True, options.compiled_lengths))
         for length in lengths for head_dim in options.head_dims
     ]
     known = {setting_of(row) for row in run.report["rows"]}
-    todo = [s for s in settings if (s.size.head_dim, s.length, s.compiled) not in known]
-    for setting in in_time(todo, options.minutes):
+    for setting in in_time([s for s in settings if setting_of(s._asdict()) not in known], options.minutes):
         print(f"\n{setting}", flush=True)
         for part in ("missing", "checks"):  # of an earlier call that was cut off
             run.report[part] = [entry for entry in run.report[part] if entry["setting"] != str(setting)]
@@ -128,10 +126,8 @@ def measure(run: Run) -> None:
         if run.timed:
             torch.cuda.empty_cache()
             with compiler(setting.compiled):
-                found = list(rows(setting, time_rounds(models, passed, run)))
-            run.report["rows"] += found
-            keys = ("tokens_per_second", "ms", "attention_share", "peak_bytes")
-            print(harness.table(["", *keys], ([row["variant"], *map(row.get, keys)] for row in found)), flush=True)
+                found = list(rows(setting, *time_rounds(models, passed, run)))
+            run.add(found, "{variant}", ("tokens_per_second", "ms", "attention_share", "peak_bytes"))
         run.save()
 
 
@@ -139,48 +135,36 @@ def setting_of(row: dict[str, Any]) -> tuple[int, int, bool]:
     return row["head_dim"], row["length"], row["compiled"]
 
 
-# -------------------------------------------------------------------------------------------------------------- models
+class Setting(NamedTuple):
+    """One training step: batch · length tokens, eager or compiled; 85 M of the 124 M parameters are in blocks."""
 
-
-@dataclass(frozen=True)
-class Size:
-    """The default has 124 M parameters, 85 M of them in the layers."""
-
-    layers: int = 12
-    width: int = 768
-    head_dim: int = 64
-    vocabulary: int = 50_304
+    layers: int
+    width: int
+    head_dim: int
+    vocabulary: int
+    batch: int
+    length: int
+    compiled: bool = False
 
     @property
     def heads(self) -> int:
         return self.width // self.head_dim
 
-
-@dataclass(frozen=True)
-class Setting:
-    """One training step: batch · length tokens, eager or compiled."""
-
-    size: Size
-    batch: int
-    length: int
-    compiled: bool
-
     def __str__(self) -> str:
-        how = "compiled" if self.compiled else "eager"
-        return f"D{self.size.head_dim} B{self.batch} T{self.length} {how}"
+        return f"D{self.head_dim} B{self.batch} T{self.length} {'compiled' if self.compiled else 'eager'}"
 
 
 class Decoder(nn.Module):
     """Pre-norm blocks with an MLP of four times the width, tied embeddings, no position embedding of its own.
 
-    attention(size) makes the layer of a block; all of them have the parameters of a DecayFlashAttention.
+    attention() makes the layer of a block; all of them have the parameters of a DecayFlashAttention.
     """
 
-    def __init__(self, size: Size, attention: Callable[[Size], nn.Module]):
+    def __init__(self, setting: Setting, attention: Callable[[], nn.Module]):
         super().__init__()
-        self.embedding = nn.Embedding(size.vocabulary, size.width)
-        self.blocks = nn.ModuleList(Block(size.width, attention(size)) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.width, eps=1e-6)
+        self.embedding = nn.Embedding(setting.vocabulary, setting.width)
+        self.blocks = nn.ModuleList(Block(setting.width, attention()) for _ in range(setting.layers))
+        self.norm = nn.RMSNorm(setting.width, eps=1e-6)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -207,8 +191,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, attention: nn.Module):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(width, eps=1e-6)
-        self.attention = attention
+        self.attention_norm, self.attention = nn.RMSNorm(width, eps=1e-6), attention
         self.mlp_norm = nn.RMSNorm(width, eps=1e-6)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
@@ -220,18 +203,18 @@ class Block(nn.Module):
 
 
 class OtherAttention(nn.Module):
-    """Projections and decay as DecayFlashAttention has them, with another library's kernel between them.
+    """Projections and decay as DecayFlashAttention has them, with another kernel between them.
 
     attend(q, k, v, log_decay): q, k, v (B, T, H, D), log_decay (B, T, H) or None -> (B, T, H, D).
     """
 
     def __init__(
-        self, size: Size, attend: Callable[..., Tensor], *, decay: bool = False, position: nn.Module | None = None
+        self, setting: Setting, attend: Callable[..., Tensor], *, decay: str = "none", position: nn.Module | None = None
     ):
         super().__init__()
-        own = DecayFlashAttention(size.width, size.heads, decay="scalar" if decay else "none", position=position)
+        own = DecayFlashAttention(setting.width, setting.heads, decay=decay, position=position)
         self.in_proj, self.out_proj, self.decay, self.position = own.in_proj, own.out_proj, own.decay, own.position
-        self.shape, self.attend = (size.heads, size.head_dim), attend
+        self.shape, self.attend = (setting.heads, setting.head_dim), attend
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, self.shape) for part in self.in_proj(x).chunk(3, dim=-1))
@@ -243,96 +226,87 @@ class OtherAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """One attention. `kind`: "decay", "rotary", "none", or "identity" (no attention, and not checked).
+    """One attention. `kind`: "decay", "rotary", "none", or "identity" without attention, which is not checked.
 
-    layer(size, backend, length) makes it for one length, backend being that of ours, or raises Absent; `gates`
-    names the half-lives of its decay; around() is entered around every step.
+    layer(setting, backend), the backend being that of ours, makes it or raises Absent; `gates` names the half-lives of
+    its decay, "initial" or "trained"; around() is entered around every step.
     """
 
     name: str
     label: str
     kind: str
-    layer: Callable[[Size, str, int], nn.Module]
+    layer: Callable[[Setting, str], nn.Module]
     gates: str = "initial"
     ours: bool = False
     around: Callable[[], Any] = contextlib.nullcontext
 
 
-def ours(size: Size, backend: str, length: int, *, kind: str, skip_tolerance: str | None = "auto") -> nn.Module:
+def ours(setting: Setting, backend: str, *, kind: str, skip_tolerance: str | None = "auto") -> nn.Module:
     return DecayFlashAttention(
-        size.width, size.heads, decay="scalar" if kind == "decay" else "none", skip_tolerance=skip_tolerance,
+        setting.width, setting.heads, decay="scalar" if kind == "decay" else "none", skip_tolerance=skip_tolerance,
         position=Rotary() if kind == "rotary" else None, backend=backend,
     )
 
 
-def _sdpa(size: Size, backend: str, length: int, *, rotary: bool) -> nn.Module:
+def _sdpa(setting: Setting, backend: str, *, rotary: bool) -> nn.Module:
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    return OtherAttention(size, attend, position=Rotary() if rotary else None)
+    return OtherAttention(setting, attend, position=Rotary() if rotary else None)
 
 
 def _cudnn() -> Any:
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION if torch.cuda.is_available() else SDPBackend.MATH)
 
 
-def _peer(size: Size, backend: str, length: int, *, peer: peers.Peer) -> nn.Module:
+def _peer(setting: Setting, backend: str, *, peer: peers.Peer) -> nn.Module:
     if not torch.cuda.is_available():
         raise Absent("needs a GPU")
-    return OtherAttention(size, _attend(peer, size.heads, size.head_dim, length), decay=True)
+    return OtherAttention(setting, _attend(setting, peer), decay="scalar")
 
 
 @functools.lru_cache(maxsize=1)  # one for all layers
-def _attend(peer: peers.Peer, heads: int, head_dim: int, length: int) -> Callable[..., Tensor]:
-    case = Case(1, heads, length, head_dim, "bfloat16", "scalar", -0.01)
+def _attend(setting: Setting, peer: peers.Peer) -> Callable[..., Tensor]:
+    case = Case(1, setting.heads, setting.length, setting.head_dim, "bfloat16", "scalar", -0.01)
     kernel = peer.build(case, torch.device("cuda"))
     if peer.name.startswith("fox"):  # not traced: Inductor compiles its Triton kernels again, and fails
         kernel = torch.compiler.disable(kernel)
     return lambda *tensors: in_layout(kernel(*(in_layout(x, peer.layout) for x in tensors)), peer.layout)
 
 
-def _both_gates(name: str, label: str, layer: Callable[..., nn.Module], is_ours: bool = False) -> list[Variant]:
-    return [
-        Variant(name, label, "decay", layer, ours=is_ours),
-        Variant(f"{name}-trained", f"{label}, gates as trained", "decay", layer, "trained", is_ours),
-    ]
-
-
 def _variants() -> Iterator[Variant]:
     part = functools.partial
-    yield from _both_gates("ours", "decayattn, decay", part(ours, kind="decay"), True)
-    yield Variant("ours-whole", "decayattn, decay, nothing skipped", "decay",
-                  part(ours, kind="decay", skip_tolerance=None), ours=True)
+    of_ours, pruned = part(ours, kind="decay"), part(_peer, peer=peers.PRUNED)
+    yield Variant("ours", "decayattn, decay", "decay", of_ours, ours=True)
+    yield Variant("ours-trained", "decayattn, decay, gates as trained", "decay", of_ours, "trained", ours=True)
+    yield Variant("ours-whole", "decayattn, decay, nothing skipped", "decay", part(of_ours, skip_tolerance=None),
+                  ours=True)
     yield Variant("ours-rotary", "decayattn, rotary, no decay", "rotary", part(ours, kind="rotary"), ours=True)
     yield Variant(BASELINE, "cuDNN (SDPA), rotary, no decay", "rotary", part(_sdpa, rotary=True), around=_cudnn)
     yield Variant("cudnn", "cuDNN (SDPA), no position, no decay", "none", part(_sdpa, rotary=False), around=_cudnn)
-    yield Variant("flex", "FlexAttention, decay", "decay", part(_peer, peer=peers.OTHERS["flex-grad"]))
-    yield Variant("fla", "flash-linear-attention, decay", "decay", part(_peer, peer=peers.OTHERS["fla"]))
-    yield Variant("fox", "Forgetting Transformer, decay", "decay", part(_peer, peer=peers.OTHERS["fox"]))
-    yield from _both_gates("fox-pruned", "Forgetting Transformer, decay, pruned", part(_peer, peer=peers.PRUNED))
+    for name, label, peer in (("flex", "FlexAttention", "flex-grad"), ("fla", "flash-linear-attention", "fla"),
+                              ("fox", "Forgetting Transformer", "fox")):
+        yield Variant(name, f"{label}, decay", "decay", part(_peer, peer=peers.OTHERS[peer]))
+    label = "Forgetting Transformer, decay, pruned"
+    yield Variant("fox-pruned", label, "decay", pruned)
+    yield Variant("fox-pruned-trained", f"{label}, gates as trained", "decay", pruned, "trained")
     yield Variant(IDENTITY, "no attention (its output is v)", IDENTITY,
-                  lambda size, backend, length: OtherAttention(size, lambda q, k, v, log_decay: v))
+                  lambda setting, backend: OtherAttention(setting, lambda q, k, v, log_decay: v))
 
 
 VARIANTS = {variant.name: variant for variant in _variants()}
 
 
 def trained_half_lives(layers: int, heads: int) -> list[list[float]]:
-    """Mean half-lives of the toy model's heads [layer][head], in tokens, for these numbers of layers and heads.
+    """Mean half-lives of the toy model's heads [layer][head], in tokens, stretched to `layers` and `heads`.
 
     Layer and rank of a head among the half-lives of its layer are kept, in between it is geometric.
     """
     found = [sorted(layer["half_lives"]) for layer in json.loads(TRAINED.read_text())["rows"][-1]["layers"]]
-    result = []
-    for layer in range(layers):
-        source = [math.log(x) for x in found[layer * len(found) // layers]]
-        at = [head * (len(source) - 1) / max(1, heads - 1) for head in range(heads)]
-        low = [min(int(x), len(source) - 2) for x in at]
-        result.append([
-            math.exp(source[i] + (x - i) * (source[i + 1] - source[i])) for i, x in zip(low, at, strict=True)
-        ])
-    return result
+    at = np.linspace(0, 1, heads)
+    layers_of = (np.log(found[layer * len(found) // layers]) for layer in range(layers))
+    return [np.exp(np.interp(at, np.linspace(0, 1, len(own)), own)).tolist() for own in layers_of]
 
 
 class Models:
@@ -342,22 +316,22 @@ class Models:
     def __init__(self, setting: Setting, backend: str, device: str, seed: int):
         self.setting, self.backend, self.device = setting, backend, device
         torch.manual_seed(seed)
-        self.base = Decoder(setting.size, lambda size: ours(size, "reference", 0, kind="decay")).to(device)
+        self.base = Decoder(setting, lambda: ours(setting, "reference", kind="decay")).to(device)
         generator = torch.Generator(device).manual_seed(seed)
         shape = (setting.batch, setting.length + 1)
-        self.tokens = torch.randint(setting.size.vocabulary, shape, generator=generator, device=device)
+        self.tokens = torch.randint(setting.vocabulary, shape, generator=generator, device=device)
         self.optimizer = torch.optim.AdamW(self.base.parameters(), lr=0.0, fused=device == "cuda")
 
     def decoder(self, variant: Variant, length: int) -> Decoder:
         """The variant's own modules on the common parameters; raises Absent."""
-        return self.tied(lambda size: variant.layer(size, self.backend, length), variant.gates)
+        return self.tied(lambda: variant.layer(self.setting._replace(length=length), self.backend), variant.gates)
 
-    def tied(self, attention: Callable[[Size], nn.Module], gates: str) -> Decoder:
+    def tied(self, attention: Callable[[], nn.Module], gates: str) -> Decoder:
         with torch.device(self.device):
-            model = Decoder(self.setting.size, attention)
+            model = Decoder(self.setting, attention)
         model.load_state_dict(self.base.state_dict(keep_vars=True), strict=False, assign=True)
         if gates == "trained":
-            half_lives = trained_half_lives(self.setting.size.layers, self.setting.size.heads)
+            half_lives = trained_half_lives(self.setting.layers, self.setting.heads)
             for block, lives in zip(model.blocks, half_lives, strict=True):
                 decay = block.attention.decay = copy.deepcopy(block.attention.decay)
                 log_decay = -math.log(2) / torch.tensor(lives, dtype=torch.float64)
@@ -382,15 +356,13 @@ def mixed(device: str) -> Any:
     return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
 
 
-# -------------------------------------------------------------------------------------------- checks: right before fast
-
 # loss and gradients by parameter
 Step = tuple[Tensor, dict[str, Tensor]]
 _GROUPS = ("in_proj", "decay", "")  # of parameters, by what their names contain
 
 
 def check(models: Models, run: Run) -> Iterator[Variant]:
-    """Variants with a right loss and gradients in the first step, compared with float64.
+    """The variants with a right loss and right gradients in the first step on the first tokens, against float64.
 
     The errors of gradients are ‖g − g64‖ / ‖g64‖ over groups of parameters. The budget is that of the library: twice
     the error of the eager reference in the same precision, plus eps of that precision.
@@ -398,30 +370,30 @@ def check(models: Models, run: Run) -> Iterator[Variant]:
     length = min(run.options.check_length, models.setting.length)
     tokens = models.tokens[:1, : length + 1]
     eps = torch.finfo(torch.bfloat16 if models.device == "cuda" else torch.float32).eps
-    known: dict[tuple[str, str], tuple[Step, Step]] = {}
+    known: dict[tuple[str, str], tuple[Step, dict[str, float]]] = {}
     for variant in (VARIANTS[name] for name in run.options.variants):
         if variant.kind == IDENTITY:
             yield variant
             continue
         key, where = (variant.kind, variant.gates), {"setting": str(models.setting), "variant": variant.name}
         if key not in known:
-            reference = functools.partial(ours, backend="reference", length=0, kind=variant.kind)
+            reference = functools.partial(ours, models.setting, "reference", kind=variant.kind)
             eager = models.tied(reference, variant.gates)
             exact = first_step(copy.deepcopy(eager).double(), tokens, contextlib.nullcontext())
-            known[key] = exact, first_step(eager, tokens, mixed(models.device))
-        exact, of_eager = known[key]
-        with run.attempt(variant.ours, **where):
+            of_eager = relative_errors(first_step(eager, tokens, mixed(models.device)), exact)
+            known[key] = exact, {name: 2 * x + eps for name, x in of_eager.items()}
+        exact, budget = known[key]
+        with run.attempt(ours=variant.ours, **where):
             with variant.around():
                 found = first_step(models.decoder(variant, length), tokens, mixed(models.device))
             errors = relative_errors(found, exact)
-            budget = {name: 2 * x + eps for name, x in relative_errors(of_eager, exact).items()}
             said = ", ".join(f"{name} {x:.1e} of {budget[name]:.1e}" for name, x in errors.items())
             if all(x <= budget[name] for name, x in errors.items()):
                 print(f"  {variant.name}: relative errors {said}", flush=True)
                 run.report["checks"].append(where | {"passed": True, "errors": errors, "budget": budget})
                 yield variant
             else:
-                run.missing(variant.ours, "wrong", f"first step outside its error budget: {said}", **where)
+                run.missing("wrong", f"first step outside its error budget: {said}", variant.ours, **where)
 
 
 def first_step(model: Decoder, tokens: Tensor, precision: Any) -> Step:
@@ -444,13 +416,10 @@ def relative_errors(found: Step, exact: Step) -> dict[str, float]:
     return errors
 
 
-# --------------------------------------------------------------------------------------------------------------- clocks
-
-
 @contextlib.contextmanager
 def compiler(compiled: bool) -> Iterator[None]:
-    """All variants share the code of a block, and each compiles it again: more often than the compiler expects. It must
-    not give up without a word, and afterwards forgets."""
+    """All variants share the code of a block, and each compiles it again, more often than the compiler expects. It
+    raises where it would give up, and afterwards forgets."""
     import torch._dynamo  # it imports Triton, which reads its environment then
 
     limits = {"recompile_limit": 256, "accumulated_recompile_limit": 4096, "fail_on_recompile_limit_hit": compiled}
@@ -461,56 +430,40 @@ def compiler(compiled: bool) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-@dataclass
-class Timed:
-    """A variant in a setting: milliseconds of a step in every round, the most memory, the loss of its step."""
-
-    rounds: list[float]
-    peak_bytes: int
-    loss: float
-
-
-def time_rounds(models: Models, variants: Sequence[Variant], run: Run) -> dict[str, Timed]:
-    """Timings of the variants that do not fail."""
-    prepared: dict[str, tuple[Variant, Decoder]] = {}
-    timed: dict[str, Timed] = {}
-    timer = harness.sustained_timer(run.options.seconds)
+def time_rounds(models: Models, variants: Sequence[Variant], run: Run) -> tuple[Timings, dict[str, dict[str, Any]]]:
+    """(milliseconds of a step, the most memory and the loss) of the variants that do not fail."""
+    calls, first = {}, {}
     for variant in variants:
+        name, where = variant.name, {"setting": str(models.setting), "variant": variant.name}
         try:
             model = models.decoder(variant, models.setting.length)
             if models.setting.compiled:
                 model.compile_parts()
-            models.step(model, variant)  # compiles
+            step = functools.partial(models.step, model, variant)
+            step()  # compiles
             torch.cuda.reset_peak_memory_stats()
-            loss = float(models.step(model, variant))
-            timed[variant.name] = Timed([], torch.cuda.max_memory_allocated(), loss)
-            prepared[variant.name] = variant, model
+            loss = float(step())
+            first[name] = {"peak_bytes": torch.cuda.max_memory_allocated(), "loss": loss}
+            calls[name] = lambda step=step: [("step", step)]
         except Exception as error:  # out of memory, say: the others go on
-            run.missing(variant.ours, "failed", reason(error), setting=str(models.setting), variant=variant.name)
+            run.missing("failed", reason(error), variant.ours, **where)
             models.base.zero_grad()
             torch.cuda.empty_cache()
-    for name in harness.interleaved(prepared, run.options.rounds):
-        variant, model = prepared[name]
-        timed[name].rounds.append(timer(lambda model=model, variant=variant: models.step(model, variant)))
-    return timed
+    return harness.time_rounds(calls, run.options.rounds, harness.sustained_timer(run.options.seconds)), first
 
 
-def rows(setting: Setting, timed: dict[str, Timed]) -> Iterator[dict[str, Any]]:
+def rows(setting: Setting, timings: Timings, first: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """A row per variant: speed, memory, and the share of the step that is gone without attention."""
-    without = timed.get(IDENTITY)
-    for name, entry in timed.items():
-        ms, ms_range = spread(entry.rounds)
-        shares = [1 - a / b for a, b in zip(without.rounds, entry.rounds, strict=True)] if without else []
-        yield {
-            "head_dim": setting.size.head_dim, "batch": setting.batch, "length": setting.length,
-            "compiled": setting.compiled, "variant": name, "ms": ms, "ms_range": ms_range,
-            "tokens_per_second": setting.batch * setting.length / ms * 1e3,
-            "attention_share": statistics.median(shares) if shares else None, "peak_bytes": entry.peak_bytes,
-            "loss": entry.loss,
+    without, tokens = timings.get((IDENTITY, "step")), setting.batch * setting.length
+    for (name, _), rounds in timings.items():
+        shares = [1 - a / b for a, b in zip(without, rounds, strict=True)] if without else []
+        yield spread(rounds) | first[name] | {
+            "head_dim": setting.head_dim, "batch": setting.batch, "length": setting.length,
+            "compiled": setting.compiled, "variant": name,
+            "tokens_per_second": tokens / statistics.median(rounds) * 1e3,
+            "attention_share": statistics.median(shares) if shares else None,
         }
 
-
-# ----------------------------------------------------------------------------------------------------------- strategies
 
 # options of train_toy_lm.py for each run; "one" runs have one device
 STRATEGIES = {
@@ -538,22 +491,20 @@ def measure_strategies(run: Run) -> None:
     setup = {"devices": options.devices, **sizes, "more": options.more or []}
     run.resume(**setup)
     done = {row["run"] for row in run.report["rows"]}
-    todo = [name for name in options.strategies if name not in done]
-    for name in in_time(todo, options.minutes):
+    for name in in_time([name for name in options.strategies if name not in done], options.minutes):
         begun = time.monotonic()
         run.report["missing"] = [entry for entry in run.report["missing"] if entry["run"] != name]
         with tempfile.TemporaryDirectory() as folder, run.attempt(run=name):
-            train(name, setup, Path(folder, "run"))
-            found = read_run(Path(folder, "run"))
+            found = train(name, setup, Path(folder, "run"))
             run.report["rows"].append({"run": name, "seconds": round(time.monotonic() - begun, 1)} | found)
         compare(run.report)
         run.save()
-    keys = ("tokens_per_second", "speed_over_one", "difference", "largest_difference")
-    print(harness.table(["", *keys], ([row["run"], *map(row.get, keys)] for row in run.report["rows"])))
+    columns = ("tokens_per_second", "speed_over_one", "difference", "largest_difference")
+    print(harness.table(run.report["rows"], "{run}", columns))
 
 
-def train(name: str, setup: dict[str, Any], folder: Path) -> None:
-    """One training; raises if it fails."""
+def train(name: str, setup: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The figures of one training; raises if it fails."""
     sizes = [word for size in TOY_ON_GPU for word in (f"--{size}", str(setup[size]))]
     devices = 1 if name.startswith("one") else setup["devices"]
     command = [
@@ -567,6 +518,7 @@ def train(name: str, setup: dict[str, Any], folder: Path) -> None:
     if done.returncode:
         print(done.stdout[-3000:])
         raise RuntimeError(f"train_toy_lm.py ended with status {done.returncode}")
+    return read_run(folder)
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -602,8 +554,6 @@ def compare(result: dict[str, Any]) -> None:
             row["largest_difference"] = max(map(abs, apart))
 
 
-# --------------------------------------------------------------------------------------------------------------- figure
-
 # colour-blind safe (Okabe and Ito)
 _COLOURS = {"ours": "#d55e00", "cudnn": "#000000", "flex": "#56b4e9", "fla": "#009e73", "fox": "#cc79a7",
             "identity": "#bbbbbb"}
@@ -612,23 +562,20 @@ _OF_RUNS = dict(zip(STRATEGIES, ("#000000", "#999999", "#d55e00", "#0072b2", "#0
                     strict=True))
 
 
-def draw(report: dict[str, Any]) -> Figure:
+def draw(report: dict[str, Any]) -> Any:
     """Tokens per second over the context, a panel per head dimension, eager and compiled; dashed: without a decay."""
     rows = report["rows"]
-    if not rows:
-        raise ValueError("report: has no rows to draw")
-    if "run" in rows[0]:
+    if rows and "run" in rows[0]:
         return _draw_strategies(report)
     panels_of = sorted({(row["compiled"], row["head_dim"]) for row in rows})
-    figure = Figure(figsize=(1.5 + 4.2 * len(panels_of), 5.6), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(panels_of), squeeze=False, sharey=True)[0]
+    title = f"A training step of a 124 M model, {report['gpu']}, torch {report['torch']}"
+    figure, panels = harness.panels(len(panels_of), (1.5 + 4.2 * len(panels_of), 5.6), title, sharey=True)
     for panel, (compiled, head_dim) in zip(panels, panels_of, strict=True):
         same = [row for row in rows if (row["compiled"], row["head_dim"]) == (compiled, head_dim)]
         for name in dict.fromkeys(row["variant"] for row in same):
             _draw_variant(panel, name, sorted((r for r in same if r["variant"] == name), key=lambda r: r["length"]))
-        lengths = sorted({row["length"] for row in same})
         panel.set_title(f"D = {head_dim}, {'torch.compile' if compiled else 'eager'}", fontsize="medium")
-        length_axis(panel, lengths)
+        length_axis(panel, sorted({row["length"] for row in same}))
         panel.set_ylim(bottom=0)
         frame(panel)
         panel.set_xlabel("tokens of context")
@@ -636,15 +583,13 @@ def draw(report: dict[str, Any]) -> Figure:
     handles = legend_entries(panels)
     figure.legend(handles.values(), [VARIANTS[name].label for name in handles], loc="outside lower center", ncols=2,
                   frameon=False, fontsize="small")
-    figure.suptitle(f"A training step of a 124 M model, {report['gpu']}, torch {report['torch']}", fontsize="medium")
     return figure
 
 
 def _draw_variant(panel: Any, name: str, rows: list[dict[str, Any]]) -> None:
     tokens = [row["tokens_per_second"] for row in rows]
-    limits = [[row["batch"] * row["length"] / ms * 1e3 for ms in row["ms_range"]] for row in rows]
-    bars = [[t - low for t, (_, low) in zip(tokens, limits, strict=True)],
-            [high - t for t, (high, _) in zip(tokens, limits, strict=True)]]
+    limits = [[row["batch"] * row["length"] / row["ms_range"][end] * 1e3 for row in rows] for end in (1, 0)]
+    bars = [[abs(a - b) for a, b in zip(tokens, limit, strict=True)] for limit in limits]
     without = VARIANTS[name].kind != "decay" and name != IDENTITY
     panel.errorbar(
         [row["length"] for row in rows], tokens, yerr=bars, label=name, capsize=3,
@@ -654,11 +599,12 @@ def _draw_variant(panel: Any, name: str, rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _draw_strategies(result: dict[str, Any]) -> Figure:
+def _draw_strategies(report: dict[str, Any]) -> Any:
     """Left the losses, right tokens per second."""
-    rows = result["rows"]
-    figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
-    left, right = figure.subplots(1, 2)
+    rows = report["rows"]
+    sizes = "{layers} layers, width {width}, context {context}, batch {batch_size}".format(**report["setup"])
+    title = f"{sizes}; {report['gpu'] or 'CPU'}, torch {report['torch']}"
+    figure, (left, right) = harness.panels(2, (11, 4.6), title)
     for row in rows:
         left.plot(row["train_bits"]["steps"], row["train_bits"]["bits"], color=_OF_RUNS[row["run"]], linewidth=1.2,
                   label=row["run"])
@@ -667,11 +613,9 @@ def _draw_strategies(result: dict[str, Any]) -> Figure:
     names = [row["run"] for row in rows]
     right.barh(names, [row["tokens_per_second"] / 1e3 for row in rows], color=[_OF_RUNS[name] for name in names])
     right.invert_yaxis()
-    right.set(xlabel="thousand tokens per second", title=f"speed, {result['setup']['devices']} devices")
+    right.set(xlabel="thousand tokens per second", title=f"speed, {report['setup']['devices']} devices")
     for panel in (left, right):
         frame(panel)
-    sizes = "{layers} layers, width {width}, context {context}, batch {batch_size}".format(**result["setup"])
-    figure.suptitle(f"{sizes}; {result['gpu'] or 'CPU'}, torch {result['torch']}", fontsize="medium")
     return figure
 
 

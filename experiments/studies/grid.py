@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks import harness
 from shared import workers
 from shared.options import REPORT, above_zero, parser_of
 from shared.provenance import ROOT, provenance
@@ -46,14 +47,13 @@ def main(module: Any, argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(module, argv)
     if options.draw:
-        module.draw(json.loads(options.draw.read_text(encoding="utf-8"))).savefig(options.draw.with_suffix(".png"))
-        return 0
-    script = str(Path(module.__file__).resolve().relative_to(ROOT))
+        return harness.draw(module, json.loads(options.draw.read_text(encoding="utf-8")), options.draw)
     try:
         setup, cells, arguments = module.begin(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    script = str(Path(module.__file__).resolve().relative_to(ROOT))
     new = {**provenance(script, argv, options.commit), "method": module.__doc__, "rows": []} | setup
     report = resumed(json.loads(json.dumps(new)), options.output)
     done = {tuple(row[key] for key in module.CELL) for row in report["rows"]}
@@ -85,10 +85,7 @@ def main(module: Any, argv: Sequence[str] | None = None) -> int:
         print(f"\n{module.table(report)}")
         if options.output:
             print(f"wrote {options.output}")
-            try:
-                module.draw(report).savefig(options.output.with_suffix(".png"))
-            except ValueError as error:
-                print(f"no figure: {error}")
+            harness.draw(module, report, options.output)
     return int(failed > 0)
 
 

@@ -10,9 +10,9 @@ They are read at every position of longer texts, which come from packages outsid
 Python source: by default all that is installed, the standard library and every distribution. A package is on one side
 alone, without copies of files and of other packages. The cells of a seed have the same bytes at every step and the
 same initial weights, except those that only one scheme has. bits: mean bits per byte of stretches of positions (edges:
-of each length) with the whole crop before them; columns: of the stretches of the table, also with at most the trained
+of each length) with the whole crop before them. columns: of the stretches of the table, also with at most the trained
 length before each byte (in_windows, half a window apart). Each cell (a scheme and a seed) is added to the output as
-soon as its texts are read, and a call goes on with what the output lacks.
+soon as it is read, and a call goes on with the cells that the output lacks.
 """
 
 import functools
@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import harness
 from language_models import corpus as corpora
 from language_models.corpus import Corpus, TrainingCrops, crops, held_out_starts
 from language_models.schemes import SCHEMES, attention_layer
@@ -137,9 +137,7 @@ def columns(context: int, longest: int) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in itertools.pairwise(edges) if end <= longest]
 
 
-# ------------------------------------------------------------------------------------------------------------- training
-
-# steps with losses that are read together: each read waits for the GPU
+# steps whose losses are looked at together: each look waits for the GPU
 LOOK = 10
 
 
@@ -200,17 +198,15 @@ def autocast(settings: Settings, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.precision == "bfloat16")
 
 
-# -------------------------------------------------------------------------------------------------------------- reading
-
 # tokens of a call: of the memory that it takes, the most is for the products of the MLP
 _TOKENS = {"cuda": 2**18, "cpu": 2**13}
 
 
 @torch.no_grad()
 def read(model: ByteLM, scheme: str, settings: Settings, corpus: Corpus, text: Tensor) -> Iterator[dict[str, Any]]:
-    """Mean bits per byte over crops of held-out files, for every length of the scheme, in two ways: with the whole crop
-    before each byte, and in windows of the trained length. Each window starts half a window after the one before, and
-    its second half counts. Both are of the same bytes, so their difference is what the longer context does.
+    """Mean bits per byte over crops of held-out files, for every length that the scheme takes: with the whole crop
+    before each byte, and in windows of the trained length, each half a window after the one before, where the second
+    halves count. Both are of the same bytes, so their difference is the gain of the longer context.
 
     bits: of every stretch of `bins`; None beyond the trained length for a scheme that takes no longer text. columns: of
     every stretch of the table.
@@ -218,26 +214,23 @@ def read(model: ByteLM, scheme: str, settings: Settings, corpus: Corpus, text: T
     model.eval()
     chosen, context = SCHEMES[scheme], settings.context
     for length, count in zip(settings.lengths, settings.crops, strict=True):
-        if length > settings.without_decay_up_to and not chosen.decays:
-            continue
-        if length > min(settings.lengths) and not chosen.any_length:
+        too_long = length > settings.without_decay_up_to and not chosen.decays
+        if too_long or (length > min(settings.lengths) and not chosen.any_length):
             continue
         starts = held_out_starts(corpus, length + 1, count, settings.crops_per_file)
         tokens = crops(text, starts, length + 1)
-        in_windows = losses_in_windows(model, tokens, settings)
-        whole = losses(model, tokens, settings) if chosen.any_length else in_windows[:, :context]
-        found, of_crops = whole.double().mean(0), (whole.double(), in_windows.double())
-        shorter = [other for other in settings.lengths if other < length]
+        in_windows = losses_in_windows(model, tokens, settings).double()
+        whole = losses(model, tokens, settings).double() if chosen.any_length else in_windows[:, :context]
+        of_crops = {"bits": whole, "in_windows": in_windows}
+        found, shorter = whole.mean(0), max((other for other in settings.lengths if other < length), default=0)
         yield {
             "length": length, "crops": len(starts),
             "bits": [round(float(found[a:b].mean()), 5) if b <= len(found) else None
                      for a, b in itertools.pairwise(bins(context, length))],
             "columns": [
-                {"begin": a, "end": b} | {
-                    key: float(x[:, a:b].mean(1).mean()) if b <= x.shape[1] else None
-                    for key, x in zip(("bits", "in_windows"), of_crops, strict=True)
-                }
-                for a, b in columns(context, length) if all(b > other for other in shorter)
+                {"begin": a, "end": b} | {key: float(x[:, a:b].mean(1).mean()) if b <= x.shape[1] else None
+                                          for key, x in of_crops.items()}
+                for a, b in columns(context, length) if b > shorter
             ],
         }
 
@@ -262,9 +255,6 @@ def losses_in_windows(model: ByteLM, tokens: Tensor, settings: Settings) -> Tens
     return torch.cat([of_windows[:, 0, :half], of_windows[:, :, half:].flatten(1)], dim=1)
 
 
-# --------------------------------------------------------------------------------------------------- tables and figure
-
-
 def runs_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The cells of a report, which older ones call runs."""
     return report["runs"] if "runs" in report else report["rows"]
@@ -284,20 +274,18 @@ def cells_of_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     stretches = [(a, b, key) for a, b in columns(context, max(report["settings"]["lengths"]))
                  for key in ("bits", *["in_windows"] * (a >= context))]
     head = ["bits per byte"]
-    for a, b, key in stretches:
-        head.append(f"{kilo(a)}–{kilo(b)}" + (f", ≤ {kilo(context)} before" if key == "in_windows" else ""))
+    head += [f"{kilo(a)}–{kilo(b)}" + f", ≤ {kilo(context)} before" * (key == "in_windows") for a, b, key in stretches]
     rows = []
     for name in SCHEMES:
         own = [run for run in runs_of(report) if run["scheme"] == name]
-        if own:
-            diverged = sum(run["diverged"] is not None for run in own)
-            rows.append([SCHEMES[name].label + (f" ({diverged} of {len(own)} diverged)" if diverged else "")])
-            for a, b, key in stretches:
-                values = [column[key] for run in own for row in run["reading"] for column in row["columns"]
-                          if (column["begin"], column["end"]) == (a, b) and column[key] is not None]
-                mean = f"{statistics.fmean(values):.3f}" if values else "–"
-                spread = f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else ""
-                rows[-1].append(mean + spread)
+        diverged = sum(run["diverged"] is not None for run in own)
+        cells = [SCHEMES[name].label + (f" ({diverged} of {len(own)} diverged)" if diverged else "")]
+        for a, b, key in stretches:
+            values = [column[key] for run in own for row in run["reading"] for column in row["columns"]
+                      if (column["begin"], column["end"]) == (a, b) and column[key] is not None]
+            mean = f"{statistics.fmean(values):.3f}" if values else "–"
+            cells.append(mean + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else ""))
+        rows += [cells] * bool(own)
     return head, rows
 
 
@@ -314,42 +302,32 @@ COLOURS = {
 }
 
 
-def draw(report: dict[str, Any]) -> Figure:
+def draw(report: dict[str, Any]) -> Any:
     """A panel per length that was read, as in the paper of the Forgetting Transformer (arXiv 2503.02130): mean over the
     seeds, their range shaded, the trained length marked."""
     runs = runs_of(report)
     lengths = sorted({row["length"] for run in runs for row in run["reading"]})
-    if not lengths:
-        raise ValueError("report: no cell has been read")
-    figure = Figure(figsize=(1.5 + 6.5 * len(lengths), 5.2), dpi=150, layout="constrained")
-    for axes, length in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths, strict=True):
-        _panel(axes, report, length)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(5, len(labels)))
-    size = next(run["parameters"] for run in runs if run["parameters"])
+    size = next((run["parameters"] for run in runs if run["parameters"]), 0)
     seeds = len({run["seed"] for run in runs})
-    figure.suptitle(
-        f"Python source, {size / 1e6:.1f} M parameters, {seeds} seed{'s' * (seeds > 1)}: mean and range; "
-        f"{report['gpu'] or 'CPU'}", fontsize="medium",
-    )
+    title = (f"Python source, {size / 1e6:.1f} M parameters, {seeds} seed{'s' * (seeds > 1)}: mean and range; "
+             f"{report['gpu'] or 'CPU'}")
+    figure, panels = harness.panels(len(lengths), (1.5 + 6.5 * len(lengths), 5.2), title)
+    for axes, length in zip(panels, lengths, strict=True):
+        _panel(axes, report, length)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(5, len(labels)))
     return figure
-
-
-def curves_of(report: dict[str, Any], scheme: str, length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """(positions, bits (seeds, positions)) of a scheme in texts of a length; None where it did not read them."""
-    curves = [row["bits"] for run in runs_of(report) if run["scheme"] == scheme for row in run["reading"]
-              if row["length"] == length]
-    return coarser(np.array(report["edges"][str(length)]), np.array(curves, dtype=float)) if curves else None
 
 
 def _panel(axes: Any, report: dict[str, Any], length: int) -> None:
     context = report["settings"]["context"]
+    read = [(run["scheme"], row) for run in runs_of(report) for row in run["reading"] if row["length"] == length]
     within, lowest = [], np.inf
     for name, scheme in SCHEMES.items():
-        found = curves_of(report, name, length)
-        if found is None:
+        curves = [row["bits"] for of, row in read if of == name]
+        if not curves:
             continue
-        positions, of_seeds = found
+        positions, of_seeds = coarser(np.array(report["edges"][str(length)]), np.array(curves, dtype=float))
         mean = of_seeds.mean(0)
         style = "-" if scheme.decays else "--"
         axes.plot(positions, mean, style, color=COLOURS[name], label=scheme.label, linewidth=1.6)
@@ -361,9 +339,9 @@ def _panel(axes: Any, report: dict[str, Any], length: int) -> None:
                   xytext=(4, -12), textcoords="offset points", fontsize="small")
     length_axis(axes, [int(context * 2.0**power) for power in range(-4, 10) if 1 <= context * 2.0**power <= length])
     middle = float(np.median(within))
-    # what loses its way leaves the panel upwards; where it goes is in the table
+    # curves that diverge leave the panel upwards; the table has their values
     axes.set_ylim(min(0.8 * middle, 0.97 * lowest), 2.2 * middle)
-    crops = max(row["crops"] for run in runs_of(report) for row in run["reading"] if row["length"] == length)
+    crops = max(row["crops"] for _, row in read)
     axes.set(xlabel="position (bytes before)", ylabel="bits per byte", title=f"{crops} texts of {kilo(length)} bytes")
     frame(axes)
 

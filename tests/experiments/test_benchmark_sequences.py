@@ -1,55 +1,37 @@
-"""The benchmark of packed sequences, decoding and generation: its arithmetic, its checks, its run on any machine."""
+"""The benchmark of packed sequences, decoding and generation: its arithmetic, its checks, its timed run."""
 
 import argparse
 import itertools
-import json
 import math
 import shlex
 
 import pytest
 import torch
+from benchmark_runs import count_milliseconds, hide_gpu
 from benchmarks import harness, sequences
-from benchmarks.sequences import Cached, Eviction, Recompute, Step, Workload
+from benchmarks.sequences import Eviction, Step, Workload, Writer
+from test_benchmark_harness import DECAYS, TINY
 
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.nn import DecayCache
 from decayattn.testing import call
 
 ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"  # of what runs the decode kernels
-
-TINY = shlex.split("""
-    --packed-head-dims 8 --packed-heads 2 --packed-documents 3 --packed-document-lengths 2 20
-    --packed-batch 2 --packed-length 24 --packed-window 5
-    --decode-batch 2 --decode-heads 4 --decode-kv-heads 2 --decode-head-dim 8 --decode-tokens 50
-    --generate-layers 1 --generate-width 16 --generate-heads 2 --generate-prompt 20 --generate-timed 8
-    --generate-half-lives 1 2 --generate-evict-every 8 --generate-stream 200 --rounds 2
-""")
-
-
-@pytest.fixture
-def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+DEVICE = "cuda" if ON_GPU else "cpu"  # of the decode kernels
 
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Kernels are timed by a clock that says 1 ms, 2 ms, …"""
-    clock = itertools.count(1)
-    monkeypatch.setattr(harness, "machine", lambda: (DEVICE, True))
-    monkeypatch.setattr(harness, "burst_timer", lambda seconds: lambda call: (call(), float(next(clock)))[1])
+    count_milliseconds(monkeypatch, DEVICE)
 
 
 def run(*argv: str) -> harness.Run:
     """The parts of a run, with their report."""
-    options = harness.parse(sequences, [*TINY, *argv])
+    options = harness.parse(sequences, [*shlex.split(TINY[sequences]), *argv])
     options.output = None
     found = harness.Run("x.py", options, [], {})
     sequences.measure(found)
     return found
-
-
-# ----------------------------------------------------------------------------------------------------------- arithmetic
 
 
 @pytest.mark.parametrize("left", [-1, 0, 3, 16, 17, 100])
@@ -74,37 +56,28 @@ def test_documents_are_uniform_in_the_logarithm_and_seeded():
     lengths = sequences.document_lengths(10_000, 64, 4096, seed=0)
     assert lengths == sequences.document_lengths(10_000, 64, 4096, seed=0)
     assert lengths != sequences.document_lengths(10_000, 64, 4096, seed=1)
-    assert min(lengths) >= 64
-    assert max(lengths) <= 4096
+    assert 64 <= min(lengths) <= max(lengths) <= 4096
     for part in (0.25, 0.5, 0.75):  # quantiles, within five standard deviations of a uniform variable's
         below = sum(length <= 64 * 64**part for length in lengths) / len(lengths)
         assert below == pytest.approx(part, abs=5 * math.sqrt(part * (1 - part) / len(lengths)))
     assert set(sequences.document_lengths(5, 7, 7, seed=0)) == {7}
 
 
-@pytest.mark.parametrize("decay", ["scalar", "constant", "none"])
+@pytest.mark.parametrize("decay", DECAYS)
 def test_bytes_of_a_step_are_those_of_the_tensors_it_reads(decay):
     step = Step(batch=2, heads=4, kv_heads=2, head_dim=8, tokens=50, dtype="float16")
     inputs = step.inputs("cpu", seed=0, mean_log_decay=-0.1)
     read = [inputs["keys"], inputs["values"], *([inputs["alpha"]] if decay == "scalar" else [])]
     assert step.bytes_read(decay) == sum(x.numel() * x.element_size() for x in read)
-
-
-def test_alpha_is_the_running_sum_of_negative_log_decays():
-    step = Step(batch=2, heads=4, kv_heads=2, head_dim=8, tokens=50, dtype="float32")
-    inputs = step.inputs("cpu", seed=0, mean_log_decay=-0.1)
     assert inputs["alpha"].dtype == torch.float64
     torch.testing.assert_close(inputs["alpha"].diff(dim=1).float(), inputs["log_decay"][:, 1:])
     assert (inputs["log_decay"] <= 0).all()
     assert (inputs["log_decay"] >= -0.2).all()
 
 
-# --------------------------------------------------------------------------------------------------------------- packed
-
-
-def test_workloads_call_what_they_say():
+def test_workloads_attend_within_documents_and_windows():
     """Against the dense call on every document alone, and with the window."""
-    for workload in sequences.workloads(harness.parse(sequences, TINY), head_dim=8):
+    for workload in sequences.workloads(harness.parse(sequences, shlex.split(TINY[sequences])), head_dim=8):
         inputs = workload.inputs("cpu", seed=0)
         call = workload.prepare(inputs, "reference", "cpu")
         out = call.forward()
@@ -122,21 +95,36 @@ def test_workloads_call_what_they_say():
 
 
 @pytest.mark.usefixtures("timed")
-def test_a_wrong_packed_kernel_gets_no_speed(monkeypatch, capsys):
+def test_wrong_packed_and_decode_kernels_get_no_speed(monkeypatch, capsys):
     def planted(*tensors, **options):
         out, lse = decay_attention_varlen(*tensors, **options)
         return out * 1.001, lse
 
+    step_call = Step.call
+
+    def planted_step(self, inputs, decay):
+        call = step_call(self, inputs, decay)
+        return (lambda: [x * 1.01 for x in call()]) if decay == "constant" else call
+
     monkeypatch.setattr(call, "decay_attention_varlen", planted)
-    report = run("--what", "packed", "--backend", "reference").report
-    assert [(entry["case"].split(":")[0], entry["kind"]) for entry in report["missing"]] == [("packed", "wrong")]
+    monkeypatch.setattr(Step, "call", planted_step)
+    report = run("--what", "decode", "packed", "--backend", "reference").report
+    assert [(entry["case"].split("decay ")[-1].split(":")[0], entry["kind"]) for entry in report["missing"]] == [
+        ("constant", "wrong"), ("constant, paged", "wrong"), ("packed", "wrong"),
+    ]
     assert {row["workload"] for row in report["packed"]} == {"dense", "dense alike", "window"}
     assert "VIOLATED" in capsys.readouterr().out
+    rows = report["decode"]
+    assert [row["decay"] for row in rows] == ["copy", "scalar", "none", "scalar, paged", "none, paged"]
+    assert [row["ms"] for row in rows] == [5.5] * 5  # 1 and 10, 2 and 9, …: every second round goes the other way
+    assert rows[0]["bytes"] == 2 * 2 * 50 * 2 * 8 * 4
+    assert rows[1]["gigabytes_per_second"] == pytest.approx(rows[1]["bytes"] / 5.5e-3 / 1e9)
+    assert rows[1]["ratio_to_copy"] == pytest.approx(rows[1]["bytes"] / rows[0]["bytes"])
 
 
 @pytest.mark.usefixtures("timed")
-def test_rows_compare_with_the_dense_call():
-    report = run("--what", "packed", "--backend", "reference").report
+def test_timed_run_reports_and_draws_every_part():
+    report = run("--backend", "reference", "--dtype", "float32").report
     rows = {(row["workload"], row["direction"]): row for row in report["packed"]}
     assert len(rows) == 8
     documents = sequences.document_lengths(3, 2, 20, 0)
@@ -150,6 +138,13 @@ def test_rows_compare_with_the_dense_call():
     ratio = rows["packed", "forward"]["tflops"] / rows["dense alike", "forward"]["tflops"]
     assert rows["packed", "forward"]["ratio_to_alike"] == pytest.approx(ratio)
     assert rows["window", "forward"]["ratio_to_alike"] is None
+    assert [row["decay"] for row in report["decode"]] == ["copy", *DECAYS, *(f"{decay}, paged" for decay in DECAYS)]
+    assert all(row["tokens_per_second_range"][0] <= row["tokens_per_second"] for row in report["generate"])
+    drawn = sequences.draw(report)
+    assert [len(axes.containers) for axes in drawn.axes] == [2 * 4, 2, 2, 0]  # bars, and their ranges
+    heights = sorted(bar.get_height() for bar in drawn.axes[0].patches)
+    assert heights == pytest.approx(sorted(row["tflops"] for row in report["packed"]))
+    assert drawn.axes[3].lines[1].get_ydata().tolist() == report["stream"]["after"]
 
 
 def test_the_dense_batch_alike_has_the_documents_work():
@@ -160,13 +155,9 @@ def test_the_dense_batch_alike_has_the_documents_work():
     assert alike.flops("forward") == pytest.approx(documents.flops("forward"), rel=0.02)
 
 
-# --------------------------------------------------------------------------------------------------------------- decode
-
-
-@pytest.mark.parametrize("decay", ["scalar", "constant", "none"])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_step_is_judged_where_it_was_looked_at(decay, dtype):
-    step = Step(batch=3, heads=4, kv_heads=2, head_dim=8, tokens=70, dtype=dtype)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_steps_are_judged_with_their_own_decay(decay):
+    step = Step(batch=3, heads=4, kv_heads=2, head_dim=8, tokens=70, dtype="float16" if decay == "none" else "float32")
     inputs = step.inputs(DEVICE, seed=0, mean_log_decay=-0.1)
     out, lse = step.call(inputs, decay)()
     comparisons = sequences.verify_step(step, inputs, decay, (out, lse))
@@ -181,36 +172,8 @@ def test_a_step_is_judged_where_it_was_looked_at(decay, dtype):
         wrong[head] += 0.02
         violated = [c for c in sequences.verify_step(step, inputs, decay, (out, wrong)) if not c.passed]
         assert [(c.name, c.head) for c in violated] == [("lse", head)]
-
-
-def test_a_step_without_its_decay_is_wrong():
-    step = Step(batch=1, heads=2, kv_heads=1, head_dim=8, tokens=70, dtype="float32")
-    inputs = step.inputs(DEVICE, seed=0, mean_log_decay=-0.01)
-    for called, decay in itertools.permutations(("scalar", "constant", "none"), 2):
-        assert not any(c.passed for c in sequences.verify_step(step, inputs, decay, step.call(inputs, called)()))
-
-
-@pytest.mark.usefixtures("timed")
-def test_a_wrong_decode_kernel_gets_no_speed(monkeypatch):
-    step_call = Step.call
-
-    def planted(self, inputs, decay):
-        call = step_call(self, inputs, decay)
-        return (lambda: [x * 1.01 for x in call()]) if decay == "constant" else call
-
-    monkeypatch.setattr(Step, "call", planted)
-    report = run("--what", "decode").report
-    cases = [(entry["case"].split("decay ")[1], entry["kind"]) for entry in report["missing"]]
-    assert cases == [("constant", "wrong"), ("constant, paged", "wrong")]
-    rows = report["decode"]
-    assert [row["decay"] for row in rows] == ["copy", "scalar", "none", "scalar, paged", "none, paged"]
-    assert [row["ms"] for row in rows] == [5.5] * 5  # 1 and 10, 2 and 9, …: every second round goes the other way
-    assert rows[0]["bytes"] == 2 * 2 * 50 * 2 * 8 * 4
-    assert rows[1]["gigabytes_per_second"] == pytest.approx(rows[1]["bytes"] / 5.5e-3 / 1e9)
-    assert rows[1]["ratio_to_copy"] == pytest.approx(rows[1]["bytes"] / rows[0]["bytes"])
-
-
-# ------------------------------------------------------------------------------------------------------------- generate
+    for other in set(DECAYS) - {decay}:
+        assert not any(c.passed for c in sequences.verify_step(step, inputs, other, (out, lse)))
 
 
 def small_model(dtype=torch.float64, half_lives=(1.0, 2.0)):
@@ -221,7 +184,7 @@ def small_model(dtype=torch.float64, half_lives=(1.0, 2.0)):
 def test_every_mode_writes_the_same_text():
     model, prompt, eviction = small_model(), torch.randint(256, (1, 90)), Eviction(8, 1e-9)
     room = max(90, sequences.held_bound(model, eviction)) + 8
-    writers = [Recompute(model, prompt), Cached(model, prompt, 130), Cached(model, prompt, room, eviction)]
+    writers = [Writer(model, prompt), Writer(model, prompt, 130), Writer(model, prompt, room, eviction)]
     texts = [[], [], []]
     for _ in range(40):
         for writer, text in zip(writers, texts, strict=True):
@@ -235,9 +198,11 @@ def test_every_mode_writes_the_same_text():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("half_lives", [(1.0, 2.0), (3.0, 5.0)])
-@pytest.mark.parametrize("tolerance", [1e-2, 2.0**-24])
-def test_the_cache_stays_as_long_as_the_arithmetic_says(tolerance, half_lives):
+@pytest.mark.parametrize(("tolerance", "half_lives"), [
+    (2.0**-24, (1.0, 2.0)),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2.0**-24, (3.0, 5.0)), (1e-2, (3.0, 5.0)))),
+])
+def test_caches_stay_as_long_as_the_arithmetic_says(tolerance, half_lives):
     model, eviction = small_model(torch.float32, half_lives), Eviction(8, tolerance)
     held = sequences.held_bound(model, eviction)
     found = sequences.stream(model, 3 * held, eviction)
@@ -249,7 +214,7 @@ def test_the_cache_stays_as_long_as_the_arithmetic_says(tolerance, half_lives):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32])
 def test_logits_are_held_to_the_error_without_a_cache(dtype, monkeypatch):
     model, eviction = small_model(dtype), Eviction(8, 2.0**-24)
     tokens = torch.randint(256, (1, 120))
@@ -257,7 +222,7 @@ def test_logits_are_held_to_the_error_without_a_cache(dtype, monkeypatch):
     assert list(ratios) == ["cache", "captured", "evict"]
     assert max(ratios.values()) <= 1
     too_much = sequences.logits_over_budget(model, tokens, Eviction(8, 0.999))
-    if dtype == torch.float32:  # what a float16 model cannot see is not wrong for it
+    if dtype == torch.float32:  # an error below float16's rounding is not wrong for it
         assert [x <= 1 for x in too_much.values()] == [True, True, False]
 
     def forgetful(cache, *arguments):
@@ -270,80 +235,22 @@ def test_logits_are_held_to_the_error_without_a_cache(dtype, monkeypatch):
     assert min(sequences.logits_over_budget(model, tokens, eviction).values()) > 1
 
 
-# -------------------------------------------------------------------------------------------------------------- the run
-
-
-@pytest.mark.skipif(ON_GPU, reason="Triton interprets kernels only where it was told so before its import")
-@pytest.mark.usefixtures("on_a_cpu")
-def test_a_cpu_checks_everything_and_times_the_text(tmp_path, capsys):
-    output = tmp_path / "new" / "results.json"
-    assert harness.main(sequences, [*TINY, "--output", str(output)]) == 0
-    read = json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(f"not strict JSON: {name}"))
-    assert (read["rounds"], read["missing"], read["packed"], read["decode"]) == (2, [], [], [])
-    assert [check["section"] for check in read["checks"]] == ["packed"] * 4 + ["decode"] * 6 + ["generate"]
-    assert not any("VIOLATED" in line for check in read["checks"] for line in check["table"])
-    assert [row["mode"] for row in read["generate"]] == ["recompute", "cache", "captured", "evict"]
-    for row in read["generate"]:
-        low, high = row["tokens_per_second_range"]
-        assert 0 < low <= row["tokens_per_second"] <= high
-    assert max(read["stream"]["after"]) <= read["stream"]["held_bound"] < 200
-    assert len(read["stream"]["after"]) == 200 // 8
-    assert output.with_suffix(".png").stat().st_size > 10_000
-    assert str(tmp_path) not in output.read_text()
-
-
-@pytest.mark.usefixtures("timed")
-def test_a_timed_run_reports_every_part():
-    read = run("--backend", "reference", "--dtype", "float32").report
-    assert len(read["packed"]) == 8
-    decays = ["scalar", "constant", "none"]
-    assert [row["decay"] for row in read["decode"]] == ["copy", *decays, *(f"{decay}, paged" for decay in decays)]
-    drawn = sequences.draw(read)
-    assert [len(axes.containers) for axes in drawn.axes] == [2 * 4, 2, 2, 0]  # bars, and their ranges
-    heights = sorted(bar.get_height() for bar in drawn.axes[0].patches)
-    assert heights == pytest.approx(sorted(row["tflops"] for row in read["packed"]))
-    assert drawn.axes[3].lines[1].get_ydata().tolist() == read["stream"]["after"]
-
-
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-def test_a_gpu_times_everything(tmp_path):
-    output = tmp_path / "results.json"
-    assert harness.main(sequences, [*TINY, "--seconds", "0.001", "--output", str(output)]) == 0
-    read = json.loads(output.read_text())
-    assert [len(read[part]) for part in ("packed", "decode", "generate")] == [8, 7, len(sequences.MODES)]
-    assert read["missing"] == []
+def test_a_gpu_times_everything():
+    report = run("--seconds", "0.001").report
+    assert [len(report[part]) for part in ("packed", "decode", "generate")] == [8, 7, len(sequences.MODES)]
+    assert report["missing"] == []
 
 
-@pytest.mark.usefixtures("on_a_cpu")
-def test_failures_are_listed_and_leave_the_others_alone(monkeypatch, tmp_path):
+def test_failures_are_listed_and_leave_the_others_alone(monkeypatch):
+    """Of memory, and of options: 4 heads and 3 key heads, a width that the heads do not divide."""
     def too_big(*_):
         raise torch.OutOfMemoryError("too big\nand a long story")
 
-    monkeypatch.setattr(Step, "inputs", too_big)
+    hide_gpu(monkeypatch)
     monkeypatch.setattr(Workload, "inputs", too_big)
-    monkeypatch.setattr(sequences, "logits_over_budget", too_big)
-    output = tmp_path / "results.json"
-    assert harness.main(sequences, [*TINY, "--what", "decode", "packed", "generate", "--output", str(output)]) == 1
-    read = json.loads(output.read_text())
-    assert [entry["section"] for entry in read["missing"]] == ["decode", *["packed"] * 4, "generate"]
-    assert {(entry["kind"], entry["reason"]) for entry in read["missing"]} == {("failed", "OutOfMemoryError: too big")}
-    assert not output.with_suffix(".png").exists()
-
-
-@pytest.mark.parametrize(("argv", "message"), [
-    ("--what nothing", "invalid choice: 'nothing'"),
-    ("--rounds 0", "positive integer, got 0"),
-    ("--dtype bfloat16", "--dtype: expected float16 or float32"),
-    ("--generate-half-lives 0 2", "expected a positive number, got 0"),
-])
-@pytest.mark.usefixtures("on_a_cpu")
-def test_bad_options_are_refused(argv, message, capsys):
-    with pytest.raises(SystemExit):
-        harness.parse(sequences, shlex.split(argv))
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("on_a_cpu")
-def test_options_that_cannot_be_fail_their_part():
-    found = run("--decode-heads", "6", "--decode-kv-heads", "4", "--generate-width", "9", "--packed-heads", "1")
-    assert {entry["section"] for entry in found.report["missing"]} == {"decode", "generate"}
+    report = run("--what", "decode", "packed", "generate", "--decode-kv-heads", "3", "--generate-width", "9").report
+    missing = {entry["section"]: entry for entry in report["missing"]}
+    assert len(report["missing"]) == 6 + 4 + 1
+    assert list(missing) == ["decode", "packed", "generate"]
+    assert (missing["packed"]["kind"], missing["packed"]["reason"]) == ("failed", "OutOfMemoryError: too big")

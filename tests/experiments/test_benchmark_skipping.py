@@ -1,11 +1,9 @@
-"""The benchmark of skipping: right before fast, honest ratios, what is written down."""
-
-import itertools
-import json
+"""The benchmark of skipping: right before fast, ratios, rows."""
 
 import pytest
 import torch
-from benchmarks import harness, skipping
+from benchmark_runs import count_milliseconds, run
+from benchmarks import skipping
 from benchmarks.harness import DIRECTIONS, Case
 from benchmarks.skipping import PRUNED, SKIPPING, WHOLE, Workload
 
@@ -14,14 +12,6 @@ from decayattn import decay_attention
 SMALL = Workload("pruning", Case(1, 2, 300, 16, "float32", "scalar", -0.5))
 PLANNED = Workload("planning", Case(1, 2, 640, 16, "float32", "scalar", -0.5))
 ARGUMENTS = ["--dtype", "float32", "--backend", "reference", "--heads", "2", "--head-dims", "8", "--rounds", "2"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels on a CPU: needs Triton's interpreter")
-def test_kernels_are_checked_without_a_gpu(capsys):
-    assert harness.main(skipping, ["--studies", "pruning", "--pruning", "600", "--heads", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "visits 0." in printed
-    assert "skipping: within the error budget" in printed
 
 
 @pytest.mark.parametrize(
@@ -40,7 +30,7 @@ def test_inputs_follow_the_workload(rates, decay):
         assert -1e-5 < float(log_decay.min()) <= float(log_decay.max()) < 0
 
 
-def test_the_plan_and_its_mirror_are_timed(device):
+def test_plans_and_their_mirrors_are_timed(device):
     calls = skipping.plans(PLANNED, PLANNED.inputs(device, 0))
     first_block, last_granule = calls["forward"](), calls["backward"]()
     assert first_block.shape[:2] == last_granule.shape[:2] == (1, 2)
@@ -50,7 +40,7 @@ def test_the_plan_and_its_mirror_are_timed(device):
     assert skipping.plans(SMALL, SMALL.inputs(device, 0)) == {}  # too short to be planned
 
 
-def test_the_share_of_the_plan_is_of_its_direction():
+def test_shares_of_a_plan_are_of_its_direction():
     timings = {(peer, way): [2.0 if way == "forward" else 4.0] for peer in (WHOLE, SKIPPING) for way in DIRECTIONS}
     found = list(skipping.rows(PLANNED, timings, torch.ones(1, 2), {"forward": 20.0, "backward": 4.0}))
     own = {row["direction"]: (row["plan_us"], row["plan_share"]) for row in found if row["peer"] == SKIPPING}
@@ -61,20 +51,16 @@ def test_the_share_of_the_plan_is_of_its_direction():
 @pytest.fixture
 def timed(monkeypatch):
     """The eager reference in place of the kernels, by a counting clock: it skips nothing."""
-    clock = itertools.count(1)
-    monkeypatch.setattr(harness, "machine", lambda: ("cpu", True))
-    monkeypatch.setattr(harness, "burst_timer", lambda seconds: lambda call: (call(), float(next(clock)))[1])
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    count_milliseconds(monkeypatch)
     monkeypatch.setattr(skipping, "visited_fraction", lambda q, *_: torch.full((1, 2), 0.25))
 
 
 @pytest.mark.usefixtures("timed")
 def test_a_run_leaves_rows_json_and_a_plot(tmp_path):
     sizes = ["--planning", "20", "--tokens", "40", "--pruning", "30", "--constant", "30", "--lengths", "16", "32"]
-    argv = [*ARGUMENTS, *sizes, "--whole-up-to", "30", "--output", str(tmp_path / "skipping.json")]
-    assert harness.main(skipping, argv) == 0
-    read = json.loads((tmp_path / "skipping.json").read_text())
-    assert (tmp_path / "skipping.png").stat().st_size > 10_000
+    status, read = run(skipping, tmp_path, *ARGUMENTS, *sizes, "--whole-up-to", "30")
+    assert status == 0
+    assert (tmp_path / "new/results.png").stat().st_size > 10_000
     assert {row["study"] for row in read["rows"]} == set(skipping.STUDIES)
     assert {row["peer"] for row in read["rows"] if row["length"] == 32} == {SKIPPING}
     for row in (row for row in read["rows"] if row["peer"] == SKIPPING):
@@ -82,17 +68,15 @@ def test_a_run_leaves_rows_json_and_a_plot(tmp_path):
         alike = ("study", "rates", "gain", "length", "direction")
         whole = [r for r in read["rows"] if r["peer"] == WHOLE and all(r[key] == row[key] for key in alike)]
         assert row["speed_over_whole"] == (whole[0]["ms"] / row["ms"] if whole else None)
-    # cuDNN and the official kernel do not run on a CPU; that is told, and fails nothing of ours
+    # cuDNN and the official kernel do not run on a CPU, which fails nothing of ours
     assert {entry["peer"] for entry in read["missing"]} == {"cudnn", PRUNED}
 
 
 @pytest.mark.usefixtures("timed")
 def test_wrong_results_get_no_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(skipping, "compared", lambda *_: (["dk"], ["a table"]))
-    argv = [*ARGUMENTS, "--studies", "lengths", "--lengths", "16", "--output", str(tmp_path / "skipping.json")]
-    assert harness.main(skipping, argv) == 1
-    read = json.loads((tmp_path / "skipping.json").read_text())
-    assert read["rows"] == []
+    status, read = run(skipping, tmp_path, *ARGUMENTS, "--studies", "lengths", "--lengths", "16")
+    assert (status, read["rows"]) == (1, [])
     assert read["missing"][0]["reason"] == "dk outside the error budget: no speed is reported"
 
 

@@ -3,24 +3,24 @@
 import dataclasses
 import itertools
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmark_runs import count_milliseconds, hide_gpu, run
 from benchmarks import harness, training
-from benchmarks.training import BASELINE, IDENTITY, VARIANTS, Models, OtherAttention, Setting, Size, Timed
+from benchmarks.training import BASELINE, IDENTITY, VARIANTS, Models, OtherAttention, Setting
 
-SIZE = Size(layers=2, width=16, head_dim=8, vocabulary=20)
-SETTING = Setting(SIZE, batch=2, length=12, compiled=False)
+SETTING = Setting(layers=2, width=16, head_dim=8, vocabulary=20, batch=2, length=12)
 SMALL = ["--layers", "1", "--width", "16", "--head-dims", "8", "--lengths", "20", "--tokens", "40"]
 NAMES = ["ours", "cudnn", IDENTITY]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def without_gpu(monkeypatch):
-    """Machine without a GPU. It also keeps a test from writing where a GPU's results go."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    hide_gpu(monkeypatch)
 
 
 @pytest.fixture
@@ -28,20 +28,9 @@ def models():
     return Models(SETTING, "reference", "cpu", seed=0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels on a CPU: needs Triton's interpreter")
-def test_first_steps_are_checked_without_a_gpu(capsys):
-    assert harness.main(training, [*SMALL, "--backend", "triton"]) == 0
-    said = capsys.readouterr().out
-    for name in ("ours", "ours-trained", "ours-whole", "ours-rotary", "cudnn", BASELINE):
-        assert f"  {name}: relative errors loss" in said
-    for name in ("flex", "fla", "fox", "fox-pruned"):
-        assert f"{name}: absent: needs a GPU" in said
-
-
-@pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_a_wrong_variant_is_named_and_gets_no_speed(is_ours, monkeypatch, capsys):
-    """One whose values are a hundredth too large, which the loss hardly shows."""
+    """Its values are a hundredth too large, which the loss hardly shows."""
 
     def attend(q, k, v, log_decay):
         return torch.nn.functional.scaled_dot_product_attention(
@@ -49,7 +38,7 @@ def test_a_wrong_variant_is_named_and_gets_no_speed(is_ours, monkeypatch, capsys
         ).transpose(1, 2)
 
     wrong = dataclasses.replace(
-        VARIANTS["cudnn"], ours=is_ours, layer=lambda size, backend, length: OtherAttention(size, attend)
+        VARIANTS["cudnn"], ours=is_ours, layer=lambda setting, backend: OtherAttention(setting, attend)
     )
     monkeypatch.setitem(VARIANTS, "cudnn", wrong)
     assert harness.main(training, [*SMALL, "--variants", "cudnn", "--backend", "reference"]) == int(is_ours)
@@ -88,7 +77,7 @@ def test_trained_half_lives_are_those_of_the_toy_model():
     assert stretched[11][-1] == pytest.approx(max(source[7]))
 
 
-def test_timed_steps_interleave_and_survive_one_that_fails(models, monkeypatch):
+def test_timed_steps_interleave_and_survive_a_failure(models, monkeypatch):
     steps, real = [], Models.step
 
     def step(self, model, variant):
@@ -97,27 +86,22 @@ def test_timed_steps_interleave_and_survive_one_that_fails(models, monkeypatch):
             raise torch.OutOfMemoryError("too much")
         return real(self, model, variant)
 
-    def timed(call):
-        call()
-        return float(len(steps))
-
-    monkeypatch.setattr(Models, "step", step)
-    monkeypatch.setattr(harness, "sustained_timer", lambda seconds: timed)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
     options = harness.parse(training, [*SMALL, "--rounds", "2"])
     run = harness.Run("x.py", options, [], {})
-    found = training.time_rounds(models, [VARIANTS[name] for name in NAMES], run)
+    count_milliseconds(monkeypatch)
+    monkeypatch.setattr(Models, "step", step)
+    timings, first = training.time_rounds(models, [VARIANTS[name] for name in NAMES], run)
     assert [entry["reason"] for entry in run.report["missing"]] == ["OutOfMemoryError: too much"]
     assert steps == ["ours", "ours", "cudnn", IDENTITY, IDENTITY, "ours", IDENTITY, IDENTITY, "ours"]
-    assert found["ours"].rounds == [6.0, 9.0]
-    assert (found["ours"].peak_bytes, found["ours"].loss > 0) == (7, True)
+    assert timings == {("ours", "step"): [1.0, 4.0], (IDENTITY, "step"): [2.0, 3.0]}
+    assert (first["ours"]["peak_bytes"], first["ours"]["loss"] > 0) == (7, True)
 
 
 def made_up(length: int = 12) -> list[dict]:
-    timed = {"ours": Timed([4.0, 2.0, 3.0], 10**9, 3.0), BASELINE: Timed([6.0, 6.0, 6.0], 10**9, 3.0),
-             IDENTITY: Timed([1.0, 1.0, 1.0], 10**9, 3.0)}
-    return list(training.rows(dataclasses.replace(SETTING, length=length), timed))
+    rounds = {"ours": [4.0, 2.0, 3.0], BASELINE: [6.0, 6.0, 6.0], IDENTITY: [1.0, 1.0, 1.0]}
+    timings = {(name, "step"): times for name, times in rounds.items()}
+    first = {name: {"peak_bytes": 10**9, "loss": 3.0} for name in rounds}
+    return list(training.rows(SETTING._replace(length=length), timings, first))
 
 
 def test_rows_have_speed_and_the_share_of_attention():
@@ -127,23 +111,18 @@ def test_rows_have_speed_and_the_share_of_attention():
     assert (baseline["attention_share"], identity["attention_share"]) == (pytest.approx(5 / 6), 0.0)
 
 
-@pytest.mark.usefixtures("without_gpu")
 def test_known_settings_are_not_measured_again(tmp_path, monkeypatch):
     measured, found = [], {length: made_up(length) for length in (20, 24)}
-    monkeypatch.setattr(harness, "machine", lambda: ("cpu", True))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(training, "time_rounds", lambda models, *_: measured.append(models.setting.length))
-    monkeypatch.setattr(training, "rows", lambda setting, _: found[setting.length])
-    argv = [*SMALL, "--commit", "abc", "--output", str(tmp_path / "x.json"), "--variants", IDENTITY, "--lengths", "20"]
+    count_milliseconds(monkeypatch)
+    monkeypatch.setattr(training, "time_rounds", lambda models, *_: (measured.append(models.setting.length), {}))
+    monkeypatch.setattr(training, "rows", lambda setting, *_: found[setting.length])
+    argv = [*SMALL, "--commit", "abc", "--variants", IDENTITY, "--lengths", "20"]
     for more in ([], ["24"]):
-        assert harness.main(training, [*argv, *more]) == 0
+        assert run(training, tmp_path, *argv, *more)[0] == 0
     assert measured == [20, 24]
-    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert (tmp_path / "new/results.png").stat().st_size > 10_000
     with pytest.raises(SystemExit, match="has setup"):
-        harness.main(training, [*argv, "--seconds", "9"])
-
-
-# ----------------------------------------------------------------------------------------------------------- strategies
+        run(training, tmp_path, *argv, "--seconds", "9")
 
 
 def run_folder(folder: Path, bits: list[float], milliseconds: list[float]) -> Path:
@@ -172,16 +151,12 @@ def test_strategies_are_compared_step_by_step(tmp_path):
     assert len(training.draw(result).axes) == 2
 
 
-def strategies(tmp_path: Path, more: str, *names: str) -> list[str]:
-    (tmp_path / "text").write_bytes(b"abracadabra, " * 200)
-    of_toy = f"--data {tmp_path / 'text'} --gradient_check 0 {more}"
-    return ["--commit", "abc", "--output", str(tmp_path / "found.json"), f"--more={of_toy}", "--strategies", *names]
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_gpu", "interpreter", "processes_that_meet")
-def test_strategies_are_run_once(tmp_path, capsys):
-    argv = strategies(tmp_path, "", "one", "context, heads")
+@pytest.mark.usefixtures("interpreter", "processes_that_meet")
+def test_strategies_are_run_once(tmp_path):
+    (tmp_path / "text").write_bytes(b"abracadabra, " * 200)
+    argv = ["--commit", "abc", "--output", str(tmp_path / "found.json"), "--strategies", "one", "context, heads",
+            f"--more=--data {tmp_path / 'text'} --gradient_check 0"]
     assert harness.main(training, argv) == 0
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [(row["run"], row["devices"]) for row in rows] == [("one", 1), ("context, heads", 2)]
@@ -190,8 +165,13 @@ def test_strategies_are_run_once(tmp_path, capsys):
     assert json.loads((tmp_path / "found.json").read_text())["rows"] == rows
 
 
-@pytest.mark.usefixtures("without_gpu")
-def test_a_strategy_that_fails_is_told_and_not_kept(tmp_path, capsys):
-    assert harness.main(training, strategies(tmp_path, "--heads 3", "one")) == 1
-    assert "one: failed: RuntimeError: train_toy_lm.py ended with status 2" in capsys.readouterr().out
-    assert json.loads((tmp_path / "found.json").read_text())["rows"] == []
+def test_a_failed_strategy_is_reported_and_not_kept(tmp_path, monkeypatch, capsys):
+    commands = []
+    done = SimpleNamespace(returncode=2, stdout="heads: expected a divisor")
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: (commands.append(command), done)[1])
+    monkeypatch.setattr(harness, "provenance", lambda *_: dict.fromkeys(("gpu", "driver", "torch", "triton", "commit")))
+    status, read = run(training, tmp_path, "--commit", "abc", "--strategies", "ddp", "--more=--heads 3")
+    assert (status, read["rows"]) == (1, [])
+    assert commands[0][-2:] == ["--heads", "3"]
+    assert {"--strategy", "ddp", "--devices", "2", "--steps"} <= set(commands[0])
+    assert "ddp: failed: RuntimeError: train_toy_lm.py ended with status 2" in capsys.readouterr().out

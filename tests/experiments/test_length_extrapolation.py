@@ -89,7 +89,7 @@ def test_a_call_measures_every_scheme(measured):
 
 
 def test_cells_of_a_seed_share_bytes_and_weights(corpus_folder):
-    """Schemes whose model is the same have the same losses, digit by digit; another seed has others."""
+    """Schemes with the same model have the same losses, digit by digit; another seed has others."""
     of_models = {}
     for run in (("none", 0), ("none", 1), ("rotary", 0), ("scalar", 0)):
         model = study.build_model(SETTINGS, *run)
@@ -97,7 +97,7 @@ def test_cells_of_a_seed_share_bytes_and_weights(corpus_folder):
     assert torch.equal(of_models[("none", 0)], of_models[("rotary", 0)])
     assert torch.equal(of_models[("none", 0)], of_models[("scalar", 0)])
     assert not torch.equal(of_models[("none", 0)], of_models[("none", 1)])
-    # learned ALiBi whose rates cannot move is ALiBi
+    # learned ALiBi with rates that cannot move is ALiBi
     asked = []
     for scheme in ("alibi", "alibi-learned"):
         settings = SETTINGS._replace(steps=10, learning_rate=1e-12)
@@ -105,7 +105,7 @@ def test_cells_of_a_seed_share_bytes_and_weights(corpus_folder):
     assert asked[0] == asked[1]
 
 
-def test_a_model_that_diverges_is_told_and_not_read(data, tmp_path, capsys):
+def test_a_diverged_model_is_named_and_not_read(data, tmp_path, capsys):
     arguments = call(data, tmp_path, "--schemes", "none", "--learning-rate", "1e30")
     assert grid.main(study, arguments) == 0
     [run] = json.loads((tmp_path / "result.json").read_text())["rows"]
@@ -113,11 +113,11 @@ def test_a_model_that_diverges_is_told_and_not_read(data, tmp_path, capsys):
     assert run["reading"] == []
     printed = capsys.readouterr().out
     assert "no position (1 of 1 diverged)" in printed
-    assert "no figure: report: no cell has been read" in printed
+    assert "no figure: report: has no rows to draw" in printed
 
 
 class LastByteBefore(torch.nn.Module):
-    """Expects the byte of `back` places before, if there is one, with certainty; else knows nothing."""
+    """Expects the byte of `back` places before, with certainty, if there is one; else knows nothing."""
 
     def __init__(self, back: int):
         super().__init__()
@@ -131,7 +131,7 @@ class LastByteBefore(torch.nn.Module):
 
 
 def test_losses_are_of_the_positions_that_they_say():
-    """Texts repeat after 40 bytes: known from the position on at which so many bytes are before it."""
+    """Texts repeat after 40 bytes: known from the position on that has 40 bytes before it."""
     tokens = torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 7)[:, :257]
     bits = study.losses(LastByteBefore(40), tokens, SETTINGS)
     assert bits.shape == (3, 256)
