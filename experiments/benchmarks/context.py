@@ -461,58 +461,44 @@ class _Joined(torch.autograd.Function):
         return gradient[ctx.at], None, None, None
 
 
-class Measured(NamedTuple):
-    """Rows of one mode with one decay in one direction, and of one GPU alone, both by increasing length."""
+def calculated(
+    own: list[dict[str, Any]], alone: list[dict[str, Any]], length: int, ranks: int, bandwidth: float,
+    network: float = NETWORK, node: int = NODE,
+) -> dict[str, Any]:
+    """The row of `ranks` GPUs; its times are None where they do not divide the heads.
 
-    own: list[dict[str, Any]]
-    alone: list[dict[str, Any]]
+    own: measured rows of one mode with one decay in one direction. alone: of one GPU. Both by increasing length.
+    """
+    (before, longest), first, last = alone[-2:], own[0], own[-1]
+    is_heads, measured = first["mode"] == "heads", first["ranks"]
+    exponent = math.log(longest["ms"] / before["ms"]) / math.log(longest["length"] / before["length"])
+    known = {row["length"]: row["ms"] for row in alone}
+    one_gpu = known.get(length) or longest["ms"] * (length / longest["length"]) ** exponent
 
-    def exponent(self) -> float:
-        """e of T^e for the time of one GPU."""
-        before, last = self.alone[-2:]
-        return math.log(last["ms"] / before["ms"]) / math.log(last["length"] / before["length"])
+    def share(ranks: int) -> float:
+        return 1 / ranks if is_heads else 1 - ((ranks - 1) / ranks) ** exponent
 
-    def alone_ms(self, length: int) -> float:
-        """Measured, or beyond that by the exponent."""
-        last = self.alone[-1]
-        measured = next((row["ms"] for row in self.alone if row["length"] == length), None)
-        return measured or last["ms"] * (length / last["length"]) ** self.exponent()
-
-    def share(self, ranks: int) -> float:
-        """Share of the work that the busiest rank has."""
-        heads = self.own[0]["mode"] == "heads"
-        return 1 / ranks if heads else 1 - ((ranks - 1) / ranks) ** self.exponent()
-
-    def bytes_received(self, length: int, ranks: int) -> float:
-        """By the rank that receives the most."""
-        last = self.own[-1]
-        received, own = max(last["received"]), last["ranks"]
-        if last["mode"] == "heads":
-            measured = last["length"] * (own - 1) / own**2
-            return received / measured * length * (ranks - 1) / ranks**2
-        per_token = last["everything"] / (last["length"] * (own - 1) / own)
-        before = per_token * length * (ranks - 1) / ranks
-        return before if received > 0.99 * last["everything"] else min(before, received)
-
-    def row(self, length: int, ranks: int, bandwidth: float, network: float, node: int) -> dict[str, Any]:
-        """A calculation; its times are None where the ranks do not divide the heads."""
-        first = self.own[0]
-        row = {key: first[key] for key in ("decay", "mode", "direction")} | {
-            "ranks": ranks, "length": length, "exponent": self.exponent(), "one_gpu_ms": self.alone_ms(length)}
-        if first["mode"] == "heads" and first["heads"] % ranks:
-            return row | dict.fromkeys(("bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one"))
-        received = self.bytes_received(length, ranks)
-        compute = self.share(ranks) * self.alone_ms(length)
-        transfer = 1e3 * received / (bandwidth if ranks <= node else network)
-        known = self.share(first["ranks"]) * self.alone_ms(first["length"])
-        rest = max(0.0, first["ms"] - known - 1e3 * max(first["received"]) / bandwidth)
-        total = compute + transfer + rest
-        return row | {"bytes": received, "compute_ms": compute, "transfer_ms": transfer, "rest_ms": rest, "ms": total,
-                      "speed_over_one": self.alone_ms(length) / total}
+    row = {key: first[key] for key in ("decay", "mode", "direction")} | {
+        "ranks": ranks, "length": length, "exponent": exponent, "one_gpu_ms": one_gpu}
+    if is_heads and first["heads"] % ranks:
+        return row | dict.fromkeys(("bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one"))
+    received = max(last["received"])
+    if is_heads:
+        received = received / (last["length"] * (measured - 1) / measured**2) * length * (ranks - 1) / ranks**2
+    else:
+        per_token = last["everything"] / (last["length"] * (measured - 1) / measured)
+        everything = per_token * length * (ranks - 1) / ranks
+        received = everything if received > 0.99 * last["everything"] else min(everything, received)
+    compute, transfer = share(ranks) * one_gpu, 1e3 * received / (bandwidth if ranks <= node else network)
+    at_first = share(measured) * known[first["length"]]
+    rest = max(0.0, first["ms"] - at_first - 1e3 * max(first["received"]) / bandwidth)
+    total = compute + transfer + rest
+    return row | {"bytes": received, "compute_ms": compute, "transfer_ms": transfer, "rest_ms": rest, "ms": total,
+                  "speed_over_one": one_gpu / total}
 
 
-def measured_in(report: dict[str, Any]) -> Iterator[Measured]:
-    """Rows of every mode, decay and direction that was measured at two lengths or more, also on one GPU."""
+def measured_in(report: dict[str, Any]) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """(rows of ranks, rows of one GPU) of every mode, decay and direction that was measured at two lengths or more."""
     found: dict[tuple, list[dict[str, Any]]] = {}
     for row in report["rows"]:
         found.setdefault((row["decay"], row["mode"], row["direction"]), []).append(row)
@@ -521,15 +507,13 @@ def measured_in(report: dict[str, Any]) -> Iterator[Measured]:
     for (decay, mode, direction), own in timed.items():
         alone = timed.get((decay, ALONE, direction), [])
         if own and mode != ALONE and len(alone) > 1:
-            yield Measured(own, alone)
+            yield own, alone
 
 
 def simulate(report: dict[str, Any], options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Times on more GPUs than were measured, to results/simulate_context.json or --output."""
-    found = [
-        measured.row(options.simulated, ranks, report["bandwidth"], NETWORK, NODE)
-        for measured in measured_in(report) for ranks in options.gpus
-    ]
+    found = [calculated(own, alone, options.simulated, ranks, report["bandwidth"])
+             for own, alone in measured_in(report) for ranks in options.gpus]
     columns = ("ranks", "bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one")
     print(harness.table(found, "{decay}, {mode}, {direction}", columns))
     # the default of --output is the measured report's, which stays

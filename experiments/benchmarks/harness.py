@@ -35,7 +35,7 @@ ORACLE_SCORES = 2**26
 
 
 class Absent(Exception):
-    """A peer cannot run a case here; the message says why."""
+    """A peer cannot run a case here; the message is the reason."""
 
 
 def reason(error: Exception) -> str:
@@ -390,8 +390,8 @@ class Run:
 def parse(module: Any, argv: Sequence[str]) -> Namespace:
     """The options of a benchmark, defaults filled in for this machine."""
     cuda = machine()[0] == "cuda"
-    options = module.OPTIONS | {name: option for name, option in REPORT.items() if name != "draw" or draws(module)}
-    parser = parser_of(module.__doc__, options, cuda)
+    common = {name: option for name, option in REPORT.items() if name != "draw" or hasattr(module, "draw")}
+    parser = parser_of(module.__doc__, module.OPTIONS | common, cuda)
     options = parser.parse_args(argv)
     if getattr(options, "dtype", None) == "bfloat16" and not cuda:
         parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
@@ -401,11 +401,12 @@ def parse(module: Any, argv: Sequence[str]) -> Namespace:
 
 
 def main(module: Any, argv: Sequence[str] | None = None) -> int:
-    """Run a benchmark. The exit status is 1 if anything of ours is wrong or fails, 2 for a bad option."""
+    """Run a benchmark. The exit status is 1 if a result of ours is wrong or fails, 2 for a bad option."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(module, argv)
     if getattr(options, "draw", None):
-        return draw(module, json.loads(options.draw.read_text(encoding="utf-8")), options.draw)
+        draw(module, json.loads(options.draw.read_text(encoding="utf-8")), options.draw)
+        return 0
     return run_all(module, options, argv)
 
 
@@ -419,26 +420,21 @@ def run_all(module: Any, options: Namespace, argv: list[str]) -> int:
     run.save()
     if options.output:
         print(f"\nwrote {options.output}")
-        if draws(module):
+        if hasattr(module, "draw"):
             draw(module, run.report, options.output)
     failed = any(entry["ours"] for entry in run.report["missing"])
     print("FAILED" if failed else "nothing of ours is wrong")
     return int(failed)
 
 
-def draws(module: Any) -> bool:
-    return hasattr(module, "draw")
-
-
-def draw(module: Any, report: dict[str, Any], output: Path) -> int:
-    """The figure of a report as PNG next to its JSON file; none without rows."""
+def draw(module: Any, report: dict[str, Any], output: Path) -> None:
+    """Write the figure of a report as PNG next to its JSON file; none without rows."""
     try:
         module.draw(report).savefig(output.with_suffix(".png"))
     except ValueError as error:
         print(f"no figure: {error}")
     else:
         print(f"wrote {output.with_suffix('.png')}")
-    return 0
 
 
 def panels(count: int, size: tuple[float, float], title: str, **options: Any) -> tuple[Any, Sequence[Any]]:

@@ -2,7 +2,6 @@
 
     python experiments/benchmarks/overhead.py                        # on a GPU: a table and JSON
     python experiments/benchmarks/overhead.py --length 512 --peers fla
-    python experiments/benchmarks/overhead.py --before ../before     # with a checkout of another commit
     python experiments/benchmarks/overhead.py --packed               # packed sequences, too: of one total, and of many
 
 At B1 H8 T256 the kernels take microseconds, so a training step waits for Python: checking arguments, allocating,
@@ -44,7 +43,7 @@ OPTIONS = {
     "calls": (50, 2, "calls of a round"),
     "rounds": (7, 3, "interleaved rounds"),
     "output": harness.output("benchmark_overhead.json"),
-} | harness.BEFORE
+}
 COLUMNS = ("host_us", "one_thread_us", "graph_us")
 Step = Callable[[], object]
 
@@ -52,28 +51,24 @@ Step = Callable[[], object]
 def measure(run: Run) -> None:
     """A row for every head dimension and call."""
     options = run.options
-    run.report["before"] = harness.before_commit(options)
-    versions = [None, peers.other_version(options.before)] if options.before else [None]
     for head_dim in options.head_dims:
         case = Case(options.batch, options.heads, options.length, head_dim, options.dtype, "scalar", -0.01)
         print(f"\n{case}", flush=True)
         inputs = case.inputs(run.device, options.seed)
-        chosen = [peers.OTHERS[name] for name in options.peers]
-        chosen += [peers.ours(b, version=v, skip_tolerance="auto") for v in versions for b in options.backends]
         calls: dict[str, Parts] = {}
-        for peer in chosen:
+        chosen = [peers.OTHERS[name] for name in options.peers]
+        for peer in chosen + [peers.ours(backend, skip_tolerance="auto") for backend in options.backends]:
             with run.attempt(ours=peer.backend is not None, case=str(case), peer=peer.name):
                 call = peer.prepare(case, inputs)
                 step = functools.partial(lambda call: call.backward(call.forward()), call)
                 calls[peer.name] = functools.partial(parts, step, run, warm(step, graph=run.timed))
-        for backend, version in itertools.product(options.backends, versions) if options.packed else ():
-            for totals, what in ((1, "packed"), (options.calls * options.rounds + 3, "other totals")):
-                attend = (version or decayattn).decay_attention_varlen
-                step = packed_step(case, totals, attend, backend, run.device)
-                warm(step, graph=False)
-                timed = functools.partial(host_microseconds, step, options.calls, run.device)
-                name = f"decayattn {backend}, {what}{' before' if version else ''}"
-                calls[name] = functools.partial(iter, [("host_us", timed)])
+        many = options.calls * options.rounds + 3
+        kinds = ((1, "packed"), (many, "other totals")) if options.packed else ()
+        for backend, (totals, what) in itertools.product(options.backends, kinds):
+            step = packed_step(case, totals, backend, run.device)
+            warm(step, graph=False)
+            timed = functools.partial(host_microseconds, step, options.calls, run.device)
+            calls[f"decayattn {backend}, {what}"] = functools.partial(iter, [("host_us", timed)])
         timings = harness.time_rounds(calls, options.rounds, lambda timed: timed())
         about = {"case": str(case), "head_dim": head_dim}
         rows: dict[str, dict[str, Any]] = {name: about | {"peer": name} for name in calls}
@@ -106,7 +101,7 @@ def parts(step: Step, run: Run, replay: Step | None) -> Iterator[tuple[str, Call
         yield "graph_us", lambda: harness.burst_timer(0.006)(replay) * 1e3
 
 
-def packed_step(case: Case, totals: int, attend: Callable[..., torch.Tensor], backend: str, device: str) -> Step:
+def packed_step(case: Case, totals: int, backend: str, device: str) -> Step:
     """A call on `totals` numbers of tokens in turns, the last of which is the largest."""
     longest = case.length + totals - 1
     inputs = dataclasses.replace(case, batch=1, length=longest).inputs(device, seed=0)
@@ -121,7 +116,8 @@ def packed_step(case: Case, totals: int, attend: Callable[..., torch.Tensor], ba
 
     def step() -> object:
         leaves, bounds, gradient = next(order)
-        return torch.autograd.grad(attend(*leaves, **bounds, backend=backend), leaves, gradient)
+        out = decayattn.decay_attention_varlen(*leaves, **bounds, backend=backend)
+        return torch.autograd.grad(out, leaves, gradient)
 
     return step
 

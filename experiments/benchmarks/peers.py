@@ -53,9 +53,8 @@ class Peer:
         # the graph is kept to time one backward many times, so no buffer of it may be given away
         functorch_config.donated_buffer = False
         attend = self.build(case, inputs["q"].device)
-        left = {"log_decay"} if self.decay == "none" else set()
-        left |= set() if self.row_scales else {"scale"}
-        own = {name: x for name, x in inputs.items() if name not in left}
+        left = {"log_decay": self.decay == "none", "scale": not self.row_scales}
+        own = {name: x for name, x in inputs.items() if not left.get(name)}
         return prepare(attend, own, self.layout, fixed=["log_decay"] * (self.decay == "fixed"))
 
 
@@ -94,17 +93,14 @@ def other_version(tree: Path) -> ModuleType:
         sys.path.remove(str(folder))
 
 
-def sdpa(backend: SDPBackend) -> Callable[[Case, torch.device], Attend]:
+def sdpa(backend: SDPBackend, case: Case, device: torch.device) -> Attend:
     """torch's own attention on one backend, or an error if that one cannot take the tensors."""
 
-    def build(case: Case, device: torch.device) -> Attend:
-        def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
-        return attend
-
-    return build
+    return attend
 
 
 def flex(case: Case, device: torch.device) -> Attend:
@@ -119,19 +115,19 @@ def flex(case: Case, device: torch.device) -> Attend:
         raise Absent("written here for causal cases only")
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=device)
 
-    def scalar(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, alpha_rows: Tensor, alpha_columns: Tensor):
+    def scalar(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, alpha_rows: Tensor, alpha_columns: Tensor) -> Tensor:
         def score_mod(score, b, h, i, j):
             return score + (alpha_rows[b, h, i] - alpha_columns[b, h, j])
 
         return flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
 
-    def constant(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, log_decay: Tensor):
+    def constant(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, log_decay: Tensor) -> Tensor:
         def score_mod(score, b, h, i, j):
             return score + log_decay[h] * (i - j)
 
         return flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask):
+    def plain(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
         return flex_attention(q, k, v, block_mask=mask)
 
     function = {"scalar": scalar, "constant": constant, "none": plain}[case.decay]
@@ -196,8 +192,9 @@ def _imported(module: str) -> ModuleType:
 OTHERS = {
     peer.name: peer
     for peer in (
-        Peer(BASELINE, "SDPA cuDNN, no decay", "BHTD", "none", sdpa(SDPBackend.CUDNN_ATTENTION)),
-        Peer("flash", "SDPA FlashAttention, no decay", "BHTD", "none", sdpa(SDPBackend.FLASH_ATTENTION)),
+        Peer(BASELINE, "SDPA cuDNN, no decay", "BHTD", "none", functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
+        Peer("flash", "SDPA FlashAttention, no decay", "BHTD", "none",
+             functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)),
         Peer("flash_attn", "FlashAttention-4, no decay", "BTHD", "none", _flash_attn),
         Peer("flex", "FlexAttention, decay without its gradient", "BHTD", "fixed", flex),
         Peer("flex-grad", "FlexAttention, decay and its gradient", "BHTD", "learned", _flex_with_gradient),

@@ -90,7 +90,7 @@ def measure(run: Run) -> None:
         PARTS[part](run)
         if cuda:
             torch.cuda.empty_cache()
-    run.save()
+        run.save()
 
 
 # what the others are compared with: a dense batch of long sequences, and one of as many tokens with as many visible
@@ -135,8 +135,7 @@ class Workload:
 
     def options(self, backend: str, device: str) -> dict[str, Any]:
         """Arguments of the call, the bounds of packed sequences among them."""
-        window = None if self.left < 0 else (self.left, 0)
-        found: dict[str, Any] = {"window_size": window, "skip_tolerance": None, "backend": backend}
+        found = {"window_size": (self.left, 0) if self.left >= 0 else None, "skip_tolerance": None, "backend": backend}
         if self.packed:
             ends, longest = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32), max(self.lengths)
             found |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -188,12 +187,12 @@ def packed(run: Run) -> None:
     for head_dim in options.packed_head_dims:
         print(f"\npacked sequences and a sliding window, D {head_dim}", flush=True)
         chosen = {workload.name: workload for workload in workloads(options, head_dim)}
-        prepared: dict[str, Parts] = {}
         places = {name: {"section": "packed", "case": str(workload)} for name, workload in chosen.items()}
-        for (name, workload), where in zip(chosen.items(), places.values(), strict=True):
-            with run.attempt(**where):
+        prepared: dict[str, Parts] = {}
+        for name, workload in chosen.items():
+            with run.attempt(**places[name]):
                 inputs = workload.inputs(run.device, options.seed)
-                if run.passed(workload.verify(inputs, options.backend), **where):
+                if run.passed(workload.verify(inputs, options.backend), **places[name]):
                     prepared[name] = workload.prepare(inputs, options.backend, run.device).parts
         if run.timed:
             timings = run.time(prepared, harness.burst_timer(options.seconds), places)
@@ -226,7 +225,7 @@ ALPHA_BYTES = 8  # the cache holds the running sum of the log-decays in float64
 
 @dataclass(frozen=True)
 class Step:
-    """One new token in each of `batch` entries; each cache holds `tokens` tokens, with the new one; D_v = D."""
+    """One new token in each of `batch` entries with `tokens` cached tokens, the new one among them; D_v = D."""
 
     batch: int
     heads: int
@@ -369,7 +368,7 @@ def build_model(
 
 @dataclass(frozen=True)
 class Eviction:
-    """DecayCache.evict after every n new tokens, at a tolerance."""
+    """DecayCache.evict after every `every` new tokens, at a tolerance."""
 
     every: int
     tolerance: float

@@ -3,17 +3,17 @@
     python experiments/benchmarks/skipping.py                                # on a GPU: all of it; tables, JSON, a plot
     python experiments/benchmarks/skipping.py --studies pruning --head-dims 64       # part of it, quickly
 
-Four studies. planning: shapes where no tile can be skipped, which show what the plan costs; the plan alone is timed
+Four studies. planning: shapes where no tile can be skipped, which show the cost of the plan; the plan alone is timed
 too. pruning: one decay per token at 32,768 tokens, with cuDNN without a decay and the official Forgetting Transformer
-kernel, which prunes by another rule. constant: ALiBi slopes and RetNet rates at 131,072 tokens, with what the visited
-tiles promise. lengths: time over T. Timed in bursts, as attention.py does. plan_us (forward) and that of its mirror
-(backward) are of one of 20 in a CUDA graph, the decay prefix being there; plan_share is over ms. visited: tiles of 64
-rows × 128 keys that are visited, per head; ideal: the gain of a kernel with a time in proportion to them.
+kernel, which prunes by another rule. constant: ALiBi slopes and RetNet rates at 131,072 tokens. lengths: time over T.
+Timed in bursts. plan_us (forward) and that of its mirror (backward) are of one of 20 in a CUDA graph, the decay prefix
+being there; plan_share is over ms. visited: tiles of 64 rows × 128 keys that are visited, per head; ideal: the gain of
+a kernel with a time in proportion to them.
 
 Up to 32,768 tokens all rows of two heads are held to the error budget; beyond, the last rows may be no more than twice
-as wrong as without skipping, plus rounding. Results that leave their budget get no speed, and the exit status is 1.
-Without a GPU there are no speeds: the kernels run in Triton's interpreter on small shapes, for their errors and for how
-much they skip.
+as wrong as without skipping, plus rounding. Results outside their budget get no speed, and the exit status is 1.
+Without a GPU there are no speeds: the kernels run in Triton's interpreter on small shapes, for their errors and the
+visited tiles.
 """
 
 import dataclasses
@@ -193,14 +193,12 @@ def rows(
 
 
 def compared(workload: Workload, inputs: dict[str, Tensor], backend: str) -> tuple[list[str], list[str]]:
-    """(tensors that are wrong with skip_tolerance="auto"; what was compared)."""
+    """(tensors that are wrong with skip_tolerance="auto"; the comparison as lines)."""
     case = workload.case
     if case.length > WHOLE_HEADS:
         return _last_rows(workload, inputs, backend)
-    comparisons = verify_attention(
-        inputs["q"], inputs["k"], inputs["v"], inputs["log_decay"], grad_out=inputs["grad_out"], backend=backend,
-        heads=[(0, 0), (case.batch - 1, case.heads - 1)], skip_tolerance="auto",
-    )
+    heads = [(0, 0), (case.batch - 1, case.heads - 1)]
+    comparisons = verify_attention(**inputs, backend=backend, heads=heads, skip_tolerance="auto")
     return [c.name for c in comparisons if not c.passed], format_table(comparisons).splitlines()
 
 

@@ -47,7 +47,8 @@ def main(module: Any, argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(module, argv)
     if options.draw:
-        return harness.draw(module, json.loads(options.draw.read_text(encoding="utf-8")), options.draw)
+        harness.draw(module, json.loads(options.draw.read_text(encoding="utf-8")), options.draw)
+        return 0
     try:
         setup, cells, arguments = module.begin(options)
     except ValueError as error:
@@ -105,29 +106,27 @@ def trained(
             yield [number]
 
     if len(devices) == 1:
-        found = ((n, _attempt(n, train, cells, arguments, devices)) for task in tasks() for n in task)
+        found = ((n, _attempt(n, train, cells, arguments, devices)[0]) for task in tasks() for n in task)
     else:
-        found = workers.calls(_in_process, (train, cells, arguments, devices), tasks(), len(devices))
+        found = workers.calls(_attempt, (train, cells, arguments, devices), tasks(), len(devices))
     for number, row in found:
         longest = max(longest, time.monotonic() - began[number])
         yield cells[number], row
 
 
-def _in_process(number: int, *given: Any) -> tuple[Any, bool]:
-    return _attempt(number, *given), True
-
-
-def _attempt(number: int, train: Any, cells: Sequence[tuple], arguments: tuple, devices: Sequence[str]) -> Any:
-    """A row, or an Exception: one cell that fails must not take the others with it."""
+def _attempt(
+    number: int, train: Any, cells: Sequence[tuple], arguments: tuple, devices: Sequence[str]
+) -> tuple[Any, bool]:
+    """(a row, or an Exception; True: the process may go on). A failing cell does not take the others with it."""
     device = devices[int(os.environ.get("WORKER", 0))]
     is_gpu = torch.device(device).type == "cuda"
     if is_gpu:
         torch.cuda.set_device(device)
         torch.set_num_threads(1)  # the host only launches
     try:
-        return train(cells[number], *arguments, device)
+        return train(cells[number], *arguments, device), True
     except Exception as error:
-        return RuntimeError(workers.told(error))
+        return RuntimeError(workers.told(error)), True
     finally:
         if is_gpu:
             torch.cuda.empty_cache()

@@ -11,8 +11,8 @@ Python source: by default all that is installed, the standard library and every 
 alone, without copies of files and of other packages. The cells of a seed have the same bytes at every step and the
 same initial weights, except those that only one scheme has. bits: mean bits per byte of stretches of positions (edges:
 of each length) with the whole crop before them. columns: of the stretches of the table, also with at most the trained
-length before each byte (in_windows, half a window apart). Each cell (a scheme and a seed) is added to the output as
-soon as it is read, and a call goes on with the cells that the output lacks.
+length before each byte (in_windows, half a window apart). Each cell (a scheme and a seed) is added to the output
+at once, and a call goes on with the cells that the output lacks.
 """
 
 import functools
@@ -24,7 +24,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ OPTIONS = {
     "schemes": (DEFAULT_SCHEMES, DEFAULT_SCHEMES, "what to compare", SCHEMES),
     "seeds": ([0, 1, 2], [0], "a model of each scheme for every seed", int),
     "data": (None, None, "folder of your own; each file or folder in it is a package; None: installed Python", Path),
-    "corpus_bytes": (None, 4_000_000, "take packages until there are so many bytes; None: all", positive),
+    "corpus_bytes": (None, 4_000_000, "take packages up to this number of bytes; None: all", positive),
     "layers": (4, 2, "transformer blocks"),
     "width": (512, 64, "channels of the residual stream"),
     "heads": (8, 4, "attention heads"),
@@ -69,25 +69,10 @@ OPTIONS = {
 }
 
 
-class Settings(NamedTuple):
-    """Sizes of the model, its training and its reading; results with other ones are not put together."""
-
-    layers: int
-    width: int
-    heads: int
-    context: int
-    batch_size: int
-    steps: int
-    learning_rate: float
-    lengths: tuple[int, ...]
-    crops: tuple[int, ...]
-    without_decay_up_to: int
-    precision: str
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    held_out: float = 0.15
-    crops_per_file: int = 4
-    corpus_bytes: int | None = None
+# sizes of the model, its training and its reading; results with other ones are not put together
+SETTINGS = ("layers", "width", "heads", "context", "batch_size", "steps", "learning_rate", "lengths", "crops",
+            "without_decay_up_to", "precision", "corpus_bytes")
+FIXED = {"weight_decay": 0.1, "clip": 1.0, "held_out": 0.15, "crops_per_file": 4}
 
 
 def check_options(options: Namespace) -> Iterator[str]:
@@ -101,8 +86,7 @@ def check_options(options: Namespace) -> Iterator[str]:
 
 def begin(options: Namespace) -> tuple[dict[str, Any], list[tuple[str, int]], tuple]:
     """Read the texts. Raises ValueError where they are too few."""
-    given = {name: getattr(options, name) for name in Settings._fields if hasattr(options, name)}
-    settings = Settings(**{name: tuple(x) if isinstance(x, list) else x for name, x in given.items()})
+    settings = Namespace(**{name: getattr(options, name) for name in SETTINGS}, **FIXED)
     packages = corpora.installed() if options.data is None else corpora.in_folder(options.data)
     held_out, most = settings.held_out, settings.corpus_bytes
     corpus = corpora.build(packages, options.folder, held_out=held_out, most_bytes=most)
@@ -113,7 +97,7 @@ def begin(options: Namespace) -> tuple[dict[str, Any], list[tuple[str, int]], tu
         found = len(held_out_starts(corpus, length + 1, count, settings.crops_per_file))
         print(f"{found} held-out texts of {length:,} bytes", flush=True)
     setup = {
-        "setup": settings._asdict() | {"sha256": said["sha256"]}, "settings": settings._asdict(), "corpus": said,
+        "setup": vars(settings) | {"sha256": said["sha256"]}, "settings": vars(settings), "corpus": said,
         "edges": {str(length): bins(settings.context, length) for length in settings.lengths},
     }
     cells = [(scheme, seed) for seed in options.seeds for scheme in options.schemes]
@@ -121,7 +105,7 @@ def begin(options: Namespace) -> tuple[dict[str, Any], list[tuple[str, int]], tu
 
 
 def bins(context: int, length: int) -> list[int]:
-    """Edges of the stretches of positions, each with a mean loss: finer where the loss changes faster."""
+    """Edges of stretches of positions, which have a mean loss each: finer where the loss changes faster."""
     edges, position = [0], 0
     for end, width in ((1, 1 / 64), (16, 1 / 8), (float("inf"), 1)):
         step = max(1, int(width * context))
@@ -137,8 +121,8 @@ def columns(context: int, longest: int) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in itertools.pairwise(edges) if end <= longest]
 
 
-# steps whose losses are looked at together: each look waits for the GPU
-LOOK = 10
+# losses of this number of steps are read together: each read waits for the GPU
+READ_EVERY = 10
 
 
 @functools.lru_cache(maxsize=1)  # one for all cells of a process
@@ -147,7 +131,7 @@ def _text(folder: Path, device: str) -> tuple[Corpus, Tensor]:
     return corpus, corpus.text.to(device)
 
 
-def train(cell: tuple[str, int], settings: Settings, folder: Path, compiled: bool, device: str) -> dict[str, Any]:
+def train(cell: tuple[str, int], settings: Namespace, folder: Path, compiled: bool, device: str) -> dict[str, Any]:
     """The row of one cell: its training, and its reading unless a loss was not finite."""
     (scheme, seed), (corpus, text) = cell, _text(folder, device)
     model = build_model(settings, scheme, seed).to(device)
@@ -170,7 +154,7 @@ def train(cell: tuple[str, int], settings: Settings, folder: Path, compiled: boo
         optimizer.step()
         schedule.step()
         losses.append(loss.detach())
-        if step % LOOK == 0 or step == settings.steps:
+        if step % READ_EVERY == 0 or step == settings.steps:
             bits.append([step, float(torch.stack(losses).mean()) / math.log(2)])
             losses.clear()
             if not bits[-1][1] < math.inf:
@@ -185,7 +169,7 @@ def train(cell: tuple[str, int], settings: Settings, folder: Path, compiled: boo
             "reading": list(read(model, scheme, settings, corpus, text))}
 
 
-def build_model(settings: Settings, scheme: str, seed: int) -> ByteLM:
+def build_model(settings: Namespace, scheme: str, seed: int) -> ByteLM:
     """The model with its initial weights: those of a seed are the same in every scheme, and on every device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -194,7 +178,7 @@ def build_model(settings: Settings, scheme: str, seed: int) -> ByteLM:
         return ByteLM(settings.layers, *sizes, make_attention=make)
 
 
-def autocast(settings: Settings, device: torch.device) -> torch.autocast:
+def autocast(settings: Namespace, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.precision == "bfloat16")
 
 
@@ -203,7 +187,7 @@ _TOKENS = {"cuda": 2**18, "cpu": 2**13}
 
 
 @torch.no_grad()
-def read(model: ByteLM, scheme: str, settings: Settings, corpus: Corpus, text: Tensor) -> Iterator[dict[str, Any]]:
+def read(model: ByteLM, scheme: str, settings: Namespace, corpus: Corpus, text: Tensor) -> Iterator[dict[str, Any]]:
     """Mean bits per byte over crops of held-out files, for every length that the scheme takes: with the whole crop
     before each byte, and in windows of the trained length, each half a window after the one before, where the second
     halves count. Both are of the same bytes, so their difference is the gain of the longer context.
@@ -235,7 +219,7 @@ def read(model: ByteLM, scheme: str, settings: Settings, corpus: Corpus, text: T
         }
 
 
-def losses(model: ByteLM, tokens: Tensor, settings: Settings) -> Tensor:
+def losses(model: ByteLM, tokens: Tensor, settings: Namespace) -> Tensor:
     """Bits of every byte after the first of tokens (B, T + 1), (B, T) float32; byte t + 1 has t + 1 bytes before it."""
     parts = []
     for part in tokens.split(max(1, _TOKENS[tokens.device.type] // tokens.shape[1])):
@@ -247,7 +231,7 @@ def losses(model: ByteLM, tokens: Tensor, settings: Settings) -> Tensor:
     return torch.cat(parts)
 
 
-def losses_in_windows(model: ByteLM, tokens: Tensor, settings: Settings) -> Tensor:
+def losses_in_windows(model: ByteLM, tokens: Tensor, settings: Namespace) -> Tensor:
     """The same with at most `context` bytes before each, at least half as many but at the beginning."""
     size, half = settings.context, settings.context // 2
     windows = tokens.unfold(1, size + 1, half)  # (B, number, size + 1)

@@ -15,13 +15,13 @@ with a warm-up over 10 % and a linear decay to 0, and bfloat16 autocast on a GPU
 rates are the same for every mode, and decays start as the library's do.
 """
 
-import argparse
 import itertools
 import math
 import os
 import statistics
 import sys
 import time
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,19 +65,9 @@ MODES = {
 }
 
 
-class Setup(NamedTuple):
-    """Options that all cells share."""
-
-    shapes: tuple[Shape, ...]
-    heads: int
-    vocabulary: int
-    learning_rates: tuple[float, ...]
-    seeds: tuple[int, ...]
-    steps: int
-    queries: int
-    weight_decay: float
-    backend: str
-    graph: bool
+# options that all cells share
+SETUP = ("shapes", "heads", "vocabulary", "learning_rates", "seeds", "steps", "queries", "weight_decay", "backend",
+         "graph")
 
 
 def shape(text: str) -> Shape:
@@ -85,9 +75,9 @@ def shape(text: str) -> Shape:
     try:
         length, pairs, sequences = map(positive, text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected tokens,pairs,sequences, got {text!r}") from None
+        raise ArgumentTypeError(f"expected tokens,pairs,sequences, got {text!r}") from None
     if not 2 <= pairs <= length / 4 or pairs % 2:
-        raise argparse.ArgumentTypeError(f"expected an even number of pairs, 4 tokens or more for each, got {text!r}")
+        raise ArgumentTypeError(f"expected an even number of pairs, 4 tokens or more for each, got {text!r}")
     return Shape(length, pairs, sequences)
 
 
@@ -112,18 +102,18 @@ OPTIONS = {
 }
 
 
-def check_options(options: argparse.Namespace) -> Iterator[str]:
+def check_options(options: Namespace) -> Iterator[str]:
     if any(width % (2 * options.heads) for width in options.widths):
         yield f"--widths: expected multiples of 2 · heads = {2 * options.heads}, got {options.widths}"
 
 
-def begin(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, str, int]], tuple]:
+def begin(options: Namespace) -> tuple[dict[str, Any], list[tuple[str, str, int]], tuple]:
     """All modes of a setting are consecutive: a grid that is cut off compares what it has."""
     # a step is a CUDA graph on a GPU, where launching its kernels takes longer than they do
-    given = vars(options) | {"seeds": range(options.seeds), "graph": torch.cuda.is_available()}
-    setup = Setup(**{name: tuple(x) if isinstance(x := given[name], list | range) else x for name in Setup._fields})
+    given = vars(options) | {"seeds": list(range(options.seeds)), "graph": torch.cuda.is_available()}
+    setup = Namespace(**{name: given[name] for name in SETUP})
     grid_of = itertools.product(options.widths, options.tasks, options.modes)
-    return {"setup": setup._asdict()}, [(task, mode, width) for width, task, mode in grid_of], (setup,)
+    return {"setup": vars(setup)}, [(task, mode, width) for width, task, mode in grid_of], (setup,)
 
 
 FILLER = 0
@@ -151,7 +141,7 @@ class Task:
     pairs follow a power law. Keys are distinct tokens of the first half of the vocabulary, values of the second.
 
     "recall": every key has one pair. "forgetting": every key has two, in a random order, and the answer is the value of
-    its later pair. There are pairs / 2 queries, and a model that ignores the order gets half of them right.
+    its later pair. There are pairs / 2 queries; a model that ignores the order answers half of them rightly.
 
     Shapes are the same in every batch: a training step can be a CUDA graph.
     """
@@ -216,14 +206,14 @@ class Model(nn.Module):
             nn.init.normal_(layer.out_proj.weight, 0, std / math.sqrt(2 * LAYERS), generator=generator)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        # index_select, whose gradient is added in place; that of an embedding may wait for the device
+        # the gradient of index_select is added in place; that of an embedding may wait for the device
         x = self.embedding.index_select(0, tokens.flatten()).view(*tokens.shape, -1)
         for norm, layer in zip(self.norms, self.layers, strict=False):
             x = x + layer(norm(x))
         return self.norms[-1](x.flatten(0, 1).index_select(0, positions)) @ self.embedding.T
 
 
-def train(cell: tuple[str, str, int], setup: Setup, device: str) -> dict[str, Any]:
+def train(cell: tuple[str, str, int], setup: Namespace, device: str) -> dict[str, Any]:
     """The cell's row of the report: accuracies [learning rate][seed][shape] in (0, 1), the loss over the steps."""
     start, found = time.perf_counter(), []
     for rate, seed in itertools.product(setup.learning_rates, setup.seeds):
@@ -242,7 +232,7 @@ def train(cell: tuple[str, str, int], setup: Setup, device: str) -> dict[str, An
 class Run:
     """Model, optimiser and data of one training. A step is tensors only, and can be a CUDA graph."""
 
-    def __init__(self, cell: tuple[str, str, int], setup: Setup, rate: float, seed: int, device: str):
+    def __init__(self, cell: tuple[str, str, int], setup: Namespace, rate: float, seed: int, device: str):
         (task, mode, width), self.setup, self.device, self.rate = cell, setup, torch.device(device), rate
         self.model = Model(mode, width, setup.heads, setup.vocabulary, setup.backend, seed).to(device)
         self.tasks = [

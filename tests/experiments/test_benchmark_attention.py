@@ -1,6 +1,7 @@
 """The benchmark of attention: its peers, refusals, rows, another version."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import sys
@@ -107,7 +108,7 @@ def timed(monkeypatch):
     count_milliseconds(monkeypatch)
     regimes = {name: (harness.sustained_timer, 0.3) for name in attention.REGIMES}
     monkeypatch.setattr(attention, "REGIMES", regimes)
-    cudnn = peers.Peer("cudnn", "stand-in", "BHTD", "none", peers.sdpa(SDPBackend.MATH))
+    cudnn = peers.Peer("cudnn", "stand-in", "BHTD", "none", functools.partial(peers.sdpa, SDPBackend.MATH))
     monkeypatch.setitem(peers.OTHERS, "cudnn", cudnn)
 
 

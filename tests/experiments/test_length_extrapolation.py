@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,11 @@ from language_models import corpus as corpora
 from language_models.schemes import SCHEMES
 from studies import grid
 from studies import length_extrapolation as study
-from studies.length_extrapolation import DEFAULT_SCHEMES, Settings
+from studies.length_extrapolation import DEFAULT_SCHEMES
 
-SETTINGS = Settings(
-    layers=1, width=16, heads=2, context=16, batch_size=4, steps=20, learning_rate=3e-3, lengths=(64, 256),
-    crops=(6, 3), without_decay_up_to=64, precision="float32",
+SETTINGS = Namespace(
+    layers=1, width=16, heads=2, context=16, batch_size=4, steps=20, learning_rate=3e-3, lengths=[64, 256],
+    crops=[6, 3], without_decay_up_to=64, precision="float32", corpus_bytes=None, **study.FIXED,
 )
 TINY = [
     "--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch-size", "4", "--steps", "20",
@@ -100,7 +101,7 @@ def test_cells_of_a_seed_share_bytes_and_weights(corpus_folder):
     # learned ALiBi with rates that cannot move is ALiBi
     asked = []
     for scheme in ("alibi", "alibi-learned"):
-        settings = SETTINGS._replace(steps=10, learning_rate=1e-12)
+        settings = Namespace(**vars(SETTINGS) | {"steps": 10, "learning_rate": 1e-12})
         asked.append(study.train((scheme, 0), settings, corpus_folder, False, "cpu")["training"]["bits"])
     assert asked[0] == asked[1]
 

@@ -4,22 +4,27 @@ import contextlib
 import json
 import re
 import types
+from argparse import Namespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from language_models.schemes import SCHEMES
 from studies import grid, recall
-from studies.recall import FILLER, MODES, Model, Run, Setup, Shape, Task
+from studies.recall import FILLER, MODES, Model, Run, Shape, Task
 
 TINY = [
     "--shapes", "16,2,2", "16,4,2", "--widths", "8", "--vocabulary", "16", "--steps", "4",
     "--queries", "8", "--backend", "reference", "--seeds", "2", "--learning-rates", "0.01", "0.1",
 ]
-SETUP = Setup(
-    shapes=(Shape(16, 2, 2), Shape(16, 4, 2)), heads=2, vocabulary=16, learning_rates=(1e-2, 2e-2),
-    seeds=(0, 1), steps=4, queries=8, weight_decay=0.1, backend="reference", graph=False,
+SETUP = Namespace(
+    shapes=[Shape(16, 2, 2), Shape(16, 4, 2)], heads=2, vocabulary=16, learning_rates=[1e-2, 2e-2],
+    seeds=[0, 1], steps=4, queries=8, weight_decay=0.1, backend="reference", graph=False,
 )
+
+
+def setup_with(**changes) -> Namespace:
+    return Namespace(**vars(SETUP) | changes)
 
 
 def generator(seed=0):
@@ -94,7 +99,7 @@ def test_models_of_a_seed_start_alike_in_every_mode():
 def test_a_run_learns():
     """Two pairs of keys and values: better than one of the values at random, and the loss falls."""
     shapes = (Shape(8, 2, 32),)
-    setup = SETUP._replace(steps=150, queries=100, shapes=shapes, seeds=(0,), vocabulary=8)
+    setup = setup_with(steps=150, queries=100, shapes=shapes, seeds=(0,), vocabulary=8)
     row = recall.train(("recall", "alibi-learned", 16), setup, "cpu")
     losses = row["loss"][1][0]
     assert losses[-1] < 0.7 * losses[0]
@@ -102,7 +107,7 @@ def test_a_run_learns():
 
 
 def test_rates_rise_and_fall_and_spare_norms():
-    run = Run(("recall", "scalar", 8), SETUP._replace(steps=30), 0.5, 0, "cpu")
+    run = Run(("recall", "scalar", 8), setup_with(steps=30), 0.5, 0, "cpu")
     names = {id(p): name for name, p in run.model.named_parameters()}
     decayed, spared = ({names[id(p)].split(".")[-2] for p in group["params"] if "." in names[id(p)]}
                        for group in run.optimizer.param_groups)
@@ -186,7 +191,7 @@ def test_processes_train_the_same_cells(tmp_path):
 
 def test_every_sequence_counts_the_same_in_the_loss():
     """The mean over sequences of the mean over their queries."""
-    run = Run(("recall", "none", 8), SETUP._replace(shapes=(Shape(8, 2, 3), Shape(16, 4, 1))), 1e-2, 0, "cpu")
+    run = Run(("recall", "none", 8), setup_with(shapes=(Shape(8, 2, 3), Shape(16, 4, 1))), 1e-2, 0, "cpu")
     state, expected = run.generator.get_state(), 0.0
     for task in run.tasks:
         batch = task.draw(run.generator)
@@ -229,8 +234,8 @@ def test_graphs_take_as_many_steps(count, monkeypatch):
         CUDAGraph=Graph, Stream=Stream, current_stream=Stream, stream=lambda stream: contextlib.nullcontext(),
         graph=graph, synchronize=lambda: None,
     )
-    run = Run(("recall", "none", 8), SETUP._replace(steps=7), 1e-2, 0, "cpu")
-    run.setup = run.setup._replace(graph=True)
+    run = Run(("recall", "none", 8), setup_with(steps=7), 1e-2, 0, "cpu")
+    run.setup.graph = True
     monkeypatch.setattr(recall.torch, "cuda", cuda)
     monkeypatch.setattr(Run, "step", step)
     run.steps(count)
@@ -242,7 +247,7 @@ def test_graphs_take_as_many_steps(count, monkeypatch):
 def test_graphs_and_launches_learn_alike():
     found = []
     for graph in (False, True):
-        setup = SETUP._replace(graph=graph, steps=20, backend="auto")
+        setup = setup_with(graph=graph, steps=20, backend="auto")
         found.append(recall.train(("recall", "scalar", 64), setup, "cuda"))
     losses = [torch.tensor(row["loss"]) for row in found]
     torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
