@@ -526,18 +526,17 @@ def read_run(folder: Path) -> dict[str, Any]:
     from toy_lm.figures import read_log
 
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    validations, starts = read_log(folder, "val_bits")[0], zip(*read_log(folder, "seconds"), strict=True)
+    found = {key: summary[key] for key in ("parameters", "strategy", "devices")}
+    for key, metric in (("train_bits", "train_bits"), ("validation_bits", "val_bits")):
+        steps, bits = read_log(folder, metric)
+        found[key] = {"steps": steps, "bits": bits}
+    validations, starts = found["validation_bits"]["steps"], zip(*read_log(folder, "seconds"), strict=True)
     stretches = [
         round(1e3 * (end - begin) / (last - first), 3)
         for (first, begin), (last, end) in itertools.pairwise(starts)
         if not any(first <= step < last for step in validations)
     ]
-    found = {"parameters": summary["parameters"], "strategy": summary["strategy"], "devices": summary["devices"]}
-    for key, metric in (("train_bits", "train_bits"), ("validation_bits", "val_bits")):
-        steps, bits = read_log(folder, metric)
-        found[key] = {"steps": list(steps), "bits": list(bits)}
-    milliseconds = statistics.median(stretches[1:] or stretches)
-    return found | {"milliseconds_per_step": milliseconds, "stretches": stretches}
+    return found | {"milliseconds_per_step": statistics.median(stretches[1:] or stretches), "stretches": stretches}
 
 
 def compare(result: dict[str, Any]) -> None:

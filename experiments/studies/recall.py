@@ -105,6 +105,9 @@ OPTIONS = {
 def check_options(options: Namespace) -> Iterator[str]:
     if any(width % (2 * options.heads) for width in options.widths):
         yield f"--widths: expected multiples of 2 · heads = {2 * options.heads}, got {options.widths}"
+    least = 2 * max((shape.pairs for shape in options.shapes), default=0) + 2
+    if options.vocabulary < least:
+        yield f"--vocabulary: expected at least 2 · pairs + 2 = {least}, got {options.vocabulary}"
 
 
 def begin(options: Namespace) -> tuple[dict[str, Any], list[tuple[str, str, int]], tuple]:
@@ -147,13 +150,7 @@ class Task:
     """
 
     def __init__(self, name: str, length: int, pairs: int, rows: int, vocabulary: int, device: torch.device | str):
-        if name not in TASKS:
-            raise ValueError(f"name: expected one of {TASKS}, got {name!r}")
         self.repeats = 2 if name == "forgetting" else 1
-        if pairs < 2 or pairs % self.repeats or 4 * pairs > length:
-            raise ValueError(f"pairs: expected an even number from 2 to length / 4 = {length // 4}, got {pairs}")
-        if vocabulary < 2 * pairs + 2:
-            raise ValueError(f"vocabulary: expected at least 2 · pairs + 2 = {2 * pairs + 2}, got {vocabulary}")
         self.length, self.pairs, self.rows, self.vocabulary = length, pairs, rows, vocabulary
         self.keys, self.device = pairs // self.repeats, torch.device(device)
         gap = torch.arange((length - 2 * pairs) // 2, device=device)

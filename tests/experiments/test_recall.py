@@ -68,17 +68,6 @@ def test_keys_pairs_and_distances_are_random():
     assert (torch.bincount(batch.answers)[6:] > 400).all()  # 4000 among 6 values
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"name": "other"}, "name: "), ({"pairs": 5}, "pairs: "), ({"vocabulary": 8}, "vocabulary: "),
-     ({"name": "forgetting", "pairs": 3}, "pairs: ")],
-)
-def test_impossible_tasks_are_refused(change, message):
-    options = {"name": "recall", "length": 16, "pairs": 4, "rows": 2, "vocabulary": 32, "device": "cpu"} | change
-    with pytest.raises(ValueError, match=f"^{message}"):
-        Task(**options)
-
-
 def test_models_of_a_seed_start_alike_in_every_mode():
     """The modes are schemes of language_models, and the embedding is used twice."""
     assert set(MODES) < set(SCHEMES)
@@ -171,7 +160,7 @@ def test_a_cell_that_fails_fails_the_run_and_no_other(tmp_path, capsys, monkeypa
 
 def test_bad_options_are_refused(capsys):
     for name, wrong in (("--widths", "10"), ("--shapes", "16,5,1"), ("--shapes", "12,4,1"), ("--shapes", "16,4"),
-                        ("--minutes", "0"), ("--learning-rates", "-1")):
+                        ("--minutes", "0"), ("--vocabulary", "8"), ("--learning-rates", "-1")):
         with pytest.raises(SystemExit):
             grid.parse(recall, [*TINY, name, wrong])
         assert re.search(f"error: (argument )?{name}: expected", capsys.readouterr().err)
