@@ -1,10 +1,10 @@
 """Tokens per second of training a 124 M decoder with several attentions, or on several GPUs; correct first. Usage::
 
-* `python experiments/benchmarks/training.py`: all of it on a GPU, about 20 minutes
-* `… --minutes 9 --compiled-lengths`: eager alone, as much as fits; then `… --lengths --head-dims 64`: the rest, into
-  the same file
-* `… --lengths 8192 --compiled-lengths --variants ours cudnn-rotary identity`: some attentions
-* `… --strategies all`: on two GPUs, 7 runs of the toy LM in 18 minutes
+    python experiments/benchmarks/training.py                        # all of it on a GPU: about 20 minutes
+    python experiments/benchmarks/training.py --minutes 9 --compiled-lengths         # eager alone, as much as fits
+    python experiments/benchmarks/training.py --lengths --head-dims 64               # then the rest, into the same file
+    python experiments/benchmarks/training.py --lengths 8192 --compiled-lengths --variants ours cudnn-rotary identity
+    python experiments/benchmarks/training.py --strategies all       # on two GPUs: 7 runs of the toy LM, 18 minutes
 
 Every variant steps on the same parameters and the same tokens; its first step is held against float64 before it is
 timed. Steps follow one another for --seconds, in interleaved rounds, so that all meet the power limit. Eager at every

@@ -243,7 +243,7 @@ def test_a_gpu_times_everything():
 
 
 def test_failures_are_listed_and_leave_the_others_alone(monkeypatch):
-    """Of memory, and of options: 4 heads and 3 key heads, a width that the heads do not divide."""
+    """Too little memory, 4 heads with 3 key heads, a width that the heads do not divide."""
     def too_big(*_):
         raise torch.OutOfMemoryError("too big\nand a long story")
 
