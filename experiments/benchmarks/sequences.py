@@ -570,7 +570,11 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 def draw(report: dict[str, Any]) -> Any:
     """A panel for each part: bars with the range over the rounds, and the cache's length over the tokens of a text."""
-    parts = (("packed", _packed), ("decode", _decode), ("generate", _generate), ("stream", _stream))
+    decode = functools.partial(_single, value="gigabytes_per_second", key="decay", label="GB/s",
+                               title="one new token, B {batch}, {tokens:,} tokens cached")
+    generate = functools.partial(_single, value="tokens_per_second", key="mode", label="tokens per second",
+                                 title="text after a prompt of {prompt:,} tokens")
+    parts = (("packed", _packed), ("decode", decode), ("generate", generate), ("stream", _stream))
     drawn = [(panel, report[key]) for key, panel in parts if report[key]]
     title = f"{report['device']}, torch {report['torch']}, triton {report['triton']}"
     figure, panels = harness.panels(len(drawn), (1.0 + 4.8 * len(drawn), 4.4), title)
@@ -597,18 +601,11 @@ def _packed(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.legend(frameon=False)
 
 
-def _decode(axes: Any, rows: list[dict[str, Any]]) -> None:
-    _bars(axes, range(len(rows)), rows, "gigabytes_per_second")
-    axes.set_xticks(range(len(rows)), [row["decay"].replace(", ", "\n") for row in rows])
-    axes.set_ylabel("GB/s")
-    axes.set_title("one new token, B {batch}, {tokens:,} tokens cached".format(**rows[0]), fontsize="medium")
-
-
-def _generate(axes: Any, rows: list[dict[str, Any]]) -> None:
-    _bars(axes, range(len(rows)), rows, "tokens_per_second")
-    axes.set_xticks(range(len(rows)), [row["mode"] for row in rows])
-    axes.set_ylabel("tokens per second")
-    axes.set_title(f"text after a prompt of {rows[0]['prompt']:,} tokens", fontsize="medium")
+def _single(axes: Any, rows: list[dict[str, Any]], value: str, key: str, label: str, title: str) -> None:
+    _bars(axes, range(len(rows)), rows, value)
+    axes.set_xticks(range(len(rows)), [row[key].replace(", ", "\n") for row in rows])
+    axes.set_ylabel(label)
+    axes.set_title(title.format(**rows[0]), fontsize="medium")
 
 
 def _stream(axes: Any, stream: dict[str, Any]) -> None:
