@@ -29,8 +29,7 @@ def make(device, decay="scalar", row_scale=True, dtype=torch.float32, length=20,
     """Leaves (B 2, H 4 over H_kv 2, D 8, D_v 6) by argument name."""
     new = dict(device=device, dtype=torch.float32)
     tensors = dict(
-        q=torch.randn(2, length, 4, 8, **new).to(dtype),
-        k=torch.randn(2, length, 2, 8, **new).to(dtype),
+        q=torch.randn(2, length, 4, 8, **new).to(dtype), k=torch.randn(2, length, 2, 8, **new).to(dtype),
         v=torch.randn(2, length, 2, 6, **new).to(dtype),
     )
     if decay != "none":
@@ -122,14 +121,11 @@ def test_opcheck_of_permuted_inputs(device):
     torch.library.opcheck(torch.ops.decayattn.forward.default, operator_arguments(leaves, True))
 
 
-@pytest.mark.parametrize(
-    ("decay", "causal", "row_scale", "lse_gradient"),
-    [
-        pytest.param(*mode, lse_gradient, marks=[] if ON_GPU or number % 2 == lse_gradient else pytest.mark.slow)
-        for number, mode in enumerate(MODES)
-        for lse_gradient in (True, False)
-    ],
-)
+@pytest.mark.parametrize(("decay", "causal", "row_scale", "lse_gradient"), [
+    pytest.param(*mode, lse_gradient, marks=[] if ON_GPU or number % 2 == lse_gradient else pytest.mark.slow)
+    for number, mode in enumerate(MODES)
+    for lse_gradient in (True, False)
+])
 def test_opcheck_of_the_backward(decay, causal, row_scale, lse_gradient, device):
     forward, backward = torch.ops.decayattn.forward.default, torch.ops.decayattn.backward.default
     arguments = operator_arguments(make(device, decay, row_scale, requires_grad=False), causal)

@@ -37,9 +37,7 @@ class Case:
         scores = scores.masked_fill(~self.visible, -math.inf)
         self.p, self.lse = scores.softmax(-1), scores.logsumexp(-1)
         self.o = self.p @ self.v
-        gradients = torch.autograd.grad(
-            [self.o, self.lse], [scores, alpha, *leaves], [self.do, self.dlse]
-        )
+        gradients = torch.autograd.grad([self.o, self.lse], [scores, alpha, *leaves], [self.do, self.dlse])
         self.d_scores, self.d_alpha, self.dq, self.dk, self.dv, self.d_log_decay, self.ds = gradients
         for name, x in vars(self).items():
             if isinstance(x, torch.Tensor):

@@ -135,15 +135,12 @@ def on_one_rank(device: str, ranks: tuple[int, int], sizes: tuple[int, int, int]
     return max(float((ours.full_tensor() - theirs).detach().abs().max()) for ours, theirs in pairs)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "sizes"),
-    [
-        pytest.param((1, 2), (1, 4, 2), id="a batch of 1 beside heads on two ranks"),
-        pytest.param((1, 2), (2, 4, 2), id="a batch that a decay is broadcast to"),
-        pytest.param((2, 1), (2, 4, 1), id="one key head beside a batch on two ranks"),
-        pytest.param((2, 1), (2, 1, 1), id="one head beside a batch on two ranks"),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "sizes"), [
+    pytest.param((1, 2), (1, 4, 2), id="a batch of 1 beside heads on two ranks"),
+    pytest.param((1, 2), (2, 4, 2), id="a batch that a decay is broadcast to"),
+    pytest.param((2, 1), (2, 4, 1), id="one key head beside a batch on two ranks"),
+    pytest.param((2, 1), (2, 1, 1), id="one head beside a batch on two ranks"),
+])
 def test_an_axis_of_1_may_be_sharded_over_one_rank(ranks, mesh, sizes):
     assert max(ranks(on_one_rank, ranks.device, mesh, sizes)) < 1e-12
 

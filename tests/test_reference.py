@@ -296,9 +296,7 @@ def test_one_key_at_a_time(decay, window, causal, with_sink):
 
     q, k, v = make_qkv(6, 9, kv_heads=2)
     log_decay, scale = make_options(decay, 6, 9)
-    padding = dict(
-        seqused_q=int32(5, 30), seqused_k=int32(7, 30), leftpad_q=int32(1, -3), leftpad_k=int32(2, -5)
-    )
+    padding = dict(seqused_q=int32(5, 30), seqused_k=int32(7, 30), leftpad_q=int32(1, -3), leftpad_k=int32(2, -5))
     for lengths, places in (
         ({}, [(0, 6, 0, 9)] * 2),
         (padding, [(1, 4, 2, 5), (0, 6, 0, 9)]),
@@ -353,9 +351,7 @@ def test_padded_sequences_are_sequences_alone(decay, causal):
     places = [(slice(1, 5), slice(2, 7)), (slice(6), slice(0, 9))]
 
     def padded(q, k, v, scale, log_decay=None):
-        lengths = dict(
-            seqused_q=int32(5, 6), seqused_k=int32(7, 9), leftpad_q=int32(1, 0), leftpad_k=int32(2, 0)
-        )
+        lengths = dict(seqused_q=int32(5, 6), seqused_k=int32(7, 9), leftpad_q=int32(1, 0), leftpad_k=int32(2, 0))
         out, lse = attend(q, k, v, log_decay, scale=scale, causal=causal, window_size=(3, 2), **lengths)
         assert (out[0, [0, 5]] == 0).all()
         assert (lse[0, :, [0, 5]] == -INF).all()

@@ -21,18 +21,8 @@ import transformers
 from tools import sweep_architectures
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AttentionInterface,
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    BloomForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Trainer,
-    TrainingArguments,
+    AttentionInterface, BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM, BloomForCausalLM,
+    LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Trainer, TrainingArguments,
 )
 
 import decayattn.integrations.transformers as integration

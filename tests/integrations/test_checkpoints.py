@@ -91,15 +91,12 @@ def test_a_layer_of_a_model():
                 convert(model, prefix=prefix)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"qk_norm": True}, r"layer\.[qk]_norm.weight: expected one gain for all heads"),
-        ({"use_output_norm": True}, "layer.output_norm.weight: DecayFlashAttention does not normalise"),
-        ({"use_k_shift": True}, "layer.k_proj.shift_proj.weight: it mixes every token with the one before"),
-        ({"use_v_shift": True}, "layer.v_proj.shift_proj.weight: it mixes every token with the one before"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"qk_norm": True}, r"layer\.[qk]_norm.weight: expected one gain for all heads"),
+    ({"use_output_norm": True}, "layer.output_norm.weight: DecayFlashAttention does not normalise"),
+    ({"use_k_shift": True}, "layer.k_proj.shift_proj.weight: it mixes every token with the one before"),
+    ({"use_v_shift": True}, "layer.v_proj.shift_proj.weight: it mixes every token with the one before"),
+])
 def test_what_has_no_equivalent_is_refused_by_name(options, message):
     theirs = torch.nn.ModuleDict({"layer": other_libraries.ForgettingAttentionLayer(WIDTH, HEADS, **options)})
     with pytest.raises(ValueError, match=message):

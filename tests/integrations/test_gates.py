@@ -129,9 +129,7 @@ def test_packed_documents_with_a_decay_are_documents_alone(kind):
     alone = torch.cat([model(x[:, :7]).logits, model(x[:, 7:]).logits], 1)
     positions = torch.cat([torch.arange(7), torch.arange(13)])[None]
     offsets = torch.tensor([0, 7, 20], dtype=torch.int32)
-    for packing in (
-        {}, dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=13, max_length_k=13),
-    ):
+    for packing in ({}, dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=13, max_length_k=13)):
         found = model(x, position_ids=positions, use_cache=False, **packing).logits
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
 
@@ -244,18 +242,15 @@ def bart():
     return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "error", "message"),
-    [
-        (lambda: nn.Linear(2, 2), {}, TypeError, "model: expected a transformers.PreTrainedModel"),
-        (build, {"decay": "alibi"}, ValueError, "decay: expected 'scalar' or 'constant', got 'alibi'"),
-        (build, {"half_lives": (5.0, 1.0)}, ValueError, "^half_lives: expected two numbers"),
-        (gated, {}, ValueError, "model: expected one without a decay, got config.added_decay"),
-        (lambda: build(log_decay=[-1.0] * 4), {}, ValueError, "got config.log_decay"),
-        (bart, {}, ValueError, "model: expected a decoder"),
-        (bloom, {}, ValueError, "attn_implementation: expected a model with flash or sdpa"),
-    ],
-)
+@pytest.mark.parametrize(("model", "options", "error", "message"), [
+    (lambda: nn.Linear(2, 2), {}, TypeError, "model: expected a transformers.PreTrainedModel"),
+    (build, {"decay": "alibi"}, ValueError, "decay: expected 'scalar' or 'constant', got 'alibi'"),
+    (build, {"half_lives": (5.0, 1.0)}, ValueError, "^half_lives: expected two numbers"),
+    (gated, {}, ValueError, "model: expected one without a decay, got config.added_decay"),
+    (lambda: build(log_decay=[-1.0] * 4), {}, ValueError, "got config.log_decay"),
+    (bart, {}, ValueError, "model: expected a decoder"),
+    (bloom, {}, ValueError, "attn_implementation: expected a model with flash or sdpa"),
+])
 def test_models_without_a_place_for_a_decay_are_refused(model, options, error, message):
     with pytest.raises(error, match=message):
         add_decay(model(), **options)

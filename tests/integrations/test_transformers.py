@@ -20,27 +20,13 @@ pytest.importorskip("transformers")
 
 import safetensors.torch
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    Cache,
-    DataCollatorWithFlattening,
-    DynamicCache,
-    LlamaModel,
-    Trainer,
-    TrainingArguments,
+    AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification,
+    Cache, DataCollatorWithFlattening, DynamicCache, LlamaModel, Trainer, TrainingArguments,
 )
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from decayattn.integrations.transformers import (
-    DECAYS,
-    DecayConfig,
-    DecayForCausalLM,
-    DecayForTokenClassification,
-    DecayModel,
-    DecayModelCache,
+    DECAYS, DecayConfig, DecayForCausalLM, DecayForTokenClassification, DecayModel, DecayModelCache,
 )
 from decayattn.nn import ConstantDecay, DecayFlashAttention, ScalarDecay
 
@@ -314,14 +300,11 @@ def test_packed_lengths_come_from_transformers():
         model(batch["input_ids"], cu_seq_lens_q=offsets[0], max_length_q=torch.tensor(4.5))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"attention_mask": torch.ones(1, sum(LENGTHS))}, {"use_cache": True}, {"cache": 1},
-        {"input_ids": torch.ones(2, sum(LENGTHS), dtype=torch.long)},
-        {"cu_seq_lens_q": None, "position_ids": None}, {"cu_seq_lens_q": None, "use_cache": True},
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    {"attention_mask": torch.ones(1, sum(LENGTHS))}, {"use_cache": True}, {"cache": 1},
+    {"input_ids": torch.ones(2, sum(LENGTHS), dtype=torch.long)},
+    {"cu_seq_lens_q": None, "position_ids": None}, {"cu_seq_lens_q": None, "use_cache": True},
+])
 def test_impossible_packed_sequences_are_refused(arguments):
     model, (batch, _) = build(), packed("all")
     del batch["labels"]
@@ -360,17 +343,14 @@ JUMP, RESTART = torch.tensor([[0, 1, 2, 5, 6]]), torch.tensor([[0, 1, 2, 0, 1]])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"position_ids": JUMP}, {"position_ids": 2 * torch.arange(5)[None]},
-        {"position_ids": RESTART, "use_cache": True}, {"position_ids": RESTART, "attention_mask": torch.ones(1, 5)},
-        {"position_ids": JUMP, "rows": 2}, {"position_ids": torch.arange(5)[None].flip(1), "rows": 2},
-        {"position_ids": torch.arange(5)[None], "rows": 2, "attention_mask": torch.tensor([[1, 1, 0, 1, 1]] * 2)},
-        {"position_ids": torch.arange(100, 105)[None], "cached": 3},
-        {"position_ids": torch.arange(5)[None], "cached": 3},
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    {"position_ids": JUMP}, {"position_ids": 2 * torch.arange(5)[None]},
+    {"position_ids": RESTART, "use_cache": True}, {"position_ids": RESTART, "attention_mask": torch.ones(1, 5)},
+    {"position_ids": JUMP, "rows": 2}, {"position_ids": torch.arange(5)[None].flip(1), "rows": 2},
+    {"position_ids": torch.arange(5)[None], "rows": 2, "attention_mask": torch.tensor([[1, 1, 0, 1, 1]] * 2)},
+    {"position_ids": torch.arange(100, 105)[None], "cached": 3},
+    {"position_ids": torch.arange(5)[None], "cached": 3},
+])
 def test_positions_that_jump_are_refused(arguments):
     """A model without positions cannot follow them; only restarts in one row mean packed sequences."""
     model, rows = build(), arguments.pop("rows", 1)
@@ -404,19 +384,16 @@ def test_masks_of_every_dtype_are_taken(batch, dtype):
 LOWEST = torch.finfo(torch.float32).min
 
 
-@pytest.mark.parametrize(
-    ("mask", "remedy"),
-    [
-        ([1, 1, 2, 2, 3], "documents are kept apart"),
-        ([0, 0, 1, 1, 2], "documents are kept apart"),
-        ([0, 0, -1, 0, 0], "documents are kept apart"),
-        ([LOWEST, LOWEST, 0.0, 0.0, 0.0], "numbers to add to scores"),
-        ([-math.inf, 0.0, 0.0, 0.0, 0.0], "numbers to add to scores"),
-        ([0.0, 0.0, 0.0, 0.0, 0.0], "numbers to add to scores"),
-        ([1.0, math.nan, 1.0, 1.0, 1.0], "numbers to add to scores"),
-        ([0.5, 1.0, 1.0, 1.0, 1.0], "numbers to add to scores"),
-    ],
-)
+@pytest.mark.parametrize(("mask", "remedy"), [
+    ([1, 1, 2, 2, 3], "documents are kept apart"),
+    ([0, 0, 1, 1, 2], "documents are kept apart"),
+    ([0, 0, -1, 0, 0], "documents are kept apart"),
+    ([LOWEST, LOWEST, 0.0, 0.0, 0.0], "numbers to add to scores"),
+    ([-math.inf, 0.0, 0.0, 0.0, 0.0], "numbers to add to scores"),
+    ([0.0, 0.0, 0.0, 0.0, 0.0], "numbers to add to scores"),
+    ([1.0, math.nan, 1.0, 1.0, 1.0], "numbers to add to scores"),
+    ([0.5, 1.0, 1.0, 1.0, 1.0], "numbers to add to scores"),
+])
 def test_masks_of_another_meaning_are_refused(mask, remedy):
     model, ids = build(), random_ids()[:2, :5]
     rows = torch.tensor([[1] * 5, mask])
@@ -594,17 +571,13 @@ def test_quantised_and_offloaded_models_generate(convert, tmp_path):
 
 
 @pytest.mark.parametrize("decay", ["scalar", "retnet-learned"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3},
-        {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 5},
-        {"do_sample": True, "top_k": 0},
-        {"do_sample": True, "num_return_sequences": 3},
-        {"num_beams": 2, "eos_token_id": 7, "repetition_penalty": 1.3},
-    ],
-    ids=["beams", "two-beams", "sampling", "samples", "eos"],
-)
+@pytest.mark.parametrize("options", [
+    {"num_beams": 3},
+    {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 5},
+    {"do_sample": True, "top_k": 0},
+    {"do_sample": True, "num_return_sequences": 3},
+    {"num_beams": 2, "eos_token_id": 7, "repetition_penalty": 1.3},
+], ids=["beams", "two-beams", "sampling", "samples", "eos"])
 def test_generation_is_the_same_with_and_without_a_cache(decay, options):
     model, (ids, mask) = build(decay), left_padded()
     tokens = []
@@ -659,15 +632,12 @@ def test_a_cache_is_continued_copied_and_repeated():
     assert torch.equal(generate(model, text, seen, cache=cache), expected)
 
 
-@pytest.mark.parametrize(
-    ("max_length", "sizes"),
-    [
-        (math.inf, [6, 6, 6, 20, 20, 42]),
-        (1000, [6, 6, 6, 20, 20, 42]),  # not all at once
-        (12, [6, 6, 6, 12, 12, 42]),
-        (4, [4, 4, 10, 10, 22, 22]),
-    ],
-)
+@pytest.mark.parametrize(("max_length", "sizes"), [
+    (math.inf, [6, 6, 6, 20, 20, 42]),
+    (1000, [6, 6, 6, 20, 20, 42]),  # not all at once
+    (12, [6, 6, 6, 12, 12, 42]),
+    (4, [4, 4, 10, 10, 22, 22]),
+])
 @pytest.mark.parametrize("decay", ["scalar", "alibi"])
 def test_growing_cache_gives_the_logits_of_the_sequence(decay, max_length, sizes):
     model, ids = build(decay), random_ids(tokens=21)
@@ -911,14 +881,11 @@ class Retrofitted(torch.nn.Module):
         self.proj = torch.nn.Linear(16, 16)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: build("scalar", sink=True, qk_norm=True), lambda: build("alibi-learned", tie_word_embeddings=True),
-        lambda: DecayForTokenClassification(build("retnet-learned", sink=True).config),
-        Retrofitted, lambda: torch.compile(Retrofitted(), backend="eager"),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda: build("scalar", sink=True, qk_norm=True), lambda: build("alibi-learned", tie_word_embeddings=True),
+    lambda: DecayForTokenClassification(build("retnet-learned", sink=True).config),
+    Retrofitted, lambda: torch.compile(Retrofitted(), backend="eager"),
+])
 def test_trainer_spares_decays_sinks_and_scales(make, tmp_path):
     """Weight decay would pull a gate's bias to 0, a half-life of one token, and a learned rate to -1 per token."""
     model = make()
@@ -1020,35 +987,32 @@ def test_bad_arguments_are_refused_by_name():
         DecayModelCache(model.config).update(ids, ids, 0)
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"num_key_value_heads": 5}, ValueError, "num_key_value_heads: expected a divisor of .*_heads = 12, got 5"),
-        ({"num_attention_heads": 0}, ValueError, "num_attention_heads: expected at least 1, got 0"),
-        ({"num_hidden_layers": 2.0}, TypeError, "num_hidden_layers: expected an int, got 2.0"),
-        ({"vocab_size": -1}, ValueError, "vocab_size: expected at least 1, got -1"),
-        ({"intermediate_size": "big"}, TypeError, "intermediate_size: expected an int"),
-        ({"head_dim": 300}, ValueError, "head_dim: expected at most 256, got 300"),
-        ({"hidden_size": 12 * 300}, ValueError, "head_dim: expected at most 256, got 300"),
-        ({"qk_norm": 1}, TypeError, "qk_norm: expected a bool, got 1"),
-        ({"backend": "flash"}, ValueError, "backend: expected one of 'auto', 'reference', .* got 'flash'"),
-        ({"value_dim": 99}, ValueError, "value_dim: expected no such option: DecayFlashAttention has it"),
-        ({"window_size": 99}, TypeError, r"window_size: expected None or a pair \(left, right\)"),
-        ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers of tokens, or -1"),
-        ({"sink": 1}, TypeError, "sink: expected a bool, got 1"),
-        ({"initial_half_lives": (4, 2)}, ValueError, "initial_half_lives: expected two numbers of tokens"),
-        ({"initial_half_lives": (2, 4), "decay": "alibi"}, ValueError, "initial_half_lives: expected only with decay="),
-        ({"decay": "constant"}, ValueError, "log_decay: expected num_attention_heads = 12 numbers .*, got None"),
-        ({"decay": "constant", "log_decay": [-1]}, ValueError, "log_decay: expected num_attention_heads = 12 .* got 1"),
-        ({"decay": "constant", "log_decay": -1}, TypeError, "log_decay: expected one number per head"),
-        ({"decay": "constant", "log_decay": [-math.inf] * 12}, ValueError, "log_decay: expected finite log-decays"),
-        ({"decay": "constant-learned", "log_decay": [0] * 12}, ValueError, "log_decay: expected no 0 with learned"),
-        ({"log_decay": [-1] * 12}, ValueError, "log_decay: expected only with decay='constant' or 'constant-learned'"),
-        ({"num_heads": 4}, ValueError, "num_heads: expected no such option"),
-        ({"output_attentions": True}, ValueError, "output_attentions: flash attention never has"),
-        ({"is_causal": False}, ValueError, "is_causal: the model is causal"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "error", "message"), [
+    ({"num_key_value_heads": 5}, ValueError, "num_key_value_heads: expected a divisor of .*_heads = 12, got 5"),
+    ({"num_attention_heads": 0}, ValueError, "num_attention_heads: expected at least 1, got 0"),
+    ({"num_hidden_layers": 2.0}, TypeError, "num_hidden_layers: expected an int, got 2.0"),
+    ({"vocab_size": -1}, ValueError, "vocab_size: expected at least 1, got -1"),
+    ({"intermediate_size": "big"}, TypeError, "intermediate_size: expected an int"),
+    ({"head_dim": 300}, ValueError, "head_dim: expected at most 256, got 300"),
+    ({"hidden_size": 12 * 300}, ValueError, "head_dim: expected at most 256, got 300"),
+    ({"qk_norm": 1}, TypeError, "qk_norm: expected a bool, got 1"),
+    ({"backend": "flash"}, ValueError, "backend: expected one of 'auto', 'reference', .* got 'flash'"),
+    ({"value_dim": 99}, ValueError, "value_dim: expected no such option: DecayFlashAttention has it"),
+    ({"window_size": 99}, TypeError, r"window_size: expected None or a pair \(left, right\)"),
+    ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers of tokens, or -1"),
+    ({"sink": 1}, TypeError, "sink: expected a bool, got 1"),
+    ({"initial_half_lives": (4, 2)}, ValueError, "initial_half_lives: expected two numbers of tokens"),
+    ({"initial_half_lives": (2, 4), "decay": "alibi"}, ValueError, "initial_half_lives: expected only with decay="),
+    ({"decay": "constant"}, ValueError, "log_decay: expected num_attention_heads = 12 numbers .*, got None"),
+    ({"decay": "constant", "log_decay": [-1]}, ValueError, "log_decay: expected num_attention_heads = 12 .* got 1"),
+    ({"decay": "constant", "log_decay": -1}, TypeError, "log_decay: expected one number per head"),
+    ({"decay": "constant", "log_decay": [-math.inf] * 12}, ValueError, "log_decay: expected finite log-decays"),
+    ({"decay": "constant-learned", "log_decay": [0] * 12}, ValueError, "log_decay: expected no 0 with learned"),
+    ({"log_decay": [-1] * 12}, ValueError, "log_decay: expected only with decay='constant' or 'constant-learned'"),
+    ({"num_heads": 4}, ValueError, "num_heads: expected no such option"),
+    ({"output_attentions": True}, ValueError, "output_attentions: flash attention never has"),
+    ({"is_causal": False}, ValueError, "is_causal: the model is causal"),
+])
 def test_a_bad_configuration_is_refused_by_name(fields, error, message):
     with pytest.raises(error, match=message):
         DecayConfig(**fields)

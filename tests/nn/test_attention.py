@@ -19,12 +19,7 @@ WIDTH, BATCH, TOKENS = 12, 2, 9
 # the kernels run on a GPU where there is one, in Triton's interpreter elsewhere
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EVERYTHING = {
-    "num_kv_heads": 2,
-    "head_dim": 6,
-    "value_dim": 5,
-    "bias": True,
-    "qk_norm": True,
-    "output_gate": True,
+    "num_kv_heads": 2, "head_dim": 6, "value_dim": 5, "bias": True, "qk_norm": True, "output_gate": True,
     "scale": "learned",
 }
 DECAYS = {
@@ -179,21 +174,10 @@ def test_zero_decay_is_torchs_attention(num_heads, shape, causal, decay):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bias": True},
-        {"qk_norm": True},
-        {"output_gate": True},
-        {"scale": 0.7},
-        {"scale": -1},
-        {"scale": "learned"},
-        {"head_dim": 6, "position": Rotary()},
-        {**EVERYTHING, "position": Rotary()},
-    ],
-    ids=["defaults", "bias", "qk_norm", "gate", "scale", "negative", "learned", "rotary", "everything"],
-)
+@pytest.mark.parametrize("options", [
+    {}, {"bias": True}, {"qk_norm": True}, {"output_gate": True}, {"scale": 0.7}, {"scale": -1}, {"scale": "learned"},
+    {"head_dim": 6, "position": Rotary()}, {**EVERYTHING, "position": Rotary()},
+], ids=["defaults", "bias", "qk_norm", "gate", "scale", "negative", "learned", "rotary", "everything"])
 def test_every_option_is_what_it_says(options, decay, causal):
     layer = build(decay=DECAYS[decay](), causal=causal, **options)
     assert_same_up_to_rounding(gradients(layer, tokens()), gradients(Plain(layer), tokens()))
@@ -337,15 +321,12 @@ def test_float32_input_of_autocast_reaches_the_gate_unrounded():
 # The framework around it
 
 
-@pytest.mark.parametrize(
-    ("decay", "backend", "dynamic"),
-    [
-        *((decay, "reference", False) for decay in DECAYS),
-        pytest.param("scalar", "reference", True, marks=pytest.mark.slow),
-        ("learned", "triton", False),
-        ("scalar", "triton", True),
-    ],
-)
+@pytest.mark.parametrize(("decay", "backend", "dynamic"), [
+    *((decay, "reference", False) for decay in DECAYS),
+    pytest.param("scalar", "reference", True, marks=pytest.mark.slow),
+    ("learned", "triton", False),
+    ("scalar", "triton", True),
+])
 def test_compiles_without_a_break(decay, backend, dynamic):
     torch._dynamo.reset()
     layer = build(decay=DECAYS[decay](), **EVERYTHING, position=Rotary(), backend=backend).to(KERNEL_DEVICE)
@@ -433,51 +414,45 @@ def test_the_documented_block_works():
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        ((0, 4), {}, ValueError, "embed_dim: expected at least 1, got 0"),
-        ((12.0, 4), {}, TypeError, "embed_dim: expected an int, got 12.0 of type float"),
-        ((12, -1), {}, ValueError, "num_heads: expected at least 1, got -1"),
-        ((12, 5), {}, ValueError, "embed_dim: expected a multiple of num_heads = 5 without head_dim, got 12"),
-        ((12, 4), {"num_kv_heads": 3}, ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
-        ((12, 4), {"num_kv_heads": 0}, ValueError, "num_kv_heads: expected at least 1, got 0"),
-        ((12, 4), {"head_dim": 257}, ValueError, "head_dim: expected at most 256, got 257"),
-        ((1200, 4), {}, ValueError, "head_dim: expected at most 256, got 300"),
-        ((12, 4), {"value_dim": 257}, ValueError, "value_dim: expected at most 256, got 257"),
-        ((12, 4), {"value_dim": "8"}, TypeError, "value_dim: expected an int, got '8' of type str"),
-        ((12, 4), {"decay": "rope"}, ValueError, "decay: expected 'scalar', 'alibi', .* or a module, got 'rope'"),
-        ((12, 4, 0.1), {}, TypeError, "DecayFlashAttention: expected embed_dim and num_heads, .* got 1 more"),
-        ((12, 4), {"decay": None}, TypeError, "decay: expected .* or a module, got None of type NoneType"),
-        ((12, 4), {"decay": ConstantDecay.alibi(8)}, ValueError, "decay: expected a module for 4 heads, got one for 8"),
-        ((12, 4), {"causal": 1}, TypeError, "causal: expected a bool, got 1 of type int"),
-        ((12, 4), {"bias": "no"}, TypeError, "bias: expected a bool, got 'no' of type str"),
-        ((12, 4), {"qk_norm": None}, TypeError, "qk_norm: expected a bool, got None"),
-        ((12, 4), {"output_gate": 0.5}, TypeError, "output_gate: expected a bool, got 0.5"),
-        ((12, 4), {"position": "rotary"}, TypeError, "position: expected a torch.nn.Module, got 'rotary' of type str"),
-        ((12, 4), {"scale": "big"}, ValueError, "scale: expected a number, 'learned' or None, got 'big'"),
-        ((12, 4), {"scale": True}, TypeError, "scale: expected a number, 'learned' or None, got True of type bool"),
-        ((12, 4), {"scale": float("nan")}, ValueError, "scale: expected a finite number, got nan"),
-        ((12, 4), {"backend": "flash"}, ValueError, "backend: expected one of 'auto', 'reference', .* got 'flash'"),
-        ((12, 4), {"backend": None}, ValueError, "backend: expected one of 'auto', 'reference', .* got None"),
-        ((12, 4), {"skip_tolerance": 2}, ValueError, "skip_tolerance: expected .* between 0 and 1, got 2"),
-        ((12, 4), {"window_size": (-2, 0)}, ValueError, "window_size: expected numbers of tokens"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "options", "error", "message"), [
+    ((0, 4), {}, ValueError, "embed_dim: expected at least 1, got 0"),
+    ((12.0, 4), {}, TypeError, "embed_dim: expected an int, got 12.0 of type float"),
+    ((12, -1), {}, ValueError, "num_heads: expected at least 1, got -1"),
+    ((12, 5), {}, ValueError, "embed_dim: expected a multiple of num_heads = 5 without head_dim, got 12"),
+    ((12, 4), {"num_kv_heads": 3}, ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
+    ((12, 4), {"num_kv_heads": 0}, ValueError, "num_kv_heads: expected at least 1, got 0"),
+    ((12, 4), {"head_dim": 257}, ValueError, "head_dim: expected at most 256, got 257"),
+    ((1200, 4), {}, ValueError, "head_dim: expected at most 256, got 300"),
+    ((12, 4), {"value_dim": 257}, ValueError, "value_dim: expected at most 256, got 257"),
+    ((12, 4), {"value_dim": "8"}, TypeError, "value_dim: expected an int, got '8' of type str"),
+    ((12, 4), {"decay": "rope"}, ValueError, "decay: expected 'scalar', 'alibi', .* or a module, got 'rope'"),
+    ((12, 4, 0.1), {}, TypeError, "DecayFlashAttention: expected embed_dim and num_heads, .* got 1 more"),
+    ((12, 4), {"decay": None}, TypeError, "decay: expected .* or a module, got None of type NoneType"),
+    ((12, 4), {"decay": ConstantDecay.alibi(8)}, ValueError, "decay: expected a module for 4 heads, got one for 8"),
+    ((12, 4), {"causal": 1}, TypeError, "causal: expected a bool, got 1 of type int"),
+    ((12, 4), {"bias": "no"}, TypeError, "bias: expected a bool, got 'no' of type str"),
+    ((12, 4), {"qk_norm": None}, TypeError, "qk_norm: expected a bool, got None"),
+    ((12, 4), {"output_gate": 0.5}, TypeError, "output_gate: expected a bool, got 0.5"),
+    ((12, 4), {"position": "rotary"}, TypeError, "position: expected a torch.nn.Module, got 'rotary' of type str"),
+    ((12, 4), {"scale": "big"}, ValueError, "scale: expected a number, 'learned' or None, got 'big'"),
+    ((12, 4), {"scale": True}, TypeError, "scale: expected a number, 'learned' or None, got True of type bool"),
+    ((12, 4), {"scale": float("nan")}, ValueError, "scale: expected a finite number, got nan"),
+    ((12, 4), {"backend": "flash"}, ValueError, "backend: expected one of 'auto', 'reference', .* got 'flash'"),
+    ((12, 4), {"backend": None}, ValueError, "backend: expected one of 'auto', 'reference', .* got None"),
+    ((12, 4), {"skip_tolerance": 2}, ValueError, "skip_tolerance: expected .* between 0 and 1, got 2"),
+    ((12, 4), {"window_size": (-2, 0)}, ValueError, "window_size: expected numbers of tokens"),
+])
 def test_errors_of_construction_name_the_argument(arguments, options, error, message):
     with pytest.raises(error, match=message):
         DecayFlashAttention(*arguments, **options)
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        ([1.0], TypeError, r"x: expected a torch.Tensor, got \[1.0\] of type list"),
-        (torch.zeros(9, 12), ValueError, r"x: expected shape \(B, T, embed_dim = 12\), got \(9, 12\)"),
-        (torch.zeros(2, 9, 16), ValueError, r"x: expected shape \(B, T, embed_dim = 12\), got \(2, 9, 16\)"),
-        (torch.zeros(2, 9, 12).long(), TypeError, "x: expected a floating dtype, got torch.int64"),
-    ],
-)
+@pytest.mark.parametrize(("x", "error", "message"), [
+    ([1.0], TypeError, r"x: expected a torch.Tensor, got \[1.0\] of type list"),
+    (torch.zeros(9, 12), ValueError, r"x: expected shape \(B, T, embed_dim = 12\), got \(9, 12\)"),
+    (torch.zeros(2, 9, 16), ValueError, r"x: expected shape \(B, T, embed_dim = 12\), got \(2, 9, 16\)"),
+    (torch.zeros(2, 9, 12).long(), TypeError, "x: expected a floating dtype, got torch.int64"),
+])
 def test_errors_of_a_call_name_the_argument(x, error, message):
     with pytest.raises(error, match=message):
         DecayFlashAttention(WIDTH, 4)(x)
@@ -556,14 +531,11 @@ class Position(nn.Module):
         return self.function(q, k)
 
 
-@pytest.mark.parametrize(
-    ("function", "error", "message"),
-    [
-        (lambda q, k: q, TypeError, r"position: expected a module that returns \(q, k\), got a Tensor"),
-        (lambda q, k: (q, k.mT), ValueError, r"position: expected k back as \(2, 9, 4, 3\) .*, got \(2, 9, 3, 4\)"),
-        (lambda q, k: (q.double(), k), ValueError, "position: expected q back as .* in torch.float32, got .*float64"),
-    ],
-)
+@pytest.mark.parametrize(("function", "error", "message"), [
+    (lambda q, k: q, TypeError, r"position: expected a module that returns \(q, k\), got a Tensor"),
+    (lambda q, k: (q, k.mT), ValueError, r"position: expected k back as \(2, 9, 4, 3\) .*, got \(2, 9, 3, 4\)"),
+    (lambda q, k: (q.double(), k), ValueError, "position: expected q back as .* in torch.float32, got .*float64"),
+])
 def test_what_a_position_module_returns_is_checked(function, error, message):
     layer, x = DecayFlashAttention(WIDTH, 4, position=Position(function)), tokens(dtype=torch.float32)
     with pytest.raises(error, match=message):

@@ -340,9 +340,7 @@ torch.cuda.synchronize()
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_mask_with_a_gap_is_refused_on_a_gpu():
     """Runs in a separate process: a failed assertion on the device ends the use of it."""
-    run = subprocess.run(
-        [sys.executable, "-c", GAP_ON_A_GPU], capture_output=True, text=True, timeout=300, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", GAP_ON_A_GPU], capture_output=True, text=True, timeout=300, check=False)
     assert run.stdout == "launched\n", run.stderr
     assert run.returncode != 0
     assert NOT_A_STRETCH in run.stderr
@@ -362,27 +360,24 @@ OFFSETS = torch.tensor([0, 5], dtype=torch.int32)
 CACHE = DecayCache(2, 9, num_heads=4, head_dim=4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (dict(padding_mask=MASK.float()), TypeError, "padding_mask: expected a bool or .* got torch.float32"),
-        (dict(padding_mask=[True]), TypeError, r"padding_mask: expected a bool or an integer tensor, got \[True\] of"),
-        (dict(padding_mask=MASK[:, :4]), ValueError, r"padding_mask: expected shape \(B, T\) = \(2, 5\), got \(2, 4\)"),
-        (dict(resets=MASK.float()), TypeError, "resets: expected a bool or an integer tensor, got torch.float32"),
-        (dict(resets=MASK[:1]), ValueError, r"resets: expected shape \(B, T\) = \(2, 5\), got \(1, 5\)"),
-        (dict(padding_mask=MASK, cu_seqlens=OFFSETS), ValueError, "cu_seqlens, padding_mask: expected at most one"),
-        (dict(cu_seqlens=OFFSETS, cache=CACHE), ValueError, "cu_seqlens, cache: expected .* one of them; pad the"),
-        (
-            dict(padding_mask=MASK, cache=CACHE, new_lengths=torch.tensor([1, 1])), ValueError,
-            "new_lengths, padding_mask: expected at most one of them",
-        ),
-        (dict(max_seqlen=3), ValueError, "max_seqlen: expected only with cu_seqlens"),
-        (dict(cu_seqlens=OFFSETS), ValueError, r"x: expected shape \(1, total, embed_dim\) with cu_seqlens, got"),
-        (dict(cu_seqlens=[0, 5]), TypeError, r"cu_seqlens: expected an integer tensor, got \[0, 5\] of type list"),
-        (dict(cu_seqlens=OFFSETS.bool()), TypeError, "cu_seqlens: expected an integer tensor, got torch.bool"),
-        (dict(cu_seqlens=OFFSETS[:0]), ValueError, r"cu_seqlens: expected shape \(sequences \+ 1,\), got \(0,\)"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    (dict(padding_mask=MASK.float()), TypeError, "padding_mask: expected a bool or .* got torch.float32"),
+    (dict(padding_mask=[True]), TypeError, r"padding_mask: expected a bool or an integer tensor, got \[True\] of"),
+    (dict(padding_mask=MASK[:, :4]), ValueError, r"padding_mask: expected shape \(B, T\) = \(2, 5\), got \(2, 4\)"),
+    (dict(resets=MASK.float()), TypeError, "resets: expected a bool or an integer tensor, got torch.float32"),
+    (dict(resets=MASK[:1]), ValueError, r"resets: expected shape \(B, T\) = \(2, 5\), got \(1, 5\)"),
+    (dict(padding_mask=MASK, cu_seqlens=OFFSETS), ValueError, "cu_seqlens, padding_mask: expected at most one"),
+    (dict(cu_seqlens=OFFSETS, cache=CACHE), ValueError, "cu_seqlens, cache: expected .* one of them; pad the"),
+    (
+        dict(padding_mask=MASK, cache=CACHE, new_lengths=torch.tensor([1, 1])), ValueError,
+        "new_lengths, padding_mask: expected at most one of them",
+    ),
+    (dict(max_seqlen=3), ValueError, "max_seqlen: expected only with cu_seqlens"),
+    (dict(cu_seqlens=OFFSETS), ValueError, r"x: expected shape \(1, total, embed_dim\) with cu_seqlens, got"),
+    (dict(cu_seqlens=[0, 5]), TypeError, r"cu_seqlens: expected an integer tensor, got \[0, 5\] of type list"),
+    (dict(cu_seqlens=OFFSETS.bool()), TypeError, "cu_seqlens: expected an integer tensor, got torch.bool"),
+    (dict(cu_seqlens=OFFSETS[:0]), ValueError, r"cu_seqlens: expected shape \(sequences \+ 1,\), got \(0,\)"),
+])
 def test_wrong_arguments_are_refused_by_name(arguments, error, message):
     with pytest.raises(error, match=message):
         DecayFlashAttention(16, 4)(X, **arguments)

@@ -609,21 +609,18 @@ def test_layers_that_cannot_have_a_cache():
         build(position=Still()).make_cache(2, 24)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"cache": 3}, TypeError, "cache: expected a DecayCache, got 3 of type int"),
-        ({"batch": 3}, ValueError, r"cache: expected one for .* \(2, 4, 4, 3, 3\), got one for \(3, 4, 4, 3, 3\)"),
-        ({"heads": 2}, ValueError, r"cache: expected one for .* got one for \(2, 2, 2, 3, 3\)"),
-        (
-            {"dtype": torch.float32}, TypeError,
-            "k: expected the dtype of the cache, torch.float32, got torch.float64; make a cache with dtype",
-        ),
-        ({"new_lengths": [1, 2]}, TypeError, r"new_lengths: expected a torch.Tensor, got \[1, 2\]"),
-        ({"new_lengths": torch.tensor([1.0, 2.0])}, TypeError, "new_lengths: expected int32 or int64, got torch.float"),
-        ({"new_lengths": torch.tensor([1])}, ValueError, r"new_lengths: expected shape \(B,\) = \(2,\), got \(1,\)"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"cache": 3}, TypeError, "cache: expected a DecayCache, got 3 of type int"),
+    ({"batch": 3}, ValueError, r"cache: expected one for .* \(2, 4, 4, 3, 3\), got one for \(3, 4, 4, 3, 3\)"),
+    ({"heads": 2}, ValueError, r"cache: expected one for .* got one for \(2, 2, 2, 3, 3\)"),
+    (
+        {"dtype": torch.float32}, TypeError,
+        "k: expected the dtype of the cache, torch.float32, got torch.float64; make a cache with dtype",
+    ),
+    ({"new_lengths": [1, 2]}, TypeError, r"new_lengths: expected a torch.Tensor, got \[1, 2\]"),
+    ({"new_lengths": torch.tensor([1.0, 2.0])}, TypeError, "new_lengths: expected int32 or int64, got torch.float"),
+    ({"new_lengths": torch.tensor([1])}, ValueError, r"new_lengths: expected shape \(B,\) = \(2,\), got \(1,\)"),
+])
 def test_errors_of_a_call_name_the_argument(arguments, error, message):
     batch, heads, dtype = (arguments.pop(n, d) for n, d in (("batch", 2), ("heads", 4), ("dtype", torch.float64)))
     cache = DecayCache(batch, 24, num_heads=heads, head_dim=3, device=DEVICE, dtype=dtype)
@@ -639,17 +636,14 @@ def test_new_lengths_without_a_cache():
         build()(tokens(), new_lengths=torch.tensor([1, 2]))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"q": (1, 3, 2, 8)}, ValueError, r"q: expected the tokens of k and the heads of the cache, .* \(5, 2\)"),
-        ({"q": (1, 5, 4, 8), "log_decay": None}, ValueError, r"q: expected .* got \(5, 4\)"),
-        ({"v": (1, 5, 2, 7)}, ValueError, r"v: expected the shape of the cache's tokens, \(1, T, 2, 8\), got"),
-        ({"log_decay": (1, 4, 2)}, ValueError, r"log_decay: expected shape"),
-        ({"log_decay": None}, ValueError, "log_decay: expected one per token, as for .*, got none"),
-        ({"skip_tolerance": 2}, ValueError, "skip_tolerance: expected .* between 0 and 1, got 2"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"q": (1, 3, 2, 8)}, ValueError, r"q: expected the tokens of k and the heads of the cache, .* \(5, 2\)"),
+    ({"q": (1, 5, 4, 8), "log_decay": None}, ValueError, r"q: expected .* got \(5, 4\)"),
+    ({"v": (1, 5, 2, 7)}, ValueError, r"v: expected the shape of the cache's tokens, \(1, T, 2, 8\), got"),
+    ({"log_decay": (1, 4, 2)}, ValueError, r"log_decay: expected shape"),
+    ({"log_decay": None}, ValueError, "log_decay: expected one per token, as for .*, got none"),
+    ({"skip_tolerance": 2}, ValueError, "skip_tolerance: expected .* between 0 and 1, got 2"),
+])
 def test_errors_of_attend_name_the_argument(change, error, message):
     shapes = {"q": (1, 5, 2, 8), "k": (1, 5, 2, 8), "v": (1, 5, 2, 8), "log_decay": (1, 5, 2)}
     good = {name: torch.zeros(shape, device=DEVICE) for name, shape in shapes.items()}
@@ -661,15 +655,12 @@ def test_errors_of_attend_name_the_argument(change, error, message):
     assert cache.longest == 5
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"max_length": 0}, ValueError, "max_length: expected at least 1, got 0"),
-        ({"batch_size": 2.0}, TypeError, "batch_size: expected an int"),
-        ({"num_kv_heads": 3}, ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
-        ({"dtype": torch.int8}, TypeError, "dtype: expected float16, .* got torch.int8"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"max_length": 0}, ValueError, "max_length: expected at least 1, got 0"),
+    ({"batch_size": 2.0}, TypeError, "batch_size: expected an int"),
+    ({"num_kv_heads": 3}, ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
+    ({"dtype": torch.int8}, TypeError, "dtype: expected float16, .* got torch.int8"),
+])
 def test_errors_of_construction_name_the_argument(change, error, message):
     with pytest.raises(error, match=message):
         DecayCache(**{"batch_size": 2, "max_length": 9, "num_heads": 4, "head_dim": 8, **change})

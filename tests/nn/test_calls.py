@@ -100,9 +100,7 @@ def padded(tensors: list[Tensor], side: str, filling: float = math.nan) -> tuple
     return torch.stack(rows), torch.stack(masks)
 
 
-def batched(
-    given: list[dict[str, Tensor]], side: str, filling: float = math.nan
-) -> tuple[dict[str, Tensor], Tensor]:
+def batched(given: list[dict[str, Tensor]], side: str, filling: float = math.nan) -> tuple[dict[str, Tensor], Tensor]:
     """Arguments of a call for all entries, and the mask of its rows; without padding if side is "dense"."""
     arguments = {}
     for name in given[0]:

@@ -11,13 +11,7 @@ import torch
 from torch import nn
 
 from decayattn.nn import (
-    ConstantDecay,
-    Decay,
-    DecayFlashAttention,
-    ScalarDecay,
-    alibi_log_decay,
-    half_life,
-    retnet_log_decay,
+    ConstantDecay, Decay, DecayFlashAttention, ScalarDecay, alibi_log_decay, half_life, retnet_log_decay,
 )
 
 EPS = torch.finfo(torch.float32).eps
@@ -60,16 +54,10 @@ def test_alibi_slopes_follow_the_published_rule(num_heads):
     assert torch.equal(ConstantDecay.alibi(num_heads)(torch.zeros(1, 1, 1)), -ours.float())
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "exponents"),
-    [
-        (1, [8]),
-        (3, [4, 8, 2]),
-        (6, [2, 4, 6, 8, 1, 3]),
-        (8, [1, 2, 3, 4, 5, 6, 7, 8]),
-        (12, [*range(1, 9), 0.5, 1.5, 2.5, 3.5]),
-    ],
-)
+@pytest.mark.parametrize(("num_heads", "exponents"), [
+    (1, [8]), (3, [4, 8, 2]), (6, [2, 4, 6, 8, 1, 3]), (8, [1, 2, 3, 4, 5, 6, 7, 8]),
+    (12, [*range(1, 9), 0.5, 1.5, 2.5, 3.5]),
+])
 def test_alibi_slopes_in_the_paper(num_heads, exponents):
     assert list(alibi_log_decay(num_heads)) == [-(2.0**-exponent) for exponent in exponents]
 
@@ -139,17 +127,13 @@ def test_a_zero_weight_learns_from_the_first_step():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize(
-    "convert",
-    [
-        lambda module, dtype: module.to(dtype),
-        lambda module, dtype: module.to(torch.zeros((), dtype=dtype)),
-        lambda module, dtype: module.type(dtype),
-        lambda module, dtype: module.bfloat16() if dtype is torch.bfloat16 else module.half(),
-        lambda module, dtype: nn.Sequential(module).to(dtype)[0],
-    ],
-    ids=["to", "to_like", "type", "method", "parent"],
-)
+@pytest.mark.parametrize("convert", [
+    lambda module, dtype: module.to(dtype),
+    lambda module, dtype: module.to(torch.zeros((), dtype=dtype)),
+    lambda module, dtype: module.type(dtype),
+    lambda module, dtype: module.bfloat16() if dtype is torch.bfloat16 else module.half(),
+    lambda module, dtype: nn.Sequential(module).to(dtype)[0],
+], ids=["to", "to_like", "type", "method", "parent"])
 def test_conversion_to_16_bits_leaves_a_decay_alone(kind, dtype, convert):
     decay = decays()[kind]
     before = copy.deepcopy(decay.state_dict())
@@ -456,34 +440,31 @@ def scalar_decay_with(initial_half_lives):
     return ScalarDecay(6, 4, initial_half_lives=initial_half_lives)
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: ScalarDecay(0, 4), ValueError, "embed_dim: expected at least 1, got 0"),
-        (lambda: ScalarDecay(6.0, 4), TypeError, "embed_dim: expected an int, got 6.0 of type float"),
-        (lambda: ScalarDecay(6, 0), ValueError, "num_heads: expected at least 1, got 0"),
-        (lambda: ScalarDecay(6, True), TypeError, "num_heads: expected an int, got True of type bool"),
-        (lambda: scalar_decay_with(8.0), TypeError, r"initial_half_lives: expected two numbers .* got 8.0"),
-        (lambda: scalar_decay_with(("1", "2")), TypeError, r"initial_half_lives: .* got \('1', '2'\)"),
-        (lambda: scalar_decay_with((8.0, 4.0)), ValueError, r"initial_half_lives: .* got \(8.0, 4.0\)"),
-        (lambda: scalar_decay_with((0.0, 4.0)), ValueError, r"initial_half_lives: .* got \(0.0, 4.0\)"),
-        (lambda: scalar_decay_with((1.0, math.inf)), ValueError, r"initial_half_lives: .* got \(1.0, inf\)"),
-        (lambda: scalar_decay_with((1.0, 2.0, 3.0)), ValueError, r"initial_half_lives: .* 4 heads, got \(1.0, 2.0,"),
-        (lambda: scalar_decay_with((1.0, 2.0, 0.0, 3.0)), ValueError, r"initial_half_lives: .* got \(1.0, 2.0, 0.0"),
-        (lambda: scalar_decay_with(torch.ones(4, 1)), TypeError, r"initial_half_lives: .* got tensor\("),
-        (lambda: scalar_decay_with([1, 2, 3, 10**400]), ValueError, r"initial_half_lives: .* got \[1, 2, 3, 1000"),
-        (lambda: ConstantDecay.alibi(0), ValueError, "num_heads: expected at least 1, got 0"),
-        (lambda: ConstantDecay.retnet("8"), TypeError, "num_heads: expected an int, got '8' of type str"),
-        (lambda: ConstantDecay.alibi(4, learned=1), TypeError, "learned: expected a bool, got 1 of type int"),
-        (lambda: ConstantDecay.from_values(-0.5), TypeError, "values: expected one number per head, .* got -0.5"),
-        (lambda: ConstantDecay.from_values("123"), TypeError, "values: expected one number per head, .* got '123'"),
-        (lambda: ConstantDecay.from_values(torch.zeros(2, 2)), TypeError, "values: expected one number per head"),
-        (lambda: ConstantDecay.from_values([]), ValueError, "values: expected at least one head, got none"),
-        (lambda: ConstantDecay.from_values([-math.inf]), ValueError, r"values: expected finite .* got \[-inf\]"),
-        (lambda: ConstantDecay.from_values([-(10**400)]), ValueError, r"values: expected finite .* got \[-1000"),
-        (lambda: ConstantDecay.from_values([-1, 0], learned=True), ValueError, r"values: .* no 0 .* got \[-1, 0\]"),
-    ],
-)
+@pytest.mark.parametrize(("build", "error", "message"), [
+    (lambda: ScalarDecay(0, 4), ValueError, "embed_dim: expected at least 1, got 0"),
+    (lambda: ScalarDecay(6.0, 4), TypeError, "embed_dim: expected an int, got 6.0 of type float"),
+    (lambda: ScalarDecay(6, 0), ValueError, "num_heads: expected at least 1, got 0"),
+    (lambda: ScalarDecay(6, True), TypeError, "num_heads: expected an int, got True of type bool"),
+    (lambda: scalar_decay_with(8.0), TypeError, r"initial_half_lives: expected two numbers .* got 8.0"),
+    (lambda: scalar_decay_with(("1", "2")), TypeError, r"initial_half_lives: .* got \('1', '2'\)"),
+    (lambda: scalar_decay_with((8.0, 4.0)), ValueError, r"initial_half_lives: .* got \(8.0, 4.0\)"),
+    (lambda: scalar_decay_with((0.0, 4.0)), ValueError, r"initial_half_lives: .* got \(0.0, 4.0\)"),
+    (lambda: scalar_decay_with((1.0, math.inf)), ValueError, r"initial_half_lives: .* got \(1.0, inf\)"),
+    (lambda: scalar_decay_with((1.0, 2.0, 3.0)), ValueError, r"initial_half_lives: .* 4 heads, got \(1.0, 2.0,"),
+    (lambda: scalar_decay_with((1.0, 2.0, 0.0, 3.0)), ValueError, r"initial_half_lives: .* got \(1.0, 2.0, 0.0"),
+    (lambda: scalar_decay_with(torch.ones(4, 1)), TypeError, r"initial_half_lives: .* got tensor\("),
+    (lambda: scalar_decay_with([1, 2, 3, 10**400]), ValueError, r"initial_half_lives: .* got \[1, 2, 3, 1000"),
+    (lambda: ConstantDecay.alibi(0), ValueError, "num_heads: expected at least 1, got 0"),
+    (lambda: ConstantDecay.retnet("8"), TypeError, "num_heads: expected an int, got '8' of type str"),
+    (lambda: ConstantDecay.alibi(4, learned=1), TypeError, "learned: expected a bool, got 1 of type int"),
+    (lambda: ConstantDecay.from_values(-0.5), TypeError, "values: expected one number per head, .* got -0.5"),
+    (lambda: ConstantDecay.from_values("123"), TypeError, "values: expected one number per head, .* got '123'"),
+    (lambda: ConstantDecay.from_values(torch.zeros(2, 2)), TypeError, "values: expected one number per head"),
+    (lambda: ConstantDecay.from_values([]), ValueError, "values: expected at least one head, got none"),
+    (lambda: ConstantDecay.from_values([-math.inf]), ValueError, r"values: expected finite .* got \[-inf\]"),
+    (lambda: ConstantDecay.from_values([-(10**400)]), ValueError, r"values: expected finite .* got \[-1000"),
+    (lambda: ConstantDecay.from_values([-1, 0], learned=True), ValueError, r"values: .* no 0 .* got \[-1, 0\]"),
+])
 def test_errors_name_the_argument(build, error, message):
     with pytest.raises(error, match=message):
         build()

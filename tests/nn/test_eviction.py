@@ -270,21 +270,18 @@ def test_score_bound_counts_rounding(monkeypatch):
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((0.0, 1.0), ValueError, "tolerance: expected a number between 0 and 1, got 0.0"),
-        ((1, 1.0), ValueError, "tolerance: expected a number between 0 and 1, got 1"),
-        (("auto", 1.0), TypeError, "tolerance: expected a number, got 'auto'"),
-        ((0.1, None), TypeError, "score_bound: expected a number or a tensor"),
-        ((0.1, torch.zeros(3)), ValueError, r"score_bound: expected a number or \(H,\) = \(2,\), got \(3,\)"),
-        ((0.1, math.nan), ValueError, "score_bound: expected a finite number of at least 0, got nan"),
-        ((0.1, math.inf), ValueError, "score_bound: expected a finite number of at least 0, got inf"),
-        ((0.1, 10**400), ValueError, "score_bound: expected a finite number of at least 0, got 1000"),
-        ((0.1, -1000.0), ValueError, "score_bound: expected a finite number of at least 0, got -1000.0"),
-        ((0.1, 1.0, -0.5), ValueError, "log_decay: expected None, because the cache holds a decay per token"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ((0.0, 1.0), ValueError, "tolerance: expected a number between 0 and 1, got 0.0"),
+    ((1, 1.0), ValueError, "tolerance: expected a number between 0 and 1, got 1"),
+    (("auto", 1.0), TypeError, "tolerance: expected a number, got 'auto'"),
+    ((0.1, None), TypeError, "score_bound: expected a number or a tensor"),
+    ((0.1, torch.zeros(3)), ValueError, r"score_bound: expected a number or \(H,\) = \(2,\), got \(3,\)"),
+    ((0.1, math.nan), ValueError, "score_bound: expected a finite number of at least 0, got nan"),
+    ((0.1, math.inf), ValueError, "score_bound: expected a finite number of at least 0, got inf"),
+    ((0.1, 10**400), ValueError, "score_bound: expected a finite number of at least 0, got 1000"),
+    ((0.1, -1000.0), ValueError, "score_bound: expected a finite number of at least 0, got -1000.0"),
+    ((0.1, 1.0, -0.5), ValueError, "log_decay: expected None, because the cache holds a decay per token"),
+])
 def test_errors_of_evict_name_the_argument(arguments, error, message):
     cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
     k = torch.zeros(1, 5, 2, 4, device=DEVICE)

@@ -14,19 +14,11 @@ import torch.distributed.checkpoint as dcp
 from distributed_pool import two_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    fully_shard,
+    FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard,
 )
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -34,13 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decayattn import DecayFlashAttention, decay_attention
 from decayattn.nn import (
-    ConstantDecay,
-    Decay,
-    ScalarDecay,
-    attention,
-    fully_shard_attention,
-    parameter_groups,
-    record_half_lives,
+    ConstantDecay, Decay, ScalarDecay, attention, fully_shard_attention, parameter_groups, record_half_lives,
     tensor_parallel_plan,
 )
 from decayattn.nn.tensor_parallel import PartwiseParallel
@@ -688,8 +674,7 @@ class OwnDecay(nn.Module):
 
 def refused(device: str) -> list[str]:
     layers = [
-        DecayFlashAttention(WIDTH, HEADS, num_kv_heads=1),
-        DecayFlashAttention(WIDTH, 1),
+        DecayFlashAttention(WIDTH, HEADS, num_kv_heads=1), DecayFlashAttention(WIDTH, 1),
         DecayFlashAttention(WIDTH, HEADS, decay=OwnDecay()),
     ]
     said = []

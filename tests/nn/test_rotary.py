@@ -41,15 +41,12 @@ def test_rotary_layer_equals_its_cache():
     torch.testing.assert_close(steps, layer(x))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"base": 1}, ValueError, "base: expected a finite number above 1"),
-        ({"base": "10000"}, TypeError, "base: expected a number"),
-        ({"dim": 3}, ValueError, "dim: expected an even number"),
-        ({"scaling": {"factor": 2.0}}, ValueError, "scaling: expected Llama 3's"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"base": 1}, ValueError, "base: expected a finite number above 1"),
+    ({"base": "10000"}, TypeError, "base: expected a number"),
+    ({"dim": 3}, ValueError, "dim: expected an even number"),
+    ({"scaling": {"factor": 2.0}}, ValueError, "scaling: expected Llama 3's"),
+])
 def test_rotary_names_bad_arguments(options, error, message):
     with pytest.raises(error, match=message):
         Rotary(**options)

@@ -278,9 +278,7 @@ def test_half_lives_are_recorded_in_every_kind_of_forward(how):
             if how != "inference":
                 out.sum().backward()  # a checkpoint runs the forward of this text once more, not that of the other
     block = of.blocks[0]
-    used = torch.cat([
-        block.attention.decay(block.norm(text.to(dtype)))[:, 1:].flatten(0, 1) for text in (x, x[:, :2])
-    ])
+    used = torch.cat([block.attention.decay(block.norm(text.to(dtype)))[:, 1:].flatten(0, 1) for text in (x, x[:, :2])])
     expected = half_life(used.double().mean(0)).float()
     torch.testing.assert_close(found[name], expected, rtol=2e-2 if how == "autocast" else 1e-5, atol=0)
 
