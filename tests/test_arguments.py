@@ -39,21 +39,9 @@ TENSORS = [
     ({"v": torch.zeros(2, 9, 2, 7)}, ValueError, r"^v: expected the sequence length of k, 6, got 9"),
     ({"v": torch.zeros(2, 6, 4, 7)}, ValueError, r"^v: expected the number of heads of k, 2, got 4"),
     ({"k": torch.zeros(2, 6, 2, 9)}, ValueError, r"^k: expected the head dimension of q, 8, got 9"),
-    (
-        {"k": torch.zeros(2, 6, 3, 8), "v": torch.zeros(2, 6, 3, 7)},
-        ValueError,
-        r"^k: expected heads that divide those of q .*, got 3 for 4",
-    ),
-    (
-        {"k": torch.zeros(2, 6, 0, 8), "v": torch.zeros(2, 6, 0, 7)},
-        ValueError,
-        r"^k: expected heads that divide those of q .*, got 0 for 4",
-    ),
-    (
-        {"q": torch.zeros(2, 5, 4, 257), "k": torch.zeros(2, 6, 2, 257)},
-        ValueError,
-        r"^q: expected a head dimension from 1 to 256, got 257",
-    ),
+    ({"k": torch.zeros(2, 6, 3, 8), "v": torch.zeros(2, 6, 3, 7)}, ValueError, r"^k: expected heads .*, got 3 for 4"),
+    ({"k": torch.zeros(2, 6, 0, 8), "v": torch.zeros(2, 6, 0, 7)}, ValueError, r"^k: expected heads .*, got 0 for 4"),
+    ({"q": torch.zeros(2, 5, 4, 257), "k": torch.zeros(2, 6, 2, 257)}, ValueError, r"^q: .* from 1 to 256, got 257"),
     ({"v": torch.zeros(2, 6, 2, 0)}, ValueError, r"^v: expected a head dimension from 1 to 256, got 0"),
     ({"causal": 1}, TypeError, r"^causal: expected a bool, got 1 of type int"),
     (
@@ -69,18 +57,10 @@ TENSORS = [
     ({"log_decay": "alibi"}, TypeError, r"^log_decay: expected None, a number or a tensor, got 'alibi' of type str"),
     ({"log_decay": torch.zeros(4).bfloat16()}, TypeError, r"^log_decay: expected float32, got .*bfloat16.*\.float\(\)"),
     ({"log_decay": torch.zeros(4).half()}, TypeError, r"^log_decay: expected float32, got torch.float16.*\.float\(\)"),
-    (
-        {"log_decay": torch.zeros(4).double()},
-        TypeError,
-        r"^log_decay: expected float32 \(or float64 with float64 q, k, v\), got torch.float64",
-    ),
+    ({"log_decay": torch.zeros(4).double()}, TypeError, r"^log_decay: expected .* \(or float64 with float64 q, k, v\)"),
     ({"log_decay": torch.zeros(4).int()}, TypeError, r"^log_decay: expected float32 .*got torch.int32"),
     ({"log_decay": torch.zeros(4, **META)}, ValueError, r"^log_decay: expected the device of q, cpu, got meta"),
-    (
-        {"log_decay": torch.zeros(2, 5, 4)},
-        ValueError,
-        r"^log_decay: expected shape \(\) or \(H,\) = \(4,\) .*\(B, T_k, H\) = \(2, 6, 4\).*, got \(2, 5, 4\)",
-    ),
+    ({"log_decay": torch.zeros(2, 5, 4)}, ValueError, r"^log_decay: .*\(B, T_k, H\) = \(2, 6, 4\).*, got \(2, 5, 4\)"),
     ({"log_decay": torch.zeros(2)}, ValueError, r"^log_decay: expected shape .*, got \(2,\)"),
     ({"scale": INF}, ValueError, r"^scale: expected a finite number, got inf"),
     ({"scale": 1e39}, ValueError, r"^scale: expected a finite number, got 1e\+39 \(q: torch.float32\)"),
@@ -89,11 +69,7 @@ TENSORS = [
     ({"scale": torch.ones(4).double()}, TypeError, r"^scale: expected float32, bfloat16 or .*got torch.float64"),
     ({"scale": torch.ones(4).long()}, TypeError, r"^scale: expected float32, .*got torch.int64"),
     ({"scale": torch.ones(4, **META)}, ValueError, r"^scale: expected the device of q, cpu, got meta"),
-    (
-        {"scale": torch.ones(6, 4)},
-        ValueError,
-        r"^scale: expected a tensor broadcastable to \(B, T_q, H\) = \(2, 5, 4\), got shape \(6, 4\)",
-    ),
+    ({"scale": torch.ones(6, 4)}, ValueError, r"^scale: .* to \(B, T_q, H\) = \(2, 5, 4\), got shape \(6, 4\)"),
     ({"scale": torch.ones(1, 2, 5, 4)}, ValueError, r"^scale: expected a tensor .*got shape \(1, 2, 5, 4\)"),
     ({"backend": "flash"}, ValueError, r"^backend: expected one of 'auto', 'reference'.*, got 'flash'"),
 ]
@@ -111,6 +87,14 @@ COMMON = [
     ({"sink": torch.zeros(4, device="meta")}, ValueError, r"^sink: expected the device of q, cpu, got meta"),
     ({"sink": torch.zeros(2)}, ValueError, r"^sink: expected one logit per head, \(H,\) = \(4,\), got \(2,\)"),
 ]
+COMMON += [
+    ({"skip_tolerance": value}, error, rf"^skip_tolerance: expected 'auto', None or a number .*0 and 1.*{message}")
+    for value, error, message in (
+        ("none", ValueError, "got 'none'"), (0.0, ValueError, "got 0.0"), (-1e-3, ValueError, "got -0.001"),
+        (1, ValueError, "got 1"), (math.nan, ValueError, "got nan"), (INF, ValueError, "got inf"),
+        (True, TypeError, "got True of type bool"), (torch.tensor(0.1), TypeError, "of type torch.Tensor"),
+    )
+]
 # of padded sequences
 LENGTHS = [
     ({name: value}, error, rf"^{name}: {message}")
@@ -127,11 +111,7 @@ BIASES = [
     ({"bias": torch.zeros(5, 6).int()}, TypeError, r"^bias: expected bool, float32, .*got torch.int32"),
     ({"bias": torch.zeros(5, 6).double()}, TypeError, r"^bias: expected bool, float32, .*got torch.float64"),
     ({"bias": torch.zeros(5, 6, device="meta")}, ValueError, r"^bias: expected the device of q, cpu, got meta"),
-    (
-        {"bias": torch.zeros(2, 5, 6)},
-        ValueError,
-        r"^bias: expected .*broadcastable to \(B, H, T_q, T_k\) = \(2, 4, 5, 6\), got shape \(2, 5, 6\)",
-    ),
+    ({"bias": torch.zeros(2, 5, 6)}, ValueError, r"^bias: .*\(B, H, T_q, T_k\) = \(2, 4, 5, 6\), got .*\(2, 5, 6\)"),
     ({"bias": torch.zeros(1, 1, 1, 5, 6)}, ValueError, r"^bias: expected .*got shape \(1, 1, 1, 5, 6\)"),
 ]
 # of packed sequences
@@ -153,16 +133,13 @@ BOUNDS = [
     for name in ("max_seqlen_q", "max_seqlen_k")
     for value, error, message in (
         (3.0, TypeError, r"expected an int, got 3.0 of type float"),
+        (torch.tensor(5), TypeError, r"expected an int, got tensor\(5\) of type torch.Tensor"),  # it may be on a GPU
         (True, TypeError, r"expected an int, got True of type bool"),
         (-1, ValueError, r"expected at least 0, got -1"),
     )
 ]
 PACKED_TENSORS = [
-    (
-        {"cu_seqlens_k": int32(0, 6)},
-        ValueError,
-        r"^cu_seqlens_k: expected the shape of cu_seqlens_q, \(3,\), got \(2,\)",
-    ),
+    ({"cu_seqlens_k": int32(0, 6)}, ValueError, r"^cu_seqlens_k: .* the shape of cu_seqlens_q, \(3,\), got \(2,\)"),
     ({"q": torch.zeros(1, 5, 4, 8)}, ValueError, r"^q: expected 3 dimensions \(tokens, .*got shape \(1, 5, 4, 8\)"),
     ({"v": torch.zeros(5, 2, 7)}, ValueError, r"^v: expected the sequence length of k, 6, got 5"),
     ({"k": torch.zeros(6, 3, 8), "v": torch.zeros(6, 3, 7)}, ValueError, r"^k: expected heads .*, got 3 for 4"),
@@ -184,14 +161,14 @@ REFUSALS = [
     ("call", "arguments", "changes", "error", "message"), REFUSALS,
     ids=[f"{call.__name__}-{message[1:40]}" for call, _, _, _, message in REFUSALS],
 )
-def test_bad_arguments_are_refused_by_name(call, arguments, changes, error, message):
+def test_errors_name_bad_arguments(call, arguments, changes, error, message):
     call(**arguments())  # good without the change
     with pytest.raises(error, match=message):
         call(**arguments(**changes))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_and_mkldnn_tensors_are_refused_by_name():
+def test_errors_name_nested_and_mkldnn_tensors():
     x = torch.zeros(2, 5, 4, 8)
     others = [torch.nested.nested_tensor(list(x), layout=layout) for layout in (torch.strided, torch.jagged)]
     if torch.backends.mkldnn.is_available():
@@ -209,7 +186,7 @@ def test_nested_and_mkldnn_tensors_are_refused_by_name():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_number_that_is_too_low_for_a_decay_is_a_reset(dtype):
+def test_rates_below_the_dtype_reset(dtype):
     q, k, v = torch.randn(3, 2, 5, 4, 8, dtype=dtype)
     expected = decay_attention(q, k, v, -1e9)
     torch.testing.assert_close(expected, v)  # a row has its own token alone
@@ -217,7 +194,7 @@ def test_a_number_that_is_too_low_for_a_decay_is_a_reset(dtype):
         assert torch.equal(decay_attention(q, k, v, number), expected)
 
 
-def test_numbers_are_as_large_as_the_dtype():
+def test_scales_reach_the_largest_number_of_the_dtype():
     q = torch.zeros(1, 2, 1, 8)
     for number in (torch.finfo(torch.float32).max, np.float16(0.5), np.float32(0.5), np.int64(2), 10**30):
         assert decay_attention(q, q, q, scale=number).isfinite().all()
@@ -229,7 +206,7 @@ def test_numbers_are_as_large_as_the_dtype():
 
 
 @pytest.mark.parametrize("longest", [2**31, 2**40, 2**64])
-def test_bounds_of_lengths_beyond_32_bits(longest):
+def test_bounds_of_lengths_may_exceed_32_bits(longest):
     given = packed_arguments(**{name: torch.randn_like(x) for name, x in packed_arguments().items() if name in "qkv"})
     lengths = dict(max_seqlen_q=longest, max_seqlen_k=longest)
     assert torch.equal(decay_attention_varlen(**given | lengths), decay_attention_varlen(**given))
@@ -240,36 +217,11 @@ def test_bounds_of_lengths_beyond_32_bits(longest):
 # The tolerance of skipping
 
 
-@pytest.mark.parametrize(("value", "error", "message"), [
-    ("none", ValueError, "skip_tolerance: expected 'auto', None or a number between 0 and 1, got 'none'"),
-    (0.0, ValueError, "got 0.0"),
-    (-1e-3, ValueError, "got -0.001"),
-    (1, ValueError, "got 1"),
-    (math.nan, ValueError, "got nan"),
-    (INF, ValueError, "got inf"),
-    (True, TypeError, "got True of type bool"),
-    (torch.tensor(0.1), TypeError, "of type torch.Tensor"),
-    ((0.1,), TypeError, "of type tuple"),
-])
-def test_bad_tolerances_are_refused(value, error, message):
+@pytest.mark.parametrize("value", [0.0, True])
+def test_errors_name_skip_tolerance_of_other_functions(value):
     q = torch.zeros(1, 4, 1, 8)
-    message = f"^skip_tolerance: .*{message.removeprefix('skip_tolerance: ')}"
-    with pytest.raises(error, match=message):
-        decay_attention(q, q, q, skip_tolerance=value)
-    cu = torch.tensor([0, 4], dtype=torch.int32)
-    lengths = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
-    with pytest.raises(error, match=message):
-        decay_attention_varlen(q[0], q[0], q[0], skip_tolerance=value, **lengths)
-    with pytest.raises(error, match=message):
-        visited_fraction(q, q, -1.0, skip_tolerance=value)
-    with pytest.raises(error, match=message):
-        DecayFlashAttention(8, 1, skip_tolerance=value)
-
-
-@pytest.mark.parametrize("value", ["auto", None, 1e-9, 0.5])
-def test_good_tolerances(value):
-    q = torch.randn(1, 4, 1, 8)
-    expected = decay_attention(q, q, q, -1.0)
-    assert torch.equal(decay_attention(q, q, q, -1.0, skip_tolerance=value), expected)
-    x = torch.randn(1, 4, 8)
-    assert DecayFlashAttention(8, 1, skip_tolerance=value)(x).shape == x.shape
+    for call in (lambda **x: visited_fraction(q, q, -1.0, **x), lambda **x: DecayFlashAttention(8, 1, **x)):
+        with pytest.raises((ValueError, TypeError), match=r"^skip_tolerance: expected 'auto', None or a number"):
+            call(skip_tolerance=value)
+        for good in ("auto", None, 1e-9, 0.5):
+            call(skip_tolerance=good)

@@ -28,7 +28,7 @@ class Rotary(nn.Module):
 
 
 def build(backend="reference", *, dtype=torch.float64, **options):
-    """A layer whose parameters are all off their start."""
+    """A layer with all parameters off their start."""
     layer = DecayFlashAttention(WIDTH, HEADS, backend=backend, dtype=dtype, **options).to(DEVICE)
     for parameter in layer.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))

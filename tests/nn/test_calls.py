@@ -17,14 +17,27 @@ from decayattn.nn import ConstantDecay, DecayCache
 WIDTH, HEADS = 12, 4
 LENGTHS = [7, 3, 0, 5]
 LAYERS = {
-    "plain": {}, "window and sink": {"window_size": (3, 1), "sink": True}, "not causal": {"causal": False},
-    "rotary": {"position": Rotary(), "head_dim": 6},
+    "plain": {}, "window and sink": {"window_size": (3, 1), "sink": True, "scale": 0.7},
+    "not causal": {"causal": False},
+    "rotary": {"position": Rotary(), "head_dim": 6, "scale": -1}, "one key head": {"num_kv_heads": 1, "value_dim": 7},
     "everything": {
         "num_kv_heads": 2, "value_dim": 5, "bias": True, "qk_norm": True, "output_gate": True, "scale": "learned",
     },
 }
+
+
+class Own(nn.Module):
+    """A user's decay, with growth in one head."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([-0.1, -0.2, -0.3, 0.1], dtype=torch.float64))
+
+    def forward(self, x):
+        return self.weight * x[..., :1].sigmoid()
 DECAYS = {
-    "scalar": lambda: "scalar", "learned": lambda: ConstantDecay.alibi(HEADS, learned=True), "none": lambda: "none",
+    "scalar": lambda: "scalar", "learned": lambda: ConstantDecay.alibi(HEADS, learned=True), "frozen": lambda: "retnet",
+    "own": Own, "none": lambda: "none",
 }
 # what a call may be given besides x: log_decay (H,) or (B, T, H), and memory
 NEW = ["own decay", "rates", "per token", "memory", "memory, rates", "memory, per token"]
@@ -32,7 +45,7 @@ CALLS = ["dense", "left", "right", "both", "packed", "resets", "cached", "cached
 
 
 def build(options: str, decay: str = "scalar", **more) -> DecayFlashAttention:
-    """A layer whose parameters are all off their start."""
+    """A layer with all parameters off their start."""
     torch.manual_seed(0)
     layer = DecayFlashAttention(WIDTH, HEADS, decay=DECAYS[decay](), dtype=torch.float64, **LAYERS[options] | more)
     with torch.no_grad():
@@ -70,7 +83,10 @@ def by_hand(layer: DecayFlashAttention, entry: dict[str, Tensor], resets: Tensor
     q, k, v, gate = (F.linear(*operands) for operands in zip(sources, weights, biases, strict=True))
     q, k = q.unflatten(-1, (HEADS, -1)), k.unflatten(-1, (layer.num_kv_heads, -1))
     if layer.qk_norm:
-        q, k = layer.q_norm(q), layer.k_norm(k)
+        q, k = (
+            x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
+            for x, norm in ((q, layer.q_norm), (k, layer.k_norm))
+        )
     if layer.position is not None:
         q, k = layer.position(q, k)
     if log_decay is None and layer.decay is not None:
@@ -130,6 +146,11 @@ def pieces(given: list[dict[str, Tensor]], steps: list[list[int]]) -> list[list[
     return result
 
 
+def assert_empty(layer: DecayFlashAttention, out: Tensor) -> None:
+    """Outputs at padding, (N, WIDTH), are those of no attention at all."""
+    assert torch.equal(out, layer.out_proj(out.new_zeros(layer.out_proj.in_features)).expand_as(out))
+
+
 def run(layer: nn.Module, call: str, given: list[dict[str, Tensor]]) -> list[Tensor]:
     """Outputs of all entries by one call, or by several with a cache."""
     if call == "packed":
@@ -148,8 +169,7 @@ def run(layer: nn.Module, call: str, given: list[dict[str, Tensor]]) -> list[Ten
                 arguments, rows = batched(part, "left" if "left" in call else "dense")
                 out = layer(**arguments, cache=cache)
                 if "left" in call:
-                    nothing = layer.out_proj(out.new_zeros(layer.out_proj.in_features))
-                    assert torch.equal(out[~rows], nothing.expand_as(out[~rows]))
+                    assert_empty(layer, out[~rows])
                 for entry, y, mask in zip(outs, out, rows, strict=True):
                     entry.append(y[mask])
         return [torch.cat(parts) for parts in outs]
@@ -157,7 +177,10 @@ def run(layer: nn.Module, call: str, given: list[dict[str, Tensor]]) -> list[Ten
     arguments, rows = batched(given, side)
     if call == "resets":
         arguments["resets"] = torch.arange(rows.shape[1]).expand(rows.shape) % 3 == 2
-    return [y[mask] for y, mask in zip(layer(**arguments), rows, strict=True)]
+    out = layer(**arguments)
+    if side != "dense":
+        assert_empty(layer, out[~rows])
+    return [y[mask] for y, mask in zip(out, rows, strict=True)]
 
 
 def expected_refusal(layer: DecayFlashAttention, call: str, new: str) -> str | None:
@@ -182,7 +205,7 @@ def expected_refusal(layer: DecayFlashAttention, call: str, new: str) -> str | N
     ("rates", "none"), ("per token", "learned"), ("memory, rates", "scalar"), ("memory, per token", "none"),
 ])
 @pytest.mark.parametrize("options", LAYERS)
-def test_every_call_is_its_entries_or_refused(options, decay, new):
+def test_calls_are_their_entries_or_raise(options, decay, new):
     """Outputs and gradients of parameters and of every input; NaN at padding."""
     layer = build(options, decay)
     for call in CALLS:
@@ -210,10 +233,10 @@ def test_every_call_is_its_entries_or_refused(options, decay, new):
 
 
 @pytest.mark.parametrize(("how", "new"), [
-    ("compiled", "per token"), ("compiled", "memory, rates"),
+    pytest.param("compiled", "per token", marks=pytest.mark.slow), ("compiled", "memory, rates"),
     *itertools.product(["checkpointed", "triton", "bfloat16", "autocast"], NEW),
 ])
-def test_calls_compiled_checkpointed_and_narrow(how, new, device, monkeypatch):
+def test_calls_compile_checkpoint_and_narrow(how, new, device, monkeypatch):
     """Outputs and gradients of a padded call are the eager ones, and no log-decay is rounded."""
     layer = build("everything", backend="reference").to(device)
     given = entries(new, [6, 4, 5])
@@ -293,13 +316,13 @@ LONG = torch.arange(7) < torch.tensor([[4], [7]])
     ({"causal": False, "memory": M[:, :4]}, "causal: expected T_q <= T_k with causal=False and a log_decay per token"),
     ({"causal": False, "memory": M, "memory_padding_mask": LONG}, "at most as many tokens of x as of memory"),
 ])
-def test_wrong_decays_and_memories_are_refused_by_name(arguments, message):
+def test_errors_name_wrong_decays_and_memories(arguments, message):
     layer = DecayFlashAttention(WIDTH, HEADS, causal=arguments.get("causal", True))
     with pytest.raises((TypeError, ValueError), match=message):
         layer(X, **{name: value for name, value in arguments.items() if name != "causal"})
 
 
-def test_longer_sequences_than_the_memory():
+def test_sequences_may_be_longer_than_the_memory():
     """Without a decay per token, not causal rows see all of it; causal ones see nothing before its first token."""
     x, memory = torch.randn(2, 7, WIDTH).double(), torch.randn(2, 4, WIDTH).double()
     for decay, causal in (("none", False), ("learned", False), ("scalar", True)):
