@@ -44,57 +44,41 @@ def packed(arguments: dict, *offsets: int, dtype=torch.int32) -> dict:
 
 # A log-decay that broadcasts
 
-SHAPES = [(2, 9, 1), (1, 9, 4), (1, 9, 1)]
-
-
-@pytest.mark.parametrize(("backend", "shape"), [*(("reference", shape) for shape in SHAPES), ("triton", (1, 9, 1))])
-def test_a_log_decay_broadcasts_over_batch_and_heads(backend, shape, device):
-    """Its gradient has its own shape; the kernels read it where it lies."""
+@pytest.mark.parametrize(("backend", "shape"), [
+    *(("reference", shape) for shape in [(2, 9, 1), (1, 9, 4), (1, 9, 1), (9, 1)]), ("triton", (1, 9, 1)),
+])
+def test_log_decay_broadcasts_over_batch_and_heads(backend, shape, device):
+    """Its gradient has its own shape, and the kernels do not copy it. Two dimensions: packed sequences."""
     arguments = make(device, rows=9) | dict(log_decay=-torch.rand(shape, device=device))
-    assert_within_budget(verify_attention(**arguments, backend=backend))
-
-
-def test_a_packed_log_decay_broadcasts_over_heads():
-    arguments = packed(make(rows=40), 0, 17, 17, 39) | dict(log_decay=-torch.rand(40, 1))
-    assert_within_budget(verify_attention_varlen(**arguments, backend="reference"))
-
-
-def test_a_log_decay_that_broadcasts_is_the_expanded_one():
-    """Bitwise, growth and resets included, and the gradient is the sum."""
-    arguments = make()
-    log_decay = torch.randn(1, 5, 1)
-    log_decay[0, 3] = -torch.inf
-    leaves = [log_decay.requires_grad_(), log_decay.detach().expand(2, 5, 4).contiguous().requires_grad_()]
-    outs = [decay_attention(**arguments | {"log_decay": leaf}) for leaf in leaves]
-    assert torch.equal(*outs)
-    broadcast, full = (torch.autograd.grad(out.sum(), leaf)[0] for out, leaf in zip(outs, leaves, strict=True))
-    torch.testing.assert_close(broadcast, full.sum((0, 2), keepdim=True))
+    if len(shape) == 3:
+        assert_within_budget(verify_attention(**arguments, backend=backend))
+    else:
+        offsets = packed(make(rows=9), 0, 4, 4, 8) | dict(log_decay=arguments["log_decay"])
+        assert_within_budget(verify_attention_varlen(**offsets, backend=backend))
 
 
 @pytest.mark.parametrize(("shape", "hint"), [
     ((5, 4), r"; log_decay\[None\] would fit$"),
     ((2, 5), r"; log_decay\[\.\.\., None\] would fit$"),
+    ((2, 4, 5), r"; log_decay.mT would fit$"),
     ((2, 1, 4), r"got \(2, 1, 4\)$"),  # one token's, as a decoding step has it; a constant is (H,)
     ((1, 1, 1), r"got \(1, 1, 1\)$"),
     ((3, 5, 4), r"got \(3, 5, 4\)$"),
     ((1, 2, 5, 4), r"; log_decay\.squeeze\(0\) would fit$"),
     ((5,), r"; q, k, v: expected \(B, T, H, D\); these look like \(B, H, T, D\).*$"),
     ((2,), r"got \(2,\)$"),
+    ("40", r"; log_decay\[\.\.\., None\] would fit"),  # of packed sequences
+    ("1 40 4", r"; log_decay\.squeeze\(0\) would fit"),
+    ("4 40", r"; log_decay\.mT would fit"),
+    ("1 4", r"got \(1, 4\)$"),
 ])
-def test_other_shapes_of_a_log_decay_are_refused(shape, hint):
-    with pytest.raises(ValueError, match=r"^log_decay: .*\(H,\) = \(4,\) .*\(B, T_k, H\) = \(2, 5, 4\).*" + hint):
-        decay_attention(**make() | {"log_decay": torch.zeros(shape)})
-
-
-@pytest.mark.parametrize(("shape", "hint"), [
-    ((40,), r"; log_decay\[\.\.\., None\] would fit"),
-    ((1, 40, 4), r"; log_decay\.squeeze\(0\) would fit"),
-    ((4, 40), r"; log_decay\.mT would fit"),
-    ((1, 4), r"got \(1, 4\)$"),
-])
-def test_other_shapes_of_a_packed_log_decay_are_refused(shape, hint):
-    with pytest.raises(ValueError, match=r"^log_decay: .*\(total_k, H\) = \(40, 4\).*" + hint):
-        decay_attention_varlen(**packed(make(rows=40), 0, 40) | {"log_decay": torch.zeros(shape)})
+def test_errors_name_log_decays_that_would_fit(shape, hint):
+    function, arguments, expected = decay_attention, make(), r"\(B, T_k, H\) = \(2, 5, 4\)"
+    if isinstance(shape, str):
+        function, arguments = decay_attention_varlen, packed(make(rows=40), 0, 40)
+        shape, expected = tuple(map(int, shape.split())), r"\(total_k, H\) = \(40, 4\)"
+    with pytest.raises(ValueError, match=rf"^log_decay: .*{expected}.*{hint}"):
+        function(**arguments | {"log_decay": torch.zeros(shape)})
 
 
 # Counts and offsets of other integer types
@@ -113,7 +97,7 @@ def asked(monkeypatch):
     return seen
 
 
-def test_int64_offsets_are_int32_offsets(asked):
+def test_int64_offsets_equal_int32_offsets(asked):
     """Cut to the axis before they are narrowed; each beside int32 ones, too."""
     arguments, huge = make(rows=12), torch.tensor([-(2**40), 5, 2**40])
     narrow, wide = (packed(arguments, 0, 5, 12, dtype=dtype) for dtype in (torch.int32, torch.int64))
@@ -124,7 +108,7 @@ def test_int64_offsets_are_int32_offsets(asked):
 
 
 @pytest.mark.parametrize("names", [("seqused_k",), ("leftpad_q", "leftpad_k"), ("seqused_q", "seqused_k", "leftpad_k")])
-def test_int64_lengths_are_int32_lengths(names, asked):
+def test_int64_lengths_equal_int32_lengths(names, asked):
     """Each beside int32 ones, too."""
     arguments = make()
     lengths = {name: torch.tensor([3, 2], dtype=torch.int32) for name in names}
@@ -139,7 +123,7 @@ def test_int64_lengths_are_int32_lengths(names, asked):
 
 
 @pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
-def test_numpy_integers(integer, asked):
+def test_numpy_integers_reach_backends_as_ints(integer, asked):
     """Python's own reach the backends."""
     arguments = packed(make(rows=12), 0, 5, 12) | dict(window_size=(2, 0), causal=False)
     counted = {name: integer(arguments[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
@@ -151,7 +135,7 @@ def test_numpy_integers(integer, asked):
 
 
 @pytest.mark.parametrize("number", [np.float32(-0.5), np.float64(-0.5), np.int64(-2)])
-def test_numpy_numbers(number):
+def test_numpy_numbers_equal_floats(number):
     arguments = make()
     found = decay_attention(**arguments | dict(log_decay=number, scale=number))
     assert torch.equal(found, decay_attention(**arguments | dict(log_decay=float(number), scale=float(number))))
@@ -169,23 +153,17 @@ def test_numpy_numbers(number):
     ({"skip_tolerance": np.True_}, TypeError, r"^skip_tolerance: expected 'auto', None or a number .* numpy.bool"),
     ({"backend": 3}, ValueError, r"^backend: expected one of 'auto', .*, got 3"),
 ])
-def test_what_else_numpy_has_is_refused_by_name(changes, error, message):
+def test_errors_name_other_types_of_numpy(changes, error, message):
     for function, arguments in zip(FUNCTIONS, (make(), packed(make(), 0, 5)), strict=True):
         with pytest.raises(error, match=message):
             function(**arguments | changes)
-
-
-def test_a_length_on_a_device_is_refused():
-    """Reading it would synchronise with the device."""
-    with pytest.raises(TypeError, match=r"^max_seqlen_q: expected an int, got tensor\(5\) of type torch.Tensor"):
-        decay_attention_varlen(**packed(make(), 0, 5) | dict(max_seqlen_q=torch.tensor(5)))
 
 
 # Heads before tokens
 
 
 @pytest.mark.parametrize("name", ["k", "log_decay", "scale", "sink", "bias", "constant"])
-def test_heads_before_tokens_are_recognised(name):
+def test_errors_recognise_heads_before_tokens(name):
     """(B, H, T, D), as scaled_dot_product_attention takes it, where the shapes cannot be (B, T, H, D)."""
     rows = 3 if name == "k" else 5
     arguments = {x: tensor.mT if x == "log_decay" else tensor for x, tensor in make(rows=rows, keys=5).items()}
@@ -197,57 +175,37 @@ def test_heads_before_tokens_are_recognised(name):
     refused = "log_decay" if name == "constant" else name
     with pytest.raises(ValueError, match=rf"^{refused}: .*; q, k, v: expected \(B, T, H, D\); .*like \(B, H, T, D\)"):
         decay_attention(**arguments | others[name])
-
-
-def test_packed_heads_before_tokens_are_recognised():
-    arguments = packed(make(), 0, 5)
-    arguments |= {name: arguments[name].transpose(0, 1) for name in ("q", "k", "v")}
+    in_heads = {x: tensor.transpose(0, 1) if x in "qkv" else tensor for x, tensor in packed(make(), 0, 5).items()}
     with pytest.raises(ValueError, match=r"^log_decay: .*; q, k, v: expected \(T, H, D\); these look like \(H, T, D\)"):
-        decay_attention_varlen(**arguments)
-
-
-def test_a_log_decay_with_heads_before_tokens_is_recognised():
-    arguments = make()
-    with pytest.raises(ValueError, match=r"^log_decay: .*; log_decay.mT would fit"):
-        decay_attention(**arguments | {"log_decay": arguments["log_decay"].mT})
+        decay_attention_varlen(**in_heads)
 
 
 # Keywords of other libraries
 
 
 @pytest.mark.parametrize(("name", "hint"), [
-    ("softmax_scale", "use scale"),
-    ("sm_scale", "use scale"),
-    ("is_causal", "use causal"),
-    ("alibi_slopes", r"use log_decay, \(H,\), the negated slopes"),
-    ("attn_mask", "use bias"),
-    ("g", "use log_decay"),
-    ("log_fgate", "use log_decay"),
-    ("window", "use window_size"),
-    ("dropout_p", "there is no dropout"),
-    ("enable_gqa", "leave it out"),
-    ("deterministic", r"torch\.use_deterministic_algorithms"),
-    ("cu_seqlens", "decay_attention_varlen"),
-    ("log_decays", r"did you mean log_decay\?"),
+    ("softmax_scale", "use scale"), ("sm_scale", "use scale"), ("is_causal", "use causal"),
+    ("alibi_slopes", r"use log_decay, \(H,\), the negated slopes"), ("attn_mask", "use bias"), ("g", "use log_decay"),
+    ("log_fgate", "use log_decay"), ("window", "use window_size"), ("dropout_p", "there is no dropout"),
+    ("enable_gqa", "leave it out"), ("deterministic", r"torch\.use_deterministic_algorithms"),
+    ("cu_seqlens", "decay_attention_varlen"), ("log_decays", r"did you mean log_decay\?"),
     ("xyz", r"it takes q, k, v, log_decay, .*scale, causal, "),
 ])
-def test_other_libraries_names_are_told_ours(name, hint):
+def test_errors_translate_names_of_other_libraries(name, hint):
     for function, arguments in zip(FUNCTIONS, (make(), packed(make(), 0, 5)), strict=True):
         message = rf"^{name}: unexpected keyword argument of {function.__name__}; .*{hint}"
         with pytest.raises(TypeError, match=message):
             function(**arguments, **{name: None})
-
-
-def test_what_only_one_of_both_takes_is_told():
-    with pytest.raises(TypeError, match=r"^cu_seqlens_k: .*; decay_attention_varlen takes cu_seqlens_q"):
-        decay_attention(**make(), cu_seqlens_k=None)
-    for name in ("bias", "seqused_k", "leftpad_q"):
-        with pytest.raises(TypeError, match=f"^{name}: .*; decay_attention takes it"):
-            decay_attention_varlen(**packed(make(), 0, 5), **{name: None})
+    if name == "xyz":  # arguments of only one of both
+        with pytest.raises(TypeError, match=r"^cu_seqlens_k: .*; decay_attention_varlen takes cu_seqlens_q"):
+            decay_attention(**make(), cu_seqlens_k=None)
+        for other in ("bias", "seqused_k", "leftpad_q"):
+            with pytest.raises(TypeError, match=f"^{other}: .*; decay_attention takes it"):
+                decay_attention_varlen(**packed(make(), 0, 5), **{other: None})
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_no_name_is_both_ours_and_a_hint(function):
+def test_hints_contain_no_argument(function):
     known = inspect.signature(function).parameters
     ours = {name for name, hint in validation._HINTS.items() if hint not in _ELSEWHERE}
     assert not ours & set(known)
@@ -288,25 +246,16 @@ def test_meta_tensors_give_meta_results(backend, monkeypatch):
     halves = {name: x.half() if name in "qkv" else x for name, x in arguments.items()}
     assert decay_attention(**halves).dtype == torch.float16
     assert visited_fraction(*(arguments[name] for name in ("q", "k", "log_decay"))).shape == (2, 4)
-
-
-def test_meta_tensors_are_packed():
-    arguments = {name: x[0] for name, x in make("meta").items()}
-    cu = torch.empty(3, dtype=torch.int64, device="meta")
-    offsets = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
-    out, lse = decay_attention_varlen(**arguments, **offsets, return_lse=True)
+    with pytest.raises(ValueError, match=r"^k: expected the head dimension of q, 8, got 7"):
+        decay_attention(**arguments | dict(k=torch.empty(2, 5, 2, 7, device="meta")))
+    tokens, cu = {name: x[0] for name, x in make("meta").items()}, torch.empty(3, dtype=torch.int64, device="meta")
+    offsets = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4, backend=backend)
+    out, lse = decay_attention_varlen(**tokens, **offsets, return_lse=True)
     assert (out.shape, lse.shape, out.device.type) == ((5, 4, 6), (4, 5), "meta")
 
 
-def test_meta_tensors_are_checked():
-    with pytest.raises(ValueError, match=r"^backend: expected one of"):
-        decay_attention(**make("meta"), backend="flash")
-    with pytest.raises(ValueError, match=r"^k: expected the head dimension of q, 8, got 7"):
-        decay_attention(**make("meta") | dict(k=torch.empty(2, 5, 2, 7, device="meta")))
-
-
 @pytest.mark.parametrize("decay", ["scalar", "constant", "none"])
-def test_the_layer_is_built_and_called_on_meta(decay):
+def test_layer_is_built_and_called_on_meta(decay):
     with torch.device("meta"):
         layer = DecayFlashAttention(16, 4, decay=decay, sink=True, scale="learned", qk_norm=True, output_gate=True)
         x, mask = torch.empty(2, 5, 16), torch.ones(2, 5, dtype=torch.bool)
@@ -324,7 +273,7 @@ def test_the_layer_is_built_and_called_on_meta(decay):
 
 
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k", "leftpad_q", "leftpad_k"])
-def test_vmap_over_the_bounds_alone(name):
+def test_vmap_takes_bounds_alone(name):
     arguments, bounds = make(), torch.tensor([[0, 1], [1, 1], [5, 3]])
     found = torch.vmap(lambda x: decay_attention(**arguments, **{name: x}))(bounds)
     torch.testing.assert_close(found, torch.stack([decay_attention(**arguments, **{name: x}) for x in bounds]))
@@ -366,17 +315,7 @@ def test_export_has_dynamic_batch_and_lengths(options):
     check_export(Call(**options), inputs, shapes, [(2, 5, 9), (4, 1, 4), (1, 1, 1), (1, 130, 130)])
 
 
-def test_export_of_padded_sequences():
-    def inputs(batch, rows):
-        lengths = {name: torch.randint(0, rows + 1, (batch,)) for name in ("seqused_q", "seqused_k", "leftpad_k")}
-        return (*make(batch=batch, rows=rows).values(), lengths), {}
-
-    tokens = {0: BATCH, 1: ROWS}
-    shapes = (*[tokens] * 4, {name: {0: BATCH} for name in ("seqused_q", "seqused_k", "leftpad_k")})
-    check_export(Call(), inputs, shapes, [(2, 5), (3, 9), (1, 1)])
-
-
-def test_export_of_packed_sequences():
+def test_export_takes_packed_sequences():
     def inputs(sequences, rows):
         cu = torch.linspace(0, rows, sequences + 1).long()
         tensors = [x[0] for x in make(batch=1, rows=rows).values()]
@@ -389,7 +328,7 @@ def test_export_of_packed_sequences():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("options", [{}, dict(decay="constant", causal=False, sink=True, scale="learned")])
-def test_export_of_the_layer(options, masked):
+def test_export_takes_the_layer(options, masked):
     def inputs(batch, rows):
         lengths = torch.randint(1, rows + 1, (batch, 1))
         mask = dict(padding_mask=torch.arange(rows) < lengths) if masked else {}
@@ -401,7 +340,7 @@ def test_export_of_the_layer(options, masked):
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed"])
-def test_export_of_the_kernels_operator(layout, device):
+def test_export_takes_the_operator(layout, device):
     """Lengths on both sides of a block of 128 tokens of the decay prefix."""
 
     def inputs(rows):
@@ -421,7 +360,7 @@ def test_export_of_the_kernels_operator(layout, device):
     check_export(call, inputs, shapes, [(5,), (130,)])
 
 
-def test_compile_of_what_is_converted():
+def test_compile_takes_converted_arguments():
     """A log-decay that broadcasts, int64 offsets: one graph, for other numbers, too."""
     torch.compiler.reset()
     compiled = torch.compile(decay_attention_varlen, fullgraph=True, backend="aot_eager")

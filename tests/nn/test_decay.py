@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from decayattn.nn import (
-    ConstantDecay, Decay, DecayFlashAttention, ScalarDecay, alibi_log_decay, half_life, retnet_log_decay,
+    ConstantDecay,
+    Decay,
+    DecayFlashAttention,
+    ScalarDecay,
+    alibi_log_decay,
+    half_life,
+    retnet_log_decay,
 )
 
 EPS = torch.finfo(torch.float32).eps
@@ -54,22 +60,14 @@ def test_alibi_slopes_follow_the_published_rule(num_heads):
     assert torch.equal(ConstantDecay.alibi(num_heads)(torch.zeros(1, 1, 1)), -ours.float())
 
 
-@pytest.mark.parametrize(("num_heads", "exponents"), [
-    (1, [8]), (3, [4, 8, 2]), (6, [2, 4, 6, 8, 1, 3]), (8, [1, 2, 3, 4, 5, 6, 7, 8]),
-    (12, [*range(1, 9), 0.5, 1.5, 2.5, 3.5]),
-])
-def test_alibi_slopes_in_the_paper(num_heads, exponents):
-    assert list(alibi_log_decay(num_heads)) == [-(2.0**-exponent) for exponent in exponents]
-
-
-def test_alibi_of_a_slice_of_the_heads_is_a_slice_of_the_rule():
+def test_slice_of_alibi_heads_has_a_slice_of_the_slopes():
     shard = ConstantDecay.from_values(alibi_log_decay(12)[4:8])
     assert torch.equal(shard.log_decay, ConstantDecay.alibi(12).log_decay[4:8])
     assert not torch.equal(shard.log_decay, ConstantDecay.alibi(4).log_decay)
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 40])
-def test_retnet_rates(num_heads):
+def test_retnet_rates_follow_the_paper(num_heads):
     for head, rate in enumerate(retnet_log_decay(num_heads)):
         assert math.isclose(math.expm1(rate), -(2.0 ** (-5 - head)), rel_tol=4 * torch.finfo(torch.float64).eps)
 
@@ -77,12 +75,15 @@ def test_retnet_rates(num_heads):
 # ScalarDecay
 
 
-@pytest.mark.parametrize(("num_heads", "limits"), [(8, (4.0, 1024.0)), (5, (1.0, 1e6)), (2, (0.1, 0.2)), (3, (7, 7))])
+@pytest.mark.parametrize(("num_heads", "limits"), [
+    (8, (4.0, 1024.0)), (5, (1.0, 1e6)), (2, (0.1, 0.2)), (3, (7, 7)), (1, (4.0, 1024.0)),
+])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_half_lives_start_as_asked_whatever_the_input(num_heads, limits, dtype):
+def test_half_lives_start_within_limits_for_any_input(num_heads, limits, dtype):
     decay = ScalarDecay(6, num_heads, initial_half_lives=limits, dtype=dtype)
     ratio = limits[1] / limits[0]
-    expected = torch.tensor([limits[0] * ratio ** (h / (num_heads - 1)) for h in range(num_heads)], dtype=torch.float64)
+    places = [h / (num_heads - 1) for h in range(num_heads)] if num_heads > 1 else [0.5]  # one: the geometric mean
+    expected = torch.tensor([limits[0] * ratio**place for place in places], dtype=torch.float64)
     # rounding a bias b moves log(half-life) by at most |b|·eps; logsigmoid and the division add a few roundings
     tolerance = (decay.bias.abs().max().item() + 8) * torch.finfo(dtype).eps
     x = 100 * torch.randn(2, 3, 6, dtype=dtype)
@@ -103,23 +104,15 @@ def test_half_lives_start_as_given_per_head(given, heads):
     assert all(f"{value:g}" in repr(decay) for value in given)
 
 
-def test_one_head_starts_at_the_geometric_mean():
-    half_lives = ScalarDecay(6, 1, initial_half_lives=(4.0, 1024.0)).half_lives(torch.randn(1, 1, 6))
-    assert half_lives.item() == pytest.approx(64.0, rel=10 * EPS)
-
-
-def test_the_gate_is_the_log_of_a_sigmoid():
+def test_gate_is_the_log_of_a_sigmoid():
     decay = decays()["scalar"].double()
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     gate = torch.sigmoid(torch.einsum("btc,hc->bth", x, decay.weight) + decay.bias)
     torch.testing.assert_close(decay(x), gate.log(), rtol=0, atol=32 * torch.finfo(torch.float64).eps)
-
-
-def test_a_zero_weight_learns_from_the_first_step():
-    decay = ScalarDecay(6, 4)
-    decay(torch.randn(2, 5, 6)).sum().backward()
-    assert (decay.weight.grad != 0).all()
-    assert (decay.bias.grad != 0).all()
+    fresh = ScalarDecay(6, 4)  # its weight is 0, and learns from the first step
+    fresh(torch.randn(2, 5, 6)).sum().backward()
+    assert (fresh.weight.grad != 0).all()
+    assert (fresh.bias.grad != 0).all()
 
 
 # Precision
@@ -127,54 +120,21 @@ def test_a_zero_weight_learns_from_the_first_step():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("convert", [
-    lambda module, dtype: module.to(dtype),
-    lambda module, dtype: module.to(torch.zeros((), dtype=dtype)),
-    lambda module, dtype: module.type(dtype),
-    lambda module, dtype: module.bfloat16() if dtype is torch.bfloat16 else module.half(),
-    lambda module, dtype: nn.Sequential(module).to(dtype)[0],
-], ids=["to", "to_like", "type", "method", "parent"])
-def test_conversion_to_16_bits_leaves_a_decay_alone(kind, dtype, convert):
-    decay = decays()[kind]
-    before = copy.deepcopy(decay.state_dict())
-    for parameter in decay.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    gradients = [parameter.grad.clone() for parameter in decay.parameters()]
-    decay = convert(decay, dtype)
-    for name, tensor in decay.state_dict().items():
-        assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, before[name])
-    for parameter, gradient in zip(decay.parameters(), gradients, strict=True):
-        assert torch.equal(parameter.grad, gradient)
-    x = torch.randn(2, 5, 6).to(dtype)
-    log_decay = decay(x)
-    assert log_decay.dtype == torch.float32
-    assert torch.equal(log_decay, decays()[kind](x.float()))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", NARROW)
-def test_a_decay_is_float32_under_autocast(kind, dtype):
+def test_decay_is_float32_under_autocast_and_after_double(kind, dtype):
     decay, x = decays()[kind], torch.randn(2, 5, 6)
-    expected = decay(x)
+    expected, single = decay(x), copy.deepcopy(decay.state_dict())
     with torch.autocast("cpu", dtype=dtype):
         assert torch.equal(decay(x), expected)
         assert decay(x.to(dtype)).dtype == torch.float32
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_double_is_followed_and_undone(kind):
-    decay = decays()[kind]
-    single = copy.deepcopy(decay.state_dict())
     assert all(tensor.dtype == torch.float64 for tensor in decay.double().state_dict().values())
-    assert decay(torch.zeros(1, 2, 6, dtype=torch.float64)).dtype == torch.float64
-    for name, tensor in decay.bfloat16().state_dict().items():
+    assert decay(x.double()).dtype == torch.float64
+    for name, tensor in decay.to(dtype).state_dict().items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, single[name])
 
 
 @pytest.mark.parametrize("default", NARROW)
-def test_a_decay_built_under_a_narrow_default_dtype_is_float32(default):
+def test_narrow_default_dtype_builds_decays_in_float32(default):
     previous = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
@@ -221,12 +181,6 @@ OWNERS = {
 }
 
 
-def test_the_children_of_a_users_decay_stay_float32_too():
-    decay = TwoLayers().bfloat16()
-    assert all(tensor.dtype == torch.float32 for tensor in decay.state_dict().values())
-    assert decay.half_lives(torch.zeros(2, 3, 6, dtype=torch.bfloat16)).shape == (2, 3, 4)
-
-
 @contextlib.contextmanager
 def torch_future(name):
     setting = getattr(torch.__future__, f"set_{name}_module_params_on_conversion")
@@ -262,24 +216,52 @@ def save_and_load(module):
     return torch.load(file, weights_only=False)
 
 
+EXACT = [
+    lambda module: module.to(torch.bfloat16), lambda module: module.to(torch.zeros((), dtype=torch.float16)),
+    lambda module: module.type(torch.float16), nn.Module.bfloat16, nn.Module.half,
+    lambda module: nn.Sequential(module).to(torch.bfloat16)[0], copy.deepcopy, save_and_load, nn.Module.share_memory,
+]
+
+
 @pytest.mark.parametrize("owner", OWNERS)
 @pytest.mark.parametrize("change", [
-    copy.deepcopy, save_and_load, nn.Module.bfloat16, nn.Module.double, nn.Module.share_memory, load_after_swaps,
-    convert_by_new_parameters, lambda module: module.to("meta").to_empty(device="cpu"),
-    lambda module: load(module, assign=True), lambda module: load(module, assign=False),
-    lambda module: load(nn.Sequential(module), assign=True)[0],
+    *EXACT, nn.Module.double, load_after_swaps, convert_by_new_parameters,
+    lambda module: module.to("meta").to_empty(device="cpu"), lambda module: load(module, assign=True),
+    lambda module: load(module, assign=False), lambda module: load(nn.Sequential(module), assign=True)[0],
 ])
 def test_changes_keep_decays_marked_and_float32(owner, change):
     """The parameters of decays, sink and log_scale carry the attribute by which optimisers spare them."""
-    changed = change(OWNERS[owner]())
+    module = OWNERS[owner]()
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = copy.deepcopy(module)
+    gradients = {name: x.grad.clone() for name, x in module.named_parameters()}
+    changed = change(module)
     for name, parameter in changed.named_parameters():
         is_spared = owner != "layer" or name.startswith(("decay.", "sink", "log_scale"))
         assert getattr(parameter, "_no_weight_decay", False) == is_spared, name
-    decay = changed.decay if owner == "layer" else changed
+        if change in EXACT and owner != "layer" and parameter.grad is not None:
+            assert torch.equal(parameter.grad, gradients[name])
+    decay, start = (x.decay if owner == "layer" else x for x in (changed, before))
     assert all(tensor.dtype.itemsize >= 4 for tensor in decay.state_dict().values())
+    if change in EXACT:
+        assert all(map(torch.equal, decay.state_dict().values(), start.state_dict().values()))
+        x = torch.randn(2, 5, 8 if owner == "layer" else 6).bfloat16()
+        assert decay(x).dtype == torch.float32
+        assert torch.equal(decay(x), start(x.float()))
 
 
-def test_a_rate_of_a_16_bit_checkpoint_learns():
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_restores_values(kind):
+    decay, x = decays()[kind], torch.randn(2, 3, 6)
+    values = [-1.0, 2.0, -3.0, -4.0]
+    other = ScalarDecay(6, 4) if kind == "scalar" else ConstantDecay.from_values(values, learned=kind == "learned")
+    assert not torch.equal(other(x), decay(x))
+    other.load_state_dict(decay.state_dict())
+    assert torch.equal(other(x), decay(x))
+
+
+def test_rate_of_a_16_bit_checkpoint_learns():
     """A step of AdamW is too small to change it in bfloat16."""
     decay = load(ConstantDecay.alibi(4, learned=True), assign=True)
     before, optimizer = decay(torch.zeros(1)).detach(), torch.optim.AdamW(decay.parameters(), 1e-3, weight_decay=0)
@@ -347,15 +329,14 @@ def test_forward_refuses_16_bits_of_a_call_or_a_parametrization():
 # Moves, copies, checkpoints
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_meta_to_empty_and_reset_give_the_start(kind):
-    build = {
-        "scalar": lambda: ScalarDecay(6, 4),
-        "frozen": lambda: ConstantDecay.alibi(4),
-        "learned": lambda: ConstantDecay.retnet(4, learned=True),
-    }[kind]
+@pytest.mark.parametrize("build", [
+    lambda: ScalarDecay(6, 4), lambda: ConstantDecay.alibi(4), lambda: ConstantDecay.retnet(4, learned=True),
+], ids=KINDS)
+def test_decay_starts_from_meta_by_to_empty_and_reset(build):
     with torch.device("meta"):
         decay = build()
+        log_decay = decay(torch.zeros(2, 5, 6, dtype=torch.bfloat16))
+    assert (log_decay.is_meta, log_decay.dtype, log_decay.shape[-1]) == (True, torch.float32, 4)
     assert all(tensor.is_meta for tensor in decay.state_dict().values())
     decay = decay.bfloat16().to_empty(device="cpu")
     decay.reset_parameters()
@@ -363,56 +344,24 @@ def test_meta_to_empty_and_reset_give_the_start(kind):
         assert torch.equal(tensor, expected), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_decay_on_the_meta_device(kind):
-    decay = decays()[kind].to("meta")
-    log_decay = decay(torch.zeros(2, 5, 6, dtype=torch.bfloat16, device="meta"))
-    assert log_decay.is_meta
-    assert (log_decay.dtype, log_decay.shape[-1]) == (torch.float32, 4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_state_dict_deepcopy_and_shared_memory(kind):
-    decay, x = decays()[kind], torch.randn(2, 3, 6)
-    values = [-1.0, 2.0, -3.0, -4.0]
-    other = ScalarDecay(6, 4) if kind == "scalar" else ConstantDecay.from_values(values, learned=kind == "learned")
-    assert not torch.equal(other(x), decay(x))
-    other.load_state_dict(decay.state_dict())
-    assert torch.equal(other(x), decay(x))
-    assert torch.equal(copy.deepcopy(decay)(x), decay(x))
-    shared = copy.deepcopy(decay).share_memory()
-    assert all(tensor.is_shared() for tensor in shared.state_dict().values())
-    assert torch.equal(shared(x), decay(x))
-
-
 # ConstantDecay
 
 
-def test_frozen_values_are_exact_and_not_parameters():
-    values = [-0.3, 0.0, 0.25]
-    decay = ConstantDecay.from_values(torch.tensor(values, dtype=torch.float64))
-    assert list(decay.parameters()) == []
-    assert torch.equal(decay(torch.zeros(1, 1, 6)), torch.tensor(values))
-    double = ConstantDecay.from_values(values, dtype=torch.float64)
-    assert double.log_decay.tolist() == values
-
-
-def test_values_may_be_numpy_s():
+def test_values_are_exact_where_frozen_and_start_where_learned():
     numpy = pytest.importorskip("numpy")
-    values = numpy.array([-0.5, -0.25], dtype=numpy.float32)
-    for given in (values, list(values)):
-        assert ConstantDecay.from_values(given).log_decay.tolist() == [-0.5, -0.25]
-
-
-def test_learned_values_start_where_asked():
-    values = torch.tensor([-2.0, -0.01, 0.25])
-    decay = ConstantDecay.from_values(values.tolist(), learned=True)
+    values, x = [-2.0, -0.01, 0.25], torch.zeros(1, 1, 6)
+    for given in (values, torch.tensor(values).double(), numpy.array(values), list(numpy.array(values))):
+        decay = ConstantDecay.from_values(given)
+        assert list(decay.parameters()) == []
+        assert torch.equal(decay(x), torch.tensor(values))
+    assert ConstantDecay.from_values([-0.3, 0.0], dtype=torch.float64).log_decay.tolist() == [-0.3, 0.0]
     # log and exp: |log γ| ≤ 5 roundings, then exp's own and the product's
-    torch.testing.assert_close(decay(torch.zeros(1, 1, 6)), values, rtol=8 * EPS, atol=0)
+    learned = ConstantDecay.from_values(values, learned=True)(x)
+    torch.testing.assert_close(learned, torch.tensor(values), rtol=8 * EPS, atol=0)
 
 
 @pytest.mark.parametrize("direction", [1.0, -1.0])
-def test_no_step_changes_the_sign_of_a_learned_value(direction):
+def test_steps_keep_the_sign_of_learned_values(direction):
     values = torch.tensor([-2.0, -0.01, 0.25])
     decay, x = ConstantDecay.from_values(values.tolist(), learned=True), torch.zeros(1, 1, 6)
     optimizer = torch.optim.SGD(decay.parameters(), lr=4.0)
@@ -423,7 +372,7 @@ def test_no_step_changes_the_sign_of_a_learned_value(direction):
     assert torch.equal(moved.sign(), values.sign())
 
 
-def test_half_life():
+def test_half_life_of_rates():
     log_decay = torch.tensor([-math.log(2), -math.log(2) / 8, 0.0, -0.0, 0.5, -torch.inf, -1e9], dtype=torch.float64)
     expected = [1.0, 8.0, torch.inf, torch.inf, torch.inf, 0.0, 0.0]
     assert half_life(log_decay).tolist() == pytest.approx(expected, rel=1e-12, abs=0)
@@ -465,6 +414,6 @@ def scalar_decay_with(initial_half_lives):
     (lambda: ConstantDecay.from_values([-(10**400)]), ValueError, r"values: expected finite .* got \[-1000"),
     (lambda: ConstantDecay.from_values([-1, 0], learned=True), ValueError, r"values: .* no 0 .* got \[-1, 0\]"),
 ])
-def test_errors_name_the_argument(build, error, message):
+def test_errors_name_arguments_of_decays(build, error, message):
     with pytest.raises(error, match=message):
         build()
