@@ -1,4 +1,4 @@
-"""Eviction from a cache: what is lost stays below its bound, and a layer generates far beyond its cache."""
+"""Eviction from a cache: lost probability stays below its bound, and a layer generates far beyond its cache."""
 
 import itertools
 import math
@@ -109,7 +109,7 @@ def test_evicted_probability_stays_below_its_bound(kind, tolerance, seed, backen
     assert worst > 0  # something that mattered a little was dropped
 
 
-def test_the_bound_cannot_be_much_lower():
+def test_bound_is_within_5_times_the_worst_case():
     """Old keys along the query, the row's own against it, and nothing in between: the worst case, up to a factor 2."""
     stream, strength = Stream("scalar", length=102, heads=1, kv_heads=1), 1.5
     stream.q[:], stream.k[:] = 0, 0
@@ -126,8 +126,8 @@ def test_the_bound_cannot_be_much_lower():
     assert (lost > bound / 5).all()
 
 
-def test_an_eviction_is_remembered():
-    """By every head of every entry: nothing more goes when nothing has come, and what went counts until a reset."""
+def test_evictions_are_remembered():
+    """By every head of every entry: nothing more goes when nothing has come, and lost tokens count until a reset."""
     stream, tolerance = Stream("scalar"), 1e-3
     stream.log_decay[1] *= 2
     cache = stream.cache(240)
@@ -136,7 +136,8 @@ def test_an_eviction_is_remembered():
     bound, dropped, first = cache.evict(tolerance, stream.bound), cache.dropped.clone(), cache.first.clone()
     assert (bound > 0).all()
     assert dropped[0] != dropped[1]
-    torch.testing.assert_close(cache.evict(tolerance, stream.bound), bound, rtol=1e-12, atol=0)
+    for stricter in (tolerance, 1e-6):
+        torch.testing.assert_close(cache.evict(stricter, stream.bound), bound, rtol=1e-12, atol=0)
     cache.reorder(torch.tensor([1, 0], device=DEVICE))
     torch.testing.assert_close(cache.evict(tolerance, stream.bound), bound.flip(0), rtol=1e-12, atol=0)
     assert torch.equal(cache.dropped, dropped.flip(0))
@@ -149,24 +150,16 @@ def test_an_eviction_is_remembered():
     assert (bound[:, 0] == 0).all()
     assert (bound[:, 1:] > 0).all()
     cache.reset()
-    cache.append(*token)
-    assert (cache.evict(tolerance, stream.bound) == 0).all()
-    assert (cache.dropped == 0).all()
-
-
-def test_an_empty_entry_stays_empty():
-    stream = Stream("scalar")
-    cache, k, v = stream.cache(240), stream.k[:, :200], stream.v[:, :200]
-    counts = torch.tensor([0, 200], device=DEVICE)
-    cache.append(k, v, stream.log_decay[:, :200], new_lengths=counts)
-    bound = cache.evict(1e-3, stream.bound)
+    counts = torch.tensor([0, 100], device=DEVICE)
+    cache.append(stream.k[:, part], stream.v[:, part], stream.log_decay[:, part], new_lengths=counts)
+    bound = cache.evict(tolerance, stream.bound)
     assert (bound[0] == 0).all()
     assert cache.dropped[0] == cache.lengths[0] == 0
     assert cache.dropped[1] > 0
     assert cache.longest == cache.lengths[1]
 
 
-def test_eviction_frees_what_a_reset_hides():
+def test_eviction_frees_tokens_hidden_by_a_reset():
     stream = Stream("scalar", bound=0.0)
     stream.log_decay[:] = 0
     stream.log_decay[:, 100] = -torch.inf
@@ -175,7 +168,7 @@ def test_eviction_frees_what_a_reset_hides():
     assert (cache.evict(1e-9, 0.0) == 0).all()
 
 
-def test_without_decay_nothing_is_evicted():
+def test_evict_keeps_all_tokens_without_decay():
     cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
     k = torch.randn(1, 9, 2, 4, device=DEVICE)
     cache.append(k[:, :8], k[:, :8])
@@ -203,19 +196,9 @@ def test_evict_takes_the_constant_decay_of_attend(rates):
         caches[0].evict(1e-3, 1.0)
 
 
-def test_bound_counts_an_earlier_laxer_eviction():
-    stream = Stream("scalar")
-    cache = stream.cache(240)
-    cache.append(stream.k[:, :200], stream.v[:, :200], stream.log_decay[:, :200])
-    lax = cache.evict(1e-2, stream.bound)
-    strict = cache.evict(1e-6, stream.bound)
-    assert (strict > 1e-6).any()
-    torch.testing.assert_close(strict, lax, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["constant", "scalar"])
-def test_a_layer_generates_far_beyond_its_cache(kind, backend):
+def test_layer_generates_far_beyond_its_cache(kind, backend):
     """Entries of different lengths, reordered in between; positions go on, and the bound comes from qk_norm's gains."""
     constant = ConstantDecay.from_values([-2.0, -1.0, -0.5, -0.7])
     decay = constant if kind == "constant" else ScalarDecay(WIDTH, HEADS, initial_half_lives=(0.5, 1.0))
@@ -250,21 +233,20 @@ def largest_scores(layer, x, monkeypatch):
 @pytest.mark.parametrize("scale", [None, -0.7, "learned"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_score_bound_bounds_the_scores(scale, dtype, monkeypatch):
+    """With gains at random; and with gains of 1, as a norm rounded to bfloat16 may be longer than √D."""
     layer = build(qk_norm=True, scale=scale, num_kv_heads=1, dtype=dtype)
     largest = largest_scores(layer, 100 * tokens(2, 50, dtype), monkeypatch)
     assert (largest <= layer.score_bound()).all()
     assert (largest > 0.2 * layer.score_bound()).all()
-
-
-def test_score_bound_counts_rounding(monkeypatch):
-    """A norm rounded to bfloat16 may be longer than √D."""
-    layer = build(qk_norm=True, head_dim=2, num_kv_heads=1, dtype=torch.bfloat16)
+    layer = build(qk_norm=True, scale=scale, head_dim=2, num_kv_heads=1, dtype=dtype)
     layer.q_norm.weight.fill_(1), layer.k_norm.weight.fill_(1)
     q, k = layer.in_proj.weight.split(layer.split_sizes)[:2]
     k.copy_(q[:2])  # as the first head's queries
-    largest = largest_scores(layer, tokens(2, 200, torch.bfloat16), monkeypatch)
-    assert (largest > 2**0.5).any()
+    largest = largest_scores(layer, tokens(2, 200, dtype), monkeypatch)
+    assert (largest > 2**0.5).any() or scale is not None or dtype == torch.float64
     assert (largest <= layer.score_bound()).all()
+    with pytest.raises(ValueError, match="qk_norm: expected True"):
+        build().score_bound()
 
 
 # Errors
@@ -276,13 +258,11 @@ def test_score_bound_counts_rounding(monkeypatch):
     (("auto", 1.0), TypeError, "tolerance: expected a number, got 'auto'"),
     ((0.1, None), TypeError, "score_bound: expected a number or a tensor"),
     ((0.1, torch.zeros(3)), ValueError, r"score_bound: expected a number or \(H,\) = \(2,\), got \(3,\)"),
-    ((0.1, math.nan), ValueError, "score_bound: expected a finite number of at least 0, got nan"),
-    ((0.1, math.inf), ValueError, "score_bound: expected a finite number of at least 0, got inf"),
     ((0.1, 10**400), ValueError, "score_bound: expected a finite number of at least 0, got 1000"),
     ((0.1, -1000.0), ValueError, "score_bound: expected a finite number of at least 0, got -1000.0"),
     ((0.1, 1.0, -0.5), ValueError, "log_decay: expected None, because the cache holds a decay per token"),
 ])
-def test_errors_of_evict_name_the_argument(arguments, error, message):
+def test_errors_name_arguments_of_evict(arguments, error, message):
     cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
     k = torch.zeros(1, 5, 2, 4, device=DEVICE)
     cache.append(k, k, torch.zeros(1, 5, 2, device=DEVICE))
@@ -291,34 +271,24 @@ def test_errors_of_evict_name_the_argument(arguments, error, message):
     assert cache.longest == 5
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="there an assertion of the device fails, and nothing runs after it")
 @pytest.mark.parametrize(("name", "number"), [
     ("score_bound", math.nan), ("score_bound", math.inf), ("score_bound", -1.0),
-    ("log_decay", math.nan), ("log_decay", math.inf),
+    ("log_decay", math.nan), ("log_decay", math.inf), ("log_decay", -math.inf),
 ])
-def test_a_tensor_of_bad_numbers_is_refused(name, number):
-    cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
+def test_evict_refuses_bad_numbers_but_not_resets(name, number):
     k = torch.zeros(1, 5, 2, 4, device=DEVICE)
+    cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
     cache.append(k, k)
     good = {"score_bound": 1.0, "log_decay": -9.0}
-    with pytest.raises(ValueError, match=f"{name}: expected finite numbers"):
-        cache.evict(0.1, **good | {name: torch.tensor([1.0, number], device=DEVICE)})
-    assert cache.longest == 5
-    assert cache._log_evicted.isneginf().all()
-
-
-def test_eviction_refuses_bad_constant_decays_but_not_resets():
-    k = torch.zeros(1, 5, 2, 4, device=DEVICE)
-    cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
-    cache.append(k, k)
-    for number in (math.nan, math.inf, -math.inf):
-        with pytest.raises(ValueError, match=f"log_decay: expected a finite number, got {number}"):
-            cache.evict(0.1, 1.0, number)
+    with pytest.raises(ValueError, match=f"{name}: expected a finite number"):
+        cache.evict(0.1, **good | {name: number})
+    tensor = torch.tensor([1.0 if number != -math.inf else number, number], device=DEVICE)
+    if number == -math.inf:
+        assert (cache.evict(0.1, 1.0, tensor) < 1e-300).all()
+        assert cache.longest == 1
+        return
+    if DEVICE == "cpu":  # elsewhere an assertion of the device fails, and nothing runs after it
+        with pytest.raises(ValueError, match=f"{name}: expected finite numbers"):
+            cache.evict(0.1, **good | {name: tensor})
     assert (cache.longest, cache.dropped.item()) == (5, 0)
-    assert (cache.evict(0.1, 1.0, torch.full((2,), -math.inf, device=DEVICE)) < 1e-300).all()
-    assert cache.longest == 1
-
-
-def test_no_score_bound_without_qk_norm():
-    with pytest.raises(ValueError, match="qk_norm: expected True"):
-        build().score_bound()
+    assert cache._log_evicted.isneginf().all()
