@@ -8,8 +8,8 @@ import torch
 
 
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
-    """Every combination of a value per axis. In the interpreter, where each takes seconds, only some: so many that any
-    two values of two axes are together in one of them."""
+    """Every combination of a value per axis. In the interpreter, where each takes seconds, only enough of them that any
+    two values of two axes occur together."""
     combinations = list(itertools.product(*map(range, map(len, axes))))
     missing = set().union(*map(pairs, combinations))
     some = set()

@@ -1,4 +1,4 @@
-"""Options of a call with those of the layer and with each other: each entry as it is by itself, or refused by name."""
+"""Options of a call with those of the layer and with each other: each entry alone gives the same, or it raises."""
 
 import itertools
 import math
