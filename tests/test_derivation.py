@@ -50,11 +50,6 @@ def case(request):
     return Case(causal=request.param)
 
 
-@pytest.fixture
-def causal_case():
-    return Case()
-
-
 def close(a, b):
     # float64 sums of a few terms of size 1
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
@@ -64,8 +59,6 @@ def test_1_safe_softmax(case):
     for m in (case.scores.amax(1, keepdim=True), torch.full((T, 1), 0.7, dtype=torch.float64)):
         weights = (case.scores - m).exp()
         close(weights / weights.sum(1, keepdim=True), case.p)
-    safe = (case.scores + 1e6) - (case.scores + 1e6).amax(1, keepdim=True)
-    assert safe.exp().sum(1).isfinite().all()
     assert (case.scores + 1e6).exp().sum(1).isinf().all()
 
 
@@ -93,7 +86,7 @@ def test_2_online_softmax(case):
 
 
 def test_3_both_loop_orders(case):
-    # FlashAttention 1: keys outside, every row's state goes through memory
+    # FlashAttention 1: keys outside, every row's state goes through memory. FlashAttention 2: as in test_2
     m, l, a = torch.full((T,), -math.inf).double(), torch.zeros(T).double(), torch.zeros(T, D).double()
     for keys in TILES:
         for rows in TILES:
@@ -104,11 +97,7 @@ def test_3_both_loop_orders(case):
             m[rows], l[rows] = new, c * l[rows] + p.sum(1)
             a[rows] = c[:, None] * a[rows] + p @ case.v[keys]
     close(a / l[:, None], case.o)
-    # FlashAttention 2: queries outside, one state per program
-    for rows in TILES:
-        m2, l2, a2 = online_softmax(case.scores[rows], case.v, TILES)
-        close(a2 / l2[:, None], case.o[rows])
-        close(m2 + l2.log(), case.lse[rows])
+    close(m + l.log(), case.lse)
 
 
 def test_4_p_from_the_log_sum_exp(case):
@@ -171,16 +160,6 @@ def test_7_constant_decay(case):
     close(t_d_alpha.sum(), d_gamma)
 
 
-def test_7_distances_by_bits():
-    """r − c, of terms that are a literal 0 at r = c, each."""
-    bits, rows = torch.arange(7), torch.arange(128)
-    has = rows[:, None] >> bits & 1
-    for c in (0, 1, 63, 64, 100, 127):
-        terms = torch.where(has[c] == 0, 2**bits * has, -(2**bits) * (1 - has))
-        assert torch.equal(terms.sum(1), rows - c)
-        assert (terms[c] == 0).all()
-
-
 def test_8_two_level_prefix():
     length, block = 200_000, 128
     log_decay = -1.4 * torch.rand(length, generator=torch.Generator().manual_seed(0))
@@ -200,41 +179,7 @@ def test_8_two_level_prefix():
     assert (one_level - wanted).abs().max() > 10 * bound
 
 
-def test_8_the_row_term_cancels(causal_case):
-    case = causal_case
-    block = 2
-    base = torch.stack([case.log_decay[: I * block].sum() for I in range(T // block + 1)])
-    index = torch.arange(T) // block
-    beta = case.alpha - base[index]
-    products = (case.s[:, None] * (case.q @ case.k.T)).masked_fill(~case.visible, -math.inf)
-    lse = torch.full((T,), -math.inf).double()
-    for tile in (slice(start, start + block) for start in range(0, T, block)):
-        column_only = products[:, tile] - beta[tile]
-        lse = torch.logaddexp(lse, column_only.logsumexp(1) + base[index] - base[tile.start // block])
-    close(lse + beta, case.lse)
-
-
 def test_9_row_sums():
-    """Δ with an error ε per row: both formulas of the error, and that only one of them is small under decay."""
-    case = Case(seed=3)
-    close(explicit_d_scores(case).sum(1), case.dlse)
-
-    eps = 1e-3 * torch.randn(T, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    wrong = explicit_d_scores(case) - case.p * eps[:, None]
-
-    def suffix(x):
-        return x.flip(0).cumsum(0).flip(0)
-
-    with_rows = suffix(wrong.sum(1) - wrong.sum(0)) - case.d_log_decay
-    without = suffix(case.dlse - wrong.sum(0)) - case.d_log_decay
-    i, j = torch.arange(T)[:, None], torch.arange(T)
-    for t in range(T):
-        after = (i >= t).double() * eps[:, None] * case.p
-        close(with_rows[t], -(after * (j < t)).sum())
-        close(without[t], (after * (j >= t)).sum())
-
-
-def test_9_row_sums_under_decay():
     """Inputs as in the kernels: O rounded to bfloat16, strong decay; without row sums the error is far larger."""
     length = 512
     generator = torch.Generator().manual_seed(0)
@@ -256,23 +201,13 @@ def test_9_row_sums_under_decay():
 
 
 def test_6_bias(case):
-    """Broadcast over rows: what shares an entry adds up."""
+    """Broadcast over rows: gradients of rows that share an entry add up."""
     bias = torch.zeros(T, requires_grad=True, dtype=torch.float64)
     scores = case.scores + bias
     d_scores, d_bias = torch.autograd.grad(
         [scores.softmax(-1) @ case.v, scores.logsumexp(-1)], [scores, bias], [case.do, case.dlse]
     )
     close(d_bias, d_scores.sum(0))
-
-
-@pytest.mark.parametrize("left", [0, 2, T])
-@pytest.mark.parametrize("right", [0, 3, T])
-def test_10_windows(left, right):
-    i = torch.arange(T)
-    visible = (i >= i[:, None] - left) & (i <= i[:, None] + right)
-    for t in range(T):
-        assert visible[t].nonzero().flatten().tolist() == list(range(max(0, t - left), min(T, t + right + 1)))
-        assert visible[:, t].nonzero().flatten().tolist() == list(range(max(0, t - right), min(T, t + left + 1)))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -292,28 +227,7 @@ def test_10_intervals_and_resets(causal):
     assert after == sorted(after)
 
 
-def test_10_a_reset_counts_as_zero():
-    """λ = 0 at the reset and the segment's sums of dα are those of two separate sequences."""
-    cut = 3
-    case = Case()
-    ds = torch.zeros(T, T).double()
-    expected = torch.zeros(T).double()
-    for part in (slice(0, cut), slice(cut, T)):
-        log_decay = case.log_decay[part].clone().requires_grad_()
-        alpha = log_decay.cumsum(0)
-        scores = (case.q @ case.k.T)[part, part] + alpha[:, None] - alpha
-        scores = scores.masked_fill(~case.visible[part, part], -math.inf)
-        (ds[part, part], expected[part]) = torch.autograd.grad(
-            scores.softmax(1) @ case.v[part], [scores, log_decay], case.do[part]
-        )
-    d_alpha = ds.sum(1) - ds.sum(0)
-    for part in (slice(0, cut), slice(cut, T)):
-        close(d_alpha[part].sum(), torch.zeros(()).double())
-        close(d_alpha[part].flip(0).cumsum(0).flip(0), expected[part])
-    close(expected[[0, cut]], torch.zeros(2).double())
-
-
-def test_7_row_term_errors_leave_the_gradient_of_a_rate(case):
+def test_7_errors_of_row_terms_cancel_in_a_rate(case):
     """With a sink of score 0.3, too, which has a part of P and of dS."""
     distance = (torch.arange(T)[:, None] - torch.arange(T)).abs().double()
     lse = torch.logaddexp(case.lse, torch.tensor(0.3, dtype=torch.float64))
@@ -348,8 +262,8 @@ def test_12_the_sink(case):
     close(dz, -(p[:, T] * delta).sum())
 
 
-def test_13_tiles_that_cannot_matter(causal_case):
-    case = causal_case
+def test_13_tiles_that_cannot_matter():
+    case = Case()
     u, lengths = case.s.abs() * case.q.norm(dim=1), case.k.norm(dim=1)
     e = case.alpha - case.s * (case.q * case.k).sum(1)
     bound = (u[:, None] * lengths + e[:, None] - case.alpha).exp()
@@ -371,28 +285,21 @@ def test_13_tiles_that_cannot_matter(causal_case):
 # The text itself
 
 
-def test_every_section_has_a_test():
+def test_every_section_has_a_test_and_names_its_functions():
     sections = re.findall(r"^## (\d+)\. ", TEXT, re.MULTILINE)
     assert sections == [str(n + 1) for n in range(len(sections))]
     assert len(sections) >= 10
     for section in sections:
         assert any(name.startswith(f"test_{section}_") for name in globals()), f"section {section} has no test"
-
-
-def test_every_section_names_its_functions():
     for section in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]:
         assert re.search(r"^Implemented by `", section, re.MULTILINE), section.splitlines()[0]
 
 
-def functions_of(module):
-    """Functions defined in the modules of this name, by reading them: importing the kernels needs Triton."""
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([a-z_]+\.[A-Za-z_]+)`", TEXT))))
+def test_every_named_function_exists(name):
+    """Found by reading the modules of this name: importing the kernels needs Triton."""
+    module, function = name.split(".")
     files = list(PACKAGE.rglob(f"{module}.py"))
     assert files, f"DERIVATION.md names a module {module} that decayattn does not have"
     trees = (ast.parse(file.read_text(encoding="utf-8")) for file in files)
-    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-
-
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([a-z_]+\.[A-Za-z_]+)`", TEXT))))
-def test_every_named_function_exists(name):
-    module, function = name.split(".")
-    assert function in functions_of(module)
+    assert function in {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

@@ -1,4 +1,4 @@
-"""MIGRATION.md: what every example computes with the other library's formula is what it computes with ours."""
+"""MIGRATION.md: every example computes the same by the formula of the other library and by ours."""
 
 import math
 import re
@@ -23,7 +23,7 @@ def float64():
     torch.set_default_dtype(before)
 
 
-def test_before_and_after_are_the_same(monkeypatch, float64):
+def test_before_and_after_compute_the_same(monkeypatch, float64):
     for name, module in other_libraries.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def test_before_and_after_are_the_same(monkeypatch, float64):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_the_formula_of_flex_attention_is_what_pytorch_computes(float64):
+def test_formula_of_flex_attention_equals_pytorch(float64):
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 50, 16, generator=generator) for heads in (4, 2, 2))
@@ -71,7 +71,7 @@ def test_the_formula_of_flex_attention_is_what_pytorch_computes(float64):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.xdist_group("gpu")
-def test_the_formula_of_fla_is_what_its_kernel_computes():
+def test_formula_of_fla_equals_its_kernel():
     """Compared with fla's forward, if installed, within a rounding of the weights and one of the output to float16."""
     fla = pytest.importorskip("fla.ops.attn")
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def test_the_formula_of_fla_is_what_its_kernel_computes():
 
 
 @pytest.mark.parametrize("threshold", ["auto", -25.0])
-def test_pruning_loses_what_skip_tolerance_says(float64, threshold):
+def test_pruning_loses_at_most_the_documented_probability(float64, threshold):
     """Keys that the Forgetting Transformer's adaptive threshold drops have at most the guide's probability in a row:
     e^-10, or for a number the bound that follows from the largest score."""
     generator = torch.Generator().manual_seed(0)
@@ -100,7 +100,7 @@ def test_pruning_loses_what_skip_tolerance_says(float64, threshold):
     assert 0 < lost <= most < 1
 
 
-def test_names_of_the_table_are_refused_with_ours():
+def test_errors_translate_names_of_the_table():
     table = re.findall(r"^\| (`.*?) \|", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
     names = set(re.findall(r"`(\w+)", " ".join(table))) - {"scale", "window_size"}
     assert len(names) > 15

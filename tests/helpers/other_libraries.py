@@ -110,7 +110,7 @@ def parallel_attn(
     distance = distances(q.shape[1], k.shape[1])
     visible = (distance >= 0) & (distance < (q.shape[1] if window_size is None else window_size))
     bias = torch.zeros(1, q.shape[2], *distance.shape) if g is None else decay_between(g, q.shape[1])
-    if sink_bias is not None:  # one more key, whose score is the sink's and whose value is 0
+    if sink_bias is not None:  # one more key: its score is the sink, its value 0
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         sink = sink_bias[:, None, None].expand(len(bias), -1, q.shape[1], 1)
         bias, visible = torch.cat([bias, sink], -1), F.pad(visible, (0, 1), value=True)

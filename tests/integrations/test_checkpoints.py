@@ -30,29 +30,35 @@ def check(theirs, ours, weights):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("kv_heads", [None, 2])
-def test_layers_of_fla(kv_heads, gate, bias):
+def test_from_fla_gives_outputs_of_the_layer(kv_heads, gate, bias):
     options = dict(num_kv_heads=kv_heads, qkv_bias=bias, use_output_gate=gate)
     theirs = randomised(other_libraries.ForgettingAttention(WIDTH, HEADS, **options))
     ours = DecayFlashAttention(WIDTH, HEADS, num_kv_heads=kv_heads, bias=bias, output_gate=gate)
     check(theirs, ours, from_fla(theirs.state_dict()))
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "norm", "of_all"), [
+    (HEADS, False, False), (HEADS, True, True), (1, True, True), (1, True, False),
+])
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("fgate", ["full", "bias_only", "fixed", "none"])
-def test_layers_of_the_forgetting_transformer(fgate, gate, norm):
+def test_from_fox_gives_outputs_of_the_layer(fgate, gate, heads, norm, of_all):
     theirs = randomised(other_libraries.ForgettingAttentionLayer(
-        WIDTH, HEADS, fgate_type=fgate, use_output_gate=gate, qk_norm=norm, qk_norm_share_param_across_head=norm
+        WIDTH, heads, fgate_type=fgate, use_output_gate=gate, qk_norm=norm, qk_norm_share_param_across_head=of_all
     ))
-    decay = {"full": "scalar", "none": "none"}.get(fgate) or ConstantDecay.from_values([0.0] * HEADS)
-    ours = DecayFlashAttention(WIDTH, HEADS, decay=decay, qk_norm=norm, output_gate=gate)
+    if (fgate, heads, norm) == ("none", 1, True):
+        with pytest.raises(ValueError, match=r"k_norm.weight: cannot tell one head from one gain per head"):
+            from_fox(theirs.state_dict())
+        return
+    decay = {"full": "scalar", "none": "none"}.get(fgate) or ConstantDecay.from_values([0.0] * heads)
+    ours = DecayFlashAttention(WIDTH, heads, decay=decay, qk_norm=norm, output_gate=gate)
     if norm:
         ours.q_norm.eps = ours.k_norm.eps = 1e-5
     check(theirs, ours, from_fox(theirs.state_dict()))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "of_all"), [(4, 1, True), (4, 4, True), (1, 1, True), (1, 1, False)])
-def test_one_gain_for_all_heads_of_fla(heads, kv_heads, of_all):
+def test_from_fla_takes_one_gain_for_all_heads(heads, kv_heads, of_all):
     """With one key head, it has as many values as a gain for every head."""
     theirs = other_libraries.ForgettingAttention(WIDTH, heads, num_kv_heads=kv_heads, qk_norm=True)
     if of_all:  # as early versions had it
@@ -68,19 +74,7 @@ class OneGain(other_libraries.GroupNorm):
         return super().forward(x.unflatten(-1, (-1, self.head_dim))).flatten(-2)
 
 
-@pytest.mark.parametrize("fgate", ["full", "bias_only", "fixed"])
-@pytest.mark.parametrize("of_all", [False, True])
-def test_one_head_of_the_forgetting_transformer(fgate, of_all):
-    theirs = randomised(other_libraries.ForgettingAttentionLayer(
-        WIDTH, 1, fgate_type=fgate, qk_norm=True, qk_norm_share_param_across_head=of_all
-    ))
-    decay = "scalar" if fgate == "full" else ConstantDecay.from_values([0.0])
-    ours = DecayFlashAttention(WIDTH, 1, decay=decay, qk_norm=True)
-    ours.q_norm.eps = ours.k_norm.eps = 1e-5
-    check(theirs, ours, from_fox(theirs.state_dict()))
-
-
-def test_a_layer_of_a_model():
+def test_prefix_selects_a_layer_of_a_model():
     theirs = randomised(torch.nn.ModuleDict({x: other_libraries.ForgettingAttention(WIDTH, HEADS) for x in "ab"}))
     model = {f"model.{name}": x for name, x in theirs.state_dict().items()}
     check(theirs["b"], DecayFlashAttention(WIDTH, HEADS), from_fla(model, prefix="model.b."))
@@ -97,13 +91,13 @@ def test_a_layer_of_a_model():
     ({"use_k_shift": True}, "layer.k_proj.shift_proj.weight: it mixes every token with the one before"),
     ({"use_v_shift": True}, "layer.v_proj.shift_proj.weight: it mixes every token with the one before"),
 ])
-def test_what_has_no_equivalent_is_refused_by_name(options, message):
+def test_from_fox_names_parts_without_equivalent(options, message):
     theirs = torch.nn.ModuleDict({"layer": other_libraries.ForgettingAttentionLayer(WIDTH, HEADS, **options)})
     with pytest.raises(ValueError, match=message):
         from_fox(theirs.state_dict(), prefix="layer.")
 
 
-def test_other_refusals():
+def test_errors_name_parameters_and_prefixes():
     theirs = other_libraries.ForgettingAttentionLayer(WIDTH, HEADS, use_output_gate=True).state_dict()
     with pytest.raises(ValueError, match=r"ogate_act: expected 'sigmoid', .* got 'silu'"):
         from_fox(theirs, ogate_act="silu")

@@ -1,4 +1,4 @@
-"""CapturedStep: a captured decoding step is the step, and says when it is not any more."""
+"""CapturedStep: a captured decoding step computes as called, and raises when its caches change."""
 
 import contextlib
 
@@ -31,11 +31,11 @@ class Replayed:
 
 
 @pytest.fixture(params=[
-    "as it is", "replayed",
+    "called", "replayed",
     pytest.param("graph", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU, which has graphs")),
 ])
 def capture(request, monkeypatch):
-    """(device, CapturedStep): the function called as on a CPU, a stand-in for a graph, and a graph."""
+    """Device; CapturedStep calls its function as on a CPU, replays a substitute of a graph, or replays a graph."""
     if request.param == "replayed":
 
         def on_a_cpu(step):
@@ -69,7 +69,7 @@ def step_of(layers, caches):
 
 
 @torch.no_grad()
-def test_a_captured_step_is_the_step(capture):
+def test_captured_step_computes_as_called(capture):
     """Compared with a called model, through evictions and forgotten tokens; entries have their own lengths."""
     layers, x = layers_of(capture), torch.randn(2, 60, 32, device=capture)
     captured, called = ([layer.make_cache(2, 80) for layer in layers] for _ in range(2))
@@ -100,7 +100,7 @@ def test_a_captured_step_is_the_step(capture):
 
 
 @torch.no_grad()
-def test_trying_a_step_changes_nothing_that_counts():
+def test_trial_of_a_step_keeps_the_cache():
     """A reset among the tokens that were tried is forgotten, and launches are as large as the cache may become."""
     [layer] = layers_of("cpu", 1)
     cache = layer.make_cache(1, 20)
@@ -122,7 +122,7 @@ def test_trying_a_step_changes_nothing_that_counts():
 
 
 @torch.no_grad()
-def test_what_was_not_captured_is_refused(capture):
+def test_captured_step_refuses_other_inputs_and_caches(capture):
     [layer] = layers_of(capture, 1)
     cache = layer.make_cache(1, 12)
     x = torch.randn(1, 12, 32, device=capture)
@@ -171,7 +171,7 @@ def test_captured_step_goes_beyond_a_window(capture, monkeypatch):
             CapturedStep(function, [cache], x[:, :5])
 
 
-def test_bad_arguments_are_named():
+def test_errors_name_arguments_of_captured_step():
     [layer] = layers_of("cpu", 1)
     x = torch.randn(1, 3, 32)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_bad_arguments_are_named():
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU, which has graphs")
 @torch.no_grad()
-def test_a_graph_of_bfloat16_writes_what_calls_write():
+def test_graph_of_bfloat16_writes_the_tokens_of_calls():
     """Greedily, where the likeliest token leads by far."""
     layers = [layer.bfloat16() for layer in layers_of("cuda")]
     table = torch.nn.functional.one_hot(torch.arange(32, device="cuda")).bfloat16() * 8

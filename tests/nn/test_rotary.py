@@ -5,7 +5,6 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from decayattn import DecayFlashAttention
 from decayattn.nn import Rotary
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -26,19 +25,11 @@ def test_rotary_equals_llama(base, scaling, dtype):
         torch.testing.assert_close(a, b.to(dtype), rtol=0, atol=1e-4 if dtype == torch.float32 else 0.02)
 
 
-def test_rotary_of_some_channels_leaves_the_others():
+def test_rotary_keeps_channels_beyond_dim():
     q, k = torch.randn(1, 5, 2, 10), torch.randn(1, 5, 1, 10)
     found, expected = Rotary(dim=4)(q, k), Rotary()(q[..., :4], k[..., :4])
     for a, b, x in zip(found, expected, (q, k), strict=True):
         assert torch.equal(a, torch.cat([b, x[..., 4:]], -1))
-
-
-@torch.no_grad()
-def test_rotary_layer_equals_its_cache():
-    layer, x = DecayFlashAttention(32, 4, position=Rotary()), torch.randn(2, 9, 32)
-    cache = layer.make_cache(2, 9)
-    steps = torch.cat([layer(x[:, :5], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in range(5, 9))], 1)
-    torch.testing.assert_close(steps, layer(x))
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [
@@ -52,7 +43,7 @@ def test_rotary_names_bad_arguments(options, error, message):
         Rotary(**options)
 
 
-def test_rotary_names_a_head_that_does_not_fit():
+def test_rotary_names_head_dimensions_too_small():
     for rotary, width in ((Rotary(), 7), (Rotary(dim=8), 6)):
         with pytest.raises(ValueError, match="dim: expected an even number up to the head dimension"):
             rotary(*torch.randn(2, 1, 3, 1, width))

@@ -51,23 +51,19 @@ verify_attention(q, q, q, backend="cuda")  # refused
 """
 
 
-def test_the_version_is_a_literal():
-    """pyproject.toml has it read from there, without an import of the package."""
+def test_pyproject_reads_version_and_oldest_python():
+    """The version is a literal, which setuptools reads without an import of the package."""
     package = (ROOT / "decayattn/__init__.py").read_text(encoding="utf-8")
-    assert f'\n__version__ = "{decayattn.__version__}"\n' in package
-    assert 'version = { attr = "decayattn.__version__" }' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-
-
-def test_oldest_python_classifier_is_the_required_version():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\n__version__ = "{decayattn.__version__}"\n' in package
+    assert 'version = { attr = "decayattn.__version__" }' in project
     versions = [int(minor) for minor in re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', project)]
     assert versions == list(range(versions[0], versions[-1] + 1))
-    assert f'requires-python = ">=3.{versions[0]}"' in project
-    assert f'target-version = "py3{versions[0]}"' in project
-    assert f'python_version = "3.{versions[0]}"' in project
+    for line in ('requires-python = ">=3.{}"', 'target-version = "py3{}"', 'python_version = "3.{}"'):
+        assert line.format(versions[0]) in project
 
 
-def test_the_source_distribution_has_every_folder():
+def test_source_distribution_has_every_folder():
     """setuptools itself takes the package and files called test*.py."""
     listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=False)
     if not listed.stdout:
@@ -103,7 +99,7 @@ assert torch.equal(decay_attention(q, q, q, -0.1), decay_attention(q, q, q, -0.1
 
 
 @pytest.mark.slow  # two builds and a process that imports torch
-def test_distributions_are_whole_and_work_without_the_repository(tmp_path):
+def test_distributions_work_without_the_repository(tmp_path):
     """All that git tracks is in the source distribution, and a wheel made of that runs elsewhere."""
     pytest.importorskip("setuptools", minversion="77")
     listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=False)
@@ -135,7 +131,7 @@ def test_distributions_are_whole_and_work_without_the_repository(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-def test_citation_names_this_version():
+def test_citation_and_changelog_name_this_version():
     citation = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == decayattn.__version__
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -144,7 +140,7 @@ def test_citation_names_this_version():
 
 
 @pytest.mark.slow  # mypy reads all of torch
-def test_types_as_mypy_sees_them(tmp_path):
+def test_mypy_reveals_documented_types(tmp_path):
     """Types of the installed package, editable or not."""
     pytest.importorskip("mypy")
     (tmp_path / "calls.py").write_text(CALLS)

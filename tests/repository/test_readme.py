@@ -85,7 +85,7 @@ def test_commands_name_existing_scripts():
     assert not re.search("pip install '?decayattn", README.read_text(encoding="utf-8"))
 
 
-def test_the_map_names_every_module_and_folder():
+def test_contributing_maps_every_module_and_folder():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert set(re.findall(r"python (\S+\.py)", page)) == {"experiments/tools/fuzz_kernels.py", "experiments/report.py"}
     table = " ".join(re.findall(r"^\| ([^|]*)", page, re.MULTILINE))
@@ -94,7 +94,7 @@ def test_the_map_names_every_module_and_folder():
     assert set(re.findall(r"\w+(?:\.py|\.md|/)", table)) == files | folders | {"decayattn/"}
 
 
-def test_every_script_has_its_line():
+def test_experiments_page_lists_every_script():
     page = (EXPERIMENTS / "README.md").read_text(encoding="utf-8")
     files = [*EXPERIMENTS.glob("*.py"), *EXPERIMENTS.glob("*/*.py")]
     scripts = {str(path.relative_to(EXPERIMENTS)) for path in files if "__main__" in path.read_text(encoding="utf-8")}
@@ -115,6 +115,6 @@ def test_links_lead_to_files_and_headings(page):
         assert not heading or heading in anchors(target), f"{file}#{heading}"
 
 
-def test_continuous_integration_runs_the_commands_of_the_readme():
+def test_ci_runs_the_test_command_of_the_readme():
     command = next(line for line in blocks("sh")[0].splitlines() if "pytest" in line)
     assert command.split(" && ")[1] in (ROOT / ".ci/run").read_text().splitlines()
