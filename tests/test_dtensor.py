@@ -85,7 +85,7 @@ def compare(device: str, split: str, decay: str, lse: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("split", "decay"), [*itertools.product(SPLITS, DECAYS)])
-def test_results_and_gradients_are_those_of_one_process(ranks, split, decay):
+def test_results_and_gradients_equal_one_process(ranks, split, decay):
     for errors in ranks(compare, ranks.device, split, decay, decay != "none"):
         assert len(errors) >= 6
         assert max(errors.values()) < 1e-12, errors
@@ -141,7 +141,7 @@ def on_one_rank(device: str, ranks: tuple[int, int], sizes: tuple[int, int, int]
     pytest.param((2, 1), (2, 4, 1), id="one key head beside a batch on two ranks"),
     pytest.param((2, 1), (2, 1, 1), id="one head beside a batch on two ranks"),
 ])
-def test_an_axis_of_1_may_be_sharded_over_one_rank(ranks, mesh, sizes):
+def test_axis_of_1_may_be_sharded_over_one_rank(ranks, mesh, sizes):
     assert max(ranks(on_one_rank, ranks.device, mesh, sizes)) < 1e-12
 
 
@@ -192,14 +192,15 @@ def said_of(cases: dict[str, dict]) -> dict[str, str]:
     said = {}
     for name, arguments in cases.items():
         try:
-            decay_attention(**arguments, backend="reference")
+            function = decay_attention_varlen if "max_seqlen_q" in arguments else decay_attention
+            function(**arguments, backend="reference")
             said[name] = "nothing"
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
 
 
-def test_what_no_rank_can_do_alone_is_refused_by_name(ranks):
+def test_errors_name_placements_that_ranks_cannot_take(ranks):
     for said in ranks(refusals, ranks.device):
         expected = {
             "sequence": "ValueError: q: expected shards of the batch or the heads, got shards of the sequence (S(1))",
@@ -222,9 +223,12 @@ def shapes_that_fit_in_parts(device: str) -> tuple[dict[str, str], dict[str, str
     mesh, batch = init_device_mesh(device, (2,)), 4
     zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
     qkv = {name: zeros(batch, T, heads, D) for name, heads in (("q", H), ("k", H_KV), ("v", H_KV))}
+    offsets = torch.tensor([0, T], device=device)
+    packing = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=T, max_seqlen_k=T)
     cases = {
         "log_decay of key heads": (2, {"log_decay": zeros(batch, T, H // 2)}),
         "log_decay of half a batch": (0, {"log_decay": zeros(batch // 2, T, H)}),
+        "log_decay of packed heads": (1, packing | dict.fromkeys("qkv", zeros(T, H, D)) | {"log_decay": zeros(T, 2)}),
         "bias of half the heads": (2, {"bias": zeros(H // 2, 1, T)}),
         "scale of half the heads": (2, {"scale": zeros(H // 2)}),
         "scale of half a batch": (0, {"scale": zeros(batch // 2, T, H)}),
@@ -238,35 +242,15 @@ def shapes_that_fit_in_parts(device: str) -> tuple[dict[str, str], dict[str, str
         whole[name] = qkv | others
         sharded[name] = {
             of: distribute_tensor(x, mesh, [Shard(axis) if of in qkv and x.shape[axis] > 1 else Replicate()])
+            if isinstance(x, torch.Tensor) else x
             for of, x in whole[name].items()
         }
     return said_of(whole), said_of(sharded)
 
 
-def test_shapes_are_refused_as_in_one_process(ranks):
+def test_shapes_raise_as_in_one_process(ranks):
     """With the shapes of the whole tensors, though parts of them would fit one another, or broadcast."""
     for whole, sharded in ranks(shapes_that_fit_in_parts, ranks.device):
         assert sharded == whole
         for case, message in whole.items():
             assert message.startswith(f"ValueError: {case.split()[0]}: expected"), message
-
-
-def packed_shapes_that_fit_in_parts(device: str) -> str:
-    mesh = init_device_mesh(device, (2,))
-    q, log_decay = torch.zeros(T, H, D, device=device), torch.zeros(T, H // 2, device=device)
-    q = distribute_tensor(q, mesh, [Shard(1)])
-    log_decay, offsets = (
-        distribute_tensor(x, mesh, [Replicate()]) for x in (log_decay, torch.tensor([0, T], device=device))
-    )
-    options = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=T, max_seqlen_k=T, backend="reference")
-    try:
-        decay_attention_varlen(q, q, q, log_decay, **options)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_packed_shapes_raise_as_in_one_process(ranks):
-    for said in ranks(packed_shapes_that_fit_in_parts, ranks.device):
-        assert said.startswith("log_decay: expected shape () or (H,) = (4,)")
-        assert "got (24, 2)" in said

@@ -131,11 +131,12 @@ def test_layer_refuses_values_of_another_meaning(case):
             layer(x, **{name: bad.to(torch.uint8)})
     with pytest.raises(ValueError, match=message):
         torch.vmap(lambda values: layer(x, **{name: values}))(torch.stack([good, bad]))
-    torch.compiler.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    compiled(x, **{name: good})
-    with pytest.raises(RuntimeError, match=message):
-        compiled(x, **{name: bad})
+    if case in ("lengths", "documents", "gap"):  # one of each argument
+        torch.compiler.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        compiled(x, **{name: good})
+        with pytest.raises(RuntimeError, match=message):
+            compiled(x, **{name: bad})
 
 
 @pytest.mark.parametrize("offsets", [[0], [0, 0, 8], [0, 3, 3, 5]])
