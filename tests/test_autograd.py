@@ -72,7 +72,7 @@ def operator_arguments(
     )
 
 
-def test_the_schemas_are_those_of_the_named_tuples():
+def test_operator_schemas_equal_the_named_tuples():
     """Names, order and types agree, so that neither operator counts positions."""
     forward, backward = torch.ops.decayattn.forward.default._schema, torch.ops.decayattn.backward.default._schema
     call = [*Inputs._fields, *autograd.Modes._fields]
@@ -99,26 +99,18 @@ def test_opcheck_of_the_forward(decay, causal, row_scale, device):
     torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
 
 
-def test_opcheck_without_lse(device):
-    leaves = make(device)
-    arguments = operator_arguments(leaves, True, with_lse=False)
+@pytest.mark.parametrize("case", ["without lse", "bias", "bias of keys", "mask", "permuted"])
+def test_opcheck_of_options_of_the_forward(case, device):
+    leaves, bias = make(device), None
+    if "bias" in case or case == "mask":
+        bias = torch.randn((4, 1, 20) if case == "bias of keys" else (2, 4, 20, 20), device=device)
+        bias = bias > 0 if case == "mask" else bias.requires_grad_()
+    elif case == "permuted":
+        leaves = {name: x.detach().mT.contiguous().mT.requires_grad_() for name, x in leaves.items()}
+        assert not any(x.is_contiguous() for x in leaves.values())
+    arguments = operator_arguments(leaves, case != "mask", bias, with_lse=case != "without lse")
     torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
-    assert torch.ops.decayattn.forward.default(*arguments)[1].shape == (0,)
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 20, 20), (4, 1, 20)])
-def test_opcheck_with_a_bias(shape, device):
-    bias = torch.randn(shape, device=device, requires_grad=True)
-    arguments = operator_arguments(make(device), True, bias)
-    torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
-    torch.library.opcheck(torch.ops.decayattn.forward.default, operator_arguments(make(device), False, bias > 0))
-
-
-def test_opcheck_of_permuted_inputs(device):
-    leaves = make(device)
-    leaves = {name: x.detach().mT.contiguous().mT.requires_grad_() for name, x in leaves.items()}
-    assert not any(x.is_contiguous() for x in leaves.values())
-    torch.library.opcheck(torch.ops.decayattn.forward.default, operator_arguments(leaves, True))
+    assert (torch.ops.decayattn.forward.default(*arguments)[1].shape == (0,)) == (case == "without lse")
 
 
 @pytest.mark.parametrize(("decay", "causal", "row_scale", "lse_gradient"), [
@@ -144,8 +136,10 @@ def test_opcheck_of_the_backward(decay, causal, row_scale, lse_gradient, device)
 
 
 @pytest.mark.parametrize("decay", ["constant", "scalar"])
-def test_gradients_not_asked_for(decay, device):
+def test_calls_compute_requested_gradients_only(decay, device):
     leaves = make(device, decay)
+    with torch.no_grad():
+        assert not any(x.requires_grad for x in attend(**leaves))
     expected = dict(zip(NAMES, outputs_and_gradients(attend, leaves)[2:], strict=True))
     for count in (0, 1, 4) if ON_GPU else (0, 1):
         for asked in itertools.combinations(NAMES, count):
@@ -158,15 +152,8 @@ def test_gradients_not_asked_for(decay, device):
             assert all(x.grad is None for name, x in some.items() if name not in asked)
 
 
-def test_without_gradients_nothing_is_kept(device):
-    with torch.no_grad():
-        out, lse = attend(**make(device))
-    assert not out.requires_grad
-    assert not lse.requires_grad
-
-
 def test_gradients_of_both_outputs_add_up(device):
-    """An output whose gradient never arrives counts as zero: the lse, the output, or none of them."""
+    """A missing gradient of the lse or of the output counts as zero."""
     leaves = make(device)
     values = list(leaves.values())
     out, lse = attend(**leaves)
@@ -179,15 +166,7 @@ def test_gradients_of_both_outputs_add_up(device):
     assert from_lse[2].count_nonzero() == 0  # the lse does not depend on v
 
 
-def test_gradients_accumulate(device):
-    leaves = make(device)
-    once = outputs_and_gradients(attend, leaves)[2:]
-    for _ in range(2):
-        loss(*attend(**leaves)).backward()
-    assert_equal([x.grad for x in leaves.values()], [2 * x for x in once])
-
-
-def test_one_tensor_in_several_places(device):
+def test_shared_tensor_gets_the_sum_of_gradients(device):
     """Self-attention of one tensor: its gradient is the sum of three."""
     x = torch.randn(1, 20, 2, 8, device=device)
     three = [x.clone().requires_grad_() for _ in range(3)]
@@ -197,7 +176,7 @@ def test_one_tensor_in_several_places(device):
     torch.testing.assert_close(x.grad, three[0].grad + three[1].grad + three[2].grad)
 
 
-def test_a_second_derivative_is_refused(device):
+def test_second_derivatives_are_refused(device):
     leaves = make(device)
     out, _ = attend(**leaves)
     (grad,) = torch.autograd.grad(out.sum(), leaves["q"], create_graph=True)
@@ -206,7 +185,7 @@ def test_a_second_derivative_is_refused(device):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_gradients_of_rows_outside_do_not_reach_the_sink(bad, device):
+def test_gradients_at_padding_do_not_reach_the_sink(bad, device):
     """Gradients of a loss in padding, such as 0 / 0, do not matter."""
     leaves = make(device) | {"sink": torch.randn(4, device=device).requires_grad_()}
     inside = torch.tensor([3, 0], device=device)
@@ -228,7 +207,7 @@ def test_torch_func_gradients_are_refused(transform, device):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_batch_of_gradients_is_refused(which, device, monkeypatch):
+def test_batched_gradients_are_refused(which, device, monkeypatch):
     output = attend(**(leaves := make(device, length=3)))[which]
 
     def differentiated(gradients, is_batched):
@@ -251,14 +230,14 @@ def test_a_batch_of_gradients_is_refused(which, device, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_mode_is_refused(name, device):
-    """Never a tangent of zero: PyTorch drops it at an operator that has none, without a word."""
+    """PyTorch drops a tangent without a warning at an operator that has no rule for it."""
     leaves = make(device, length=3, requires_grad=False)
     x = leaves.pop(name)
     with pytest.raises(RuntimeError, match="forward-mode"):
         torch.func.jvp(lambda x: attend(**leaves | {name: x})[0], (x,), (torch.ones_like(x),))
 
 
-def test_vmap_is_a_loop_over_calls(device):
+def test_vmap_loops_over_calls(device):
     """PyTorch's fallback for an operator without a batching rule: slow, and right."""
     leaves = [make(device, length=5, requires_grad=False) for _ in range(3)]
     stacked = {name: torch.stack([x[name] for x in leaves]).requires_grad_() for name in NAMES}
@@ -270,7 +249,7 @@ def test_vmap_is_a_loop_over_calls(device):
     assert_equal(found, [torch.stack(parts) for parts in zip(*expected, strict=True)])
 
 
-# Who looks at operators sees them; nobody else's calls pass through them
+# Operators are visible to dispatch modes and tensor subclasses; other calls skip them
 
 
 class Names(TorchDispatchMode):
@@ -287,7 +266,7 @@ class Names(TorchDispatchMode):
 
 
 class Wrapper(Tensor):
-    """A tensor without memory of its own, which operators alone can ask for what it holds."""
+    """A tensor without memory of its own; only operators reach its values."""
 
     @staticmethod
     def __new__(cls, held):
@@ -303,7 +282,13 @@ class Wrapper(Tensor):
         return function(*tree_map_only(Wrapper, lambda x: x.held, args), **(kwargs or {}))
 
 
-def test_a_dispatch_mode_sees_both_operators(device):
+@pytest.mark.parametrize("name", ["q", "log_decay"])
+def test_tensor_subclass_gets_the_operator(name, device):
+    leaves = make(device, requires_grad=False)
+    assert_equal(attend(**leaves | {name: Wrapper(leaves[name])}), attend(**leaves))
+
+
+def test_dispatch_modes_see_both_operators(device):
     leaves = make(device)
     expected = outputs_and_gradients(attend, leaves)
     with Names() as whole:
@@ -319,26 +304,30 @@ def test_a_dispatch_mode_sees_both_operators(device):
     assert earlier.seen == ["forward"]
 
 
-@pytest.mark.parametrize("way", ["called", "watched", "compiled"])
-@pytest.mark.parametrize(("decay", "causal"), [("none", True), ("constant", False), ("scalar", True)])
-def test_without_lse_all_else_is_the_same(decay, causal, way, device):
-    """Kernels that write no lse are compiled differently."""
+@pytest.mark.parametrize(("decay", "causal", "way"), [
+    *itertools.product(["none"], [True], ["called", "watched"]), ("constant", False, "called"),
+    *itertools.product(["scalar"], [True], ["called", "watched", "compiled"]),
+    pytest.param("none", True, "compiled", marks=pytest.mark.slow),
+    pytest.param("constant", False, "compiled", marks=pytest.mark.slow),
+])
+def test_calls_without_lse_give_equal_results(decay, causal, way, device):
+    """Kernels that write no lse are compiled differently. In compiled code, too, which is one graph."""
     leaves = make(device, decay)
-    values = list(leaves.values())
     attend = functools.partial(decay_attention, causal=causal, backend="triton")
-    if way == "compiled":
-        attend = torch.compile(attend, fullgraph=True, backend=COMPILER)
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=COMPILER, dynamic=False) if way == "compiled" else attend
     results = []
     with Names() if way == "watched" else contextlib.nullcontext():
-        for return_lse in (True, False):
-            out = attend(**leaves, return_lse=return_lse)
+        for function, return_lse in ((attend, True), (compiled, True), (compiled, False)):
+            out = function(**leaves, return_lse=return_lse)
             out = out[0] if return_lse else out
-            results.append([out, *torch.autograd.grad(out.float().square().sum(), values)])
-    assert_equal(*results)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))])
+    assert_equal(results[1], results[0])
+    assert_equal(results[2], results[0])
 
 
 @pytest.mark.parametrize(("kept", "runs"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)])
-def test_selective_checkpointing_decides_about_the_operator(kept, runs, device, monkeypatch):
+def test_selective_checkpoints_save_or_recompute_the_operator(kept, runs, device, monkeypatch):
     """The operator's results are kept, or its kernels run again."""
     leaves = make(device)
     expected = outputs_and_gradients(attend, leaves)
@@ -356,13 +345,6 @@ def test_selective_checkpointing_decides_about_the_operator(kept, runs, device, 
 
     assert_equal(outputs_and_gradients(checkpointed, leaves), expected)
     assert launched.call_count == runs
-
-
-def test_a_subclass_of_tensor_gets_the_operator(device):
-    leaves = make(device, requires_grad=False)
-    expected = attend(**leaves)
-    for name in ("q", "log_decay"):
-        assert_equal(attend(**leaves | {name: Wrapper(leaves[name])}), expected)
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every shape that Python looks at
@@ -394,7 +376,7 @@ def test_reload_keeps_the_operators():
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of every shape that is compared
-def test_a_trace_records_the_operator(device):
+def test_trace_records_the_operator(device):
     leaves = make(device, requires_grad=False)
     traced = torch.jit.trace(lambda q: attend(**leaves | {"q": q}), leaves["q"])
     assert "decayattn::forward" in str(traced.graph)
@@ -405,17 +387,8 @@ def test_a_trace_records_the_operator(device):
 # What PyTorch wraps around a call
 
 
-@pytest.mark.parametrize(("decay", "causal"), [("none", True), ("constant", False), ("scalar", True)])
-def test_compile_is_one_graph(decay, causal, device):
-    torch.compiler.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend=COMPILER, dynamic=False)
-    leaves = make(device, decay)
-    expected = outputs_and_gradients(lambda **x: attend(**x, causal=causal), leaves)
-    assert_equal(outputs_and_gradients(lambda **x: compiled(**x, causal=causal), leaves), expected)
-
-
-@pytest.mark.parametrize("decay", ["none", "scalar"])
-def test_compile_with_dynamic_lengths(decay, device):
+@pytest.mark.parametrize("decay", [pytest.param("none", marks=pytest.mark.slow), "scalar"])
+def test_compile_takes_dynamic_lengths(decay, device):
     """The first call compiles for every length."""
     torch.compiler.reset()
     compiled = torch.compile(attend, fullgraph=True, backend=COMPILER, dynamic=True)
@@ -426,7 +399,7 @@ def test_compile_with_dynamic_lengths(decay, device):
         assert_equal(found, outputs_and_gradients(attend, leaves))
 
 
-def test_compile_of_permuted_inputs(device):
+def test_compile_takes_permuted_inputs(device):
     """A projection cut and transposed inside the graph, gradients back through it."""
 
     def projected(x, weight, log_decay):
@@ -447,13 +420,10 @@ def test_compile_of_permuted_inputs(device):
         torch.testing.assert_close(found, expected)  # the compiler may add up the projection in another order
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_changes_nothing(use_reentrant, device):
-    def attend_in_order(*values):  # the reentrant kind takes positional tensors only
-        return attend(**dict(zip(NAMES, values, strict=True)))
-
-    def checkpointed(**leaves):
-        return checkpoint(attend_in_order, *leaves.values(), use_reentrant=use_reentrant)
+def test_checkpoints_and_deterministic_mode_change_nothing(device):
+    def checkpointed(**leaves):  # this kind takes positional tensors only
+        in_order = lambda *values: attend(**dict(zip(NAMES, values, strict=True)))  # noqa: E731
+        return checkpoint(in_order, *leaves.values(), use_reentrant=True)
 
     def gradients(function):
         leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
@@ -461,10 +431,23 @@ def test_checkpointing_changes_nothing(use_reentrant, device):
         return [x.grad for x in leaves.values()]
 
     tensors = make(device)
-    assert_equal(gradients(checkpointed), gradients(attend))
+    expected, before = gradients(attend), torch.are_deterministic_algorithms_enabled()
+    assert_equal(gradients(checkpointed), expected)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_equal(gradients(attend), expected)
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
-def test_autocast(device):
+def test_anomaly_detection_accepts_resets(device):
+    leaves = make(device)
+    leaves["log_decay"].data[0, 3] = -torch.inf
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly(check_nan=True):
+        outputs_and_gradients(attend, leaves)
+
+
+def test_autocast_casts_q_k_v_only(device):
     """q, k, v are cast, the decay and the scale are not; gradients come in the dtypes of the leaves."""
     dtype = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter's bfloat16 is wrong
     leaves = make(device)
@@ -477,21 +460,3 @@ def test_autocast(device):
     cast = {name: x.detach().to(dtype) if name in "qkv" else x.detach() for name, x in leaves.items()}
     expected = outputs_and_gradients(attend, {name: x.requires_grad_() for name, x in cast.items()})
     assert_equal([out, lse, *gradients], [*expected[:2], *(x.float() for x in expected[2:])])
-
-
-def test_deterministic_algorithms(device):
-    leaves = make(device)
-    expected = outputs_and_gradients(attend, leaves)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert_equal(outputs_and_gradients(attend, leaves), expected)
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-def test_anomaly_detection(device):
-    leaves = make(device)
-    leaves["log_decay"].data[0, 3] = -torch.inf
-    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly(check_nan=True):
-        outputs_and_gradients(attend, leaves)

@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["reference", "triton"]
 DECAYS = ["none", "constant", "scalar"]
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 16, 8
-# what tokens of three entries come call by call
+# new tokens of each of three entries, call by call
 CALLS = (5, 1, 24, 1, 3)
 BATCH, TOKENS = 3, sum(CALLS)
 
@@ -94,7 +94,7 @@ def parts(inputs):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("page", "decay", "windowed"), pairwise([1, 7, 16, 64], DECAYS, [False, True]))
-def test_pages_give_what_a_contiguous_cache_does_bit_by_bit(backend, page, decay, windowed):
+def test_pages_equal_a_contiguous_cache_bit_by_bit(backend, page, decay, windowed):
     inputs = make(decay)
     options = {"window_size": (9, 0), "scale": 0.3} if windowed else {}
     engine = Engine(page, torch.float32, decay == "scalar")
@@ -120,7 +120,7 @@ def test_pages_give_what_a_contiguous_cache_does_bit_by_bit(backend, page, decay
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_rows_are_those_of_the_whole_sequence(backend, decay):
+def test_rows_equal_the_whole_sequence(backend, decay):
     inputs = make(decay, torch.float64)
     engine = Engine(16, torch.float64, decay == "scalar")
     found = [engine.attend(**part, backend=backend, return_lse=True) for part in parts(inputs)]
@@ -133,29 +133,8 @@ def test_rows_are_those_of_the_whole_sequence(backend, decay):
     torch.testing.assert_close(again, out[:, -1:], rtol=1e-12, atol=1e-12)
 
 
-def test_entries_of_different_lengths(device):
-    inputs = make("scalar", torch.float64)
-    engine = Engine(7, torch.float64, True)
-    lengths = torch.tensor([20, 0, 31], device=device)
-    for b, length in enumerate(lengths.tolist()):
-        for t in range(length):
-            one = Engine.__new__(Engine)
-            one.__dict__ |= engine.__dict__ | {
-                "block_table": engine.block_table[b : b + 1], "lengths": torch.tensor([t], device=device),
-                "first": engine.first[b : b + 1],
-            }
-            one.attend(**{n: x[b : b + 1, t : t + 1] for n, x in inputs.items()}, backend="reference")
-    engine.lengths = lengths.clone()
-    new = {n: torch.stack([x[b, i : i + 2] for b, i in enumerate(lengths.tolist())]) for n, x in inputs.items()}
-    found = engine.attend(**new, backend="triton")
-    for b, length in enumerate(lengths.tolist()):
-        whole = {n: x[b : b + 1, : length + 2] for n, x in inputs.items()}
-        expected = decay_attention(**whole, backend="reference")[:, -2:]
-        torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_without_a_page_are_neither_written_nor_seen(backend):
+def test_tokens_without_a_page_are_not_written_or_seen(backend):
     inputs = make("scalar", torch.float64)
     engine = Engine(16, torch.float64, True, blocks=2)
     untouched = [n for n in range(len(engine.k_pages)) if n not in engine.block_table.flatten().tolist()]
@@ -172,16 +151,18 @@ def test_tokens_without_a_page_are_neither_written_nor_seen(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_rows_keep_their_positions_beside_tokens_without_a_page(decay, backend):
+def test_rows_keep_positions_with_tokens_without_a_page(decay, backend):
     """Six new tokens, of which some entries have pages for all and others for some; then the same rows once more."""
     inputs = make(decay, torch.float64) | {"scale": torch.randn(BATCH, TOKENS, HEADS).double().to(DEVICE)}
     expected = decay_attention(**inputs, window_size=(9, 0), return_lse=True, backend="reference")
-    engine, counts = Engine(8, torch.float64, decay == "scalar", blocks=3), [20, 9, 23]
+    engine, counts = Engine(8, torch.float64, decay == "scalar", blocks=3), [20, 0, 23]
 
     def of(entry, tokens):
         return {n: x[entry, tokens] if x is not None and x.ndim > 1 else x for n, x in inputs.items()}
 
     for b, count in enumerate(counts):
+        if count == 0:
+            continue
         own, one = slice(b, b + 1), copy.copy(engine)
         one.block_table, one.lengths = engine.block_table[own], engine.lengths[own].clone()
         one.first = None if engine.first is None else engine.first[own]
@@ -191,7 +172,7 @@ def test_rows_keep_their_positions_beside_tokens_without_a_page(decay, backend):
     new = of(entry, engine.lengths[:, None] + torch.arange(6, device=DEVICE))
     options = dict(window_size=(9, 0), return_lse=True, backend=backend)
     found = [engine.attend(**new, **options)]
-    if decay != "scalar":  # whose `first` is that of all rows
+    if decay != "scalar":  # there, `first` is that of all rows
         found.append(engine.attend(new["q"], log_decay=new["log_decay"], scale=new["scale"], max_seqlen=99, **options))
     for out, lse in found:
         for b, count in enumerate(counts):
@@ -200,10 +181,10 @@ def test_rows_keep_their_positions_beside_tokens_without_a_page(decay, backend):
             torch.testing.assert_close(lse[b, :, placed], expected[1][b, :, rows], rtol=1e-12, atol=1e-12)
 
 
-def test_columns_that_are_far_apart():
+def test_pages_may_have_columns_far_apart():
     """More than 2³¹ numbers lie between the first and the last one of a key, as where columns come before pages."""
     apart = 2**31 // (DIM - 1) + 4096
-    numbers = torch.frombuffer(mmap.mmap(-1, 2 * DIM * apart), dtype=torch.float16)  # what is not touched takes no room
+    numbers = torch.frombuffer(mmap.mmap(-1, 2 * DIM * apart), dtype=torch.float16)  # untouched pages take no memory
     if DEVICE.type == "cuda":
         numbers = torch.zeros(DIM * apart, dtype=torch.float16, device=DEVICE)
     k_pages = numbers.as_strided((2, 16, 1, DIM), (16, 1, 1, apart))
@@ -217,7 +198,7 @@ def test_columns_that_are_far_apart():
     torch.testing.assert_close(written, decay_attention(q, k, v, -0.1), atol=2e-3, rtol=0)
 
 
-def test_tables_of_other_widths_are_other_calls(monkeypatch):
+def test_tables_of_other_widths_compile_again(monkeypatch):
     """Kernels are compiled for numbers that are 1 or multiples of 16, as the tokens of a table are or are not."""
     asked, of_call = [], launching.of_call
 
@@ -272,7 +253,7 @@ def arguments(decay="scalar"):
     ("scalar", dict(first=torch.zeros(3, 3).int()), ValueError, "first: expected contiguous"),
     ("scalar", dict(k=None, v=None), ValueError, "log_decay"),
 ])
-def test_bad_arguments_are_refused_by_name(decay, changed, error, message):
+def test_errors_name_bad_arguments_of_paged_attention(decay, changed, error, message):
     given = arguments(decay)
     before = [given[name].clone() for name in ("k_pages", "v_pages")]
     changed = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in changed.items()}
@@ -282,21 +263,18 @@ def test_bad_arguments_are_refused_by_name(decay, changed, error, message):
         torch.testing.assert_close(given[name], x, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_it_has_no_gradient_for_is_refused():
+def test_paged_attention_refuses_gradients_and_other_names():
     given = arguments("none")
+    with pytest.raises(TypeError, match=r"softmax_scale: unexpected .* of decay_attention_paged; use scale"):
+        decay_attention_paged(**given, softmax_scale=0.1)
     with torch.enable_grad(), pytest.raises(RuntimeError, match="k: expected a tensor without a gradient"):
         decay_attention_paged(**given | {"k": given["k"].requires_grad_()})
 
 
-def test_other_names_are_told():
-    with pytest.raises(TypeError, match=r"softmax_scale: unexpected .* of decay_attention_paged; use scale"):
-        decay_attention_paged(**arguments("none"), softmax_scale=0.1)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("decay", ["none", "scalar"])
-def test_no_token_is_no_key(decay, backend):
-    """Lengths and their bound 0: rows that stand before the first token."""
+def test_empty_pages_give_zeros(decay, backend):
+    """Lengths and their bound are 0: rows before the first token."""
     engine, inputs = Engine(4, torch.float32, decay == "scalar"), make(decay)
     out, lse = engine.attend(inputs["q"][:, :2], max_seqlen=0, return_lse=True, backend=backend)
     assert (out == 0).all()

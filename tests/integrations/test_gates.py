@@ -68,7 +68,8 @@ def _check_generation(model):
         torch.testing.assert_close(write(**options, **others), write(**options, use_cache=False), rtol=0, atol=0)
 
 
-def _check(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(MODELS)[1:])])
+def test_gate_starts_at_the_model_and_generates(kind, tmp_path):
     model, x = build(kind), tokens()
     with torch.no_grad():
         own = model(x).logits
@@ -79,16 +80,6 @@ def _check(kind, tmp_path):
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(x).logits, whole)
-
-
-def test_gate_starts_at_the_model_and_generates(tmp_path):
-    _check("llama", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(MODELS)[1:])
-def test_gate_of_every_architecture(kind, tmp_path):
-    _check(kind, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -104,7 +95,7 @@ def test_gate_keeps_its_bits_in_every_cache(dtype, tmp_path):
     assert keys.stride(2) * keys.itemsize % 16 == 0  # kernels load vectors of it
 
 
-def test_constant_decay_is_alibi():
+def test_constant_decay_equals_alibi():
     """A rate per head in the configuration is a bias; so is a learned rate of the same half-life."""
     model, x = build(), tokens()
     model.set_attn_implementation("sdpa")
@@ -124,7 +115,7 @@ def test_constant_decay_is_alibi():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["scalar", "constant"])
-def test_packed_documents_with_a_decay_are_documents_alone(kind):
+def test_packed_documents_give_logits_of_each_alone(kind):
     model, x = add_decay(build(), kind, half_lives=(2.0, 9.0)), tokens(1, 20)
     alone = torch.cat([model(x[:, :7]).logits, model(x[:, 7:]).logits], 1)
     positions = torch.cat([torch.arange(7), torch.arange(13)])[None]
@@ -150,7 +141,7 @@ def test_gate_trains_and_is_spared(checkpointing, tmp_path):
     assert all(not torch.equal(model.state_dict()[name], before[name]) for name in gates)
 
 
-def test_gradient_with_a_cache_is_that_without():
+def test_gradients_are_equal_with_and_without_a_cache():
     model, x, gradients = gated(), tokens(), []
     for use_cache in (False, True):
         model.zero_grad()
@@ -172,20 +163,13 @@ def test_gate_copies_and_compiles():
         torch.testing.assert_close(compiled(x, use_cache=False).logits, expected)
 
 
-def test_base_checkpoint_starts_the_decay_of_its_configuration(tmp_path):
+def test_base_checkpoint_starts_the_configured_decay(tmp_path):
     build().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     config.added_decay = {"decay": "scalar", "half_lives": [3.0, 48.0]}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
     found = model.model.layers[1].self_attn.decay.half_lives(torch.zeros(1, 1, 64))[0, 0]
     torch.testing.assert_close(found[[0, -1]], torch.tensor([3.0, 48.0]))
-
-
-def test_other_attention_than_ours_raises():
-    model = gated()
-    model.set_attn_implementation("eager")
-    with pytest.raises(RuntimeError, match="attn_implementation: expected 'decayattn'"):
-        model(tokens())
 
 
 OTHER_KEYS = {
@@ -224,13 +208,17 @@ def test_cached_latents_and_shared_keys_are_right_or_raise(kind):
         torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole)
 
 
-def test_quantised_cache_raises():
-    class QuantizedLayer(transformers.cache_utils.DynamicLayer):
-        pass
+class QuantizedLayer(transformers.cache_utils.DynamicLayer):
+    pass
 
-    cache = transformers.cache_utils.Cache(layers=[QuantizedLayer(), QuantizedLayer()])
+
+def test_gate_refuses_quantised_caches_and_other_attention():
+    model, cache = gated(), transformers.cache_utils.Cache(layers=[QuantizedLayer(), QuantizedLayer()])
     with torch.no_grad(), pytest.raises(ValueError, match="cache: expected one that keeps the bits of keys"):
-        gated()(tokens(), past_key_values=cache, use_cache=True)
+        model(tokens(), past_key_values=cache, use_cache=True)
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="attn_implementation: expected 'decayattn'"):
+        model(tokens())
 
 
 def bloom():
@@ -251,6 +239,6 @@ def bart():
     (bart, {}, ValueError, "model: expected a decoder"),
     (bloom, {}, ValueError, "attn_implementation: expected a model with flash or sdpa"),
 ])
-def test_models_without_a_place_for_a_decay_are_refused(model, options, error, message):
+def test_add_decay_refuses_models_without_a_place_for_it(model, options, error, message):
     with pytest.raises(error, match=message):
         add_decay(model(), **options)

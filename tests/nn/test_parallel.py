@@ -14,11 +14,19 @@ import torch.distributed.checkpoint as dcp
 from distributed_pool import two_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
 )
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -26,7 +34,13 @@ from torch.utils.checkpoint import checkpoint
 
 from decayattn import DecayFlashAttention, decay_attention
 from decayattn.nn import (
-    ConstantDecay, Decay, ScalarDecay, attention, fully_shard_attention, parameter_groups, record_half_lives,
+    ConstantDecay,
+    Decay,
+    ScalarDecay,
+    attention,
+    fully_shard_attention,
+    parameter_groups,
+    record_half_lives,
     tensor_parallel_plan,
 )
 from decayattn.nn.tensor_parallel import PartwiseParallel
@@ -117,6 +131,11 @@ def batch(device: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
     return torch.randn(B, T, WIDTH, device=device, dtype=dtype), torch.randn(B, T, WIDTH, device=device, dtype=dtype)
 
 
+def groups(model: nn.Module) -> list[str]:
+    """Names of modules with a collective of their own."""
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
 def two_steps(single: nn.Module, shared: nn.Module, device: str) -> None:
     """single's gradients of both sequences, shared's of this rank's; twice: the second finds what the first left."""
     x, target = batch(device)
@@ -128,37 +147,28 @@ def two_steps(single: nn.Module, shared: nn.Module, device: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# DistributedDataParallel
+# DistributedDataParallel and FSDP2
 
 # never freed: a process group that is freed waits for its thread with the GIL held, and that thread may need it to let
 # go of its last piece of work. It happened once
 _PARALLEL = []
 
 
-def data_parallel_gradients(device: str, decay: str) -> dict[str, float]:
-    """The second step raises where the first has left a parameter without its gradient."""
-    expected, model = model_of(decay, device, **EVERYTHING), model_of(decay, device, **EVERYTHING)
-    _PARALLEL.append(parallel := nn.parallel.DistributedDataParallel(model))
-    two_steps(expected, parallel, device)
-    return worst(gradients(model), gradients(expected))
+def twins(decay: str, device: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Sequential, nn.Sequential]:
+    return model_of(decay, device, dtype, **EVERYTHING), model_of(decay, device, dtype, **EVERYTHING)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_data_parallel_gradients_equal_one_process(ranks, decay):
-    for found in ranks(data_parallel_gradients, ranks.device, decay):
-        assert max(found.values()) < 1e-12, found
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# FSDP2
-
-
-def sharded_gradients(device: str, decay: str, checkpointed: bool) -> dict[str, float]:
-    expected, model = model_of(decay, device, **EVERYTHING), model_of(decay, device, **EVERYTHING)
-    shard(model, device)
+def parallel_gradients(device: str, kind: str, decay: str) -> dict[str, float]:
+    """DDP's second step raises where the first has left a parameter without its gradient."""
+    expected, model = twins(decay, device)
+    if kind == "ddp":
+        _PARALLEL.append(called := nn.parallel.DistributedDataParallel(model))
+    else:
+        shard(called := model, device)
+        assert groups(model[0]) == ["", "attention"]
     for block in model:
-        block.checkpointed = checkpointed
-    two_steps(expected, model, device)
+        block.checkpointed = kind == "fsdp, checkpointed"
+    two_steps(expected, called, device)
     found = worst(gradients(model), gradients(expected))
     norms = [whole(nn.utils.clip_grad_norm_(one.parameters(), 0.5)) for one in (model, expected)]
     found["norm"] = float((norms[0] - norms[1]).abs() / norms[1])
@@ -166,16 +176,18 @@ def sharded_gradients(device: str, decay: str, checkpointed: bool) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("decay", ["scalar", "learned"])
-def test_fsdp_gives_the_gradient_of_one_process(ranks, decay, checkpointed):
-    for errors in ranks(sharded_gradients, ranks.device, decay, checkpointed):
+@pytest.mark.parametrize(("kind", "decay"), [
+    *(("ddp", decay) for decay in DECAYS), *(("fsdp", decay) for decay in ("scalar", "learned")),
+    *(("fsdp, checkpointed", decay) for decay in ("scalar", "learned")),
+])
+def test_parallel_gradients_equal_one_process(ranks, kind, decay):
+    for errors in ranks(parallel_gradients, ranks.device, kind, decay):
         assert max(errors.values()) < 1e-11, errors
 
 
 def mixed_precision(device: str, decay: str, dtype: torch.dtype) -> dict[str, object]:
     """Arguments of the attention, and those of the same model in one process."""
-    model, single = (model_of(decay, device, dtype, **EVERYTHING) for _ in range(2))
+    model, single = twins(decay, device, dtype)
     shard(model, device, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     x, target = batch(device, dtype)
     calls = []
@@ -193,6 +205,7 @@ def mixed_precision(device: str, decay: str, dtype: torch.dtype) -> dict[str, ob
     *_, single_decay, single_scale, single_sink = calls[2]
     return {
         "names": [name for name, _ in model.named_parameters()],
+        "groups": groups(model[0]),
         "q": q.dtype,
         "decay": float((sharded_decay - single_decay).abs().max() / single_decay.abs().max()),
         "decay dtype": sharded_decay.dtype,
@@ -203,28 +216,16 @@ def mixed_precision(device: str, decay: str, dtype: torch.dtype) -> dict[str, ob
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("decay", ["scalar", "learned", "frozen"])
-def test_a_bfloat16_policy_does_not_round_what_is_per_head(ranks, decay, dtype):
+def test_bfloat16_policy_keeps_values_per_head_in_float32(ranks, decay, dtype):
     names = [name for name, _ in model_of(decay, "cpu", **EVERYTHING).named_parameters()]
     for seen in ranks(mixed_precision, ranks.device, decay, dtype):
         # a gate sees x, which the policy rounds; a rate does not, and bfloat16 would change it by 1e-3
         assert seen.pop("decay") < (2e-2 if decay == "scalar" else 1e-7)
         decays = {torch.float32} - {dtype} if decay != "frozen" else set()
         assert seen.pop("gradients") <= decays
+        parts = ["attention.in_proj", "attention.out_proj"]
+        assert set(seen.pop("groups")) - {"attention.decay"} == {"", "attention", *parts}
         assert seen == {"names": names, "q": torch.bfloat16, "decay dtype": torch.float32, "exact": True}
-
-
-def groups(device: str, options: dict[str, Any]) -> list[str]:
-    """Modules of a block with a collective of their own."""
-    model = model_of("scalar", device, **EVERYTHING)
-    shard(model, device, **options)
-    return [name for name, module in model[0].named_modules() if isinstance(module, FSDPModule)]
-
-
-def test_a_layer_is_one_group_unless_a_policy_rounds_some_of_it(ranks):
-    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    parts = ["attention.in_proj", "attention.out_proj"]
-    assert ranks(groups, ranks.device, {})[0] == ["", "attention"]
-    assert ranks(groups, ranks.device, policy)[0] == ["", "attention", *parts]
 
 
 class Scaled(nn.Module):
@@ -249,12 +250,11 @@ def with_position(device: str, decay: str) -> tuple[float, set[torch.dtype], lis
     for one in (layer, single):
         one(x).float().square().mean().backward()
     factor, expected = whole(layer.position.factor.grad), single.position.factor.grad
-    groups = [name for name, module in layer.named_modules() if isinstance(module, FSDPModule)]
-    return float((factor - expected).abs().max() / expected.abs().max()), factor.dtype, groups
+    return float((factor - expected).abs().max() / expected.abs().max()), factor.dtype, groups(layer)
 
 
 @pytest.mark.parametrize("decay", ["scalar", "frozen"])
-def test_a_16_bit_layer_takes_a_float32_position_module(ranks, decay):
+def test_16_bit_layer_takes_a_float32_position_module(ranks, decay):
     apart = {"decay"} if decay == "scalar" else set()
     for error, dtype, names in ranks(with_position, ranks.device, decay):
         # a gradient of 16 bits is rounded between the kernels of one process as well
@@ -294,7 +294,7 @@ def shared_gradients(device: str, how: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("how", ["decay", "position"])
-def test_what_layers_share_is_sharded_by_itself_or_refused(ranks, how):
+def test_fsdp_shards_shared_modules_alone_or_raises(ranks, how):
     assert ranks(shared_refused, ranks.device, how)[0] == [f"1.attention.{how}", f"attention.{how}"]
     for errors in ranks(shared_gradients, ranks.device, how):
         assert max(errors.values()) < 1e-11, errors
@@ -302,7 +302,7 @@ def test_what_layers_share_is_sharded_by_itself_or_refused(ranks, how):
 
 def sharded_generation(device: str, decay: str, policy: MixedPrecisionPolicy | None) -> dict[str, object]:
     """A cache, its eviction and half-lives, outside of the layer's forward."""
-    single, model = (model_of(decay, device, torch.float32, **EVERYTHING)[0].attention for _ in range(2))
+    single, model = (model[0].attention for model in twins(decay, device, torch.float32))
     options = {} if policy is None else {"mp_policy": policy}
     parent = nn.Sequential(model)
     fully_shard_attention(parent, mesh=init_device_mesh(device, (2,)), **options)
@@ -323,7 +323,7 @@ def sharded_generation(device: str, decay: str, policy: MixedPrecisionPolicy | N
     (None, torch.float32), ({}, torch.float32), ({"param_dtype": torch.bfloat16}, torch.bfloat16),
     ({"param_dtype": torch.bfloat16, "output_dtype": torch.float32}, torch.float32),
 ])
-def test_a_sharded_layer_makes_its_cache_and_its_bound(ranks, decay, dtypes, expected):
+def test_sharded_layer_makes_caches_and_score_bounds(ranks, decay, dtypes, expected):
     policy = None if dtypes is None else MixedPrecisionPolicy(**dtypes)
     for found in ranks(sharded_generation, ranks.device, decay, policy):
         assert found == {"alike": True, "evicted": (B, HEADS), "dtype": expected}
@@ -331,7 +331,7 @@ def test_a_sharded_layer_makes_its_cache_and_its_bound(ranks, decay, dtypes, exp
 
 def sharded_calls(device: str, given: str, policy: MixedPrecisionPolicy | None) -> dict[str, float]:
     """Errors of a call with a memory or with a decay of its own, and of its gradients."""
-    single, model = (model_of("scalar", device, torch.float32, **EVERYTHING)[0].attention for _ in range(2))
+    single, model = (model[0].attention for model in twins("scalar", device, torch.float32))
     options = {} if policy is None else {"mp_policy": policy}
     fully_shard_attention(parent := nn.Sequential(model), mesh=init_device_mesh(device, (2,)), **options)
     fully_shard(parent, mesh=init_device_mesh(device, (2,)))
@@ -347,36 +347,16 @@ def sharded_calls(device: str, given: str, policy: MixedPrecisionPolicy | None) 
 
 @pytest.mark.parametrize("given", ["memory", "log_decay"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_sharded_layer_takes_a_memory_and_a_decay(ranks, given, dtype):
+def test_sharded_layer_takes_a_memory_and_a_decay(ranks, given, dtype):
     policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for errors in ranks(sharded_calls, ranks.device, given, policy):
         assert max(errors.values()) < (1e-4 if dtype is None else 0.1), errors
 
 
-def rounded(device: str, decay: str) -> str:
-    """The error of layers that torch's fully_shard gathers in bfloat16."""
-    model = model_of(decay, device, torch.float32, **EVERYTHING)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for block in model:
-        if decay == "scalar":  # a group of its own is gathered in the decay's own forward
-            fully_shard(block.attention.decay, mesh=init_device_mesh(device, (2,)), mp_policy=policy)
-        fully_shard(block, mesh=init_device_mesh(device, (2,)), mp_policy=policy)
-    with pytest.raises(TypeError) as error:
-        model(batch(device, torch.float32)[0])
-    return str(error.value)
-
-
-@pytest.mark.parametrize(("decay", "name"), [("scalar", "ScalarDecay.weight"), ("learned", "ConstantDecay.log_rate")])
-def test_a_decay_gathered_in_bfloat16_is_refused(ranks, decay, name):
-    for said in ranks(rounded, ranks.device, decay):
-        assert f"{name}: expected float32 or float64, got torch.bfloat16" in said
-        assert "shard the layer by decayattn.nn.fully_shard_attention" in said
-
-
 def gradients_of_fsdp1(device: str, decay: str, dtype: torch.dtype, mixed: torch.dtype | None) -> dict[str, float]:
     """FullyShardedDataParallel as the docstring of fully_shard_attention has it, compared with one process."""
     source = inspect.getdoc(fully_shard_attention).split("the condition::\n\n")[1].split("\nArgs:")[0]
-    single, model = model_of(decay, device, dtype, **EVERYTHING), model_of(decay, device, dtype, **EVERYTHING)
+    single, model = twins(decay, device, dtype)
     x, target = batch(device, dtype)
     precision = mixed and MixedPrecision(param_dtype=mixed, reduce_dtype=torch.float32, buffer_dtype=mixed)
     names = {
@@ -406,7 +386,7 @@ def test_fsdp1_trains_by_the_documented_policy(ranks, decay, dtype, mixed, large
 
 def training_tools(device: str, kind: str) -> tuple[bool, bool, bool, float]:
     """Compared with one process: the groups, the marks, and half-lives of this rank's tokens or heads."""
-    single, model = model_of("scalar", device, **EVERYTHING), model_of("scalar", device, **EVERYTHING)
+    single, model = twins("scalar", device)
     called = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": lambda m: shard(m, device),
               "tensor": lambda m: divide(m, device)}[kind](model) or model
     _PARALLEL.append(called)
@@ -458,12 +438,14 @@ def divided_gradients(device: str, decay: str, options: dict, checkpointed: bool
     for name, parameter in model.named_parameters():
         if ".attention." in name:
             assert parameter.placements == parameter.grad.placements, name
+    if decay in ("learned", "frozen"):  # of all heads, without x
+        assert torch.equal(model[0].attention.decay.half_lives(), expected[0].attention.decay.half_lives())
     return found
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_tensor_parallelism_gives_the_gradient_of_one_process(ranks, decay, checkpointed):
+def test_tensor_parallelism_gives_gradients_of_one_process(ranks, decay, checkpointed):
     options = EVERYTHING if decay != "none" else {}
     for errors in ranks(divided_gradients, ranks.device, decay, options, checkpointed):
         assert max(errors.values()) < 1e-11, errors
@@ -478,7 +460,7 @@ def places_of_parameters(device: str) -> dict[str, tuple]:
     }
 
 
-def test_heads_are_sharded_and_gains_replicated(ranks):
+def test_plan_shards_heads_and_replicates_gains(ranks):
     rows, columns, alike = ("S(0)",), ("S(1)",), ("R",)
     parts = {f"in_proj.{name}_{index}": rows for name in ("weight", "bias") for index in range(4)}
     for found in ranks(places_of_parameters, ranks.device):
@@ -488,24 +470,6 @@ def test_heads_are_sharded_and_gains_replicated(ranks):
             # of q, k, v and the gate: 32, 16, 16 and 32 rows in all
             "local": ([(16, WIDTH), (8, WIDTH), (8, WIDTH), (16, WIDTH)], 2, 1),
         }
-
-
-def rates(device: str, decay: str) -> tuple[Tensor, Tensor]:
-    """Rates of this rank's heads in a forward, and half-lives of all."""
-    layer = model_of(decay, device, **EVERYTHING)[0].attention
-    divide(layer, device)
-    x, _ = batch(device)
-    return layer.decay(x).detach().cpu(), layer.decay.half_lives().detach().cpu()
-
-
-@pytest.mark.parametrize("decay", ["learned", "frozen"])
-def test_rates_are_those_of_a_ranks_heads(ranks, decay):
-    # on the same kind of device, whose random numbers the parameters have
-    layer = model_of(decay, ranks.device, **EVERYTHING)[0].attention
-    expected, lives = (x.detach().cpu() for x in (layer.decay(batch(ranks.device)[0]), layer.decay.half_lives()))
-    for rank, (found, half_lives) in enumerate(ranks(rates, ranks.device, decay)):
-        assert torch.equal(found, expected[2 * rank : 2 * rank + 2])
-        assert torch.equal(half_lives, lives)
 
 
 def restarted(device: str, kind: str, same_seed: bool) -> tuple[list[str], list[str], bool]:
@@ -540,7 +504,7 @@ def restarted(device: str, kind: str, same_seed: bool) -> tuple[list[str], list[
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor"])
 @pytest.mark.parametrize("same_seed", [True, False])
-def test_a_sharded_layer_resets_as_one_process_does(ranks, kind, same_seed):
+def test_sharded_layer_resets_as_in_one_process(ranks, kind, same_seed):
     for found in ranks(restarted, ranks.device, kind, same_seed):
         assert found == ([], [], False)
 
@@ -566,7 +530,7 @@ def joined(device: str) -> list[str]:
     return [name for name, p in layer.named_parameters() if not p.requires_grad]
 
 
-def test_what_is_divided_is_not_changed_as_a_whole(ranks):
+def test_divided_parameters_refuse_changes_as_a_whole(ranks):
     frozen = [f"in_proj.{name}_{index}" for name in ("weight", "bias") for index in range(4)]
     for found in ranks(joined, ranks.device):
         assert found == frozen
@@ -595,7 +559,7 @@ def divided_eviction(device: str, options: dict[str, Any]) -> tuple[bool, bool, 
 
 
 @pytest.mark.parametrize("options", [{}, {"scale": None}, {"scale": 0.5}])
-def test_a_divided_layer_bounds_its_own_heads(ranks, options):
+def test_divided_layer_bounds_its_own_heads(ranks, options):
     for alike, evicted, error in ranks(divided_eviction, ranks.device, options):
         assert alike
         assert evicted
@@ -661,7 +625,7 @@ def with_options(device: str) -> dict[str, float]:
     return errors
 
 
-def test_tensor_parallelism_takes_the_options_of_the_layer(ranks):
+def test_tensor_parallelism_takes_options_of_the_layer(ranks):
     for errors in ranks(with_options, ranks.device):
         assert len(errors) == 11
         assert max(errors.values()) < 1e-11, errors
@@ -685,7 +649,7 @@ def refused(device: str) -> list[str]:
     return said
 
 
-def test_what_cannot_be_divided_is_refused_by_name(ranks):
+def test_errors_name_layers_that_cannot_be_divided(ranks):
     for said in ranks(refused, ranks.device):
         assert said == [
             "num_kv_heads: expected a multiple of the 2 ranks, got 1",
@@ -704,7 +668,7 @@ def test_what_cannot_be_divided_is_refused_by_name(ranks):
 def prepared(kind: str, device: str, decay: str = "scalar") -> tuple[nn.Module, torch.optim.Optimizer]:
     model = model_of(decay, device, **EVERYTHING)
     {"single": lambda *_: None, "fsdp": shard, "tensor": divide}[kind](model, device)
-    # what stands outside of the plan is plain, and a GPU's default is to update DTensors and plain tensors as one list
+    # parameters outside of the plan are plain, and a GPU's default is to update DTensors and plain tensors as one list
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
 
 
@@ -750,7 +714,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor"])
-def test_a_checkpoint_of_two_processes_loads_in_one_and_in_two(ranks, kind, tmp_path):
+def test_checkpoint_of_two_processes_loads_in_one_and_two(ranks, kind, tmp_path):
     folder = str(tmp_path / "saved")
     [trained, _] = ranks(save, ranks.device, kind, folder)
     for again in ranks(load, ranks.device, kind, folder, True):
@@ -764,7 +728,7 @@ def test_a_checkpoint_of_two_processes_loads_in_one_and_in_two(ranks, kind, tmp_
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor"])
-def test_a_checkpoint_of_one_process_loads_in_two(ranks, kind, tmp_path):
+def test_checkpoint_of_one_process_loads_in_two(ranks, kind, tmp_path):
     folder = str(tmp_path / "saved")
     trained = save(ranks.device, "single", folder)
     if kind == "fsdp":
@@ -793,7 +757,7 @@ def load_whole(device: str, kind: str, state: dict[str, Tensor]) -> dict[str, Te
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor"])
-def test_a_whole_state_dict_goes_in_and_out(ranks, kind):
+def test_full_state_dict_loads_and_saves(ranks, kind):
     """One file with the names and shapes of a model in one process."""
     state = {name: torch.randn_like(x) for name, x in model_of("scalar", "cpu", **EVERYTHING).state_dict().items()}
     found, _ = ranks(load_whole, ranks.device, kind, state)
@@ -818,6 +782,6 @@ def swiglu(device: str) -> dict[str, float]:
     return worst(gradients(model), gradients(expected)) | worst({"x": inputs[1].grad}, {"x": inputs[0].grad})
 
 
-def test_a_swiglu_is_divided_part_by_part(ranks):
+def test_swiglu_is_divided_part_by_part(ranks):
     for errors in ranks(swiglu, ranks.device):
         assert max(errors.values()) < 1e-5, errors
