@@ -21,8 +21,18 @@ import transformers
 from tools import sweep_architectures
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AttentionInterface, BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM, BloomForCausalLM,
-    LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Trainer, TrainingArguments,
+    AttentionInterface,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 
 import decayattn.integrations.transformers as integration
@@ -85,11 +95,14 @@ def check_logits_and_gradients(kind, real, **inputs):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 @pytest.mark.parametrize("case", ["plain", "left", "right", "packed"])
-def test_logits_and_gradients_are_those_of_sdpa(kind, case):
+def test_logits_and_gradients_equal_sdpa(kind, case):
     ids = torch.randint(1, 64, (1 if case == "packed" else 2, 12))
     options, real = {}, torch.ones_like(ids, dtype=torch.bool)
     if case == "packed":
         options["position_ids"] = torch.tensor([[*range(5), *range(7)]])
+        _, model = pair(kind)  # equal to transformers' flash attention; sdpa would take them for one sequence
+        plain, masked = (model(ids, attention_mask=mask, **options).logits for mask in (None, ids > 0))
+        assert torch.equal(plain, masked)
     elif case != "plain":
         options["attention_mask"] = padding(case)
         real = options["attention_mask"].bool()
@@ -97,7 +110,7 @@ def test_logits_and_gradients_are_those_of_sdpa(kind, case):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_an_encoder_is_that_of_sdpa_in_its_padding_too(side):
+def test_encoder_equals_sdpa_at_padding_too(side):
     """Queries that are padding see the tokens, as sdpa has it: a model may pool over them."""
     ids = torch.randint(1, 64, (2, 12))
     check_logits_and_gradients("bert", ids > 0, input_ids=ids, attention_mask=padding(side))
@@ -105,7 +118,7 @@ def test_an_encoder_is_that_of_sdpa_in_its_padding_too(side):
 
 @pytest.mark.parametrize("length", [5, 12, 15])
 @pytest.mark.parametrize("side", [None, "left", "right"])
-def test_an_encoder_decoder_is_that_of_sdpa(side, length):
+def test_encoder_decoder_equals_sdpa(side, length):
     """Whatever is padding among the encoder's tokens, the decoder's queries are not; as many as those, fewer, more."""
     ids, decoder_ids = torch.randint(4, 64, (2, 12)), torch.randint(4, 64, (2, length))
     mask = None if side is None else padding(side)
@@ -114,11 +127,11 @@ def test_an_encoder_decoder_is_that_of_sdpa(side, length):
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "side"), [("llama", "left"), ("mistral", "left"), ("bart", "left"), ("bart", "right")]
-)
+@pytest.mark.parametrize(("kind", "side"), [
+    ("llama", "left"), ("mistral", "left"), ("bart", "left"), ("bart", "right"),
+])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_writes_the_same_tokens(kind, side, cache):
+def test_generation_writes_the_tokens_of_sdpa(kind, side, cache):
     ids, mask = torch.randint(4, 64, (2, 12)), padding(side)
     texts = [
         model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache_implementation=cache)
@@ -128,83 +141,36 @@ def test_generation_writes_the_same_tokens(kind, side, cache):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("side", [None, "left"])
-def test_static_cache_is_read_as_far_as_it_is_written(side):
-    ids, (theirs, ours) = torch.randint(4, 64, (2, 12)), pair()
-    mask = torch.ones(2, 12, dtype=torch.long) if side is None else padding(side)
-    cache, found = transformers.StaticCache(config=ours.config, max_cache_len=30), []
-    for begin, end in ((0, 7), (7, 8), (8, 12)):
-        found.append(ours(ids[:, begin:end], attention_mask=mask[:, :end], **{integration._CACHE: cache}).logits)
-    expected = theirs(ids, attention_mask=mask).logits
-    assert torch.allclose(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], atol=1e-4)
-
-
-@torch.no_grad()
-def test_positions_cut_no_padded_row():
+def test_positions_do_not_cut_padded_rows():
     ids, mask = torch.randint(4, 64, (1, 12)), padding("left")[:1]
     positions = torch.tensor([[0] * 4 + [*range(3), *range(5)]])
     theirs, ours = (model(ids, attention_mask=mask, position_ids=positions).logits[0, 4:] for model in pair())
     assert torch.allclose(ours, theirs, atol=1e-4)
 
 
-def test_a_mask_of_the_keys_hides_no_query():
-    """But with a window, which counts from a query's own token, as in a causal call."""
-    attend, sdpa = attention_interface.attention, torch.nn.functional.scaled_dot_product_attention
+def test_masks_of_keys_hide_queries_outside_a_window_only():
+    """A window counts from a query's own token, as in a causal call; a row without a key gives zeros."""
     q, k, v = (torch.randn(3, 4, 6, 8) for _ in range(3))
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0] * 6])
-    visible = mask.bool()[:, None, None]
-    for rows in (3, 6):
-        found = attend(torch.nn.Module(), q[:, :, :rows], k, v, mask, is_causal=False)[0]
-        expected = sdpa(q[:, :, :rows], k, v, attn_mask=visible)
-        assert torch.allclose(found[:2], expected.transpose(1, 2)[:2], atol=1e-5)
-        assert not found[2].any()  # no key at all
-    index = torch.arange(6)
-    near = (index[:, None] - index).abs() < 2
-    found = attend(torch.nn.Module(), q, k, v, mask, is_causal=False, sliding_window=2)[0]
-    expected = sdpa(q, k, v, attn_mask=visible & near).transpose(1, 2)
-    assert torch.allclose(found[mask.bool()], expected[mask.bool()], atol=1e-5)
+    mask, index = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0] * 6]), torch.arange(6)
+    attend = functools.partial(attention_interface.attention, torch.nn.Module(), q, k, v, mask, is_causal=False)
+    assert not attend()[0][2].any()
+    visible = mask.bool()[:, None, None] & ((index[:, None] - index).abs() < 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
+    assert torch.allclose(attend(sliding_window=2)[0][mask.bool()], expected[mask.bool()], atol=1e-5)
 
 
-def test_packed_sequences_with_a_mask_of_ones_are_packed():
-    """Equal to transformers' flash attention; sdpa would take them for one sequence."""
-    ids, positions = torch.randint(1, 64, (1, 12)), torch.tensor([[*range(5), *range(7)]])
-    _, model = pair()
-    plain, masked = (model(ids, attention_mask=mask, position_ids=positions).logits for mask in (None, ids > 0))
-    assert torch.equal(plain, masked)
-
-
-def test_packed_sequences_without_a_mask_as_ulysses_passes_them():
-    """cu_seq_lens or position_ids reach the attention itself."""
-    q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
-    module = torch.nn.Module()
-    attend = AttentionInterface()["decayattn"]
-    parts = [attend(module, *(x[:, :, part] for x in (q, k, v)), None)[0] for part in (slice(0, 5), slice(5, 12))]
-    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
-    for options in (
-        {"position_ids": torch.tensor([[*range(5), *range(7)]])},
-        {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 7, "max_length_k": 7},
-    ):
-        assert torch.allclose(attend(module, q, k, v, None, **options)[0], torch.cat(parts, 1), atol=1e-6)
-
-
-def test_sinks_and_masks_that_say_all():
+def test_attention_takes_sinks():
     q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
-    module = torch.nn.Module()
-    visible = torch.rand(2, 1, 6, 6) < 0.7
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-    found, weights = attention_interface.attention(module, q, k, v, visible)
+    found, weights = attention_interface.attention(torch.nn.Module(), q, k, v, None, s_aux=torch.full((4,), 50.0))
     assert weights is None
-    seen = visible[:, 0].any(-1)
-    assert torch.allclose(found[seen], expected.transpose(1, 2)[seen], atol=1e-5)
-    sinks = torch.full((4,), 50.0)
-    assert attention_interface.attention(module, q, k, v, None, s_aux=sinks)[0].abs().max() < 1e-6
+    assert found.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"dropout": 0.1}, "dropout: expected 0"), ({"softcap": 30.0}, "softcap: there is no soft cap")],
 )
-def test_what_there_is_not_is_refused_by_name(options, message):
+def test_attention_refuses_absent_features_by_name(options, message):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match=message):
         attention_interface.attention(torch.nn.Module(), q, q, q, None, **options)
@@ -241,7 +207,7 @@ def test_decay_model_takes_its_own_name():
     assert model(torch.ones(1, 3, dtype=torch.int64)).logits.shape == (1, 3, 64)
 
 
-def test_unsupported_models_raise_by_every_way_to_ask():
+def test_unsupported_models_raise_for_every_request():
     config = sweep_architectures.small_config(BloomForCausalLM.config_class, {})
     eager = BloomForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     asked = copy.deepcopy(config)
@@ -305,20 +271,21 @@ def test_support_survives_copies_and_subclasses(monkeypatch):
         assert masks[-1].shape == (2, 1, 12, 12)
 
 
-def test_masks_of_4_dimensions_and_position_bias():
+def test_attention_takes_masks_of_pairs_and_position_bias():
     q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
     bias, visible = torch.randn(1, 4, 6, 6, requires_grad=True), torch.rand(2, 1, 6, 6) < 0.7
     visible[..., 0] = True
     added = torch.zeros(2, 1, 6, 6).masked_fill(~visible, torch.finfo().min)
-    for mask in (visible, added, None):
+    for mask, given in ((visible, bias), (added, bias), (None, bias), (visible, None)):
         seen = torch.ones(6, 6).tril().bool() if mask is None else visible
         expected = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias.masked_fill(~seen, -torch.inf), enable_gqa=True
+            q, k, v, attn_mask=seen if given is None else bias.masked_fill(~seen, -torch.inf), enable_gqa=True
         ).transpose(1, 2)
-        found = attention_interface.attention(torch.nn.Module(), q, k, v, mask, position_bias=bias)[0]
+        found = attention_interface.attention(torch.nn.Module(), q, k, v, mask, position_bias=given)[0]
         assert torch.allclose(found, expected, atol=1e-5)
-        gradients = [torch.autograd.grad(x.square().sum(), bias)[0] for x in (found, expected)]
-        assert torch.allclose(*gradients, atol=1e-4)
+        if given is not None:
+            gradients = [torch.autograd.grad(x.square().sum(), bias)[0] for x in (found, expected)]
+            assert torch.allclose(*gradients, atol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -329,7 +296,7 @@ def test_masks_of_4_dimensions_and_position_bias():
     [*range(6), *range(100, 106)], [2 * i for i in range(12)], [0, 1, 2, 2, 2, 2, 2, 2, 3, 4, 5, 6],
     [5, 6, 7, 3, 4, 5, 6, 7, 8, 9, 10, 11],
 ])
-def test_positions_that_jump_cut_nothing(positions):
+def test_positions_that_jump_do_not_cut_sequences(positions):
     """PoSE, interpolation, one position for an image, going back, and positions in three dimensions."""
     ids, positions = torch.randint(1, 64, (1, 12)), torch.tensor([positions])
     theirs, ours = pair()
@@ -425,7 +392,7 @@ class Synchronisations(TorchDispatchMode):
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("side", [None, "ones", "left"])
-def test_forwards_synchronise_no_more_than_once(batch, side):
+def test_forwards_synchronise_at_most_once(batch, side):
     _, model = pair()
     ids = torch.randint(1, 64, (batch, 12))
     mask = {None: None, "ones": torch.ones_like(ids), "left": padding("left")[:batch]}[side]
@@ -462,22 +429,20 @@ def train(folder: str, **options) -> list[float]:
 FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["DecayBlock"]}}
 
 
-def losses_of_two(tmp_path, options: dict) -> list[float]:
-    """Losses of two processes, started as torchrun does."""
+def losses_of(tmp_path, world: int, options: dict, **environment: str) -> list[float]:
+    """Losses of this number of processes, started as torchrun does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     code = f"import sys; sys.path[:0] = {sys.path!r}; import test_attention_interface as t; " \
            f"print('losses', t.train({str(tmp_path)!r}, **{options!r}))"
+    environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=os.environ | {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-            },
+            env=os.environ | environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}),
         )
-        for rank in range(2)
+        for rank in range(world)
     ]
     try:
         printed = [process.communicate(timeout=240)[0] for process in processes]
@@ -491,7 +456,7 @@ def losses_of_two(tmp_path, options: dict) -> list[float]:
     return [float(x) for x in lines[0].removeprefix("losses [").removesuffix("]").split(",")]
 
 
-def test_the_causal_model_trains_under_trainer(tmp_path):
+def test_trainer_trains_the_causal_model(tmp_path):
     pytest.importorskip("accelerate")
     losses = train(str(tmp_path), use_cpu=True)
     assert len(losses) == 4
@@ -499,25 +464,17 @@ def test_the_causal_model_trains_under_trainer(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_of_trainer_learn_what_one_does(tmp_path):
+def test_two_processes_of_trainer_learn_as_one(tmp_path):
     pytest.importorskip("accelerate")
-    assert losses_of_two(tmp_path, {"use_cpu": True}) == pytest.approx(train(str(tmp_path), use_cpu=True), abs=1e-3)
+    two = losses_of(tmp_path, 2, {"use_cpu": True})
+    assert two == pytest.approx(train(str(tmp_path), use_cpu=True), abs=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("gpu")
-def test_fsdp_under_trainer_learns_what_one_gpu_does(tmp_path):
+def test_fsdp_under_trainer_learns_as_one_gpu(tmp_path):
     pytest.importorskip("accelerate")
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    alone = losses_of_one(tmp_path)
-    assert losses_of_two(tmp_path, FSDP) == pytest.approx(alone, abs=1e-3)
-
-
-def losses_of_one(tmp_path) -> list[float]:
-    code = f"import sys; sys.path[:0] = {sys.path!r}; import test_attention_interface as t; " \
-           f"print('losses', t.train({str(tmp_path)!r}))"
-    one_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}  # Trainer takes all that it sees
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=one_gpu, check=True)
-    [line] = [line for line in printed.stdout.splitlines() if line.startswith("losses ")]
-    return [float(x) for x in line.removeprefix("losses [").removesuffix("]").split(",")]
+    alone = losses_of(tmp_path, 1, {}, CUDA_VISIBLE_DEVICES="0")  # Trainer takes all that it sees
+    assert losses_of(tmp_path, 2, FSDP) == pytest.approx(alone, abs=1e-3)
