@@ -18,7 +18,7 @@ from decayattn import compatibility, decay_attention
 
 @pytest.fixture
 def reload(monkeypatch):
-    """The module as it is where names are missing, until the test ends."""
+    """Reload the module without the removed names, until the test ends."""
     yield lambda: importlib.reload(compatibility)
     monkeypatch.undo()
     importlib.reload(compatibility)
@@ -34,13 +34,13 @@ def gradients(inputs):
     return torch.autograd.grad(decay_attention(*inputs, backend="triton").square().sum(), inputs)
 
 
-def test_nothing_is_missing_here():
+def test_private_names_are_all_here():
     assert compatibility.fallbacks() == []
 
 
 @pytest.mark.parametrize("change", ["gone", "changed"])
 @pytest.mark.parametrize("name", ["_len_torch_dispatch_stack", "_are_functorch_transforms_active"])
-def test_without_a_way_to_look_for_observers(name, change, reload, monkeypatch, device):
+def test_calls_without_names_of_observers_use_operators(name, change, reload, monkeypatch, device):
     """A call passes through the operators, and means the same."""
     inputs = make(device)
     expected = gradients(inputs)
@@ -60,7 +60,7 @@ def test_without_a_way_to_look_for_observers(name, change, reload, monkeypatch, 
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_with_and_without_assertions_on_the_device(gone, reload, monkeypatch):
+def test_assert_on_device_raises_without_private_names(gone, reload, monkeypatch):
     if gone:
         monkeypatch.delattr(torch, "_assert_async")
         reload()
@@ -86,7 +86,7 @@ def test_values_under_vmap_need_the_unwrapped_tensor(gone, reload, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["gone", "changed"])
-def test_without_the_level_of_forward_derivatives(change, reload, monkeypatch, device):
+def test_calls_without_dual_levels_check_every_tangent(change, reload, monkeypatch, device):
     inputs = make(device)
     if change == "gone":
         monkeypatch.setattr(forward_ad, "unpack_dual", lambda x: SimpleNamespace(tangent=None))
@@ -104,7 +104,7 @@ def test_without_the_level_of_forward_derivatives(change, reload, monkeypatch, d
             gradients(inputs)
 
 
-def test_without_the_mark_of_constants(reload, monkeypatch, tmp_path):
+def test_constant_results_without_the_private_mark(reload, monkeypatch, tmp_path):
     marked = []
     monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: marked.append(function) or function)
     assert compatibility.assume_constant_result(make) is make
@@ -122,7 +122,7 @@ def test_without_the_mark_of_constants(reload, monkeypatch, tmp_path):
     assert fallback.startswith("_dynamo_marked_constant")
 
 
-def test_without_the_raw_stream(reload, monkeypatch):
+def test_current_stream_without_the_raw_stream(reload, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=100 + device))
@@ -133,6 +133,7 @@ def test_without_the_raw_stream(reload, monkeypatch):
 
 
 WITHOUT_ALL = """
+import sys
 import torch
 from torch.autograd import forward_ad
 
@@ -140,7 +141,8 @@ names = ("_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_Auto
 private = {name: getattr(torch._C, name) for name in names}
 for name in names:
     delattr(torch._C, name)
-from decayattn import compatibility, decay_attention
+from decayattn import compatibility, decay_attention, integrations, nn
+assert "transformers" not in sys.modules
 for name in names:  # PyTorch itself has what it needs
     setattr(torch._C, name, private[name])
 
@@ -177,7 +179,7 @@ with forward_ad.dual_level():
 """
 
 
-def test_without_all_that_autograd_is_bridged_with():
+def test_autograd_works_without_any_private_name():
     """Takes seconds: which way operators are differentiated is chosen when the library is imported, so in a process of
     its own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
