@@ -597,7 +597,7 @@ def test_growing_cache_gives_the_logits_of_the_sequence(decay, max_length, sizes
 
 
 def test_generate_allocates_its_cache_once():
-    """It passes no positions, which it would count at each step. Trainer keeps columns that forward names."""
+    """Generation passes no positions, which it would count at each step. Trainer keeps columns that forward names."""
     model, (ids, mask), given = build(), left_padded(), []
     assert "position_ids" in inspect.signature(model.forward).parameters
     model.model.register_forward_pre_hook(lambda _, __, named: given.append(named["position_ids"]), with_kwargs=True)
@@ -762,7 +762,7 @@ def test_new_model_starts_as_configured():
     ("scalar", {"initial_half_lives": [2, 4096]}), ("scalar", {"initial_half_lives": [9.0, 2.0, 9.0, 5.0]}),
 ])
 def test_decays_start_as_configured(decay, options, tmp_path):
-    """In a new model and in a loaded one; learned rates start there."""
+    """New and loaded models start there; learned rates do, too."""
     config = DecayConfig(
         vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, decay=decay, **options
     )
