@@ -57,26 +57,25 @@ def test_log_decay_broadcasts_over_batch_and_heads(backend, shape, device):
         assert_within_budget(verify_attention_varlen(**offsets, backend=backend))
 
 
-@pytest.mark.parametrize(("shape", "hint"), [
-    ((5, 4), r"; log_decay\[None\] would fit$"),
-    ((2, 5), r"; log_decay\[\.\.\., None\] would fit$"),
-    ((2, 4, 5), r"; log_decay.mT would fit$"),
-    ((2, 1, 4), r"got \(2, 1, 4\)$"),  # one token's, as a decoding step has it; a constant is (H,)
-    ((1, 1, 1), r"got \(1, 1, 1\)$"),
-    ((3, 5, 4), r"got \(3, 5, 4\)$"),
-    ((1, 2, 5, 4), r"; log_decay\.squeeze\(0\) would fit$"),
-    ((5,), r"; q, k, v: expected \(B, T, H, D\); these look like \(B, H, T, D\).*$"),
-    ((2,), r"got \(2,\)$"),
-    ("40", r"; log_decay\[\.\.\., None\] would fit"),  # of packed sequences
-    ("1 40 4", r"; log_decay\.squeeze\(0\) would fit"),
-    ("4 40", r"; log_decay\.mT would fit"),
-    ("1 4", r"got \(1, 4\)$"),
+@pytest.mark.parametrize(("function", "shape", "hint"), [
+    (decay_attention, (5, 4), r"; log_decay\[None\] would fit$"),
+    (decay_attention, (2, 5), r"; log_decay\[\.\.\., None\] would fit$"),
+    (decay_attention, (2, 4, 5), r"; log_decay.mT would fit$"),
+    (decay_attention, (2, 1, 4), r"got \(2, 1, 4\)$"),  # one token's, as a decoding step has it; a constant is (H,)
+    (decay_attention, (1, 1, 1), r"got \(1, 1, 1\)$"),
+    (decay_attention, (3, 5, 4), r"got \(3, 5, 4\)$"),
+    (decay_attention, (1, 2, 5, 4), r"; log_decay\.squeeze\(0\) would fit$"),
+    (decay_attention, (5,), r"; q, k, v: expected \(B, T, H, D\); these look like \(B, H, T, D\).*$"),
+    (decay_attention, (2,), r"got \(2,\)$"),
+    (decay_attention_varlen, (40,), r"; log_decay\[\.\.\., None\] would fit"),
+    (decay_attention_varlen, (1, 40, 4), r"; log_decay\.squeeze\(0\) would fit"),
+    (decay_attention_varlen, (4, 40), r"; log_decay\.mT would fit"),
+    (decay_attention_varlen, (1, 4), r"got \(1, 4\)$"),
 ])
-def test_errors_name_log_decays_that_would_fit(shape, hint):
-    function, arguments, expected = decay_attention, make(), r"\(B, T_k, H\) = \(2, 5, 4\)"
-    if isinstance(shape, str):
-        function, arguments = decay_attention_varlen, packed(make(rows=40), 0, 40)
-        shape, expected = tuple(map(int, shape.split())), r"\(total_k, H\) = \(40, 4\)"
+def test_errors_name_log_decays_that_would_fit(function, shape, hint):
+    arguments, expected = make(), r"\(B, T_k, H\) = \(2, 5, 4\)"
+    if function is decay_attention_varlen:
+        arguments, expected = packed(make(rows=40), 0, 40), r"\(total_k, H\) = \(40, 4\)"
     with pytest.raises(ValueError, match=rf"^log_decay: .*{expected}.*{hint}"):
         function(**arguments | {"log_decay": torch.zeros(shape)})
 
@@ -196,12 +195,14 @@ def test_errors_translate_names_of_other_libraries(name, hint):
         message = rf"^{name}: unexpected keyword argument of {function.__name__}; .*{hint}"
         with pytest.raises(TypeError, match=message):
             function(**arguments, **{name: None})
-    if name == "xyz":  # arguments of only one of both
-        with pytest.raises(TypeError, match=r"^cu_seqlens_k: .*; decay_attention_varlen takes cu_seqlens_q"):
-            decay_attention(**make(), cu_seqlens_k=None)
-        for other in ("bias", "seqused_k", "leftpad_q"):
-            with pytest.raises(TypeError, match=f"^{other}: .*; decay_attention takes it"):
-                decay_attention_varlen(**packed(make(), 0, 5), **{other: None})
+
+
+def test_errors_name_arguments_of_the_other_function():
+    with pytest.raises(TypeError, match=r"^cu_seqlens_k: .*; decay_attention_varlen takes cu_seqlens_q"):
+        decay_attention(**make(), cu_seqlens_k=None)
+    for name in ("bias", "seqused_k", "leftpad_q"):
+        with pytest.raises(TypeError, match=f"^{name}: .*; decay_attention takes it"):
+            decay_attention_varlen(**packed(make(), 0, 5), **{name: None})
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
